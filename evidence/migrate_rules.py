@@ -274,7 +274,7 @@ def verl(k: Keys, c, version: str) -> dict:
         "trainer's temperature": (al.temperature or c.rollout.temperature, k(r + "temperature", default=1.0)),
         "top_p": (c.rollout.top_p, k(r + "top_p", default=1.0)),
         "top_k": (c.rollout.top_k, k(r + "top_k", default=-1)),
-        "repetition": (c.rollout.repetition_penalty, k(r + "repetition_penalty", default=1.0) if version >= "0.8" else 1.0),
+        "repetition": (c.rollout.repetition_penalty, 1.0),  # agent_loop.py hands 1.0 to the engine
         "staleness": ((c.rollout.max_staleness, c.rollout.sync_every), (0, 1)),
         "dynamic": (al.dynamic_sampling or "off", "off"),
         # rewards: fixed kl_ctrl; the penalty is of the tokens' rewards
@@ -301,7 +301,9 @@ def verl(k: Keys, c, version: str) -> dict:
         "adapters": (c.lora.rank, k("actor_rollout_ref.model." + ("lora.rank" if megatron and version >= "0.7" else "lora_rank"), default=0)),
     }
     if c.eval.sets:
-        out["eval sampling"] = ((c.eval.temperature, c.eval.top_p, c.eval.top_k, c.eval.samples), (
+        greedy = version < "0.7" and not k(val + "do_sample", default=False)  # vllm_rollout_spmd.py
+        asked = (c.eval.temperature, c.eval.top_p, c.eval.top_k, c.eval.samples)
+        out["eval sampling"] = (asked, (0, 1.0, -1, 1) if greedy else (
             k(val + "temperature", default=0), k(val + "top_p", default=1.0), k(val + "top_k", default=-1), k(val + "n", default=1)))
     if megatron:
         out["floor"] = (c.optimizer.floor if out["schedule"][1] != "constant" else 0.0,
@@ -313,14 +315,15 @@ def verl(k: Keys, c, version: str) -> dict:
         out["estimator"] = ((al.kl.estimator, al.kl.placement), ({"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var",
                                                                   "k3": "low_var", "abs": "abs"}.get(name, name), "loss" if in_loss else "reward"))
     # core_algos.py. ReMax is a reward to go less the greedy completion's reward: a sum of the completion only without a KL in it
-    std = "group" if k("algorithm.norm_adv_by_std_in_grpo", default=True) else "none"
+    alone = n == 1  # of a group of one the mean is 0 and the deviation 1
+    std = "none" if alone else "group" if k("algorithm.norm_adv_by_std_in_grpo", default=True) else "none"
     to_go = (al.advantage, al.advantage_mean, al.advantage_std, al.whiten, al.gamma)
     whole = to_go[:4]
     gamma = k("algorithm.gamma", default=1.0)
     out["advantage"] = {
         "gae": ((al.advantage, al.gamma, al.lam, al.whiten), ("gae", gamma, k("algorithm.lam", default=1.0), True)),
-        "grpo": (whole, ("outcome", "group", std, False)),
-        "rloo": (whole, ("outcome", "leave_one_out", "none", False)),
+        "grpo": (whole, ("outcome", "none" if alone else "group", std, False)),
+        "rloo": (whole, ("outcome", "none" if alone else "leave_one_out", "none", False)),
         "remax": (to_go, ("returns", "greedy", "none", False, 1.0)) if in_reward else (whole, ("outcome", "greedy", "none", False)),
         "reinforce_plus_plus_baseline": (whole, ("outcome", "group", "none", True)),
         "reinforce_plus_plus": (to_go, ("returns", "none", "none", True, gamma)),
@@ -353,8 +356,9 @@ def verl(k: Keys, c, version: str) -> dict:
         out |= {
             "critic's lr": (c.critic.lr, k(v + "lr", default=1e-5)),
             "critic's clip": (c.critic.value_clip, k("critic.cliprange_value", default=0.5)),
-            "critic": (c.critic.path or c.model.path, _place(k("critic.model.path", default="~/models/deepseek-llm-7b-chat"))),
-            "critic alone": ((c.critic.warmup_steps, c.critic.normalize, c.critic.shared), (k("trainer.critic_warmup", default=0), False, False)),
+            "critic": (c.critic.path or c.model.path, _place(k("critic.model.path", "actor_rollout_ref.model.path"))),
+            "critic alone": ((c.critic.warmup_steps, c.critic.normalize, c.critic.shared), (
+                max(k("trainer.critic_warmup", default=0) - 1, 0), False, False)),  # critic_warmup <= global_steps, from 1
             "critic's updates": (c.critic.num_minibatches or al.num_minibatches, prompts / k(
                 "critic.ppo_mini_batch_size", a + "ppo_mini_batch_size", default=256)),
             "critic's warmup": ((_scale_of(c, "warmup_steps") if not _scale_of(c, "warmup_fraction") else 0, _scale_of(c, "warmup_fraction")),
@@ -609,7 +613,7 @@ def areal(k: Keys, c, version: str) -> dict:
         "minima": ((c.rollout.min_p, c.rollout.repetition_penalty), (0.0, 1.0)),  # it has none
         # staleness_manager.py: (head + version + 1) consumer batches may have been begun; pause() hands what is begun to the new weights
         "staleness": (c.rollout.max_staleness, math.ceil((k("rollout.max_head_offpolicyness", default=0) + 1) * k(
-            "rollout.consumer_batch_size", default=1) / batch) - 1 if asynchronous else 0),
+            "rollout.consumer_batch_size", default=batch) / batch) - 1 if asynchronous else 0),
         "synced": (c.rollout.sync_every, 1),
         # actor.py: (reward + bias) * scaling, clipped, then reward_norm; overlong_reward_penalty comes before all of it
         "reward of 1": (written(1), within((1 + bias) * scale)),
@@ -662,7 +666,7 @@ def areal(k: Keys, c, version: str) -> dict:
     else:
         low = k(a + "eps_clip", default=0.2) or 1e-9  # 0 (M2PO's example) is a clip to 1, which 1 + 1e-9 is in fp32
         high = k(a + "eps_clip_higher")
-        out["clip"] = ((al.clip_low, al.clip_high), (low, low if high is None else high))
+        out["clip"] = ((al.clip_low, al.clip_high), (low, low if high is None else high or 1e-9))
         out["dual clip"] = (al.dual_clip, k(a + "c_clip") or 0.0)
     if k(a + "overlong_reward_penalty", default=False):  # before bias and scale, of the longest that actor.max_new_tokens says
         out["overlong"] = ((c.reward.overlong_buffer, c.reward.overlong_penalty), (
@@ -682,8 +686,8 @@ def areal(k: Keys, c, version: str) -> dict:
     else:
         out["scores"] = ((c.reward.norm_mean, c.reward.norm_std, al.advantage_mean, al.advantage_std), (
             mean, std if reward["ddof"] else std + "_population", "none", "none"))
-    if "group" in (mean, std):
-        out["group of scores"] = (c.rollout.group_size, reward["size"])
+    if "group" in (mean, std):  # a size that refers to what is not set is gconfig's default
+        out["group of scores"] = (c.rollout.group_size, reward["size"] or 1)
     if critic:
         v = _table(k, "critic.optimizer") + "."
         out |= {
@@ -705,7 +709,7 @@ def areal(k: Keys, c, version: str) -> dict:
         out["floor"] = (c.optimizer.floor, k(o + "min_lr_ratio", default=0.0) if megatron or k(o + "lr_scheduler_type") == "cosine" else 0.0)
     if k(a + "use_lora", default=False):
         out["adapters"] = ((c.lora.rank, c.lora.alpha), (k(a + "lora_rank", default=32), k(a + "lora_alpha", default=16)))
-        out["adapted"] = (list(c.lora.targets), list(k.raw(a + "target_modules", [])))
+        out["adapted"] = (list(c.lora.targets), list(k.raw(a + "target_modules") or ["all-linear"]))
     else:
         out["adapters"] = (c.lora.rank, 0)
     return out
@@ -725,7 +729,7 @@ def rlinf(k: Keys, c, version: str) -> dict:
     fsdp = k("actor.training_backend", default="megatron") == "fsdp"
     mean = lambda low, high: (k(a + n) if k(a + n) is not None else k(a + "ratio_clip_eps", default=0.2) for n in (low, high))  # noqa: E731
     low, high = mean("clip_ratio_low", "clip_ratio_high")
-    length = k("runner.seq_length") - k("data.max_prompt_length")
+    length, longest = k("runner.seq_length") - k("data.max_prompt_length"), k("algorithm.sampling_params.max_new_tokens")
     batches = k(a + "n_minibatches", default=1)
     # placement.py: where the actor has GPUs of its own, or the scheduler moves them, workers train while others sample (is_pipeline)
     together = any("actor" in name and "rollout" in name for name in k.keys if name.startswith("cluster.component_placement."))
@@ -774,7 +778,7 @@ def rlinf(k: Keys, c, version: str) -> dict:
         "template": (c.data.chat != "false", bool(k("data.apply_chat_template", default=False)) and (
             version >= "0.3" or bool(k("data.filter_prompt_by_length", default=False)))),  # 0.1 renders while it filters
         # get_sampling_param(s)_from_config of sglang_worker.py and vllm_worker.py: these six alone
-        "longest": (c.rollout.max_new_tokens, length),
+        "longest": (c.rollout.max_new_tokens, longest if isinstance(longest, float | int) else length),  # else ${subtract:...}, the same
         "shortest": (c.rollout.min_new_tokens, 0),  # min_new_tokens is read nowhere, nor are stop_token_ids
         "temperature": (c.rollout.temperature, k(s + "temperature", default=1.0) if k(s + "do_sample", default=True) else 0.0),
         "trainer's temperature": (al.temperature or c.rollout.temperature, k(s + "temperature", default=1.0)),
@@ -809,7 +813,8 @@ def rlinf(k: Keys, c, version: str) -> dict:
         "weight decay": (c.optimizer.weight_decay, k(o + "weight_decay", default=0.01)),
         "gradient's clip": (c.optimizer.max_grad_norm, k(o + "clip_grad", default=1.0) * share),
         "schedule": (c.optimizer.schedule, k(o + "lr_scheduler", default="constant") if fsdp else k(sched + "lr_decay_style", default="constant")),
-        "warmup": (c.optimizer.warmup_steps, _warmup_of_rlinf(k, o, sched, fsdp)),
+        "warmup": (c.optimizer.warmup_steps, _warmup_of_rlinf(k, o, sched, fsdp) * (  # once a step without sync, else once an update
+            1 if not fsdp or k("actor.lr_sched_sync_with_optim", default=True) else batches)),
         "dtype": (c.train.compute_dtype, precision),
         "eval every": ((c.eval.every_steps, c.eval.every_epochs, c.eval.before, c.eval.after), (0, 0, False, False)),  # nothing evaluates
         "saved every": (c.checkpoint.every_steps, max(k("runner.save_interval", default=-1), 0)),
@@ -840,9 +845,10 @@ def rlinf(k: Keys, c, version: str) -> dict:
             "critic's gradient": (_scale_of(c, "max_grad_norm"), k(v + "clip_grad", default=1.0)),
             "critic's schedule": (_scale_of(c, "schedule"), k(w + "lr_decay_style", default="constant")),
             "critic's warmup": (_scale_of(c, "warmup_steps"), _warmup_of_rlinf(k, v, w, False)),
-            "critic's end": ((_scale_of(c, "decay_steps"), _scale_of(c, "floor")), (
-                k(w + "lr_decay_iters", default=100_000) - _warmup_of_rlinf(k, v, w, False), k(w + "min_lr", default=0.0) / k(v + "lr"))),
         }
+        if k(w + "lr_decay_style", default="constant") != "constant":
+            out["critic's end"] = ((_scale_of(c, "decay_steps"), _scale_of(c, "floor")), (
+                k(w + "lr_decay_iters", default=100_000) - _warmup_of_rlinf(k, v, w, False), k(w + "min_lr", default=0.0) / k(v + "lr")))
     return out
 
 

@@ -390,6 +390,29 @@ def test_areals_ratios():
     assert values(migrated("areal", base, "0.4"))["algorithm.mismatch.correction"] == "none"
 
 
+def test_areals_defaults_act_where_a_key_is_absent():
+    group = {**AREAL, "gconfig.n_samples": 4, "actor.reward_norm.mean_level": "group", "actor.reward_norm.std_level": "group"}
+    lacks = lambda **keys: [k for k, _, _ in migrated("areal", {**group, **{k.replace("__", "."): v for k, v in keys.items()}}).lacking]  # noqa: E731
+    assert "actor.reward_norm.group_size" in lacks() and "actor.reward_norm.group_size" not in lacks(actor__reward_norm__group_size=4)
+    warm = migrated("areal", {**AREAL, "gconfig.temperature": 0.7})  # actor.temperature is 1
+    assert values(warm).get("algorithm.temperature") == 1.0 or "actor.temperature" in [k for k, _, _ in warm.lacking]
+    critic = {**AREAL, "critic.path": "a/b"}
+    assert values(migrated("areal", critic))["critic.lr"] == 1e-3 and values(migrated("areal", critic, "0.3"))["critic.lr"] == 2e-5
+
+
+def test_areals_floor_is_read_with_a_cosine_or_by_megatron():
+    linear = {**AREAL, "actor.optimizer.min_lr_ratio": 0.1, "actor.optimizer.lr_scheduler_type": "linear", "actor.backend": "fsdp:d4"}
+    floor = lambda **keys: values(migrated("areal", {**linear, **{f"actor.{k}": v for k, v in keys.items()}})).get("optimizer.floor")  # noqa: E731
+    assert floor() == 0 and floor(backend="megatron:d4") == 0.1 and floor(**{"optimizer.lr_scheduler_type": "cosine"}) == 0.1
+
+
+def test_areals_staleness_counts_consumer_batches_and_needs_asynchronous_training():
+    ahead = {**AREAL, "train_dataset.batch_size": 64, "rollout.max_head_offpolicyness": 2}
+    of = lambda **keys: values(migrated("areal", {**ahead, **{k.replace("__", "."): v for k, v in keys.items()}}))["rollout.max_staleness"]  # noqa: E731
+    assert (of(), of(rollout__consumer_batch_size=64), of(rollout__consumer_batch_size=128), of(rollout__consumer_batch_size=32)) == (2, 2, 5, 1)
+    assert of(async_training=False) == 0
+
+
 def test_areals_allocations():
     m = migrated("areal", {**AREAL, "allocation_mode": "sglang.d2p1t2+d2p2t1"})
     v = values(m)

@@ -27,6 +27,7 @@ def test_a_token_mean_is_one_of_the_optimizer_step_and_a_token_sum_of_it_is_a_co
     norm = {A + "loss_agg_mode": "seq-mean-token-sum-norm", A + "loss_scale_factor": 700}
     said = {version: any("adds up" in text for text in verl(norm, version).different) for version in ("0.7", "0.8", "0.9")}
     assert said == {"0.7": True, "0.8": False, "0.9": False}
+    assert values(verl({**norm, **micro}, "0.7"))["algorithm.aggregation_constant"] == 175  # 4 completions are added up
 
 
 def test_the_engines_read_the_optimizers_clip_and_a_warm_up_of_0_is_a_share():
@@ -61,6 +62,13 @@ def test_a_group_without_a_dot_and_a_named_config_are_read_from_a_script(tmp_pat
     script.write_text(f"python3 -m verl.trainer.main_ppo --config-name=ppo_trainer model_engine=megatron {A}optim.lr=1e-5\n")
     source = read(table_of("verl"), script, [])
     assert source.settings["model_engine"].value == "megatron" and "--config-name=ppo_trainer" in source.command
+
+
+def test_a_gradients_clip_is_read_where_the_worker_reads_it():
+    clips = {A + "grad_clip": 0.5, A + "optim.clip_grad": 0.25, "critic.grad_clip": 0.2, "critic.optim.clip_grad": 0.1}
+    of = lambda version, **keys: values(verl({**clips, A + "optim.lr": 1e-6, **keys}, version))["optimizer.max_grad_norm"]  # noqa: E731
+    assert (of("0.4"), of("0.7"), of("0.9")) == (0.5, 0.5, 0.25)
+    assert of("0.7", **{A + "strategy": "megatron"}) == 0.25
 
 
 def test_remax_counts_the_kl_of_a_token_and_of_those_behind_it():

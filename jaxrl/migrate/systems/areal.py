@@ -44,7 +44,6 @@ TABLE = Table(
         Joint("sampling and lengths", (
             K(GCONFIG + "max_new_tokens", "equivalent", default=16384, other=700),
             K(DATA + "max_length", "equivalent", other=700),
-            K(GCONFIG + "min_new_tokens", "equivalent", default=0, other=5),
             K(GCONFIG + "max_tokens", "equivalent", default=Since(("0.3", None), ("0.4", 65536), ("1.0", 32768)), other=9000),
             K(GCONFIG + "temperature", "equivalent", default=1.0, other=0.7),
             K(GCONFIG + "top_p", "equivalent", default=1.0, other=0.9),
@@ -54,13 +53,13 @@ TABLE = Table(
             K(GCONFIG + "frequency_penalty", "equivalent", default=0.0, other=0.1),
             K(GCONFIG + "greedy", "equivalent", default=False),
             K(ACTOR + "temperature", "equivalent", default=1.0)), meaning.sampling),
+        K(GCONFIG + "min_new_tokens", "inert", why="AReaL's requests do not have it"),
         Joint("batch", (
             K(DATA + "batch_size", "equivalent", default=1, other=128),
             K(GCONFIG + "n_samples", "equivalent", default=1, other=8),
             K(ACTOR + "ppo_n_minibatches", "equivalent", default=4, other=2),
             K(CRITIC + "ppo_n_minibatches", "equivalent", default=4, other=2, beside=VALUES)), meaning.batch),
         K(ACTOR + "group_size", "automatic", why="gconfig.n_samples is the group", also=(NORM + "group_size", ADV + "group_size")),
-        K("rollout.consumer_batch_size", "automatic", why="train_dataset.batch_size is the step"),
         Joint("reward", (
             K(ACTOR + "reward_scaling", "equivalent", default=1.0, other=10.0, beside={ACTOR + "reward_bias": -0.5}),
             K(ACTOR + "reward_bias", "equivalent", default=0.0, other=-0.5),
@@ -84,7 +83,7 @@ TABLE = Table(
             K(ACTOR + "gae_lambda", "equivalent", default=1.0, other=0.95),
             K(CRITIC + "path", "equivalent", other="a/critic"),
             K(CRITIC + "eps_clip", "equivalent", default=0.5, other=0.2, beside=VALUES),
-            K(CRITIC + "optimizer.lr", "equivalent", other=1e-5, beside=VALUES),
+            K(CRITIC + "optimizer.lr", "equivalent", default=Since(("0.3", 2e-5), ("0.4", 1e-3)), other=1e-5, beside=VALUES),
             K(ADV + "mean_level", "equivalent", default="batch"),
             K(ADV + "std_level", "equivalent", default="batch", other="batch")), meaning.advantage),
         Joint("KL", (
@@ -116,7 +115,10 @@ TABLE = Table(
         Joint("filtering", (
             K(ACTOR + "dynamic_sampling", "equivalent", default=False, other=True),
             K("dynamic_bs", "equivalent", default=False)), meaning.filtering),
-        Joint("staleness", (K("rollout.max_head_offpolicyness", "equivalent", default=0, other=2),), meaning.staleness),
+        Joint("staleness", (
+            K("rollout.max_head_offpolicyness", "equivalent", default=0, other=2),
+            K("rollout.consumer_batch_size", "equivalent", other=128),
+            K("async_training", "equivalent", default=True, other=False, beside={"rollout.max_head_offpolicyness": 2})), meaning.staleness),
         Joint("evaluation", (
             K("evaluator.freq_steps", "equivalent", other=5),
             K("evaluator.freq_epochs", "equivalent", other=1),
@@ -135,12 +137,12 @@ TABLE = Table(
             K(OPTIM + "lr_scheduler_type", "equivalent", default="constant", other="cosine"),
             K(OPTIM + "warmup_steps_proportion", "equivalent", default=0.001, other=0.1),
             K(OPTIM + "warmup_steps", "equivalent", other=20),
+            K(OPTIM + "min_lr_ratio", "equivalent", default=0.0, other=0.1, beside={OPTIM + "lr_scheduler_type": "cosine"}),
             K(OPTIM + "type", "equivalent", default="adam", other="sgd")), meaning.optimizer),
         K(OPTIM + "weight_decay", to="optimizer.weight_decay", default=Since(("0.3", 0.05), ("0.4", 0.01)), other=0.1),
         K(OPTIM + "beta1", to="optimizer.b1", default=0.9, other=0.8),
         K(OPTIM + "beta2", to="optimizer.b2", default=Since(("0.3", 0.95), ("0.4", 0.999)), other=0.98),
         K(OPTIM + "eps", to="optimizer.eps", default=Since(("0.3", 1e-5), ("0.4", 1e-8)), other=1e-6),
-        K(OPTIM + "min_lr_ratio", to="optimizer.floor", default=0.0, other=0.1, beside={OPTIM + "lr_scheduler_type": "cosine"}),
         K(OPTIM + "gradient_clipping", to="optimizer.max_grad_norm", default=1.0, other=0.5),
         Joint("critic's optimizer", (
             K(CRITIC + "optimizer.weight_decay", "equivalent", default=Since(("0.3", 0.05), ("0.4", 0.01)), other=0.1, beside=VALUES),
@@ -264,7 +266,6 @@ TABLE = Table(
             ("stats_logger.*", "metrics are below run.dir", ("stats_logger.**",)),
             ("perf_tracer.**", "profile.steps", ("perf_tracer",)),
             ("memory_profiler.**", "profile.memory", ()),
-            ("session_tracer.**", "log.rollouts has what was asked and answered", ()),
-            ("async_training", "rollout.max_staleness", ()))),
+            ("session_tracer.**", "log.rollouts has what was asked and answered", ()))),
     ),
 )

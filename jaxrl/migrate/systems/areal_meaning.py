@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from jaxrl.migrate import common, devices
@@ -91,6 +92,14 @@ def _norm(m: Migration):
     if unknown:
         m.lacks(n + "mean_level", f"levels are group, batch and null, not {', '.join(unknown)}", refuse=True)
         return
+    given, group = m[n + "group_size"], m.options["rollout.group_size"][0]
+    size = group if "${gconfig.n_samples}" == given else m.integer(n + "group_size") or 1  # refers to what is not set
+    if has(m, n) and "group" in (mean, std) and size != group:
+        m.lacks(
+            n + "group_size",
+            f"AReaL's groups of rewards are of {size}, and gconfig.n_samples={group} are of a prompt; here a group is "
+            "a prompt's completions",
+        )
     alone = on and m.flag(n + "mean_leave1out")
     if alone and mean == "group":
         m.set("algorithm.advantage_mean", "leave_one_out", n + "mean_leave1out", n + "mean_level")
@@ -114,8 +123,7 @@ def advantage(m: Migration):
         m.set("algorithm.gamma", gamma, ACTOR + "discount")
         m.set("algorithm.lam", lam, ACTOR + "gae_lambda")
         m.set("critic.value_clip", m.number(CRITIC + "eps_clip"), CRITIC + "eps_clip")
-        if m.number(CRITIC + "optimizer.lr") is not None:
-            m.set("critic.lr", m.number(CRITIC + "optimizer.lr"), CRITIC + "optimizer.lr")
+        m.set("critic.lr", m.number(CRITIC + "optimizer.lr"), CRITIC + "optimizer.lr")
         if m.text(CRITIC + "path") and m.text(CRITIC + "path") != m.text(ACTOR + "path"):
             m.set("critic.path", m.text(CRITIC + "path"), CRITIC + "path")
     else:  # without values the estimator is the discounted reward to go
@@ -187,9 +195,9 @@ def loss(m: Migration):
             m.differs("M2PO's mask is of all tokens of a step; AReaL's of those of a micro-batch")
         else:
             m.lacks(ACTOR + "m2_threshold", "without the trainer's log-probs before the update there is no log-ratio")
-    if m.given(ACTOR + "temperature"):
-        drawn = m.options["rollout.temperature"][0]
-        common.temperatures(m, m.number(ACTOR + "temperature"), drawn, ACTOR + "temperature")
+    common.temperatures(
+        m, m.number(ACTOR + "temperature"), m.options["rollout.temperature"][0], ACTOR + "temperature"
+    )
 
 
 def _ratios(m: Migration):
@@ -281,9 +289,14 @@ def filtering(m: Migration):
 
 
 def staleness(m: Migration):
-    stale = m.integer("rollout.max_head_offpolicyness")
-    m.set("rollout.max_staleness", stale, "rollout.max_head_offpolicyness")
-    m.set("rollout.partial", stale > 0, "rollout.max_head_offpolicyness")
+    """AReaL bounds the prompts that are begun: 1 + max_head_offpolicyness consumer batches ahead of the version."""
+    head, consumed, ahead = "rollout.max_head_offpolicyness", "rollout.consumer_batch_size", "async_training"
+    stale, batch, keys = m.integer(head), m.integer(consumed), (head, consumed, ahead)
+    if batch:
+        stale = max(math.ceil((stale + 1) * batch / m.options["data.prompts_per_step"][0]) - 1, 0)
+    stale = stale if m.flag(ahead) else 0
+    m.set("rollout.max_staleness", stale, *keys)
+    m.set("rollout.partial", stale > 0, *keys)
     m.facts["staleness"] = stale
 
 
@@ -304,7 +317,6 @@ def sampling(m: Migration):
         m.differs(
             "prompts have no bound without train_dataset.max_length: here one of more than 2048 tokens is an error"
         )
-    m.set("rollout.min_new_tokens", m.integer(g + "min_new_tokens"), g + "min_new_tokens")
     m.set("rollout.temperature", m.number(g + "temperature"), g + "temperature")
     m.set("rollout.top_p", m.number(g + "top_p"), g + "top_p")
     m.set("rollout.top_k", _top_k(m.number(g + "top_k")), g + "top_k")
@@ -372,8 +384,19 @@ def optimizer(m: Migration):
         OPTIM + "warmup_steps_proportion",
         OPTIM + "warmup_steps",
     )
+    m.set("optimizer.floor", _floor(m, ACTOR), OPTIM + "min_lr_ratio")
     name = m.choice(OPTIM + "type", {"adam": "adamw", "adam_bf16": "adamw", "sgd": "sgd"})
     m.set("optimizer.name", name or "adamw", OPTIM + "type")
+
+
+def _floor(m: Migration, of: str) -> float:
+    """min_lr_ratio where AReaL reads it: with a cosine, of Megatron with a line, too."""
+    kind, key = m.text(of + "optimizer.lr_scheduler_type"), of + "optimizer.min_lr_ratio"
+    megatron = "megatron" in m.text(of + "backend") + m.text("allocation_mode")
+    if kind == "cosine" or kind == "linear" and megatron:
+        return float(m.number(key) or 0)
+    m.mark(key, "inert", "read with a cosine alone, and by Megatron's engine with linear")
+    return 0.0
 
 
 def critics_optimizer(m: Migration):
@@ -382,13 +405,13 @@ def critics_optimizer(m: Migration):
         "b1": "beta1",
         "b2": "beta2",
         "eps": "eps",
-        "floor": "min_lr_ratio",
         "max_grad_norm": "gradient_clipping",
         "warmup_fraction": "warmup_steps_proportion",
     }
     if not has(m, CRITIC):
         return
     own = {option: (float(m.number(o + key) or 0), (o + key,)) for option, key in numbers.items()}
+    own["floor"] = (_floor(m, CRITIC), (o + "min_lr_ratio",))
     shape = m.choice(o + "lr_scheduler_type", common.SCHEDULES)
     common.critics_optimizer(m, {**own, "schedule": (shape or "constant", (o + "lr_scheduler_type",))})
 

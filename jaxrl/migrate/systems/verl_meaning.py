@@ -196,8 +196,15 @@ def _aggregation(m: Migration, fixed: str):
         factor = ACTOR + "loss_scale_factor"
         total = m.integer(factor) or m.integer(DATA + "max_response_length")
         keys = (factor,) if m[factor] else (factor, DATA + "max_response_length")
+        micro = ACTOR + "ppo_micro_batch_size_per_gpu"
+        engines = since(m, "0.8") or m.text("trainer.use_legacy_worker_impl") == "disable"
+        size = None if engines or m.flag(ACTOR + "use_dynamic_bsz") else m.integer(micro)
+        if size:  # the workers add up a micro-batch's completions
+            total, keys = total / size, (*keys, micro)
         m.set("algorithm.aggregation_constant", total, name, *keys)
         m.facts["Dr.GRPO's constant"] = total
+        if size:
+            return
         if since(m, "0.8"):
             if since(m, "0.9") and not m[factor]:
                 m.differs(

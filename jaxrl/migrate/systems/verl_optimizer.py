@@ -41,15 +41,12 @@ def optimizer(m: Migration):
 
 
 def clip_key(m: Migration, owner: str) -> str:
-    """Where a gradient's clip stands: from 0.8 on in the optimizer's table alone."""
+    """Where a gradient's clip stands: before 0.8 FSDP's workers read it beside the optimizer's table, Megatron's in it."""
     plain, optim = owner + "grad_clip", owner + "optim.clip_grad"
-    if since(m, "0.8"):
-        if m.given(plain):
-            m.mark(plain, "inert", "the engines read optim.clip_grad")
-        return optim
-    if m.given(plain) and m.given(optim) and m.number(plain) != m.number(optim):
-        raise m.wrong(optim, f"what {plain} says, or nothing")
-    return optim if m.given(optim) else plain
+    read, other = (optim, plain) if since(m, "0.8") or backend(m) in MEGATRON else (plain, optim)
+    if m.given(other):
+        m.mark(other, "inert", f"verl's {'engines read' if read == optim else 'workers of FSDP read'} {read}")
+    return read
 
 
 def _learning(m: Migration, o: str, rate: float) -> dict[str, tuple]:
