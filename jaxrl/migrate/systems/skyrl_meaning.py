@@ -549,6 +549,12 @@ def length_penalty(m: Migration):
             m.number(ALGO + "overlong_buffer_penalty_factor"),
             ALGO + "overlong_buffer_penalty_factor",
         )
+        if "main_tis_dapo" in m.command:
+            m.lacks(
+                ALGO + "overlong_buffer_len",
+                "main_tis_dapo counts prompt and completion together, so that it penalises less behind shorter prompts; "
+                "here completions are counted alone",
+            )
 
 
 def resume(m: Migration):
