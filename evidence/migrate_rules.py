@@ -183,11 +183,9 @@ def skyrl(k: Keys, c, version: str) -> dict:
     if kept == "filter":
         out["rounds"] = (c.algorithm.dynamic_sampling_rounds, k(a + "dynamic_sampling.max_sample_batches", default=30))
     entry = str(k("python -m"))
-    if "dapo" in entry:  # examples/train/algorithms/dapo/main_dapo.py; tis_correction's counts from the longest prompt and answer together
+    if "dapo" in entry:  # examples/train/algorithms/dapo/main_dapo.py; tis_correction's is the same behind the longest prompt alone
         length, factor = k(a + "overlong_buffer_len", default=512), k(a + "overlong_buffer_penalty_factor", default=1.0)
         begins = longest - length
-        if "tis" in entry:
-            begins = k("trainer.max_prompt_length", default=512) + longest - length - k("trainer.max_prompt_length", default=512)
         out["overlong"] = (_overlong(c), tuple(max(n - begins, 0) / length * factor for n in _lengths(longest)))
     # examples/train/async/async_trainer.py: a queue of one batch; trainer.py waits for the weights
     out["staleness"] = (c.rollout.max_staleness, 1 if "main_async" in entry else 0)
@@ -875,13 +873,21 @@ def roll(k: Keys, c, version: str) -> dict:
     first, strategy = version < "0.2", str(k("actor_train.strategy_args.strategy_name"))
     # configs/base_config.py, set_old_logprobs_status: ranks are devices / (tp pp cp), of FSDP2 / ulysses_size
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    split = [k(g + n) or 1 for n in names] if "megatron" in strategy else [1, 1, k("actor_train.model_args.ulysses_size") or 1]
-    ranks = _devices(k("actor_train.device_mapping")) / (split[0] * split[1] * split[2])
+
+    def shards(role):  # of FSDP2 and DeepSpeed: rank_info in distributed/strategy
+        if "megatron" in str(k(role + ".strategy_args.strategy_name")):
+            return [k(f"{role}.strategy_args.strategy_config.{n}") or 1 for n in names]
+        return [1, 1, k(role + ".model_args.ulysses_size") or 1]
+
+    def ranks(role):
+        return _devices(k(role + ".device_mapping")) / math.prod(shards(role))
+
     group, passes = k("num_return_sequences_in_group", default=1), k("ppo_epochs", default=1)
     prompts = k("rollout_batch_size", default=128)
 
-    def updates(of, devices):
-        return prompts * group / (k(of + "per_device_train_batch_size", default=8) * k(of + "gradient_accumulation_steps", default=1) * devices)
+    def updates(role):
+        of = role + ".training_args."
+        return prompts * group / (k(of + "per_device_train_batch_size", default=8) * k(of + "gradient_accumulation_steps", default=1) * ranks(role))
 
     # pipeline/base_worker.py, train_step; base_config.py, BaseConfig.__post_init__ (the whole less the prompt)
     prompt = k("prompt_length", default=1024)
@@ -889,7 +895,7 @@ def roll(k: Keys, c, version: str) -> dict:
     out = {
         "prompts": (c.data.prompts_per_step, prompts),
         "group": (c.rollout.group_size, group),
-        "mini-batches": (c.algorithm.num_minibatches, updates(t, ranks)),
+        "mini-batches": (c.algorithm.num_minibatches, updates("actor_train")),
         "passes": (c.algorithm.ppo_epochs, passes),
         "steps": (c.train.steps, k("max_steps", default=500)),
         "epochs": (c.data.epochs, 0),
@@ -924,7 +930,7 @@ def roll(k: Keys, c, version: str) -> dict:
                 "value clip": (c.critic.value_clip, k("value_clip") or 0.0),  # base_worker.py, CriticWorker.loss_func
                 "critic's warm-up": (c.critic.warmup_steps, k("critic_warmup", default=0))}
         n = "critic.training_args."
-        out["critic's mini-batches"] = (c.critic.num_minibatches or c.algorithm.num_minibatches, updates(n, _devices(k("critic.device_mapping"))))
+        out["critic's mini-batches"] = (c.critic.num_minibatches or c.algorithm.num_minibatches, updates("critic"))
         out |= _optimizer_of_roll(k, n, str(k("critic.strategy_args.strategy_name")), first, _of_critic(c), "critic's ")
     else:
         out["normalised"] = (tuple(a if a != "none" else b for a, b in zip(
@@ -996,7 +1002,7 @@ def roll(k: Keys, c, version: str) -> dict:
     # strategy/fsdp2_strategy.py: parameters are loaded, and learnt, in the strategy's param_dtype; Megatron and DeepSpeed keep fp32 beside bf16
     sharded = _DTYPES[str(k(g + "param_dtype", default="fp32"))] if "fsdp2" in strategy else "fp32"
     out["dtypes"] = ((c.train.compute_dtype, c.train.param_dtype), (k("actor_train.model_args.dtype", default="bf16"), sharded))
-    out["tp and cp"] = ((c.mesh.tp, c.mesh.cp), (split[0], split[2]))
+    out["tp and cp"] = ((c.mesh.tp, c.mesh.cp), tuple(shards("actor_train")[::2]))
     return out
 
 

@@ -77,6 +77,10 @@ def test_a_batch_is_of_prompts_and_a_minibatch_of_devices_times_accumulation():
         m = migrated({**BATCH, "actor_train.training_args.gradient_accumulation_steps": 16, "actor_train.device_mapping": "list(range(0,16))",
                       "actor_train.strategy_args.strategy_name": strategy, "actor_train.model_args.ulysses_size": 2}, "0.2.0")
         assert (values(m)["algorithm.num_minibatches"], values(m)["mesh.cp"]) == (4, 2)
+        m = migrated({**BATCH, "critic.training_args.per_device_train_batch_size": 1, "critic.training_args.gradient_accumulation_steps": 16,
+                      "critic.device_mapping": "list(range(0,16))", "critic.strategy_args.strategy_name": strategy,
+                      "critic.model_args.ulysses_size": 2}, "0.2.0", gpus=16)
+        assert values(m)["critic.num_minibatches"] == 4
     assert steps(33, "list(range(0,16))")[0].outcome(False) == "refused"  # 528 of 512
     assert steps(1, "list(range(0,2))")[0].outcome(False) == "refused"  # two of a group of eight
 

@@ -160,6 +160,8 @@ TABLE = Table(
             *(K(CRITIC + CONFIG + n, "equivalent", default=1, other=2, beside={
                 **EIGHT, CRITIC + ARGS + "gradient_accumulation_steps": 16}) for n in (
                 "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")),
+            K(CRITIC + "model_args.ulysses_size", "equivalent", default=1, other=2, beside={
+                **EIGHT, CRITIC + ARGS + "gradient_accumulation_steps": 16}),
             K(CRITIC + "device_mapping", "equivalent", other="list(range(0,4))",
               beside={**EIGHT, CRITIC + ARGS + "gradient_accumulation_steps": 16})), meaning.advantage),
         K("whiten_rewards", "unsupported", fine=(False,), why="rewards of tokens are not whitened; reward.norm_mean and norm_std act on completions"),

@@ -220,7 +220,7 @@ def _critic(m: Migration):
         m.set("critic.optimizer.weight_decay", float(m.number(own + "weight_decay")), own + "weight_decay")
     count = len(devices(m, CRITIC)) or len(devices(m, TRAIN)) or m.gpus
     each = m.integer(own + "per_device_train_batch_size") * m.integer(own + "gradient_accumulation_steps")
-    split = [CRITIC + name.removeprefix(TRAIN) for name in MEGATRON[:3]]
+    split = [CRITIC + name.removeprefix(TRAIN) for name in (*MEGATRON[:3], ULYSSES)]
     shards = math.prod(m.integer(name) or 1 for name in split)
     total = m.facts["sequences per step"]
     size = each * max(count // shards, 1)

@@ -542,13 +542,14 @@ def adapters(m: Migration):
 
 
 def length_penalty(m: Migration):
-    if m.integer(ALGO + "overlong_buffer_len"):
-        m.set("reward.overlong_buffer", m.integer(ALGO + "overlong_buffer_len"), ALGO + "overlong_buffer_len")
-        m.set(
-            "reward.overlong_penalty",
-            m.number(ALGO + "overlong_buffer_penalty_factor"),
-            ALGO + "overlong_buffer_penalty_factor",
-        )
+    length, factor = ALGO + "overlong_buffer_len", ALGO + "overlong_buffer_penalty_factor"
+    if m.integer(length):
+        m.set("reward.overlong_buffer", m.integer(length), length)
+        m.set("reward.overlong_penalty", m.number(factor), factor)
+        if "main_tis_dapo" in m.command:
+            m.lacks(
+                length, "main_tis_dapo counts prompt and completion together: less penalty behind shorter prompts there"
+            )
 
 
 def resume(m: Migration):
