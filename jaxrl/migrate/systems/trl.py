@@ -80,7 +80,8 @@ INERT = (
     ("metric_for_best_model", "read with load_best_model_at_end alone", "greater_is_better"),
 )
 LACKS = (
-    ("load_best_model_at_end", "the last checkpoint is the result; evaluations of all are in the metrics"),
+    ("load_best_model_at_end", "checkpoint.keep_best=True goes by eval.metric, one of jaxrl's own evaluations (accuracy, rewards); a loss on "
+     "held-out rows, its default, is none of them"),
     ("benchmarks", "run its benchmarks on the exported model; eval.sets evaluates files"),
     ("callbacks", "a callback is Python: jaxrl.train(callbacks=...) (docs/extend.md)"),
     ("model_init_kwargs.**", "write it into model.config"),
