@@ -758,7 +758,7 @@ def test_keys_of_another_version_ask_for_the_version(tmp_path, capsys, system, k
 @pytest.mark.parametrize("system, key, value, kind, note", [
     ("trl", "benchmarks", ["math_500_v1"], "unsupported", "benchmarks"), ("trl", "do_eval", True, "inert", "eval_strategy"),
     ("trl", "overwrite_output_dir", True, "automatic", "run.resume"), ("trl", "torch_empty_cache_steps", 5, "automatic", "allocator"),
-    ("trl", "load_best_model_at_end", True, "unsupported", "last checkpoint"), ("trl", "push_to_hub_revision", True, "automatic", "upload"),
+    ("trl", "load_best_model_at_end", True, "unsupported", "checkpoint.keep_best"), ("trl", "push_to_hub_revision", True, "automatic", "upload"),
     ("trl", "remove_unused_columns", False, "automatic", "column"), ("areal", "actor.adv_norm.mean_leave1out", True, "unsupported", "mean of all"),
     ("areal", "evaluator.fileroot", "x", "automatic", "evaluations"), ("areal", "weight_update_mode", "disk", "automatic", "transport"),
     ("cosmos_rl", "policy.parallelism.cp_rotate_method", "allgather", "automatic", "mesh.cp"),
