@@ -335,7 +335,7 @@ def test_killed_at_random_moments_of_saving(tmp_path):
             process.stdout.readline()
         time.sleep(rng.uniform(0, 0.25))
         process.send_signal(signal.SIGKILL)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=600)
         steps = check_all(tmp_path)
         finished = [int(line.split()[1]) for line in rest.split("\n")[:-1] if re.fullmatch(r"after \d+", line)]
         assert steps[-1] >= max(finished, default=newest + 2), "a finished save was lost"
@@ -352,7 +352,7 @@ def test_killed_at_random_moments_of_saving(tmp_path):
 @pytest.mark.slow
 def test_killed_at_each_phase_of_a_save(tmp_path, phase, newest, names):
     process = train(tmp_path, f"checkpoint.kill9@step=3,phase={phase}")
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL
     folder = tmp_path / "checkpoints"
     assert sorted(os.listdir(folder)) == names
@@ -374,7 +374,7 @@ def test_killed_at_each_phase_of_a_save(tmp_path, phase, newest, names):
 def test_killed_while_resuming(tmp_path, phase):
     saved(tmp_path, [1, 2])
     process = train(tmp_path, f"resume.kill9@step=2,phase={phase}")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL and out == ""
     assert check_all(tmp_path) == [1, 2]
 

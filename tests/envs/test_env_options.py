@@ -15,7 +15,7 @@ from jaxrl.rollout import generate
 def played(function="patient", says=("7",), groups=1, samples=1, **env):
     with playing(function, says=list(says), **env) as engine:
         assert isinstance(engine.engine, Scripted)
-        return generate(engine, requests(groups, samples, max_new_tokens=env.get("tokens", 24)), 60)
+        return generate(engine, requests(groups, samples, max_new_tokens=env.get("tokens", 24)), 600.0)
 
 
 def text(ids):
@@ -65,7 +65,7 @@ def test_in_flight(in_flight):
 @pytest.mark.parametrize("retries", [0, 2])
 def test_retries(retries):
     with playing("broken", says=["7"], retries=retries) as engine:
-        (result,) = generate(engine, requests(1, 1), 60)
+        (result,) = generate(engine, requests(1, 1), 600.0)
         assert len(engine.engine.asked) == 1  # a further try is answered from the record
     assert result.finish == "abort" and "OSError" in result.outcome.cause and "disk" in result.outcome.detail
 
@@ -97,7 +97,7 @@ def test_tools_and_malformed_penalty(penalty):
             ['<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'], "5"]
     with playing("", says=says, speaks=speaks, tools=(f"{WORLDS}:add",), parser="hermes", malformed_penalty=penalty, max_turns=8,
                  max_observation_tokens=60) as engine:
-        (result,) = generate(engine, requests(1, 1, speaks=speaks, max_new_tokens=90), 60)
+        (result,) = generate(engine, requests(1, 1, speaks=speaks, max_new_tokens=90), 600.0)
     assert result.outcome.counts["calls"] == 2 and result.outcome.counts["malformed"] == 1
     assert len(result.turns) == 3 and result.finish == "stop"
     assert "5" in speaks.decode(result.turns[1].added) and "b" in speaks.decode(result.turns[2].added)

@@ -34,7 +34,7 @@ def test_what_is_trained_is_what_was_sampled(function, segments, keep):
     once, between turns stands what the template writes, and scores are the environment's."""
     asked = requests()
     with playing(function, keep) as engine:
-        results = generate(engine, asked, 60)
+        results = generate(engine, asked, 600.0)
         extended = engine.engine.counters()["extended_tokens"]
     assert (extended > 0) == keep
     traj = collect(asked, results)
@@ -52,7 +52,7 @@ def test_what_is_trained_is_what_was_sampled(function, segments, keep):
             assert result.outcome.value == pytest.approx(0.25 + sum(digits))
     if not keep:
         with playing(function) as engine:  # the same again, though its workers answer in another order
-            same(results, generate(engine, asked, 60))
+            same(results, generate(engine, asked, 600.0))
 
 
 def spans(result):
@@ -97,7 +97,7 @@ def test_an_episode_goes_on_from_its_recorded_turns():
     """What `under_way` gives is not sampled again, and the end is bitwise that of an unbroken run."""
     asked = requests(groups=4)
     with playing() as engine:
-        whole = generate(engine, asked, 60)
+        whole = generate(engine, asked, 600.0)
     for moment in range(1, 6):
         with playing() as engine:
             engine.submit(asked)
@@ -111,7 +111,7 @@ def test_an_episode_goes_on_from_its_recorded_turns():
         assert all(r.finish == UNFINISHED and r.turns for r in begun) and known.isdisjoint(r.id for r in begun)
         with playing() as engine:
             engine.go_on(begun)
-            rest = generate(engine, [q for q in asked if q.id not in known], 60)
+            rest = generate(engine, [q for q in asked if q.id not in known], 600.0)
             sampled = engine.engine.counters()["requests"]
         results = {r.id: r for r in done + rest}
         same([results[q.id] for q in asked], whole)
@@ -125,7 +125,7 @@ def test_failures_of_the_environment_are_tried_again_or_absent(tmp_path, monkeyp
     monkeypatch.setenv("WORLD", str(tmp_path))
     asked = requests(groups=10, samples=1)
     with playing() as engine:
-        want = generate(engine, asked, 60)
+        want = generate(engine, asked, 600.0)
     with playing("broken_sometimes", variables=("WORLD",), step_seconds=2.0) as engine:
         got = generate(engine, asked, 120)
     assert list(tmp_path.iterdir())
@@ -135,7 +135,7 @@ def test_failures_of_the_environment_are_tried_again_or_absent(tmp_path, monkeyp
 def test_a_broken_environment_stops_the_run_and_names_the_cause():
     asked = requests(groups=12, samples=1)
     with playing("broken_resets", retries=0) as engine:
-        results = generate(engine, asked, 60)
+        results = generate(engine, asked, 600.0)
         env = engine.env
     failed = [r for r in results if r.finish == "abort"]
     assert len(failed) > 6 and all(not len(r.tokens) and not r.turns and r.outcome.value is None for r in failed)
@@ -153,9 +153,9 @@ def test_a_broken_environment_stops_the_run_and_names_the_cause():
 def test_limits_end_an_episode_as_cut_and_it_is_scored(limit, turns):
     asked = requests(groups=4)
     with playing(**limit) as engine:
-        results = generate(engine, asked, 60)
+        results = generate(engine, asked, 600.0)
     with playing() as engine:
-        whole = generate(engine, asked, 60)
+        whole = generate(engine, asked, 600.0)
     cut = [r for r in results if r.finish == "length"]
     assert cut and all(r.outcome.value is not None for r in results)
     for short, long in zip(results, whole, strict=True):
@@ -176,7 +176,7 @@ def test_an_environment_that_does_not_repeat_itself_is_said_to(caplog, tmp_path)
                      "    await chat.send(f'Max has {next(count) % 10} apples')\n    return 1.0\n")
     for function, told in (("several", False), (f"{world}:play", True)):
         with playing(function, workers=1) as engine:
-            generate(engine, requests(), 60)
+            generate(engine, requests(), 600.0)
             end = time.monotonic() + 30
             while engine._begun and time.monotonic() < end:  # the second playing of the first episode
                 engine.poll(0.05)

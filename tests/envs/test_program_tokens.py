@@ -23,7 +23,7 @@ def test_tokens_recorded_are_tokens_sampled():
         asked = requests(1, 4, max_new_tokens=5)
         for request, row in zip(asked, [{"kind": "conversation"}, {"kind": "ends", "how": "many"}] * 2, strict=True):
             object.__setattr__(request, "task", SimpleNamespace(**vars(request.task) | {"columns": row}))
-        results = generate(engine, asked, 60)
+        results = generate(engine, asked, 600.0)
     traj = collect(asked, results)
     np.testing.assert_array_equal(traj.tokens[traj.loss_mask], np.concatenate([r.tokens for r in results]))
     np.testing.assert_allclose(rescored(traj, {0: params()})[traj.loss_mask], traj.logprobs[traj.loss_mask], atol=1e-5)
@@ -37,7 +37,7 @@ def test_calls_that_are_not_trained_leave_no_trace():
     with playing("", program=PROGRAM, train_calls=f"{FILE}:no_summaries", max_turns=8, workers=1, says=["1", "2", "3"]) as engine:
         asked = requests(1, 1)
         asked[0].task.columns = {"kind": "sides"}
-        (result,) = generate(engine, asked, 60)
+        (result,) = generate(engine, asked, 600.0)
         assert len(engine.engine.asked) == 5
     assert len(result.turns) == 3 and result.outcome.value == 0.5
     np.testing.assert_array_equal(result.turns[0].added, result.turns[1].added)  # the same request, twice

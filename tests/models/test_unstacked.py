@@ -105,7 +105,7 @@ def test_an_engine_samples_the_same_in_either_layout(monkeypatch):
         assert ("layer_0" in engine._params) == own
         asked = [Request(f"{i}", prompt(i, 5 + 2 * i), SamplingParams(max_new_tokens=12, top_p=1 - 0.1 * i), seed=i)
                  for i in range(4)]
-        said[own] = generate(engine, asked, 60.0)
+        said[own] = generate(engine, asked, 600.0)
         engine.publish(stacked, 1)
         engine.close()
     for a, b in zip(said[False], said[True], strict=True):

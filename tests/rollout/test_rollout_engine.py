@@ -351,7 +351,7 @@ def test_more_stop_tokens_than_the_static_shapes_hold_are_refused(fixed):
 
 def test_counters_add_up(fixed):
     before = fixed.counters()
-    results = generate(fixed, requests(20, seed=14), 60.0)
+    results = generate(fixed, requests(20, seed=14), 600.0)
     grown = {k: v - before[k] for k, v in fixed.counters().items()}
     assert grown["requests"] == grown["finished"] == 20 and grown["aborted"] == 0
     assert grown["tokens"] == sum(len(r.tokens) for r in results) <= grown["slot_steps"]

@@ -30,7 +30,7 @@ def answered():
     engine.publish(params(), 0)
     asked = [dataclasses.replace(r, key=Key("t", 0, i // 4, i % 4), group=i // 4)
              for i, r in enumerate(requests(24, seed=3, prompts=6, **OPTIONS))]
-    results = generate(engine, asked, 60.0)
+    results = generate(engine, asked, 600.0)
     engine.close()
     return asked, results
 

@@ -39,18 +39,18 @@ def test_each_request_is_answered_by_its_own_adapter():
     prompts = [prompt(i, 5 + 2 * i) for i in range(3)]
     engine, said, more = engine_of(both, values), {}, {}
     first = [request for pair in zip(*(asked(k, *prompts, keep=True) for k in (1, 2)), strict=True) for request in pair]
-    for request, result in zip(first, generate(engine, first, 60.0), strict=True):
+    for request, result in zip(first, generate(engine, first, 600.0), strict=True):
         said[request.adapter, request.seed] = result
     behind = [Request(f"more {k}/{i}", np.concatenate([prompts[i], said[k, i].tokens, [7, 9]]).astype(np.int32)[:20],
                       SamplingParams(max_new_tokens=4), seed=i, adapter=k, after=f"{k}/{i}/{len(prompts[i])}") for i in range(3) for k in (2, 1)]
-    for request, result in zip(behind, generate(engine, behind, 60.0), strict=True):
+    for request, result in zip(behind, generate(engine, behind, 600.0), strict=True):
         more[request.adapter, request.seed] = request, result
     assert engine.counters()["extended_prompts"] > 0
     different = 0
     for k in (1, 2):
         plain = engine_of(alone[k - 1], own[k - 1])
-        want = generate(plain, [dataclasses.replace(r, adapter=0) for r in asked(k, *prompts)], 60.0)
-        want += generate(plain, [dataclasses.replace(more[k, i][0], adapter=0, after="") for i in range(3)], 60.0)
+        want = generate(plain, [dataclasses.replace(r, adapter=0) for r in asked(k, *prompts)], 600.0)
+        want += generate(plain, [dataclasses.replace(more[k, i][0], adapter=0, after="") for i in range(3)], 600.0)
         for found, result in zip([*(said[k, i] for i in range(3)), *(more[k, i][1] for i in range(3))], want, strict=True):
             np.testing.assert_array_equal(found.tokens, result.tokens)
             np.testing.assert_allclose(found.logprobs, result.logprobs, rtol=0, atol=1e-5)

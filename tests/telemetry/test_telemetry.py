@@ -102,7 +102,7 @@ def test_a_killed_and_resumed_file_equals_an_unbroken_one(tmp_path):
     """kill -9 while lines are written; resumed from an older checkpoint; equal to an unbroken run apart from "time"."""
     def whole(name, begin):
         subprocess.run([sys.executable, "-c", TRAIN, str(tmp_path / name), str(begin)], check=True, capture_output=True,
-                       timeout=60)
+                       timeout=600)
 
     whole("unbroken", 0)
     begin = 0
@@ -175,7 +175,7 @@ limit((t.run_dir / "metrics.jsonl").stat().st_size)
 t.step(5, {"reward/mean": 0.5})
 t.close()
 """
-    out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert out.stdout == "No space left on device\n"  # no checkpoint counts while a line is not on disk
     assert [(r["step"], r["reward/mean"]) for r in lines(tmp_path)] == [(1, 0.5), (2, 0.25), (3, 0.5), (4, 0.5)]  # none is lost
     assert out.stderr.count("metrics.jsonl is not written: No space left on device") == 1
@@ -448,7 +448,7 @@ setup_logging("info"); setup_logging("warning")
 log.info("quiet"); log.warning("careful"); log.error("broken")
 setup_logging("debug"); log.debug("detail"); log.info("plain")
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert out.stderr.splitlines() == ["jaxrl warning: careful", "jaxrl error: broken", "jaxrl debug: detail",
                                        "jaxrl plain"]
     assert out.stdout == ""

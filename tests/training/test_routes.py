@@ -142,7 +142,7 @@ def sampled():
     told = []
     for noise in (0.0, 2.0):
         engine.publish(noisy(weights, noise), 0)
-        told.append(generate(engine, asked, 60.0))
+        told.append(generate(engine, asked, 600.0))
     engine.close()
     return m, weights, asked, *told
 
