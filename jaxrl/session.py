@@ -391,7 +391,8 @@ class Session:
         if not evaluated or not self.best.wanted:
             return False
         found = self.best.add(self.step, evaluated)
-        self.ended_by = self.best.over or self.ended_by
+        if not self.ended():
+            self.ended_by = self.best.over
         if found and self.spec.checkpoint.keep_best:
             self.checkpointer.best = self.step
             return True
@@ -436,14 +437,15 @@ class Session:
         """Final evaluation, checkpoint, export, summary (returned); after a stop only checkpoint and summary."""
         c = self.spec
         stopped = self.stopping() and not self.ended()
-        evaluated = (self.last_eval or {}).get("step") == self.step
+        evaluated, best = (self.last_eval or {}).get("step") == self.step, False
         if not stopped and not evaluated and c.eval.after and evaluate is not None:
             metrics = self._evaluate(evaluate)
+            best = self._better(metrics)
             self.telemetry.step(self.step, metrics, self.phase.take())
             stopped = self.stopping() and self.due["eval"].missed
         unsaved = None
         try:
-            if (stopped or c.checkpoint.at_end) and self.step > 0:
+            if (stopped or c.checkpoint.at_end or best) and self.step > 0:
                 self.save_for_good()
             self.checkpointer.wait()
         except SavesFail as e:

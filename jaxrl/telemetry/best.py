@@ -31,7 +31,7 @@ class Best:
 
     def state(self) -> dict[str, Any] | None:
         """JSON-able; None before the first evaluation."""
-        if self.step is None:
+        if self.step is None and not self.since:
             return None
         return {"metric": self.metric, "step": self.step, "value": self.value, "since": self.since}
 

@@ -251,6 +251,25 @@ def test_the_best_is_kept_and_exported_and_patience_ends_a_run(tmp_path, caplog)
     assert on["steps"] == 4 and on["finished"] and on["best"]["step"] == 1 and checkpoints(tmp_path) == ["00000001", "00000004"]
 
 
+def test_the_evaluation_behind_the_last_step_counts_for_the_best(tmp_path):
+    """Of a run that a callback ends: the reward is a clock, so the last is the best and is exported, not the one before."""
+    options = dict(arg="rl", eval__every_steps=2, eval__metric="eval/test/reward_mean", eval__after=True, checkpoint__keep_best=True,
+                   checkpoint__export_at_end=True, checkpoint__export_every_steps=1, checkpoint__at_end=False, log__report=False)
+
+    def rising(prompt, completion, **columns):
+        import time
+
+        return time.monotonic()
+
+    c = config(tmp_path, **options)
+    c.reward.functions = ()
+    out = jaxrl.train(c, rewards=[rising], callbacks=[lambda step: step.stop("three") if step.number == 3 else None])
+    assert out["steps"] == 3 and out["ended_by"] == "three" and out["best"]["step"] == 3, out
+    assert checkpoints(tmp_path)[-1] == "00000003"
+    weights = [(tmp_path / "run" / name / "model.safetensors").read_bytes() for name in ("export", "export_00000003", "export_00000002")]
+    assert weights[0] == weights[1] != weights[2]
+
+
 def test_what_counts_as_the_best():
     """Equal is not better, a number that is none never is, of losses the lower; what a checkpoint holds goes on, of another metric it does not."""
     c = tiny_job.get_config("rl")
@@ -268,6 +287,7 @@ def test_what_counts_as_the_best():
     c.eval.metric = "eval/test/loss"
     assert steps([2.0, 1.0, 1.5], name="eval/test/loss")[0] == [True, True, False]
     assert Best(c, best.state()).state() is None
+    assert Best(c, steps([float("nan")] * 2, name="eval/test/loss")[1].state()).since == 2  # none was a number, and they count
     with pytest.raises(ConfigError, match="eval.metric='eval/test/loss': evaluations give no such metric; choose one of eval/accuracy"):
         Best(c).add(1, {"eval/accuracy": 1.0, "loss": 2.0})
 
