@@ -6,14 +6,14 @@ import difflib
 import math
 import re
 
-from jaxrl.config import get
+from jaxrl.config.lengths import episodes
+from jaxrl.config.load import get
+from jaxrl.config.option import BOUNDS, no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import SCHEMA
 from jaxrl.data.mixing import weight_at
 from jaxrl.data.mixture import FURTHER, OWN
 from jaxrl.data.order import windows
-from jaxrl.lengths import episodes
-from jaxrl.option import BOUNDS, no_effect
-from jaxrl.registry import recipe_of
-from jaxrl.schema import SCHEMA
 
 RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs")  # what episodes render with
 

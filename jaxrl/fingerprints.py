@@ -13,7 +13,7 @@ from pathlib import Path
 import huggingface_hub
 
 from jaxrl import data as data_room
-from jaxrl.config import redacted
+from jaxrl.config.load import redacted
 from jaxrl.errors import ConfigError
 from jaxrl.models import hf
 from jaxrl.processes.exchange import check_equal

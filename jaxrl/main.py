@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 
-from jaxrl.config import help_text, load_config, parse_flags
+from jaxrl.config.load import help_text, load_config, parse_flags
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.faults import GracefulStop
 

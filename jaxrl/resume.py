@@ -10,7 +10,7 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 
-from jaxrl.config import options
+from jaxrl.config.load import options
 from jaxrl.data_checks import scheduled
 
 # An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides. Entries of

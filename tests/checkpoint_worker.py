@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import RunStopped
 from jaxrl.faults import Faults
 

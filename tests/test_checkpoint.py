@@ -21,7 +21,7 @@ from checkpoint_worker import host, state
 from jaxrl import checkpoint, config_checks
 from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, flatten
 from jaxrl.checkpoint_files import Damaged, crc_of, verify
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.faults import FaultError, Faults
 

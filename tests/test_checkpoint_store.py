@@ -6,7 +6,7 @@ from test_checkpoint import host, make, same, state, tree
 
 from jaxrl.checkpoint import CheckpointError
 from jaxrl.checkpoint_files import COMMITTED, Damaged, folder_of, in_store, verify
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 import jaxrl
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.uploads import MARKER, Uploads

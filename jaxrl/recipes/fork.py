@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.checkpoint_files import checkpoints_in, folder_of
-from jaxrl.config import editable, recorded_config, redacted
+from jaxrl.config.load import editable, recorded_config, redacted
 from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.group import peers

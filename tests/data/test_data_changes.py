@@ -14,7 +14,7 @@ from tiny_job import MODEL
 
 from jaxrl import fingerprints as inputs
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.config import put, redacted
+from jaxrl.config.load import put, redacted
 from jaxrl.data import fingerprint, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.models import hf

@@ -13,7 +13,7 @@ from test_options_algorithm import config as algorithm_config
 from test_options_algorithm import decided, trajectories
 
 import jaxrl
-from jaxrl.config import put, redacted
+from jaxrl.config.load import put, redacted
 from jaxrl.config_checks import check
 from jaxrl.data import DataError, Stream, check_paths, load_tokenizer, load_train
 from jaxrl.data.mixing import Mix, shares, weight_at

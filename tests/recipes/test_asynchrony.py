@@ -9,7 +9,7 @@ from run_tools import fingerprint, ledger
 
 import jaxrl
 from jaxrl.checkpoint import _read
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.faults import FaultError
