@@ -54,10 +54,10 @@ from jaxrl.checkpoint_files import (
     size_text,
     verify,
 )
-from jaxrl.deadline import leave_with_main_thread, within
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import Faults
+from jaxrl.processes.deadline import leave_with_main_thread, within
 from jaxrl.processes.exchange import put
+from jaxrl.processes.faults import Faults
 from jaxrl.processes.group import peers
 
 log = logging.getLogger("jaxrl")

@@ -36,10 +36,10 @@ from jaxrl.checkpoint import Checkpointer, CheckpointError, DiskHangs, SavesFail
 from jaxrl.closing import Closers, closing
 from jaxrl.config.load import get, redacted
 from jaxrl.config.run_length import end, ends
-from jaxrl.deadline import within
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import Faults, GracefulStop
 from jaxrl.given import Given, call_back
+from jaxrl.processes.deadline import within
+from jaxrl.processes.faults import Faults, GracefulStop
 from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
 from jaxrl.resume import config_changes

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.config.load import default_config
 from jaxrl.errors import RunStopped
-from jaxrl.faults import Faults
+from jaxrl.processes.faults import Faults
 
 LAST = 400
 

@@ -23,7 +23,7 @@ from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, flatten
 from jaxrl.checkpoint_files import Damaged, crc_of, verify
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.faults import FaultError, Faults
+from jaxrl.processes.faults import FaultError, Faults
 
 WORKER = str(Path(__file__).with_name("checkpoint_worker.py"))
 

@@ -603,7 +603,7 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
     import urllib.error
     import urllib.request
 
-    from jaxrl import http_client
+    from jaxrl.processes import http_client
 
     asked, stop = [], threading.Event()
 

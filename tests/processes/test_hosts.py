@@ -22,8 +22,8 @@ from run_tools import ROOT, environment
 from jaxrl import config_checks, launch
 from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import Faults
 from jaxrl.processes import exchange, greeting, group
+from jaxrl.processes.faults import Faults
 from jaxrl.processes.group import Peers, Place, expand_nodes, find
 from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result

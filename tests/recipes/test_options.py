@@ -29,9 +29,9 @@ from jaxrl.algorithms import group_advantages
 from jaxrl.config.load import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
 from jaxrl.errors import ConfigError
-from jaxrl.faults import FaultError
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models import hf
+from jaxrl.processes.faults import FaultError
 from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.sft import demonstrations
