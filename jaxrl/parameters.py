@@ -31,8 +31,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.models import adapter_init, adapters, decoder, hf, peft, quantized, several
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
+from jaxrl.resolve.spec import lora_on
 from jaxrl.sharding import memory
-from jaxrl.spec import lora_on
 from jaxrl.types import TrainState
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}

@@ -275,7 +275,7 @@ def _reads(tree, aliases):
 READS = """
 import ignoring, sys
 from jaxrl.config.load import default_config, redacted
-from jaxrl.config_checks import check
+from jaxrl.resolve.checks.common import check
 from jaxrl.config.lengths import longest_sequence
 from jaxrl.errors import ConfigError
 c = default_config()

@@ -22,9 +22,9 @@ from jaxrl.models import hf
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.setup import check_inputs
+from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 
 HOST = """
 import os, sys
