@@ -15,7 +15,7 @@ from jaxrl import models, sharding
 from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention.packed import tpu
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory, workload
 from jaxrl.planning.workload import SIZES, data_shards

@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl import parameters, training
 from jaxrl.algorithms.scores import bradley_terry, step_labels
 from jaxrl.data import Interrupted
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import summary, write_rows

@@ -28,8 +28,9 @@ from jaxrl.kernels import check, low_precision
 from jaxrl.kernels.attention.packed.api import ORDERS, XLA
 from jaxrl.kernels.fallback import distrust
 from jaxrl.kernels.platform import platform
-from jaxrl.models import adapters, hf
+from jaxrl.models import adapters
 from jaxrl.models.feed_forward import gate_of
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put

@@ -22,7 +22,7 @@ from jaxrl import data as data_room
 from jaxrl import models, parameters, sharding, training
 from jaxrl.config.lengths import made_of
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.processes.group import peers
 from jaxrl.recipes.teacher_files import TeacherFiles

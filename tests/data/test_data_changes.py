@@ -18,7 +18,7 @@ from jaxrl.checkpoint.resume import READ
 from jaxrl.config.load import put, redacted
 from jaxrl.data import fingerprint, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.setup import check_inputs

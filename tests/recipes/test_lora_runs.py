@@ -17,8 +17,9 @@ import jaxrl
 from jaxrl import parameters, training
 from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, hf
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models import adapters
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.recipes import setup, sft
 from jaxrl.recipes.algorithm import Algorithm, BaseReference
 from jaxrl.resolve.checks import common

@@ -30,7 +30,7 @@ from jaxrl.config.load import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.logprob import logprob_and_entropy
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.processes.faults import FaultError
 from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm

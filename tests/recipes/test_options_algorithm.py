@@ -31,8 +31,8 @@ from jaxrl.config.schema import options
 from jaxrl.config.schema_algorithm import PRESET_NAMES
 from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import rl, setup
