@@ -17,9 +17,8 @@ import jax.numpy as jnp
 
 from jaxrl.checkpoint.files import Damaged, checkpoints_in, folder_of, verify
 from jaxrl.checkpoint.resume import config_changes
-from jaxrl.config.load import editable, put, redacted
+from jaxrl.config.load import editable, flat, put, redacted
 from jaxrl.config.schema import options
-from jaxrl.diff import flat
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import what_if
 from jaxrl.recipes.algorithm import Algorithm
