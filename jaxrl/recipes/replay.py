@@ -25,7 +25,8 @@ from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.recipes.recording import batch_of, states_of
 from jaxrl.recipes.rl import Parts, learn, prepare
 from jaxrl.recipes.setup import open_job, read_inputs
-from jaxrl.replay import files, states, verdict
+from jaxrl.records import files, states
+from jaxrl.replay import verdict
 from jaxrl.resolve.checks.replay import numbers
 from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy
