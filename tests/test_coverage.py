@@ -58,6 +58,7 @@ ALIASES = {
     "recipes/setup.py": {"c": "model"},
     "recipes/rl.py": {"a": "algorithm", "limits": "algorithm.mismatch"},
     "recipes/algorithm.py": {"options": "algorithm reference"},
+    "recipes/reference.py": {"options": "reference"},
     "recipes/critic.py": {"options": "critic"},
     "recipes/distill.py": {"d": "distill", "t": "teacher"},
     "recipes/teachers.py": {"d": "distill", "t": "teacher", "options": "teacher"},

@@ -25,9 +25,10 @@ from jaxrl import training
 from jaxrl.algorithms.distillation import sampled_advantages
 from jaxrl.data import Interrupted
 from jaxrl.recipes import teacher_files, teachers
-from jaxrl.recipes.algorithm import Algorithm, precision, start_of_step
+from jaxrl.recipes.algorithm import Algorithm, start_of_step
 from jaxrl.recipes.episodes import conversations
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
+from jaxrl.recipes.reference import precision
 from jaxrl.recipes.rl import averaged, check_gap, hash_seed, histograms, judged, rollout_metrics
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics

@@ -17,26 +17,6 @@ from jaxrl.rollout.episodes import EpisodeEngine
 PART = "env"  # the reward that an episode itself gives
 
 
-def open_pool(s) -> EpisodePool | None:
-    """The workers of a Session's episodes, starting; None for runs without."""
-    c, given = s.spec, s.given
-    if not c.episodes:
-        return None
-    env = SimpleNamespace(**{name: c.env[name] for name in c.env})
-    env.judged = bool(c.reward.functions or c.reward.model.path)
-    env.function, env.tools = given.env or env.function, given.tools or env.tools
-    return s.own(EpisodePool(env, c.user, c.run.dir, c.sandbox))
-
-
-def in_episodes(engine, pool: EpisodePool, spec, tokenizer):
-    """An engine of episodes around one of turns. Raises ConfigError where the chat template cannot tell new messages
-    behind what was sampled."""
-    renderer = TurnRenderer(spec, tokenizer, pool.tools)
-    renderer.check(bool(pool.tools))
-    return EpisodeEngine(engine, pool, renderer, spec.env, longest=spec.longest, seed=spec.run.seed,
-                         keep=spec.rollout.compaction)
-
-
 def with_outcomes(result: RewardResult | None, outcomes, env) -> RewardResult | None:
     """The rewards, and before them what the episodes gave: the part `env`, with weight 1, and as its metrics their
     other rewards and notes. None where the pool was stopped, the same where episodes give nothing (env.tools).

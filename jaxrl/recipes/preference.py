@@ -20,8 +20,8 @@ import numpy as np
 from jaxrl import training
 from jaxrl.algorithms.preference import Table, needs_reference, preference_loss, weighted
 from jaxrl.data import Interrupted
-from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import Evaluation, evaluate, publish_newest, summary, write_rows
+from jaxrl.recipes.reference import precision
 from jaxrl.recipes.setup import answered, derived, describe, first_prompt, open_run, stream_metrics
 from jaxrl.recipes.sft import averaged, demonstrations
 from jaxrl.recipes.sums import ReferenceSums, sums_of

@@ -22,8 +22,8 @@ from jaxrl.algorithms.scores import bradley_terry, step_labels
 from jaxrl.data import Interrupted
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import summary, write_rows
+from jaxrl.recipes.reference import precision
 from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy, check_finite

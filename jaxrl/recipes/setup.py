@@ -34,10 +34,10 @@ from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put
-from jaxrl.recipes.episodes import in_episodes, open_pool
+from jaxrl.recipes.environments import in_episodes, open_pool
 from jaxrl.recipes.judge import Judge, described
 from jaxrl.recipes.judge_server import JudgeServers
-from jaxrl.recipes.trajectories import trial_items
+from jaxrl.rewards.items import trial_items
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineContext, engine_of, make_engine

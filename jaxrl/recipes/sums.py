@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl.fingerprints import reference_print
 from jaxrl.models import adapters
 from jaxrl.processes.exchange import gather
-from jaxrl.recipes.algorithm import Reference
+from jaxrl.recipes.reference import Reference
 
 log = logging.getLogger("jaxrl")
 KEY = 16  # bytes of an answer's key

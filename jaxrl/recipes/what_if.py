@@ -16,8 +16,9 @@ from jaxrl import training
 from jaxrl.config.load import editable, put
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import to_host
-from jaxrl.recipes.algorithm import Algorithm, trained_at
+from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.recipes.recording import batch_of
+from jaxrl.recipes.reference import trained_at
 from jaxrl.recipes.rl import learn, prepare
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import settings

@@ -18,7 +18,7 @@ from jaxrl.kernels.low_precision import GRADIENT, INPUT, SCHEMES, WEIGHT
 from jaxrl.models import build
 from jaxrl.models.feed_forward import GATED
 from jaxrl.models.product import product
-from jaxrl.recipes.algorithm import precision
+from jaxrl.recipes.reference import precision
 from jaxrl.recipes.setup import build_model
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.spec import Platform, resolve

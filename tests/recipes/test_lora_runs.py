@@ -21,7 +21,8 @@ from jaxrl.models import adapters
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.recipes import setup, sft
-from jaxrl.recipes.algorithm import Algorithm, BaseReference
+from jaxrl.recipes.algorithm import Algorithm
+from jaxrl.recipes.reference import BaseReference
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy

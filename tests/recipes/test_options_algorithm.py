@@ -36,8 +36,9 @@ from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import rl, setup
-from jaxrl.recipes.algorithm import Algorithm, Reference, advantages, spread, start_of_step
+from jaxrl.recipes.algorithm import Algorithm, advantages, spread, start_of_step
 from jaxrl.recipes.critic import Critic
+from jaxrl.recipes.reference import Reference
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
