@@ -31,9 +31,9 @@ from jaxrl.algorithms import (
 from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import put
-from jaxrl.recipes.critic import Critic
-from jaxrl.recipes.reference import BaseReference, Reference, precision, trained_at
 from jaxrl.recipes.rollouts import stale_buckets
+from jaxrl.roles.critic import Critic
+from jaxrl.roles.reference import BaseReference, Reference, precision, trained_at
 from jaxrl.rollout import engine_of
 from jaxrl.training.score import make_score
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrl.data.turns import TurnRenderer
-from jaxrl.envs.pool import EpisodePool
 from jaxrl.errors import RunStopped
 from jaxrl.rewards.items import RewardResult, metrics_of
-from jaxrl.rollout.episodes import EpisodeEngine
 
 PART = "env"  # the reward that an episode itself gives
 

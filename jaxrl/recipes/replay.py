@@ -29,7 +29,7 @@ from jaxrl.records import files, states
 from jaxrl.replay import verdict
 from jaxrl.resolve.checks.replay import numbers
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy
+from jaxrl.roles.role import Policy
 from jaxrl.session import Session
 from jaxrl.telemetry.run_dir import read_json
 

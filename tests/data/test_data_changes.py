@@ -12,7 +12,7 @@ from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_j
 from run_tools import ROOT, environment
 from tiny_job import MODEL
 
-from jaxrl import fingerprints as inputs
+from jaxrl.checkpoint import fingerprints as inputs
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.checkpoint.resume import READ
 from jaxrl.config.load import put, redacted

@@ -273,7 +273,7 @@ def test_what_chooses_never_trains():
     """Whatever model.trainable says, with adapters too."""
     from types import SimpleNamespace
 
-    from jaxrl import parameters
+    from jaxrl.roles import parameters
 
     model = build({**SIZES, **EXPERTS["glm4_moe"][1], "model_type": "glm4_moe"}, compute_dtype=jnp.float32, scan_layers=True)
     name = "layers/sub_0/mlp/router/correction"

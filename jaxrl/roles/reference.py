@@ -9,9 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.models import adapters
-from jaxrl.roles import Role
+from jaxrl.roles import parameters
+from jaxrl.roles.role import Role
 from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
