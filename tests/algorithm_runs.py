@@ -10,9 +10,10 @@ import tiny_job
 
 import jaxrl
 from jaxrl.config.load import put
-from jaxrl.recipes import rl, setup
+from jaxrl.recipes import rl
 from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.rollout import embedded
+from jaxrl.run import setup
 
 
 def job(run_dir, options):

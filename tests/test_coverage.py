@@ -46,7 +46,7 @@ CHECKED_ONLY = {
 }
 # Names under which files hold a group of the config.
 ALIASES = {
-    "session.py": {"c": "checkpoint", "e": "eval"},
+    "run/session.py": {"c": "checkpoint", "e": "eval"},
     "roles/role.py": {"c": "checkpoint", "options": "lora"},
     "algorithms/losses.py": {"cfg": "algorithm"},
     "algorithms/preference.py": {"o": "preference", "options": "preference"},
@@ -55,7 +55,7 @@ ALIASES = {
     "training/optimizer.py": {"c": "optimizer", "config": "optimizer"},
     "rollout/shapes.py": {"roll": "rollout"},
     "recipes/trajectories.py": {"group": "rollout eval"},
-    "recipes/setup.py": {"c": "model"},
+    "run/setup.py": {"c": "model"},
     "recipes/rl.py": {"a": "algorithm", "limits": "algorithm.mismatch"},
     "recipes/algorithm.py": {"options": "algorithm reference"},
     "roles/reference.py": {"options": "reference"},
@@ -86,7 +86,7 @@ ALIASES = {
     "rewards/judge.py": {"o": "reward.judge"},
     "rewards/agreement.py": {"o": "reward.judge"},
     "rewards/services.py": {"o": "reward.remote reward.judge"},
-    "recipes/judge_server.py": {"o": "reward.judge"},
+    "run/judge_server.py": {"o": "reward.judge"},
     "sharding/mesh.py": {"mesh_config": "mesh"},
     "processes/group.py": {"options": "launch"},
     "rollout/vllm/adapter.py": {"v": "rollout.vllm", "options": "rollout.vllm"},

@@ -14,7 +14,7 @@ TABLES = {"config/schema.py", "config/schema_algorithm.py", "config/schema_jobs.
           *(f"migrate/systems/{p.name}" for p in (ROOT / "migrate" / "systems").glob("*.py") if not p.stem.endswith("_meaning"))}
 
 # A plan compiles the programs that recipes build.
-OF_RECIPES = {("jaxrl.planning.programs", "jaxrl.recipes.setup"),
+OF_RECIPES = {("jaxrl.planning.programs", "jaxrl.run.setup"),
               ("jaxrl.planning.programs", "jaxrl.recipes.ahead"),
               ("jaxrl.planning.programs", "jaxrl.recipes.algorithm")}
 

@@ -18,7 +18,7 @@ from jaxrl import sharding, training
 from jaxrl.config.run_length import end
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
-from jaxrl.recipes import ahead, setup
+from jaxrl.recipes import ahead
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
@@ -26,6 +26,7 @@ from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.programs import Programs
 from jaxrl.rollout.shapes import from_config
+from jaxrl.run import setup
 from jaxrl.sharding import memory
 
 

@@ -42,8 +42,8 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
                           f"== '__main__':, or the {kind} function into a file of its own")
     from jaxrl import data as data_room
     from jaxrl import telemetry
-    from jaxrl.given import taken
     from jaxrl.resolve.checks import common, replay
+    from jaxrl.run.python_api import taken
 
     config = config_of(config)
     if not config.run.dir:
@@ -93,9 +93,9 @@ def _train(config, given, peers) -> dict:
     from jaxrl.config.load import redacted
     from jaxrl.planning.comparison import comparison
     from jaxrl.processes.exchange import check_equal, facts
-    from jaxrl.recipes import setup
     from jaxrl.resolve.checks import replay
     from jaxrl.resolve.spec import resolve
+    from jaxrl.run import setup
 
     if not peers.first:
         telemetry.setup_logging(config.log.level, peers.who(peers.index))
@@ -153,7 +153,7 @@ def _after_warm_start(config, given):
 def _check_before(first, config, given) -> None:
     """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
     from jaxrl import sharding
-    from jaxrl.recipes.setup import check_inputs
+    from jaxrl.run.setup import check_inputs
 
     later = config.copy_and_resolve_references()
     for name in ("path", "init", "config"):

@@ -30,9 +30,9 @@ from jaxrl.config.load import editable, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import ESTIMATORS, advantages
 from jaxrl.recipes.certify_update import Base
-from jaxrl.recipes.setup import start_jax
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool, services
+from jaxrl.run.setup import start_jax
 from jaxrl.telemetry import require_free
 
 log = logging.getLogger("jaxrl")

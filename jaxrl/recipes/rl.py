@@ -37,11 +37,11 @@ from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.past import Past, Remembering
 from jaxrl.recipes.recording import Recording
 from jaxrl.recipes.rollouts import Rollouts
-from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.recipes.trajectories import records
 from jaxrl.resolve.spec import resolve
 from jaxrl.roles.role import Policy, WeightSync, check_finite
-from jaxrl.session import Session
+from jaxrl.run.session import Session
+from jaxrl.run.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
 
 log = logging.getLogger("jaxrl")
@@ -76,7 +76,7 @@ def run(config, given=None) -> dict:
 
     Args:
       config: a checked ConfigDict, or a Spec.
-      given: what was handed over from Python (jaxrl.given).
+      given: what was handed over from Python (jaxrl.run.python_api).
     """
     with Session(resolve(config), given) as s:
         job = open_run(s)

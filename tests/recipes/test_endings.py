@@ -16,7 +16,7 @@ from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.pool import RewardFailure
 from jaxrl.rollout import EngineLost
-from jaxrl.session import Session
+from jaxrl.run.session import Session
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.health import Divergence
 
@@ -88,7 +88,7 @@ def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, ca
 
 
 def test_a_refused_save_is_tried_again_before_its_next_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxrl.session.SAVE_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("jaxrl.run.session.SAVE_AGAIN_SECONDS", 0.0)
     c = config(tmp_path, faults__plan=("checkpoint.enospc@step=2,phase=before",), log__every_steps=1, checkpoint__at_end=False,
                train__steps=3)
     jaxrl.train(c)

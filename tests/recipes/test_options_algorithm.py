@@ -35,7 +35,7 @@ from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
-from jaxrl.recipes import rl, setup
+from jaxrl.recipes import rl
 from jaxrl.recipes.algorithm import Algorithm, advantages, spread, start_of_step
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.resolve.checks import common
@@ -46,6 +46,7 @@ from jaxrl.roles.critic import Critic
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.role import Policy
 from jaxrl.rollout import Engine, Health, Result
+from jaxrl.run import setup
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.update import loss_and_metrics, make_apply

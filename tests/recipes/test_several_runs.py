@@ -16,9 +16,10 @@ import jaxrl
 from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
 from jaxrl.models.io.tensorfile import read_header
-from jaxrl.recipes import rollouts, setup
+from jaxrl.recipes import rollouts
 from jaxrl.resolve import spec
 from jaxrl.resolve.checks import common
+from jaxrl.run import setup
 
 KINDS = ("chain", "skip")
 OWN = {"chain": {"sources": ("chain",), "rank": 2, "lr": 2e-2, "max_grad_norm": 0.3}, "skip": {"sources": "skip", "alpha": 8.0}}
