@@ -15,8 +15,8 @@ TABLES = {"config/schema.py", "config/schema_algorithm.py", "config/schema_jobs.
 
 # A plan compiles the programs that recipes build.
 OF_RECIPES = {("jaxrl.planning.programs", "jaxrl.run.setup"),
-              ("jaxrl.planning.programs", "jaxrl.recipes.ahead"),
-              ("jaxrl.planning.programs", "jaxrl.recipes.algorithm")}
+              ("jaxrl.planning.programs", "jaxrl.rl.precompile"),
+              ("jaxrl.planning.programs", "jaxrl.rl.algorithm")}
 
 
 @cache

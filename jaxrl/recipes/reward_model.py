@@ -22,8 +22,8 @@ from jaxrl.algorithms.scores import bradley_terry, step_labels
 from jaxrl.data import Interrupted
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.recipes.evaluate import summary, write_rows
 from jaxrl.resolve.spec import resolve
+from jaxrl.rl.evaluation import summary, write_rows
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite

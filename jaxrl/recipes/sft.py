@@ -9,8 +9,8 @@ import numpy as np
 from jaxrl import training
 from jaxrl.config import adapter_table
 from jaxrl.data import Interrupted
-from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.resolve.spec import resolve
+from jaxrl.rl.evaluation import Evaluation, evaluate_only
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, WeightSync, check_finite
 from jaxrl.run.session import Session

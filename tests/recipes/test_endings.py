@@ -11,10 +11,10 @@ import tiny_job
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
-from jaxrl.recipes import evaluate
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.pool import RewardFailure
+from jaxrl.rl import evaluation
 from jaxrl.rollout import EngineLost
 from jaxrl.run.session import Session
 from jaxrl.telemetry.best import Best
@@ -118,7 +118,7 @@ def test_the_state_is_saved_whatever_ends_the_run(tmp_path, monkeypatch, how, ca
     with monkeypatch.context() as m:
         if how in ("engine", "timeout"):
             expected = EngineLost if how == "engine" else TimeoutError
-            fails(m, evaluate, "generate", expected("planned"))
+            fails(m, evaluation, "generate", expected("planned"))
         elif how == "export":
             fails(m, hf, "export", OSError(errno.ENOSPC, "no space left on device"))
         elif how == "reward":

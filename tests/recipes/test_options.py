@@ -34,10 +34,10 @@ from jaxrl.models.io import hf
 from jaxrl.processes.faults import FaultError
 from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.sft import demonstrations
-from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.rl.trajectories import collect, make_requests, sampling_params
 from jaxrl.roles import parameters
 from jaxrl.roles.role import NothingFinite, check_finite
 from jaxrl.rollout import Engine, EngineContext, Key, Request, Result, make_engine

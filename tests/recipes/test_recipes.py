@@ -15,8 +15,8 @@ from run_tools import command, environment, fingerprint, run
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.main import main
-from jaxrl.recipes.evaluate import pass_at_k
 from jaxrl.resolve.spec import resolve
+from jaxrl.rl.evaluation import pass_at_k
 from jaxrl.run import setup
 from jaxrl.run.session import Session
 from jaxrl.telemetry import console
