@@ -16,8 +16,8 @@ from jaxrl.config.load import editable, recorded_config, redacted
 from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.group import peers
-from jaxrl.recipes.replay import Plan, line_of
 from jaxrl.records import files
+from jaxrl.replay.replay import Plan, line_of
 
 HERE = ("mesh", "log", "launch")  # groups of options of where a run is, not of what it is
 
