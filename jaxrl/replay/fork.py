@@ -1,7 +1,7 @@
 """fork.run: a run that goes on from a step of a recorded one under other options, and computes only what they change.
 
     state   <- the recorded run's before fork.step: a checkpoint, and recorded steps computed again behind it
-    then the loop of rl.run, in which an answer or a reward that the record has is taken from there (recipes.past)
+    then the loop of recipes.rl.run, in which a completion or a reward that the record has is taken from there
 """
 
 from __future__ import annotations
