@@ -19,7 +19,7 @@ from jaxrl.config.load import (
     redacted_text,
 )
 from jaxrl.config.schema import options
-from jaxrl.config.suggest import ELSEWHERE, NOT_YET, not_yet
+from jaxrl.config.suggest import NOT_YET, not_yet
 from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
 from jaxrl.main import main
@@ -126,11 +126,6 @@ def test_no_option_is_called_like_what_is_missing():
     for name in options():
         assert not_yet(name) is None, name
     assert {o for _, text in NOT_YET for o in re.findall(r"(?:run|train|model|mesh|rollout|reward)\.[a-z_.]*[a-z]", text)} <= set(options())
-
-
-def test_hints_from_other_libraries_name_options_and_hide_none():
-    for theirs, ours in ELSEWHERE.items():
-        assert ours in options() and theirs not in {n.rsplit(".", 1)[-1] for n in options()}
 
 
 def test_a_table_given_as_text_says_how_to_write_one():

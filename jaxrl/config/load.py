@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import json
 import re
@@ -21,7 +20,7 @@ from jaxrl.config.option import Option
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema import SCHEMA, element_kind, free_tables, options
 from jaxrl.config.schema_algorithm import PRESET_NAMES
-from jaxrl.config.suggest import ELSEWHERE, not_yet
+from jaxrl.config.suggest import not_yet, unknown_option
 from jaxrl.errors import ConfigError
 
 
@@ -96,28 +95,10 @@ def _coerce(name: str, value, opt: Option):
     return value
 
 
-def unknown_option(dotted: str) -> str:
-    """The message for an option that does not exist: nearest names by whole path and by leaf."""
-    names = list(options())
-    leaf = dotted.rsplit(".", 1)[-1]
-    if missing := not_yet(dotted):
-        return f"config has no option {dotted!r}: {missing}"
-    near = sorted((n for n in names if n.rsplit(".", 1)[-1] == leaf),
-                  key=lambda n: -difflib.SequenceMatcher(None, n, dotted).ratio())
-    near = [ELSEWHERE[leaf], *near] if leaf in ELSEWHERE else near
-    near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
-    leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
-    near += [n for n in names if sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]  # letters that changed places
-    near += [n for n in names if n.rsplit(".", 1)[-1] in leaves]
-    near = list(dict.fromkeys(near))[:3]
-    hint = f"did you mean {' or '.join(near)}?" if near else "`--help` lists every option."
-    return f"config has no option {dotted!r}; {hint}"
-
-
 def find_config(spec: str) -> tuple[Path, str | None]:
     """'configs/grpo.py:tiny' or 'grpo:tiny' -> (path, 'tiny'). Bare names are looked up among the shipped configs."""
     name, _, arg = spec.partition(":")
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]  # the package
     stem = name if name.endswith(".py") else name + ".py"
     for path in (Path(name), here / "configs" / Path(stem).name, here.parent / "configs" / Path(stem).name):
         if path.is_file():
