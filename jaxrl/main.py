@@ -16,7 +16,7 @@ import traceback
 
 from jaxrl.config.load import help_text, load_config, parse_flags
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import GracefulStop
+from jaxrl.processes.faults import GracefulStop
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
                 errno.ESTALE)

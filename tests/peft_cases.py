@@ -21,7 +21,8 @@ from flax.traverse_util import flatten_dict
 from tiny_models import VOCAB, make_tiny
 
 from jaxrl.config.load import default_config
-from jaxrl.models import adapters, build, hf, peft, selection
+from jaxrl.models import adapters, build, hf
+from jaxrl.models.adapters import peft, selection
 from jaxrl.training.optimizer import make_optimizer
 
 try:

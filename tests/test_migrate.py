@@ -14,7 +14,6 @@ import pytest
 
 from jaxrl.config.load import load_config
 from jaxrl.config.schema import free_tables, options
-from jaxrl.config_checks import check
 from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.report import because, left_out, name_of
@@ -22,6 +21,7 @@ from jaxrl.migrate.shell import commands
 from jaxrl.migrate.source import Setting, Source, Unreadable, override
 from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import ANYBODYS, KINDS, MISSING, Migration, Since, names_of
+from jaxrl.resolve.checks.common import check
 
 # Keys whose default, written down, is not what they are when left out: that is their point.
 NOT_THE_SAME = {"skyrl": ("generator.eval_sampling_params.",),

@@ -25,9 +25,9 @@ from jaxrl.models.value import ValueModel
 from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import summary, write_rows
 from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy, check_finite
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.flops import Speed
 from jaxrl.training.score import make_value_score
 

@@ -37,6 +37,7 @@ from jaxrl.recipes.episodes import in_episodes, open_pool
 from jaxrl.recipes.judge import Judge, described
 from jaxrl.recipes.judge_server import JudgeServers
 from jaxrl.recipes.trajectories import trial_items
+from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
@@ -45,7 +46,6 @@ from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
-from jaxrl.spec import here, resolve
 from jaxrl.telemetry import find_sink
 from jaxrl.training import router
 

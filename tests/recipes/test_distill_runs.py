@@ -22,8 +22,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.tensorfile import list_folder
 from jaxrl.recipes import distill, setup, teachers
 from jaxrl.recipes.sft import demonstrations
+from jaxrl.resolve.spec import resolve
 from jaxrl.rollout.vllm.scoring import PromptScorer
-from jaxrl.spec import resolve
 
 
 @pytest.fixture(scope="module", autouse=True)

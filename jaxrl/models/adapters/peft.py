@@ -23,9 +23,18 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import hf, tensorfile
-from jaxrl.models.adapter_init import is_shifted
 from jaxrl.models.adapters import NODE, Adapter, module_of
-from jaxrl.models.selection import ALL_LINEAR, HEAD, Selection, around, linears, resolved, selection_of, tensors
+from jaxrl.models.adapters.initialization import is_shifted
+from jaxrl.models.adapters.selection import (
+    ALL_LINEAR,
+    HEAD,
+    Selection,
+    around,
+    linears,
+    resolved,
+    selection_of,
+    tensors,
+)
 from jaxrl.models.tensorfile import shortened
 
 log = logging.getLogger("jaxrl")

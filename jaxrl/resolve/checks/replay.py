@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from jaxrl.certify.claims import CLAIMS
+from jaxrl.checkpoint.resume import changes_past
 from jaxrl.config.load import get, parse_value
 from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
@@ -13,7 +14,6 @@ from jaxrl.config.schema import options
 from jaxrl.config.schema_jobs import REPLAY
 from jaxrl.config.suggest import unknown_option
 from jaxrl.errors import ConfigError
-from jaxrl.resume import changes_past
 
 AGAIN = ("replay", "explain")  # values of run.mode that read a record
 
