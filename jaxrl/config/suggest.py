@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from jaxrl.config.schema import options
+from jaxrl.config.schema import SCHEMA, free_tables, options
 
 # Names that the tables of jaxrl.migrate do not have -> option here.
 ELSEWHERE = {
@@ -56,6 +56,8 @@ def unknown_option(dotted: str) -> str:
     """The message for an option that does not exist: the option that a key of this name in another system stands for,
     what jaxrl lacks, or the nearest names by leaf and by whole path."""
     rows = _rows(dotted)
+    if dotted in SCHEMA:
+        return f"{dotted} is a group of options; jaxrl train --help={dotted} lists them"
     text, whole = f"config has no option {dotted!r}", any(row.whole and row.options for row in rows)
     if not whole and (missing := not_yet(dotted)):
         return f"{text}: {missing}"
@@ -86,6 +88,20 @@ def suggestions(dotted: str) -> list[str]:
         near += [n for n in names if sorted(_leaf(n)) == sorted(leaf)]  # letters that changed places
         near += [n for n in names if _leaf(n) in leaves]
     return list(dict.fromkeys(near))[:3]
+
+
+def unknown_flag(name: str, value: str) -> str:
+    """The message for an argument of the command line that is no flag. value: what follows the name, "=3"."""
+    head, _, option = name.lstrip("-").replace("-", "_").partition(".")
+    if not (difflib.get_close_matches(head, ["config"], cutoff=0.8) and head not in SCHEMA):  # --config, nearly
+        option = ".".join(filter(None, (head, option)))
+    if not option:
+        return f"{name}{value}: did you mean --config{value or '=FILE'}?"
+    if option in options() or any(option.startswith(f"{table}.") for table in free_tables()):
+        return f"{name}{value}: options are given as --config.{option}{value}"
+    if near := suggestions(option):
+        return f"{name}{value}: did you mean --config.{near[0]}{value or '=VALUE'}?"
+    return f"{name}{value}: unknown argument; use --config=FILE and --config.GROUP.OPTION=VALUE"
 
 
 def unknown_argument(name: str, value, known: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""`python -m jaxrl.migrate SYSTEM FILE`: the config of another system as one of ours, and what became of every key.
+"""`jaxrl migrate SYSTEM FILE`: the config of another system as one of ours, and what became of every key.
 
 No jax is imported: a config is read in less than a second. The files, in the order in which a config passes them:
 
