@@ -341,3 +341,13 @@ def redacted(cfg) -> dict:
         return redacted_text(node) if isinstance(node, str) else node
 
     return walk(json.loads(cfg.to_json_best_effort()))
+
+
+def flat(table: dict, prefix: str = "") -> dict:
+    out = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

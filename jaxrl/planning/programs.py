@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxrl import parameters, sharding, training
+from jaxrl import sharding, training
 from jaxrl.config.run_length import end
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
 from jaxrl.recipes import ahead, setup
-from jaxrl.recipes.algorithm import Algorithm, precision
+from jaxrl.recipes.algorithm import Algorithm
+from jaxrl.roles import parameters
+from jaxrl.roles.reference import precision
 from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.programs import Programs

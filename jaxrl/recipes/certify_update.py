@@ -23,7 +23,7 @@ from jaxrl.recipes.rollouts import Batch
 from jaxrl.recipes.setup import Inputs, open_job
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardResult
-from jaxrl.roles import Policy
+from jaxrl.roles.role import Policy
 from jaxrl.session import Progress
 from jaxrl.training.layout import Minibatch, row_shapes
 

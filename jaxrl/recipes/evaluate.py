@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 
-from jaxrl import parameters
 from jaxrl.config import adapter_table
 from jaxrl.processes.exchange import owner
 from jaxrl.recipes.episodes import check_failures, conversations, with_outcomes
@@ -19,6 +18,7 @@ from jaxrl.recipes.trajectories import (
     reward_items,
     sampling_params,
 )
+from jaxrl.roles import parameters
 from jaxrl.rollout import generate
 from jaxrl.telemetry import dumps, write_atomic
 

@@ -17,7 +17,7 @@ from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.group import peers
 from jaxrl.recipes.replay import Plan, line_of
-from jaxrl.replay import files
+from jaxrl.records import files
 
 HERE = ("mesh", "log", "launch")  # groups of options of where a run is, not of what it is
 

@@ -18,27 +18,28 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
+from jaxrl.checkpoint.fingerprints import compared
 from jaxrl.config.lengths import made_of
 from jaxrl.config.load import get
 from jaxrl.config.registry import recipe_of, sequences
 from jaxrl.config.run_length import ends
 from jaxrl.errors import ConfigError
-from jaxrl.fingerprints import compared
 from jaxrl.kernels import check, low_precision
 from jaxrl.kernels.attention.packed.api import ORDERS, XLA
 from jaxrl.kernels.fallback import distrust
 from jaxrl.kernels.platform import platform
-from jaxrl.models import adapters, hf
+from jaxrl.models import adapters
 from jaxrl.models.feed_forward import gate_of
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put
-from jaxrl.recipes.episodes import in_episodes, open_pool
-from jaxrl.recipes.judge import Judge, described
+from jaxrl.recipes.environments import in_episodes, open_pool
 from jaxrl.recipes.judge_server import JudgeServers
-from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
+from jaxrl.rewards.items import trial_items
+from jaxrl.roles.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
+from jaxrl.roles.reward_model import Judge, described
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine

@@ -15,8 +15,9 @@ from peft_cases import theirs, torch
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, hf
+from jaxrl.models import adapters
 from jaxrl.models.adapters import initialization, peft
+from jaxrl.models.io import hf
 
 pytestmark = pytest.mark.torch
 OPTIMIZERS = ("sgd", "adamw")

@@ -10,7 +10,7 @@ import tiny_job
 
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.recipes import evaluate
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool

@@ -20,13 +20,13 @@ from jaxrl.config.load import put
 from jaxrl.data import load_tokenizer
 from jaxrl.data.dataset import Example
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes import setup
-from jaxrl.recipes.judge import Judge, described
 from jaxrl.recipes.trajectories import collect
 from jaxrl.resolve.checks import common
 from jaxrl.rewards.items import RewardResult
+from jaxrl.roles.reward_model import Judge, described
 
 
 @pytest.fixture(scope="module", autouse=True)

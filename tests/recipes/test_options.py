@@ -24,13 +24,13 @@ from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups, policy_objective
 
-from jaxrl import models, parameters, training
+from jaxrl import models, training
 from jaxrl.algorithms import group_advantages
 from jaxrl.config.load import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.logprob import logprob_and_entropy
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.processes.faults import FaultError
 from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
@@ -39,7 +39,8 @@ from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
-from jaxrl.roles import NothingFinite, check_finite
+from jaxrl.roles import parameters
+from jaxrl.roles.role import NothingFinite, check_finite
 from jaxrl.rollout import Engine, EngineContext, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.session import Progress, Session, triggers

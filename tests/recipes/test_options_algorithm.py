@@ -24,25 +24,27 @@ from flax.traverse_util import flatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
 
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.algorithms import PRESETS, Tokens
 from jaxrl.config.load import put
 from jaxrl.config.schema import options
 from jaxrl.config.schema_algorithm import PRESET_NAMES
 from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import rl, setup
-from jaxrl.recipes.algorithm import Algorithm, Reference, advantages, spread, start_of_step
-from jaxrl.recipes.critic import Critic
+from jaxrl.recipes.algorithm import Algorithm, advantages, spread, start_of_step
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards.pool import RewardResult
-from jaxrl.roles import Policy
+from jaxrl.roles import parameters
+from jaxrl.roles.critic import Critic
+from jaxrl.roles.reference import Reference
+from jaxrl.roles.role import Policy
 from jaxrl.rollout import Engine, Health, Result
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer

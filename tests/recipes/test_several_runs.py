@@ -15,7 +15,7 @@ from run_tools import fingerprint
 import jaxrl
 from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
-from jaxrl.models.tensorfile import read_header
+from jaxrl.models.io.tensorfile import read_header
 from jaxrl.recipes import rollouts, setup
 from jaxrl.resolve import spec
 from jaxrl.resolve.checks import common

@@ -23,7 +23,7 @@ import jaxrl
 from jaxrl import models, vllm_plugin
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.recipes import parity, rl
 from jaxrl.resolve.checks.common import check
 from jaxrl.rollout import EngineContext, EngineLost, chosen_engine, make_engine, weights

@@ -15,10 +15,11 @@ from jaxrl import models, training
 from jaxrl.config.load import default_config
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import RunStopped
-from jaxrl.models import hf
-from jaxrl.recipes import setup, teachers
+from jaxrl.models.io import hf
+from jaxrl.recipes import setup
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
+from jaxrl.roles import teachers
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.scoring import PromptScorer
 

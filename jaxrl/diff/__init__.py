@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl.__main__ import run
+from jaxrl.config.load import flat
 from jaxrl.errors import ConfigError
 
 ROUNDING = 1e-4
@@ -154,16 +154,6 @@ class Run:
         return self._lines(f"rollouts/step_{step:08d}.jsonl")
 
 
-def flat(table: dict, prefix: str = "") -> dict:
-    out = {}
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            out[f"{prefix}{key}"] = value
-    return out
-
-
 def options(a: Run, b: Run) -> list[str]:
     """Texts of the options that differ and may change a result, and of the versions."""
     names = [n for n in sorted(a.config.keys() | b.config.keys()) if not n.startswith(WHERE)]
@@ -219,7 +209,7 @@ def weights(a: Run, b: Run) -> str:
     """How the exported models differ; "" where not both have one."""
     import numpy as np
 
-    from jaxrl.models.tensorfile import read_header
+    from jaxrl.models.io.tensorfile import read_header
 
     def tensors(run):
         files = sorted((run.folder / "export").glob("*.safetensors"))
@@ -285,7 +275,3 @@ def main(argv=None) -> int:
         return 2
     print("\n".join(lines))
     return int(apart)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -28,8 +28,9 @@ from jaxrl import data as data_room
 from jaxrl import sharding, training
 from jaxrl.config import adapter_table
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, decoder, hf
+from jaxrl.models import adapters, decoder
 from jaxrl.models.adapters import initialization, peft, quantized, several
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
 from jaxrl.resolve.spec import lora_on
