@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import jaxrl
-from jaxrl.config.load import default_config, put
+from jaxrl.__main__ import unknown
+from jaxrl.config.load import default_config, parse_flags, put
 from jaxrl.config.schema import options
 from jaxrl.config.suggest import ELSEWHERE, unknown_option
 from jaxrl.errors import ConfigError
@@ -90,3 +92,18 @@ def test_the_tables_of_other_systems_are_imported_only_when_a_name_is_unknown():
             "try: parse_flags(['--config.rollout.n=8'])\n"
             "except ValueError: assert 'jaxrl.migrate.systems.verl' in sys.modules and 'jax' not in sys.modules; print('said')")
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout == "said\n"
+
+
+def test_the_page_of_the_command_shows_what_is_answered():
+    """Each row of docs/command.md's table of slips."""
+    page = next((Path(__file__).parents[1] / "docs").rglob("command.md")).read_text("utf-8")
+    rows = re.findall(r"\| `([^`]+)` \| ([^|]+) \|", page.partition("## Names that jaxrl does not have")[2].partition("\n## ")[0])
+    assert len(rows) > 6
+    for typed, answer in rows:
+        if typed.startswith("jaxrl "):
+            said = unknown(typed.removeprefix("jaxrl "))
+        else:
+            with pytest.raises(ConfigError) as e:
+                jaxrl.train(lr=1e-5) if typed.startswith("jaxrl.train") else parse_flags([typed])
+            said = str(e.value)
+        assert all(part.strip("? ") in said for part in answer.split("...")), typed

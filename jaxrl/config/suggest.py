@@ -55,9 +55,9 @@ def not_yet(name: str) -> str | None:
 def unknown_option(dotted: str) -> str:
     """The message for an option that does not exist: the option that a key of this name in another system stands for,
     what jaxrl lacks, or the nearest names by leaf and by whole path."""
-    rows = _rows(dotted)
     if dotted in SCHEMA:
         return f"{dotted} is a group of options; jaxrl train --help={dotted} lists them"
+    rows = _rows(dotted)
     text, whole = f"config has no option {dotted!r}", any(row.whole and row.options for row in rows)
     if not whole and (missing := not_yet(dotted)):
         return f"{text}: {missing}"
