@@ -91,11 +91,11 @@ def size(state) -> int:
 
 def policy_of(c):
     """(job, policy whose state is not made yet, algorithm)."""
-    from jaxrl.recipes import setup
-    from jaxrl.recipes.algorithm import Algorithm
     from jaxrl.resolve.spec import resolve
+    from jaxrl.rl.algorithm import Algorithm
     from jaxrl.roles import parameters
     from jaxrl.roles.role import Policy
+    from jaxrl.run import setup
 
     job = setup.open_job(resolve(c))
     algorithm = Algorithm(job, 100)

@@ -28,7 +28,7 @@ _LAZY = {
     "load_config": "jaxrl.config.load",
     "default_config": "jaxrl.config.load",
     "register_reward": "jaxrl.rewards",
-    "Step": "jaxrl.given",
+    "Step": "jaxrl.run.python_api",
     "ConfigError": "jaxrl.errors",
     "RunStopped": "jaxrl.errors",
 }

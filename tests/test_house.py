@@ -14,9 +14,9 @@ TABLES = {"config/schema.py", "config/schema_algorithm.py", "config/schema_jobs.
           *(f"migrate/systems/{p.name}" for p in (ROOT / "migrate" / "systems").glob("*.py") if not p.stem.endswith("_meaning"))}
 
 # A plan compiles the programs that recipes build.
-OF_RECIPES = {("jaxrl.planning.programs", "jaxrl.recipes.setup"),
-              ("jaxrl.planning.programs", "jaxrl.recipes.ahead"),
-              ("jaxrl.planning.programs", "jaxrl.recipes.algorithm")}
+OF_RECIPES = {("jaxrl.planning.programs", "jaxrl.run.setup"),
+              ("jaxrl.planning.programs", "jaxrl.rl.precompile"),
+              ("jaxrl.planning.programs", "jaxrl.rl.algorithm")}
 
 
 @cache

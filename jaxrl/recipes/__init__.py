@@ -47,8 +47,8 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
         raise ConfigError(unknown_argument(name, value, [*inspect.signature(train).parameters]))
     from jaxrl import data as data_room
     from jaxrl import telemetry
-    from jaxrl.given import taken
     from jaxrl.resolve.checks import common, replay
+    from jaxrl.run.python_api import taken
 
     config = config_of(config)
     if not config.run.dir:
@@ -98,9 +98,9 @@ def _train(config, given, peers) -> dict:
     from jaxrl.config.load import redacted
     from jaxrl.planning.comparison import comparison
     from jaxrl.processes.exchange import check_equal, facts
-    from jaxrl.recipes import setup
     from jaxrl.resolve.checks import replay
     from jaxrl.resolve.spec import resolve
+    from jaxrl.run import setup
 
     if not peers.first:
         telemetry.setup_logging(config.log.level, peers.who(peers.index))
@@ -158,7 +158,7 @@ def _after_warm_start(config, given):
 def _check_before(first, config, given) -> None:
     """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
     from jaxrl import sharding
-    from jaxrl.recipes.setup import check_inputs
+    from jaxrl.run.setup import check_inputs
 
     later = config.copy_and_resolve_references()
     for name in ("path", "init", "config"):

@@ -24,11 +24,11 @@ import numpy as np
 from jaxrl import diff, training
 from jaxrl.algorithms import mismatch_ratio, mismatch_weight
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.recording import batch_of
 from jaxrl.recipes.replay import Plan, ranges
-from jaxrl.recipes.rl import weigher
 from jaxrl.recipes.what_if import copied, difference, dot, holds, likelihood, logprobs, number
 from jaxrl.records import anomalies, files
+from jaxrl.rl.recording import batch_of
+from jaxrl.rl.step import weigher
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 from jaxrl.types import FINISH
 

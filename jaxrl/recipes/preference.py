@@ -20,14 +20,14 @@ import numpy as np
 from jaxrl import training
 from jaxrl.algorithms.preference import Table, needs_reference, preference_loss, weighted
 from jaxrl.data import Interrupted
-from jaxrl.recipes.evaluate import Evaluation, evaluate, publish_newest, summary, write_rows
-from jaxrl.recipes.setup import answered, derived, describe, first_prompt, open_run, stream_metrics
 from jaxrl.recipes.sft import averaged, demonstrations
 from jaxrl.resolve.spec import resolve
+from jaxrl.rl.evaluation import Evaluation, evaluate, publish_newest, summary, write_rows
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, Role, WeightSync, check_finite
 from jaxrl.roles.sums import ReferenceSums, sums_of
-from jaxrl.session import Session
+from jaxrl.run.session import Session
+from jaxrl.run.setup import answered, derived, describe, first_prompt, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
 from jaxrl.training.score import make_score
 

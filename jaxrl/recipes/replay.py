@@ -21,16 +21,16 @@ from jaxrl.config.load import editable, flat, put, redacted
 from jaxrl.config.schema import options
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import what_if
-from jaxrl.recipes.algorithm import Algorithm
-from jaxrl.recipes.recording import batch_of, states_of
-from jaxrl.recipes.rl import Parts, learn, prepare
-from jaxrl.recipes.setup import open_job, read_inputs
 from jaxrl.records import files, states
 from jaxrl.replay import verdict
 from jaxrl.resolve.checks.replay import numbers
 from jaxrl.resolve.spec import resolve
+from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.recording import batch_of, states_of
+from jaxrl.rl.step import Parts, learn, prepare
 from jaxrl.roles.role import Policy
-from jaxrl.session import Session
+from jaxrl.run.session import Session
+from jaxrl.run.setup import open_job, read_inputs
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")

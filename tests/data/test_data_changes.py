@@ -20,11 +20,11 @@ from jaxrl.data import fingerprint, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.models.io import hf
 from jaxrl.processes.group import Peers
-from jaxrl.recipes import setup
-from jaxrl.recipes.setup import check_inputs
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardPool
-from jaxrl.session import Session
+from jaxrl.run import setup
+from jaxrl.run.session import Session
+from jaxrl.run.setup import check_inputs
 
 HOST = """
 import os, sys

@@ -25,7 +25,7 @@ from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
 from jaxrl.models.io import hf, tensorfile
 from jaxrl.planning import memory
-from jaxrl.recipes.setup import read_inputs
+from jaxrl.run.setup import read_inputs
 
 SMALL = {**SIZES, **EXPERTS["qwen2_moe"][1], "model_type": "qwen2_moe", "num_hidden_layers": 5}
 

@@ -32,18 +32,18 @@ from jaxrl.errors import ConfigError
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models.io import hf
 from jaxrl.processes.faults import FaultError
-from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.sft import demonstrations
-from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.rl.trajectories import collect, make_requests, sampling_params
 from jaxrl.roles import parameters
 from jaxrl.roles.role import NothingFinite, check_finite
 from jaxrl.rollout import Engine, EngineContext, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
-from jaxrl.session import Progress, Session, triggers
+from jaxrl.run import setup
+from jaxrl.run.session import Progress, Session, triggers
 from jaxrl.sharding.mesh import AXES
 from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.recipes.recording import sampled_by
-from jaxrl.recipes.rollouts import GREEDY, SAMPLES
 from jaxrl.records import files, states
 from jaxrl.rewards import address
+from jaxrl.rl.recording import sampled_by
+from jaxrl.rl.rollouts import GREEDY, SAMPLES
 from jaxrl.rollout import Engine, Result
 from jaxrl.types import FINISH
 

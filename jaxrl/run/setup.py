@@ -33,8 +33,6 @@ from jaxrl.models.feed_forward import gate_of
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
-from jaxrl.recipes.environments import in_episodes, open_pool
-from jaxrl.recipes.judge_server import JudgeServers
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.rewards.items import trial_items
@@ -44,7 +42,9 @@ from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
-from jaxrl.session import Session
+from jaxrl.run.environments import in_episodes, open_pool
+from jaxrl.run.judge_server import JudgeServers
+from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
 from jaxrl.telemetry import find_sink

@@ -12,9 +12,9 @@ import numpy as np
 
 import jaxrl
 from jaxrl.config.load import editable, flat, redacted
-from jaxrl.recipes.rollouts import Batch
 from jaxrl.records import files, states
 from jaxrl.rewards.items import RewardResult
+from jaxrl.rl.rollouts import Batch
 from jaxrl.telemetry.run_dir import jsonable
 from jaxrl.types import Trajectories
 

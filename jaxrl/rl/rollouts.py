@@ -26,8 +26,9 @@ from jaxrl.config.user_code import imported
 from jaxrl.data import Interrupted
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.exchange import gather, owner
-from jaxrl.recipes.episodes import check_failures, episode_metrics, with_outcomes
-from jaxrl.recipes.trajectories import (
+from jaxrl.rewards.background import BackgroundScorer
+from jaxrl.rl.episodes import check_failures, episode_metrics, with_outcomes
+from jaxrl.rl.trajectories import (
     collect,
     exchanged,
     make_requests,
@@ -37,7 +38,6 @@ from jaxrl.recipes.trajectories import (
     reward_items,
     sampling_params,
 )
-from jaxrl.rewards.background import BackgroundScorer
 from jaxrl.rollout.queue import PromptGroup, RolloutQueue, staleness
 
 log = logging.getLogger("jaxrl")

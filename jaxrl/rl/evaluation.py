@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxrl.config import adapter_table
 from jaxrl.processes.exchange import owner
-from jaxrl.recipes.episodes import check_failures, conversations, with_outcomes
-from jaxrl.recipes.trajectories import (
+from jaxrl.rl.episodes import check_failures, conversations, with_outcomes
+from jaxrl.rl.trajectories import (
     collect,
     exchanged,
     make_requests,
