@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
+from typing import Never
 
 from jaxrl.config.load import config_of, load_config
 from jaxrl.config.registry import recipe_of, short_name
+from jaxrl.config.suggest import unknown_argument
 from jaxrl.errors import ConfigError
 
 
 def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=(), env=None,
-          tools=None) -> dict:
+          tools=None, **unknown: Never) -> dict:
     """Runs the job a config describes and returns the content of its summary.json.
 
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
@@ -40,6 +43,8 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
     if kind := getattr(sys.modules.get("jaxrl.workers.streams"), "RUNNING", ""):
         raise ConfigError(f"jaxrl.train is called by a file that {kind} workers import: put the call under if __name__ "
                           f"== '__main__':, or the {kind} function into a file of its own")
+    for name, value in unknown.items():
+        raise ConfigError(unknown_argument(name, value, [*inspect.signature(train).parameters]))
     from jaxrl import data as data_room
     from jaxrl import telemetry
     from jaxrl.resolve.checks import common, replay

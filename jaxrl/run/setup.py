@@ -325,7 +325,7 @@ def look_at_kernels(s, job) -> None:
         distrust(op, names)
         for name, why in names.items():
             log.warning("%s: %s does not agree with the reference on this device (%s), and is left out: the next "
-                        "implementation runs. python -m jaxrl.doctor writes what to report", op, name, why)
+                        "implementation runs. jaxrl doctor writes what to report", op, name, why)
 
 
 class Inputs(NamedTuple):
