@@ -29,7 +29,9 @@ from jaxrl.main import main
 from jaxrl.schema import SCHEMA, free_tables, options
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+FOLDERS = {"guides", "reference", "explanations", "measurements"}
 LANGUAGES = {"bash", "python", "json"}
 
 
@@ -154,17 +156,57 @@ def test_options_and_paths_that_the_text_names_exist():
     groups, known = "|".join(SCHEMA), options()
     tables = (*free_tables(), "mesh.roles")
     for page, text in TEXTS:
-        if re.search(r"docs/(migrate|parameters|from_\w+)\.md$", str(page)):  # the first cells are keys of other systems
+        if re.search(r"/(migrate|parameters|from_\w+)\.md$", str(page)):  # the first cells are keys of other systems
             text = re.sub(r"(?m)^\|[^|]*\|", "|", text)
         named = re.findall(rf"(?<![\w./:-])(?:--config\.)?((?:{groups})\.[a-z][\w.]*\w)(?![\w(/:])", text)
         named = [n for n in named if not n.endswith((".py", ".md", ".json", ".jsonl", ".sh", ".csv", ".yaml", ".sbatch"))]
         for name in named:
             group = any(option.startswith(name + ".") for option in known)
             assert name in known or group or name.startswith(tables), f"{page}: {name}"
-        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
-            assert "://" in link or (ROOT / page.parent / link).exists(), f"{page}: {link}"
         for path in re.findall(r"`((?:jaxrl|tests|evidence|benchmarks|configs|notebooks|launch)/[\w./]+\.\w+)`", text):
             assert (ROOT / path).exists() or (ROOT / "jaxrl" / path).exists(), f"{page}: {path}"
+
+
+def anchors(text: str) -> set[str]:
+    """The ids that headings of a page get."""
+    headings = re.findall(r"(?m)^#+ (.+)$", text)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def links_of(page: Path) -> list[tuple[Path, str]]:
+    """(page or file, anchor) of the relative links of a page, outside its blocks."""
+    found = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", dict(TEXTS)[page.relative_to(ROOT)])
+    return [((page.parent / path).resolve() if path else page, anchor) for path, anchor in found if "://" not in path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_link_is_dead(page):
+    for target, anchor in links_of(page):
+        assert target.is_file(), target
+        assert not anchor or anchor in anchors(target.read_text("utf-8")), f"{target}#{anchor}"
+        assert page.parent == ROOT or DOCS in target.parents, f"{target}: the site has the files of docs/ only"
+
+
+def test_every_page_is_in_one_of_four_folders_and_reached_from_the_index():
+    assert {p.parent.name for p in PAGES if p.parent not in (ROOT, DOCS)} == FOLDERS
+    assert [p.name for p in PAGES if p.parent == DOCS] == ["index.md"]
+    reached, todo = set(), [DOCS / "index.md"]
+    while todo:
+        page = todo.pop()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            todo += [target for target, _ in links_of(page) if DOCS in target.parents]
+    assert set(DOCS.rglob("*.md")) - reached == set()
+
+
+def test_pages_that_code_and_messages_name_exist():
+    files = [p for folder in ("jaxrl", "configs", "notebooks", "tests", "benchmarks", "evidence") for p in (ROOT / folder).rglob("*")
+             if p.suffix in (".py", ".ipynb", ".md", ".csv")]
+    named = {(str(p.relative_to(ROOT)), page) for p in files
+             for page in re.findall(r"(?<![\w/])docs/[\w/]+\.(?:md|svg)\b", p.read_text("utf-8"))}
+    elsewhere = {"docs/features/sleep_mode.md"}  # of vLLM
+    assert len(named) > 80
+    assert [(name, page) for name, page in named if page not in elsewhere and not (ROOT / page).is_file()] == []
 
 
 # -- what runs --------------------------------------------------------------------------------------------------------------
