@@ -572,7 +572,7 @@ def _(p):
 @case("checkpoint", "checkpoint of a newer jaxrl", ("00000004", "format 99", "upgrade jaxrl"))
 def _(p):
     def newer(folder):
-        from jaxrl.checkpoint_files import manifest_of
+        from jaxrl.checkpoint.files import manifest_of
 
         folder = folder / "checkpoints/00000004"
         (file,) = [f for f in (folder / "host").iterdir() if '"format": 1' in f.read_text()]

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from jaxrl.algorithm_checks import algorithm, import_path, resolved_algorithm
+from jaxrl.checkpoint.uploads import place_of
 from jaxrl.config.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.config.load import get
 from jaxrl.config.option import BOUNDS, no_effect
@@ -30,7 +31,6 @@ from jaxrl.service_checks import missing_logger, services
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 from jaxrl.training import optimizer
-from jaxrl.uploads import place_of
 
 
 def check(cfg) -> None:

@@ -154,13 +154,6 @@ def _weights(given):
     return [f"data.sources: every weight is 0 at step {empty[0]}; give one of them more"] if empty else []
 
 
-def scheduled(data: dict) -> str:
-    """The option of `data` (plain values) by which rows depend on the step, or ""."""
-    if any(not isinstance(source.get("weight", 1.0), int | float) for source in data.get("sources", {}).values()):
-        return "data.sources"
-    return "data.difficulty_window" if data.get("difficulty_window") else ""
-
-
 def evaluation(cfg):
     """Options below `eval`, and of what goes by evaluations."""
     out, seen = [], set()

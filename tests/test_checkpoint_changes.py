@@ -2,10 +2,10 @@
 
 import pytest
 
+from jaxrl.checkpoint.resume import FUTURE, PAST, changes_past, config_changes
 from jaxrl.config.load import default_config, put, redacted
 from jaxrl.config.schema import options
 from jaxrl.data.mixture import FURTHER, OWN
-from jaxrl.resume import FUTURE, PAST, changes_past, config_changes
 
 
 @pytest.mark.parametrize("name", list(options()) + ["user.anything", "model.config.hidden_size"])

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.checkpoint_files import Damaged, checkpoints_in, folder_of, verify
+from jaxrl.checkpoint.files import Damaged, checkpoints_in, folder_of, verify
+from jaxrl.checkpoint.resume import config_changes
 from jaxrl.config.load import editable, put, redacted
 from jaxrl.config.schema import options
 from jaxrl.diff import flat
@@ -27,7 +28,6 @@ from jaxrl.recipes.rl import Parts, learn, prepare
 from jaxrl.recipes.setup import open_job, read_inputs
 from jaxrl.replay import files, states, verdict
 from jaxrl.replay_checks import numbers
-from jaxrl.resume import config_changes
 from jaxrl.roles import Policy
 from jaxrl.session import Session
 from jaxrl.spec import resolve

@@ -8,7 +8,7 @@ import tiny_job
 from run_tools import fingerprint, ledger
 
 import jaxrl
-from jaxrl.checkpoint import _read
+from jaxrl.checkpoint.checkpointer import _read
 from jaxrl.config.load import default_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError

@@ -279,7 +279,7 @@ def test_rewards_weights_scale_and_advantages(first):
 
 def test_epochs_minibatches_and_reference(first, folder):
     """2 passes x 2 minibatches x 2 steps = 8 updates; there is a KL to the reference once the policy has moved."""
-    from jaxrl.checkpoint import Checkpointer
+    from jaxrl.checkpoint.checkpointer import Checkpointer
     from jaxrl.processes.faults import Faults
 
     restored = Checkpointer(first.run, rl(folder), Faults(())).restore(
