@@ -40,7 +40,7 @@ def opened(folder: str, code: str, function: str, engine, **options):
     import numpy as np
     from turn_cases import FAMILIES, make_tokenizer
 
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.data.turns import TurnRenderer
     from jaxrl.envs.pool import EpisodePool
     from jaxrl.rollout import Key, Request, SamplingParams

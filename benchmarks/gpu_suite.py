@@ -90,7 +90,7 @@ def described(model: str) -> dict:
 def job(name: str, folder: str):
     """GRPO on the embedded problems, or DPO on pairs of sums; no end before the longest answer, so that lengths are known."""
     import jaxrl
-    from jaxrl.config import put
+    from jaxrl.config.load import put
 
     case = CASES[name]
     c = jaxrl.default_config()

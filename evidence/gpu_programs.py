@@ -213,7 +213,7 @@ def main():
     import gpu_suite
 
     from jaxrl import sharding
-    from jaxrl.config import put
+    from jaxrl.config.load import put
     from jaxrl.planning import gpu_devices, programs
     from jaxrl.spec import Platform, resolve
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 
-from jaxrl.adapter_table import LORA_OWN, ROWS, listed
 from jaxrl.algorithm_checks import resolved_algorithm
-from jaxrl.config import get
+from jaxrl.config.adapter_table import LORA_OWN, ROWS, listed
+from jaxrl.config.load import get
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import SCHEMA
 from jaxrl.data_checks import entry
-from jaxrl.registry import recipe_of
 from jaxrl.rollout.engines import chosen_engine
-from jaxrl.schema import SCHEMA
 from jaxrl.training.optimizer import ADAPTERS_OWN
 
 SERVED = ("sft", "rl")

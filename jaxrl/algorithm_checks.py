@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
 from jaxrl.algorithms.presets import IMPLIED
-from jaxrl.config import editable, get
+from jaxrl.config.lengths import episodes
+from jaxrl.config.load import editable, get
+from jaxrl.config.option import no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import SCHEMA, options
+from jaxrl.config.user_code import imported
 from jaxrl.data.mixture import ALGORITHM
 from jaxrl.data_checks import entry
-from jaxrl.imports import imported
-from jaxrl.lengths import episodes
-from jaxrl.option import no_effect
-from jaxrl.registry import recipe_of
 from jaxrl.rollout.engines import ENGINES, OWN, engine_of
-from jaxrl.schema import SCHEMA, options
 from jaxrl.spec import algorithm_row
 
 

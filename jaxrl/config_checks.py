@@ -9,28 +9,28 @@ import shutil
 from pathlib import Path
 
 from jaxrl.algorithm_checks import algorithm, import_path, resolved_algorithm
-from jaxrl.config import get
+from jaxrl.checkpoint.uploads import place_of
+from jaxrl.config.lengths import episodes, longest_completion, longest_sequence
+from jaxrl.config.load import get
+from jaxrl.config.option import BOUNDS, no_effect
+from jaxrl.config.registry import Recipe, recipe_of
+from jaxrl.config.schema import CHANGEABLE, SCHEMA, element_kind, options
+from jaxrl.config.suggest import not_yet
 from jaxrl.data_checks import conversations, curricula, evaluation, sources
 from jaxrl.distill_checks import distillation
 from jaxrl.env_checks import elsewhere, ray
 from jaxrl.errors import ConfigError
-from jaxrl.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.lora_checks import lora
-from jaxrl.names_elsewhere import not_yet
-from jaxrl.option import BOUNDS, no_effect
 from jaxrl.preference_checks import preference
-from jaxrl.registry import Recipe, recipe_of
 from jaxrl.replay_checks import AGAIN, replays
 from jaxrl.reward_model_checks import PART, reward_models
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.sandbox_checks import sandbox
-from jaxrl.schema import CHANGEABLE, SCHEMA, element_kind, options
 from jaxrl.service_checks import missing_logger, services
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 from jaxrl.training import optimizer
-from jaxrl.uploads import place_of
 
 
 def check(cfg) -> None:

@@ -6,14 +6,14 @@ import difflib
 import math
 import re
 
-from jaxrl.config import get
+from jaxrl.config.lengths import episodes
+from jaxrl.config.load import get
+from jaxrl.config.option import BOUNDS, no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import SCHEMA
 from jaxrl.data.mixing import weight_at
 from jaxrl.data.mixture import FURTHER, OWN
 from jaxrl.data.order import windows
-from jaxrl.lengths import episodes
-from jaxrl.option import BOUNDS, no_effect
-from jaxrl.registry import recipe_of
-from jaxrl.schema import SCHEMA
 
 RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs")  # what episodes render with
 
@@ -152,13 +152,6 @@ def _weights(given):
     steps = {0, *(int(step) for w in weights if not isinstance(w, int | float) for step, _ in w)}
     empty = [step for step in sorted(steps) if not sum(weight_at(w, step) for w in weights)]
     return [f"data.sources: every weight is 0 at step {empty[0]}; give one of them more"] if empty else []
-
-
-def scheduled(data: dict) -> str:
-    """The option of `data` (plain values) by which rows depend on the step, or ""."""
-    if any(not isinstance(source.get("weight", 1.0), int | float) for source in data.get("sources", {}).values()):
-        return "data.sources"
-    return "data.difficulty_window" if data.get("difficulty_window") else ""
 
 
 def evaluation(cfg):

@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 
 from jaxrl.algorithm_checks import of_aggregation, of_samples, resolved_algorithm
-from jaxrl.config import get
-from jaxrl.lengths import episodes
-from jaxrl.option import no_effect
-from jaxrl.registry import recipe_of
-from jaxrl.schema import options
+from jaxrl.config.lengths import episodes
+from jaxrl.config.load import get
+from jaxrl.config.option import no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import options
 
 # Options below `algorithm` that distillation reads: always, and where the teacher's log-probs are an advantage.
 ALWAYS = ("aggregation", "aggregation_constant", "aggregation_sequences", "ppo_epochs", "num_minibatches",

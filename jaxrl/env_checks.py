@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jaxrl.config import get
-from jaxrl.option import no_effect
-from jaxrl.schema import SCHEMA
+from jaxrl.config.load import get
+from jaxrl.config.option import no_effect
+from jaxrl.config.schema import SCHEMA
 
 OF_PROGRAMS = ("score", "crash", "train_calls")
 OF_RAY = ("ray_address", "ray_cpus")

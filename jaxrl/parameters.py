@@ -24,8 +24,9 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl import adapter_table, sharding, training
 from jaxrl import data as data_room
+from jaxrl import sharding, training
+from jaxrl.config import adapter_table
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapter_init, adapters, decoder, hf, peft, quantized, several
 from jaxrl.models.value import ValueModel

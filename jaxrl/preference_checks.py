@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from jaxrl.algorithms.preference import LOSSES, needs_reference
-from jaxrl.option import no_effect
-from jaxrl.registry import recipe_of
-from jaxrl.schema import SCHEMA
+from jaxrl.config.option import no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import SCHEMA
 
 THEIRS = {"sigmoid": "dpo", "cdpo": "dpo with preference.label_smoothing", "exo_pair": "exo", "nca_pair": "nca",
           "bco_pair": "bco", "sppo_hard": "sppo", "sigmoid_norm": "dpo_norm", "sft": "nll", "slic": "hinge",

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 from jaxrl.certify.claims import CLAIMS
-from jaxrl.config import get, parse_value, unknown_option
+from jaxrl.checkpoint.resume import changes_past
+from jaxrl.config.load import get, parse_value, unknown_option
+from jaxrl.config.option import no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import options
+from jaxrl.config.schema_jobs import REPLAY
 from jaxrl.errors import ConfigError
-from jaxrl.option import no_effect
-from jaxrl.registry import recipe_of
-from jaxrl.resume import changes_past
-from jaxrl.schema import options
-from jaxrl.schema_jobs import REPLAY
 
 AGAIN = ("replay", "explain")  # values of run.mode that read a record
 

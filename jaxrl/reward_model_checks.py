@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from jaxrl.algorithm_checks import resolved_algorithm
-from jaxrl.option import no_effect
-from jaxrl.registry import recipe_of
-from jaxrl.schema import options
+from jaxrl.config.option import no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import options
 
 PART = "reward_model"  # the name that its score has among the rewards
 

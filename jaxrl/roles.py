@@ -17,7 +17,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxrl import adapter_table, parameters, training
+from jaxrl import parameters, training
+from jaxrl.config import adapter_table
 from jaxrl.errors import RunStopped
 from jaxrl.models import hf, peft, several
 from jaxrl.processes.exchange import gather

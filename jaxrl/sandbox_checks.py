@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from jaxrl.config import get
-from jaxrl.option import no_effect
-from jaxrl.schema import SCHEMA
+from jaxrl.config.load import get
+from jaxrl.config.option import no_effect
+from jaxrl.config.schema import SCHEMA
 
 
 def sandbox(cfg) -> list[str]:

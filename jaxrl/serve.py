@@ -26,7 +26,7 @@ import sys
 import time
 from pathlib import Path
 
-from jaxrl.config import load_config, parse_flags
+from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError
 from jaxrl.launch import visible_gpus
 from jaxrl.models import hf

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from jaxrl.config.option import BOUNDS, no_effect
+from jaxrl.config.schema import options
 from jaxrl.errors import ConfigError
-from jaxrl.option import BOUNDS, no_effect
 from jaxrl.rewards.builtin import registered
 from jaxrl.rewards.judge import unknown_names
 from jaxrl.rewards.services import TABLES, named, prompt_of
-from jaxrl.schema import options
 
 BUILTIN_NAMES = tuple(registered())
 # Options that some formats alone read.

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from jaxrl import lengths
 from jaxrl.algorithms.preference import needs_reference
 from jaxrl.algorithms.presets import PRESETS
 from jaxrl.algorithms.presets import resolve as resolve_preset
-from jaxrl.config import editable, get, put
-from jaxrl.registry import Recipe, recipe_of
+from jaxrl.config import lengths
+from jaxrl.config.load import editable, get, put
+from jaxrl.config.registry import Recipe, recipe_of
+from jaxrl.config.schema import options
 from jaxrl.rollout.engines import chosen_engine, engine_of
 from jaxrl.rollout.vllm.options import lora_rank
-from jaxrl.schema import options
 from jaxrl.sharding.mesh import row_parts
 from jaxrl.training.layout import row_unit
 

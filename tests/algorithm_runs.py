@@ -9,7 +9,7 @@ import pytest
 import tiny_job
 
 import jaxrl
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.recipes import rl, setup
 from jaxrl.rollout import embedded
 from jaxrl.spec import Platform, resolve

@@ -14,7 +14,7 @@ from tiny_job import MODEL, get_config
 
 import jaxrl
 from jaxrl import models
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.data import load_tokenizer
 from jaxrl.models import hf
 from jaxrl.models.tensorfile import list_folder

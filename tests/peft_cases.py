@@ -20,7 +20,7 @@ import optax
 from flax.traverse_util import flatten_dict
 from tiny_models import VOCAB, make_tiny
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.models import adapters, build, hf, peft, selection
 from jaxrl.training.optimizer import make_optimizer
 

@@ -10,7 +10,7 @@ import tiny_job
 import jaxrl
 from jaxrl import main
 from jaxrl.certify import claims
-from jaxrl.config import config_of, put
+from jaxrl.config.load import config_of, put
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import certify
 from jaxrl.recipes.certify_update import Base

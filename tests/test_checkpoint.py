@@ -18,12 +18,13 @@ import optax
 import pytest
 from checkpoint_worker import host, state
 
-from jaxrl import checkpoint, config_checks
-from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, flatten
-from jaxrl.checkpoint_files import Damaged, crc_of, verify
-from jaxrl.config import default_config
+from jaxrl import config_checks
+from jaxrl.checkpoint import checkpointer as checkpoint
+from jaxrl.checkpoint.checkpointer import FORMAT, Checkpointer, CheckpointError, flatten
+from jaxrl.checkpoint.files import Damaged, crc_of, verify
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.faults import FaultError, Faults
+from jaxrl.processes.faults import FaultError, Faults
 
 WORKER = str(Path(__file__).with_name("checkpoint_worker.py"))
 

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from jaxrl import config_checks
-from jaxrl.config import (
+from jaxrl.config.load import (
     default_config,
     find_config,
     get,
@@ -18,13 +18,13 @@ from jaxrl.config import (
     redacted,
     redacted_text,
 )
+from jaxrl.config.schema import options
+from jaxrl.config.suggest import ELSEWHERE, NOT_YET, not_yet
+from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
 from jaxrl.main import main
 from jaxrl.models.families import family_of
-from jaxrl.names_elsewhere import ELSEWHERE, NOT_YET, not_yet
 from jaxrl.recipes import setup
-from jaxrl.schema import options
 from jaxrl.sharding.mesh import check_experts, mesh_shape
 from jaxrl.spec import algorithm_row, resolve
 from jaxrl.telemetry import METRICS
@@ -142,7 +142,7 @@ def test_config_files_take_an_argument_and_overrides(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         textwrap.dedent("""
-        from jaxrl.config import default_config
+        from jaxrl.config.load import default_config
         def get_config(arg=None):
             c = default_config()
             c.train.steps = 3 if arg == "short" else 300
@@ -154,7 +154,7 @@ def test_config_files_take_an_argument_and_overrides(tmp_path):
     with pytest.raises(ConfigError, match="shipped configs"):
         find_config("no_such_config")
     file.write_text(
-        "from jaxrl.config import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n"
+        "from jaxrl.config.load import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n"
     )
     with pytest.raises(ConfigError, match="did you mean .*critic.lr or optimizer.lr"):
         load_config(str(file))

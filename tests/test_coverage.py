@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl
-from jaxrl.schema import SCHEMA, options
+from jaxrl.config.schema import SCHEMA, options
 
 HERE = Path(__file__).parent
 REASONS = ("automatic", "out of scope", "not done")
@@ -274,9 +274,9 @@ def _reads(tree, aliases):
 
 READS = """
 import ignoring, sys
-from jaxrl.config import default_config, redacted
+from jaxrl.config.load import default_config, redacted
 from jaxrl.config_checks import check
-from jaxrl.lengths import longest_sequence
+from jaxrl.config.lengths import longest_sequence
 from jaxrl.errors import ConfigError
 c = default_config()
 c.data.max_prompt_tokens, c.rollout.max_new_tokens = 7, -1

@@ -22,11 +22,11 @@ import tiny_job
 
 import jaxrl
 from jaxrl import config_checks
-from jaxrl.config import config_of, load_config, parse_flags, put
+from jaxrl.config.load import config_of, load_config, parse_flags, put
+from jaxrl.config.schema import SCHEMA, free_tables, options
 from jaxrl.data import check_paths, resolve
 from jaxrl.launch import main as launch  # noqa: F401  (what its flags are is read from its source)
 from jaxrl.main import main
-from jaxrl.schema import SCHEMA, free_tables, options
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

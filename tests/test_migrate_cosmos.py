@@ -6,7 +6,7 @@ import random
 import pytest
 from test_migrate import migrated, run, values
 
-from jaxrl.config import load_config
+from jaxrl.config.load import load_config
 from jaxrl.config_checks import check
 from jaxrl.migrate.source import Unreadable
 

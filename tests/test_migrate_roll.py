@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxrl.config import load_config
+from jaxrl.config.load import load_config
 from jaxrl.config_checks import check
 from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.source import Setting, Source, Unreadable

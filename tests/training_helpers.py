@@ -9,7 +9,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from jaxrl import models, training
-from jaxrl.config import default_config, editable
+from jaxrl.config.load import default_config, editable
 from jaxrl.rollout import Key, Request, Result, Turn
 from jaxrl.spec import resolve
 from jaxrl.types import Trajectories

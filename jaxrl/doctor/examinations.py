@@ -184,7 +184,7 @@ def vllm() -> list[Line]:
     """A server of a tiny model: started, given weights, asked, and how far its log-probs are from the trainer's."""
     if importlib.util.find_spec("vllm") is None:
         return [Line("-", "vLLM is not installed here: rollouts come from the embedded sampler (rollout.engine=jax)")]
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.telemetry.run_dir import read_json
 
     with tempfile.TemporaryDirectory(prefix="jaxrl_doctor_") as folder:

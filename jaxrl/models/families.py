@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxrl.config.suggest import not_yet
 from jaxrl.errors import ConfigError
-from jaxrl.names_elsewhere import not_yet
 
 
 @dataclasses.dataclass(frozen=True)

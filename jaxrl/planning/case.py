@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl import models, sharding
-from jaxrl.config import default_config, load_config
+from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention.packed import tpu
 from jaxrl.models import hf

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import jax
 
-from jaxrl.config import editable
+from jaxrl.config.lengths import made_of
+from jaxrl.config.load import editable
+from jaxrl.config.run_length import ends
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.lengths import made_of
-from jaxrl.limits import ends
 from jaxrl.planning import asynchrony, compiling, fit, gpu_devices, memory, roofline, workload
 from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table

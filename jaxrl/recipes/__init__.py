@@ -6,9 +6,9 @@ import importlib
 import sys
 from pathlib import Path
 
-from jaxrl.config import config_of, load_config
+from jaxrl.config.load import config_of, load_config
+from jaxrl.config.registry import recipe_of, short_name
 from jaxrl.errors import ConfigError
-from jaxrl.registry import recipe_of, short_name
 
 
 def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=(), env=None,
@@ -89,7 +89,7 @@ def _on_no_device_of_its(config, given) -> dict:
 def _train(config, given, peers) -> dict:
     """`train` in a process that has met its peers."""
     from jaxrl import replay_checks, telemetry
-    from jaxrl.config import redacted
+    from jaxrl.config.load import redacted
     from jaxrl.planning.comparison import comparison
     from jaxrl.processes.exchange import check_equal, facts
     from jaxrl.recipes import setup

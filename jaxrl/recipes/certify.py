@@ -26,7 +26,7 @@ from jaxrl.algorithms import kl_value
 from jaxrl.certify import claims, estimator, rewards, tabular
 from jaxrl.certify import loss as losses
 from jaxrl.certify.claims import NotApplicable
-from jaxrl.config import editable, load_config
+from jaxrl.config.load import editable, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import ESTIMATORS, advantages
 from jaxrl.recipes.certify_update import Base

@@ -14,8 +14,8 @@ import numpy as np
 from jaxrl import sharding, training
 from jaxrl.certify import cases
 from jaxrl.certify.claims import Broken, NotApplicable
-from jaxrl.checkpoint import Checkpointer
-from jaxrl.config import default_config, editable
+from jaxrl.checkpoint.checkpointer import Checkpointer
+from jaxrl.config.load import default_config, editable
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.recipes.recording import Group, Source
 from jaxrl.recipes.rl import Parts, learn, prepare, weigher

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import jaxrl
-from jaxrl.config import editable, redacted
+from jaxrl.config.load import editable, redacted
 from jaxrl.diff import flat
 from jaxrl.recipes.rollouts import Batch
 from jaxrl.replay import files, states

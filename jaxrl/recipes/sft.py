@@ -6,7 +6,8 @@ import zlib
 
 import numpy as np
 
-from jaxrl import adapter_table, training
+from jaxrl import training
+from jaxrl.config import adapter_table
 from jaxrl.data import Interrupted
 from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only

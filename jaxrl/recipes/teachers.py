@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxrl import data as data_room
 from jaxrl import models, parameters, sharding, training
+from jaxrl.config.lengths import made_of
 from jaxrl.distill_checks import teacher_kind
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.lengths import made_of
 from jaxrl.models import hf
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.processes.group import peers

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
-from jaxrl.config import editable, put
+from jaxrl.config.load import editable, put
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import to_host

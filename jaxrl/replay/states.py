@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.checkpoint import flatten
+from jaxrl.checkpoint.checkpointer import flatten
 from jaxrl.models import adapters
 from jaxrl.sharding import memory
 

@@ -13,7 +13,7 @@ from tiny_job import MODEL
 from worlds import TEMPLATE
 
 from jaxrl import data, models
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.data.turns import TurnRenderer
 from jaxrl.envs.pool import EpisodePool
 from jaxrl.rollout import Engine, EngineContext, Health, Key, Request, Result, SamplingParams, make_engine

@@ -22,7 +22,7 @@ from training_helpers import batch_of_groups, cut, params_of, policy_objective, 
 from jaxrl import algorithms as alg
 from jaxrl import config_checks, training
 from jaxrl.algorithm_checks import ESTIMATORS
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes import algorithm

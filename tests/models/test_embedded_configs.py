@@ -10,7 +10,7 @@ from run_tools import ROOT, run
 
 import jaxrl
 from jaxrl import config_checks
-from jaxrl.config import load_config
+from jaxrl.config.load import load_config
 from jaxrl.errors import ConfigError
 
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.py"))

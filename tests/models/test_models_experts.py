@@ -584,7 +584,7 @@ def test_adapters_beside_experts():
 def test_decay_spares_the_vectors_of_experts_models(architecture, kinds):
     """Those of all heads and experts too, which are arrays of two axes."""
     from jaxrl import training
-    from jaxrl.config import default_config, editable
+    from jaxrl.config.load import default_config, editable
 
     config = editable(default_config()).optimizer
     config.lr, config.weight_decay, config.warmup_steps, config.warmup_fraction = 1.0, 0.5, 0, 0.0

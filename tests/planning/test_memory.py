@@ -14,7 +14,7 @@ import pytest
 import tiny_job
 from algorithm_runs import job, same, watched
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import rl, setup

@@ -19,7 +19,7 @@ import tiny_job
 import jaxrl
 from jaxrl import main as command
 from jaxrl import sharding
-from jaxrl.config import config_of, load_config
+from jaxrl.config.load import config_of, load_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases

@@ -20,10 +20,10 @@ import yaml
 from run_tools import ROOT, environment
 
 from jaxrl import config_checks, launch
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import Faults
 from jaxrl.processes import exchange, greeting, group
+from jaxrl.processes.faults import Faults
 from jaxrl.processes.group import Peers, Place, expand_nodes, find
 from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result
@@ -498,7 +498,7 @@ def test_a_process_that_comes_again_is_one_process():
 
 DIES = """
 import os, sys
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.processes import group
 me, dies, count, port = map(int, sys.argv[1:])
 if me == dies:  # killed after its greeting, while jax would join it

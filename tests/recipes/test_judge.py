@@ -16,7 +16,7 @@ from data_cases import TEMPLATE, make_config, make_tokenizer
 from training_helpers import batch_of_groups, conversation
 
 from jaxrl import config_checks, models
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.data import load_tokenizer
 from jaxrl.data.dataset import Example
 from jaxrl.errors import ConfigError, RunStopped

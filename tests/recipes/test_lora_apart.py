@@ -4,7 +4,7 @@ import pytest
 import tiny_job
 
 from jaxrl import config_checks
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
 from jaxrl.spec import Platform, resolve
 

@@ -15,7 +15,7 @@ from training_helpers import batch_of_groups
 
 import jaxrl
 from jaxrl import config_checks, parameters, training
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, hf
 from jaxrl.models.tensorfile import list_folder

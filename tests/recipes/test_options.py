@@ -26,12 +26,12 @@ from training_helpers import batch_of_groups, policy_objective
 
 from jaxrl import config_checks, models, parameters, training
 from jaxrl.algorithms import group_advantages
-from jaxrl.config import default_config, get, put
+from jaxrl.config.load import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
 from jaxrl.errors import ConfigError
-from jaxrl.faults import FaultError
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models import hf
+from jaxrl.processes.faults import FaultError
 from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.sft import demonstrations
@@ -328,7 +328,7 @@ def test_tokenizer_code_runs_when_it_is_trusted(tmp_path, monkeypatch):
 
 MESHES = """
     import jax, json, sys
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.models import decoder
     from jaxrl import parameters
     from jaxrl.recipes import setup

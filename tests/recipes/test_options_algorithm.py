@@ -26,7 +26,9 @@ from training_helpers import batch_of_groups
 
 from jaxrl import config_checks, parameters, training
 from jaxrl.algorithms import PRESETS, Tokens
-from jaxrl.config import put
+from jaxrl.config.load import put
+from jaxrl.config.schema import options
+from jaxrl.config.schema_algorithm import PRESET_NAMES
 from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError
 from jaxrl.models import hf
@@ -40,8 +42,6 @@ from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.roles import Policy
 from jaxrl.rollout import Engine, Health, Result
-from jaxrl.schema import options
-from jaxrl.schema_algorithm import PRESET_NAMES
 from jaxrl.spec import resolve
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer

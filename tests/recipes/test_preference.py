@@ -18,7 +18,7 @@ from training_helpers import batch_of_groups, params_of, tiny_model
 import jaxrl
 from jaxrl import config_checks, training
 from jaxrl.algorithms.preference import Table, preference_loss
-from jaxrl.config import load_config
+from jaxrl.config.load import load_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import preference, sums
 from jaxrl.training.score import make_score
@@ -262,7 +262,7 @@ def test_what_cannot_work_is_refused(changes, why, tmp_path):
     with pytest.raises(ConfigError, match=why):
         c = config(tmp_path)
         for name, value in changes.items():
-            jaxrl.config.put(c, name, value)
+            jaxrl.config.load.put(c, name, value)
         config_checks.check(c)
 
 

@@ -14,7 +14,7 @@ import pytest
 import worlds
 
 import jaxrl
-from jaxrl.config import load_config
+from jaxrl.config.load import load_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import recording

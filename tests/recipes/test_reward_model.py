@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import jaxrl
 from jaxrl import config_checks
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.reward_model import batch_of

@@ -11,12 +11,12 @@ from test_docs import ROOT, blocks_of
 import jaxrl
 from jaxrl import config_checks
 from jaxrl.algorithms import POLICY_LOSSES, register_policy_loss
-from jaxrl.config import put
+from jaxrl.config.load import put
+from jaxrl.config.option import Option
+from jaxrl.config.registry import RECIPES
+from jaxrl.config.schema import SCHEMA
+from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
-from jaxrl.option import Option
-from jaxrl.registry import RECIPES
-from jaxrl.schema import SCHEMA
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from run_tools import fingerprint
 
 import jaxrl
 from jaxrl import config_checks, spec
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
 from jaxrl.models.tensorfile import read_header
 from jaxrl.recipes import rollouts, setup

@@ -120,7 +120,7 @@ def test_the_launch_files_start_trainers_and_servers():
 
 
 CONFIG = """
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 
 def get_config(arg=None):
     c = default_config()

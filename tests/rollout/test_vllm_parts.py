@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 import jaxrl
 from jaxrl import models, vllm_plugin
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import hf

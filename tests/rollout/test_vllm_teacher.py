@@ -12,7 +12,7 @@ from rollout_helpers import HF, random_params
 from tiny_job import get_config
 
 from jaxrl import models, training
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import RunStopped
 from jaxrl.models import hf

@@ -7,7 +7,7 @@ from training_helpers import batch_of_groups
 
 from jaxrl import config_checks, training
 from jaxrl.algorithms.numerics import sequence_sum
-from jaxrl.config import default_config, load_config
+from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.sharding.mesh import row_parts
 from jaxrl.spec import Platform, resolve

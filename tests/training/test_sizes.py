@@ -3,7 +3,7 @@
 import pytest
 from tiny_job import MODEL
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.spec import Platform, resolve
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.option import Option as O
+from jaxrl.config.option import Option as O
 
 FORMATS = ("own", "cosmos", "areal", "classify", "pooling")
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 
-from jaxrl.config import options
-from jaxrl.data_checks import scheduled
+from jaxrl.config.load import options
 
 # An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides. Entries of
 # data.sources.<name> are of every source.
@@ -139,3 +138,10 @@ def _flat(node: dict) -> dict[str, Any]:
 def _plain(value):
     """Tuples as JSON gives them back."""
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def scheduled(data: dict) -> str:
+    """The option of `data` (plain values) by which rows depend on the step, or ""."""
+    if any(not isinstance(source.get("weight", 1.0), int | float) for source in data.get("sources", {}).values()):
+        return "data.sources"
+    return "data.difficulty_window" if data.get("difficulty_window") else ""

@@ -1,6 +1,6 @@
 """Checkpoints: everything that resuming needs in one atomic Orbax commit.
 
-On disk, below `<run_dir>/checkpoints` or `checkpoint.dir`, which may be in a store (checkpoint_files):
+On disk, below `<run_dir>/checkpoints` or `checkpoint.dir`, which may be in a store (files.py):
 
     00000020/               one checkpoint, visible only when complete (Orbax renames the finished directory)
       arrays/               the array leaves, under their path in the tree ("trainable/layer_0/attn/q")
@@ -35,7 +35,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import jaxrl
-from jaxrl.checkpoint_files import (
+from jaxrl.checkpoint.files import (
     LEFTOVER,
     MANIFEST,
     Damaged,
@@ -54,10 +54,10 @@ from jaxrl.checkpoint_files import (
     size_text,
     verify,
 )
-from jaxrl.deadline import leave_with_main_thread, within
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import Faults
+from jaxrl.processes.deadline import leave_with_main_thread, within
 from jaxrl.processes.exchange import put
+from jaxrl.processes.faults import Faults
 from jaxrl.processes.group import peers
 
 log = logging.getLogger("jaxrl")
@@ -104,7 +104,7 @@ class Checkpointer:
       faults: planned faults, for tests.
       before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes
         visible: whatever must not be older than the checkpoint is flushed here.
-      uploads: what sends checkpoints elsewhere (jaxrl.uploads), or None: it is told of each, in the writing thread of
+      uploads: what sends checkpoints elsewhere (uploads.py), or None: it is told of each, in the writing thread of
         process 0. Up to checkpoint.keep that it still has to send outlive those that would be deleted.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.option import Option as O
+from jaxrl.config.option import Option as O
 
 LORA = {
     "rank": O(0, "rank of the low-rank adapters that train instead of the model; 0 = none, unless lora.path is set", bound=">=0"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxrl.config import editable, put
+from jaxrl.config.load import editable, put
 
 LORA_OWN = ("rank", "alpha")  # options of `lora` that an adapter may have of its own
 ROWS = ("sources", "eval")    # names in data.sources and in eval.sets of the rows that are its own

@@ -17,12 +17,12 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from jaxrl.config.option import Option
+from jaxrl.config.registry import RECIPES
+from jaxrl.config.schema import SCHEMA, element_kind, free_tables, options
+from jaxrl.config.schema_algorithm import PRESET_NAMES
+from jaxrl.config.suggest import ELSEWHERE, not_yet
 from jaxrl.errors import ConfigError
-from jaxrl.names_elsewhere import ELSEWHERE, not_yet
-from jaxrl.option import Option
-from jaxrl.registry import RECIPES
-from jaxrl.schema import SCHEMA, element_kind, free_tables, options
-from jaxrl.schema_algorithm import PRESET_NAMES
 
 
 def _build(tree: dict) -> config_dict.ConfigDict:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxrl.config import get
-from jaxrl.registry import sequences
+from jaxrl.config.load import get
+from jaxrl.config.registry import sequences
 
 DEFAULT_STEPS = 100  # of a run that nothing else ends
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl import schema_jobs as jobs
-from jaxrl import schema_rewards
-from jaxrl.option import Option
-from jaxrl.registry import RECIPES
-from jaxrl.schema_algorithm import ALGORITHM
+from jaxrl.config import schema_jobs as jobs
+from jaxrl.config import schema_rewards
+from jaxrl.config.option import Option
+from jaxrl.config.registry import RECIPES
+from jaxrl.config.schema_algorithm import ALGORITHM
 
 O = Option
 # Lists of numbers and of integers; the entries of all others are text.

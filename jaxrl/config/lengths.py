@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.registry import recipe_of
+from jaxrl.config.registry import recipe_of
 
 
 def episodes(config) -> bool:

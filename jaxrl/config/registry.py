@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl.imports import imported
+from jaxrl.config.user_code import imported
 
 
 class Recipe(NamedTuple):

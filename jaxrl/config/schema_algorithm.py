@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.option import Option as O
+from jaxrl.config.option import Option as O
 
 PRESET_NAMES = ("grpo", "grpo_paper", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
                 "remax", "ppo", "vapo", "decoupled_ppo", "aipo", "sapo", "dppo", "lite_ppo", "gigpo",
