@@ -75,7 +75,7 @@ def place(tmp_path, monkeypatch):
 
 
 def renamed(row: dict) -> dict:
-    """The columns under the names that README's config file reads."""
+    """The columns under the names that the config file of docs/guides/configs.md reads."""
     return {"question": row["prompt"], "solution": row.get("answer", "")}
 
 
@@ -163,6 +163,9 @@ def test_options_and_paths_that_the_text_names_exist():
         for name in named:
             group = any(option.startswith(name + ".") for option in known)
             assert name in known or group or name.startswith(tables), f"{page}: {name}"
+        if page.name == "code.md":
+            for path in re.findall(r"`([\w/]+(?:\.py|/))`", text):
+                assert (ROOT / "jaxrl" / path).exists(), f"{page}: {path}"
         for path in re.findall(r"`((?:jaxrl|tests|evidence|benchmarks|configs|notebooks|launch)/[\w./]+\.\w+)`", text):
             assert (ROOT / path).exists() or (ROOT / "jaxrl" / path).exists(), f"{page}: {path}"
 
@@ -185,6 +188,11 @@ def test_no_link_is_dead(page):
         assert target.is_file(), target
         assert not anchor or anchor in anchors(target.read_text("utf-8")), f"{target}#{anchor}"
         assert page.parent == ROOT or DOCS in target.parents, f"{target}: the site has the files of docs/ only"
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 130 and max(map(len, lines)) <= 120
 
 
 def test_every_page_is_in_one_of_four_folders_and_reached_from_the_index():
