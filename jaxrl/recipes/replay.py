@@ -1,5 +1,5 @@
 """run.mode=replay: recorded updates computed again, without engine, rewards and data, by the functions that made them
-(rl.prepare, rl.learn); docs/guides/replay.md.
+(rl.prepare, rl.learn); docs/replay.md.
 
     start   <- the nearest checkpoint before a step, or the model as the run began with it
     for each step behind it: batch <- its record; prepare; learn; and what came of it beside what was recorded
@@ -27,10 +27,10 @@ from jaxrl.recipes.recording import batch_of, states_of
 from jaxrl.recipes.rl import Parts, learn, prepare
 from jaxrl.recipes.setup import open_job, read_inputs
 from jaxrl.replay import files, states, verdict
-from jaxrl.replay_checks import numbers
+from jaxrl.resolve.checks.replay import numbers
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")
