@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 import tiny_job
+import yaml
 
 import jaxrl
 from jaxrl.config.load import config_of, load_config, parse_flags, put
@@ -30,7 +31,7 @@ from jaxrl.resolve.checks import common
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *sorted(DOCS.rglob("*.md"))]
 FOLDERS = {"guides", "reference", "explanations", "measurements"}
 LANGUAGES = {"bash", "python", "json"}
 
@@ -193,6 +194,16 @@ def test_no_link_is_dead(page):
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     assert len(lines) <= 130 and max(map(len, lines)) <= 120
+
+
+def test_the_workflow_has_every_section_of_ci_run_and_issues_ask_for_the_doctor():
+    sections = subprocess.run(["bash", ROOT / ".ci/run", "--list"], capture_output=True, text=True, check=True).stdout.split()
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["jobs"]["section"]["strategy"]["matrix"]["section"] == sections
+    for form in ("bug", "performance"):
+        fields = {field.get("id"): field for field in yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())["body"]}
+        assert "jaxrl.doctor" in fields["doctor"]["attributes"]["description"] and fields["doctor"]["validations"]["required"]
+        assert "jaxrl-doctor.txt" in fields["doctor"]["attributes"]["description"]
 
 
 def test_every_page_is_in_one_of_four_folders_and_reached_from_the_index():
