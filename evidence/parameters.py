@@ -112,7 +112,7 @@ def page() -> str:
         kinds = migrated(system, [e["key"] for e in mine])
         out += ["", f"## {system}", "", "| parameter | | here | migrated |", "|---|---|---|---|"]
         for e in mine:
-            what = " ".join(e["what"].split()).replace("|", "\\|")
+            what = " ".join(e["what"].split()).replace("|", "\\|").replace("<", "&lt;")
             out.append(f"| `{e['key']}` | {e['kind']} | {what} | {kinds.get(e['key'], 'unknown')} |")
     return "\n".join(out) + "\n"
 

@@ -5,6 +5,7 @@ is trained with for two steps; <!-- saved as FILE, executed --> and blocks of Py
 comes after it; <!-- not run: WHY --> is compiled only. Models and rows that the text calls path/to/hf_model, train.jsonl, ... are made here.
 """
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -162,7 +163,7 @@ def test_options_and_paths_that_the_text_names_exist():
         named = re.findall(rf"(?<![\w./:-])(?:--config\.)?((?:{groups})\.[a-z][\w.]*\w)(?![\w(/:])", text)
         named = [n for n in named if not n.endswith((".py", ".md", ".json", ".jsonl", ".sh", ".csv", ".yaml", ".sbatch"))]
         for name in named:
-            group = any(option.startswith(name + ".") for option in known)
+            group = any(option.startswith(name if name.endswith("_") else name + ".") for option in known)
             assert name in known or group or name.startswith(tables), f"{page}: {name}"
         if page.name == "code.md":
             for path in re.findall(r"`([\w/]+(?:\.py|/))`", text):
@@ -228,6 +229,46 @@ def test_pages_that_code_and_messages_name_exist():
     assert [(name, page) for name, page in named if page not in elsewhere and not (ROOT / page).is_file()] == []
 
 
+def texts_of_the_code() -> list[str]:
+    """The string literals of jaxrl; an f-string with a null character for each of its values."""
+    found = []
+    for path in (ROOT / "jaxrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_messages_that_the_troubleshooting_page_explains_exist():
+    text, code = (DOCS / "guides/troubleshooting.md").read_text("utf-8"), texts_of_the_code()
+    messages = [m for m in re.findall(r"(?m)^\| `([^`]+)` \|", text)]
+    assert len(messages) > 30
+    assert [m for m in messages if not any(m in one for one in code)] == []
+
+
+def test_generated_pages_are_current():
+    """python docs/generate.py"""
+    module = runpy.run_path(str(DOCS / "generate.py"))
+    assert set(module["GROUPS"]) == set(SCHEMA)
+    for name, page in module["PAGES"].items():
+        assert (DOCS / "reference" / name).read_text("utf-8") == page(), name
+
+
+def test_the_api_page_has_every_public_name():
+    shown = set(re.findall(r"(?m)^::: ([\w.]+)$", (DOCS / "reference/api.md").read_text("utf-8")))
+    public = [getattr(jaxrl, name) for name in jaxrl.__all__ if name != "__version__"]
+    assert shown == {f"{one.__module__}.{one.__qualname__}" for one in public}
+
+
+def test_the_site_has_every_page():
+    """mkdocs build --strict (.ci/run docs) says the same."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    listed = re.findall(r"[\w/]+\.md", json.dumps(nav))
+    assert sorted(listed) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
+
+
 # -- what runs --------------------------------------------------------------------------------------------------------------
 
 FEW = {"data.prompts_per_step": 4, "data.max_prompt_tokens": 96, "data.max_rows": 24, "rollout.group_size": 4, "rollout.max_new_tokens": 12,
@@ -284,7 +325,8 @@ def test_files_of_the_text_are_trained_with(block, small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [b for b in PYTHON if not b.runs_with and "get_config(" not in b.text and "not run" not in b.note], ids=lambda b: b.place)
+@pytest.mark.parametrize("block", [b for b in PYTHON if not b.runs_with and "get_config(" not in b.text and "not run" not in b.note],
+                         ids=lambda b: b.place)
 def test_python_of_the_text_runs(block, small, place):
     script = place / "block.py"
     script.write_text(block.text)  # run as python block.py would

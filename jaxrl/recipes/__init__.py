@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.config.load import config_of, load_config
 from jaxrl.config.registry import recipe_of, short_name
 from jaxrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
-def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=(), env=None,
-          tools=None) -> dict:
+    from jaxrl.given import Step
+
+
+def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
+          rewards: Sequence[Callable | str] | Callable | str | None = None, *, model: str | None = None,
+          data: Any = None, tokenizer: Any = None, eval: Any = None,
+          callbacks: Sequence[Callable[[Step], object]] | Callable[[Step], object] = (),
+          env: Callable | str | None = None, tools: Sequence[Callable | str] | Callable | str | None = None) -> dict:
     """Runs the job a config describes and returns the content of its summary.json.
 
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
 
-    What is given as an object takes the place of the config's option. The run is resumed by the same call; other rows
-    or another tokenizer than the checkpoint was made with are refused.
+    Objects replace the config's options. The same call resumes the run, and refuses other rows or another tokenizer.
 
     Args:
       config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (which are GRPO's); or a ConfigDict from
