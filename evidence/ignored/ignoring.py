@@ -17,7 +17,7 @@ from ml_collections.config_dict import config_dict as inside
 
 CHECKED_ONLY = {"rollout.penalties_in_training"}  # consent: all it does is what a config may say
 PACKAGE = str(Path(importlib.util.find_spec("jaxrl").origin).parent)
-TRUE_READERS = {f"{PACKAGE}/resume.py"}
+TRUE_READERS = {f"{PACKAGE}/checkpoint/resume.py"}
 _MARKED = "_jaxrl_wrote"
 
 option = ""  # the ignored one; empty = none
