@@ -196,7 +196,7 @@ def one(name: str, file: Path) -> None:
     from jaxrl import sharding
     from jaxrl.planning import plan
     from jaxrl.recipes import setup
-    from jaxrl.spec import here, resolve
+    from jaxrl.resolve.spec import here, resolve
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     device, case = jax.devices()[0], CASES[name]

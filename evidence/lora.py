@@ -94,8 +94,8 @@ def policy_of(c):
     from jaxrl import parameters
     from jaxrl.recipes import setup
     from jaxrl.recipes.algorithm import Algorithm
+    from jaxrl.resolve.spec import resolve
     from jaxrl.roles import Policy
-    from jaxrl.spec import resolve
 
     job = setup.open_job(resolve(c))
     algorithm = Algorithm(job, 100)

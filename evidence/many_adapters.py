@@ -28,8 +28,8 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config
-from jaxrl.models import adapters, several
-from jaxrl.models.adapters import Adapter, Target
+from jaxrl.models import adapters
+from jaxrl.models.adapters import Adapter, Target, several
 from jaxrl.training.several import Optimizers, Rule
 from jaxrl.types import Trajectories
 

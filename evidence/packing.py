@@ -18,7 +18,7 @@ from common import record, table
 from jaxrl import training
 from jaxrl.config.lengths import longest_sequence
 from jaxrl.config.load import default_config
-from jaxrl.spec import Platform, resolve
+from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.training.layout import attention_work
 from jaxrl.types import Sizes
 

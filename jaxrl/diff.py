@@ -218,7 +218,7 @@ def weights(a: Run, b: Run) -> str:
     """How the exported models differ; "" where not both have one."""
     import numpy as np
 
-    from jaxrl.models.tensorfile import read_header
+    from jaxrl.models.io.tensorfile import read_header
 
     def tensors(run):
         files = sorted((run.folder / "export").glob("*.safetensors"))

@@ -16,7 +16,7 @@ from jaxrl import data as data_room
 from jaxrl.checkpoint.resume import config_changes, input_changes
 from jaxrl.config.load import redacted
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.processes.exchange import check_equal
 
 log = logging.getLogger("jaxrl")

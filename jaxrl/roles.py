@@ -20,7 +20,8 @@ import optax
 from jaxrl import parameters, training
 from jaxrl.config import adapter_table
 from jaxrl.errors import RunStopped
-from jaxrl.models import hf, peft, several
+from jaxrl.models.adapters import peft, several
+from jaxrl.models.io import hf
 from jaxrl.processes.exchange import gather
 from jaxrl.processes.group import peers
 from jaxrl.sharding import memory

@@ -16,8 +16,8 @@ import jaxrl
 from jaxrl import models
 from jaxrl.config.load import put
 from jaxrl.data import load_tokenizer
-from jaxrl.models import hf
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import list_folder
 
 WIDER = MODEL | {"hidden_size": 48, "num_hidden_layers": 1, "tie_word_embeddings": False, "vocab_size": 200}
 

@@ -21,7 +21,9 @@ from flax.traverse_util import flatten_dict
 from tiny_models import VOCAB, make_tiny
 
 from jaxrl.config.load import default_config
-from jaxrl.models import adapters, build, hf, peft, selection
+from jaxrl.models import adapters, build
+from jaxrl.models.adapters import peft, selection
+from jaxrl.models.io import hf
 from jaxrl.training.optimizer import make_optimizer
 
 try:

@@ -7,8 +7,8 @@ from test_checkpoint import host, make, same, state, tree
 from jaxrl.checkpoint.checkpointer import CheckpointError
 from jaxrl.checkpoint.files import COMMITTED, Damaged, folder_of, in_store, verify
 from jaxrl.config.load import default_config, put
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -66,11 +66,11 @@ ALIASES = {
     "recipes/reward_model.py": {"options": "reward_model"},
     "data/scored.py": {"o": "reward_model"},
     "data/stream.py": {"d": "data"},
-    "models/peft.py": {"options": "lora"},
-    "models/selection.py": {"options": "lora"},
+    "models/adapters/peft.py": {"options": "lora"},
+    "models/adapters/selection.py": {"options": "lora"},
     "rollout/vllm/apart.py": {"options": "lora"},
-    "checkpoint.py": {"_options": "checkpoint"},
-    "uploads.py": {"options": "checkpoint.upload", "o": "checkpoint.upload"},
+    "checkpoint/checkpointer.py": {"_options": "checkpoint"},
+    "checkpoint/uploads.py": {"options": "checkpoint.upload", "o": "checkpoint.upload"},
     "telemetry/telemetry.py": {"_log": "log"},
     "telemetry/sinks.py": {"log_config": "log"},
     "rewards/pool.py": {"_reward": "reward"},
@@ -275,7 +275,7 @@ def _reads(tree, aliases):
 READS = """
 import ignoring, sys
 from jaxrl.config.load import default_config, redacted
-from jaxrl.config_checks import check
+from jaxrl.resolve.checks.common import check
 from jaxrl.config.lengths import longest_sequence
 from jaxrl.errors import ConfigError
 c = default_config()

@@ -15,8 +15,8 @@ from huggingface_hub import constants
 import jaxrl
 from jaxrl.checkpoint.uploads import MARKER, Uploads
 from jaxrl.config.load import default_config, put
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 
 
 def options(*to, **changes):

@@ -19,7 +19,7 @@ LORA = {
     "modules_to_save": O((), "ends of names of modules that train whole beside the adapters"),
     "init": O("default", "how A and B begin: default (A uniform in +-1/sqrt(inputs), B 0), gaussian (A normal, 1/rank), orthogonal,"
                          " pissa, pissa_niter_<n>, olora or eva (of the inputs of the first rows); the last four are described in"
-                         " models/adapter_init.py"),
+                         " models/adapters/initialization.py"),
     "path": O("", "PEFT folder or hub id of an adapter to start from; it says ranks, alphas and modules"),
     "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: apart where the embedded sampler"
                          " computes below fp32, or vLLM servers of ours are on GPUs and serve it", choices=("auto", "adapter", "merged")),

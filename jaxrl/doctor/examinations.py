@@ -105,7 +105,7 @@ def devices() -> list[Line]:
     import jax
     import jax.numpy as jnp
 
-    from jaxrl.spec import here
+    from jaxrl.resolve.spec import here
 
     out, began = [], time.perf_counter()
     for device in jax.local_devices():
@@ -126,7 +126,7 @@ def kernels() -> list[Line]:
     """Every implementation that this platform may take, against the reference: results and gradients."""
     from jaxrl.kernels import check
     from jaxrl.parameters import DTYPES
-    from jaxrl.spec import here
+    from jaxrl.resolve.spec import here
 
     words, out = {"right": "ok", "refused": "-"}, []
     for v in check.everything(DTYPES[here().dtype]):

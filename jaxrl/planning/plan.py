@@ -25,9 +25,9 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.planning import asynchrony, compiling, fit, gpu_devices, memory, roofline, workload
 from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
+from jaxrl.resolve.spec import resolve
 from jaxrl.rollout import engine_of
 from jaxrl.sharding import ROLLOUT_RULES, targets
-from jaxrl.spec import resolve
 
 log = logging.getLogger("jaxrl")
 # not of a message too long for the network

@@ -31,8 +31,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import ESTIMATORS, advantages
 from jaxrl.recipes.certify_update import Base
 from jaxrl.recipes.setup import start_jax
+from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool, services
-from jaxrl.spec import resolve
 from jaxrl.telemetry import require_free
 
 log = logging.getLogger("jaxrl")

@@ -21,10 +21,10 @@ from jaxrl.recipes.recording import Group, Source
 from jaxrl.recipes.rl import Parts, learn, prepare, weigher
 from jaxrl.recipes.rollouts import Batch
 from jaxrl.recipes.setup import Inputs, open_job
+from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardResult
 from jaxrl.roles import Policy
 from jaxrl.session import Progress
-from jaxrl.spec import here, resolve
 from jaxrl.training.layout import Minibatch, row_shapes
 
 MODEL = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

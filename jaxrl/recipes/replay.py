@@ -27,10 +27,10 @@ from jaxrl.recipes.recording import batch_of, states_of
 from jaxrl.recipes.rl import Parts, learn, prepare
 from jaxrl.recipes.setup import open_job, read_inputs
 from jaxrl.replay import files, states, verdict
-from jaxrl.replay_checks import numbers
+from jaxrl.resolve.checks.replay import numbers
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")

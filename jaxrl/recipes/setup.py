@@ -28,8 +28,9 @@ from jaxrl.kernels import check, low_precision
 from jaxrl.kernels.attention.packed.api import ORDERS, XLA
 from jaxrl.kernels.fallback import distrust
 from jaxrl.kernels.platform import platform
-from jaxrl.models import adapters, hf
+from jaxrl.models import adapters
 from jaxrl.models.feed_forward import gate_of
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put
@@ -37,6 +38,7 @@ from jaxrl.recipes.episodes import in_episodes, open_pool
 from jaxrl.recipes.judge import Judge, described
 from jaxrl.recipes.judge_server import JudgeServers
 from jaxrl.recipes.trajectories import trial_items
+from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
@@ -45,7 +47,6 @@ from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
-from jaxrl.spec import here, resolve
 from jaxrl.telemetry import find_sink
 from jaxrl.training import router
 

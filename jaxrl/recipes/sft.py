@@ -12,9 +12,9 @@ from jaxrl.data import Interrupted
 from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.setup import derived, describe, first_prompt, host_scalars, open_run, stream_metrics
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy, WeightSync, check_finite
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 

@@ -16,8 +16,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.rollouts import Rollouts
+from jaxrl.resolve.spec import resolve
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 
 
 class Numbers:

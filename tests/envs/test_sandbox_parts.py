@@ -21,8 +21,8 @@ from sandbox_cases import ESCAPES, NOT_STOPPED, surroundings
 from jaxrl import sandbox
 from jaxrl.config.load import default_config
 from jaxrl.config.schema import SCHEMA
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.builtin import code_block
 from jaxrl.sandbox import Limits, Ran, SandboxError, api, bwrap, seccomp, serve

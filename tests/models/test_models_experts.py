@@ -18,10 +18,12 @@ import tiny_job
 from tiny_models import EXPERTS, SIZES, make_tiny
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, build, decoder, hf, placement, quantized, tensorfile
+from jaxrl.models import adapters, build, decoder, placement
+from jaxrl.models.adapters import quantized
+from jaxrl.models.adapters.selection import Selection, resolved
 from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
-from jaxrl.models.selection import Selection, resolved
+from jaxrl.models.io import hf, tensorfile
 from jaxrl.planning import memory
 from jaxrl.recipes.setup import read_inputs
 

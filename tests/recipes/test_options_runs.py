@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxrl
 from jaxrl.config.load import default_config, get, load_config, put
 from jaxrl.errors import ConfigError
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.recipes import sft
 from jaxrl.rollout.embedded import EmbeddedEngine
 from jaxrl.telemetry.names import HISTOGRAMS

@@ -13,8 +13,8 @@ import pytest
 
 from jaxrl import sharding
 from jaxrl.config.load import default_config, put
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 from jaxrl.rollout import embedded
 from jaxrl.sharding.mesh import indices
 

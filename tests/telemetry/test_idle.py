@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl.config.load import default_config
-from jaxrl.spec import resolve
+from jaxrl.resolve.spec import resolve
 from jaxrl.telemetry.health import IDLE_STEPS, MECHANISMS, Idle
 from jaxrl.telemetry.names import NAMES
 

@@ -13,7 +13,8 @@ from training_helpers import batch_of_groups, policy_objective
 
 from jaxrl import training
 from jaxrl.config.load import default_config
-from jaxrl.models import adapters, several
+from jaxrl.models import adapters
+from jaxrl.models.adapters import several
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.several import Optimizers, Rule
 from jaxrl.types import Trajectories

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 
-from jaxrl.algorithm_checks import resolved_algorithm
 from jaxrl.config.adapter_table import LORA_OWN, ROWS, listed
 from jaxrl.config.load import get
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA
-from jaxrl.data_checks import entry
+from jaxrl.resolve.checks.algorithm import resolved_algorithm
+from jaxrl.resolve.checks.data import entry
 from jaxrl.rollout.engines import chosen_engine
 from jaxrl.training.optimizer import ADAPTERS_OWN
 

@@ -22,11 +22,20 @@ import jax
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf, tensorfile
-from jaxrl.models.adapter_init import is_shifted
 from jaxrl.models.adapters import NODE, Adapter, module_of
-from jaxrl.models.selection import ALL_LINEAR, HEAD, Selection, around, linears, resolved, selection_of, tensors
-from jaxrl.models.tensorfile import shortened
+from jaxrl.models.adapters.initialization import is_shifted
+from jaxrl.models.adapters.selection import (
+    ALL_LINEAR,
+    HEAD,
+    Selection,
+    around,
+    linears,
+    resolved,
+    selection_of,
+    tensors,
+)
+from jaxrl.models.io import hf, tensorfile
+from jaxrl.models.io.tensorfile import shortened
 
 log = logging.getLogger("jaxrl")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."

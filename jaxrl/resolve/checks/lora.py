@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from jaxrl.adapter_checks import several_adapters
 from jaxrl.algorithms.preference import needs_reference
 from jaxrl.config.load import get
 from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA
 from jaxrl.errors import ConfigError
-from jaxrl.models import peft
-from jaxrl.models.adapter_init import NAMES as INITS
-from jaxrl.models.adapter_init import is_init, is_shifted
-from jaxrl.models.selection import table
+from jaxrl.models.adapters import peft
+from jaxrl.models.adapters.initialization import NAMES as INITS
+from jaxrl.models.adapters.initialization import is_init, is_shifted
+from jaxrl.models.adapters.selection import table
+from jaxrl.resolve.checks.adapters import several_adapters
+from jaxrl.resolve.spec import lora_on
 from jaxrl.rollout.engines import engine_of
 from jaxrl.rollout.vllm.apart import asked_rank
 from jaxrl.rollout.vllm.options import LORA_RANKS
-from jaxrl.spec import lora_on
 
 OF_FOLDER = ("rank", "alpha", "targets", "exclude", "layers", "rslora", "dora", "rank_pattern", "alpha_pattern",
              "modules_to_save", "init")  # what a folder of lora.path says itself

@@ -11,9 +11,9 @@ import re
 from typing import Any, NamedTuple
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf
 from jaxrl.models.adapters import Adapter, Target, adaptable, module_of
-from jaxrl.models.tensorfile import shortened
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import shortened
 
 ALL_LINEAR, HEAD, EMBEDDING = "all-linear", module_of(hf.HEAD), module_of(hf.EMBEDDING)
 

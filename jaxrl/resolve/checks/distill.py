@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.algorithm_checks import of_aggregation, of_samples, resolved_algorithm
 from jaxrl.config.lengths import episodes
 from jaxrl.config.load import get
 from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import options
+from jaxrl.resolve.checks.algorithm import of_aggregation, of_samples, resolved_algorithm
 
 # Options below `algorithm` that distillation reads: always, and where the teacher's log-probs are an advantage.
 ALWAYS = ("aggregation", "aggregation_constant", "aggregation_sequences", "ppo_epochs", "num_minibatches",

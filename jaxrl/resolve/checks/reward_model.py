@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.algorithm_checks import resolved_algorithm
 from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import options
+from jaxrl.resolve.checks.algorithm import resolved_algorithm
 
 PART = "reward_model"  # the name that its score has among the rewards
 

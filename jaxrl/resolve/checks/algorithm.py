@@ -13,9 +13,9 @@ from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA, options
 from jaxrl.config.user_code import imported
 from jaxrl.data.mixture import ALGORITHM
-from jaxrl.data_checks import entry
+from jaxrl.resolve.checks.data import entry
+from jaxrl.resolve.spec import algorithm_row
 from jaxrl.rollout.engines import ENGINES, OWN, engine_of
-from jaxrl.spec import algorithm_row
 
 
 def resolved_algorithm(cfg) -> dict:

@@ -41,7 +41,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import parameters, quantized
+from jaxrl.models import parameters
+from jaxrl.models.adapters import quantized
 from jaxrl.models.placement import stored
 from jaxrl.processes.exchange import to_host
 from jaxrl.sharding import memory

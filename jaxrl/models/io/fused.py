@@ -11,7 +11,7 @@ gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate
     gate_up_proj [E, D, 2 F],  gate_up_proj_bias [E, 2 F]     column 2 f is the gate's f, 2 f + 1 the up's
     down_proj    [E, F, D],    down_proj_bias    [E, D]
 
-(or, of the matrices, mxfp4's blocks and scales in their place, see models.scaled).
+(or, of the matrices, mxfp4's blocks and scales in their place, see models.io.scaled).
 
 Legend: E experts, D hidden size, F an expert's width.
 """
@@ -28,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import tensorfile
 from jaxrl.models.families import FAMILIES
+from jaxrl.models.io import tensorfile
 from jaxrl.models.parameters import ROUTER
 
 NAME = re.compile(r"model\.layers\.\d+\.mlp\.experts\.gate_up_proj")

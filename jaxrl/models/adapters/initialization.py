@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, decoder, quantized, several
-from jaxrl.models.adapters import NODE, adaptable, module_of
+from jaxrl.models import adapters, decoder
+from jaxrl.models.adapters import NODE, adaptable, module_of, quantized, several
 
 NITER = re.compile(r"pissa_niter_([1-9][0-9]*)")
 NAMES = (*adapters.DRAWS, "orthogonal", "pissa", "pissa_niter_<n>", "olora", "eva")

@@ -8,7 +8,6 @@ import re
 import shutil
 from pathlib import Path
 
-from jaxrl.algorithm_checks import algorithm, import_path, resolved_algorithm
 from jaxrl.checkpoint.uploads import place_of
 from jaxrl.config.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.config.load import get
@@ -16,18 +15,19 @@ from jaxrl.config.option import BOUNDS, no_effect
 from jaxrl.config.registry import Recipe, recipe_of
 from jaxrl.config.schema import CHANGEABLE, SCHEMA, element_kind, options
 from jaxrl.config.suggest import not_yet
-from jaxrl.data_checks import conversations, curricula, evaluation, sources
-from jaxrl.distill_checks import distillation
-from jaxrl.env_checks import elsewhere, ray
 from jaxrl.errors import ConfigError
-from jaxrl.lora_checks import lora
-from jaxrl.preference_checks import preference
-from jaxrl.replay_checks import AGAIN, replays
-from jaxrl.reward_model_checks import PART, reward_models
+from jaxrl.resolve.checks.algorithm import algorithm, import_path, resolved_algorithm
+from jaxrl.resolve.checks.data import conversations, curricula, evaluation, sources
+from jaxrl.resolve.checks.distill import distillation
+from jaxrl.resolve.checks.env import elsewhere, ray
+from jaxrl.resolve.checks.lora import lora
+from jaxrl.resolve.checks.preference import preference
+from jaxrl.resolve.checks.replay import AGAIN, replays
+from jaxrl.resolve.checks.reward_model import PART, reward_models
+from jaxrl.resolve.checks.sandbox import sandbox
+from jaxrl.resolve.checks.services import missing_logger, services
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
-from jaxrl.sandbox_checks import sandbox
-from jaxrl.service_checks import missing_logger, services
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 from jaxrl.training import optimizer

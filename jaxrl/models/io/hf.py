@@ -22,9 +22,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import fused, scaled, tensorfile
 from jaxrl.models.families import FAMILIES, NEXT_TOKENS, family_of
-from jaxrl.models.tensorfile import shortened
+from jaxrl.models.io import fused, scaled, tensorfile
+from jaxrl.models.io.tensorfile import shortened
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
 from jaxrl.sharding import memory
