@@ -117,7 +117,7 @@ def unknown_option(dotted: str) -> str:
 def find_config(spec: str) -> tuple[Path, str | None]:
     """'configs/grpo.py:tiny' or 'grpo:tiny' -> (path, 'tiny'). Bare names are looked up among the shipped configs."""
     name, _, arg = spec.partition(":")
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     stem = name if name.endswith(".py") else name + ".py"
     for path in (Path(name), here / "configs" / Path(stem).name, here.parent / "configs" / Path(stem).name):
         if path.is_file():
