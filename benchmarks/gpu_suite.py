@@ -114,7 +114,7 @@ def one(name: str, file: Path, tiny: bool, share: str, origin: dict) -> int:
 
 
 def in_a_process(name: str, file: Path, tiny: bool, seconds: float, origin: dict) -> str:
-    """Runs a part in a process of its own. Returns its state: "done", "failed: ..." or why it was cut off."""
+    """Runs a part in a process of its own. Returns its state (rows.py)."""
     report = results.Report(name, file, origin)
     results.write(file, lambda rows: [r for r in rows if results.key(r) != (name, results.END, origin["commit"])])
     command = [sys.executable, __file__, "--one", name, "--file", str(file), *["--tiny"] * tiny]
@@ -168,7 +168,7 @@ def run(names, folder: Path, tiny: bool, missing: bool, minutes: float, origin: 
             print(f"{name}: not begun, {max(0.0, deadline - time.monotonic()):.0f} s are left of --minutes={minutes:g}", flush=True)
             bad += 1
             continue
-        bad += in_a_process(name, file, tiny, limit, origin) != results.DONE
+        bad += not in_a_process(name, file, tiny, limit, origin).startswith((results.DONE, results.NOT_RUN))
         file.with_suffix(".md").write_text(results.markdown(results.read(file), origin["device"]))
     return bad
 

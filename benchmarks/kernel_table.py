@@ -67,7 +67,7 @@ UNLIMITED = 60.0  # minutes
 class Table:
     """Rows of results; `measure` adds one, or the reason why there is none."""
 
-    def __init__(self, minutes: float, quick: bool, note=lambda row: None):
+    def __init__(self, minutes: float, quick: bool, note=lambda row: print(line(row), flush=True)):
         """note: is told of every row at once."""
         self.rows, self.deadline, self.quick, self.ceilings = [], time.monotonic() + 60 * minutes, quick, {}
         self.note = note
@@ -84,7 +84,6 @@ class Table:
             row["not_run"] = f"{type(e).__name__}: {e}".splitlines()[0][:200]
         self.rows.append(row)
         self.note(row)
-        print(line(row), flush=True)
         return row
 
     def seconds(self, call) -> float:
@@ -357,7 +356,7 @@ def logprob(table, model, tokens):
                       lambda i=implementation: make(i), flops=6 * tokens * hidden * vocab)
 
 
-def correctness(names, note=lambda row: None, share=(0, 1), threads: int = 1) -> list[dict]:
+def correctness(names, note=lambda row: print(row, flush=True), share=(0, 1), threads: int = 1) -> list[dict]:
     """Every implementation against float64 on this device, the shared cases and decoding: rows with "error", "" where
     it held.
 
@@ -384,7 +383,6 @@ def correctness(names, note=lambda row: None, share=(0, 1), threads: int = 1) ->
     def keep(row):
         rows.append(row)
         note(row)
-        print(f"{row['implementation']} {row['case']}: {row['error'] or 'held'}", flush=True)
 
     def all_of(some):
         again = []

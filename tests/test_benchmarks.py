@@ -122,12 +122,13 @@ def test_the_gpu_suite_runs_at_a_tiny_shape(suite, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("*.jsonl")
     found = {(row["part"], row["name"]): row for row in rows.read(file)}
-    assert all(found[name, "part"]["state"] == rows.DONE for name in names) and not any("failed" in row for row in found.values())
+    assert all(found[name, "part"]["state"] == rows.DONE for name in names[:-1]) and not any("failed" in row for row in found.values())
     assert all(found[name, "update"]["tokens_per_second"] > 0 for name in ("0.5B", "lora", "experts", "dpo"))
     assert found["0.5B", "steps"]["compilations_after_warm_up"] == 0 and found["0.5B", "predicted"]["peak_gib"] > 0
     assert {"decode_part", "accumulate"} <= {name.removeprefix("trace: program ") for part, name in found if part == "0.5B"}
     assert found["ahead", "max_staleness=2 beside 0"]["step_of_sum"] > 0 and found["plan", "0.5B"]["update_of_measured"] > 0
-    assert "not_run" in found["vllm-nccl", "steps"] and file.with_suffix(".md").exists()
+    assert found["vllm-nccl", "part"]["state"].startswith(rows.NOT_RUN) and "not_run" in found["vllm-nccl", "steps"]
+    assert file.with_suffix(".md").exists()
 
 
 def test_pairs_that_a_query_sees():

@@ -1,9 +1,9 @@
 """Rows of results: one file per kind of device, into which every run of a part merges what it measured.
 
 A row is a flat dict: part, name, measured values, then where it comes from (commit, date, device, versions). A part's
-last row is named END and holds its seconds and its state: "done", or why it ended early. A row replaces that of the
-same part, name and commit if it is newer, so that parts may run in any order and on several days, and files of several
-machines of one kind merge.
+last row is named END and holds its seconds and its state: "done", "not run" with what is not installed here, or why it
+ended early. A row replaces that of the same part, name and commit if it is newer, so that parts may run in any order
+and on several days, and files of several machines of one kind merge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-END, DONE = "part", "done"
+END, DONE, NOT_RUN = "part", "done", "not run"
 ORIGIN = ("commit", "date", "device", "devices", "platform", "driver", "python", "jax", "jaxlib", "torch",
           "transformers", "vllm")
 PACKAGES = {"jax": ("jax",), "jaxlib": ("jaxlib",), "torch": ("torch",), "transformers": ("transformers",),
@@ -112,7 +112,7 @@ class Report:
 
     def __init__(self, part: str, file, origin: dict):
         self.part, self.file, self.origin = part, file, origin
-        self.rows, self.failed, self.started = [], [], time.monotonic()
+        self.rows, self.failed, self.not_run, self.started = [], [], "", time.monotonic()
 
     def __call__(self, name: str, **values) -> dict:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
@@ -131,16 +131,22 @@ class Report:
             self.failed.append(name)
             self(name, failed=f"{type(e).__name__}: {e}"[:1000])
 
+    def refuse(self, name: str, why: str) -> None:
+        """A row for what cannot run on this machine."""
+        self.not_run = f"{NOT_RUN}: {why}"
+        self(name, not_run=why)
+
     def needs(self, name: str, *packages: str) -> bool:
         """Whether these packages are installed; a row says which are not."""
         absent = [package for package in packages if not version(*PACKAGES.get(package, (package,)))]
         if absent:
-            self(name, not_run=f"not installed: {', '.join(absent)}")
+            self.refuse(name, f"not installed: {', '.join(absent)}")
         return not absent
 
-    def end(self, state: str = DONE) -> None:
-        state = f"failed: {', '.join(self.failed)}" if state == DONE and self.failed else state
-        self(END, state=state, seconds=time.monotonic() - self.started)
+    def end(self, state: str = "") -> None:
+        """state: why the part ended early; empty: it did not."""
+        whole = f"failed: {', '.join(self.failed)}" if self.failed else self.not_run or DONE
+        self(END, state=state or whole, seconds=time.monotonic() - self.started)
 
 
 def shortened(values):

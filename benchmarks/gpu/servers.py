@@ -29,7 +29,7 @@ def run(report, name: str, way: str) -> None:
     if not report.needs("steps", "vllm"):
         return
     if way == "nccl" and report.origin["devices"] < 2:
-        report("steps", not_run=f"NCCL refuses two processes on one GPU; devices here: {report.origin['devices']}")
+        report.refuse("steps", f"NCCL refuses two processes on one GPU; GPUs here: {report.origin['devices']}")
         return
     with tempfile.TemporaryDirectory() as folder:
         config = job_of(name, f"{folder}/run", way)

@@ -150,7 +150,7 @@ def planned(report, *names: str) -> None:
     for name in names:
         own = {row["name"]: row for row in rows if row["part"] == name}
         if "steps" not in own:
-            report(name, not_run=f"part {name} has no row of commit {commit}")
+            report.refuse(name, f"part {name} has no row of commit {commit}")
             continue
         with report.stage(name):
             kind = report.origin["device"].lower()
