@@ -80,7 +80,7 @@ def run(report, name: str) -> None:
         with report.stage("trace"):
             report_trace(report, f"{folder}/run")
         with report.stage("predicted"):
-            report("predicted", **predicted(name, f"{folder}/run"))
+            report("predicted", **predicted(name))
 
 
 def report_decoding(report, name: str, seconds: float) -> None:
@@ -90,7 +90,7 @@ def report_decoding(report, name: str, seconds: float) -> None:
 
     from jaxrl.sharding import targets
 
-    case, model = CASES[name], model_of(name)
+    case, (_, model) = CASES[name], resolved(name)
     seen, width = sum(PROMPT + t for t in range(1, case.answer)) * case.sequences, model.compute_dtype.itemsize
     cache = 2 * seen * model.config.num_kv_heads * model.config.head_dim * model.config.num_layers
     read = width * (model.num_parameters * (case.answer - 1) + cache)
@@ -101,25 +101,24 @@ def report_decoding(report, name: str, seconds: float) -> None:
            tokens_per_second=case.sequences * case.answer / seconds, **roofline)
 
 
-def spec_of(name: str, folder: str):
+def resolved(name: str) -> tuple:
+    """(Spec, Model) of a case on the devices of this process."""
     from jaxrl.resolve.spec import here, resolve
+    from jaxrl.run import setup
 
-    return resolve(job(name, folder), here(), described(CASES[name].model or name))
-
-
-def model_of(name: str):
-    from jaxrl.recipes import setup
-
-    return setup.build_model(spec_of(name, "run"), described(CASES[name].model or name))
+    described_as = described(CASES[name].model or name)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = resolve(job(name, f"{folder}/run"), here(), described_as)
+    return spec, setup.build_model(spec, described_as)
 
 
-def predicted(name: str, folder: str) -> dict:
+def predicted(name: str) -> dict:
     """What a run says before its first step; nothing is compiled for it."""
     from jaxrl import sharding
     from jaxrl.planning import plan
 
-    spec = spec_of(name, folder)
-    found = plan.predict(spec, sharding.make_mesh(spec.mesh), model_of(name))
+    spec, model = resolved(name)
+    found = plan.predict(spec, sharding.make_mesh(spec.mesh), model)
     return {("peak_gib" if n == "peak_bytes" else n): x / 2**30 if n == "peak_bytes" else x for n, x in found.items()}
 
 
