@@ -276,6 +276,24 @@ def test_rows_that_cudnn_serves():
     assert not cudnn.one_sequence((3, 40), Ids(later, later, segments, segments, prefixes))[0]
 
 
+@pytest.mark.parametrize("served,row", [
+    (True, [(10, 1, 0, 0), (25, 2, 1, 10)]), (True, [(1, 5, 5, 0), (39, 9, 5, 1)]), (True, [(12, 1, 0, 0)]),
+    (False, [(10, 1, 0, 0), (15, 2, 1, 10), (15, 3, 1, 25)]),  # another completion does not see the first one
+    (False, [(10, 1, 0, 0), (15, 2, 1, 10), (15, 3, 2, 25)]), (False, [(10, 1, 0, 0), (25, 2, 0, 10)]),
+    (False, [(10, 1, 0, 0), (10, 2, 1, 10), (10, 1, 0, 20), (10, 2, 1, 30)]), (False, [(10, 1, 0, 0), (25, 2, 1, 9)]),
+    (False, [(10, 1, 3, 0), (25, 2, 1, 10)]), (False, [(10, 1, 0, 0), (5, 0, 0, 0), (25, 2, 1, 10)]),
+], ids=str)
+def test_a_prompt_and_one_completion_are_one_sequence_for_cudnn(served, row):
+    """As rules of visibility have it: every real query sees every real key up to its own index, and no later one."""
+    positions, segments, prefixes = attention_cases.rows_of([row, [(40, 1, 0, 0)]], 40)
+    ids = Ids(positions, positions, segments, segments, prefixes)
+    real = segments != 0
+    causal = real[:, :, None] & real[:, None] & np.tril(np.ones((40, 40), bool))
+    seen = np.asarray(reference.visible(ids, 0)) & real[:, :, None] & real[:, None]
+    assert not served or (seen == causal).all()
+    assert bool(cudnn.one_sequence((2, 40), ids)[0]) == served
+
+
 def test_cudnn_lowers_for_cuda(monkeypatch):
     """Both branches of the choice, forward and backward (the version of the library is asked while tracing)."""
     from jax._src.cudnn import fused_attention_stablehlo

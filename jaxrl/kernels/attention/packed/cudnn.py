@@ -48,7 +48,12 @@ def largest_head() -> int:
 
 
 def one_sequence(shape, ids: Ids):
-    """(bool scalar: every row is one sequence from position 0 on, then padding; its length [B], at least 1)."""
+    """(bool scalar: in every row each real query sees every real key up to its own index; real tokens of each row [B],
+    at least 1).
+
+    So it is where a row holds one sequence from position 0 on, then padding: one segment, or a prompt and one
+    completion behind it, whose prefix is the prompt.
+    """
     q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL = ids
     at = jnp.arange(shape[1])[None]
     if q_segments_BxL is None:
@@ -59,9 +64,16 @@ def one_sequence(shape, ids: Ids):
     single = ((q_positions_BxL == at) & (k_positions_BxS == at) | ~real).all()
     single &= (real == (at < lengths_B[:, None])).all()
     if q_segments_BxL is not None:
-        single &= (q_segments_BxL == k_segments_BxS).all() & ((q_segments_BxL == q_segments_BxL[:, :1]) | ~real).all()
-    if q_prefixes_BxL is not None:
-        single &= ((q_prefixes_BxL == 0) | (q_prefixes_BxL == q_segments_BxL)).all()
+        first_Bx1 = q_segments_BxL[:, :1]
+        own = q_segments_BxL == first_Bx1
+        single &= (q_segments_BxL == k_segments_BxS).all()
+        if q_prefixes_BxL is None:
+            single &= (own | ~real).all()
+        else:
+            last_B = jnp.take_along_axis(jnp.broadcast_to(q_segments_BxL, shape), lengths_B[:, None] - 1, axis=1)
+            behind = (q_segments_BxL == last_B) & (q_prefixes_BxL == first_Bx1) & ~own
+            alone = own & ((q_prefixes_BxL == 0) | (q_prefixes_BxL == first_Bx1))
+            single &= (alone | behind | ~real).all() & (own[:, :-1] | ~own[:, 1:]).all()
     return single, jnp.maximum(lengths_B, 1)
 
 
