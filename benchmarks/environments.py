@@ -75,7 +75,7 @@ def workers_of(pid: int) -> list[int]:
 
 
 def null(kind: str, workers: int, in_flight: int, seconds: float, executor: str = "local") -> dict:
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.envs.pool import EpisodePool
 
     with tempfile.TemporaryDirectory() as folder:

@@ -40,12 +40,12 @@ def opened(folder: str, code: str, function: str, engine, **options):
     import numpy as np
     from turn_cases import FAMILIES, make_tokenizer
 
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.data.turns import TurnRenderer
     from jaxrl.envs.pool import EpisodePool
+    from jaxrl.resolve.spec import resolve
     from jaxrl.rollout import Key, Request, SamplingParams
     from jaxrl.rollout.episodes import EpisodeEngine
-    from jaxrl.spec import resolve
 
     (Path(folder) / "world.py").write_text(code)
     c, speaks = default_config(), make_tokenizer(*FAMILIES["hermes"][:3])

@@ -90,7 +90,7 @@ def described(model: str) -> dict:
 def job(name: str, folder: str):
     """GRPO on the embedded problems, or DPO on pairs of sums; no end before the longest answer, so that lengths are known."""
     import jaxrl
-    from jaxrl.config import put
+    from jaxrl.config.load import put
 
     case = CASES[name]
     c = jaxrl.default_config()
@@ -196,7 +196,7 @@ def one(name: str, file: Path) -> None:
     from jaxrl import sharding
     from jaxrl.planning import plan
     from jaxrl.recipes import setup
-    from jaxrl.spec import here, resolve
+    from jaxrl.resolve.spec import here, resolve
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     device, case = jax.devices()[0], CASES[name]

@@ -61,7 +61,7 @@ async def episode(task, chat):
 
 def config_of(work: dict, folder: str, steps: int):
     """The job of one point."""
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
 
     c, turns, adapters = default_config(), work.get("turns", 0), work.get("adapters", 0)
     experts = work.get("experts", 0)

@@ -43,7 +43,7 @@ def engine_of(size: str, args):
     """The embedded sampler for episodes of so long conversations, under random weights."""
     import jax
 
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.rollout import EngineContext, make_engine
 
     model, hf = model_of(size)

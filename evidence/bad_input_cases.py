@@ -206,17 +206,17 @@ config_file("config file imports what is not there", ("no_such_module", "line 1"
 config_file(
     "config file that fails",
     ("ZeroDivisionError", "line 4"),
-    "from jaxrl.config import default_config\ndef get_config(arg=None):\n    c = default_config()\n    c.train.steps = 1 // 0\n    return c\n",
+    "from jaxrl.config.load import default_config\ndef get_config(arg=None):\n    c = default_config()\n    c.train.steps = 1 // 0\n    return c\n",
 )
 config_file(
     "config file sets an unknown option",
     ("'rl'", "did you mean critic.lr or optimizer.lr"),
-    "from jaxrl.config import default_config\ndef get_config(arg=None):\n    c = default_config()\n    c.optimizer.rl = 1\n    return c\n",
+    "from jaxrl.config.load import default_config\ndef get_config(arg=None):\n    c = default_config()\n    c.optimizer.rl = 1\n    return c\n",
 )
 config_file(
     "config file sets the wrong type",
     ("train.steps", "int", "many"),
-    "from jaxrl.config import default_config\ndef get_config(arg=None):\n    c = default_config()\n    c.train.steps = 'many'\n    return c\n",
+    "from jaxrl.config.load import default_config\ndef get_config(arg=None):\n    c = default_config()\n    c.train.steps = 'many'\n    return c\n",
 )
 config_file(
     "config file: number where text is meant",
@@ -227,7 +227,7 @@ config_file(
 config_file(
     "get_config returns nothing",
     ("must return", "NoneType"),
-    "from jaxrl.config import default_config\ndef get_config(arg=None):\n    default_config()\n",
+    "from jaxrl.config.load import default_config\ndef get_config(arg=None):\n    default_config()\n",
 )
 
 
@@ -572,7 +572,7 @@ def _(p):
 @case("checkpoint", "checkpoint of a newer jaxrl", ("00000004", "format 99", "upgrade jaxrl"))
 def _(p):
     def newer(folder):
-        from jaxrl.checkpoint_files import manifest_of
+        from jaxrl.checkpoint.files import manifest_of
 
         folder = folder / "checkpoints/00000004"
         (file,) = [f for f in (folder / "host").iterdir() if '"format": 1' in f.read_text()]

@@ -67,7 +67,7 @@ training.pack = wrong
 """, "microbatches"),
     "moments of the optimizer are not restored": ("""
 import dataclasses, jax
-from jaxrl.checkpoint import Checkpointer
+from jaxrl.checkpoint.checkpointer import Checkpointer
 restore = Checkpointer.restore
 def wrong(self, *given):
     found = restore(self, *given)

@@ -30,7 +30,7 @@ from common import record, table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.data.dataset import PromptError
 from jaxrl.data.suffixes import QUESTION
 from jaxrl.data.turns import TurnRenderer

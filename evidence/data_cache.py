@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import record, table
 
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 from jaxrl.data import Stream, load_tokenizer, load_train, resolve
 
 CASES = {  # name -> files, options, rows

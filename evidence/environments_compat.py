@@ -80,7 +80,7 @@ def seed(k: int) -> int:
 
 def play(game: str, python: str, workers: int, at_once: int) -> dict:
     """Per episode its texts, turns and total reward; seconds of all."""
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.envs.pool import EpisodePool
 
     env = SimpleNamespace(**default_config().env.to_dict() | {

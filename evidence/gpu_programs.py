@@ -213,9 +213,9 @@ def main():
     import gpu_suite
 
     from jaxrl import sharding
-    from jaxrl.config import put
+    from jaxrl.config.load import put
     from jaxrl.planning import gpu_devices, programs
-    from jaxrl.spec import Platform, resolve
+    from jaxrl.resolve.spec import Platform, resolve
 
     config = gpu_suite.job(asked.case, str(folder / "run"))
     config.model.attention = asked.attention

@@ -67,8 +67,8 @@ def learning(seeds, trainings) -> list[dict]:
 
 def state_bytes(run_dir) -> int:
     """Parameters and optimizer state as the run held them, the frozen base included, counted from its config."""
-    from jaxrl.config import default_config, put
-    from jaxrl.schema import options
+    from jaxrl.config.load import default_config, put
+    from jaxrl.config.schema import options
 
     asked, c = json.loads((Path(run_dir) / "config.json").read_text()), default_config()
     asked = asked.get("config", asked)
@@ -94,8 +94,8 @@ def policy_of(c):
     from jaxrl import parameters
     from jaxrl.recipes import setup
     from jaxrl.recipes.algorithm import Algorithm
+    from jaxrl.resolve.spec import resolve
     from jaxrl.roles import Policy
-    from jaxrl.spec import resolve
 
     job = setup.open_job(resolve(c))
     algorithm = Algorithm(job, 100)
@@ -107,7 +107,7 @@ def policy_of(c):
 
 
 def config_of(hf: dict, rank: int, longest=(256, 256)):
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
 
     c = default_config()
     c.model.init, c.model.tokenizer, c.data.path = "random", "jaxrl://arith/tokenizer", ("none.jsonl",)

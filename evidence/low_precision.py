@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 from common import commit, record, table  # noqa: E402
 
 import jaxrl  # noqa: E402
-from jaxrl.config import load_config, put  # noqa: E402
+from jaxrl.config.load import load_config, put  # noqa: E402
 
 QUIET = {"log.console": "off", "log.rollouts": False, "log.tensorboard": False, "log.level": "error",
          "checkpoint.every_steps": 0, "checkpoint.every_minutes": 0.0, "checkpoint.at_end": False}

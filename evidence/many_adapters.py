@@ -27,9 +27,9 @@ from common import record, table
 from flax.traverse_util import flatten_dict
 
 from jaxrl import models, training
-from jaxrl.config import default_config
-from jaxrl.models import adapters, several
-from jaxrl.models.adapters import Adapter, Target
+from jaxrl.config.load import default_config
+from jaxrl.models import adapters
+from jaxrl.models.adapters import Adapter, Target, several
 from jaxrl.training.several import Optimizers, Rule
 from jaxrl.types import Trajectories
 

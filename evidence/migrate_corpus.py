@@ -51,10 +51,10 @@ from common import RESULTS, commit, record, table  # noqa: E402
 from migrate_rules import RULES, Keys  # noqa: E402
 from plan_shapes import MODELS, QWEN, QWEN3  # noqa: E402
 
-from jaxrl.config import load_config  # noqa: E402
-from jaxrl.config_checks import check  # noqa: E402
+from jaxrl.config.load import load_config  # noqa: E402
 from jaxrl.errors import ConfigError  # noqa: E402
 from jaxrl.migrate import __main__ as command  # noqa: E402
+from jaxrl.resolve.checks.common import check  # noqa: E402
 
 # system -> (repository, commit or tag, --from-version, files)
 CORPUS = {

@@ -27,7 +27,7 @@ import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_models import ARCHITECTURES, make_tiny  # noqa: E402
 
-from jaxrl.models import hf  # noqa: E402
+from jaxrl.models.io import hf  # noqa: E402
 
 LIMIT = 1e-4
 transformers.utils.logging.disable_progress_bar()

@@ -227,7 +227,7 @@ def main() -> int:
     sys.path.insert(0, str(HERE.parent))
     from common import RESULTS, commit, record, table
 
-    from jaxrl.schema import options
+    from jaxrl.config.schema import options
 
     at, last = commit(), {}
     if args.again and (RESULTS / "mutations.json").exists():

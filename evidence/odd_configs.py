@@ -33,7 +33,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from jaxrl.config import ConfigError  # noqa: E402
+from jaxrl.config.load import ConfigError  # noqa: E402
 from jaxrl.models import FAMILIES  # noqa: E402
 from jaxrl.models.config import model_config  # noqa: E402
 

@@ -29,7 +29,7 @@ HEADER = ["model", "offload", "device: update", "optimizer step", "peak", "host"
 def compiled(model: tuple, mode: str) -> dict:
     """compiling.finish of one update."""
     import jaxrl
-    from jaxrl.config import put
+    from jaxrl.config.load import put
     from jaxrl.planning import case, compiling
 
     c = jaxrl.default_config()

@@ -16,9 +16,9 @@ import numpy as np
 from common import record, table
 
 from jaxrl import training
-from jaxrl.config import default_config
-from jaxrl.lengths import longest_sequence
-from jaxrl.spec import Platform, resolve
+from jaxrl.config.lengths import longest_sequence
+from jaxrl.config.load import default_config
+from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.training.layout import attention_work
 from jaxrl.types import Sizes
 

@@ -28,7 +28,8 @@ import peft_cases as cases  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from jaxrl.models import adapter_init, adapters, peft  # noqa: E402
+from jaxrl.models import adapters  # noqa: E402
+from jaxrl.models.adapters import initialization, peft  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 warnings.simplefilter("ignore")
@@ -69,7 +70,7 @@ def files(path, folder: Path) -> dict:
         model, base = cases.our_model(path, given)
         rng = np.random.default_rng(0)
         leaves = {name: x if name.endswith("scale") else np.asarray(rng.normal(size=x.shape), np.float32)
-                  for name, x in adapter_init.initial(model, jax.random.key(0), base, "default").items()}
+                  for name, x in initialization.initial(model, jax.random.key(0), base, "default").items()}
         peft.write(folder / "ours", model, adapters.joined(base, leaves), given, path)
         again = cases.save(theirs.PeftModel.from_pretrained(cases.torch_model(path), folder / "ours"), folder / "again")
         out[selection] = {"theirs through us": same, "ours through PEFT": cases.digests(again) == cases.digests(folder / "ours")}

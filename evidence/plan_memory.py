@@ -36,7 +36,7 @@ SHORT = {"train.row_lengths": (128,), "train.tokens_per_microbatch": 128, "rollo
 
 def job(folder: str, overrides: dict, model=MODEL):
     import jaxrl
-    from jaxrl.config import put
+    from jaxrl.config.load import put
 
     c = jaxrl.default_config()
     c.run.dir = folder

@@ -1,6 +1,6 @@
 """Models of published sizes and the jobs that the plan's showings use; weights are never loaded."""
 
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "num_key_value_heads": 2, "max_position_embeddings": 32768,
         "tie_word_embeddings": True, "eos_token_id": 151645}

@@ -97,7 +97,7 @@ def replays(work: Path) -> tuple[list, list]:
 def flipped(work: Path) -> tuple[dict, list]:
     """Every one of 300 bits of a record, flipped."""
     from jaxrl.errors import ConfigError
-    from jaxrl.replay import files
+    from jaxrl.records import files
 
     path = files.steps(work / "run0" / files.FOLDER)[3]
     content, draw, found, named = path.read_bytes(), np.random.default_rng(0), 0, 0

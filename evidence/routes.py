@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 from common import RESULTS, commit, record, table  # noqa: E402
 
 import jaxrl  # noqa: E402
-from jaxrl.config import load_config, put  # noqa: E402
+from jaxrl.config.load import load_config, put  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 ROUTES, NOISE = ("own", "scored", "sampled"), (0.0, 0.3)

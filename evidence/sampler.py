@@ -26,7 +26,7 @@ from rollout_helpers import log_softmax, random_params, redraw, sampled_logprobs
 from scipy import stats  # noqa: E402
 
 from jaxrl import models, training  # noqa: E402
-from jaxrl.config import default_config  # noqa: E402
+from jaxrl.config.load import default_config  # noqa: E402
 from jaxrl.recipes.trajectories import collect  # noqa: E402
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine  # noqa: E402
 

@@ -41,7 +41,7 @@ def train(folder: Path, cache: Path, seed: int, options: dict) -> dict:
     import tiny_job
 
     import jaxrl
-    from jaxrl.config import put
+    from jaxrl.config.load import put
 
     c, started = tiny_job.get_config(), time.monotonic()
     base = {"run.dir": str(folder), "run.seed": seed, "run.compile_cache": str(cache), "eval.sets": (), "eval.before": False,

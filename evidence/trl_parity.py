@@ -21,7 +21,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from jaxrl.algorithms.preference import Table, preference_loss
-from jaxrl.schema import SCHEMA
+from jaxrl.config.schema import SCHEMA
 
 PAIRS, PROMPT, LONGEST = 6, 3, 12
 DIFFERENCES = {

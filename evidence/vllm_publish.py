@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 from common import commit, record, table  # noqa: E402
 
 from jaxrl import models  # noqa: E402
-from jaxrl.config import default_config  # noqa: E402
+from jaxrl.config.load import default_config  # noqa: E402
 from jaxrl.rollout import EngineContext, make_engine  # noqa: E402
 from jaxrl.rollout.vllm import transport, weights  # noqa: E402
 

@@ -26,7 +26,7 @@ from common import commit, record, table  # noqa: E402
 from rollout_helpers import random_params  # noqa: E402
 
 from jaxrl import models  # noqa: E402
-from jaxrl.models import hf  # noqa: E402
+from jaxrl.models.io import hf  # noqa: E402
 from jaxrl.rollout.vllm import adapter  # noqa: E402
 from jaxrl.rollout.vllm.process import ServerProcess, free_port  # noqa: E402
 

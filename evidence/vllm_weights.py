@@ -24,7 +24,7 @@ from common import commit, record, table  # noqa: E402
 from rollout_helpers import random_params  # noqa: E402
 
 from jaxrl import models  # noqa: E402
-from jaxrl.config import default_config  # noqa: E402
+from jaxrl.config.load import default_config  # noqa: E402
 from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make_engine  # noqa: E402
 from jaxrl.rollout.vllm.publish import _next_token_logits, sequence_logprobs  # noqa: E402
 

@@ -25,8 +25,8 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "train": "jaxrl.recipes",
-    "load_config": "jaxrl.config",
-    "default_config": "jaxrl.config",
+    "load_config": "jaxrl.config.load",
+    "default_config": "jaxrl.config.load",
     "register_reward": "jaxrl.rewards",
     "Step": "jaxrl.given",
     "ConfigError": "jaxrl.errors",

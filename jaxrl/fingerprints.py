@@ -13,11 +13,11 @@ from pathlib import Path
 import huggingface_hub
 
 from jaxrl import data as data_room
-from jaxrl.config import redacted
+from jaxrl.checkpoint.resume import config_changes, input_changes
+from jaxrl.config.load import redacted
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.processes.exchange import check_equal
-from jaxrl.resume import config_changes, input_changes
 
 log = logging.getLogger("jaxrl")
 UNHEARD = ("_name_or_path", "_commit_hash", "transformers_version", hf.SOURCE)  # of a model's config, decide nothing

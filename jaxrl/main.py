@@ -14,9 +14,9 @@ import threading
 import time
 import traceback
 
-from jaxrl.config import help_text, load_config, parse_flags
+from jaxrl.config.load import help_text, load_config, parse_flags
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import GracefulStop
+from jaxrl.processes.faults import GracefulStop
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
                 errno.ESTALE)

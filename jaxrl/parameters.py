@@ -24,14 +24,17 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl import adapter_table, sharding, training
 from jaxrl import data as data_room
+from jaxrl import sharding, training
+from jaxrl.config import adapter_table
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapter_init, adapters, decoder, hf, peft, quantized, several
+from jaxrl.models import adapters, decoder
+from jaxrl.models.adapters import initialization, peft, quantized, several
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
+from jaxrl.resolve.spec import lora_on
 from jaxrl.sharding import memory
-from jaxrl.spec import lora_on
 from jaxrl.types import TrainState
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -218,7 +221,7 @@ def with_adapters(job, params):
     if init == "eva" and job.stream is None:  # evaluation alone: whatever A is, adapters add nothing at their start
         init = "default"
     directions = _directions(job, memory.to_devices(params)) if init == "eva" else None
-    work = functools.partial(adapter_init.initial, job.model, name=init, directions=directions)
+    work = functools.partial(initialization.initial, job.model, name=init, directions=directions)
     start = jax.jit(lambda key, params: work(key, memory.fetched(params)),
                     out_shardings={name: places[name] for name in where})(key, params)
     if job.config.lora.path:
@@ -236,7 +239,7 @@ def _directions(job, params):
     tokens = np.stack([np.pad(text, (0, length - len(text))) for text in texts]).astype(np.int32)
     segments = np.stack([np.arange(length) < len(text) for text in texts]).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    return adapter_init.principal_inputs(job.model, params, tokens, positions, segments)
+    return initialization.principal_inputs(job.model, params, tokens, positions, segments)
 
 
 def start_params(job):

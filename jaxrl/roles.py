@@ -17,9 +17,11 @@ import jax
 import numpy as np
 import optax
 
-from jaxrl import adapter_table, parameters, training
+from jaxrl import parameters, training
+from jaxrl.config import adapter_table
 from jaxrl.errors import RunStopped
-from jaxrl.models import hf, peft, several
+from jaxrl.models.adapters import peft, several
+from jaxrl.models.io import hf
 from jaxrl.processes.exchange import gather
 from jaxrl.processes.group import peers
 from jaxrl.sharding import memory

@@ -26,10 +26,10 @@ import sys
 import time
 from pathlib import Path
 
-from jaxrl.config import load_config, parse_flags
+from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError
 from jaxrl.launch import visible_gpus
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter

@@ -32,23 +32,23 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.checkpoint import Checkpointer, CheckpointError, DiskHangs, SavesFail
+from jaxrl.checkpoint.checkpointer import Checkpointer, CheckpointError, DiskHangs, SavesFail
+from jaxrl.checkpoint.resume import config_changes
+from jaxrl.checkpoint.uploads import Uploads
 from jaxrl.closing import Closers, closing
-from jaxrl.config import get, redacted
-from jaxrl.deadline import within
+from jaxrl.config.load import get, redacted
+from jaxrl.config.run_length import end, ends
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import Faults, GracefulStop
 from jaxrl.given import Given, call_back
-from jaxrl.limits import end, ends
+from jaxrl.processes.deadline import within
+from jaxrl.processes.faults import Faults, GracefulStop
 from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
-from jaxrl.resume import config_changes
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Divergence, Idle
 from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
-from jaxrl.uploads import Uploads
 
 log = logging.getLogger("jaxrl")
 SAVE_AGAIN_SECONDS = 60.0  # after the disk refused a save

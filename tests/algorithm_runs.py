@@ -9,10 +9,10 @@ import pytest
 import tiny_job
 
 import jaxrl
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.recipes import rl, setup
+from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.rollout import embedded
-from jaxrl.spec import Platform, resolve
 
 
 def job(run_dir, options):

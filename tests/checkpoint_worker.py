@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.checkpoint import Checkpointer
-from jaxrl.config import default_config
+from jaxrl.checkpoint.checkpointer import Checkpointer
+from jaxrl.config.load import default_config
 from jaxrl.errors import RunStopped
-from jaxrl.faults import Faults
+from jaxrl.processes.faults import Faults
 
 LAST = 400
 

@@ -9,7 +9,7 @@ import csv
 import sys
 from pathlib import Path
 
-from jaxrl.config import load_config, put
+from jaxrl.config.load import load_config, put
 from jaxrl.planning import compiling
 from jaxrl.planning.case import open_case
 from jaxrl.sharding.mesh import AXES

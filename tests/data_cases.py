@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 
 TEMPLATE = ("{% if think is defined and think %}<think>{% endif %}{% for m in messages %}"
             "{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"

@@ -14,10 +14,10 @@ from tiny_job import MODEL, get_config
 
 import jaxrl
 from jaxrl import models
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.data import load_tokenizer
-from jaxrl.models import hf
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import list_folder
 
 WIDER = MODEL | {"hidden_size": 48, "num_hidden_layers": 1, "tie_word_embeddings": False, "vocab_size": 200}
 

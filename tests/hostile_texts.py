@@ -7,6 +7,7 @@ import asyncio
 import json
 
 from jaxrl import sandbox
+from jaxrl.config.schema_rewards import JUDGE, REMOTE
 from jaxrl.envs import builtin as worlds
 from jaxrl.envs import libraries, openai, openenv, tools
 from jaxrl.envs.api import Action, Turn
@@ -15,7 +16,6 @@ from jaxrl.rewards import builtin, judge, remote
 from jaxrl.rewards.calling import outcome
 from jaxrl.rewards.items import RewardItem, address, as_json
 from jaxrl.sandbox import api, grading
-from jaxrl.schema_rewards import JUDGE, REMOTE
 
 MARKERS = (
     r"\boxed{", r"\boxed{}", r"\frac{", r"\frac{1}{", r"\sqrt{", r"\text{", r"\left(", r"\$", "$", "$$", "####",

@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import RunStopped
-from jaxrl.faults import Faults
 from jaxrl.processes import group
+from jaxrl.processes.faults import Faults
 
 
 def main(process, how, heartbeat, folder):

@@ -20,8 +20,8 @@ import tiny_job  # noqa: E402
 
 import jaxrl  # noqa: E402
 from jaxrl import training  # noqa: E402
-from jaxrl.checkpoint import flatten  # noqa: E402
-from jaxrl.config import parse_flags, put  # noqa: E402
+from jaxrl.checkpoint.checkpointer import flatten  # noqa: E402
+from jaxrl.config.load import parse_flags, put  # noqa: E402
 from jaxrl.processes.exchange import to_host  # noqa: E402
 from jaxrl.processes.group import peers  # noqa: E402
 from jaxrl.recipes import rollouts  # noqa: E402

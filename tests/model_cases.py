@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from tiny_models import VOCAB
 
-from jaxrl.models import build, hf
+from jaxrl.models import build
+from jaxrl.models.io import hf
 
 LENGTH = 40  # longer than every window and every original rotary window of tiny_models
 PROMPTS = (9, 14)  # prompt lengths of the decode case; decoding goes on to LENGTH

@@ -20,8 +20,10 @@ import optax
 from flax.traverse_util import flatten_dict
 from tiny_models import VOCAB, make_tiny
 
-from jaxrl.config import default_config
-from jaxrl.models import adapters, build, hf, peft, selection
+from jaxrl.config.load import default_config
+from jaxrl.models import adapters, build
+from jaxrl.models.adapters import peft, selection
+from jaxrl.models.io import hf
 from jaxrl.training.optimizer import make_optimizer
 
 try:

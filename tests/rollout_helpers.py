@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl import models
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.rollout import EngineContext, Request, SamplingParams, make_engine
 from jaxrl.rollout.sampling import lanes_for, random_words
 from jaxrl.rollout.vllm import adapter

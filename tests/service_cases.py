@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 
 import numpy as np
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
 from jaxrl.rewards.calling import Call, ServiceError
 from jaxrl.rewards.services import find

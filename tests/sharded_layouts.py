@@ -37,7 +37,7 @@ from training_helpers import batch_of_groups, policy_objective
 
 import jaxrl
 from jaxrl import models, sharding, training
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.kernels.experts import experts as kernel
 from jaxrl.kernels.experts import tuned
 from jaxrl.kernels.logprob import divergence, logprob_and_entropy

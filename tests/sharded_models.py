@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl import sharding
-from jaxrl.models import build, hf
+from jaxrl.models import build
+from jaxrl.models.io import hf
 
 QUICK = {"xla_backend_optimization_level": 0}
 source, out = sys.argv[1:]

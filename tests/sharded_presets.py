@@ -10,7 +10,7 @@ from test_training import gradient, layout_of, worst
 from training_helpers import batch_of_groups, params_of, tiny_model
 
 from jaxrl import sharding, training
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 
 
 def main():

@@ -10,11 +10,11 @@ import tiny_job
 import jaxrl
 from jaxrl import main
 from jaxrl.certify import claims
-from jaxrl.config import config_of, put
+from jaxrl.config.load import config_of, put
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import certify
 from jaxrl.recipes.certify_update import Base
-from jaxrl.spec import resolve
+from jaxrl.resolve.spec import resolve
 
 OF_LOSS = {name: given for name, given in defects.DEFECTS.items() if "reward.functions" not in given[0]}
 OF_REWARDS = {name: given for name, given in defects.DEFECTS.items() if "reward.functions" in given[0]}

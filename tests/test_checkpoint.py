@@ -18,12 +18,13 @@ import optax
 import pytest
 from checkpoint_worker import host, state
 
-from jaxrl import checkpoint, config_checks
-from jaxrl.checkpoint import FORMAT, Checkpointer, CheckpointError, flatten
-from jaxrl.checkpoint_files import Damaged, crc_of, verify
-from jaxrl.config import default_config
+from jaxrl.checkpoint import checkpointer as checkpoint
+from jaxrl.checkpoint.checkpointer import FORMAT, Checkpointer, CheckpointError, flatten
+from jaxrl.checkpoint.files import Damaged, crc_of, verify
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.faults import FaultError, Faults
+from jaxrl.processes.faults import FaultError, Faults
+from jaxrl.resolve.checks import common
 
 WORKER = str(Path(__file__).with_name("checkpoint_worker.py"))
 
@@ -140,7 +141,7 @@ def test_minus_one_keeps_all_checkpoints(tmp_path):
     for keep in (0, -2):
         config.checkpoint.keep = keep
         with pytest.raises(ConfigError, match=f"checkpoint.keep={keep}: must be above 0, or -1 for all"):
-            config_checks.check(config)
+            common.check(config)
 
 
 def test_resume_policies(tmp_path):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxrl.config import default_config, put, redacted
+from jaxrl.checkpoint.resume import FUTURE, PAST, changes_past, config_changes
+from jaxrl.config.load import default_config, put, redacted
+from jaxrl.config.schema import options
 from jaxrl.data.mixture import FURTHER, OWN
-from jaxrl.resume import FUTURE, PAST, changes_past, config_changes
-from jaxrl.schema import options
 
 
 @pytest.mark.parametrize("name", list(options()) + ["user.anything", "model.config.hidden_size"])

@@ -4,11 +4,11 @@ carries the bytes)."""
 import pytest
 from test_checkpoint import host, make, same, state, tree
 
-from jaxrl.checkpoint import CheckpointError
-from jaxrl.checkpoint_files import COMMITTED, Damaged, folder_of, in_store, verify
-from jaxrl.config import default_config, put
-from jaxrl.config_checks import check
+from jaxrl.checkpoint.checkpointer import CheckpointError
+from jaxrl.checkpoint.files import COMMITTED, Damaged, folder_of, in_store, verify
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -6,8 +6,7 @@ import textwrap
 
 import pytest
 
-from jaxrl import config_checks
-from jaxrl.config import (
+from jaxrl.config.load import (
     default_config,
     find_config,
     get,
@@ -18,15 +17,16 @@ from jaxrl.config import (
     redacted,
     redacted_text,
 )
+from jaxrl.config.schema import options
+from jaxrl.config.suggest import ELSEWHERE, NOT_YET, not_yet
+from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
 from jaxrl.main import main
 from jaxrl.models.families import family_of
-from jaxrl.names_elsewhere import ELSEWHERE, NOT_YET, not_yet
 from jaxrl.recipes import setup
-from jaxrl.schema import options
+from jaxrl.resolve.checks import common
+from jaxrl.resolve.spec import algorithm_row, resolve
 from jaxrl.sharding.mesh import check_experts, mesh_shape
-from jaxrl.spec import algorithm_row, resolve
 from jaxrl.telemetry import METRICS
 
 
@@ -113,8 +113,8 @@ def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
 @pytest.mark.parametrize("job, said", [
     (lambda: load_config("ipo"), "run.recipe=preference"),
     (lambda: load_config("dapo"), "algorithm.preset=dapo"),
-    (lambda: config_checks.check(load_config("grpo", {"run.recipe": "dpo"})), "run.recipe=preference"),
-    (lambda: config_checks.check(load_config("grpo", {"algorithm.preset": "orpo"})), "run.recipe=preference"),
+    (lambda: common.check(load_config("grpo", {"run.recipe": "dpo"})), "run.recipe=preference"),
+    (lambda: common.check(load_config("grpo", {"algorithm.preset": "orpo"})), "run.recipe=preference"),
     (lambda: family_of({"model_type": "deepseek_v2"}), "experts"),
 ])
 def test_jobs_presets_and_models_that_are_not_there_say_so(job, said):
@@ -142,7 +142,7 @@ def test_config_files_take_an_argument_and_overrides(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         textwrap.dedent("""
-        from jaxrl.config import default_config
+        from jaxrl.config.load import default_config
         def get_config(arg=None):
             c = default_config()
             c.train.steps = 3 if arg == "short" else 300
@@ -154,7 +154,7 @@ def test_config_files_take_an_argument_and_overrides(tmp_path):
     with pytest.raises(ConfigError, match="shipped configs"):
         find_config("no_such_config")
     file.write_text(
-        "from jaxrl.config import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n"
+        "from jaxrl.config.load import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n"
     )
     with pytest.raises(ConfigError, match="did you mean .*critic.lr or optimizer.lr"):
         load_config(str(file))
@@ -162,9 +162,9 @@ def test_config_files_take_an_argument_and_overrides(tmp_path):
 
 def test_the_defaults_need_only_model_and_data():
     with pytest.raises(ConfigError) as e:
-        config_checks.check(default_config())
+        common.check(default_config())
     assert "model.path" in str(e.value) and "data.path" in str(e.value) and str(e.value).count("\n  - ") == 3
-    config_checks.check(usable())
+    common.check(usable())
 
 
 BAD = [
@@ -214,7 +214,7 @@ def test_what_cannot_work_is_refused_by_name_value_and_remedy(name, value, messa
     c = usable()
     put(c, name, value)
     with pytest.raises(ConfigError) as e:
-        config_checks.check(c)
+        common.check(c)
     assert name in str(e.value) and message in str(e.value)
 
 
@@ -222,7 +222,7 @@ def test_all_problems_are_reported_at_once():
     c = usable()
     c.rollout.top_p, c.optimizer.b1, c.mesh.tp = 0.0, 2.0, 0
     with pytest.raises(ConfigError) as e:
-        config_checks.check(c)
+        common.check(c)
     assert all(n in str(e.value) for n in ("rollout.top_p", "optimizer.b1", "mesh.tp"))
 
 

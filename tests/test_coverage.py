@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl
-from jaxrl.schema import SCHEMA, options
+from jaxrl.config.schema import SCHEMA, options
 
 HERE = Path(__file__).parent
 REASONS = ("automatic", "out of scope", "not done")
@@ -66,11 +66,11 @@ ALIASES = {
     "recipes/reward_model.py": {"options": "reward_model"},
     "data/scored.py": {"o": "reward_model"},
     "data/stream.py": {"d": "data"},
-    "models/peft.py": {"options": "lora"},
-    "models/selection.py": {"options": "lora"},
+    "models/adapters/peft.py": {"options": "lora"},
+    "models/adapters/selection.py": {"options": "lora"},
     "rollout/vllm/apart.py": {"options": "lora"},
-    "checkpoint.py": {"_options": "checkpoint"},
-    "uploads.py": {"options": "checkpoint.upload", "o": "checkpoint.upload"},
+    "checkpoint/checkpointer.py": {"_options": "checkpoint"},
+    "checkpoint/uploads.py": {"options": "checkpoint.upload", "o": "checkpoint.upload"},
     "telemetry/telemetry.py": {"_log": "log"},
     "telemetry/sinks.py": {"log_config": "log"},
     "rewards/pool.py": {"_reward": "reward"},
@@ -274,9 +274,9 @@ def _reads(tree, aliases):
 
 READS = """
 import ignoring, sys
-from jaxrl.config import default_config, redacted
-from jaxrl.config_checks import check
-from jaxrl.lengths import longest_sequence
+from jaxrl.config.load import default_config, redacted
+from jaxrl.resolve.checks.common import check
+from jaxrl.config.lengths import longest_sequence
 from jaxrl.errors import ConfigError
 c = default_config()
 c.data.max_prompt_tokens, c.rollout.max_new_tokens = 7, -1

@@ -21,12 +21,12 @@ import pytest
 import tiny_job
 
 import jaxrl
-from jaxrl import config_checks
-from jaxrl.config import config_of, load_config, parse_flags, put
+from jaxrl.config.load import config_of, load_config, parse_flags, put
+from jaxrl.config.schema import SCHEMA, free_tables, options
 from jaxrl.data import check_paths, resolve
 from jaxrl.launch import main as launch  # noqa: F401  (what its flags are is read from its source)
 from jaxrl.main import main
-from jaxrl.schema import SCHEMA, free_tables, options
+from jaxrl.resolve.checks import common
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -110,7 +110,7 @@ def test_commands_are_such(block, place):
         spec, overrides = parse_flags(flags_of(words))
         if spec is not None:
             config = load_config(spec, overrides)
-            config_checks.check(config)
+            common.check(config)
             if not set(config.data.path) & {"openai/gsm8k"}:
                 check_paths(config)
         program, script = words[0], next((w for w in words[1:] if not w.startswith("-")), "")
@@ -146,7 +146,7 @@ def test_python_compiles_and_what_it_runs_with_are_options(block, place):
     if "def get_config" in block.text:
         for arg in ("", ":sft"):
             config = load_config(block.saved_as + arg)
-            config_checks.check(config)
+            common.check(config)
             check_paths(config)
 
 

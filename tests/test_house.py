@@ -9,8 +9,8 @@ import jaxrl
 
 ROOT = Path(jaxrl.__file__).parent
 LONGEST_FILE, LONGEST_FUNCTION, WIDEST = 600, 60, 120
-TABLES = {"schema.py", "schema_algorithm.py", "schema_jobs.py", "schema_rewards.py", "names_elsewhere.py", "resume.py",
-          "telemetry/names.py", "models/config.py", "models/families.py", "models/parameters.py",
+TABLES = {"config/schema.py", "config/schema_algorithm.py", "config/schema_jobs.py", "config/schema_rewards.py", "config/suggest.py",
+          "checkpoint/resume.py", "telemetry/names.py", "models/config.py", "models/families.py", "models/parameters.py",
           *(f"migrate/systems/{p.name}" for p in (ROOT / "migrate" / "systems").glob("*.py") if not p.stem.endswith("_meaning"))}
 
 # A plan compiles the programs that recipes build.

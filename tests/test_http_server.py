@@ -1,4 +1,4 @@
-"""jaxrl.http_server against real sockets, and the four servers that are made of it: what a stranger can cost them."""
+"""jaxrl.processes.http_server against real sockets, and the four servers that are made of it: what a stranger can cost them."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from jaxrl import http_server
 from jaxrl.envs.proxy import Proxy
-from jaxrl.http_server import Reply, Server
+from jaxrl.processes import http_server
+from jaxrl.processes.http_server import Reply, Server
 from jaxrl.report.watch import Watched
 from jaxrl.report.watch import server as watch_server
 from jaxrl.rollout.vllm import transport

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config import load_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import load_config
+from jaxrl.config.schema import free_tables, options
 from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.report import because, left_out, name_of
@@ -21,7 +21,7 @@ from jaxrl.migrate.shell import commands
 from jaxrl.migrate.source import Setting, Source, Unreadable, override
 from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import ANYBODYS, KINDS, MISSING, Migration, Since, names_of
-from jaxrl.schema import free_tables, options
+from jaxrl.resolve.checks.common import check
 
 # System -> settings without which nothing runs there.
 REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8, "num_generations": 8}, "cosmos_rl": {"train.train_policy.type": "grpo"},

@@ -6,9 +6,9 @@ import random
 import pytest
 from test_migrate import migrated, run, values
 
-from jaxrl.config import load_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import load_config
 from jaxrl.migrate.source import Unreadable
+from jaxrl.resolve.checks.common import check
 
 T, P, R, PAR, D = "train.", "train.train_policy.", "rollout.", "policy.parallelism.", "distillation."
 GRPO, SFT = {P + "type": "grpo"}, {P + "type": "sft"}

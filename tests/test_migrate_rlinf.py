@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from jaxrl.config import load_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import load_config
 from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.source import Setting, Source, Unreadable
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.table import Migration
+from jaxrl.resolve.checks.common import check
 
 NEEDED = {"data.rollout_batch_size": 512, "algorithm.group_size": 16, "data.max_prompt_length": 1024, "runner.seq_length": 2048,
           "actor.optim.lr": 2e-5}

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from jaxrl.config import load_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import load_config
 from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.source import Setting, Source, Unreadable
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.systems.roll_layout import numbers
 from jaxrl.migrate.table import Migration
+from jaxrl.resolve.checks.common import check
 
 CONFIG = """
 defaults:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models import build, hf
+from jaxrl.models import build
+from jaxrl.models.io import hf
 
 PEERS = Path(__file__).resolve().parents[1] / "benchmarks" / "peers"
 sys.path.insert(0, str(PEERS))

@@ -13,10 +13,10 @@ import pytest
 from huggingface_hub import constants
 
 import jaxrl
-from jaxrl.config import default_config, put
-from jaxrl.config_checks import check
+from jaxrl.checkpoint.uploads import MARKER, Uploads
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
-from jaxrl.uploads import MARKER, Uploads
+from jaxrl.resolve.checks.common import check
 
 
 def options(*to, **changes):
@@ -236,7 +236,7 @@ def numbers(metrics):
 @pytest.mark.slow
 def test_a_run_sends_what_it_is_asked_to_and_is_the_same(tmp_path, monkeypatch):
     """none, final or all exports and checkpoints; a store that fails makes no difference but in summary.json and its metrics."""
-    monkeypatch.setattr("jaxrl.uploads.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("jaxrl.checkpoint.uploads.FIRST_WAIT", 0.01)
     _, plain = run(tmp_path / "plain")
     (tmp_path / "file").write_text("in the way")
     wanted = {("final", "none"): {"export"}, ("none", "final"): {"checkpoints/00000003"}, ("all", "all"): {

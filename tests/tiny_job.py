@@ -5,7 +5,7 @@ Used as a file, too: python -m jaxrl.main --config=tests/tiny_job.py
 
 from pathlib import Path
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 
 MODEL = {
     "model_type": "qwen2",

@@ -9,9 +9,9 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from jaxrl import models, training
-from jaxrl.config import default_config, editable
+from jaxrl.config.load import default_config, editable
+from jaxrl.resolve.spec import resolve
 from jaxrl.rollout import Key, Request, Result, Turn
-from jaxrl.spec import resolve
 from jaxrl.types import Trajectories
 
 HF = {

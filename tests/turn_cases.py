@@ -5,7 +5,7 @@ import random
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.data.turns import TurnRenderer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {

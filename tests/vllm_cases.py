@@ -38,7 +38,7 @@ from rollout_helpers import (
 
 from jaxrl import models
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.rollout import EngineContext, EngineLost, generate
 from jaxrl.rollout.vllm import adapter, transport
 from jaxrl.rollout.vllm.engine import VllmEngine

@@ -196,7 +196,7 @@ def main(argv=None) -> None:
     args = measure.arguments([a for a in argv if not a.startswith("--config.")])
 
     import jaxrl
-    from jaxrl.config import parse_flags, put
+    from jaxrl.config.load import parse_flags, put
 
     gflops = measure.jax_ceiling(args.work.shape.dtype)
     clock = measure.Clock()

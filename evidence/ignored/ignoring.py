@@ -30,7 +30,7 @@ def ignore(name: str) -> None:
     option = name
     if not name:
         return
-    from jaxrl.schema import SCHEMA, options
+    from jaxrl.config.schema import SCHEMA, options
 
     *groups, _leaf = name.split(".")
     node = SCHEMA

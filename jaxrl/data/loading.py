@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from jaxrl.config.registry import from_rows, recipe_of
 from jaxrl.data.cache import Cache, unread
 from jaxrl.data.dataset import MORE, Dataset, Kept, PromptError, Reader, Row, Tables, prompt_column
 from jaxrl.data.demonstrations import Answers, Demonstrations
@@ -19,7 +20,6 @@ from jaxrl.data.scored import Steps, scored_reader
 from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
 from jaxrl.data.stream import data_seed
 from jaxrl.errors import ConfigError
-from jaxrl.registry import from_rows, recipe_of
 
 log = logging.getLogger(__name__)
 MOST_NESTED = 100  # levels of lists and tables in a row

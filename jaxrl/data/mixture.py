@@ -8,7 +8,7 @@ import hashlib
 
 import numpy as np
 
-from jaxrl.config import editable
+from jaxrl.config.load import editable
 from jaxrl.data.dataset import Dataset, Example, Tables
 from jaxrl.data.sources import DataError
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl.config.lengths import longest_sequence
+from jaxrl.config.registry import recipe_of
 from jaxrl.data.dataset import Dataset, Example
 from jaxrl.data.mixing import Mix
 from jaxrl.data.mixture import Mixture
 from jaxrl.data.order import Epochs, Windows, endless, windows
 from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError
-from jaxrl.lengths import longest_sequence
-from jaxrl.registry import recipe_of
 
 log = logging.getLogger("jaxrl")
 CHECKED = 256  # rows from one look for a stop to the next

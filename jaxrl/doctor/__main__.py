@@ -87,8 +87,8 @@ def cleaned(text: str) -> str:
     for place, instead in ((str(Path.home()), "~"),):
         text = text.replace(place, instead) if len(place) > 1 else text
     try:
-        from jaxrl.config import redacted_text
-    except ImportError:  # a package that jaxrl.config needs is missing: leave out what could hold one
+        from jaxrl.config.load import redacted_text
+    except ImportError:  # a package that jaxrl.config.load needs is missing: leave out what could hold one
         return "\n".join(line for line in text.split("\n") if "=" not in line or "pip install" in line)
     return redacted_text(text)
 

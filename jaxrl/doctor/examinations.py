@@ -105,7 +105,7 @@ def devices() -> list[Line]:
     import jax
     import jax.numpy as jnp
 
-    from jaxrl.spec import here
+    from jaxrl.resolve.spec import here
 
     out, began = [], time.perf_counter()
     for device in jax.local_devices():
@@ -126,7 +126,7 @@ def kernels() -> list[Line]:
     """Every implementation that this platform may take, against the reference: results and gradients."""
     from jaxrl.kernels import check
     from jaxrl.parameters import DTYPES
-    from jaxrl.spec import here
+    from jaxrl.resolve.spec import here
 
     words, out = {"right": "ok", "refused": "-"}, []
     for v in check.everything(DTYPES[here().dtype]):
@@ -184,7 +184,7 @@ def vllm() -> list[Line]:
     """A server of a tiny model: started, given weights, asked, and how far its log-probs are from the trainer's."""
     if importlib.util.find_spec("vllm") is None:
         return [Line("-", "vLLM is not installed here: rollouts come from the embedded sampler (rollout.engine=jax)")]
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.telemetry.run_dir import read_json
 
     with tempfile.TemporaryDirectory(prefix="jaxrl_doctor_") as folder:

@@ -14,9 +14,9 @@ import itertools
 import json
 import re
 
-from jaxrl import http_client
 from jaxrl.envs.api import BadEnvironment, Observation, Step
 from jaxrl.envs.websocket import WebSocket
+from jaxrl.processes import http_client
 from jaxrl.workers.loading import LoadError, describe, number
 
 INVALID = "There is no valid action in this answer."

@@ -15,7 +15,7 @@ import secrets
 
 from jaxrl.envs import openai
 from jaxrl.envs.openai import Asked, Refused
-from jaxrl.http_server import Reply, Request, Server
+from jaxrl.processes.http_server import Reply, Request, Server
 
 LONGEST_BODY, CONNECTIONS = 1 << 26, 1024  # bytes; open at once
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"

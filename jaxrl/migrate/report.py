@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import is_secret
+from jaxrl.config.load import is_secret
+from jaxrl.config.schema import free_tables, options
 from jaxrl.migrate.source import Literal, Unreadable
 from jaxrl.migrate.table import KINDS, MISSING, Migration
-from jaxrl.schema import free_tables, options
 
 MARK = "# made by jaxrl.migrate, unchanged: "
 # Of what a run imports, beside the standard library.

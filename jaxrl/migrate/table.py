@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl.config.option import BOUNDS
+from jaxrl.config.schema import element_kind, free_tables, options
 from jaxrl.errors import ConfigError
 from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, scalar
-from jaxrl.option import BOUNDS
-from jaxrl.schema import element_kind, free_tables, options
 
 KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
 ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_|$)|(^|_)environment|overrides?$|labels$")  # tables of anybody's keys

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import scaled
 from jaxrl.models.families import ACTIVATIONS, FOREIGN, NEXT_TOKENS, REQUIRED, SCORES, UNSCALED, family_of, number
+from jaxrl.models.io import scaled
 from jaxrl.models.rope import Rope, score_factor
 from jaxrl.models.rope_config import ropes, rotary_size
 

@@ -24,8 +24,9 @@ from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.low_precision import DEFAULT
-from jaxrl.models import latent, parameters, quantized
-from jaxrl.models.adapters import dropped, stretch
+from jaxrl.models import latent, parameters
+from jaxrl.models.adapters import dropped, quantized, stretch
+from jaxrl.models.adapters.several import own_columns
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
 from jaxrl.models.placement import (
@@ -42,7 +43,6 @@ from jaxrl.models.placement import (
 )
 from jaxrl.models.product import product
 from jaxrl.models.rope import rotate, rotations
-from jaxrl.models.several import own_columns
 from jaxrl.sharding.memory import HOST, fetched
 
 KEPT = "layer_input"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxrl.config.suggest import not_yet
 from jaxrl.errors import ConfigError
-from jaxrl.names_elsewhere import not_yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Family:
     says: dict = dataclasses.field(default_factory=dict)  # fields that say of a model, by this value, what it is anyhow
     next_tokens: bool = False            # further layers on disk predict tokens behind the next one, and are not read
     classifies: bool = True              # transformers has a sequence classifier of it
-    few_bits: str = ""                   # fp8 or mxfp4, see models.scaled: checkpoints in which are read
+    few_bits: str = ""                   # fp8 or mxfp4, see models.io.scaled: checkpoints in which are read
     sinks: bool = False                  # ModelConfig.sinks
     router_bias: bool = False            # ModelConfig.router_bias
     expert_bias: bool = False            # ModelConfig.expert_bias
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
-    interleaved: bool = False            # experts lie on a disk as models.fused says, and in no other way
+    interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, decoder, parameters, several, unstacked
+from jaxrl.models import adapters, decoder, parameters, unstacked
+from jaxrl.models.adapters import several
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.sharding import memory

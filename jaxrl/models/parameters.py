@@ -148,7 +148,7 @@ def _expert_bias(name: str, axis: str, size: str) -> Row:
                sizes=("num_experts", size), stacked=1, share="experts_share", when="expert_bias")
 
 
-GPT_OSS_EXPERTS = (  # on a disk experts lie together, see models.fused
+GPT_OSS_EXPERTS = (  # on a disk experts lie together, see models.io.fused
     *_experts("mlp", "gate_proj", "up_proj", "down_proj", router="router"),
     Row(ROUTER_BIAS, (None,), "mlp.router.bias", init="zero", sizes=("num_experts",), when="router_bias"),
     _expert_bias("gate", "mlp", "expert_size"), _expert_bias("up", "mlp", "expert_size"), _expert_bias("down", "norm", "hidden_size"),

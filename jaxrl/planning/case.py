@@ -12,19 +12,19 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl import models, sharding
-from jaxrl.config import default_config, load_config
+from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention.packed import tpu
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory, workload
 from jaxrl.planning.workload import SIZES, data_shards
+from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.rollout.engines import check_served, chosen_engine, engine_of, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES, rollout_shape
-from jaxrl.spec import Platform, resolve
 
 HOPPER = ("h100", "h200")  # whose attention is a kernel of ours
 GPU_SHARE = 0.75  # of a GPU's memory: what jax takes by itself

@@ -21,9 +21,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrl.config import config_of, editable
+from jaxrl.config.load import config_of, editable
+from jaxrl.config.registry import RECIPES, Recipe, recipe_of
 from jaxrl.errors import ConfigError
-from jaxrl.registry import RECIPES, Recipe, recipe_of
 
 # Only shapes, memory and collectives are asked for: machine code is made as cheaply as it can be.
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

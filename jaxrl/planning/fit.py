@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 
-from jaxrl.config import editable
+from jaxrl.config.load import editable
 from jaxrl.planning.workload import data_shards, lengths, rows
 from jaxrl.rollout.engines import engine_of, shared_gpus
 

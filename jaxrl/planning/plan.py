@@ -18,16 +18,16 @@ from pathlib import Path
 
 import jax
 
-from jaxrl.config import editable
+from jaxrl.config.lengths import made_of
+from jaxrl.config.load import editable
+from jaxrl.config.run_length import ends
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.lengths import made_of
-from jaxrl.limits import ends
 from jaxrl.planning import asynchrony, compiling, fit, gpu_devices, memory, roofline, workload
 from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
+from jaxrl.resolve.spec import resolve
 from jaxrl.rollout import engine_of
 from jaxrl.sharding import ROLLOUT_RULES, targets
-from jaxrl.spec import resolve
 
 log = logging.getLogger("jaxrl")
 # not of a message too long for the network

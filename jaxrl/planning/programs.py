@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxrl import parameters, sharding, training
+from jaxrl.config.run_length import end
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
-from jaxrl.limits import end
 from jaxrl.recipes import ahead, setup
 from jaxrl.recipes.algorithm import Algorithm, precision
 from jaxrl.rollout.embedded import _empty_table

@@ -6,9 +6,9 @@ import importlib
 import sys
 from pathlib import Path
 
-from jaxrl.config import config_of, load_config
+from jaxrl.config.load import config_of, load_config
+from jaxrl.config.registry import recipe_of, short_name
 from jaxrl.errors import ConfigError
-from jaxrl.registry import recipe_of, short_name
 
 
 def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, eval=None, callbacks=(), env=None,
@@ -40,19 +40,20 @@ def train(config=None, rewards=None, *, model=None, data=None, tokenizer=None, e
     if kind := getattr(sys.modules.get("jaxrl.workers.streams"), "RUNNING", ""):
         raise ConfigError(f"jaxrl.train is called by a file that {kind} workers import: put the call under if __name__ "
                           f"== '__main__':, or the {kind} function into a file of its own")
-    from jaxrl import config_checks, replay_checks, telemetry
     from jaxrl import data as data_room
+    from jaxrl import telemetry
     from jaxrl.given import taken
+    from jaxrl.resolve.checks import common, replay
 
     config = config_of(config)
     if not config.run.dir:
         config.run.dir = f"runs/{short_name(config.run.recipe)}"
     given = taken(config, model, data, rewards, tokenizer, eval, callbacks, env, tools)
-    replay_checks.place(config)
-    config_checks.check(config)
+    replay.place(config)
+    common.check(config)
     if config.run.mode in ("plan", "certify"):
         return _on_no_device_of_its(config, given)
-    if config.run.mode not in replay_checks.AGAIN:  # what was recorded needs no data
+    if config.run.mode not in replay.AGAIN:  # what was recorded needs no data
         data_room.check_paths(config, given.data is not None, given.eval or ())
     telemetry.setup_logging(config.log.level)
     from jaxrl.processes import group
@@ -74,7 +75,7 @@ def _on_no_device_of_its(config, given) -> dict:
     """`train` of the modes that a job's own devices have no part in."""
     if config.run.mode == "plan":  # nothing is read but the model's description
         from jaxrl.planning import plan
-        from jaxrl.service_checks import missing_logger
+        from jaxrl.resolve.checks.services import missing_logger
 
         if missing := missing_logger(config):
             print(f"a run stops here: {missing}", flush=True)
@@ -88,12 +89,13 @@ def _on_no_device_of_its(config, given) -> dict:
 
 def _train(config, given, peers) -> dict:
     """`train` in a process that has met its peers."""
-    from jaxrl import replay_checks, telemetry
-    from jaxrl.config import redacted
+    from jaxrl import telemetry
+    from jaxrl.config.load import redacted
     from jaxrl.planning.comparison import comparison
     from jaxrl.processes.exchange import check_equal, facts
     from jaxrl.recipes import setup
-    from jaxrl.spec import resolve
+    from jaxrl.resolve.checks import replay
+    from jaxrl.resolve.spec import resolve
 
     if not peers.first:
         telemetry.setup_logging(config.log.level, peers.who(peers.index))
@@ -108,7 +110,7 @@ def _train(config, given, peers) -> dict:
         config = _after_warm_start(config, given)
     given = given._replace(comparison=comparison)
     recipe = recipe_of(config)
-    run = f"{recipe.again}.{config.run.mode}" if config.run.mode in replay_checks.AGAIN else recipe.run
+    run = f"{recipe.again}.{config.run.mode}" if config.run.mode in replay.AGAIN else recipe.run
     out = (run if callable(run) else importlib.import_module(run).run)(config, given)
     peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
     return out

@@ -30,8 +30,8 @@ from jaxrl.algorithms import (
     turn_advantages,
     whiten,
 )
+from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
 from jaxrl.models import adapters
 from jaxrl.processes.exchange import put
 from jaxrl.recipes.critic import Critic

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import parameters, training
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.roles import Role
 from jaxrl.sharding import memory

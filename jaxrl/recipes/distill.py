@@ -33,9 +33,9 @@ from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.recipes.trajectories import records
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy, WeightSync, check_finite
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 

@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 
-from jaxrl import adapter_table, parameters
+from jaxrl import parameters
+from jaxrl.config import adapter_table
 from jaxrl.processes.exchange import owner
 from jaxrl.recipes.episodes import check_failures, conversations, with_outcomes
 from jaxrl.recipes.trajectories import (

@@ -28,7 +28,7 @@ from jaxrl.recipes.recording import batch_of
 from jaxrl.recipes.replay import Plan, ranges
 from jaxrl.recipes.rl import weigher
 from jaxrl.recipes.what_if import copied, difference, dot, holds, likelihood, logprobs, number
-from jaxrl.replay import anomalies, files
+from jaxrl.records import anomalies, files
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 from jaxrl.types import FINISH
 

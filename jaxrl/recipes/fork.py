@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from jaxrl.checkpoint import Checkpointer
-from jaxrl.checkpoint_files import checkpoints_in, folder_of
-from jaxrl.config import editable, recorded_config, redacted
+from jaxrl.checkpoint.checkpointer import Checkpointer
+from jaxrl.checkpoint.files import checkpoints_in, folder_of
+from jaxrl.checkpoint.resume import config_changes
+from jaxrl.config.load import editable, recorded_config, redacted
 from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.group import peers
 from jaxrl.recipes.replay import Plan, line_of
-from jaxrl.replay import files
-from jaxrl.resume import config_changes
+from jaxrl.records import files
 
 HERE = ("mesh", "log", "launch")  # groups of options of where a run is, not of what it is
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxrl import data as data_room
 from jaxrl import models, parameters, sharding, training
+from jaxrl.config.lengths import episodes, made_of
 from jaxrl.data.dataset import PromptError, Template
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.lengths import episodes, made_of
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.rewards.items import RewardResult, metrics_of
 from jaxrl.roles import Role

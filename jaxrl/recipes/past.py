@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl.recipes.recording import sampled_by
 from jaxrl.recipes.rollouts import GREEDY, SAMPLES
-from jaxrl.replay import files, states
+from jaxrl.records import files, states
 from jaxrl.rewards import address
 from jaxrl.rollout import Engine, Result
 from jaxrl.types import FINISH

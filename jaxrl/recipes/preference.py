@@ -25,9 +25,9 @@ from jaxrl.recipes.evaluate import Evaluation, evaluate, publish_newest, summary
 from jaxrl.recipes.setup import answered, derived, describe, first_prompt, open_run, stream_metrics
 from jaxrl.recipes.sft import averaged, demonstrations
 from jaxrl.recipes.sums import ReferenceSums, sums_of
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy, Role, WeightSync, check_finite
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.flops import Speed
 from jaxrl.training.score import make_score
 

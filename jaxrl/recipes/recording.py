@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 import jaxrl
-from jaxrl.config import editable, redacted
-from jaxrl.diff import flat
+from jaxrl.config.load import editable, flat, redacted
 from jaxrl.recipes.rollouts import Batch
-from jaxrl.replay import files, states
+from jaxrl.records import files, states
 from jaxrl.rewards.items import RewardResult
 from jaxrl.telemetry.run_dir import jsonable
 from jaxrl.types import Trajectories

@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.checkpoint_files import Damaged, checkpoints_in, folder_of, verify
-from jaxrl.config import editable, put, redacted
-from jaxrl.diff import flat
+from jaxrl.checkpoint.files import Damaged, checkpoints_in, folder_of, verify
+from jaxrl.checkpoint.resume import config_changes
+from jaxrl.config.load import editable, flat, put, redacted
+from jaxrl.config.schema import options
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import what_if
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.recipes.recording import batch_of, states_of
 from jaxrl.recipes.rl import Parts, learn, prepare
 from jaxrl.recipes.setup import open_job, read_inputs
-from jaxrl.replay import files, states, verdict
-from jaxrl.replay_checks import numbers
-from jaxrl.resume import config_changes
+from jaxrl.records import files, states
+from jaxrl.replay import verdict
+from jaxrl.resolve.checks.replay import numbers
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy
-from jaxrl.schema import options
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl import adapter_table
 from jaxrl import rewards as rewards_room
 from jaxrl.algorithms.advantages import EQUAL, group_advantages
+from jaxrl.config import adapter_table
+from jaxrl.config.user_code import imported
 from jaxrl.data import Interrupted
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.imports import imported
 from jaxrl.processes.exchange import gather, owner
 from jaxrl.recipes.episodes import check_failures, episode_metrics, with_outcomes
 from jaxrl.recipes.trajectories import (

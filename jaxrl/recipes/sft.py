@@ -6,14 +6,15 @@ import zlib
 
 import numpy as np
 
-from jaxrl import adapter_table, training
+from jaxrl import training
+from jaxrl.config import adapter_table
 from jaxrl.data import Interrupted
 from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.evaluate import Evaluation, evaluate_only
 from jaxrl.recipes.setup import derived, describe, first_prompt, host_scalars, open_run, stream_metrics
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy, WeightSync, check_finite
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 

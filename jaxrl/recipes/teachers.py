@@ -20,17 +20,17 @@ import numpy as np
 
 from jaxrl import data as data_room
 from jaxrl import models, parameters, sharding, training
-from jaxrl.distill_checks import teacher_kind
+from jaxrl.config.lengths import made_of
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.lengths import made_of
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.processes.group import peers
 from jaxrl.recipes.teacher_files import TeacherFiles
+from jaxrl.resolve.checks.distill import teacher_kind
+from jaxrl.resolve.spec import SHALLOW
 from jaxrl.roles import Role
 from jaxrl.rollout.vllm.scoring import PromptScorer
 from jaxrl.sharding import memory
-from jaxrl.spec import SHALLOW
 from jaxrl.training.distillation import TEACHER
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 import jaxrl
-from jaxrl.config import default_config, get, options
+from jaxrl.config.load import default_config, get, options
 from jaxrl.diff import WHERE
 from jaxrl.report import curves, timeline
 from jaxrl.report.explained import explained, tried

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from jaxrl.http_server import Reply, Request, Server
+from jaxrl.processes.http_server import Reply, Request, Server
 from jaxrl.report.content import content
 from jaxrl.report.page import embedded, page
 

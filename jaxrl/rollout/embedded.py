@@ -26,7 +26,7 @@ import numpy as np
 from jaxrl.errors import RunStopped
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
-from jaxrl.models import several
+from jaxrl.models.adapters import several
 from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs

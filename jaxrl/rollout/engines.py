@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.config import editable
+from jaxrl.config.load import editable
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
-from jaxrl.registry import recipe_of
 from jaxrl.rollout.protocol import Engine, EngineInfo
 from jaxrl.rollout.shapes import DEFAULT_SLOTS
 

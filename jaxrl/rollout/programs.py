@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import share, shares_prompts
-from jaxrl.models import quantized, unstacked
+from jaxrl.models import unstacked
+from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
 from jaxrl.processes.exchange import localised
 from jaxrl.rollout.sampling import Controls, sample

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxrl.config.lengths import episodes, longest_prompt, longest_sequence
 from jaxrl.errors import ConfigError
-from jaxrl.lengths import episodes, longest_prompt, longest_sequence
 
 DEFAULT_SLOTS = 256  # where nobody says how many
 LONG_ANSWER = 256  # tokens from which a second cache length pays for its compilation

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 
-from jaxrl import http_client
+from jaxrl.processes import http_client
 from jaxrl.sandbox.types import Limits, Ran, SandboxError, Settings
 
 GRACE_SECONDS = 10.0   # for the way there and back and for the service's queue

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 
-from jaxrl.http_server import Reply, Request, Server, error
+from jaxrl.processes.http_server import Reply, Request, Server, error
 from jaxrl.sandbox import SandboxError, configure, probe, run
 
 KEY = "JAXRL_SANDBOX_KEY"

@@ -42,7 +42,7 @@ class Ran:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The config's `sandbox` but for the limits; see jaxrl/schema.py."""
+    """The config's `sandbox` but for the limits; see jaxrl/config/schema.py."""
 
     backend: str = "bwrap"
     paths: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxrl.registry import RECIPES
+from jaxrl.config.registry import RECIPES
 
 FIRST_STEPS = 3
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxrl
-from jaxrl.config import redacted
+from jaxrl.config.load import redacted
 from jaxrl.errors import ConfigError
 
 # What a fresh start moves away.

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 
 CLOCKED = ("time/", "perf/", "upload/")

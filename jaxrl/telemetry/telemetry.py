@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl.config import redacted
+from jaxrl.config.load import redacted
 from jaxrl.telemetry.console import (
     SPARKS,
     PlainConsole,

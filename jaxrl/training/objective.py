@@ -36,8 +36,8 @@ from jaxrl.algorithms import (
     policy_loss,
     value_loss,
 )
+from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
 from jaxrl.models import adapters
 from jaxrl.models.value import values
 from jaxrl.training.score import forward_hidden, logprobs_of

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl.config import editable, put
+from jaxrl.config.load import editable, put
 from jaxrl.errors import ConfigError
 
 

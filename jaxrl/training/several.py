@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models import several
+from jaxrl.models.adapters import several
 from jaxrl.models.placement import at_sources
 from jaxrl.training.objective import Outputs
 from jaxrl.training.state import init_state as init_one

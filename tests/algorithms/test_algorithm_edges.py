@@ -12,9 +12,9 @@ from test_options_algorithm import algorithm, batch_of, config, jax_as_it_was, o
 from training_helpers import policy_objective
 
 from jaxrl import training
+from jaxrl.checkpoint.resume import changes_past
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import Reference
-from jaxrl.resume import changes_past
 from jaxrl.roles import Policy
 from jaxrl.training.update import make_apply
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.algorithms import preferred_advantages
 from jaxrl.algorithms.preference import LOSSES, Table, needs_reference, preference_loss, weighted
-from jaxrl.schema import SCHEMA
+from jaxrl.config.schema import SCHEMA
 
 DEFAULTS = {name: option.default for name, option in SCHEMA["preference"].items()}
 

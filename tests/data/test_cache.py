@@ -193,7 +193,7 @@ def test_held_out_sets_and_rows_without_files_are_kept_too(made, tmp_path):
 SECOND = """
 import hashlib, json, sys
 from ml_collections import ConfigDict
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 from jaxrl.data import Stream, load_tokenizer, load_train
 c = default_config()
 for name, value in json.loads(sys.argv[1]).items():

@@ -10,11 +10,11 @@ from data_cases import make_config, make_tokenizer, write_jsonl
 from run_tools import fingerprint
 
 import jaxrl
-from jaxrl.config_checks import check
 from jaxrl.data import Stream, load_tokenizer, load_train
 from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.recipes.rollouts import pass_rates
+from jaxrl.resolve.checks.common import check
 
 LEVELS = [3, 1, 2, 1, 3, 2, 1, 2.5, 1, 3]
 

@@ -13,18 +13,18 @@ from run_tools import ROOT, environment
 from tiny_job import MODEL
 
 from jaxrl import fingerprints as inputs
-from jaxrl.checkpoint import Checkpointer
-from jaxrl.config import put, redacted
+from jaxrl.checkpoint.checkpointer import Checkpointer
+from jaxrl.checkpoint.resume import READ
+from jaxrl.config.load import put, redacted
 from jaxrl.data import fingerprint, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.setup import check_inputs
-from jaxrl.resume import READ
+from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 
 HOST = """
 import os, sys

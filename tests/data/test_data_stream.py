@@ -9,15 +9,15 @@ import pytest
 import tiny_job
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 
-from jaxrl.config import default_config, help_text, put
+from jaxrl.config.load import default_config, help_text, put
+from jaxrl.config.registry import RECIPES
 from jaxrl.data import Interrupted, Stream, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import setup
 from jaxrl.recipes.rollouts import Rollouts
-from jaxrl.registry import RECIPES
+from jaxrl.resolve.spec import resolve
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 
 
 class Numbers:

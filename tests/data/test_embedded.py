@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from jaxrl.config import load_config
+from jaxrl.config.load import load_config
 from jaxrl.rewards.builtin import boxed_reward
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))

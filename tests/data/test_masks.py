@@ -5,10 +5,10 @@ import pytest
 from data_cases import make_config, write_jsonl
 from turn_cases import FAMILIES, make_tokenizer
 
-from jaxrl.config_checks import check
 from jaxrl.data import DataError, load_tokenizer, load_train
 from jaxrl.data.overlong import Limits, fitted
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 
 ZEPHYR = ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
           "{% if add_generation_prompt %}<|assistant|>\n{% endif %}")

@@ -13,13 +13,13 @@ from test_options_algorithm import config as algorithm_config
 from test_options_algorithm import decided, trajectories
 
 import jaxrl
-from jaxrl.config import put, redacted
-from jaxrl.config_checks import check
+from jaxrl.checkpoint.resume import config_changes
+from jaxrl.config.load import put, redacted
 from jaxrl.data import DataError, Stream, check_paths, load_tokenizer, load_train
 from jaxrl.data.mixing import Mix, shares, weight_at
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import advantages, advantages_by_source
-from jaxrl.resume import config_changes
+from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 from jaxrl.envs.pool import EpisodePool
 from jaxrl.workers.supervisor import children
 

@@ -13,12 +13,12 @@ from tiny_job import MODEL
 from worlds import TEMPLATE
 
 from jaxrl import data, models
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.data.turns import TurnRenderer
 from jaxrl.envs.pool import EpisodePool
+from jaxrl.resolve.spec import resolve
 from jaxrl.rollout import Engine, EngineContext, Health, Key, Request, Result, SamplingParams, make_engine
 from jaxrl.rollout.episodes import EpisodeEngine
-from jaxrl.spec import resolve
 
 WORLDS = Path(__file__).with_name("worlds.py").resolve()
 QUESTION = "Max has 3 apples"

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import jaxrl
-from jaxrl.config import load_config, put
+from jaxrl.config.load import load_config, put
 from jaxrl.data import resolve
 from jaxrl.envs import builtin
 from jaxrl.envs.parsers import PARSERS

@@ -20,14 +20,15 @@ from test_training import worst
 from training_helpers import batch_of_groups, cut, params_of, policy_objective, tiny_model
 
 from jaxrl import algorithms as alg
-from jaxrl import config_checks, training
-from jaxrl.algorithm_checks import ESTIMATORS
-from jaxrl.config import default_config, put
+from jaxrl import training
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes import algorithm
+from jaxrl.resolve.checks import common
+from jaxrl.resolve.checks.algorithm import ESTIMATORS
+from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import shape
-from jaxrl.spec import resolve
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.objective import Outputs, Value
 from jaxrl.types import Trajectories
@@ -511,7 +512,7 @@ def checked(changes):
     c = tiny_job.get_config()
     for name, value in changes.items():
         put(c, name, value)
-    config_checks.check(c)
+    common.check(c)
     return c
 
 

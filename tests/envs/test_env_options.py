@@ -6,9 +6,9 @@ from episode_cases import WORLDS, Scripted, playing, requests, tokenizer
 from turn_cases import FAMILIES, make_tokenizer
 from worlds import NEWS
 
-from jaxrl.config import default_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 from jaxrl.rollout import generate
 
 

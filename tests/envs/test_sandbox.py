@@ -12,7 +12,7 @@ from sandbox_cases import ESCAPES, EXHAUSTIONS, surroundings
 
 import jaxrl
 from jaxrl import sandbox
-from jaxrl.config import load_config, put
+from jaxrl.config.load import load_config, put
 from jaxrl.sandbox import bwrap, seccomp
 from jaxrl.sandbox.grading import grade
 from jaxrl.sandbox.probe import check

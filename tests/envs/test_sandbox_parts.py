@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from sandbox_cases import ESCAPES, NOT_STOPPED, surroundings
 
 from jaxrl import sandbox
-from jaxrl.config import default_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import default_config
+from jaxrl.config.schema import SCHEMA
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.builtin import code_block
 from jaxrl.sandbox import Limits, Ran, SandboxError, api, bwrap, seccomp, serve
@@ -29,7 +30,6 @@ from jaxrl.sandbox import types as sandbox_types
 from jaxrl.sandbox.codec import Opaque, decode, encode
 from jaxrl.sandbox.grading import grade, parse, same
 from jaxrl.sandbox.probe import check as check_sandbox
-from jaxrl.schema import SCHEMA
 
 
 @pytest.fixture
@@ -603,7 +603,7 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
     import urllib.error
     import urllib.request
 
-    from jaxrl import http_client
+    from jaxrl.processes import http_client
 
     asked, stop = [], threading.Event()
 

@@ -11,8 +11,7 @@ import pytest
 from training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import parameters, training
-from jaxrl.config import default_config, put
-from jaxrl.config_checks import check
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.kernels import experts, low_precision
 from jaxrl.kernels.low_precision import GRADIENT, INPUT, SCHEMES, WEIGHT
@@ -21,7 +20,8 @@ from jaxrl.models.feed_forward import GATED
 from jaxrl.models.product import product
 from jaxrl.recipes.algorithm import precision
 from jaxrl.recipes.setup import build_model
-from jaxrl.spec import Platform, resolve
+from jaxrl.resolve.checks.common import check
+from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics
 

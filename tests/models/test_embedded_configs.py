@@ -9,9 +9,9 @@ import tiny_models
 from run_tools import ROOT, run
 
 import jaxrl
-from jaxrl import config_checks
-from jaxrl.config import load_config
+from jaxrl.config.load import load_config
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks import common
 
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.py"))
 GAMES = [f"{name}:{game}" for name in ("env", "env_sft") for game in ("calc", "guess", "library", "lake")]
@@ -22,7 +22,7 @@ VARIANTS = [*(name for name in CONFIGS if not name.startswith("env")), "dpo:tiny
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_shipped_config_can_work(name):
     config = load_config(name)
-    config_checks.check(config)
+    common.check(config)
     assert config.run.dir == "runs/" + name.replace(":", "_")
 
 

@@ -10,8 +10,9 @@ import pytest
 from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import FAMILIES, build, hf, rope
+from jaxrl.models import FAMILIES, build, rope
 from jaxrl.models.config import model_config
+from jaxrl.models.io import hf
 
 pytestmark = pytest.mark.torch  # the checkpoints are made by transformers' own models
 SMALL = {**SIZES, "model_type": "qwen3", "head_dim": 8}

@@ -18,10 +18,12 @@ import tiny_job
 from tiny_models import EXPERTS, SIZES, make_tiny
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, build, decoder, hf, placement, quantized, tensorfile
+from jaxrl.models import adapters, build, decoder, placement
+from jaxrl.models.adapters import quantized
+from jaxrl.models.adapters.selection import Selection, resolved
 from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
-from jaxrl.models.selection import Selection, resolved
+from jaxrl.models.io import hf, tensorfile
 from jaxrl.planning import memory
 from jaxrl.recipes.setup import read_inputs
 
@@ -584,7 +586,7 @@ def test_adapters_beside_experts():
 def test_decay_spares_the_vectors_of_experts_models(architecture, kinds):
     """Those of all heads and experts too, which are arrays of two axes."""
     from jaxrl import training
-    from jaxrl.config import default_config, editable
+    from jaxrl.config.load import default_config, editable
 
     config = editable(default_config()).optimizer
     config.lr, config.weight_decay, config.warmup_steps, config.warmup_fraction = 1.0, 0.5, 0, 0.0

@@ -17,7 +17,8 @@ from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny, make_token
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import build, hf
+from jaxrl.models import build
+from jaxrl.models.io import hf
 
 pytestmark = pytest.mark.torch  # the checkpoints are made by transformers' own models
 
@@ -399,7 +400,7 @@ def test_a_single_file_is_read_before_the_shards_as_transformers_does(tmp_path, 
     """Also where the index is stale and its shards are gone."""
     from safetensors.numpy import save_file
 
-    from jaxrl.models.tensorfile import list_folder
+    from jaxrl.models.io.tensorfile import list_folder
     save_file({"a": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     save_file({"a": np.zeros(2, np.float32)}, tmp_path / "model-00001-of-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(
@@ -428,7 +429,7 @@ ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ('{"a":' * 30000 + "1" + "}" * 30000, "nested too deeply"),
 ])
 def test_a_forged_header_is_an_error_that_names_file_and_tensor(tmp_path, header, said):
-    from jaxrl.models.tensorfile import read_header
+    from jaxrl.models.io.tensorfile import read_header
     text, file = (header if isinstance(header, str) else json.dumps(header)).encode(), tmp_path / "model.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(ConfigError, match=f"model.safetensors: not a safetensors file .*{said}"):
@@ -437,7 +438,7 @@ def test_a_forged_header_is_an_error_that_names_file_and_tensor(tmp_path, header
 
 @pytest.mark.parametrize("table", [{"a": "../x"}, {"a": "/etc/passwd"}, {"a": 5}, [1], {"a": "."}, {"a": "x" * 5000}])
 def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, table):
-    from jaxrl.models.tensorfile import list_folder
+    from jaxrl.models.io.tensorfile import list_folder
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
     with pytest.raises(ConfigError, match="model.safetensors.index.json"):
         list_folder(tmp_path)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import FAMILIES, build, fused, hf
+from jaxrl.models import FAMILIES, build
 from jaxrl.models.config import model_config
+from jaxrl.models.io import fused, hf
 
 pytestmark = pytest.mark.torch  # the models to compare with are transformers'
 TOKENS = np.random.default_rng(5).integers(3, odd.SIZES["vocab_size"], 40)  # longer than every window, none the padding

@@ -11,8 +11,9 @@ from tiny_models import SIZES
 from training_helpers import batch_of_groups
 
 from jaxrl import training
-from jaxrl.models import build, decoder, hf
+from jaxrl.models import build, decoder
 from jaxrl.models.decoder import Part
+from jaxrl.models.io import hf
 from jaxrl.models.parameters import Row
 from jaxrl.rollout import weights
 from jaxrl.training import score, update

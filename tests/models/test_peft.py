@@ -15,7 +15,9 @@ from peft_cases import theirs, torch
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapter_init, adapters, hf, peft
+from jaxrl.models import adapters
+from jaxrl.models.adapters import initialization, peft
+from jaxrl.models.io import hf
 
 pytestmark = pytest.mark.torch
 OPTIMIZERS = ("sgd", "adamw")
@@ -91,7 +93,7 @@ def test_decomposed_starts_are_pefts(path, init, rslora):
     other = cases.wrapped(cases.torch_model(path), cases.lora_config(
         init_lora_weights=init, use_rslora=rslora, target_modules=["q_proj", "down_proj"],
         rank_pattern={"layers.1.mlp.down_proj": 6}), spread=False)
-    leaves = jax.jit(adapter_init.initial, static_argnums=(0, 3))(model, jax.random.key(0), base, init)
+    leaves = jax.jit(initialization.initial, static_argnums=(0, 3))(model, jax.random.key(0), base, init)
     want, plain = cases.their_adapter(other), dataclasses.replace(model, adapter=dataclasses.replace(model.adapter, shifted=False))
     got = peft.hf_tensors(plain, adapters.joined(base, leaves), np.dtype(np.float32), {})
     for t in model.adapter.targets:
@@ -106,7 +108,7 @@ def test_decomposed_starts_are_pefts(path, init, rslora):
 def test_drawn_starts_have_pefts_distributions(path):
     """default: uniform up to 1/sqrt(inputs); gaussian: standard deviation 1/r; orthogonal: B A = 0 with neither zero; the subspace
     iteration keeps as much of W as PEFT's; none depends on how layers are laid out."""
-    start = jax.jit(adapter_init.initial, static_argnums=(0, 3))
+    start = jax.jit(initialization.initial, static_argnums=(0, 3))
     for init in ("default", "gaussian", "orthogonal", "pissa_niter_8"):
         starts = []
         for scan in (True, False):
@@ -135,7 +137,7 @@ def test_drawn_starts_have_pefts_distributions(path):
     for init, rank, said in (("orthogonal", 3, "odd"), ("pissa", 33, "above what its matrix"), ("loftq", 4, "choose default")):
         with pytest.raises(ConfigError, match=said):
             model, base = cases.our_model(path, cases.options(init=init, rank=rank))
-            adapter_init.initial(model, jax.random.key(0), base, init)
+            initialization.initial(model, jax.random.key(0), base, init)
 
 
 @pytest.mark.slow
@@ -153,18 +155,18 @@ def test_eva_starts_along_the_principal_directions_of_the_inputs(path):
         model, base = cases.our_model(path, given, scan=scan)
         rows = [np.pad(x, ((0, 0), (0, 5)), constant_values=v) for x, v in (
             (cases.TOKENS, 7), (np.broadcast_to(np.arange(17, dtype=np.int32), cases.TOKENS.shape), 0), (np.ones_like(cases.TOKENS), 0))]
-        found = adapter_init.principal_inputs(model, base, *rows)
+        found = initialization.principal_inputs(model, base, *rows)
         assert set(found) == {t.name for t in model.adapter.targets} == {n.removeprefix("base_model.model.") for n in want}
         for t in model.adapter.targets:
             ours, theirs_ = np.asarray(found[t.name]).T, want["base_model.model." + t.name].numpy()[:t.rank]
             assert ours.shape == (t.rank, ours.shape[1]) and np.abs((ours * theirs_).sum(1)).min() > 0.99
-        leaves = adapter_init.initial(model, jax.random.key(0), base, "eva", found)
+        leaves = initialization.initial(model, jax.random.key(0), base, "eva", found)
         np.testing.assert_array_equal(cases.logits(model, adapters.joined(base, leaves)), cases.logits(model.base, base))
         a = peft.hf_tensors(model, adapters.joined(base, leaves), np.dtype(np.float32), {})
         t = model.adapter.targets[1]
         np.testing.assert_array_equal(a[f"{peft.PREFIX}{t.name}.lora_A.weight"], np.asarray(found[t.name]).T)
     with pytest.raises(ConfigError, match="4 tokens do not tell the 4 directions"):
-        adapter_init.principal_inputs(model, base, *(x[:1, :4] for x in rows))
+        initialization.principal_inputs(model, base, *(x[:1, :4] for x in rows))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def test_a_folder_of_ours_comes_back_from_peft_byte_for_byte(path, tmp_path, sel
     model, base = cases.our_model(path, given)
     rng = np.random.default_rng(0)
     leaves = {name: jnp.asarray(rng.normal(size=x.shape) * 0.1, jnp.float32) if not name.endswith("scale") else x
-              for name, x in adapter_init.initial(model, jax.random.key(0), base, "default").items()}
+              for name, x in initialization.initial(model, jax.random.key(0), base, "default").items()}
     params = adapters.joined(base, leaves)
     peft.write(tmp_path / "ours", model, params, given, path)
     with warnings.catch_warnings():
@@ -227,7 +229,7 @@ def test_what_began_as_a_part_of_the_base_is_written_as_plain_lora(path, tmp_pat
     given = cases.options(init=init, rslora=rslora, targets=ATTENTION_DOWN, **({} if rslora else {"rank_pattern": ("q_proj=3",),
                                                                                                   "alpha_pattern": ("q_proj=6",)}))
     model, base = cases.our_model(path, given)
-    leaves = adapter_init.initial(model, jax.random.key(0), base, init)
+    leaves = initialization.initial(model, jax.random.key(0), base, init)
     rng = np.random.default_rng(1)
     trained = {n: x + 0.05 * jnp.asarray(rng.normal(size=x.shape), x.dtype) if n.endswith(("/a", "/b")) else x for n, x in leaves.items()}
     params = adapters.joined(base, trained)

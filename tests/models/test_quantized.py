@@ -14,8 +14,9 @@ from lora_cases import HF, QUICK, all_linear, batch, build, gradient, hidden, in
 from scipy.stats import norm
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapter_init, adapters, quantized
-from jaxrl.models.quantized import NF4
+from jaxrl.models import adapters
+from jaxrl.models.adapters import initialization, quantized
+from jaxrl.models.adapters.quantized import NF4
 
 WIDE = {**HF, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 SKIPPED = ((1, "mlp.up_proj"), (2, "self_attn.o_proj"))
@@ -177,11 +178,11 @@ def dense_flops(model):
 @pytest.mark.parametrize("name", ["pissa", "olora", "eva"])
 def test_starts_that_read_the_base_read_what_its_codes_stand_for(name):
     """pissa and olora begin at the codes' model to the bit (the base is not changed), with W of the codes decomposed."""
-    model = of("nf4", shifted=adapter_init.is_shifted(name))
+    model = of("nf4", shifted=initialization.is_shifted(name))
     base, rows = adapters.base_in_few_bits(model, init(model.base, jax.random.key(0))), batch()
     _, plain = dense(model, base)
-    found = adapter_init.principal_inputs(model, base, *rows[:3]) if name == "eva" else None
-    begin = jax.jit(adapter_init.initial, static_argnums=(0, 3), compiler_options=QUICK)
+    found = initialization.principal_inputs(model, base, *rows[:3]) if name == "eva" else None
+    begin = jax.jit(initialization.initial, static_argnums=(0, 3), compiler_options=QUICK)
     start = begin(model, jax.random.key(0), base, name, found)
     own = dataclasses.replace(model, adapter=dataclasses.replace(model.adapter, quantized=""))
     theirs = begin(own, jax.random.key(0), plain, name, found)

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl import training
 from jaxrl.errors import ConfigError
-from jaxrl.models import build, hf
+from jaxrl.models import build
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.training.score import make_value_score
 

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases
 from jaxrl.planning import plan
 from jaxrl.planning.asynchrony import Engine, Speeds, of_case, recorded, simulate, table
+from jaxrl.resolve.checks.common import check
 from jaxrl.rollout.protocol import Engine as Protocol
 from jaxrl.rollout.protocol import Request
 

@@ -14,13 +14,13 @@ import pytest
 import tiny_job
 from algorithm_runs import job, same, watched
 
-from jaxrl.config import default_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import rl, setup
 from jaxrl.recipes.rollouts import Rollouts
+from jaxrl.resolve.checks.common import check
+from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.sharding import memory
-from jaxrl.spec import Platform, resolve
 from jaxrl.training import streaming
 
 

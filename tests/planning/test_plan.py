@@ -19,13 +19,13 @@ import tiny_job
 import jaxrl
 from jaxrl import main as command
 from jaxrl import sharding
-from jaxrl.config import config_of, load_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import config_of, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases
 from jaxrl.planning import collectives, compiling, fit, memory, plan, roofline, workload
+from jaxrl.resolve.checks.common import check
+from jaxrl.resolve.spec import resolve
 from jaxrl.sharding import chips, targets
-from jaxrl.spec import resolve
 
 HERE = Path(__file__).parents[1]
 LOOP = """HloModule m

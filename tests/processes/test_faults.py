@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.errors import ConfigError
-from jaxrl.faults import ACTIONS, POINTS, FaultError, Faults, GracefulStop, Interrupted, parse_plan
+from jaxrl.processes.faults import ACTIONS, POINTS, FaultError, Faults, GracefulStop, Interrupted, parse_plan
 
 
 def test_an_entry_is_read_with_its_defaults():
@@ -84,7 +84,7 @@ def test_kill9_leaves_no_chance_and_term_is_polite():
     code = """
 import atexit
 atexit.register(lambda: print("cleaned up", flush=True))
-from jaxrl.faults import Faults, GracefulStop
+from jaxrl.processes.faults import Faults, GracefulStop
 with GracefulStop() as stop:
     faults = Faults(["rollout.term@step=1", "rollout.kill9@step=2"])
     faults.fire("rollout", 1)
@@ -101,7 +101,7 @@ with GracefulStop() as stop:
 
 WAITER = """
 import sys, time
-from jaxrl.faults import GracefulStop
+from jaxrl.processes.faults import GracefulStop
 with GracefulStop() as stop:
     print("ready", flush=True)
     stop.wait(60)
@@ -142,7 +142,7 @@ def test_a_second_ctrl_c_ends_the_process_even_inside_compiled_code():
 def test_a_signal_while_a_run_starts_ends_it_at_once(code):
     process = run(f"""
 import sys
-from jaxrl.faults import GracefulStop, Interrupted
+from jaxrl.processes.faults import GracefulStop, Interrupted
 try:
     with GracefulStop(starting=True):
         print("ready", flush=True)

@@ -19,13 +19,14 @@ import tiny_job
 import yaml
 from run_tools import ROOT, environment
 
-from jaxrl import config_checks, launch
-from jaxrl.config import default_config, put
+from jaxrl import launch
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.faults import Faults
 from jaxrl.processes import exchange, greeting, group
+from jaxrl.processes.faults import Faults
 from jaxrl.processes.group import Peers, Place, expand_nodes, find
 from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
+from jaxrl.resolve.checks import common
 from jaxrl.rollout import Result
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.servers import share_of
@@ -142,7 +143,7 @@ def test_what_cannot_be_meant_is_refused(changes, complaint):
     for name, value in changes.items():
         put(c, name, value)
     with pytest.raises(ConfigError, match=complaint):
-        config_checks.check(c)
+        common.check(c)
 
 
 def test_a_missing_process_is_named():
@@ -498,7 +499,7 @@ def test_a_process_that_comes_again_is_one_process():
 
 DIES = """
 import os, sys
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.processes import group
 me, dies, count, port = map(int, sys.argv[1:])
 if me == dies:  # killed after its greeting, while jax would join it

@@ -57,15 +57,15 @@ def reward(folder, body):
         ("def get_config(arg):\n    return 1 // 0\n", "ZeroDivisionError: integer division or modulo by zero (line 2)"),
         ("def get_config(arg):\n    return None\n", "must return jaxrl.default_config() with changes, not NoneType"),
         (
-            "import jaxrl.config as j\ndef get_config(arg):\n    c = j.default_config()\n    c.train.steps = 'many'\n",
+            "import jaxrl.config.load as j\ndef get_config(arg):\n    c = j.default_config()\n    c.train.steps = 'many'\n",
             "train.steps=many: expected int, got str (line 4)",
         ),
         (
-            "import jaxrl.config as j\ndef get_config(arg):\n    c = j.default_config()\n    c.data.path = 'a.jsonl'\n",
+            "import jaxrl.config.load as j\ndef get_config(arg):\n    c = j.default_config()\n    c.data.path = 'a.jsonl'\n",
             "data.path=a.jsonl: expected tuple, got str; write ('a.jsonl',) (line 4)",
         ),
         (
-            "import jaxrl.config as j\ndef get_config(arg):\n    return j.default_config().optimizer.rl\n",
+            "import jaxrl.config.load as j\ndef get_config(arg):\n    return j.default_config().optimizer.rl\n",
             "config has no option 'rl'; did you mean critic.lr or optimizer.lr or sandbox.url? (line 3)",
         ),
     ],

@@ -8,7 +8,7 @@ import pytest
 import tiny_job
 
 import jaxrl
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.recipes import ahead
 
 KINDS = {"grpo": {}, "ppo": {"algorithm.preset": "ppo"}, "lora": {"lora.rank": 4},

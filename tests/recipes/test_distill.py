@@ -10,12 +10,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from training_helpers import HF, batch_of_groups, params_of
 
-from jaxrl import config_checks, models, training
-from jaxrl.config import default_config, put
+from jaxrl import models, training
+from jaxrl.config.load import default_config, put
+from jaxrl.config.registry import sequences
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import teacher_files, teachers
 from jaxrl.recipes.distill import Rows, joined
-from jaxrl.registry import sequences
+from jaxrl.resolve.checks import common as config_checks
 from jaxrl.rollout.vllm.scoring import answer
 from jaxrl.training import Distillation
 from jaxrl.training.layout import RowShapes

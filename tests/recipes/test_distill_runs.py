@@ -19,11 +19,11 @@ from jaxrl import training
 from jaxrl.algorithms.distillation import sampled_advantages
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import ConfigError
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.recipes import distill, setup, teachers
 from jaxrl.recipes.sft import demonstrations
+from jaxrl.resolve.spec import resolve
 from jaxrl.rollout.vllm.scoring import PromptScorer
-from jaxrl.spec import resolve
 
 
 @pytest.fixture(scope="module", autouse=True)

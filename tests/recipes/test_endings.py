@@ -10,13 +10,13 @@ import tiny_job
 
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.recipes import evaluate
+from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.pool import RewardFailure
 from jaxrl.rollout import EngineLost
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.health import Divergence
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jaxrl
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
-from jaxrl.replay import files
+from jaxrl.records import files
+from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, address
 from jaxrl.workers import loading, reached
 

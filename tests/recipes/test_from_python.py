@@ -13,7 +13,7 @@ import tiny_job
 from run_tools import environment
 
 import jaxrl
-from jaxrl.config import config_of
+from jaxrl.config.load import config_of
 from jaxrl.errors import ConfigError
 from jaxrl.given import Given, Step, call, call_back, taken
 from jaxrl.rewards import RewardPool

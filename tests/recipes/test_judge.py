@@ -15,16 +15,17 @@ from algorithm_runs import decided, job, watched
 from data_cases import TEMPLATE, make_config, make_tokenizer
 from training_helpers import batch_of_groups, conversation
 
-from jaxrl import config_checks, models
-from jaxrl.config import put
+from jaxrl import models
+from jaxrl.config.load import put
 from jaxrl.data import load_tokenizer
 from jaxrl.data.dataset import Example
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.recipes import setup
 from jaxrl.recipes.judge import Judge, described
 from jaxrl.recipes.trajectories import collect
+from jaxrl.resolve.checks import common
 from jaxrl.rewards.items import RewardResult
 
 
@@ -71,7 +72,7 @@ def judge_of(path, **changes):
     c = tiny_job.get_config()
     for name, value in {"reward.model.path": path, **RM, **changes}.items():
         put(c, name, value)
-    config_checks.check(c)
+    common.check(c)
     opened = setup.open_job(c)
     return Judge(opened, described(opened.config, opened.tokenizer))
 
@@ -296,13 +297,13 @@ PATH = {"reward.model.path": "some/rm"}
 ])
 def test_what_cannot_work_is_refused(changes, said):
     with pytest.raises(ConfigError) as e:
-        config_checks.check(put_all(tiny_job.get_config(), changes))
+        common.check(put_all(tiny_job.get_config(), changes))
     assert said in str(e.value)
 
 
 def test_a_group_filter_by_a_function_and_an_accuracy_by_it_are_allowed():
-    config_checks.check(put_all(tiny_job.get_config(), PATH | {"algorithm.dynamic_sampling": "mask", "algorithm.keep_group": "digits"}))
-    config_checks.check(put_all(tiny_job.get_config(), PATH | {"reward.functions": (), "eval.accuracy_from": "reward_model"}))
+    common.check(put_all(tiny_job.get_config(), PATH | {"algorithm.dynamic_sampling": "mask", "algorithm.keep_group": "digits"}))
+    common.check(put_all(tiny_job.get_config(), PATH | {"reward.functions": (), "eval.accuracy_from": "reward_model"}))
 
 
 def test_a_language_model_is_no_reward_model(tmp_path):

@@ -3,10 +3,10 @@
 import pytest
 import tiny_job
 
-from jaxrl import config_checks
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
-from jaxrl.spec import Platform, resolve
+from jaxrl.resolve.checks import common
+from jaxrl.resolve.spec import Platform, resolve
 
 
 def config(folder, **changes):
@@ -36,7 +36,7 @@ def config(folder, **changes):
 ])
 def test_what_cannot_work_is_refused(tmp_path, changes, said):
     with pytest.raises(ConfigError, match=said):
-        config_checks.check(config(tmp_path, **changes))
+        common.check(config(tmp_path, **changes))
 
 
 def test_publish_auto_is_by_what_the_engine_can_serve(tmp_path):

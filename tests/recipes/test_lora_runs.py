@@ -14,15 +14,17 @@ from run_tools import fingerprint
 from training_helpers import batch_of_groups
 
 import jaxrl
-from jaxrl import config_checks, parameters, training
-from jaxrl.config import put
+from jaxrl import parameters, training
+from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, hf
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models import adapters
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.recipes import setup, sft
 from jaxrl.recipes.algorithm import Algorithm, BaseReference
+from jaxrl.resolve.checks import common
+from jaxrl.resolve.spec import resolve
 from jaxrl.roles import Policy
-from jaxrl.spec import resolve
 
 
 def config(folder, arg=None, **changes):
@@ -272,7 +274,7 @@ def test_a_run_starts_from_an_adapter_that_another_one_exported(tmp_path, dora):
 ])
 def test_what_cannot_go_with_adapters_is_refused(tmp_path, options, said):
     with pytest.raises(ConfigError) as e:
-        config_checks.check(config(tmp_path, **options))
+        common.check(config(tmp_path, **options))
     assert said in str(e.value)
 
 

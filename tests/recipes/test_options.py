@@ -24,25 +24,26 @@ from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups, policy_objective
 
-from jaxrl import config_checks, models, parameters, training
+from jaxrl import models, parameters, training
 from jaxrl.algorithms import group_advantages
-from jaxrl.config import default_config, get, put
+from jaxrl.config.load import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
 from jaxrl.errors import ConfigError
-from jaxrl.faults import FaultError
 from jaxrl.kernels.logprob import logprob_and_entropy
-from jaxrl.models import hf
+from jaxrl.models.io import hf
+from jaxrl.processes.faults import FaultError
 from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
+from jaxrl.resolve.checks import common
+from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.roles import NothingFinite, check_finite
 from jaxrl.rollout import Engine, EngineContext, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.session import Progress, Session, triggers
 from jaxrl.sharding.mesh import AXES
-from jaxrl.spec import resolve
 from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics
@@ -77,7 +78,7 @@ def tiny(tokenizer):
         c.model.config.update(MODEL)
         for name, value in zip(pairs[::2], pairs[1::2], strict=True):
             put(c, name, value)
-        config_checks.check(c)
+        common.check(c)
         return c
 
     return make
@@ -328,7 +329,7 @@ def test_tokenizer_code_runs_when_it_is_trusted(tmp_path, monkeypatch):
 
 MESHES = """
     import jax, json, sys
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.models import decoder
     from jaxrl import parameters
     from jaxrl.recipes import setup
@@ -554,7 +555,7 @@ def test_advantage_options(tiny):
     scores, groups = [3.0, 1.0, 1.0, 2.0], [0, 0, 1, 1]
 
     def advantages(*pairs):
-        v = config_checks.resolved_algorithm(tiny(*pairs))
+        v = common.resolved_algorithm(tiny(*pairs))
         return group_advantages(scores, groups, mean=v["advantage_mean"], std=v["advantage_std"])[0]
 
     np.testing.assert_allclose(advantages(), [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5], rtol=1e-5)
@@ -565,9 +566,9 @@ def test_advantage_options(tiny):
 
 
 def test_preset_fills_what_is_not_set(tiny):
-    paper = config_checks.resolved_algorithm(tiny("algorithm.preset", "grpo_paper", "algorithm.kl.coef", 0.5))
+    paper = common.resolved_algorithm(tiny("algorithm.preset", "grpo_paper", "algorithm.kl.coef", 0.5))
     assert (paper["aggregation"], paper["kl.estimator"], paper["kl.coef"]) == ("sequence_mean", "k3", 0.5)
-    own = config_checks.resolved_algorithm(tiny("algorithm.aggregation", "sequence_mean"))
+    own = common.resolved_algorithm(tiny("algorithm.aggregation", "sequence_mean"))
     assert (own["aggregation"], own["kl.coef"]) == ("sequence_mean", 0.0)
 
 

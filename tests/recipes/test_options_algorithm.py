@@ -24,25 +24,26 @@ from flax.traverse_util import flatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
 
-from jaxrl import config_checks, parameters, training
+from jaxrl import parameters, training
 from jaxrl.algorithms import PRESETS, Tokens
-from jaxrl.config import put
+from jaxrl.config.load import put
+from jaxrl.config.schema import options
+from jaxrl.config.schema_algorithm import PRESET_NAMES
 from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError
-from jaxrl.models import hf
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
 from jaxrl.recipes import rl, setup
 from jaxrl.recipes.algorithm import Algorithm, Reference, advantages, spread, start_of_step
 from jaxrl.recipes.critic import Critic
 from jaxrl.recipes.rollouts import Rollouts
+from jaxrl.resolve.checks import common
+from jaxrl.resolve.spec import resolve
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.roles import Policy
 from jaxrl.rollout import Engine, Health, Result
-from jaxrl.schema import options
-from jaxrl.schema_algorithm import PRESET_NAMES
-from jaxrl.spec import resolve
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.update import loss_and_metrics, make_apply
@@ -67,12 +68,12 @@ def config(changes=None):
     c = tiny_job.get_config()
     for name, value in (changes or {}).items():
         put(c, name, value)
-    config_checks.check(c)
+    common.check(c)
     return c
 
 
 def row(changes=None):
-    return config_checks.resolved_algorithm(config(changes))
+    return common.resolved_algorithm(config(changes))
 
 
 @pytest.fixture(scope="module")

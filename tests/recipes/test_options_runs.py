@@ -18,9 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxrl
-from jaxrl.config import default_config, get, load_config, put
+from jaxrl.config.load import default_config, get, load_config, put
 from jaxrl.errors import ConfigError
-from jaxrl.models.tensorfile import list_folder
+from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.recipes import sft
 from jaxrl.rollout.embedded import EmbeddedEngine
 from jaxrl.telemetry.names import HISTOGRAMS
@@ -36,7 +36,7 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 WARM_START = f"""
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     def get_config(arg=None):
         c = default_config()
         c.run.recipe, c.model.init, c.model.tokenizer = "sft", "random", "jaxrl://arith/tokenizer"
@@ -279,8 +279,8 @@ def test_rewards_weights_scale_and_advantages(first):
 
 def test_epochs_minibatches_and_reference(first, folder):
     """2 passes x 2 minibatches x 2 steps = 8 updates; there is a KL to the reference once the policy has moved."""
-    from jaxrl.checkpoint import Checkpointer
-    from jaxrl.faults import Faults
+    from jaxrl.checkpoint.checkpointer import Checkpointer
+    from jaxrl.processes.faults import Faults
 
     restored = Checkpointer(first.run, rl(folder), Faults(())).restore(
         {"step": jax.ShapeDtypeStruct((), np.int32)}, "must", partial=True
@@ -393,7 +393,7 @@ def test_answers_that_take_too_long_end_the_run(folder, first):
 
 
 def test_a_warm_start_must_be_an_sft_job(folder, tmp_path):
-    text = "from jaxrl.config import default_config\ndef get_config(arg):\n    return default_config()\n"
+    text = "from jaxrl.config.load import default_config\ndef get_config(arg):\n    return default_config()\n"
     (tmp_path / "rl.py").write_text(text)
     assert load_config(str(tmp_path / "rl.py")).run.recipe == "rl"
     with pytest.raises(ConfigError, match="run.warm_start=.*must be an SFT config"):

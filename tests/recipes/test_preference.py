@@ -16,11 +16,12 @@ from test_training import LAYOUTS, gradient, layout_of
 from training_helpers import batch_of_groups, params_of, tiny_model
 
 import jaxrl
-from jaxrl import config_checks, training
+from jaxrl import training
 from jaxrl.algorithms.preference import Table, preference_loss
-from jaxrl.config import load_config
+from jaxrl.config.load import load_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import preference, sums
+from jaxrl.resolve.checks import common
 from jaxrl.training.score import make_score
 
 ROWS = [{"prompt": f"{i % 12 + 1}{'+-'[i // 12]}2=", "chosen": str(i % 9 + 1), "rejected": f"{i % 9 + 1}-{i % 5 + 1}"} for i in range(24)]
@@ -262,8 +263,8 @@ def test_what_cannot_work_is_refused(changes, why, tmp_path):
     with pytest.raises(ConfigError, match=why):
         c = config(tmp_path)
         for name, value in changes.items():
-            jaxrl.config.put(c, name, value)
-        config_checks.check(c)
+            jaxrl.config.load.put(c, name, value)
+        common.check(c)
 
 
 JOB = """

@@ -17,8 +17,8 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.main import main
 from jaxrl.recipes import setup
 from jaxrl.recipes.evaluate import pass_at_k
+from jaxrl.resolve.spec import resolve
 from jaxrl.session import Session
-from jaxrl.spec import resolve
 from jaxrl.telemetry import console
 
 

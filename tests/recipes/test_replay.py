@@ -14,13 +14,13 @@ import pytest
 import worlds
 
 import jaxrl
-from jaxrl.config import load_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import load_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes import recording
 from jaxrl.recipes.bounded import Bounded, k3
-from jaxrl.replay import anomalies, files
-from jaxrl.replay_checks import numbers, settings
+from jaxrl.records import anomalies, files
+from jaxrl.resolve.checks.common import check
+from jaxrl.resolve.checks.replay import numbers, settings
 from jaxrl.types import TrainState
 
 

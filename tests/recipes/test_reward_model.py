@@ -11,11 +11,11 @@ from data_cases import write_jsonl
 from safetensors.numpy import load_file
 
 import jaxrl
-from jaxrl import config_checks
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.reward_model import batch_of
+from jaxrl.resolve.checks import common
 
 ROWS = [json.loads(line) for line in (Path(jaxrl.__file__).parent / "data/embedded/arith/sft.jsonl").read_text().splitlines()[:48]]
 
@@ -50,7 +50,7 @@ def config(folder, rows, held_out=None, **changes):
     c.optimizer.lr, c.train.steps, c.checkpoint.every_steps, c.eval.every_steps = 1e-2, 10, 2, 0
     for name, value in changes.items():
         put(c, name.replace("__", "."), value)
-    config_checks.check(c)
+    common.check(c)
     return c
 
 

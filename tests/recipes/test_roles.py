@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxrl import sharding
-from jaxrl.config import default_config, put
-from jaxrl.config_checks import check
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 from jaxrl.rollout import embedded
 from jaxrl.sharding.mesh import indices
 
@@ -124,7 +124,7 @@ def test_colocated_is_a_sampler_that_rests(tmp_path, monkeypatch):
     """The embedded engine under rollout.placement=colocated leaves the devices for every update, and the run is the same one."""
     from run_tools import ROOT, fingerprint
 
-    from jaxrl.config import load_config
+    from jaxrl.config.load import load_config
     from jaxrl.recipes import train
 
     rests, real = [], embedded.EmbeddedEngine.rest

@@ -7,7 +7,7 @@ import pytest
 import tiny_job
 
 import jaxrl
-from jaxrl.config import put
+from jaxrl.config.load import put
 
 MOE = {**tiny_job.MODEL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
        "norm_topk_prob": True, "head_dim": 8}

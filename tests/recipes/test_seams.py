@@ -9,14 +9,14 @@ from data_cases import write_jsonl
 from test_docs import ROOT, blocks_of
 
 import jaxrl
-from jaxrl import config_checks
 from jaxrl.algorithms import POLICY_LOSSES, register_policy_loss
-from jaxrl.config import put
+from jaxrl.config.load import put
+from jaxrl.config.option import Option
+from jaxrl.config.registry import RECIPES
+from jaxrl.config.schema import SCHEMA
+from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
-from jaxrl.imports import imported
-from jaxrl.option import Option
-from jaxrl.registry import RECIPES
-from jaxrl.schema import SCHEMA
+from jaxrl.resolve.checks import common
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
     assert norms[3.0] == pytest.approx(3 * norms[1.0], rel=1e-5) and norms[1.0] > 0
     put(c, "algorithm.haste", -1.0)
     with pytest.raises(ConfigError, match="algorithm.haste=-1.0: must be above 0"):
-        config_checks.check(c)
+        common.check(c)
     del POLICY_LOSSES["hasty"]
 
 
@@ -84,4 +84,4 @@ def test_a_recipe_that_is_none_is_refused(monkeypatch, tmp_path):
         c = tiny_job.get_config("sft")
         c.run.recipe = path
         with pytest.raises(ConfigError, match=f"run.recipe='{path}'.*{why}"):
-            config_checks.check(c)
+            common.check(c)

@@ -13,11 +13,12 @@ import tiny_job
 from run_tools import fingerprint
 
 import jaxrl
-from jaxrl import config_checks, spec
-from jaxrl.config import put
+from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
-from jaxrl.models.tensorfile import read_header
+from jaxrl.models.io.tensorfile import read_header
 from jaxrl.recipes import rollouts, setup
+from jaxrl.resolve import spec
+from jaxrl.resolve.checks import common
 
 KINDS = ("chain", "skip")
 OWN = {"chain": {"sources": ("chain",), "rank": 2, "lr": 2e-2, "max_grad_norm": 0.3}, "skip": {"sources": "skip", "alpha": 8.0}}
@@ -152,7 +153,7 @@ def test_two_adapters_in_one_run_of_reinforcement_learning_are_two_runs(tmp_path
 ])
 def test_what_cannot_go_with_several_is_refused(tmp_path, options, said):
     with pytest.raises(ConfigError) as e:
-        config_checks.check(config(tmp_path, **options))
+        common.check(config(tmp_path, **options))
     assert said in str(e.value)
 
 
@@ -162,7 +163,7 @@ def test_held_out_rows_are_answered_by_the_adapter_that_names_them(tmp_path, mon
     from jaxrl.recipes import evaluate
     c = config(tmp_path / "run", lora__adapters__chain__eval=("a",), lora__adapters__skip__eval="b", train__steps=1,
                eval__sets=("a=jaxrl://arith/test.jsonl", "b=jaxrl://arith/test.jsonl"), eval__max_rows=2)
-    config_checks.check(c)
+    common.check(c)
     decided = spec.resolve(c, spec.Platform("cpu", "fp32"))
     assert (decided.rollout.engine, decided.lora.publish) == ("jax", "adapter")
     seen, make = {}, evaluate.make_requests

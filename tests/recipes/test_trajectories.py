@@ -9,11 +9,11 @@ from training_helpers import conversation, cut
 
 from jaxrl import training
 from jaxrl.algorithms.aggregation import AGGREGATIONS
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import advantages
 from jaxrl.recipes.trajectories import collect, results_from_bytes, results_to_bytes, reward_items
-from jaxrl.spec import resolve
+from jaxrl.resolve.spec import resolve
 from jaxrl.training.layout import RowShapes
 from jaxrl.types import Sizes
 

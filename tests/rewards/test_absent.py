@@ -6,7 +6,7 @@ import pytest
 from hostile_texts import texts
 
 from jaxrl import sandbox
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.builtin import limited
 from jaxrl.sandbox import api

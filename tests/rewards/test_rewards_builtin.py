@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import RunStopped
 from jaxrl.rewards import RewardResult, shape
 from jaxrl.rewards.builtin import boxed_reward, choice_reward, exact_reward, format_reward, last_boxed, math_reward

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.recipes.evaluate import out_of_patience
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
@@ -516,7 +516,7 @@ def test_close_ends_the_workers(pool):
 
 PARENT = textwrap.dedent('''
     import sys, threading, time
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.rewards import RewardItem, RewardPool
     config = default_config()
     config.reward.functions = (sys.argv[1] + ":imports", sys.argv[1] + ":odd")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import RewardItem, RewardPool
 

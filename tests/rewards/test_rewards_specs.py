@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.trajectories import recorded_outcomes
 from jaxrl.rewards import RewardItem, RewardPool, register_reward
@@ -70,7 +70,7 @@ SCRIPT = textwrap.dedent('''
     import json, math, re, sys
     from collections import Counter
     from math import sqrt as root
-    from jaxrl.config import default_config
+    from jaxrl.config.load import default_config
     from jaxrl.rewards import RewardItem, RewardPool
 
     LIMITS = {"low": 1, "names": ["a", "b"]}
@@ -110,7 +110,7 @@ def test_functions_of_a_notebook_cell(tmp_path):
         shell = InteractiveShell.instance()
         shell.run_cell("BONUS = 0.5\\ndef brevity(prompt, completion, answer):\\n    return BONUS - len(completion)")
         shell.run_cell(
-            "from jaxrl.config import default_config\\nfrom jaxrl.rewards import RewardItem, RewardPool\\n"
+            "from jaxrl.config.load import default_config\\nfrom jaxrl.rewards import RewardItem, RewardPool\\n"
             "with RewardPool(default_config(), functions=[brevity]) as pool:\\n"
             "    print('total', pool.score([RewardItem('q', 'abc', {'answer': 1})]).total[0])")
     ''')

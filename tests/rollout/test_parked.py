@@ -15,7 +15,7 @@ import tiny_job
 from rollout_helpers import END, HF, VOCAB, config, log_softmax, prompt, random_params, tokenizer
 
 from jaxrl import models
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases
 from jaxrl.planning import memory

@@ -25,7 +25,7 @@ from rollout_helpers import (
 )
 
 from jaxrl import models
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine
 from jaxrl.rollout.shapes import from_config

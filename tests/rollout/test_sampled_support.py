@@ -11,13 +11,13 @@ import tiny_job
 from rollout_helpers import END, HF, config, model, params, requests, support, teacher_logits, tokenizer
 
 from jaxrl import training
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.recipes.trajectories import collect
+from jaxrl.resolve.checks.common import check
+from jaxrl.resolve.spec import resolve
 from jaxrl.rollout import EngineContext, EngineInfo, Key, generate, make_engine
-from jaxrl.spec import resolve
 
 OPTIONS = dict(top_k=7, top_p=0.8, temperature=1.3)
 

@@ -14,8 +14,8 @@ from test_vllm_parts import interpreter, runnable  # noqa: F401  (a fixture)
 from vllm_cases import many, on_url, wait_until_ready
 
 from jaxrl import serve
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 from jaxrl.rollout import chosen_engine, generate
 from jaxrl.rollout.vllm import adapter, transport
 from jaxrl.rollout.vllm.options import listed, server_folder
@@ -120,7 +120,7 @@ def test_the_launch_files_start_trainers_and_servers():
 
 
 CONFIG = """
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 
 def get_config(arg=None):
     c = default_config()

@@ -9,7 +9,8 @@ import pytest
 from lora_cases import all_linear, started
 from rollout_helpers import END, HF, config, model, params, prompt, tokenizer
 
-from jaxrl.models import adapters, several
+from jaxrl.models import adapters
+from jaxrl.models.adapters import several
 from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make_engine
 
 PARTS = {"first": all_linear(2, rank=3, scale=4.0), "second": all_linear(2, rank=2, scale=6.0, skip=((0, "mlp.up_proj"),))}

@@ -16,8 +16,8 @@ from vllm_cases import on_url, own_servers
 
 from jaxrl import models
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, peft, selection
-from jaxrl.models.adapters import Adapter, Target
+from jaxrl.models import adapters
+from jaxrl.models.adapters import Adapter, Target, peft, selection
 from jaxrl.rollout import EngineContext, generate
 from jaxrl.rollout.vllm import adapter as protocol
 from jaxrl.rollout.vllm import apart

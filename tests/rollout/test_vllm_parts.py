@@ -21,11 +21,11 @@ from safetensors.numpy import load_file
 
 import jaxrl
 from jaxrl import models, vllm_plugin
-from jaxrl.config import default_config
-from jaxrl.config_checks import check
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.recipes import parity, rl
+from jaxrl.resolve.checks.common import check
 from jaxrl.rollout import EngineContext, EngineLost, chosen_engine, make_engine, weights
 from jaxrl.rollout.vllm import adapter, process, servers, transport
 from jaxrl.rollout.vllm.engine import VllmEngine

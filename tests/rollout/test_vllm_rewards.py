@@ -19,7 +19,7 @@ from service_cases import service_scores
 
 from jaxrl import models
 from jaxrl.data import load_tokenizer
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.rewards import RewardItem
 from jaxrl.rewards.judge import Judge

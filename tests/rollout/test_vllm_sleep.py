@@ -16,7 +16,7 @@ import pytest
 from rollout_helpers import HF, config, log_softmax, model, params, requests, teacher_logits
 from vllm_cases import Said, on_url, own_servers, wait_until_ready
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.recipes.setup import share_gpus
 from jaxrl.rollout import EngineContext, EngineLost, generate

@@ -12,15 +12,15 @@ from rollout_helpers import HF, random_params
 from tiny_job import get_config
 
 from jaxrl import models, training
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
 from jaxrl.recipes import setup, teachers
 from jaxrl.recipes.sft import demonstrations
+from jaxrl.resolve.spec import resolve
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.scoring import PromptScorer
-from jaxrl.spec import resolve
 
 VOCAB = 96
 

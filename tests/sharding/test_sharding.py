@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.sharding import make_mesh, spec_for
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxrl.config import default_config
-from jaxrl.spec import resolve
+from jaxrl.config.load import default_config
+from jaxrl.resolve.spec import resolve
 from jaxrl.telemetry.health import IDLE_STEPS, MECHANISMS, Idle
 from jaxrl.telemetry.names import NAMES
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 import tiny_job
 
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.common import check
 from jaxrl.telemetry.profiler import Profiler, memory_of
 
 

@@ -19,7 +19,7 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.telemetry import METRICS, Telemetry, describe, write_atomic, write_config
 from jaxrl.telemetry import telemetry as telemetry_module
@@ -83,7 +83,7 @@ def test_a_second_call_for_the_newest_step_merges_and_an_older_one_is_refused(tm
 TRAIN = """
 import sys, time
 import numpy as np
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.telemetry import Phases, Telemetry
 c = default_config(); c.log.console = "off"; c.log.tensorboard = False
 begin = int(sys.argv[2])
@@ -152,7 +152,7 @@ def test_a_new_run_moves_an_earlier_run_away(tmp_path):
 def test_lines_that_a_full_disk_refuses_are_written_later_or_the_run_hears_of_it(tmp_path):
     code = """
 import resource, sys
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.telemetry import Telemetry
 c = default_config(); c.log.console = "off"; c.log.tensorboard = False
 t = Telemetry(sys.argv[1], c, 10)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from jaxrl.config import default_config
-from jaxrl.spec import resolve
+from jaxrl.config.load import default_config
+from jaxrl.resolve.spec import resolve
 from jaxrl.telemetry import Every, Phases, Telemetry, make_console, per_step
 from jaxrl.telemetry.console import (
     PlainConsole,

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 from training_helpers import batch_of_groups
 
-from jaxrl import config_checks, training
+from jaxrl import training
 from jaxrl.algorithms.numerics import sequence_sum
-from jaxrl.config import default_config, load_config
+from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks import common
+from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.sharding.mesh import row_parts
-from jaxrl.spec import Platform, resolve
 from jaxrl.training import ranks
 from jaxrl.training.layout import RowShapes
 
@@ -82,6 +83,6 @@ def test_lengths_of_cut_rows():
     with pytest.raises(ConfigError, match=r"train.row_lengths=\(3304,\): mesh.cp=4 cuts rows into equal parts.*multiples of 32, best of 512"):
         training.row_shapes((3304,), 3300, 8192, 1, ranks=4)
     with pytest.raises(ConfigError, match="mesh.cp=-1: rows are cut.*-1 to mesh.fsdp"):
-        config_checks.check(load_config("grpo", {"mesh.cp": -1, "mesh.fsdp": 1}))
+        common.check(load_config("grpo", {"mesh.cp": -1, "mesh.fsdp": 1}))
     with pytest.raises(ConfigError, match="mesh.roles.policy.cp=-1"):
-        config_checks.check(load_config("grpo", {"mesh.roles": {"policy": {"cp": -1}}}))
+        common.check(load_config("grpo", {"mesh.roles": {"policy": {"cp": -1}}}))

@@ -11,7 +11,7 @@ import pytest
 from training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import training
-from jaxrl.config import default_config, put
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.models import build
 from jaxrl.recipes.setup import check_experts

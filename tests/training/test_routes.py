@@ -14,13 +14,13 @@ from rollout_helpers import END, config, random_params, tokenizer
 from training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import training
-from jaxrl.config_checks import check
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.experts import reference
 from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.models import build, feed_forward
 from jaxrl.recipes.algorithm import Algorithm
 from jaxrl.recipes.trajectories import collect, results_from_bytes, results_to_bytes
+from jaxrl.resolve.checks.common import check
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, Turn, generate, make_engine
 from jaxrl.rollout.vllm import adapter
 from jaxrl.training import router

@@ -12,8 +12,9 @@ from lora_cases import all_linear, build, started
 from training_helpers import batch_of_groups, policy_objective
 
 from jaxrl import training
-from jaxrl.config import default_config
-from jaxrl.models import adapters, several
+from jaxrl.config.load import default_config
+from jaxrl.models import adapters
+from jaxrl.models.adapters import several
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.several import Optimizers, Rule
 from jaxrl.types import Trajectories

@@ -3,8 +3,8 @@
 import pytest
 from tiny_job import MODEL
 
-from jaxrl.config import default_config
-from jaxrl.spec import Platform, resolve
+from jaxrl.config.load import default_config
+from jaxrl.resolve.spec import Platform, resolve
 
 
 def decided(config, kind, hf_config=None):

@@ -8,7 +8,7 @@ import pytest
 from training_helpers import HF, batch_of_groups, conversation, cut, params_of, policy_objective, tiny_model
 
 from jaxrl import models, training
-from jaxrl.config import default_config
+from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.parameters import flat_axes, flat_layers
 from jaxrl.recipes.trajectories import collect

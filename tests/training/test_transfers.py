@@ -18,7 +18,7 @@ from jax._src.array import ArrayImpl
 
 import jaxrl
 from jaxrl import training
-from jaxrl.config import put
+from jaxrl.config.load import put
 
 
 def refuse(array):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import peft
-from jaxrl.models.adapter_init import is_shifted
-from jaxrl.models.selection import table
+from jaxrl.models.adapters import peft
+from jaxrl.models.adapters.initialization import is_shifted
+from jaxrl.models.adapters.selection import table
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.options import LORA_RANKS, lora_rank
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import jax
 
+from jaxrl.config.lengths import longest_prompt
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.lengths import longest_prompt
 from jaxrl.processes.exchange import local_copies
 from jaxrl.processes.group import peers
 from jaxrl.rollout.engines import ENGINES, EngineContext

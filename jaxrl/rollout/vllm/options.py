@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jaxrl.lengths import longest_sequence
+from jaxrl.config.lengths import longest_sequence
 
 LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
 OWN_MEMORY, SHARED_MEMORY = 0.85, 0.45  # of a GPU, for a server with devices of its own and for one beside the trainer

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models.fused import interleaved
+from jaxrl.models.io.fused import interleaved
 from jaxrl.rollout import weights
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import Request, SamplingParams

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import family_of
-from jaxrl.models.hf import SOURCE
+from jaxrl.models.io.hf import SOURCE
 from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import EngineLost

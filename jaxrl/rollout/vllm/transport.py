@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import http_server
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.models import hf
+from jaxrl.models.io import hf
+from jaxrl.processes import http_server
 from jaxrl.rollout.vllm.adapter import ServerError
 from jaxrl.vllm_plugin import Nccl
 

@@ -1,0 +1,147 @@
+"""Which options may change when a run goes on from a checkpoint, as a table.
+
+*Past*: the checkpoint was made under the old value, and what it holds (parameters, optimizer state, place in the
+data) means something else under another one. Refused. *Future*: only what is still to come depends on it. Taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax.traverse_util import flatten_dict
+
+from jaxrl.config.load import options
+
+# An entry is an option (a table with all its keys), or a group followed by ".*"; the longest that fits decides. Entries of
+# data.sources.<name> are of every source.
+FUTURE: tuple[str, ...] = (
+    # how and where it runs
+    "run.mode", "run.dir", "run.resume", "run.accept_changed", "run.stop_seconds",
+    "run.compile_cache", "run.compile_cache_gb", "run.deterministic", "run.matmul_precision",
+    "mesh.*", "launch.*", "plan.*", "profile.*", "faults.*", "log.*", "record.*", "replay.*", "fork.*", "certify.*",
+    "checkpoint.*", "user.*",
+    # how the model is computed, not what it is
+    "model.remat", "model.remat_every", "model.attention", "model.ring_attention", "model.experts", "model.trust_remote_code",
+    # how rows are fetched, and how far the run goes through them
+    "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.cache", "data.bad_rows",
+    # what is learnt from a source's rows, which stay the same
+    "data.sources.<name>.algorithm", "data.sources.<name>.coef", "data.sources.<name>.rewards",
+    # sampling, scoring and learning from here on
+    "rollout.*", "env.*", "sandbox.*", "reward.*", "algorithm.*", "preference.*", "eval.*", "reference.*", "critic.*", "distill.*",
+    "teacher.*", "lora.dropout", "lora.publish", "lora.export",
+    "optimizer.lr", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay",
+    "optimizer.max_grad_norm", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.warmup_fraction",
+    "optimizer.warmup_start",
+    "optimizer.decay_steps", "optimizer.decay_shape", "optimizer.floor", "optimizer.max_nonfinite", "optimizer.offload",
+    "optimizer.layer_decay",
+    "train.*", "reward_model.center",
+)
+PAST: dict[str, str] = {
+    "run.recipe": "the state of another job does not fit",
+    "run.seed": "every random stream starts from it",
+    "run.warm_start": "the parameters began there",
+    "model.*": "it decides the parameters, their names or how text becomes tokens",
+    "lora.*": "it decides what trains, where it lies and what it is multiplied with",
+    "data.*": "it decides which rows there are and in which order, so the place in the data would mean other rows",
+    "env.tools": "prompts tell of them, and it decides which are too long",
+    "env.mcp": "prompts tell of its tools, and they decide which are too long",
+    "reference.path": "the KL term would pull towards another model",
+    "reference.revision": "the KL term would pull towards another model",
+    "teacher.path": "the student was brought towards another model",
+    "teacher.revision": "the student was brought towards another model",
+    "critic.path": "the critic's parameters began there",
+    "critic.revision": "the critic's parameters began there",
+    "critic.shared": "the value head lies elsewhere",
+    "optimizer.name": "its state has another form",
+    "optimizer.groups": "its state may have another form",
+    "train.param_dtype": "the parameters are stored in it",
+    "train.loss_on_prompt": "the loss would mean another thing",
+    "reward_model.*": "it decides the rows and what their scores mean",
+    "critic.head": "the critic's parameters began there",
+}
+
+
+def changes_past(name: str) -> str | None:
+    """Why a change of this option is refused on resume; None when it is taken. KeyError for an unclassified one."""
+    parts = name.split(".")
+    if parts[:2] == ["data", "sources"]:
+        parts[2:3] = ["<name>"]
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        for entry in (prefix, prefix + ".*"):
+            if entry in PAST:
+                return PAST[entry]
+            if entry in FUTURE:
+                return None
+    raise KeyError(name)
+
+
+def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
+    """Compares two configs (plain dicts, as `redacted` gives them).
+
+    Returns (refused, taken): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason for
+    the refused. Options that one side lacks (another version of jaxrl) are compared with the schema's default.
+    """
+    before, after = _flat(old), _flat(new)
+    defaults = {name: _plain(opt.default) for name, opt in options().items()}
+    refused, taken = [], []
+    for name in sorted(before.keys() | after.keys()):
+        a, b = before.get(name, defaults.get(name)), after.get(name, defaults.get(name))
+        if a == b:
+            continue
+        text = f"{name}: {a!r} -> {b!r}"
+        try:
+            why = changes_past(name)
+            if name == "data.prompts_per_step" and (which := scheduled(new.get("data", {}))):
+                why = f"{which} changes with the step, so the place in the data would mean other rows"
+        except KeyError:
+            taken.append(f"{text} (not an option of this jaxrl; ignored)")
+            continue
+        if why:
+            refused.append(f"{text} ({why})")
+        else:
+            taken.append(text)
+    return refused, taken
+
+
+# What a run reads, by its entry of run.accept_changed: how the names of its fingerprints begin (jaxrl.fingerprints).
+READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"), "model": ("model config",),
+        "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
+
+
+def input_changes(old: dict, new: dict, accepted=(), asked: list[str] = ()) -> tuple[list[str], list[str]]:
+    """Compares fingerprints of what is read (name -> hash) with a checkpoint's.
+
+    accepted: run.accept_changed. asked: options that differ and may (texts of config_changes); an eval set that differs
+    because other ones were asked for is no news. What only one side has is not compared.
+
+    Returns (refused, taken), one text each.
+    """
+    refused, taken = [], []
+    other_sets = any(text.startswith(("eval.sets:", "eval.max_rows:")) for text in asked)
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] == new[name]:
+            continue
+        entry = next(entry for entry, begins in READ.items() if name.startswith(begins))
+        text = f"{name}: {old[name]} -> {new[name]}"
+        if entry in accepted or (entry == "eval" and other_sets):
+            taken.append(text)
+        else:
+            refused.append(f"{text} (run.accept_changed={entry} goes on with it)")
+    return refused, taken
+
+
+def _flat(node: dict) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in flatten_dict(node, sep=".").items()}
+
+
+def _plain(value):
+    """Tuples as JSON gives them back."""
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def scheduled(data: dict) -> str:
+    """The option of `data` (plain values) by which rows depend on the step, or ""."""
+    if any(not isinstance(source.get("weight", 1.0), int | float) for source in data.get("sources", {}).values()):
+        return "data.sources"
+    return "data.difficulty_window" if data.get("difficulty_window") else ""

@@ -1,0 +1,53 @@
+"""How long sequences may be, from the config alone: one completion behind a prompt, or episodes of several turns."""
+
+from __future__ import annotations
+
+from jaxrl.config.registry import recipe_of
+
+
+def episodes(config) -> bool:
+    """Whether completions are episodes (env.function, env.program, env.tools, env.mcp)."""
+    return bool(config.env.function or config.env.program or config.env.tools or config.env.mcp)
+
+
+def longest_completion(config, new_tokens: int = 0) -> int:
+    """Most tokens behind a prompt: those of a turn (rollout.max_new_tokens, or `new_tokens`), or of all turns of an
+    episode and of what is observed between them."""
+    turn, env = new_tokens or config.rollout.max_new_tokens, config.env
+    if not episodes(config):
+        return turn
+    sampled = turn * env.max_turns
+    return min(sampled, env.max_sampled_tokens or sampled) + (env.max_turns - 1) * env.max_observation_tokens
+
+
+def longest_sequence(config, new_tokens: int = 0) -> int:
+    """Bound on prompt + completion in tokens, and the slot behind them where a score is read. new_tokens: as of
+    `longest_completion`."""
+    whole = config.data.max_prompt_tokens + longest_completion(config, new_tokens)
+    longest = config.train.max_sequence_tokens or whole
+    return (min(whole, longest) if new_tokens else longest) + int(recipe_of(config).scores)
+
+
+def made_of(config) -> str:
+    """The options that make `longest_sequence`, with their values."""
+    env, name = config.env, "train.max_sequence_tokens"
+    if config.train.max_sequence_tokens:
+        return f"{name}={config.train.max_sequence_tokens}"
+    parts = [f"data.max_prompt_tokens={config.data.max_prompt_tokens}"]
+    turn = f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
+    if not episodes(config):
+        return " + ".join([*parts, turn])
+    turns = f"{turn} x env.max_turns={env.max_turns}"
+    if env.max_sampled_tokens and env.max_sampled_tokens < config.rollout.max_new_tokens * env.max_turns:
+        turns = f"env.max_sampled_tokens={env.max_sampled_tokens}"
+    seen = f"env.max_observation_tokens={env.max_observation_tokens} x {env.max_turns - 1}"
+    return " + ".join([*parts, turns, *([seen] if env.max_turns > 1 else [])])
+
+
+def longest_prompt(config) -> int:
+    """Most tokens that stand before what a request samples: the prompt, or in an episode all before its last turn."""
+    if not episodes(config) or config.env.max_turns == 1:
+        return config.data.max_prompt_tokens
+    new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
+    return max(config.data.max_prompt_tokens, min(longest_sequence(config, new_tokens) - 1,
+                                                  config.env.max_input_tokens or 2**31))

@@ -1,0 +1,378 @@
+"""Loading a config: files, flags and values of the options in `schema`.
+
+`default_config()` is the whole schema as a locked `ConfigDict`; a config file under `configs/` changes what it needs in
+`get_config(arg)`; `--config.group.option=value` changes it again on the command line.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ml_collections import config_dict
+
+from jaxrl.config.option import Option
+from jaxrl.config.registry import RECIPES
+from jaxrl.config.schema import SCHEMA, element_kind, free_tables, options
+from jaxrl.config.schema_algorithm import PRESET_NAMES
+from jaxrl.config.suggest import ELSEWHERE, not_yet
+from jaxrl.errors import ConfigError
+
+
+def _build(tree: dict) -> config_dict.ConfigDict:
+    out = config_dict.ConfigDict()
+    for name, node in tree.items():
+        if isinstance(node, Option):
+            if node.default is None:
+                out[name] = config_dict.placeholder(node.kind)
+            elif isinstance(node.default, dict):
+                out[name] = config_dict.ConfigDict(node.default)
+            else:
+                out[name] = node.default
+        else:
+            out[name] = _build(node)
+    return out
+
+
+def default_config() -> config_dict.ConfigDict:
+    """The whole schema at its defaults, locked except `user` and the free-form tables (`model.config`, ...)."""
+    cfg = _build(SCHEMA)
+    cfg.lock()
+    for path in free_tables():
+        get(cfg, path).unlock()
+    return cfg
+
+
+def editable(config) -> config_dict.ConfigDict:
+    """A copy of a config, or of a Spec's decided options, that may be changed."""
+    return config_dict.ConfigDict(getattr(config, "options", config)).copy_and_resolve_references()
+
+
+def get(cfg, dotted: str):
+    for part in dotted.split("."):
+        cfg = cfg[part]
+    return cfg
+
+
+def put(cfg, dotted: str, value) -> None:
+    """Sets a dotted option. Unknown names raise ConfigError naming the nearest known one."""
+    *groups, leaf = dotted.split(".")
+    known = options()
+    table = next((t for t in free_tables() if dotted.startswith(t + ".")), None)
+    if table is None and dotted not in known:
+        raise ConfigError(unknown_option(dotted))
+    node = cfg
+    for part in groups:
+        if table is not None and part not in node:
+            node[part] = config_dict.ConfigDict()
+        node = node[part]
+    if table is not None:
+        with node.ignore_type():  # a table says nothing of kinds: 1 may become 0.5
+            node[leaf] = value
+        return
+    try:
+        node[leaf] = _coerce(dotted, value, known[dotted])
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"{dotted}={value!r}: {e}") from None
+
+
+def _coerce(name: str, value, opt: Option):
+    kind = opt.kind or type(opt.default)
+    if isinstance(opt.default, tuple):
+        if isinstance(value, str):
+            value = tuple(v for v in value.split(",") if v)
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if value is not None and not isinstance(value, kind):
+        remedy = f"; write {{'key': value}}, or --config.{name}.key=value for one entry" if kind is dict else ""
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}{remedy}")
+    return value
+
+
+def unknown_option(dotted: str) -> str:
+    """The message for an option that does not exist: nearest names by whole path and by leaf."""
+    names = list(options())
+    leaf = dotted.rsplit(".", 1)[-1]
+    if missing := not_yet(dotted):
+        return f"config has no option {dotted!r}: {missing}"
+    near = sorted((n for n in names if n.rsplit(".", 1)[-1] == leaf),
+                  key=lambda n: -difflib.SequenceMatcher(None, n, dotted).ratio())
+    near = [ELSEWHERE[leaf], *near] if leaf in ELSEWHERE else near
+    near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
+    leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
+    near += [n for n in names if sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]  # letters that changed places
+    near += [n for n in names if n.rsplit(".", 1)[-1] in leaves]
+    near = list(dict.fromkeys(near))[:3]
+    hint = f"did you mean {' or '.join(near)}?" if near else "`--help` lists every option."
+    return f"config has no option {dotted!r}; {hint}"
+
+
+def find_config(spec: str) -> tuple[Path, str | None]:
+    """'configs/grpo.py:tiny' or 'grpo:tiny' -> (path, 'tiny'). Bare names are looked up among the shipped configs."""
+    name, _, arg = spec.partition(":")
+    here = Path(__file__).parent
+    stem = name if name.endswith(".py") else name + ".py"
+    for path in (Path(name), here / "configs" / Path(stem).name, here.parent / "configs" / Path(stem).name):
+        if path.is_file():
+            return path, arg or None
+    shipped = sorted(p.stem for d in (here / "configs", here.parent / "configs") if d.is_dir() for p in d.glob("*.py"))
+    hint = f"{name} is a preset: algorithm.preset={name}" if name in PRESET_NAMES else not_yet(name)
+    hint = f"; {hint}" if hint else ""
+    raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped)}{hint}")
+
+
+def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_dict.ConfigDict:
+    """Loads `get_config(arg)` from a config file and applies dotted overrides, e.g. {"optimizer.lr": 1e-5}.
+
+    `spec` is a path or the bare name of a shipped config, optionally with ':arg', or a run's config.json. An empty
+    `run.dir` becomes `runs/<file name>`, with _<arg> if there is one.
+    """
+    if spec.endswith("config.json"):
+        return recorded_config(spec, overrides or {})
+    path, arg = find_config(spec)
+    module_spec = importlib.util.spec_from_file_location(f"jaxrl_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as e:  # it is the user's code: anything may go wrong in it
+        raise ConfigError(f"--config={spec}: {path} cannot be loaded: {_failure(e, path)}") from e
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"--config={spec}: {path} defines no get_config(arg); see configs/grpo.py for one")
+    try:
+        cfg = module.get_config(arg)
+    except Exception as e:
+        raise ConfigError(f"--config={spec}: get_config({arg!r}) failed: {_failure(e, path)}") from e
+    if not isinstance(cfg, config_dict.ConfigDict) or set(cfg) != set(SCHEMA):
+        raise ConfigError(
+            f"--config={spec}: get_config({arg!r}) must return jaxrl.default_config() with changes, not"
+            f" {type(cfg).__name__}"
+        )
+    for name, value in (overrides or {}).items():
+        put(cfg, name, value)
+    if not cfg.run.dir:
+        cfg.run.dir = f"runs/{path.stem}" + (f"_{arg}" if arg else "")
+    return cfg
+
+
+def recorded_config(path: str, overrides: dict[str, Any]) -> config_dict.ConfigDict:
+    """The config of a run, from the config.json in its directory (secrets are not in it)."""
+    try:
+        held = json.loads(Path(path).read_text("utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"--config={path}: no config.json of a run ({type(e).__name__}: {e})") from None
+    cfg = default_config()
+    for name, value in [*_by_name(held), *overrides.items()]:
+        put(cfg, name, value)
+    return cfg
+
+
+def config_of(given) -> config_dict.ConfigDict:
+    """A config of one's own to work on: from a ConfigDict, the name of a config, options by name on top of the
+    defaults, or None."""
+    if isinstance(given, str | Path):
+        return load_config(str(given))
+    if isinstance(given, config_dict.ConfigDict):
+        return given.copy_and_resolve_references()
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"config is a {type(given).__name__}: expected the name of a config, options by name, or a "
+                          "ConfigDict")
+    cfg = default_config()
+    for name, value in _by_name(given or {}):
+        put(cfg, name, value)
+    return cfg
+
+
+def _by_name(table: dict, prefix: str = ""):
+    """{"optimizer.lr": 1} and {"optimizer": {"lr": 1}} as (dotted name, value)."""
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and (name == "user" or any(option.startswith(f"{name}.") for option in options())):
+            yield from _by_name(value, name + ".")
+        else:
+            yield name, value
+
+
+def _failure(error: Exception, path: Path) -> str:
+    """What went wrong in a config file, and in which line of it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} (line {error.lineno})"
+    where = f" (line {lines[-1]})" if lines else ""
+    # A locked ConfigDict says what it lacks, or what it cannot cast, beside a dump of all it holds.
+    lacks = re.search(r'Key "(\w+)" does not exist|^"\'(\w+)\'"$', str(error))
+    if lacks and isinstance(error, AttributeError):
+        return unknown_option(lacks[1] or lacks[2]) + where
+    cast = re.search(r"field '(\w+)'.*?\. (.*) is of original type <class '(\w+)'>.* type <class '([\w.]+)'>",
+                     str(error), re.S)
+    if cast and isinstance(error, TypeError):
+        leaf, value, got, kind = cast[1], cast[2], cast[3], cast[4].rpartition(".")[2]
+        names = [n for n, o in options().items()
+                 if n.endswith(f".{leaf}") and (o.kind or type(o.default)).__name__ == kind]
+        remedy = f"; write ({value!r},)" if (kind, got) == ("tuple", "str") else ""
+        return f"{' or '.join(names) or leaf}={value}: expected {kind}, got {got}{remedy}{where}"
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """['--config=FILE', '--config.optimizer.lr=1e-5', ...] -> (FILE, {'optimizer.lr': 1e-5}).
+
+    Values are read by the option's type. Raises ConfigError on anything else, with the right flag in the message.
+    """
+    spec, overrides, args = None, {}, list(argv)
+    while args:
+        arg = args.pop(0)
+        name, eq, text = arg.partition("=")
+        if name != "--config" and not name.startswith("--config."):
+            guess = name.lstrip("-")
+            if guess in options() or guess.split(".")[0] in SCHEMA:
+                raise ConfigError(f"{arg}: options are given as --config.{guess}{eq}{text}")
+            if arg.partition(":")[0].endswith(".py"):
+                raise ConfigError(f"{arg}: a config is given as --config={arg}")
+            raise ConfigError(f"{arg}: unknown argument; use --config=FILE and --config.group.option=value")
+        if not eq:
+            if not args:
+                raise ConfigError(f"{name}: a value is missing")
+            text = args.pop(0)
+        if name == "--config":
+            spec = text
+        else:
+            dotted = name[len("--config."):]
+            overrides[dotted] = parse_value(dotted, text)
+    return spec, overrides
+
+
+def parse_value(dotted: str, text: str):
+    """Reads the text of a flag as the type the option has; free tables take Python literals, else text."""
+    opt = options().get(dotted)
+    if opt is None:
+        if not any(dotted.startswith(t + ".") for t in free_tables()):
+            raise ConfigError(unknown_option(dotted))
+        return _literal(text)
+    kind = opt.kind or type(opt.default)
+    try:
+        if isinstance(opt.default, tuple):
+            kind = element_kind(dotted)
+            return _parse_list(text, kind)
+        if text in ("None", "none", "null") and opt.default is None:
+            return None
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return kind(text) if kind in (int, float, str) else _literal(text)
+    except (ValueError, KeyError):
+        wanted = f"a list of {kind.__name__}" if isinstance(opt.default, tuple) else kind.__name__
+        raise ConfigError(f"--config.{dotted}={text}: expected {wanted}; {opt.doc}") from None
+
+
+def _parse_list(text: str, kind: type) -> tuple:
+    """'a,b', "('a', 'b')", "'a,b'" (one entry) or '3' as a tuple. ValueError for numbers that are none."""
+    value = _literal(text)
+    if text[:1] in ("(", "[") or (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
+    if isinstance(value, str) and value != text:  # it was quoted
+        return (value,)
+    return tuple(kind(v) for v in text.split(",") if v)
+
+
+def _literal(text: str):
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+# Names whose value is a secret, in words joined by "_" (so that hyphens, dots and capitals count as joints); and among
+# them names of harmless things: special tokens, columns and options of data, parts of a mapping.
+_SECRET = re.compile(r"(^|_)(token|pass(word|wd|phrase)?|pwd|secrets?|credentials?|authorization|bearer|cookies?|"
+                     r"api_?key|apikeys?|keys?_?id|key_material|connection_string|sas|dsn)$|"
+                     r"(^|_)(password|secret|credential|api_?key|apikey)s?(_|$)|._key$")
+_HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|think|image|audio|video|vision|"
+                       r"boi|eoi|boa|eoa|fim|tool|"
+                       r"prefix|suffix|middle|special|decoder_start|per|max|min|num|last|first|next|new)_token"
+                       r"|(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|"
+                       r"text|data|dataset|metric|score|"
+                       r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition)_key")
+# what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
+_IN_TEXT = (
+    (re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/?#@]*:[^\s/?#]*@", re.I), r"\1<redacted>@"),
+    (re.compile(r"(https?://)[^\s/?#@]+@", re.I), r"\1<redacted>@"),
+    (re.compile(r"\b(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"']+", re.I), r"\1<redacted>"),
+    (re.compile(r"\b(bearer\s+)[\w.~+/=-]{16,}", re.I), r"\1<redacted>"),
+    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|GOCSPX-)[\w-]{16,}"),
+     "<redacted>"),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"), "<redacted>"),  # a JSON Web Token
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), "<redacted>"),
+    # of signed URLs (Azure, AWS, Google, CloudFront)
+    (re.compile(r"([?&](?:sig|signature|x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|"
+                r"x-goog-credential|policy|key-pair-id)=)[^&\s\"'#]+", re.I), r"\1<redacted>"),
+)
+_NAMED = re.compile(r"([\w-]+)(=)([^\s&;,\"']+)")
+_QUOTED = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')")  # of JSON, of a dict
+_HEADER = re.compile(r"(?m)(?<![\w\"'-])([A-Za-z][\w-]+)(:\s*)([^\s\"',;{}\[\]/]{6,})")  # X-Api-Key: value
+_FLAG = re.compile(r"(--?[A-Za-z][\w-]*)(\s+)([^\s-][^\s]*)")  # --password value
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value under this name is one to keep to oneself."""
+    words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
+    return bool(_SECRET.search(words)) and not _HARMLESS.fullmatch(words)
+
+
+def redacted_text(text: str) -> str:
+    """A text without what looks like a secret in it."""
+    for pattern, instead in _IN_TEXT:
+        text = pattern.sub(instead, text)
+    text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{m[1]}<redacted>{m[1]}" if is_secret(m[2]) else m[0], text)
+    for pattern in (_HEADER, _FLAG):
+        text = pattern.sub(lambda m: f"{m[1]}{m[2]}<redacted>" if is_secret(m[1]) else m[0], text)
+    return _NAMED.sub(lambda m: f"{m[1]}=<redacted>" if is_secret(m[1]) else m[0], text)
+
+
+def redacted(cfg) -> dict:
+    """The config as plain dicts without secrets: values under secret-looking names, and what looks like one in any
+    text."""
+
+    def hidden(node):
+        if isinstance(node, dict):
+            return {k: hidden(v) for k, v in node.items()}
+        if isinstance(node, list):
+            return [hidden(v) for v in node]
+        return node if node is None or node == "" or isinstance(node, bool) else "<redacted>"
+
+    def walk(node):
+        if isinstance(node, dict):
+            return {k: hidden(v) if is_secret(str(k)) else walk(v) for k, v in node.items()}
+        if isinstance(node, list):  # of a command line: --api-key, its value
+            flags = [None, *node[:-1]]
+            after = [isinstance(f, str) and f.startswith("-") and "=" not in f and is_secret(f) for f in flags]
+            return [hidden(v) if secret else walk(v) for v, secret in zip(node, after, strict=False)]
+        return redacted_text(node) if isinstance(node, str) else node
+
+    return walk(json.loads(cfg.to_json_best_effort()))
+
+
+def help_text() -> str:
+    """Every option with default and meaning, for `--help`."""
+    lines = []
+    for name, opt in options().items():
+        choices = f" ({' | '.join(map(str, opt.choices))})" if opt.choices else ""
+        recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
+        by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
+        lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}{by_recipe}")
+    return "\n".join(lines)
+
+
+def flat(table: dict, prefix: str = "") -> dict:
+    out = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

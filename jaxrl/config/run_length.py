@@ -1,0 +1,27 @@
+"""What ends a run: the first of train.steps, data.epochs and train.max_samples that is set."""
+
+from __future__ import annotations
+
+from jaxrl.config.load import get
+from jaxrl.config.registry import sequences
+
+DEFAULT_STEPS = 100  # of a run that nothing else ends
+
+
+def ends(cfg, passes: int | None = None) -> dict[str, int]:
+    """What may end a run -> after how many steps: train.steps, data.epochs (`passes`: steps of all passes, where the
+    rows are known) and train.max_samples, as far as set; train.steps' default where none is. The first one ends it."""
+    out = {"train.steps": cfg.train.steps} if cfg.train.steps else {}
+    if cfg.data.epochs and passes is not None:
+        out["data.epochs"] = passes
+    if cfg.train.max_samples:
+        out["train.max_samples"] = -(-cfg.train.max_samples // sequences(cfg))
+    return out if out or cfg.data.epochs else {"train.steps": DEFAULT_STEPS}
+
+
+def end(cfg, passes: int | None = None) -> tuple[int, str]:
+    """(steps of the run, what ends it and who said so), as far as it is known before the first step."""
+    known = ends(cfg, passes) or {"train.steps": DEFAULT_STEPS}  # data.epochs alone, and rows that nobody has counted
+    name = min(known, key=known.get)
+    origin = "config" if get(cfg, name) else "default"
+    return known[name], f"{name}={get(cfg, name) or DEFAULT_STEPS} ({origin})"

@@ -1,0 +1,277 @@
+"""Where two runs part: python -m jaxrl.diff RUN_A RUN_B [--rounding 1e-4]
+
+Reads two run directories (config.json, metrics.jsonl, rollouts/, eval/, export/), computes nothing anew and writes
+nothing. It says which options and versions differ, and then goes through what both recorded, step by step, in the order
+in which a step makes it: prompts, seeds, completions, the sampler's log-probs, rewards, advantages, the update's
+numbers. The first of these boundaries that differs by more than rounding is where the runs part; all that comes after
+it follows from it.
+
+Two numbers differ by rounding where |a - b| <= rounding * max(1, |a|, |b|); gradient norm and learning rate, which may
+be small, where |a - b| <= rounding * max(|a|, |b|). In fp32 another packing, mesh or processor moves log-probs by up to
+some 1e-5; the default leaves room for ten times that.
+
+Exit status: 0 equal, or equal within rounding; 1 they part; 2 a directory that holds no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxrl.config.load import flat
+from jaxrl.errors import ConfigError
+
+ROUNDING = 1e-4
+WHERE = ("run.dir", "run.compile_cache", "log.", "profile.", "checkpoint.", "plan.")  # options that change no result
+# Metrics that neither a step's result nor its cause show in: rates, counts of compilations, what caches hold.
+ASIDE = ("time", "perf/", "flops/", "step", "compile", "engine/", "memory/", "packing/", "eval/", "optim/")
+
+
+# ---- what is compared
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """A place in a step. `of` gives its content from a record (a line of rollouts/), or from a line of metrics."""
+
+    name: str
+    of: Callable[[dict], dict]
+    lines: bool = False
+    floor: float = 1.0  # of what a difference is a share of
+
+
+def fields(*names: str) -> Callable[[dict], dict]:
+    return lambda record: {name: record[name] for name in names if name in record}
+
+
+def starting(*beginnings: str) -> Callable[[dict], dict]:
+    return lambda line: {name: value for name, value in line.items() if name.startswith(beginnings)}
+
+
+def scores(record: dict) -> dict:
+    reward = record.get("reward") or {}
+    return {"score": record.get("score"), **{f"reward {k}": v for k, v in (reward.get("parts") or {}).items()},
+            **{f"outcome {k}": v for k, v in (reward.get("outcomes") or {}).items()}}
+
+
+BOUNDARIES = (
+    Boundary("prompts", fields("group", "sample", "prompt", "asked", "answer", "source")),
+    Boundary("seeds", fields("seed")),
+    Boundary("versions that sampled", fields("version", "last_version")),
+    Boundary("completions", fields("tokens", "finish")),
+    Boundary("the sampler's log-probs", fields("logprobs")),
+    Boundary("code of the rewards", lambda record: {"code": (record.get("reward") or {}).get("by")}),
+    Boundary("rewards", scores),
+    Boundary("advantages", fields("advantage")),
+    Boundary("the update's metrics", lambda line: {k: line[k] for k in line if not k.startswith(ASIDE)}, lines=True),
+    Boundary("gradient and learning rate", starting("optim/"), lines=True, floor=1e-30),
+    Boundary("evaluation", starting("eval/"), lines=True),
+)
+
+
+@dataclasses.dataclass
+class Found:
+    """What was seen at a boundary over all steps: the first place that is not equal, and the first beyond rounding."""
+
+    steps: int = 0
+    largest: float = 0.0  # of the differences within rounding, as shares of the larger number or of 1
+    first: str = ""
+    parts: tuple[int, str] | None = None  # step, text
+
+
+def difference(a, b, rounding: float, floor: float = 1.0) -> tuple[float, str]:
+    """(0 where equal, the share where within rounding, inf beyond; the place and values of the first that is worst)."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        pairs = [(key, a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b])]
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        return _of_values(a, b, rounding, floor)
+    worst, text = 0.0, ""
+    for key, x, y in pairs:
+        away, inner = difference(x, y, rounding, floor) if x is not y else (0.0, "")
+        if away > worst:
+            worst, text = away, f"{key}{'' if inner.startswith(':') else ' '}{inner}"
+        if math.isinf(worst):
+            break
+    return worst, text
+
+
+def _of_values(a, b, rounding, floor):
+    said = f": {_short(a)} and {_short(b)}"
+    if a == b:
+        return 0.0, ""
+    number = lambda x: isinstance(x, float | int) and not isinstance(x, bool)  # noqa: E731
+    if not (number(a) and number(b)) or (isinstance(a, int) and isinstance(b, int)):
+        return math.inf, said
+    share = abs(a - b) / max(floor, abs(a), abs(b))
+    return (share if share <= rounding else math.inf), said
+
+
+def _short(value) -> str:
+    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ---- runs
+
+
+class Run:
+    """A run directory, read where it is asked."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        try:
+            held = json.loads((self.folder / "config.json").read_text("utf-8"))
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{folder}: no run directory ({e}); name the folder that holds config.json and "
+                              "metrics.jsonl") from e
+        self.config, self.versions = flat(held.get("config", {})), held.get("versions", {})
+        self.lines = {}
+        if (self.folder / "metrics.jsonl").exists():
+            for line in self._lines("metrics.jsonl"):
+                self.lines.setdefault(line["step"], {}).update(line)
+
+    def _lines(self, name: str) -> list[dict]:
+        out = []
+        for number, text in enumerate((self.folder / name).read_text("utf-8").split("\n"), 1):
+            try:
+                out += [json.loads(text)] if text else []
+            except ValueError as e:
+                raise ConfigError(f"{self.folder / name}:{number}: not a line of JSON ({e})") from e
+        return out
+
+    def steps(self) -> list[int]:
+        """Those with recorded completions."""
+        return sorted(int(p.stem.split("_")[1]) for p in (self.folder / "rollouts").glob("step_*.jsonl"))
+
+    def records(self, step: int) -> list[dict]:
+        return self._lines(f"rollouts/step_{step:08d}.jsonl")
+
+
+def options(a: Run, b: Run) -> list[str]:
+    """Texts of the options that differ and may change a result, and of the versions."""
+    names = [n for n in sorted(a.config.keys() | b.config.keys()) if not n.startswith(WHERE)]
+    out = [f"{n}: {_short(a.config.get(n))} and {_short(b.config.get(n))}" for n in names
+           if a.config.get(n) != b.config.get(n)]
+    return out + [f"version of {n}: {a.versions.get(n)} and {b.versions.get(n)}"
+                  for n in sorted(a.versions.keys() | b.versions.keys()) if a.versions.get(n) != b.versions.get(n)]
+
+
+def compare(a: Run, b: Run, rounding: float = ROUNDING) -> dict[str, Found]:
+    """Every boundary's name -> what was found over the steps that both recorded."""
+    out = {boundary.name: Found() for boundary in BOUNDARIES}
+    steps = sorted((a.lines.keys() & b.lines.keys()) | (set(a.steps()) & set(b.steps())))
+    recorded = set(a.steps()) & set(b.steps())
+    for step in steps:
+        pairs = _pairs(a.records(step), b.records(step)) if step in recorded else []
+        for boundary in BOUNDARIES:
+            both = [(f"step {step}", a.lines.get(step), b.lines.get(step))] if boundary.lines else [
+                (f"step {step}, {where}", x, y) for where, x, y in pairs]
+            _look(out[boundary.name], boundary, step, both, rounding)
+    return out
+
+
+def _pairs(a: list[dict], b: list[dict]) -> list[tuple]:
+    """Records of one place in the step; what one side lacks is {}."""
+    size = max(len(a), len(b))
+    a, b = a + [{}] * (size - len(a)), b + [{}] * (size - len(b))
+    return [(f"completion {i + 1}", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+
+
+def _look(found: Found, boundary: Boundary, step: int, both, rounding: float) -> None:
+    if not both or both[0][1] is None or both[0][2] is None:
+        return
+    found.steps += 1
+    for where, x, y in both:
+        away, text = difference(boundary.of(x), boundary.of(y), rounding, boundary.floor)
+        if not away:
+            continue
+        found.first = found.first or f"{where}: {text}"
+        if math.isinf(away):
+            found.parts = found.parts or (step, f"{where}: {text}")
+        else:
+            found.largest = max(found.largest, away)
+
+
+def parting(found: dict[str, Found]) -> tuple[str, Found] | None:
+    """The boundary where the runs part: of the earliest step, the first in the order of a step."""
+    apart = [(f.parts[0], i, name) for i, (name, f) in enumerate(found.items()) if f.parts]
+    return (min(apart)[2], found[min(apart)[2]]) if apart else None
+
+
+def weights(a: Run, b: Run) -> str:
+    """How the exported models differ; "" where not both have one."""
+    import numpy as np
+
+    from jaxrl.models.io.tensorfile import read_header
+
+    def tensors(run):
+        files = sorted((run.folder / "export").glob("*.safetensors"))
+        return {name: t for file in files for name, t in read_header(file).items()}
+
+    mine, theirs = tensors(a), tensors(b)
+    if not mine or not theirs:
+        return ""
+    other = [n for n in mine.keys() ^ theirs.keys()] + [n for n in mine.keys() & theirs.keys()
+                                                        if mine[n].shape != theirs[n].shape]
+    if other:
+        return f"{len(other)} tensors are not in both, or have other shapes, such as {sorted(other)[0]}"
+    moved, worst = [], (0.0, "")
+    for name in mine:
+        x, y = (t[name].read().astype(np.float64) for t in (mine, theirs))
+        if not np.array_equal(x, y):
+            moved.append(name)
+            worst = max(worst, (float(np.abs(x - y).max()), name))
+    if not moved:
+        return "equal bit by bit"
+    return f"{len(moved)} of {len(mine)} tensors differ, most {worst[1]}, by {worst[0]:.2g}"
+
+
+# ---- told
+
+
+def report(a: Run, b: Run, rounding: float) -> tuple[list[str], bool]:
+    """(lines for a person, whether the runs part)."""
+    changed, found = options(a, b), compare(a, b, rounding)
+    out = [f"A {a.folder}, steps with metrics: {len(a.lines)}", f"B {b.folder}, steps with metrics: {len(b.lines)}", ""]
+    out += ["Options and versions that differ:", *[f"  {text}" for text in changed or ["none"]], ""]
+    for name, f in found.items():
+        said = "nothing that both recorded" if not f.steps else "equal" if not f.first else (
+            f"within rounding (up to {f.largest:.1e}), from {f.first}" if not f.parts else f"differ from {f.parts[1]}")
+        out.append(f"  {name}: {said}")
+    out += [f"  exported weights: {said}"] if (said := weights(a, b)) else []
+    where = parting(found)
+    if where:
+        name, f = where
+        out += ["", f"The runs part at {name}, {f.parts[1]}"]
+        earlier = [n for n, g in found.items() if g.first and not g.parts]
+        out += [f"Before it only rounding differs ({', '.join(earlier)})."] if earlier else ["All before it is equal."]
+    elif not any(f.steps for f in found.values()):
+        out += ["", "Both recorded nothing of the same steps: there is nothing to compare."]
+    else:
+        out += ["", "The runs are equal" + (" within rounding." if any(f.first for f in found.values()) else ".")]
+    return out, where is not None
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl.diff", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs=2, metavar="RUN", help="a run directory")
+    parser.add_argument("--rounding", type=float, default=ROUNDING,
+                        help=f"differences that count as rounding (default {ROUNDING:g})")
+    args = parser.parse_args(argv)
+    if not 0 <= args.rounding < 1:
+        parser.error(f"--rounding={args.rounding}: must be at least 0 and below 1")
+    try:
+        lines, apart = report(*map(Run, args.runs), args.rounding)
+    except ConfigError as e:
+        print(f"jaxrl: {e}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return int(apart)

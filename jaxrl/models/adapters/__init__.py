@@ -1,0 +1,432 @@
+"""Low-rank adapters on the linear maps of a model (LoRA, Hu et al., arXiv 2106.09685):
+
+    y = x W + scale * (x A) B        A [*inputs, r], B [r, *outputs], scale = alpha / r (rslora: alpha / sqrt(r))
+
+W is never changed, nor is W + scale * A B formed in training: that would need the whole gradient of W. The leaves stand
+beside the kernel they adapt, `<module>/lora/{a, b, scale}`, and are rows of the model's parameter table like any other.
+A takes the kernel's input axes, B its output axes, and r stays whole. The same parameters without `lora` nodes are the
+base, which `Model.base` computes with.
+
+Adapters of a scanned stack lie along its repetitions. Where their ranks differ (0: no target there) the shorter are
+padded with zeros in A and in B: both gradients are zero there, so they stay zero under any optimizer that leaves what
+has no gradient and is zero alone.
+
+`shifted` adapters (PiSSA, OLoRA: A and B start at a part of W) do not change the base either: frozen copies A0, B0 of
+their start are subtracted, y = x W + scale * ((x A) B - (x A0) B0).
+
+`decomposed` adapters (DoRA, Liu et al., arXiv 2402.09353) train the length m of every output's column beside its
+direction: y = x W' * m / |W'|, W' = W + scale * A B, with |W'| [*outputs] a constant in the gradient, as PEFT has it.
+
+Several adapters over one base (`Adapter.parts`) lie side by side, A [*inputs, R] and B [R, *outputs] with R the sum of
+their ranks, and the numbers between A and B are those of the token's own adapter: see models.several.
+
+The kernels of a `quantized` base are kept in few bits (models.quantized): those of the layers' linear maps that do not
+train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
+
+Legend: r rank, N repetitions of the repeating block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxrl.errors import ConfigError
+from jaxrl.models import parameters
+from jaxrl.models.adapters import quantized
+from jaxrl.models.placement import stored
+from jaxrl.processes.exchange import to_host
+from jaxrl.sharding import memory
+
+NODE = "lora"  # the name under which a module's adapter stands
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One linear map with an adapter. name: HF's module name, model.layers.3.self_attn.q_proj. scale: what the product
+    of A and B is multiplied with."""
+
+    name: str
+    rank: int
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """What of a model adapts: its targets; HF names of modules that train whole beside them; see the module on
+    `shifted` and `decomposed`. dropout: of the numbers that A reads, where `noisy` parameters are given. quantized: one
+    of quantized.KINDS, or ""."""
+
+    targets: tuple[Target, ...]
+    saved: tuple[str, ...] = ()
+    shifted: bool = False
+    dropout: float = 0.0
+    decomposed: bool = False
+    quantized: str = ""
+    parts: tuple[tuple[str, Adapter], ...] = ()  # (name, adapter) where there are several: see models.several
+
+
+def module_of(hf_name: str) -> str:
+    """HF's name of the module that a tensor belongs to."""
+    return hf_name.rpartition(".")[0]
+
+
+def adaptable(entry) -> bool:
+    """Whether an entry of the parameter table is a kernel of a layer, which can have an adapter. (The head and the
+    embedding are read whole by the log-probs and the lookup, a router in full precision, experts by their kernel; they
+    can be trained whole.)"""
+    return (bool(entry.inputs) and entry.row.adapts and entry.path[-1] == "kernel"
+            and any("layers." in name for name in entry.hf_names))
+
+
+def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
+    """The rows of the base with those of the adapter's leaves, of the base's own.
+
+    Raises ConfigError for targets and saved modules that the base does not have or that cannot be such.
+    """
+    ranks = {target.name: target for target in adapter.targets}
+    _check(adapter, base)
+    few, out = {e.path for e in in_few_bits(adapter, base)}, []
+    for entry in base:
+        out += quantized.entries_of(entry, adapter.quantized) if entry.path in few else [entry]
+        if adaptable(entry) and any(module_of(name) in ranks for name in entry.hf_names):
+            out += _entries_of(entry, sum(widths(adapter, entry)), adapter)
+    return tuple(sorted(out, key=lambda entry: entry.path))
+
+
+def widths(adapter: Adapter, entry) -> tuple[int, ...]:
+    """Columns that each of several adapters (or the one) has in A of a kernel: its largest rank there."""
+    modules = {module_of(name) for name in entry.hf_names}
+    own = [part for _, part in adapter.parts] or [adapter]
+    return tuple(max((t.rank for t in one.targets if t.name in modules), default=0) for one in own)
+
+
+def in_few_bits(adapter: Adapter, base) -> list[parameters.Entry]:
+    """Rows of the base whose kernels are kept as codes."""
+    if not adapter.quantized:
+        return []
+    own = saved_paths(adapter, base)
+    return [entry for entry in base if adaptable(entry) and "/".join(entry.path) not in own]
+
+
+def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
+    lead, inputs = entry.stacked, entry.inputs
+    front, (shape, axes) = (entry.shape[:lead], entry.axes[:lead]), entry.kind
+    name = "/".join((*entry.row.path.split("/")[:-1], NODE))
+
+    def one(leaf, sizes, names, inputs):
+        row = parameters.Row(f"{name}/{leaf}", names, "", inputs, init="adapter")
+        return parameters.Entry(row, (*entry.path[:-1], NODE, leaf), front[0] + sizes, front[1] + names, (), lead)
+
+    out = []
+    for more in ("", "0") if adapter.shifted else ("",):
+        out += [one("a" + more, shape[:inputs] + (rank,), axes[:inputs] + (None,), inputs),
+                one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1)]
+    if adapter.decomposed:
+        out.append(one("m", shape[inputs:], axes[inputs:], 0))
+    whose = (len(adapter.parts) + 1, rank) if adapter.parts else ()
+    return [*out, one("scale", whose, (None,) * len(whose), 0)]
+
+
+def check(model) -> None:
+    """Raises ConfigError where a model's adapter does not fit it."""
+    if model.adapter is not None:
+        _check(model.adapter, model.base.entries)
+
+
+def _check(adapter: Adapter, base) -> None:
+    linear = {module_of(name) for entry in base if adaptable(entry) for name in entry.hf_names}
+    known = {module_of(name): entry for entry in base for name in entry.hf_names}
+    names = [target.name for target in adapter.targets]
+    if unknown := [name for name in names if name not in linear]:
+        why = "is no linear map of a layer" if unknown[0] in known else "is not in this model"
+        raise ConfigError(f"lora.targets: {unknown[0]} {why}; adapters go onto {', '.join(sorted(linear)[:3])} ..."
+                          + "; lora.modules_to_save trains a module whole" * (unknown[0] in known))
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"lora.targets: {twice[0]} is a target twice")
+    if wrong := [t for t in adapter.targets if t.rank < 1]:
+        raise ConfigError(f"lora.rank={wrong[0].rank} of {wrong[0].name}: at least 1; leave a module without adapter "
+                          "out")
+    for name in adapter.saved:
+        if name in names:
+            raise ConfigError(f"lora.modules_to_save: {name} is a target, too; leave it out of one of the two")
+    saved_paths(adapter, base)
+    _check_bits(adapter, base)
+
+
+def _check_bits(adapter: Adapter, base) -> None:
+    kind = adapter.quantized
+    if kind and any(entry.row.stacked for entry in base):
+        raise ConfigError(f"lora.base={kind}: the experts of this model, most of its numbers, cannot be quantised; set "
+                          "lora.base=none")
+    for entry in in_few_bits(adapter, base) if kind == "nf4" else ():
+        if (inputs := entry.hf_shape[1]) % quantized.BLOCK:
+            raise ConfigError(f"lora.base=nf4: {module_of(entry.hf_names[0])} has {inputs} inputs, which blocks of "
+                              f"{quantized.BLOCK} do not divide; set lora.base=int8")
+
+
+def saved_paths(adapter: Adapter, base) -> frozenset[str]:
+    """Names ('embed/embedding') of the arrays that train whole. A tied head is the embedding: both uses train.
+
+    Raises ConfigError for a module that the model does not have, and where an array of a scanned stack would train in
+    some of its repetitions only.
+    """
+    tied = not any(entry.path[0] == "head" for entry in base)
+    saved = {"model.embed_tokens" if tied and name == "lm_head" else name for name in adapter.saved}
+    out, found = set(), set()
+    for entry in base:
+        of = [module_of(name) for name in entry.hf_names]
+        inside = [name for name in of if name in saved]
+        if inside and len(inside) < len(of):
+            raise ConfigError(f"lora.modules_to_save: {inside[0]} without {next(n for n in of if n not in saved)}: the "
+                              "layers are scanned as one array; name the module in all of them, or set "
+                              "model.scan_layers=false")
+        found |= set(inside)
+        out |= {"/".join(entry.path)} if inside else set()
+    if missing := sorted(saved - found):
+        raise ConfigError(f"lora.modules_to_save: {missing[0]} is not in this model")
+    return frozenset(out)
+
+
+# ---- parameter trees
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a flat name ('layer_0/mlp/up/lora/a') is that of an adapter's leaf."""
+    return name.split("/")[-2:-1] == [NODE]
+
+
+def trains(model) -> frozenset[str]:
+    """Flat names of what trains: A, B, m and the modules that are saved whole."""
+    own = {"/".join(entry.path) for entry in model.entries}
+    return frozenset(name for name in own if is_adapter(name) and name.endswith(("/a", "/b", "/m"))) | saved_paths(
+        model.adapter, model.base.entries)
+
+
+def without(params):
+    """The base's parameters: the tree without `lora` nodes, codes as codes. No array is copied."""
+    return {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
+
+
+def joined(params, flat: dict):
+    """The tree with leaves by flat name put in."""
+    return unflatten_dict({**flatten_dict(params, sep="/"), **flat}, sep="/")
+
+
+def base_in_few_bits(model, params):
+    """The parameters of `model` without its adapter, of those of `model.base`."""
+    flat = flatten_dict(params, sep="/")
+    for entry in in_few_bits(model.adapter, model.base.entries):
+        name = "/".join(entry.path)
+        node = quantized.quantized(flat.pop(name), model.adapter.quantized, entry.inputs, entry.stacked)
+        flat |= {f"{name}/{leaf}": value for leaf, value in node.items()}
+    return unflatten_dict(flat, sep="/")
+
+
+def merged(model, params):
+    """The parameters of `model.base` that compute what `model` does: W + scale * A B, each column made as long as m
+    says where the adapter is decomposed, in fp32 or better and cast back to W's dtype (fp32 or better where W is kept
+    as codes). Pure and jittable; the base's own arrays are read only. Kernels that `params` lack are left out."""
+    flat = flatten_dict(params, sep="/")
+    out = {name: value for name, value in flat.items() if not is_adapter(name)}
+    for entry in in_few_bits(model.adapter, model.base.entries):
+        name = "/".join(entry.path)
+        if f"{name}/codes" in out:
+            node = {leaf: out.pop(f"{name}/{leaf}") for leaf in quantized.LEAVES}
+            out[name] = quantized.whole(node, entry)
+            if (a := flat.get(f"{name.rpartition('/')[0]}/{NODE}/a")) is not None:
+                out[name] = out[name].astype(jnp.promote_types(a.dtype, jnp.float32))
+    lead = {"/".join(entry.path): entry.stacked for entry in model.base.entries}
+    inner = {"/".join(e.path): tuple(range(e.stacked, e.stacked + e.inputs)) for e in model.base.entries}
+    for name in out:
+        leaves = f"{name.rpartition('/')[0]}/{NODE}/"
+        if name.endswith("/kernel") and f"{leaves}a" in flat:
+            acc = jnp.promote_types(out[name].dtype, jnp.float32)
+            own = {leaf: flat[leaves + leaf].astype(acc) for leaf in ("a", "b", "scale", "a0", "b0", "m")
+                   if leaves + leaf in flat}
+            delta = _product(own["a"], own["b"], lead[name])
+            if "a0" in own:
+                delta -= _product(own["a0"], own["b0"], lead[name])
+            scale = own["scale"].reshape(own["scale"].shape + (1,) * (delta.ndim - own["scale"].ndim))
+            whole = out[name].astype(acc) + scale * delta
+            if "m" in own:
+                length = jnp.sqrt(jnp.sum(jnp.square(whole), inner[name]))
+                whole *= _stretch(own["m"], length, own["scale"], inner[name])
+            out[name] = whole.astype(out[name].dtype)
+    return unflatten_dict(out, sep="/")
+
+
+def lengths(kernel, a, b, scale, inputs: int):
+    """|W + scale * A B| [*outputs] of one module in fp32 or better, without forming the sum: with w, c a column of W
+    and of B, |w|^2 + 2 scale (A^T w) c + scale^2 c (A^T A) c."""
+    acc = jnp.promote_types(kernel.dtype, jnp.float32)
+    kernel, a, b, scale = (x.astype(acc) for x in (kernel, a, b, scale))
+    over = tuple(range(inputs))
+    dot = functools.partial(jax.lax.dot_general, precision=jax.lax.Precision.HIGHEST)
+    cross = dot(a, kernel, ((over, over), ((), ())))
+    own = dot(dot(a, a, ((over, over), ((), ()))), b, (((1,), (0,)), ((), ())))
+    squares = jnp.sum(jnp.square(kernel), over) + jnp.sum(b * (2 * scale * cross + scale * scale * own), 0)
+    return jnp.sqrt(jnp.maximum(squares, 0))
+
+
+def _stretch(m, lengths, scale, inputs: tuple[int, ...] = ()):
+    """m over the lengths, what a decomposed adapter multiplies its outputs with; 1 for the repetitions of a stack that
+    have no adapter (scale 0)."""
+    scale = scale.reshape(scale.shape + (1,) * (m.ndim - scale.ndim))
+    return jnp.expand_dims(jnp.where(scale == 0, 1, m / jnp.where(scale == 0, 1, lengths)), inputs)
+
+
+def stretch(kernel, leaves, inputs: int):
+    """[*outputs]: m / |W + scale * A B| of one module, the latter without gradient. leaves: a, b, scale, m."""
+    length = jax.lax.stop_gradient(lengths(kernel, leaves["a"], leaves["b"], leaves["scale"], inputs))
+    return _stretch(leaves["m"].astype(length.dtype), length, leaves["scale"].astype(length.dtype))
+
+
+def _product(a, b, lead: int):
+    """[*lead, *inputs, r], [*lead, r, *outputs] -> [*lead, *inputs, *outputs]."""
+    along = tuple(range(lead))
+    return jax.lax.dot_general(a, b, (((a.ndim - 1,), (lead,)), (along, along)), precision=jax.lax.Precision.HIGHEST)
+
+
+def noisy(model, params, seed):
+    """Parameters under which the adapters drop what A reads: each number is 0 with the probability `dropout`, else
+    divided by 1 - dropout, differently in every module. seed: [] integer."""
+    key, rate, flat = jax.random.key(seed), model.adapter.dropout, {}
+    for entry in model.entries:
+        if entry.row.init == "adapter" and entry.path[-1] == "scale":
+            name, count = "/".join(entry.path[:-1]), math.prod(entry.shape)
+            keys = jax.random.split(jax.random.fold_in(key, zlib.crc32(name.encode())), count)
+            flat[f"{name}/key"] = jax.random.key_data(keys).reshape(*entry.shape, -1)
+            flat[f"{name}/keep"] = jnp.full(entry.shape, 1 - rate, jnp.float32)
+    return joined(params, flat)
+
+
+def dropped(x, key, keep):
+    """x where a coin of probability `keep` falls well, over it; else 0."""
+    falls = jax.random.bernoulli(jax.random.wrap_key_data(key), keep, x.shape)
+    return jnp.where(falls, x / keep.astype(x.dtype), jnp.zeros_like(x))
+
+
+# ---- the start
+
+
+def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
+    """Flat name -> fp32 start of every leaf of the adapter but m (see `magnitudes`); B is
+    zero, so that it changes nothing yet. Pure.
+
+    default: A uniform in +-1/sqrt(inputs), as PEFT's and nn.Linear's (not he_uniform, which is sqrt(6) times wider).
+    gaussian: A normal with standard deviation 1/r. The values of a module depend on its HF name and shape alone, not on
+    mesh, scan or dtype.
+
+    Raises ConfigError for another name.
+    """
+    if name not in DRAWS:
+        raise ConfigError(f"lora.init={name!r}: choose {', '.join(DRAWS)}")
+    targets = {target.name: target for target in model.adapter.targets}
+    drawn, rows = _drawn(model, key, targets, DRAWS[name]), {e.path: e for e in model.base.entries}
+    out = {}
+    for entry in model.entries:
+        if entry.row.init != "adapter" or entry.path[-1] == "m":
+            continue
+        base = rows[(*entry.path[:-2], "kernel")]
+        modules, leaf = [module_of(name) for name in base.hf_names], entry.path[-1]
+        shape = entry.shape[entry.stacked:]
+        if leaf == "scale":
+            values = [jnp.float32(targets[m].scale if m in targets else 0.0) for m in modules]
+        elif leaf == "a":
+            values = [_padded(drawn[m], shape) if m in drawn else jnp.zeros(shape, jnp.float32) for m in modules]
+        else:
+            values = [jnp.zeros(shape, jnp.float32)] * len(modules)
+        out["/".join(entry.path)] = jnp.stack(values).reshape(entry.shape) if entry.stacked else values[0]
+    return out
+
+
+def magnitudes(model, base_params) -> dict[str, jax.Array]:
+    """Flat name -> fp32 start of m of decomposed adapters: the lengths of the base's columns."""
+    out, rows = {}, {e.path: e for e in model.base.entries}
+    for entry in model.entries:
+        if entry.row.init == "adapter" and entry.path[-1] == "m":
+            base = rows[(*entry.path[:-2], "kernel")]
+            kernel = quantized.whole(base.of(base_params), base)
+            kernel = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))
+            axes = tuple(range(base.stacked, base.stacked + base.inputs))
+            out["/".join(entry.path)] = jnp.sqrt(jnp.sum(jnp.square(kernel), axes))
+    return out
+
+
+DRAWS = {
+    "default": lambda key, shape: jax.random.uniform(
+        key, shape, jnp.float32, -1 / math.sqrt(math.prod(shape[:-1])), 1 / math.sqrt(math.prod(shape[:-1]))),
+    "gaussian": lambda key, shape: jax.random.normal(key, shape, jnp.float32) / shape[-1],
+}
+
+
+def _drawn(model, key, targets, draw) -> dict[str, jax.Array]:
+    """Module -> A [*inputs, its rank]; one generator per shape."""
+    kinds: dict[tuple, list[str]] = {}
+    for entry in model.base.entries:
+        for name in map(module_of, entry.hf_names) if adaptable(entry) else ():
+            if name in targets:
+                shape, axes = (part[:entry.inputs] for part in entry.kind)
+                kinds.setdefault((shape + (targets[name].rank,), axes + (None,)), []).append(name)
+    out = {}
+    for (shape, axes), names in kinds.items():
+        hashes = np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
+        values = jax.lax.map(lambda h, shape=shape: draw(jax.random.fold_in(key, h), shape), hashes)
+        out.update(zip(names, stored(values, axes), strict=True))
+    return out
+
+
+def _padded(a, shape):
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, shape[-1] - a.shape[-1])])
+
+
+# ---- is the base what it was?
+
+
+def digest(params) -> np.ndarray:
+    """[32] uint8, SHA-256 over names, dtypes, shapes and two 32-bit hashes of the contents of every array of a tree.
+
+    The hashes are sums of integers over all elements, so mesh and layout do not change them, and computed where the
+    arrays lie: nothing is gathered.
+    """
+    flat = flatten_dict(params, sep="/")
+    near = {name: x for name, x in flat.items() if not memory.rests(x)}
+    sums = {name: to_host(x).tolist() for name, x in _hashes(near).items()}
+    for name in flat.keys() - near.keys():  # one at a time on the devices
+        sums[name] = to_host(_hashes({"": flat[name]})[""]).tolist()
+    told = {name: [str(x.dtype), list(x.shape), sums[name]] for name, x in flat.items()}
+    return np.frombuffer(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest(), np.uint8).copy()
+
+
+@jax.jit
+def _hashes(flat):
+    return {name: hashes(x) for name, x in memory.fetched(flat).items()}
+
+
+def hashes(x):
+    """[2] uint32 of an array's contents, for programs; the same whatever the mesh and the layout."""
+    return jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
+
+
+def _hash(x, seed: int):
+    """Sum over the elements of a mixed hash of bits and position, modulo 2**32 (the finaliser of MurmurHash3)."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+    bits = jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]).astype(jnp.uint32)
+    at, stride = jnp.uint32(seed), 1
+    for axis in reversed(range(bits.ndim)):
+        at = at + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= bits.shape[axis]
+    h = bits ^ (at * jnp.uint32(seed | 1))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ (h >> shift)) * jnp.uint32(factor)
+    return jnp.sum(h ^ (h >> 16), dtype=jnp.uint32)

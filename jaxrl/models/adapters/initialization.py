@@ -1,0 +1,205 @@
+"""What an adapter starts from: PEFT's inits, and those that begin as a part of the base.
+
+Per module, W [outputs, inputs] as Hugging Face has it, s the scale of the adapter's product:
+
+- default, gaussian: models.adapters (B = 0).
+- orthogonal: Q [r, r] orthogonal; A from its odd rows, B from its even ones, mixed by normal matrices and divided by
+  10: B A = 0 although neither is zero.
+- pissa (Meng et al., arXiv 2404.02948): W = U S V', A = sqrt(S_r / s) V_r', B = U_r sqrt(S_r / s); pissa_niter_<n>
+  takes the r leading ones by subspace iteration from random directions (Halko et al., arXiv 0909.4061), n rounds.
+- olora (Buyukakyuz, arXiv 2406.01775): W = Q R, B = Q[:, :r], A = R[:r].
+- eva (Paischer et al., arXiv 2410.07170): A = the r leading principal directions of the module's inputs, B = 0.
+
+PEFT subtracts s B A of pissa and olora from W. Here W stays as it is, and a frozen copy (A0, B0) is subtracted in the
+product instead (`Adapter.shifted`): the base is the reference, and nothing is rounded into it. Of a quantised base
+W is what its codes stand for.
+
+Legend: I inputs, O outputs (each flat), m modules of one kernel and rank.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.errors import ConfigError
+from jaxrl.models import adapters, decoder
+from jaxrl.models.adapters import NODE, adaptable, module_of, quantized, several
+
+NITER = re.compile(r"pissa_niter_([1-9][0-9]*)")
+NAMES = (*adapters.DRAWS, "orthogonal", "pissa", "pissa_niter_<n>", "olora", "eva")
+
+
+def is_init(name: str) -> bool:
+    return name in NAMES and "<" not in name or NITER.fullmatch(name) is not None
+
+
+def is_shifted(name: str) -> bool:
+    """Whether an adapter begins as a part of the base, which is then subtracted."""
+    return name in ("pissa", "olora") or NITER.fullmatch(name) is not None
+
+
+def initial(model, key, base_params, name: str, directions: dict | None = None) -> dict[str, jax.Array]:
+    """Flat name -> start of every leaf of the model's adapter. Pure; jittable with `model` and `name` static.
+
+    Args:
+      model: with its adapter (`shifted` as is_shifted(name) says). key: of the random ones.
+      base_params: parameters of `model.base`. Decompositions are taken in fp32 (float64 where they are); of a scanned
+        or sharded model one matrix is whole at a time.
+      name: see the module.
+      directions: eva's, HF module name -> [I, r] (see `principal_inputs`).
+
+    Raises ConfigError for an unknown name, an odd rank with orthogonal, and a rank above what W has.
+    """
+    if not is_init(name):
+        raise ConfigError(f"lora.init={name!r}: choose {', '.join(NAMES)}")
+    if model.adapter.parts:
+        each = [several.alone(model, k) for k in range(len(model.adapter.parts))]
+        return several.joined(model, [initial(one, key, base_params, name) for one in each])
+    if model.adapter.shifted != is_shifted(name):
+        raise ValueError(f"lora.init={name} on an adapter with shifted={model.adapter.shifted}")
+    if name in adapters.DRAWS:
+        return adapters.initial(model, key, name) | adapters.magnitudes(model, base_params)
+    _check_ranks(model, name)
+    out, targets = adapters.initial(model, key), {t.name: t for t in model.adapter.targets}
+    out |= adapters.magnitudes(model, base_params)
+    for entry in model.base.entries:
+        names = [module_of(n) for n in entry.hf_names]
+        if adaptable(entry) and any(n in targets for n in names):
+            leaves = "/".join((*entry.path[:-1], NODE)) + "/"
+            kernel = quantized.whole(entry.of(base_params), entry)
+            a, b = _of_kernel(entry, kernel, names, targets, key, name, directions)
+            a, b = (x.reshape(out[leaves + leaf].shape) for x, leaf in ((a, "a"), (b, "b")))
+            out |= {leaves + "a": a, leaves + "b": b}
+            if model.adapter.shifted:
+                out |= {leaves + "a0": a, leaves + "b0": b}
+    return out
+
+
+def _check_ranks(model, name) -> None:
+    shapes = {module_of(n): e.hf_shape for e in model.base.entries for n in e.hf_names}
+    for t in model.adapter.targets:
+        if name == "orthogonal" and t.rank % 2:
+            raise ConfigError(f"lora.init=orthogonal: the rank {t.rank} of {t.name} is odd; set an even lora.rank")
+        if (is_shifted(name) or name == "eva") and t.rank > min(shapes[t.name]):
+            raise ConfigError(f"lora.init={name}: the rank {t.rank} of {t.name} is above what its matrix "
+                              f"{shapes[t.name]} has; lower lora.rank")
+
+
+def _of_kernel(entry, kernel, names, targets, key, name, directions):
+    """(a [n, I, R], b [n, R, O]) of the n modules of one row, zeros where a rank is below the largest, R."""
+    outputs, inputs = entry.hf_shape
+    acc = jnp.promote_types(kernel.dtype, jnp.float32)
+    ranks = [targets[n].rank if n in targets else 0 for n in names]
+    a, b = jnp.zeros((len(names), inputs, max(ranks)), acc), jnp.zeros((len(names), max(ranks), outputs), acc)
+    kernel = kernel.reshape(len(names), inputs, outputs)
+    for rank in sorted(set(ranks) - {0}):
+        members = np.flatnonzero(np.array(ranks) == rank)
+        if name == "eva":
+            own_a = jnp.stack([directions[names[i]] for i in members]).astype(acc)
+            own_b = jnp.zeros((len(members), rank, outputs), acc)
+        else:
+            hashes = np.array([zlib.crc32(names[i].encode()) for i in members], np.uint32)
+            scales = np.array([targets[names[i]].scale for i in members], acc)
+
+            def one(given, rank=rank):
+                index, number, scale = given
+                return _start(name, kernel[index].astype(acc), rank, scale, jax.random.fold_in(key, number))
+
+            own_a, own_b = jax.lax.map(one, (members, hashes, scales))
+        a, b = a.at[members, :, :rank].set(own_a), b.at[members, :rank].set(own_b)
+    return a, b
+
+
+def _start(name, w_IxO, rank, scale, key):
+    """(a [I, rank], b [rank, O]) of one module; the transposes of PEFT's A and B."""
+    if name == "orthogonal":
+        return _orthogonal(key, w_IxO.shape, rank, w_IxO.dtype)
+    if name == "olora":
+        q, r = jnp.linalg.qr(w_IxO.T)
+        return r[:rank].T, q[:, :rank].T
+    if name == "pissa":
+        v, s, u = jnp.linalg.svd(w_IxO, full_matrices=False)
+    else:
+        v, s, u = _subspace_iteration(key, w_IxO, rank, int(NITER.fullmatch(name)[1]))
+    root = jnp.sqrt(s[:rank] / scale)
+    return v[:, :rank] * root[None], root[:, None] * u[:rank]
+
+
+def principal_inputs(model, base_params, tokens_BxL, positions_BxL, segments_BxL) -> dict[str, jax.Array]:
+    """HF module name -> [I, r], the r leading principal directions of what each target of the model's adapter reads,
+    over the tokens that are no padding (segment > 0), about their mean, in fp32 (float64 where the model computes in
+    it). Directions come in the order of their variance; their signs mean nothing.
+
+    Raises ConfigError where there are no more tokens than a rank.
+    """
+    targets = {t.name: t for t in model.adapter.targets}
+    tokens = int((np.asarray(segments_BxL) > 0).sum())
+    if most := [t for t in targets.values() if t.rank >= tokens]:
+        raise ConfigError(f"lora.init=eva: {tokens} tokens do not tell the {most[0].rank} directions of "
+                          f"{most[0].name}; raise data.prompts_per_step, or lower lora.rank")
+    return _directions(model, base_params, tokens_BxL, positions_BxL, segments_BxL)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _directions(model, base_params, tokens, positions, segments):
+    plain = dataclasses.replace(model.base, scan_layers=False, remat="none")
+    ranks, real = {t.name: t.rank for t in model.adapter.targets}, (segments > 0).reshape(-1, 1)
+    rows = {"/".join(e.path): module_of(e.hf_names[0]) for e in plain.entries if adaptable(e)}
+    layers, out, known = collections.Counter(), {}, {}
+
+    def watch(name, x):
+        module = rows[f"layer_{layers[name]}/{name}/kernel"]
+        layers[name] += 1
+        if module in ranks:
+            if id(x) not in known:  # several modules read the same
+                known[id(x)] = x, _principal(x.reshape(real.shape[0], -1), real)
+            out[module] = known[id(x)][1][:ranks[module]].T
+
+    with decoder.watched(watch):
+        plain.hidden(_unrolled(model.base, plain, base_params), tokens, positions, segments, jnp.zeros_like(segments))
+    return out
+
+
+def _unrolled(model, plain, params):
+    """Parameters of `model` as `plain`, which has a layer of its own for each of its repetitions, takes them."""
+    where = {name: (entry, index) for entry in model.entries
+             for name, index in zip(entry.hf_names, entry.indices, strict=True)}
+
+    def leaf(entry):
+        source, index = where[entry.hf_names[0]]
+        return jax.tree.map(lambda x: x[index], source.of(params))
+
+    return plain.tree(leaf)
+
+
+def _principal(x_TxI, real_Tx1):
+    """[min(T, I), I]: principal directions of the real rows, the one with the largest variance first."""
+    x = jnp.where(real_Tx1, x_TxI.astype(jnp.promote_types(x_TxI.dtype, jnp.float32)), 0)
+    mean = x.sum(0, keepdims=True) / real_Tx1.sum()
+    return jnp.linalg.svd(jnp.where(real_Tx1, x - mean, 0), full_matrices=False)[2]
+
+
+def _orthogonal(key, shape, rank, dtype):
+    keys = jax.random.split(key, 3)
+    q, _ = jnp.linalg.qr(jax.random.normal(keys[0], (rank, rank), dtype))
+    left = jax.random.normal(keys[1], (shape[0], rank // 2), dtype)
+    right = jax.random.normal(keys[2], (rank // 2, shape[1]), dtype)
+    return left @ q[0::2] / 10, q[1::2].T @ right / 10
+
+
+def _subspace_iteration(key, w_IxO, rank, rounds):
+    """The `rank` leading singular triplets, approximately."""
+    q, _ = jnp.linalg.qr(w_IxO @ jax.random.normal(key, (w_IxO.shape[1], rank), w_IxO.dtype))
+    for _ in range(rounds):
+        p, _ = jnp.linalg.qr(w_IxO.T @ q)
+        q, _ = jnp.linalg.qr(w_IxO @ p)
+    v, s, u = jnp.linalg.svd(q.T @ w_IxO, full_matrices=False)
+    return q @ v, s, u

@@ -1,0 +1,420 @@
+"""PEFT's LoRA folders, adapter_config.json with adapter_model.safetensors, in and out.
+
+A folder that was read is written back byte for byte while its numbers are the same: fields that jaxrl does not know,
+dtypes and the layout of the file are those of the folder. Source: PEFT 0.21, peft_model.py (save_pretrained).
+
+Legend: W of a module is [outputs, inputs] there; A [r, inputs] and B [outputs, r]; ours are a [*inputs, r] and
+b [r, *outputs].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.errors import ConfigError
+from jaxrl.models.adapters import NODE, Adapter, module_of
+from jaxrl.models.adapters.initialization import is_shifted
+from jaxrl.models.adapters.selection import (
+    ALL_LINEAR,
+    HEAD,
+    Selection,
+    around,
+    linears,
+    resolved,
+    selection_of,
+    tensors,
+)
+from jaxrl.models.io import hf, tensorfile
+from jaxrl.models.io.tensorfile import shortened
+
+log = logging.getLogger("jaxrl")
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+MAGNITUDE = "lora_magnitude_vector"  # DoRA's m, behind a module's name
+PLAIN = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")  # inits that leave the base as it is
+# Fields of adapter_config.json that change what an adapter computes, and are not served here.
+NOT_SERVED = ("lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora",
+              "target_parameters", "trainable_token_indices", "velora_config", "kasa_config", "arrow_config",
+              "monteclora_config")
+VERSION = "0.21.2"  # of PEFT, whose fields FIELDS are
+FIELDS: dict[str, Any] = {  # of a LoraConfig, as it is saved where nothing is set
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
+    "base_model_name_or_path": None, "bias": "none", "corda_config": None, "ensure_weight_tying": False,
+    "eva_config": None, "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True,
+    "init_lora_weights": True, "kasa_config": None, "layer_replication": None, "layers_pattern": None,
+    "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 8, "lora_bias": False, "lora_dropout": 0.0,
+    "lora_ga_config": None, "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
+    "monteclora_config": None, "peft_type": "LORA", "peft_version": VERSION, "qalora_group_size": 16, "r": 8,
+    "rank_pattern": {}, "revision": None, "target_modules": None, "target_parameters": None, "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False, "use_rslora": False,
+    "velora_config": None,
+}
+
+
+def resolve(options, model) -> Adapter:
+    """The adapter that config.lora describes on a model: that of the folder `options.path`, or by PEFT's rules.
+
+    Entries of `targets` and `exclude` are HF names of modules or their ends behind a "."; a single entry with signs
+    that no name has is a pattern for whole names; "all-linear" is every linear module but the output matrix. `exclude`
+    and `modules_to_save` take modules out, `layers` keeps those of some layers. Of `rank_pattern` and `alpha_pattern`
+    the first key that fits the end of the name decides. scale = alpha / rank, with rslora alpha / sqrt(rank) (arXiv
+    2312.03732).
+
+    Raises ConfigError for an entry that fits nothing (option, value, examples), for embeddings and output matrices as
+    targets, and for what `read` refuses.
+    """
+    if options.path:
+        return read(options.path, model)[0]
+    found = resolved(selection_of(options), model, strict=True)
+    return dataclasses.replace(found, shifted=is_shifted(options.init), decomposed=options.dora)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A folder that was read: what is needed to write it back as it was. `head`: the bytes of the safetensors file
+    before its data."""
+
+    path: str
+    text: bytes
+    config: dict
+    head: bytes
+    stored: dict[str, tensorfile.Stored]
+
+
+def source(path: str) -> Source:
+    """The adapter folder at `path` (or the hub's), read anew by every call.
+
+    Raises ConfigError for what is no LoRA folder of PEFT's with safetensors.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = hf.folder_of(path, patterns=(CONFIG, WEIGHTS))
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ConfigError(f"lora.path={path!r}: no {name}; give a folder that PEFT's save_pretrained wrote"
+                              + (" (its adapter_model.bin is a pickle: load it with PEFT and save it again)"
+                                 if name == WEIGHTS and (folder / "adapter_model.bin").is_file() else ""))
+    text = (folder / CONFIG).read_bytes()
+    try:
+        config = json.loads(text)
+        kind = config.get("peft_type")
+    except (ValueError, AttributeError) as e:
+        raise ConfigError(f"lora.path={path!r}: {CONFIG} is not a JSON object ({e})") from None
+    if kind != "LORA":
+        raise ConfigError(f"lora.path={path!r}: peft_type={kind!r}; only LORA is served")
+    stored = tensorfile.read_header(folder / WEIGHTS)
+    with open(folder / WEIGHTS, "rb") as f:
+        size = f.read(8)
+        head = size + f.read(int.from_bytes(size, "little"))
+    return Source(path, text, config, head, stored)
+
+
+def _from_config(config: dict, path: str) -> Selection:
+    """What an adapter_config.json says about modules. Raises ConfigError for adapters that compute something else."""
+    where = f"lora.path={path!r}: {CONFIG} has"
+    for name in NOT_SERVED:
+        if config.get(name):
+            raise ConfigError(f"{where} {name}={config[name]!r}, which is not served here; train it with PEFT")
+    if config.get("bias", "none") != "none":
+        raise ConfigError(f"{where} bias={config['bias']!r}: biases of the base are not trained; only 'none' is served")
+    init = config.get("init_lora_weights", True)
+    if init not in PLAIN:
+        raise ConfigError(f"{where} init_lora_weights={init!r}, which changes the base when PEFT loads it: convert it "
+                          "with save_pretrained(path_initial_model_for_weight_conversion=...)")
+    if config.get("layers_pattern") not in (None, [], "", "layers", ["layers"]):
+        raise ConfigError(f"{where} layers_pattern={config['layers_pattern']!r}; layers are called 'layers' here")
+    for name, value in config.items():
+        if name not in FIELDS and value:
+            log.warning("%s %s=%r, which jaxrl does not know; it is kept and has no effect here", where, name, value)
+    layers = config.get("layers_to_transform")
+    layers = () if layers is None else (layers,) if isinstance(layers, int) else tuple(layers)
+    try:
+        return Selection(int(config["r"]), config["lora_alpha"], bool(config.get("use_rslora")),
+                         _field(config["target_modules"]), _field(config.get("exclude_modules")), layers,
+                         config.get("rank_pattern") or {}, config.get("alpha_pattern") or {},
+                         tuple(config.get("modules_to_save") or ()))
+    except KeyError as e:
+        raise ConfigError(f"{where} no {e}; give a folder that PEFT's save_pretrained wrote") from None
+
+
+def _field(names) -> str | tuple[str, ...]:
+    return names if isinstance(names, str) else tuple(names or ())
+
+
+def _adapter(src: Source, model) -> Adapter:
+    found = resolved(_from_config(src.config, src.path), model, strict=False)
+    return dataclasses.replace(found, decomposed=bool(src.config.get("use_dora")))
+
+
+def _same(one: Adapter, other: Adapter) -> bool:
+    """Whether both compute the same of the same tensors."""
+    return (one.targets, one.saved, one.decomposed) == (other.targets, other.saved, other.decomposed)
+
+
+def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
+    """The adapter in a PEFT folder (or hub id), and its values as the model's parameter tree has them.
+
+    Returns (Adapter, {path joined by "/": array}): a, b and scale beside every adapted kernel, fp32 (float64 where the
+    file has it) and padded with zeros where ranks differ, and the arrays of modules that were trained whole.
+
+    Raises ConfigError naming the folder for files that do not fit each other or the model, and for adapters that
+    compute something that is not served (biases, PiSSA that was not converted ...).
+    """
+    src = source(str(folder))
+    adapter = _adapter(src, model)
+    modules, wanted = linears(model), {}
+    for t in adapter.targets:
+        outputs, inputs = modules[t.name].entry.hf_shape
+        wanted[f"{PREFIX}{t.name}.lora_A.weight"] = (t.rank, inputs)
+        wanted[f"{PREFIX}{t.name}.lora_B.weight"] = (outputs, t.rank)
+        if adapter.decomposed:
+            wanted[f"{PREFIX}{t.name}.{MAGNITUDE}"] = (outputs,)
+    for name, place in tensors(model).items():
+        if module_of(name) in adapter.saved:
+            wanted[PREFIX + name] = place.entry.hf_shape
+    missing, extra = sorted(set(wanted) - set(src.stored)), sorted(set(src.stored) - set(wanted))
+    wrong = [f"{n} {src.stored[n].shape} instead of {s}" for n, s in wanted.items()
+             if n in src.stored and src.stored[n].shape != s]
+    for names, what in ((missing, "lacks what its config names"), (extra, "has what its config does not name, or what "
+                        "has no place in this model"), (wrong, "has other shapes than config and model say")):
+        if names:
+            raise ConfigError(f"lora.path={src.path!r}: {WEIGHTS} {what}: {shortened(names)}; is it an adapter of this "
+                              "model?")
+    return adapter, _values(adapter, model, src.stored)
+
+
+def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
+    wide = np.result_type(np.float32, *(tensorfile.DTYPES[t.dtype] for t in stored.values() if t.dtype == "F64"))
+    modules, out = linears(model), {}
+    ranks: dict[tuple, int] = {}
+    for t in adapter.targets:
+        path = modules[t.name].entry.path
+        ranks[path] = max(ranks.get(path, 0), t.rank)
+
+    def array(name):
+        return stored[PREFIX + name].read().astype(wide)
+
+    for t in adapter.targets:
+        entry, index = modules[t.name]
+        a, b, scale = leaf_paths(entry)
+        if a not in out:
+            lead, shapes = entry.shape[:entry.stacked], (*lora_shapes(entry, ranks[entry.path]), ())
+            out |= {path: np.zeros(lead + shape, wide) for path, shape in zip((a, b, scale), shapes, strict=True)}
+        own = lora_shapes(entry, t.rank)
+        out[scale][index] = t.scale
+        out[a][(*index, ..., slice(t.rank))] = array(f"{t.name}.lora_A.weight").T.reshape(own[0])
+        out[b][(*index, slice(t.rank))] = array(f"{t.name}.lora_B.weight").T.reshape(own[1])
+        if adapter.decomposed:
+            outputs = own[1][1:]
+            m = out.setdefault(f"{a[:-1]}m", np.zeros((*entry.shape[:entry.stacked], *outputs), wide))
+            m[index] = array(f"{t.name}.{MAGNITUDE}").reshape(outputs)
+    for name, (entry, index) in tensors(model).items():
+        if module_of(name) in adapter.saved:
+            whole = out.setdefault("/".join(entry.path), np.zeros(entry.shape, wide))
+            whole[index] = entry.from_hf(array(name))
+    if model.config.tied and HEAD in adapter.saved and not np.array_equal(array(hf.HEAD), array(hf.EMBEDDING)):
+        raise ConfigError(f"{hf.HEAD} and {hf.EMBEDDING} of the adapter differ, but are one matrix in this model; "
+                          "untie the checkpoint (tie_word_embeddings)")
+    return out
+
+
+def leaf_paths(entry) -> tuple[str, ...]:
+    """Paths of `a`, `b` and `scale` beside a kernel."""
+    return tuple("/".join((*entry.path[:-1], NODE, leaf)) for leaf in ("a", "b", "scale"))
+
+
+def lora_shapes(entry, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of `a` and `b` of one tensor of a kernel's row."""
+    shape = entry.kind[0]
+    return (*shape[:entry.inputs], rank), (rank, *shape[entry.inputs:])
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+def write(folder, model, params, options, base_name: str, dtype: str = "auto") -> None:
+    """Writes a PEFT folder that appears at once, in the place of one that stands there.
+
+    Every process of a run calls this, process 0 writes.
+
+    Args:
+      folder: the directory.
+      model: with the adapter. params: its parameter tree (base, adapters, modules that are trained whole).
+      options: config.lora. Where `path` names a folder and the adapter is still that one, its config, dtypes and file
+        layout are kept.
+      base_name: the base model, for base_model_name_or_path; empty = none.
+      dtype: of tensors that no folder decides: "auto" = float32, or a name as hf.export takes it.
+
+    An adapter that began as a part of the base (pissa, olora: `adapter.shifted`) is written as the plain LoRA of twice
+    the rank that it is together with what was taken from the base: A [a; a0], B [b, -b0], rank and alpha doubled (with
+    rslora alpha times sqrt(2)), which is PEFT's own conversion. ConfigError where PEFT refuses it.
+    """
+    adapter, folder = model.adapter, Path(folder)
+    if adapter.quantized:
+        log.warning("%s: this adapter was trained on its base in %s (lora.base); on another base it computes something"
+                    " else, lora.export=merged writes the model that was trained", folder, adapter.quantized)
+    src = source(options.path) if options.path else None
+    if src is not None and not _same(_adapter(src, model), adapter):
+        log.warning("lora.path=%r: its %s is no longer the one that was read; the adapter is written with its own rank "
+                    "and scale", src.path, CONFIG)
+        src = None
+    arrays = hf_tensors(model, params, np.dtype("float32" if dtype == "auto" else hf.DTYPE_NAMES.get(dtype, dtype)),
+                          {} if src is None else {n: tensorfile.DTYPES[t.dtype] for n, t in src.stored.items()})
+    text = src.text if src is not None else config_text(adapter, options, base_name)
+    if jax.process_index() == 0:
+        _put(folder, text, arrays, src.head if src is not None else b"")
+
+
+def write_plain(folder, model, params, dtype) -> None:
+    """A folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in `dtype`.
+    Each process writes its own; params: arrays that it reaches."""
+    adapter = model.adapter
+    if adapter.decomposed:
+        raise ValueError("an adapter with lengths of its own (lora.dora) is no plain one")
+    if adapter.saved:
+        raise ValueError(f"modules that are trained whole ({shortened(adapter.saved)}) are no part of a plain adapter")
+    ranks = [(2 if adapter.shifted else 1) * t.rank for t in adapter.targets]
+    rank, keys = max(ranks), [f"^{re.escape(t.name)}" for t in adapter.targets]
+    config = FIELDS | {
+        "r": rank, "lora_alpha": rank, "target_modules": sorted({t.name.rpartition(".")[2] for t in adapter.targets}),
+        "rank_pattern": {key: r for key, r in zip(keys, ranks, strict=True) if r != rank},
+        "alpha_pattern": {key: t.scale * r for key, t, r in zip(keys, adapter.targets, ranks, strict=True)
+                          if t.scale * r != rank}}
+    text = json.dumps(config, indent=2, sort_keys=True).encode()
+    _put(Path(folder), text, hf_tensors(model, params, np.dtype(dtype), {}), b"")
+
+
+def _put(folder: Path, text: bytes, arrays: dict, head: bytes) -> None:
+    """A folder that appears at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        (temporary / CONFIG).write_bytes(text)
+        save_tensors(temporary / WEIGHTS, arrays, head)
+        hf.replace(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_written(options) -> None:
+    """ConfigError where an adapter of these options could not be written as PEFT's: pissa and olora with rslora and
+    patterns, for which PEFT's conversion has no alpha."""
+    if options.rslora and (options.rank_pattern or options.alpha_pattern) and is_shifted(options.init):
+        raise ConfigError(f"lora.init={options.init} with lora.rslora and lora.rank_pattern or lora.alpha_pattern: "
+                          "PEFT has no plain LoRA for it; leave one of them out")
+
+
+def config_text(adapter: Adapter, options, base_name: str) -> bytes:
+    """adapter_config.json of an adapter that began here, as PEFT writes it."""
+    check_written(options)
+    chosen = selection_of(options)
+    names = chosen.target_modules
+    if isinstance(names, str) and names.lower() == ALL_LINEAR:
+        names = sorted({t.name.rpartition(".")[2] for t in adapter.targets})
+    alpha, twice = chosen.lora_alpha, 2 if adapter.shifted else 1
+    plain = adapter.shifted or options.init in ("default", "eva")  # eva wants its own table of options
+    config = FIELDS | {
+        "base_model_name_or_path": base_name or None, "r": twice * chosen.r, "use_rslora": chosen.use_rslora,
+        "lora_alpha": _number(alpha * (math.sqrt(twice) if chosen.use_rslora else twice)),
+        "lora_dropout": float(options.dropout), "target_modules": names if isinstance(names, str) else list(names),
+        "exclude_modules": _listing(chosen.exclude_modules), "modules_to_save": _listing((*chosen.modules_to_save, *(
+            key.rpartition(".")[2] for key in adapter.saved
+            if not any(outer.endswith(name) for name in chosen.modules_to_save for outer in around(key))))),
+        "layers_to_transform": _listing(chosen.layers_to_transform),
+        "rank_pattern": {k: twice * v for k, v in chosen.rank_pattern.items()},
+        "alpha_pattern": {k: _number(twice * v) for k, v in chosen.alpha_pattern.items()},
+        "init_lora_weights": True if plain else options.init, "use_dora": adapter.decomposed,
+    }
+    return json.dumps(config, indent=2, sort_keys=True).encode()
+
+
+def _number(value):
+    return int(value) if float(value).is_integer() else float(value)
+
+
+def _listing(value):
+    return value if isinstance(value, str) else list(value) or None
+
+
+def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
+    """PEFT's name -> array in its dtype. Collective where arrays are spread over processes."""
+    adapter, modules, leaves, out = model.adapter, linears(model), {}, {}
+
+    def leaf(node, path):
+        if path not in leaves:
+            leaves[path] = _on_host(node)
+        return leaves[path]
+
+    def part(entry, index, rank, name):
+        node = params
+        for key in entry.path[:-1]:
+            node = node[key]
+        array = leaf(node[NODE][name], (*entry.path[:-1], name))[index]
+        if name == "m":
+            return array.reshape(-1)
+        if name.startswith("a"):
+            return array.reshape(-1, array.shape[-1])[:, :rank].T
+        return array.reshape(array.shape[0], -1)[:rank].T
+
+    for t in adapter.targets:
+        entry, index = modules[t.name]
+        a, b = (part(entry, index, t.rank, name) for name in ("a", "b"))
+        if adapter.shifted:
+            a = np.concatenate([a, part(entry, index, t.rank, "a0")], axis=0)
+            b = np.concatenate([b, -part(entry, index, t.rank, "b0")], axis=1)
+        out[f"{PREFIX}{t.name}.lora_A.weight"], out[f"{PREFIX}{t.name}.lora_B.weight"] = a, b
+        if adapter.decomposed:
+            out[f"{PREFIX}{t.name}.{MAGNITUDE}"] = part(entry, index, t.rank, "m")
+    for name, (entry, index) in tensors(model).items():
+        if module_of(name) in adapter.saved:
+            out[PREFIX + name] = entry.to_hf(leaf(entry.of(params), entry.path)[index])
+    return {name: np.ascontiguousarray(array.astype(own.get(name, dtype))) for name, array in out.items()}
+
+
+def _on_host(array) -> np.ndarray:
+    if not getattr(array, "is_fully_addressable", True):
+        from jax.experimental import multihost_utils
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
+
+
+RANKS = {"F64": 0, "F32": 1, "BF16": 2, "F16": 3}  # the order in which the safetensors library lays dtypes out
+
+
+def save_tensors(file: Path, arrays: dict[str, np.ndarray], head: bytes = b"") -> None:
+    """A safetensors file as the safetensors library writes it, or with the very `head` of another file that has these
+    names, dtypes and shapes."""
+    codes = {name: tensorfile.CODES[array.dtype] for name, array in arrays.items()}
+    if head:
+        rows = json.loads(head[8:])
+        rows.pop("__metadata__", None)
+        fits = {n: (r["dtype"], tuple(r["shape"])) for n, r in rows.items()} == {
+            n: (codes[n], a.shape) for n, a in arrays.items()}
+        order = sorted(rows, key=lambda n: rows[n]["data_offsets"][0])
+    if not head or not fits:
+        order, rows, end = sorted(arrays, key=lambda n: (RANKS[codes[n]], n)), {}, 0
+        for name in order:
+            size = arrays[name].nbytes
+            rows[name] = {"dtype": codes[name], "shape": list(arrays[name].shape), "data_offsets": [end, end + size]}
+            end += size
+        table = {"__metadata__": {"format": "pt"}, **rows}
+        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        head = len(text).to_bytes(8, "little") + text
+    with open(file, "wb") as f:
+        f.write(head)
+        for name in order:
+            f.write(arrays[name].reshape(-1).view(np.uint8).data)

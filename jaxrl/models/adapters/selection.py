@@ -1,0 +1,228 @@
+"""Which modules of a model an adapter is on, with which rank and scale: PEFT's rules on Hugging Face's names.
+
+Sources: PEFT 0.21, tuners/tuners_utils.py (check_target_module_exists), utils/other.py (get_pattern_key,
+_set_trainable).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+from jaxrl.errors import ConfigError
+from jaxrl.models.adapters import Adapter, Target, adaptable, module_of
+from jaxrl.models.io import hf
+from jaxrl.models.io.tensorfile import shortened
+
+ALL_LINEAR, HEAD, EMBEDDING = "all-linear", module_of(hf.HEAD), module_of(hf.EMBEDDING)
+
+
+# ---- the modules of a model ------------------------------------------------------------------------------------------
+
+class Place(NamedTuple):
+    """Where a tensor of a module lies: the row of the parameter table, and the index along its stacked axes."""
+
+    entry: Any
+    index: tuple[int, ...]
+
+
+def tensors(model) -> dict[str, Place]:
+    """Every tensor of the base by HF's name, in the order of the layers; a tied output matrix is the embedding."""
+    found = {name: Place(entry, index) for entry in model.base.entries
+             for index, name in zip(entry.indices, entry.hf_names, strict=True)}
+    if model.config.tied:
+        found[hf.HEAD] = found[hf.EMBEDDING]
+    return {name: found[name] for name in sorted(found, key=hf.order)}
+
+
+def linears(model) -> dict[str, Place]:
+    """HF name of every module that can have an adapter -> its kernel, in the order of the layers."""
+    return {module_of(name): place for name, place in tensors(model).items() if adaptable(place.entry)}
+
+
+def without_adapters(model) -> list[str]:
+    """HF name of every linear map of the layers that cannot have one: experts and their routers."""
+    return [module_of(name) for name, place in tensors(model).items()
+            if place.entry.inputs and not place.entry.row.adapts]
+
+
+def modules_of(model) -> list[str]:
+    """HF names of all modules that hold tensors, and of those around them: what a name in modules_to_save may mean."""
+    return list(dict.fromkeys(name for tensor in tensors(model) for name in around(module_of(tensor))))
+
+
+def around(module: str) -> list[str]:
+    """A module's name and those of the modules around it."""
+    parts = module.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+# ---- which of them ---------------------------------------------------------------------------------------------------
+
+class Selection(NamedTuple):
+    """What PEFT's LoraConfig says about modules, under its names."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+    exclude_modules: str | tuple[str, ...] = ()
+    layers_to_transform: tuple[int, ...] = ()
+    rank_pattern: dict = {}
+    alpha_pattern: dict = {}
+    modules_to_save: tuple[str, ...] = ()
+
+
+OPTIONS = {"target_modules": "lora.targets", "exclude_modules": "lora.exclude", "layers_to_transform": "lora.layers",
+           "rank_pattern": "lora.rank_pattern", "alpha_pattern": "lora.alpha_pattern",
+           "modules_to_save": "lora.modules_to_save"}
+
+
+def selection_of(options) -> Selection:
+    """config.lora in PEFT's words."""
+    alpha = options.rank if options.alpha is None else options.alpha
+    return Selection(options.rank, alpha, options.rslora, _option(options.targets), _option(options.exclude),
+                     tuple(options.layers), table("rank_pattern", options.rank_pattern, int),
+                     table("alpha_pattern", options.alpha_pattern, float), tuple(options.modules_to_save))
+
+
+def table(name: str, entries, kind) -> dict:
+    """Pattern -> number of "pattern=number" entries (or of a table), in their order. Raises ConfigError for what is
+    none."""
+    out = {}
+    for entry in [f"{k}={v}" for k, v in entries.items()] if hasattr(entries, "items") else entries:
+        pattern, _, number = entry.rpartition("=")
+        try:
+            out[pattern] = kind(number)
+            re.compile(pattern)
+        except (ValueError, re.error):
+            out = {}
+        if not out or not pattern or not out[pattern] > 0:
+            example = "q_proj=8" if kind is int else "q_proj=16"
+            raise ConfigError(f"lora.{name} entry {entry!r}: write 'pattern=number' with a regular expression for the "
+                              f"end of modules' names and a number above 0, for example {example!r}")
+    return out
+
+
+def _option(names) -> str | tuple[str, ...]:
+    """Names, or the one entry that is a word of PEFT's or a pattern: it has signs that no module's name has."""
+    names = tuple(names)
+    one = names[0] if len(names) == 1 else ""
+    return one if one.lower() == ALL_LINEAR or re.search(r"[^\w.]", one) else names
+
+
+def _listed(names, key: str) -> bool:
+    """PEFT's rule for target_modules and exclude_modules."""
+    if isinstance(names, str):
+        return re.fullmatch(names, key) is not None
+    return any(key == name or key.endswith(f".{name}") for name in names)
+
+
+def _first(patterns: dict, key: str):
+    """The value of the first key that fits the end of a name, or None."""
+    return next((value for p, value in patterns.items() if re.match(rf"(.*\.)?({p})$", key)), None)
+
+
+def _layer(key: str) -> int | None:
+    found = re.match(r".*?\.[^.]*\.(\d+)\.", key)
+    return int(found[1]) if found else None
+
+
+def resolved(chosen: Selection, model, strict: bool) -> Adapter:
+    """strict: every entry has to fit something, as options of ours do; PEFT's own folders may name more."""
+    modules = linears(model)
+    every = [EMBEDDING, *modules, HEAD]  # what PEFT has adapters for
+    _refuse_experts(chosen, without_adapters(model))
+    if strict:
+        _check_entries(chosen, [*every, *without_adapters(model)], modules_of(model))
+    names, save = chosen.target_modules, chosen.modules_to_save
+    if isinstance(names, str) and names.lower() == ALL_LINEAR:
+        names, every = tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules)), list(modules)
+    kept = [key for key in every if _listed(names, key) and not _listed(chosen.exclude_modules, key)
+            and not any(re.match(rf"(^|.*\.){m}($|\..*)", key) for m in save)
+            and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
+    if refused := [key for key in kept if key in (HEAD, EMBEDDING)]:
+        raise ConfigError(f"lora.targets={shown(chosen.target_modules)} takes {' and '.join(refused)} in: adapters on "
+                          "embeddings and output matrices are not served; leave them out (lora.exclude), or train them "
+                          "whole with lora.modules_to_save")
+    if not kept:
+        raise ConfigError(f"lora.targets={shown(chosen.target_modules)}: nothing is left after lora.exclude="
+                          f"{shown(chosen.exclude_modules)}, lora.layers={chosen.layers_to_transform} and "
+                          f"lora.modules_to_save={save}; modules are {shortened(modules)}")
+    return Adapter(tuple(_target(chosen, key) for key in kept), _saved(save, model, strict))
+
+
+def _refuse_experts(chosen: Selection, experts: list[str]) -> None:
+    """all-linear leaves them out, as PEFT does on transformers' models, where they are no linear modules."""
+    names = chosen.target_modules
+    if isinstance(names, str) and names.lower() == ALL_LINEAR:
+        return
+    taken = [key for key in experts if _listed(names, key) and not _listed(chosen.exclude_modules, key)
+             and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
+    if taken:
+        raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on experts and their "
+                          "routers are not supported; leave them out (lora.exclude="
+                          "'.*\\.experts\\..*'), adapt attention alone (lora.targets="
+                          "q_proj,k_proj,v_proj,o_proj, or all-linear), or train them whole (lora.modules_to_save)")
+
+
+def _target(chosen: Selection, key: str) -> Target:
+    rank, alpha = _first(chosen.rank_pattern, key), _first(chosen.alpha_pattern, key)
+    rank, alpha = chosen.r if rank is None else rank, chosen.lora_alpha if alpha is None else alpha
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ConfigError(f"lora.rank_pattern gives {key} the rank {rank!r}: ranks are whole numbers from 1")
+    return Target(key, rank, alpha / (math.sqrt(rank) if chosen.use_rslora else rank))
+
+
+def _saved(save, model, strict: bool) -> tuple[str, ...]:
+    """The modules with tensors that are trained whole. A tied matrix is both of its modules: PEFT would train a copy
+    for one use, and two copies only stay equal here."""
+    wanted = [key for key in modules_of(model) if any(key.endswith(name) for name in save)]
+    owners = dict.fromkeys(module_of(name) for name in tensors(model))
+    found = [key for key in owners if any(key == a or key.startswith(f"{a}.") for a in wanted)]
+    one = {EMBEDDING, HEAD} & set(found)
+    if model.config.tied and len(one) == 1:
+        if not strict:
+            raise ConfigError(f"modules_to_save={tuple(save)} holds {one.pop()} alone, but {EMBEDDING} and {HEAD} are "
+                              "one matrix in this model: the adapter was trained on a model that this is not")
+        found = [key for key in owners if key in (*found, EMBEDDING, HEAD)]
+    return tuple(found)
+
+
+def shown(names) -> str:
+    return repr(names) if isinstance(names, str) else f"({', '.join(map(repr, names))})"
+
+
+def _check_entries(chosen: Selection, modules: list[str], outer: list[str]) -> None:
+    """Raises ConfigError for the first entry that fits no module."""
+    def refuse(field, value, what=None):
+        raise ConfigError(f"{OPTIONS[field]}: {value!r} matches no module; names are {shortened(what or modules)}")
+
+    for field in ("target_modules", "exclude_modules"):
+        names = getattr(chosen, field)
+        for name in [names] if isinstance(names, str) else names:
+            if name.lower() == ALL_LINEAR and field == "target_modules":
+                continue
+            try:
+                fits = any(_listed(name if isinstance(names, str) else [name], key) for key in modules)
+            except re.error as e:
+                raise ConfigError(f"{OPTIONS[field]}: {name!r} is not a regular expression ({e})") from None
+            if not fits:
+                refuse(field, name)
+    if chosen.layers_to_transform and isinstance(chosen.target_modules, str) \
+            and chosen.target_modules.lower() != ALL_LINEAR:
+        raise ConfigError(f"lora.layers={chosen.layers_to_transform} with the pattern lora.targets="
+                          f"{chosen.target_modules!r}: PEFT has no such adapter; write the layers into the pattern, or "
+                          "name the modules in a list")
+    layers = sorted({_layer(key) for key in modules} - {None})
+    for layer in chosen.layers_to_transform:
+        if layer not in layers:
+            raise ConfigError(f"lora.layers: there is no layer {layer}; they are {layers[0]} to {layers[-1]}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(chosen, field):
+            if not any(_first({pattern: True}, key) for key in modules):
+                refuse(field, pattern)
+    for name in chosen.modules_to_save:
+        if not any(key.endswith(name) for key in [*outer, *modules]):
+            refuse("modules_to_save", name, outer)

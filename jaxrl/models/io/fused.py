@@ -1,0 +1,159 @@
+"""The other layout in which experts lie on a disk: all of a layer in two tensors, as transformers 5 holds them,
+
+    model.layers.<i>.mlp.experts.gate_up_proj  [E, 2 F, D]    every expert's gate, then its up
+    model.layers.<i>.mlp.experts.down_proj     [E, D, F]
+
+instead of the three matrices per expert that checkpoints were published with and that the parameter table names. One
+is read as the other; a folder is written as it was read.
+
+gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate and up take turns,
+
+    gate_up_proj [E, D, 2 F],  gate_up_proj_bias [E, 2 F]     column 2 f is the gate's f, 2 f + 1 the up's
+    down_proj    [E, F, D],    down_proj_bias    [E, D]
+
+(or, of the matrices, mxfp4's blocks and scales in their place, see models.io.scaled).
+
+Legend: E experts, D hidden size, F an expert's width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.errors import ConfigError
+from jaxrl.models.families import FAMILIES
+from jaxrl.models.io import tensorfile
+from jaxrl.models.parameters import ROUTER
+
+NAME = re.compile(r"model\.layers\.\d+\.mlp\.experts\.gate_up_proj")
+_KINDS = {"gate_up_proj": ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
+          "down_proj": ("mlp/experts/down/kernel",),
+          "gate_up_proj_bias": ("mlp/experts/gate/bias", "mlp/experts/up/bias"),
+          "down_proj_bias": ("mlp/experts/down/bias",)}
+
+
+class Fused(NamedTuple):
+    """One fused tensor, and the matrices in it: of each expert, in the order of its rows. Or another name of one."""
+
+    name: str
+    parts: tuple[tuple[str, ...], ...]
+    whole: bool = False  # the one part is the tensor itself
+
+    def shape(self, part: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
+        """The tensor's, of that of a part."""
+        if self.whole:
+            return part
+        outputs, inputs = part[0] * len(self.parts[0]), part[1:]
+        return (len(self.parts), *inputs, outputs) if interleaved else (len(self.parts), outputs, *inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn(tensorfile.Stored):
+    """A part of an interleaved tensor: every `step`-th column of an expert, from `first` on, as a row."""
+
+    of: tensorfile.Stored
+    expert: int
+    first: int
+    step: int
+
+    def read(self, index=...) -> np.ndarray:
+        return self.of.read((self.expert, ..., slice(self.first, None, self.step))).T[index]
+
+
+def interleaved(model) -> bool:
+    """Whether its experts lie on a disk as gpt-oss's do."""
+    return FAMILIES[model.config.family].interleaved
+
+
+def is_fused(names: Iterable[str]) -> bool:
+    """Whether a folder with these tensors has the other layout."""
+    return any(NAME.fullmatch(name) for name in names)
+
+
+def tensors(model) -> list[Fused]:
+    """The fused tensors of a model, by layer; with the routers where they are called otherwise in that layout."""
+    by_layer: dict[tuple[str, str], list[str]] = {}
+    for entry in model.entries:
+        for name in entry.hf_names:
+            if entry.row.stacked or entry.row.path == ROUTER:
+                by_layer.setdefault((re.match(r"model\.layers\.\d+", name)[0], entry.row.path), []).append(name)
+    out = []
+    for layer in dict.fromkeys(layer for layer, _ in by_layer):
+        for name, kinds in _KINDS.items():
+            if (layer, kinds[0]) in by_layer:
+                parts = zip(*(by_layer[layer, kind] for kind in kinds), strict=True)
+                out.append(Fused(f"{layer}.mlp.experts.{name}", tuple(parts)))
+        router = by_layer.get((layer, ROUTER), [])
+        if router and router[0] != f"{layer}.mlp.gate.weight" and not interleaved(model):
+            out.append(Fused(f"{layer}.mlp.gate.weight", (tuple(router),), whole=True))
+    return out
+
+
+def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.Stored]:
+    """A folder's tensors with every fused one as its parts, which are places in the same file.
+
+    Raises ConfigError for a fused tensor of another shape, and where a folder has its parts too.
+    """
+    turns = interleaved(model)
+    if not turns and not is_fused(stored):
+        return stored
+    out, sizes = dict(stored), {name: entry.hf_shape for entry in model.entries for name in entry.hf_names}
+    for own in tensors(model):
+        name, parts, _ = own
+        found = out.pop(name, None)
+        if found is None:
+            continue
+        if double := sorted(out.keys() & {part for own in parts for part in own}):
+            raise ConfigError(f"{found.file.parent}: {name} stands beside {tensorfile.shortened(double)}, which it "
+                              "holds; remove one of the two layouts")
+        shape = own.shape(size := sizes[parts[0][0]], turns)
+        if found.shape != shape:
+            raise ConfigError(f"{found.file.parent}: {name} has shape {found.shape}, the config needs {shape}; is "
+                              "config.json the one of these weights?")
+        if found.dtype not in tensorfile.DTYPES:
+            found.read()  # which says so
+        each = math.prod(size) * tensorfile.DTYPES[found.dtype].itemsize
+        for i, (expert, j) in enumerate(np.ndindex(len(parts), len(parts[0]))):
+            part = parts[expert][j]
+            if turns:
+                out[part] = Turn(part, found.file, found.dtype, size, found.start, found, expert, j, len(parts[0]))
+            else:
+                out[part] = dataclasses.replace(found, name=part, shape=size, start=found.start + i * each)
+    return out
+
+
+def spread(model, by_name: dict) -> dict:
+    """A table by the names of a folder, with what it says of fused tensors said of their parts."""
+    out = dict(by_name)
+    for name, parts, _ in tensors(model) if by_name else ():
+        out |= {part: by_name[name] for own in parts for part in own if name in by_name}
+    return out
+
+
+def fuse(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
+    """What is to be written, in the other layout."""
+    left, turns = {t.name: t for t in planned}, interleaved(model)
+    for fused in tensors(model):
+        name, parts, whole = fused
+        own = [[left.pop(part) for part in expert] for expert in parts]
+        first = own[0][0]
+        if whole:
+            left[name] = dataclasses.replace(first, name=name)
+            continue
+        shape = fused.shape(first.shape, turns)
+        left[name] = tensorfile.Planned(name, first.dtype, shape, functools.partial(_joined, own, shape, turns))
+        assert math.prod(shape) == sum(math.prod(part.shape) for expert in own for part in expert)
+    return list(left.values())
+
+
+def _joined(own, shape, turns: bool) -> np.ndarray:
+    if turns:
+        return np.stack([np.stack([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+    return np.concatenate([part.get() for expert in own for part in expert]).reshape(shape)

@@ -1,0 +1,130 @@
+"""Checkpoints whose matrices are stored in few bits with scales, which are read as the matrices that they stand for, in
+fp32; a folder that is written has none of them.
+
+fp8, as DeepSeek publishes it, a scale per block of rows and columns:
+
+    <module>.weight            e4m3 [N, M]
+    <module>.weight_scale_inv  fp32 [N / rows, M / columns], rounded up: what a block of the codes is multiplied with
+
+mxfp4, as gpt-oss is published, of experts' matrices [E, M, N], which fused.py reads (OCP Microscaling v1.0: a scale
+of 32 numbers is a power of two, a code's bits are sign, exponent of two and mantissa of one):
+
+    <name>_blocks              uint8 [E, N, M / 32, 16]: two inputs a byte, the first in its lower four bits
+    <name>_scales              uint8 [E, N, M / 32]: the exponent of two, plus 127
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl.errors import ConfigError
+from jaxrl.models.io import tensorfile
+
+FP8, SUFFIX = "F8_E4M3", "_scale_inv"
+BLOCKS, SCALES, EACH = "_blocks", "_scales", 32
+_HALF = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+FP4 = np.concatenate([_HALF, -_HALF])  # by code
+_PAIRS = np.stack([np.tile(FP4, 16), np.repeat(FP4, 16)], axis=-1)  # by byte
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(tensorfile.Stored):
+    """Codes in a file, read with their scales."""
+
+    scale: tensorfile.Stored
+    block: tuple[int, int]
+
+    def read(self, index=...) -> np.ndarray:
+        codes = np.memmap(self.file, ml_dtypes.float8_e4m3fn, "r", self.start, self.shape).astype(np.float32)
+        scale = np.asarray(self.scale.read(), np.float32)
+        for axis, (size, each) in enumerate(zip(self.shape, self.block, strict=True)):
+            scale = np.repeat(scale, each, axis).take(range(size), axis)
+        return (codes * scale)[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fours(tensorfile.Stored):
+    """mxfp4's bytes in a file, read with their scales as [E, M, N]."""
+
+    scale: tensorfile.Stored
+
+    def read(self, index=...) -> np.ndarray:
+        """The whole, or that of (expert, ..., columns), of which nothing else is computed."""
+        experts, inputs, outputs = self.shape
+        shape = experts, outputs, inputs // EACH
+        codes = np.memmap(self.file, np.uint8, "r", self.start, (*shape, EACH // 2))
+        scale = np.memmap(self.scale.file, np.uint8, "r", self.scale.start, shape)
+        own = ... if index is ... else (index[0], index[-1])
+        exponents = scale[own].astype(np.int32)[..., None] - 127
+        values = np.ldexp(_PAIRS[codes[own]].reshape(*exponents.shape[:-1], EACH), exponents)
+        return values.reshape(*values.shape[:-2], inputs).swapaxes(-1, -2)
+
+
+def plain(stored: dict[str, tensorfile.Stored], folder: Path) -> dict[str, tensorfile.Stored]:
+    """A folder's tensors with those in few bits as what they stand for, and without their scales.
+
+    Raises ConfigError for scales of another shape than the codes and config.json's quantization_config say.
+    """
+    stored = _of_fours(stored, folder)
+    scales = {name for name in stored if name.endswith(SUFFIX)}
+    if not scales:
+        return stored
+    block = _block(folder)
+    out = {name: t for name, t in stored.items() if name not in scales}
+    for name in scales:
+        codes, scale = out.get(name.removesuffix(SUFFIX)), stored[name]
+        if codes is None or codes.dtype != FP8 or len(codes.shape) != 2:
+            raise ConfigError(f"{folder}: {name} has no matrix in {FP8} beside it; fetch the checkpoint again")
+        wanted = tuple(-(-size // each) for size, each in zip(codes.shape, block, strict=True))
+        if scale.shape != wanted:
+            raise ConfigError(f"{folder}: {name} has shape {scale.shape}; blocks of {block} need {wanted}")
+        out[codes.name] = Scaled(codes.name, codes.file, "F32", codes.shape, codes.start, scale, block)
+    return out
+
+
+def _of_fours(stored, folder: Path) -> dict[str, tensorfile.Stored]:
+    out = {name: t for name, t in stored.items() if not name.endswith((BLOCKS, SCALES))}
+    for name in sorted({name.removesuffix(BLOCKS).removesuffix(SCALES) for name in stored.keys() - out.keys()}):
+        codes, scale = (stored.get(name + end) for end in (BLOCKS, SCALES))
+        if codes is None or scale is None or {codes.dtype, scale.dtype} != {"U8"} or len(codes.shape) != 4 \
+                or codes.shape[3] != EACH // 2 or scale.shape != codes.shape[:3] or name in out:
+            found = [(t.name, t.dtype, t.shape) for t in (codes, scale, out.get(name)) if t is not None]
+            raise ConfigError(f"{folder}: {name} in mxfp4 is {name}{BLOCKS}, U8 [E, N, G, {EACH // 2}], with "
+                              f"{name}{SCALES}, U8 [E, N, G], and nothing else; here are {found}; fetch the checkpoint "
+                              "again")
+        experts, outputs, groups, _ = codes.shape
+        out[name] = Fours(name, codes.file, "F32", (experts, groups * EACH, outputs), codes.start, scale)
+    return out
+
+
+def of_values(stored: dict[str, tensorfile.Stored]) -> list[tensorfile.Stored]:
+    """The tensors that say in which dtype a folder is: all, but scales."""
+    return [t for t in stored.values() if not t.name.endswith(SUFFIX)]
+
+
+def check(given: dict, kind: str) -> None:
+    """ConfigError for a quantization_config that is not one of this kind, fp8 or mxfp4."""
+    if kind == "mxfp4":
+        fits, said = given.get("quant_method") == "mxfp4", "quant_method=mxfp4"
+    else:
+        size = given.get("weight_block_size")
+        fits = isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+        fits &= given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
+        said = "fp8 in blocks is (quant_method=fp8, fmt=e4m3, weight_block_size of two numbers)"
+    if not fits:
+        raise ConfigError(f"model config: quantization_config={given!r} is not read; what is read of this family: "
+                          f"{said}; take the unquantized checkpoint, or dequantize it")
+
+
+def _block(folder: Path) -> tuple[int, int]:
+    try:
+        given = json.loads((folder / "config.json").read_text("utf-8")).get("quantization_config") or {}
+    except (OSError, ValueError):
+        given = {}
+    check(given, "fp8")
+    return tuple(given["weight_block_size"])

@@ -1,0 +1,83 @@
+"""What a state of parameters and optimizer is told apart by: two 32-bit hashes of every array, and a sample of the
+parameters.
+
+The hashes are sums of integers over all elements (models.adapters.hashes), so mesh and layout do not change them: equal
+hashes mean, but for a chance of 2^-64 an array, equal bits. The sample (at most SAMPLE numbers of each parameter that
+trains, evenly spread over it) tells how far apart two states are that are not equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.checkpoint.checkpointer import flatten
+from jaxrl.models import adapters
+from jaxrl.sharding import memory
+
+SAMPLE = 16
+
+
+class Look(NamedTuple):
+    """names: of the arrays. hashes: [names, 2] uint32. sample: [P] float32. Parts, on the devices, until `on_host`."""
+
+    names: list[str]
+    hashes: list
+    sample: list
+
+    def on_host(self) -> Look:
+        """The same as two arrays. Every process has all of it."""
+        whole = lambda parts: np.concatenate([np.asarray(x) for x in parts])  # noqa: E731
+        return Look(self.names, whole(self.hashes), whole(self.sample))
+
+
+def look_at(states: dict, frozen: bool = False) -> Look:
+    """What these TrainStates are now; issues programs and waits for none of them.
+
+    states: name -> TrainState. frozen: what is frozen changes, too.
+    """
+    names, hashes, sample = [], [], []
+    for owner, state in states.items():
+        held = {field: x for field, x in vars(state).items() if frozen or field != "frozen"}
+        flat = {path: x for path, x in sorted(flatten(held).items()) if x.size}
+        where = next(iter(flat.values())).sharding
+        mesh = where.mesh if isinstance(where, NamedSharding) else None
+        near = {path: x for path, x in flat.items() if not memory.rests(x)}
+        for part in (near, *({path: x} for path, x in flat.items() if path not in near)):  # these one at a time
+            found = _program(mesh)(part)
+            names += [f"{owner}/{path}" for path in part]
+            hashes.append(found[0])
+            sample.append(found[1])
+    return Look(names, hashes, sample)
+
+
+@functools.cache
+def _program(mesh):
+    whole = {} if mesh is None else {"out_shardings": NamedSharding(mesh, P())}
+    return jax.jit(_looked, **whole)
+
+
+def _looked(flat):
+    flat = memory.fetched(flat)
+    sample = [_sample(x) for path, x in flat.items() if path.startswith("trainable/")]
+    return (jnp.stack([adapters.hashes(x) for x in flat.values()]),
+            jnp.concatenate([jnp.zeros(0, jnp.float32), *sample]))
+
+
+def _sample(x):
+    """Single elements, which a partitioned program takes where they lie."""
+    if not x.ndim:
+        return x.reshape(1).astype(jnp.float32)
+    places = np.unravel_index(np.linspace(0, x.size - 1, min(SAMPLE, x.size)).round().astype(np.int64), x.shape)
+    return x[places].astype(jnp.float32)
+
+
+def differing(names, a, b) -> list[str]:
+    """Names of the arrays whose hashes are not equal."""
+    return [name for name, x, y in zip(names, a, b, strict=True) if not np.array_equal(x, y)]

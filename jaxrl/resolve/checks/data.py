@@ -1,0 +1,186 @@
+"""What cannot work among the options of `data`, said before anything is read: problems as texts with their remedy."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+
+from jaxrl.config.lengths import episodes
+from jaxrl.config.load import get
+from jaxrl.config.option import BOUNDS, no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import SCHEMA
+from jaxrl.data.mixing import weight_at
+from jaxrl.data.mixture import FURTHER, OWN
+from jaxrl.data.order import windows
+
+RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs")  # what episodes render with
+
+
+def sources(cfg) -> list[str]:
+    """data.sources, data.exhausted and what does not go with them."""
+    d, out = cfg.data, []
+    if not d.sources:
+        given = d.exhausted != SCHEMA["data"]["exhausted"].default
+        return [f"data.exhausted={d.exhausted}: there is one source of rows only; set data.sources, or leave it "
+                "out"] * given
+    if d.exhausted != "repeat" and not d.epochs:
+        out.append(f"data.exhausted={d.exhausted} with data.epochs=0: nothing is ever exhausted; set data.epochs=1")
+    if d.eval_fraction:
+        out.append(f"data.eval_fraction={d.eval_fraction} with data.sources: held-out rows are sets of their own; name "
+                   "them in eval.sets")
+    if d.path and all("path" in given for given in d.sources.values() if hasattr(given, "keys")):
+        out.append(f"data.path={d.path}: every one of data.sources has a path of its own; leave it out")
+    for name, given in d.sources.items():
+        out += _source(cfg, name, given)
+    return out or _weights(d.sources)
+
+
+def conversations(cfg) -> list[str]:
+    """data.assistant_mask, data.overlong_completion."""
+    d, recipe, out = cfg.data, recipe_of(cfg), []
+    if d.assistant_mask != "turns" and (d.train_turns != "all" or recipe.samples or recipe.pairs):
+        out.append(f"data.assistant_mask={d.assistant_mask} has no effect without data.train_turns=all in SFT; set "
+                   "that, or leave it out")
+    if d.overlong_completion != "filter" and (recipe.samples or recipe.pairs or recipe.scores):
+        out.append(f"data.overlong_completion={d.overlong_completion}: run.recipe={cfg.run.recipe} trains on whole "
+                   "completions; leave it out")
+    if d.overlong_completion == "split" and cfg.train.loss_on_prompt:
+        out.append("data.overlong_completion=split with train.loss_on_prompt: what stands before a piece would be "
+                   "trained on twice; leave one of them out")
+    return out
+
+
+def curricula(cfg) -> list[str]:
+    """data.difficulty, difficulty_window, pass_rate_min, pass_rate_max."""
+    d = cfg.data
+    thresholds = f"data.pass_rate_min={d.pass_rate_min}, data.pass_rate_max={d.pass_rate_max}"
+    if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
+        if not recipe_of(cfg).samples:
+            return [f"{thresholds}: run.recipe={cfg.run.recipe} samples nothing to measure them by; leave them out"]
+        if d.pass_rate_min > d.pass_rate_max:
+            return [f"{thresholds}: no rate lies between; lower the first or raise the second"]
+        if d.workers or d.difficulty_window:
+            with_ = f"data.workers={d.workers}" if d.workers else f"data.difficulty_window={d.difficulty_window}"
+            why = "rows read ahead" if d.workers else "a window"
+            return [f"{thresholds} with {with_}: {why} would be chosen before the rates are known; leave one out"]
+    if d.difficulty_window and not d.difficulty:
+        return [f"data.difficulty_window={d.difficulty_window}: of which column? Set data.difficulty, or leave it out"]
+    try:
+        windows(d.difficulty_window)
+    except ValueError as e:
+        return [f"data.difficulty_window: {e}"]
+    return []
+
+
+def _source(cfg, name, given):
+    where = f"data.sources.{name}"
+    if not re.fullmatch(r"[\w-]+", name):
+        return [f"data.sources: the name {name!r} is not made of letters, digits, '_' and '-'"]
+    if not hasattr(given, "keys"):
+        return [f"{where}={given!r}: must be a table such as {{'path': 'math.jsonl', 'weight': 0.5}}"]
+    out = []
+    for key in given.keys():
+        if key not in (*OWN, *FURTHER):
+            near = difflib.get_close_matches(key, (*OWN, *FURTHER), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            out.append(f"{where}.{key}: unknown; {hint}a source has {', '.join((*FURTHER, *OWN))}")
+        elif key in OWN:
+            out += entry(f"{where}.{key}", SCHEMA["data"][key], given[key])
+    if "path" not in given and not cfg.data.path:
+        out.append(f"{where} has no path, and data.path is empty: name at least one file, folder or hub id")
+    if not _is_weight(given.get("weight", 1.0)):
+        out.append(f"{where}.weight={given['weight']!r}: must be a number that is not negative, or points such as "
+                   "((0, 0.9), (500, 0.1)): (step, weight), steps rising from 0")
+    if not hasattr(given.get("where", {}), "keys"):
+        out.append(f"{where}.where={given['where']!r}: must be a table, {{'column': ('value', 'another')}}")
+    if given.get("rewards") and not recipe_of(cfg).samples:
+        out.append(f"{where}.rewards: run.recipe={cfg.run.recipe} has no rewards; leave it out")
+    if given.get("rewards") and cfg.reward.column:
+        out.append(f"{where}.rewards with reward.column={cfg.reward.column!r}: both say which functions judge a row; "
+                   "leave one of them out")
+    if not _is_number(given.get("coef", 1.0)):
+        out.append(f"{where}.coef={given['coef']!r}: must be a number that is not negative; 1 leaves its advantages as"
+                   " they are")
+    if "coef" in given and not (recipe_of(cfg).samples and recipe_of(cfg).judged):
+        out.append(f"{where}.coef: run.recipe={cfg.run.recipe} has no advantages; leave it out")
+    rendered = [key for key in RENDERED if key in given]
+    if rendered and episodes(cfg):
+        out.append(f"{where}.{rendered[0]}: the turns of an episode are rendered alike for all sources; set "
+                   f"data.{rendered[0]}")
+    return out
+
+
+def entry(name, opt, value):
+    """An entry of a source's that is an option: its kind, choices and bound."""
+    kind = opt.kind or type(opt.default)
+    value = float(value) if kind is float and type(value) is int else value
+    if kind is tuple:
+        texts = (value,) if isinstance(value, str) else value
+        fits = isinstance(texts, list | tuple) and texts and all(isinstance(v, str) for v in texts)
+        return [] if fits else [f"{name}={value!r}: must be text, or several"]
+    if kind is dict:
+        return [] if hasattr(value, "keys") else [f"{name}={value!r}: must be a table"]
+    if not isinstance(value, kind) or (kind in (int, float) and isinstance(value, bool)):
+        return [f"{name}={value!r}: must be of type {kind.__name__}"]
+    if opt.choices and value not in opt.choices:
+        return [f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}"]
+    if opt.bound and not BOUNDS[opt.bound][0](value):
+        return [f"{name}={value}: {BOUNDS[opt.bound][1]}"]
+    return []
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _is_weight(value) -> bool:
+    if isinstance(value, int | float):
+        return _is_number(value)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    pairs = [p for p in value if isinstance(p, list | tuple) and len(p) == 2 and all(map(_is_number, p))]
+    steps = [p[0] for p in pairs]
+    return len(pairs) == len(value) and steps[0] == 0 and all(isinstance(s, int) for s in steps) and steps == sorted(
+        set(steps))
+
+
+def _weights(given):
+    """Some source has a weight at every step: weights are straight between the points, so the points tell."""
+    weights = [source.get("weight", 1.0) for source in given.values()]
+    steps = {0, *(int(step) for w in weights if not isinstance(w, int | float) for step, _ in w)}
+    empty = [step for step in sorted(steps) if not sum(weight_at(w, step) for w in weights)]
+    return [f"data.sources: every weight is 0 at step {empty[0]}; give one of them more"] if empty else []
+
+
+def evaluation(cfg):
+    """Options below `eval`, and of what goes by evaluations."""
+    out, seen = [], set()
+    for entry in cfg.eval.sets:
+        name, eq, path = entry.partition("=")
+        if not eq or not name or not path:
+            out.append(f"eval.sets entry {entry!r}: expected 'name=path', for example 'test={entry}'")
+        elif name in seen:
+            out.append(f"eval.sets: the name {name!r} is used twice; give one of them another name")
+        seen.add(name)
+    if cfg.eval.samples > 1 and cfg.eval.temperature == 0:
+        out.append(
+            f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy completions are all equal; set a "
+            "temperature"
+        )
+    return out + _best(cfg)
+
+
+def _best(cfg):
+    """Options of the best evaluation, where there is none, or nothing goes by it."""
+    e = cfg.eval
+    by = [(name, get(cfg, name)) for name in ("eval.patience", "checkpoint.keep_best") if get(cfg, name)]
+    if not by:
+        return [no_effect("eval.metric", e.metric, "without eval.patience and checkpoint.keep_best",
+                          "set one of them")] * bool(e.metric)
+    if not (e.sets or cfg.data.eval_fraction):
+        return [no_effect(*by[0], "without held-out rows", "name some in eval.sets, or set data.eval_fraction")]
+    if not (e.every_steps or e.every_epochs or e.every_seconds):
+        return [no_effect(*by[0], "without evaluations on the way", "set eval.every_steps")]
+    return []

@@ -1,0 +1,84 @@
+"""Checks of the options below `preference` against each other and against what stands beside them."""
+
+from __future__ import annotations
+
+from jaxrl.algorithms.preference import LOSSES, needs_reference
+from jaxrl.config.option import no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import SCHEMA
+
+THEIRS = {"sigmoid": "dpo", "cdpo": "dpo with preference.label_smoothing", "exo_pair": "exo", "nca_pair": "nca",
+          "bco_pair": "bco", "sppo_hard": "sppo", "sigmoid_norm": "dpo_norm", "sft": "nll", "slic": "hinge",
+          "aot_pair": "aot_unpaired", "rpo": "dpo with preference.rpo_alpha"}
+
+
+def learns(cfg) -> bool:
+    """Whether the job learns from preferences by their losses."""
+    return recipe_of(cfg).pairs and "reference" in recipe_of(cfg).roles
+
+
+def preference(cfg) -> list[str]:
+    """Everything below `preference`, and what of other groups it cannot go with."""
+    p = cfg.preference
+    defaults = {name: type(p[name])(opt.default) for name, opt in SCHEMA["preference"].items()}
+    changed = [name for name in defaults if p[name] != defaults[name]]
+    if not learns(cfg):
+        return [f"{', '.join(f'preference.{n}' for n in changed)}: run.recipe={cfg.run.recipe} learns from no "
+                "preferences; set run.recipe=preference, or leave it out"] * bool(changed)
+    if not p.loss:
+        return ["preference.loss is empty: name a loss, for example dpo"]
+    out = []
+    for name in p.loss:
+        if name not in LOSSES:
+            hint = f"{name} is {THEIRS[name]}" if name in THEIRS else f"choose from {', '.join(LOSSES)}"
+            out.append(f"preference.loss={name!r}: {hint}")
+    return out or [*_losses(p, changed), *_beside(cfg, p)]
+
+
+def _losses(p, changed):
+    out, losses = [], {name: LOSSES[name] for name in p.loss}
+    named = ", ".join(p.loss)
+    if len(losses) < len(p.loss):
+        out.append(f"preference.loss={named}: a loss is named twice; give it a weight in preference.loss_weights")
+    if p.loss_weights and len(p.loss_weights) != len(p.loss):
+        out.append(f"preference.loss_weights={p.loss_weights}: {len(p.loss_weights)} weights for {len(p.loss)} losses")
+    if p.label_smoothing >= 0.5:
+        out.append(f"preference.label_smoothing={p.label_smoothing}: must be below 0.5, where labels say nothing")
+    if p.label_smoothing and all(row.smoothing == "no" for row in losses.values()):
+        takers = ", ".join(name for name, row in LOSSES.items() if row.smoothing != "no")
+        out.append(no_effect("preference.label_smoothing", p.label_smoothing, f"with preference.loss={named}",
+                             f"it belongs to {takers}"))
+    if not p.label_smoothing and any(row.smoothing == "needs" for row in losses.values()):
+        out.append("preference.loss=exo compares with labels that are right with probability 1 - label_smoothing: set "
+                   "preference.label_smoothing, for example 0.001")
+    read = {option for row in losses.values() for option in row.options}
+    for name in changed:
+        owners = [loss for loss, row in LOSSES.items() if name in row.options]
+        if owners and name not in read:
+            out.append(no_effect(f"preference.{name}", p[name], f"with preference.loss={named}",
+                                 f"it belongs to {', '.join(owners)}"))
+    if p.rpo_alpha and "nll" in losses:
+        out.append(f"preference.rpo_alpha={p.rpo_alpha} is a weight of nll, which preference.loss names, too; give it "
+                   "one weight")
+    return out
+
+
+def _beside(cfg, p):
+    out, r = [], cfg.reference
+    moving = [f"reference.{name}" for name in ("reset_steps", "reset_epochs", "reset_optimizer") if r[name]]
+    if moving:
+        out.append(f"{', '.join(moving)}: the sums of a reference are computed once; leave it out")
+    if not needs_reference(p):
+        named = f"with preference.loss={', '.join(p.loss)}, which needs no reference"
+        out += [no_effect(f"reference.{name}", r[name], named, "leave it out") for name in ("path", "revision")
+                if r[name]]
+        if "reference" in cfg.mesh.roles:
+            out.append(f"mesh.roles.reference: there is none {named}; leave it out")
+    if "kto" in p.loss and cfg.data.prompts_per_step < 2:
+        out.append(f"data.prompts_per_step={cfg.data.prompts_per_step}: kto compares with answers to other prompts of "
+                   "the step; set 2 or more")
+    if cfg.data.train_turns != "last":
+        out.append(f"data.train_turns={cfg.data.train_turns}: a pair is one answer against another; set last")
+    if cfg.train.loss_on_prompt:
+        out.append(no_effect("train.loss_on_prompt", True, "on pairs, whose answers share it", "leave it out"))
+    return out

@@ -1,0 +1,103 @@
+"""Checks of what is recorded of a run, and of what is computed again of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jaxrl.certify.claims import CLAIMS
+from jaxrl.checkpoint.resume import changes_past
+from jaxrl.config.load import get, parse_value, unknown_option
+from jaxrl.config.option import no_effect
+from jaxrl.config.registry import recipe_of
+from jaxrl.config.schema import options
+from jaxrl.config.schema_jobs import REPLAY
+from jaxrl.errors import ConfigError
+
+AGAIN = ("replay", "explain")  # values of run.mode that read a record
+
+
+def numbers(text: str) -> list[int]:
+    """"10:20,30" -> [10, 11 ... 20, 30]; "" -> []. ValueError for what is no such list."""
+    out = []
+    for part in text.replace(" ", "").split(",") if text else ():
+        if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", part)):
+            raise ValueError(part)
+        first, last = int(found[1]), int(found[2] or found[1])
+        if not 1 <= first <= last:
+            raise ValueError(part)
+        out += range(first, last + 1)
+    return sorted(set(out))
+
+
+def settings(text: str) -> list[tuple[str, object]]:
+    """"algorithm.clip_high=0.28,0.4;optimizer.lr=1e-6" -> [(option, value), ...], one for each value. Raises
+    ConfigError."""
+    out = []
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, values = entry.partition("=")
+        if name not in options():
+            raise ConfigError(unknown_option(name))
+        if not name.startswith(("algorithm.", "optimizer.")) or isinstance(options()[name].default, tuple | dict):
+            raise ConfigError(f"{name}: options of `algorithm` and `optimizer` with one value are tried")
+        if why := changes_past(name):
+            raise ConfigError(f"{name}: {why}")
+        if not values:
+            raise ConfigError(f"{entry!r}: a value is missing")
+        out += [(name, parse_value(name, value.strip())) for value in values.split(",")]
+    return out
+
+
+def place(config) -> None:
+    """Lets a job that computes recorded steps again work in the recorded run's directory."""
+    if config.run.mode in AGAIN and config.replay.run:
+        config.run.dir = config.replay.run
+
+
+def forks(cfg) -> list[str]:
+    """Every problem of fork.run."""
+    run, fork, recipe = cfg.run, cfg.fork, recipe_of(cfg)
+    if not fork.run:
+        return [no_effect("fork.step", fork.step, "without fork.run", "set fork.run")] if fork.step else []
+    out, where = [], f"fork.run={fork.run!r}"
+    if "replay" not in recipe.modes:
+        return [f"{where} with run.recipe={run.recipe}: steps of reinforcement learning are recorded; leave it out"]
+    if run.mode != "train":  # the fork's own config, for something else
+        return []
+    if not fork.step:
+        out.append(f"fork.step=0 with {where}: set the first step that is to be computed anew, from 1")
+    if Path(fork.run).absolute() == Path(run.dir).absolute():
+        out.append(f"{where} is run.dir: a fork is a run of its own; set another run.dir")
+    if run.resume not in ("auto", "must", "never") and Path(fork.run) not in Path(run.resume).parents:
+        out.append(f"run.resume={run.resume!r} with {where}, which says where the run begins; leave it at auto")
+    return out
+
+
+def replays(cfg) -> list[str]:
+    """Every problem: field, value, remedy."""
+    record, recipe, out = cfg.record, recipe_of(cfg), []
+    out += [f"certify.accept={cfg.certify.accept}: {name!r} is no claim; choose of {', '.join(CLAIMS)}"
+            for name in cfg.certify.accept if name not in CLAIMS]
+    if record.every and not (recipe.samples and recipe.judged):
+        out.append(f"record.every={record.every} with run.recipe={cfg.run.recipe}: steps of reinforcement learning are "
+                   "recorded; leave it out")
+    if record.last and not record.every:
+        out.append(no_effect("record.last", record.last, "with record.every=0", "set record.every"))
+    out += forks(cfg)
+    if cfg.run.mode not in AGAIN:
+        return out + [no_effect(f"replay.{name}", get(cfg.replay, name), f"with run.mode={cfg.run.mode}",
+                                f"set run.mode to {' or '.join(AGAIN)}") for name in REPLAY if get(cfg.replay, name)]
+    try:
+        numbers(cfg.replay.steps)
+    except ValueError as e:
+        out.append(f"replay.steps={cfg.replay.steps!r}: {str(e)!r} is no step; expected steps from 1, as 812 or "
+                   "10:20,30")
+    if cfg.replay["try"] and cfg.run.mode != "replay":
+        out.append(no_effect("replay.try", cfg.replay["try"], f"with run.mode={cfg.run.mode}", "set run.mode=replay"))
+    if cfg.replay["try"] and cfg.lora.adapters:
+        out.append("replay.try with lora.adapters: what it measures is of one set of adapters; leave it out")
+    try:
+        settings(cfg.replay["try"])
+    except ConfigError as e:
+        out.append(f"replay.try={cfg.replay['try']!r}: {e}")
+    return out

@@ -1,0 +1,276 @@
+"""What a config comes to: every "auto", preset value and default decided once, with where each came from.
+
+    spec = resolve(config)                      what no device and no model has a say in: preset, recipe, engine
+    spec = resolve(config, platform, hf_config) all of it: dtypes, sizes, recomputation, too
+
+A Spec has the groups of the config as attributes (`spec.algorithm.kl.coef`, `spec.train.logprob_chunk`) and may be
+handed to whatever takes a config. Runs, plans, servers and launches read it; nothing else decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from jaxrl.algorithms.preference import needs_reference
+from jaxrl.algorithms.presets import PRESETS
+from jaxrl.algorithms.presets import resolve as resolve_preset
+from jaxrl.config import lengths
+from jaxrl.config.load import editable, get, put
+from jaxrl.config.registry import Recipe, recipe_of
+from jaxrl.config.schema import options
+from jaxrl.rollout.engines import chosen_engine, engine_of
+from jaxrl.rollout.vllm.options import lora_rank
+from jaxrl.sharding.mesh import row_parts
+from jaxrl.training.layout import row_unit
+
+ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
+MICROBATCH, MICROBATCH_CPU = 16384, 2048  # tokens held at once
+WIDE, MICROBATCH_WIDE = 512, 1024  # on CPUs, of dense models from this hidden size on: as fast, in less memory (W2)
+CHUNK, CHUNK_CPU = 1024, 512  # tokens that meet the head at once: the last chunk of a microbatch is rarely full
+SMALL_MODEL = 50_000_000  # parameters below which nothing is recomputed in the backward pass
+SHALLOW = 8  # layers up to which CPUs get them unrolled
+
+
+class Platform(NamedTuple):
+    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in best (bf16, fp16,
+    fp32)."""
+
+    kind: str
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A job with nothing left to decide. Frozen.
+
+    asked: the config as it was given, with the recipe's defaults; checkpoints keep it. options: all options as decided.
+    origins: dotted name -> who decided it, where it was not the config or the schema's default: "preset grpo", "default
+    of rl", "cpu", "model", "engine".
+    """
+
+    asked: ConfigDict
+    options: FrozenConfigDict
+    recipe: Recipe
+    origins: Mapping[str, str]
+    platform: Platform | None = None
+
+    def __post_init__(self):
+        vars(self).update({group: self.options[group] for group in self.options})
+
+    def __getattr__(self, name):  # of a config
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.options, name)
+
+    def __getitem__(self, group):
+        return self.options[group]
+
+    def origin(self, name: str) -> str:
+        """Who decided an option: as `origins`, else "config" or "default"."""
+        if name in self.origins:
+            return self.origins[name]
+        return "default" if get(self.asked, name) in (None, options()[name].default) else "config"
+
+    @cached_property
+    def longest(self) -> int:
+        """Bound on prompt + completion in tokens."""
+        return lengths.longest_sequence(self)
+
+    @cached_property
+    def episodes(self) -> bool:
+        """Whether a completion is an episode of several turns."""
+        return self.recipe.samples and lengths.episodes(self)
+
+    @cached_property
+    def completions(self) -> int:
+        """Completions to a prompt in one step."""
+        return self.rollout.group_size if self.recipe.samples else 2 if self.recipe.pairs else 1
+
+    @cached_property
+    def ahead(self) -> bool:
+        """Whether completions may be asked for before their step."""
+        return self.rollout.max_staleness > 0 or self.rollout.sync_every > 1
+
+    @cached_property
+    def updates(self) -> tuple[int, int]:
+        """(passes over a step's batch, optimizer steps per pass)."""
+        return (self.algorithm.ppo_epochs, self.algorithm.num_minibatches) if self.recipe.samples else (1, 1)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.recipe.samples and self.algorithm.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        if self.recipe.pairs and "reference" in self.recipe.roles:
+            return needs_reference(self.preference)
+        return self.recipe.samples and bool(self.algorithm.kl.coef)
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether the policy has a value head of its own."""
+        return self.needs_critic and self.critic.shared
+
+    @cached_property
+    def kl_in_reward(self) -> bool:
+        return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
+
+    def row(self) -> dict[str, tuple]:
+        """Options below `algorithm` that presets speak of -> (value as asked, "config" or "preset <name>"), for
+        printing."""
+        return algorithm_row(self.asked)
+
+    def chosen(self) -> dict:
+        """Options below `algorithm` that the user set, or that make the preset another one than grpo -> value; {}
+        without one."""
+        if not self.recipe.samples:
+            return {}
+        known = self.row()
+        out = {name: value for name, (value, origin) in known.items()
+               if origin == "config" or value != PRESETS["grpo"][name]}
+        for name, opt in options().items():
+            group, _, short = name.partition(".")
+            if group == "algorithm" and short not in (*known, "preset") and get(self.asked, name) != opt.default:
+                out[short] = get(self.asked, name)
+        return out
+
+
+ADAPTERS_LR = 10  # adapters learn at so many times the rate of full training (LoRA primers of Tinker and TRL)
+
+
+def resolve(config, platform: Platform | None = None, hf_config: dict | None = None, engine: str = "") -> Spec:
+    """Decides every option that is left open.
+
+    Args:
+      config: a ConfigDict, or a Spec, whose config is decided again.
+      platform: where it runs; None: what depends on it stays "auto" or 0.
+      hf_config: the model's description; None: recomputation and scanning of layers stay "auto".
+      engine: what rollout.engine=auto is; "" = found out on this machine.
+    """
+    asked = editable(config.asked if isinstance(config, Spec) else config)
+    recipe, origins = recipe_of(asked), dict(config.origins) if isinstance(config, Spec) else {}
+    if asked.optimizer.lr is None:
+        times, with_ = (ADAPTERS_LR, " with adapters") if lora_on(asked) else (1, "")
+        asked.optimizer.lr, origins["optimizer.lr"] = times * recipe.lr, f"default of {asked.run.recipe}{with_}"
+    c = asked.copy_and_resolve_references()
+
+    def decide(name, value, origin):
+        if get(c, name) != value:
+            put(c, name, value)
+            origins[name] = origin
+
+    for name, (value, origin) in algorithm_row(asked).items():
+        if origin != "config":
+            decide(f"algorithm.{name}", value, origin)
+    if asked.rollout.engine == "auto":
+        engine = engine or (config.rollout.engine if isinstance(config, Spec) else chosen_engine(asked))
+        decide("rollout.engine", engine, "this machine")
+    gives = "env.function" if c.env.function else "env.program" if c.env.program else ""
+    if gives and c.reward.functions == options()["reward.functions"].default:
+        decide("reward.functions", (), gives)
+    if c.algorithm.old_logprobs == "auto":  # the ratio is 1 by construction where a batch gets one update
+        several = c.algorithm.ppo_epochs * c.algorithm.num_minibatches > 1
+        in_reward = c.algorithm.kl.coef and c.algorithm.kl.placement == "reward"
+        decide("algorithm.old_logprobs", "recompute" if several or in_reward else "current", "updates per batch")
+    if platform is not None:
+        _of_platform(c, recipe, platform, hf_config or {}, decide)
+        if hf_config is not None:
+            _of_model(c, platform, hf_config, decide)
+    return Spec(asked, FrozenConfigDict(c), recipe, origins, platform)
+
+
+def _of_platform(c, recipe: Recipe, platform: Platform, hf_config: dict, decide) -> None:
+    """Dtypes, and the sizes of training's pieces.
+
+    Rows: the longest sequence; longer, for a whole group that shares its prompt, up to ROW and the microbatch.
+    Attention's work follows the documents in a row, not its length, so that long rows cost nothing and waste less at
+    their ends. CPUs are fast while a microbatch stays in their cache, and slow where gradients of all weights are added
+    up too often (benchmarks/peers, 2 cores).
+    """
+    t, kind, longest = c.train, platform.kind, lengths.longest_sequence(c)
+    if t.compute_dtype == "auto":
+        decide("train.compute_dtype", platform.dtype, kind)
+    if c.run.matmul_precision == "auto":
+        precision = "highest" if t.compute_dtype == "fp32" else "default"
+        decide("run.matmul_precision", precision, f"compute dtype {t.compute_dtype}")
+    if c.rollout.dtype == "auto":
+        decide("rollout.dtype", t.compute_dtype, "train.compute_dtype")
+    if lora_on(c):
+        if c.lora.publish == "auto":
+            apart = c.rollout.dtype != "fp32" if engine_of(c).on_mesh else kind == "gpu" and serves_apart(c)
+            why = "lora.adapters" if c.lora.adapters else f"rollout.dtype {c.rollout.dtype}, {kind}"
+            decide("lora.publish", "adapter" if apart or c.lora.adapters else "merged", why)
+        if c.lora.base_dtype == "auto":
+            decide("lora.base_dtype", t.compute_dtype, "train.compute_dtype")
+    if c.algorithm.mismatch.correction == "auto":
+        now = not (c.rollout.max_staleness or c.rollout.sync_every > 1)
+        exact = c.rollout.dtype == "fp32" and engine_of(c).info.exact and now and t.matmul == "default"
+        none = exact or c.algorithm.old_logprobs == "rollout"
+        decide("algorithm.mismatch.correction", "none" if none else "token_tis", "engine")
+    if not t.row_lengths:
+        prompt = min(c.data.max_prompt_tokens, longest - 1)
+        several = c.rollout.group_size if recipe.samples else 2 if recipe.pairs else 1
+        shared = several if t.share_prompts else 1
+        whole = prompt + shared * (longest - prompt)
+        length = max(longest, min(whole, t.tokens_per_microbatch or ROW, ROW))
+        unit = row_unit(row_parts(c.mesh))
+        decide("train.row_lengths", (-(-length // unit) * unit,), "lengths")
+    if not t.tokens_per_microbatch:
+        wide = hf_config.get("hidden_size", 0) >= WIDE and "num_experts_per_tok" not in hf_config
+        least = MICROBATCH if kind != "cpu" else MICROBATCH_WIDE if wide else MICROBATCH_CPU
+        decide("train.tokens_per_microbatch", max(*t.row_lengths, least), kind)
+    if not t.logprob_chunk:
+        decide("train.logprob_chunk", CHUNK_CPU if kind == "cpu" else CHUNK, kind)
+
+
+def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
+    """How the model is computed."""
+    if c.model.scan_layers == "auto":
+        unrolled = platform.kind == "cpu" and hf_config.get("num_hidden_layers", 0) <= SHALLOW
+        decide("model.scan_layers", "false" if unrolled else "true", "model")
+    if c.model.remat == "auto":
+        streams = any(given.get("rest") == "streamed" for given in c.mesh.roles.values())
+        fits = platform.kind == "cpu" or not streams and _parameters(hf_config) < SMALL_MODEL
+        decide("model.remat", "none" if fits else "full", "model")
+
+
+def serves_apart(c) -> bool:
+    """Whether vLLM servers of ours would serve the adapters of a config apart from their base."""
+    ranks = [c.lora.rank, *(int(entry.rpartition("=")[2]) for entry in c.lora.rank_pattern)]
+    twice = 2 if c.lora.init.startswith(("pissa", "olora")) else 1
+    plain = not (c.lora.path or c.lora.dora or c.lora.modules_to_save or c.rollout.partial or c.rollout.servers
+                 or c.lora.base != "none")
+    return engine_of(c).starts_servers and plain and bool(lora_rank(twice * max(ranks)))
+
+
+def lora_on(config) -> bool:
+    """Whether adapters train instead of the model."""
+    return bool(config.lora.rank or config.lora.path)
+
+
+def _parameters(hf_config: dict) -> int:
+    from jaxrl import models
+
+    return models.build(hf_config, compute_dtype="float32", scan_layers=True).num_parameters
+
+
+def algorithm_row(config) -> dict[str, tuple]:
+    """Options below `algorithm` that presets speak of -> (value, "config" or "preset <name>")."""
+    preset = config.algorithm.preset
+    return resolve_preset(preset, {name: get(config.algorithm, name) for name in PRESETS[preset]})
+
+
+def here() -> Platform:
+    """The platform of this process's first device."""
+    import jax
+
+    device = jax.devices()[0]
+    new = device.platform != "gpu" or float(getattr(device, "compute_capability", 8.0)) >= 8
+    return Platform(device.platform, "fp32" if device.platform == "cpu" else "bf16" if new else "fp16")
+
+
