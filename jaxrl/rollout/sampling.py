@@ -64,9 +64,6 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
     penal_S = (controls.repetition != 1) | (controls.frequency != 0)
     cut_S = ~greedy_S & ((controls.top_p < 1) | (controls.top_k > 0) | (controls.min_p > 0))
 
-    def plain():
-        return scaled_SxV, mass_SxN, jnp.zeros_like(peak_S)
-
     def barred():
         q_SxV = bar_end_tokens(scaled_SxV, barred_S, controls.end_ids)
         return weighed(q_SxV, q_SxV, barred_S, barred_S)
@@ -81,28 +78,31 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
         inside_SxV = jnp.where(q_SxV > NEG_INF, scaled_SxV, NEG_INF)
         return weighed(q_SxV, inside_SxV, barred_S | penal_S | cut_S, barred_S | cut_S)
 
-    def weighed(q_SxV, inside_SxV, changed_S, cut_S):
+    def weighed(q_SxV, inside_SxV, changed_S, less_S):
         kept_S = peak_S + jnp.log(jnp.sum(lane_mass(inside_SxV, peak_S), axis=-1)) - logz_S
         own_SxN = lane_mass(q_SxV, jnp.max(q_SxV, axis=-1))
-        return (q_SxV, jnp.where(changed_S[:, None], own_SxN, mass_SxN),
-                jnp.where(cut_S, jnp.minimum(kept_S, 0.0), 0.0))
-
-    def drawn(q_SxV, draw_SxN, kept_S):
-        drawn_S = draw(q_SxV, draw_SxN, random_words(controls.seed, produced_S))
-        best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
-        token_S = jnp.where(greedy_S, best_S, drawn_S)
-        return token_S, kept_S, likeliest(q_SxV, token_S, support)
+        mass = jnp.where(changed_S[:, None], own_SxN, mass_SxN)
+        return q_SxV, mass, jnp.where(less_S, jnp.minimum(kept_S, 0.0), 0.0)
 
     # The draw is in every branch, so that no [S, V] leaves one: GPUs would copy it. A GPU's search for the likeliest
     # tokens does not go into its graph of launches, and would keep a branch with it out.
     branch = jnp.where(jnp.any(penal_S | cut_S), 2, jnp.any(barred_S).astype(jnp.int32))
-    ways = plain, barred, processed
+    pick = functools.partial(chosen, random_words(controls.seed, produced_S), greedy_S, support)
+    ways = (lambda: (scaled_SxV, mass_SxN, jnp.zeros_like(peak_S))), barred, processed
     if support:
-        token_S, kept_S, support_SxK = drawn(*lax.switch(branch, ways))
+        token_S, kept_S, support_SxK = pick(*lax.switch(branch, ways))
     else:
-        token_S, kept_S, support_SxK = lax.switch(branch, [lambda way=way: drawn(*way()) for way in ways])
+        token_S, kept_S, support_SxK = lax.switch(branch, [lambda way=way: pick(*way()) for way in ways])
     logprob_S = jnp.take_along_axis(scaled_SxV, token_S[:, None], axis=-1)[:, 0] - logz_S
     return token_S, logprob_S, jnp.where(greedy_S, 0.0, kept_S), support_SxK
+
+
+def chosen(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
+    """(token [S], kept, `likeliest` tokens): drawn by lanes of these masses, the first best one in greedy slots."""
+    drawn_S = draw(q_SxV, mass_SxN, words_Sx2)
+    best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
+    token_S = jnp.where(greedy_S, best_S, drawn_S)
+    return token_S, kept_S, likeliest(q_SxV, token_S, support)
 
 
 def likeliest(q_SxV, token_S, count: int):
@@ -136,7 +136,8 @@ def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls
 
 
 def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
-    """Sets the logits of end tokens to -inf in the slots that may not end yet. Elementwise: fused into what reads it."""
+    """Sets the logits of end tokens to -inf in the slots that may not end yet, elementwise: XLA fuses it into its
+    readers."""
     column_SxV = lax.broadcasted_iota(jnp.int32, q_SxV.shape, 1)
     ends_SxV = functools.reduce(jnp.logical_or, [column_SxV == end_S[:, None] for end_S in end_ids_SxE.T], False)
     return jnp.where(barred_S[:, None] & ends_SxV, NEG_INF, q_SxV)
