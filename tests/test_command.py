@@ -29,7 +29,7 @@ def test_usage_and_version(monkeypatch, capsys):
     for argv in ((), ("--help",), ("-h",)):
         status, out, _ = called(monkeypatch, capsys, *argv)
         assert status == 0 and all(f"  {name} " in out for name in cli.PROGRAMS)
-        assert max(map(len, out.splitlines())) <= 100
+        assert max(map(len, out.splitlines())) <= 80
     assert called(monkeypatch, capsys, "--version")[:2] == (0, f"jaxrl {__version__}\n")
 
 
@@ -88,12 +88,12 @@ def test_a_mode_that_contradicts_the_program_is_refused(capsys):
 
 
 def test_the_overview_is_a_page_and_names_every_group(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert set(help.GROUPS) == set(SCHEMA)
     assert all(f"\n  {name} " in text for name in SCHEMA) and "Lists are written a,b" in text and "grpo" in text
-    assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 80
 
 
 def test_every_group_has_a_page_and_together_they_are_all(capsys):
