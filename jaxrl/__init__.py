@@ -24,7 +24,7 @@ import importlib
 __version__ = "0.1.0"
 
 _LAZY = {
-    "train": "jaxrl.recipes",
+    "train": "jaxrl.api",
     "load_config": "jaxrl.config.load",
     "default_config": "jaxrl.config.load",
     "register_reward": "jaxrl.rewards",

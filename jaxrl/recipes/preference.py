@@ -2,7 +2,7 @@
 
 for step:
     answers  <- those of the next data.prompts_per_step rows, both of a pair
-    s, r     <- sums of their log-probs under the policy and under the reference; r once per answer (recipes.sums)
+    s, r     <- sums of their log-probs under the policy and under the reference; r once per answer (roles.sums)
     f, df/ds <- the losses, on these numbers of the whole step, on the host in float64
     one optimizer step of the next-token update, each token with the weight -df/ds of its answer
 

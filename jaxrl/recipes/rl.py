@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from jaxrl.recipes import parity
+from jaxrl.replay import parity
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.algorithm import Algorithm
 from jaxrl.rl.evaluation import Evaluation, evaluate_only

@@ -159,7 +159,7 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
 
     In this order: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where `truncated`; 3. times scale;
     4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty. (Then reward.norm_mean and norm_std,
-    over the whole batch; see recipes/rollouts.)
+    over the whole batch; see rl/rollouts.)
 
     Raises RunStopped for a score beyond LARGEST, as weights and scale can make it: advantages in fp32 would be 0.
 

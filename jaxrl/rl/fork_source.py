@@ -1,4 +1,4 @@
-"""What a fork (recipes.fork) may take from the recorded run that it left, and how much it took.
+"""What a fork (replay.fork) may take from the recorded run that it left, and how much it took.
 
     answer  <- (hash of the weights, prompt, seed, sampling)
     reward  <- (code of the function and options that reach it, all that it is told of the answer)

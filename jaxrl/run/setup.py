@@ -77,7 +77,7 @@ class Job:
     eval_sets: dict = dataclasses.field(default_factory=dict)
     stream: Any = None
     engine: Any = None
-    judge: Any = None  # the reward model (recipes.judge), where there is one
+    judge: Any = None  # the reward model (roles.reward_model), where there is one
 
     @property
     def decode(self):

@@ -332,8 +332,8 @@ MESHES = """
     import jax, json, sys
     from jaxrl.config.load import default_config
     from jaxrl.models import decoder
-    from jaxrl import parameters
-    from jaxrl.recipes import setup
+    from jaxrl.roles import parameters
+    from jaxrl.run import setup
     out, residual = [], decoder.residual
     for dp, fsdp, cp, ep, tp in ((1, -1, 1, 1, 1), (1, 2, 1, 1, 2), (2, -1, 1, 1, 1), (1, 1, 1, 1, -1), (1, 1, 1, 2, 2),
                                  (1, -1, 1, 2, 1), (1, -1, 2, 1, 1), (1, 1, 2, 1, 2)):

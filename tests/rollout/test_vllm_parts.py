@@ -24,7 +24,7 @@ from jaxrl import models, vllm_plugin
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
-from jaxrl.recipes import parity
+from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
 from jaxrl.rl import step as rl_step
 from jaxrl.rollout import EngineContext, EngineLost, chosen_engine, make_engine, weights

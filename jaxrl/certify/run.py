@@ -26,9 +26,9 @@ from jaxrl.algorithms import kl_value
 from jaxrl.certify import claims, estimator, rewards, tabular
 from jaxrl.certify import loss as losses
 from jaxrl.certify.claims import NotApplicable
+from jaxrl.certify.update import Base
 from jaxrl.config.load import editable, load_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.certify_update import Base
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool, services
 from jaxrl.rl.advantages import ESTIMATORS, advantages

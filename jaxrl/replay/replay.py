@@ -20,9 +20,8 @@ from jaxrl.checkpoint.resume import config_changes
 from jaxrl.config.load import editable, flat, put, redacted
 from jaxrl.config.schema import options
 from jaxrl.errors import ConfigError
-from jaxrl.recipes import what_if
 from jaxrl.records import files, states
-from jaxrl.replay import verdict
+from jaxrl.replay import verdict, what_if
 from jaxrl.resolve.checks.replay import numbers
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.algorithm import Algorithm
