@@ -46,12 +46,17 @@ HELP = [("--help",), ("--version",), ("trian",), ("train", "--help"), ("train", 
 
 
 def test_help_and_slips_import_no_jax():
-    text = ("import sys; from jaxrl.__main__ import command\n"
-            "try: command()\n"
-            "except SystemExit: print(sorted({'jax', 'torch', 'transformers', 'datasets'} & set(sys.modules)), file=sys.stderr)")
-    for argv in HELP:
-        done = subprocess.run([sys.executable, "-c", text, *argv], capture_output=True, text=True)
-        assert done.stderr.splitlines()[-1] == "[]", argv
+    text = f"""
+import sys
+from jaxrl.__main__ import command
+for argv in {HELP}:
+    sys.argv = ["jaxrl", *argv]
+    try:
+        command()
+    except SystemExit:
+        print(argv, sorted({{"jax", "torch", "transformers", "datasets"}} & set(sys.modules)), file=sys.stderr)"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert [line for line in done.stderr.splitlines() if line.startswith("(")] == [f"{argv} []" for argv in HELP]
 
 
 @pytest.mark.parametrize("name, said", [
