@@ -3,7 +3,7 @@
 Command:   python -m jaxrl.main --config=configs/grpo.py        # makes teacher and student, a minute and a half
            python -m jaxrl.main --config=configs/distill.py
 Hardware:  any; two CPU cores.
-Expected:  see docs/distillation.md.
+Expected:  see docs/guides/distillation.md.
 
 Variants:  sampled (the default), forward, reverse, jsd (over the whole vocabulary).
 """

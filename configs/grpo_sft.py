@@ -2,7 +2,7 @@
 
 Command:   runs by itself inside configs/grpo.py; alone: python -m jaxrl.main --config=configs/grpo_sft.py
 Hardware:  any; two CPU cores.
-Expected:  see README, "Measured". The last demonstrations jump to the box, so greedy accuracy stays low.
+Expected:  docs/measurements/quickstart.md. Late demonstrations give only the boxed answer, so greedy accuracy stays low.
 
 Variants:  tiny (a few seconds, learns next to nothing; for tests).
 """

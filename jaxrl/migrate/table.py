@@ -91,11 +91,11 @@ class Job:
 
 
 SFT = "run.recipe=sft (configs/sft_chat.py)"
-PREFERENCE = "run.recipe=preference (configs/dpo.py, docs/preferences.md)"
-REWARD_MODEL = "run.recipe=reward_model (configs/reward_model.py, docs/reward_models.md)"
-DISTILL = "run.recipe=distill (configs/distill.py, docs/distillation.md)"
+PREFERENCE = "run.recipe=preference (configs/dpo.py, docs/guides/preferences.md)"
+REWARD_MODEL = "run.recipe=reward_model (configs/reward_model.py, docs/guides/reward_models.md)"
+DISTILL = "run.recipe=distill (configs/distill.py, docs/guides/distillation.md)"
 EVAL = "run.mode=eval, with eval.sets and model.path"
-EPISODES = "an environment (configs/env.py, docs/environments.md)"
+EPISODES = "an environment (configs/env.py, docs/guides/environments.md)"
 
 
 @dataclass(frozen=True)

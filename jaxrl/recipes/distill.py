@@ -9,7 +9,7 @@ for step:
     for each pass, for each minibatch: one optimizer step
     publish the new weights to the engine
 
-Rewards, where there are any, are metrics. docs/distillation.md
+Rewards, where there are any, are metrics. docs/guides/distillation.md
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ for step:
     publish the new weights to the engine
 
 With rollout.max_staleness the completions of the next steps are on their way meanwhile (rollout.queue,
-docs/asynchrony.md).
+docs/explanations/asynchrony.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""run.mode=explain: what a recorded update did, and which answers did it (docs/replay.md).
+"""run.mode=explain: what a recorded update did, and which answers did it (docs/guides/replay.md).
 
     steps    <- replay.steps, or those of the run whose metrics stand out (replay.anomalies)
     for each <- its state and batch (replay.py); the step itself, by the functions that made it; then

@@ -1,5 +1,5 @@
 """run.mode=replay: recorded updates computed again, without engine, rewards and data, by the functions that made them
-(rl.prepare, rl.learn); docs/replay.md.
+(rl.prepare, rl.learn); docs/guides/replay.md.
 
     start   <- the nearest checkpoint before a step, or the model as the run began with it
     for each step behind it: batch <- its record; prepare; learn; and what came of it beside what was recorded

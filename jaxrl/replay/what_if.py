@@ -1,4 +1,4 @@
-"""replay.try: one recorded batch under several settings, from the same parameters and optimizer (docs/replay.md).
+"""replay.try: one recorded batch under several settings, from one state (docs/guides/replay.md).
 
 Every setting changes one option; nothing is sampled, so that what differs between two rows is the option's doing.
 """

@@ -1,5 +1,5 @@
 """Between a step and its record (jaxrl.replay): what is kept of a batch and of what came of it, and the batch made of
-it again. docs/replay.md says what is in a record and what it costs."""
+it again. docs/guides/replay.md says what is in a record and what it costs."""
 
 from __future__ import annotations
 
