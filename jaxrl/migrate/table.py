@@ -511,7 +511,8 @@ def names_of(system: str) -> Names:
             keys[name] = (first, last) if last else None
     parents = {name[:i] for name in keys for i, c in enumerate(name) if c == "."}
     patterns = tuple(re.compile(_pattern(name)) for name in keys if "*" in name)
-    return Names(keys, frozenset(name.partition(".")[0] for name in keys), frozenset(parents), patterns, frozenset(loose))
+    tables = frozenset(name.partition(".")[0] for name in keys)
+    return Names(keys, tables, frozenset(parents), patterns, frozenset(loose))
 
 
 def _shared(a: str, b: str) -> int:
