@@ -1,5 +1,6 @@
 """The command `jaxrl`: its programs, its help, and what it answers to a slip of the keys."""
 
+import runpy
 import subprocess
 import sys
 
@@ -38,6 +39,16 @@ def test_every_program_says_how_it_is_called(name, monkeypatch, capsys):
     monkeypatch.setattr("jaxrl.main.EXIT_SECONDS", 1e8)  # of the process that runs the tests
     status, out, _ = called(monkeypatch, capsys, name, "--help")
     assert status == 0 and f"jaxrl {name} " in out
+
+
+@pytest.mark.parametrize("name", ["report", "diff", "doctor", "launch", "serve", "migrate"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_a_program_is_also_run_as_a_module(name, monkeypatch, capsys):
+    out = called(monkeypatch, capsys, name, "--help")[1]
+    monkeypatch.setattr(sys, "argv", ["", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"jaxrl.{name}", run_name="__main__")
+    assert not end.value.code and capsys.readouterr().out == out
 
 
 HELP = [("--help",), ("--version",), ("trian",), ("train", "--help"), ("train", "--help=all"), ("plan", "--help=rollout"),
