@@ -207,7 +207,7 @@ def test_the_workflow_has_every_section_of_ci_run_and_issues_ask_for_the_doctor(
     assert workflow["jobs"]["section"]["strategy"]["matrix"]["section"] == sections
     for form in ("bug", "performance"):
         fields = {field.get("id"): field for field in yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())["body"]}
-        assert "jaxrl.doctor" in fields["doctor"]["attributes"]["description"] and fields["doctor"]["validations"]["required"]
+        assert "jaxrl doctor" in fields["doctor"]["attributes"]["description"] and fields["doctor"]["validations"]["required"]
         assert "jaxrl-doctor.txt" in fields["doctor"]["attributes"]["description"]
 
 
