@@ -50,8 +50,7 @@ def run(config, given=None) -> dict:
         if past is not None:
             job = dataclasses.replace(job, engine=Remembering(job.engine, past))
         roles = Roles(job, s.total_steps)
-        rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards,
-                                  decode=job.decode, steps=s.total_steps, judge=job.judge, past=past))
+        rollouts = Rollouts.of(s, job, past=past)
         if past is not None:
             past.policy = roles.policy
         reports = [] if past is None else [past]  # entries of summary.json

@@ -114,6 +114,13 @@ class Rollouts:
             self.streams.append((GREEDY, 1, dataclasses.replace(how, temperature=0.0)))
         self._payloads: list[bytes] = []
 
+    @classmethod
+    def of(cls, s, job, **changes) -> Rollouts:
+        """Opens the rollouts of a job (run.setup.open_run); changes: arguments that differ from the job's."""
+        own = {"engine": job.engine, "stream": s.stream, "rewards": job.rewards, "decode": job.decode,
+               "judge": job.judge, "steps": s.total_steps}
+        return s.own(cls(job.config, s, **own | changes))
+
     def close(self) -> None:
         if self.scorer is not None:
             self.scorer.close()
