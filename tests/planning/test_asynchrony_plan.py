@@ -37,7 +37,7 @@ def test_an_engine_on_the_trainers_devices_cannot_work_beside_it():
 def test_a_plan_and_a_run_say_that_one_device_overlaps_nothing():
     from types import SimpleNamespace
 
-    from jaxrl.recipes.setup import turns_lines
+    from jaxrl.run.setup import turns_lines
     from jaxrl.rollout.protocol import EngineInfo
 
     rows = [{"max_staleness": 2, "step_seconds": 5.0, "trainer": 0.4, "engine": 0.6}]
