@@ -121,9 +121,15 @@ def rates(seconds, flops, moved, ceilings) -> dict:
 
 
 def compiled(function, *arguments):
-    """(call, {}) of a jitted function on these arguments."""
+    """(call, the compiled temporaries) of a jitted function on these arguments. MemoryError where the device has no room."""
     ready = jax.jit(function).lower(*arguments).compile()
-    return lambda: ready(*arguments), {}
+    memory, stats = ready.memory_analysis(), jax.devices()[0].memory_stats() or {}
+    needed, free = memory.temp_size_in_bytes + memory.output_size_in_bytes, math.inf
+    if "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+    if needed > free:
+        raise MemoryError(f"asks for {needed / 2 ** 30:.1f} GiB beside its arguments; {free / 2 ** 30:.1f} are free")
+    return lambda: ready(*arguments), {"temporary_gib": memory.temp_size_in_bytes / 2 ** 30}
 
 
 def normal(key, shape):
@@ -156,7 +162,7 @@ def documents(length, count):
 def attention(table, model, length, count, window=0, sinks=False):
     """Forward and backward of one row: a document, or `count` packed ones; `window` and `sinks` as the kernels take
     them."""
-    from jaxrl.kernels.attention.packed import api, gpu, reference, tpu
+    from jaxrl.kernels.attention.packed import api, cudnn, gpu, reference, tpu
     from jaxrl.kernels.platform import platform
 
     heads, groups, size, _, _ = MODELS[model]
@@ -168,7 +174,7 @@ def attention(table, model, length, count, window=0, sinks=False):
     shape = f"{length} tokens" if count == 1 else f"{count} documents in {length}"
 
     def ours(implementation):
-        work = {"gpu": gpu.work_of, "tpu": tpu.work_of}.get(implementation)
+        work = {"gpu": gpu.work_of, "tpu": tpu.work_of, "cudnn": cudnn.work_of}.get(implementation)
         options = dict(window=window, softcap=0.0, scale=scale) | given_sinks(sinks, heads)
         if work is not None:
             options["work"] = jax.jit(lambda ids: work(q.shape, k.shape, q.dtype, ids, window=window))(ids)
@@ -347,9 +353,7 @@ def logprob(table, model, tokens):
         def loss(x, head, targets):
             return api.logprob_and_entropy(x, head, targets, implementation=implementation)[0].sum()
 
-        ready = jax.jit(jax.grad(loss, (0, 1))).lower(x, head, targets).compile()
-        memory = ready.memory_analysis().temp_size_in_bytes
-        return lambda: ready(x, head, targets), {"temporary_gib": memory / 2 ** 30}
+        return compiled(jax.grad(loss, (0, 1)), x, head, targets)
 
     for implementation in ("chunked", "reference"):
         table.measure("log-prob forward + backward", model, f"{tokens} tokens", implementation,

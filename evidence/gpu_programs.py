@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-OUTSIDE = 41  # launches of a token that are of no layer: embedding, final norm, head, sampling without cut-offs
+OUTSIDE = 32  # launches of a token that are of no layer and in no branch: embedding, final norm, head, sums over logits
 BUDGET = {"weights copied in a layer": 0, "launches in a layer": 14, "host waits in a token": 1}
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 

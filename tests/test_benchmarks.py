@@ -168,6 +168,33 @@ def test_a_row_says_why_it_has_no_time(capsys):
     assert capsys.readouterr().out.count("|") == 20
 
 
+def test_what_the_device_has_no_room_for_is_said_and_passed_over(monkeypatch, capsys):
+    """jax.lax.ragged_dot asks for 64 GiB on a GPU (Qwen3-30B-A3B, 16k tokens): that is its row, and the next one runs."""
+    import experts
+    import jax
+    import kernel_table as kernels
+
+    class Full:
+        def memory_stats(self):
+            return {"bytes_limit": 3 * 2**20, "bytes_in_use": 2 * 2**20}
+
+    table, x = kernels.Table(1.0, quick=True), jax.numpy.ones((1024, 1024))
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels.jax, "devices", lambda: [Full()])
+        large = table.measure("experts forward", "", "", "jax.lax.ragged_dot", lambda: kernels.compiled(lambda x: x + 1, x))
+        small = table.measure("experts forward", "", "", "blocks", lambda: kernels.compiled(lambda x: x[:8] + 1, x))
+    assert large["not_run"] == "MemoryError: asks for 0.0 GiB beside its arguments; 0.0 are free" and small["milliseconds"] > 0
+
+    def refuses(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00GiB\nmore")
+
+    monkeypatch.setitem(experts.WAYS, "ragged_dot", refuses)
+    assert experts.main(["--tiny"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("does not run") == 8
+    assert "8 experts, ragged_dot forward: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00GiB\n" in said
+
+
 def test_exponents_of_growth():
     """Of straight lines they are exact; the table shows them below its points; scoring that costs nothing more has none."""
     import growth

@@ -896,7 +896,7 @@ def test_a_key_has_one_answer():
 
 def test_a_program_in_python_is_refused_with_the_page(tmp_path, capsys):
     assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="trl")[0] == 2
-    assert "train.py: a program in Python is not read: docs/from_trl.md says" in capsys.readouterr().err
+    assert "train.py: a program in Python is not read: docs/guides/from_trl.md says" in capsys.readouterr().err
 
 
 def test_trls_defaults_of_1_10_and_1_14():

@@ -95,7 +95,7 @@ def test_the_tables_of_other_systems_are_imported_only_when_a_name_is_unknown():
 
 
 def test_the_page_of_the_command_shows_what_is_answered():
-    """Each row of docs/command.md's table of slips."""
+    """Each row of docs/reference/command.md's table of slips."""
     page = next((Path(__file__).parents[1] / "docs").rglob("command.md")).read_text("utf-8")
     rows = re.findall(r"\| `([^`]+)` \| ([^|]+) \|", page.partition("## Names that jaxrl does not have")[2].partition("\n## ")[0])
     assert len(rows) > 6

@@ -1,4 +1,4 @@
-"""run.mode=certify: claims about an update, tried on a config's own loss, advantages and rewards (docs/certify.md).
+"""run.mode=certify: tests claims about an update on a config's loss, advantages and rewards (docs/guides/certify.md).
 
     loss, advantages  <- the config's, on the numbers of certify.cases and on a policy that is a table
     update            <- the config's, of a tiny model that stands for its own: other layouts, meshes, a resume
@@ -88,7 +88,7 @@ def loss_of(base: Base) -> losses.Loss:
                            rewards={"score": case.scores}, columns=columns, user=options.user, scale=spec.reward.scale)
         return found.tokens
 
-    objective = dataclasses.replace(tiny.algorithm.loss, value_coef=0.0)
+    objective = dataclasses.replace(tiny.roles.loss, value_coef=0.0)
     turns = tiny.turns or objective.options.advantage in ("turn", "gigpo")
     return losses.Loss(objective, tiny.weights, advantage, objective.columns, turns)
 

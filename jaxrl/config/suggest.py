@@ -31,10 +31,10 @@ NOT_YET = (
      "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GLM-4.5, DeepSeek-V3, gpt-oss, split "
      "over mesh.ep, fsdp and tp"),
     (r"cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*",
-     "rows are split over mesh.cp along their tokens (docs/sharding.md); between layers over mesh.tp, too"),
+     "rows are split over mesh.cp along their tokens (docs/explanations/sharding.md); between layers over mesh.tp, too"),
     (r"pp|pp_size|pipeline.*|num_stages",
      "there are no pipelines of layers: mesh.fsdp, mesh.ep and mesh.tp split a model as far, and run.mode=plan says what fits and "
-     "what it costs (docs/plan.md has layouts with pipelines and what stands for them)"),
+     "what it costs (docs/guides/plan.md has layouts with pipelines and what stands for them)"),
     (r"quanti[sz].*|load_in_[48]bit|fp8|int8|int4|nf4|awq|gptq|bnb.*|bitsandbytes",
      "of quantised weights there is the frozen base of adapters, lora.base=int8 or nf4; train.matmul rounds what layers "
      "multiply to int8 or fp8; train.compute_dtype and rollout.dtype choose among bf16, fp16 and fp32"),
@@ -114,7 +114,7 @@ def unknown_argument(name: str, value, known: list[str]) -> str:
     return f'jaxrl.train({name}=...): options are given by name: jaxrl.train({{"{near[0]}": {shown}}})'
 
 
-def _rows(dotted: str) -> list:
+def _rows(dotted: str) -> tuple:
     from jaxrl.migrate.counterparts import counterparts  # the tables of seven systems: only when a name is unknown
 
     return counterparts(dotted)

@@ -58,7 +58,7 @@ How to write a table
    tests/test_migrate.py sets it and wants another config (mutation), writes the default down and wants the same one
    (deletion), and wants every option to exist. Keys without which the source does not run have default=MISSING and a
    value in TABLE.required. Add the numbers that are easy to get wrong as a test of your own, and a section with the
-   concepts side by side to docs/migrate.md.
+   concepts side by side to docs/guides/migrate.md.
 6. Never guess silently. What the text does not say is asked; what we lack is refused by name; what is nearly the same
    is carried over and said in m.differs.
 """

@@ -200,7 +200,7 @@ def users(given: Given) -> Advantages:
         at = traceback.extract_tb(e.__traceback__)[-1]
         said = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"algorithm.advantage={name!r}, {at.filename}:{at.lineno}, {at.line!r}: {said}; expected is"
-                          " one number per sequence or per token (docs/extend.md)") from e
+                          " one number per sequence or per token (docs/guides/extend.md)") from e
     return Advantages(spread(name, found, traj), None, given.numbers(scores)[1])
 
 

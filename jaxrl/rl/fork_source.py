@@ -3,7 +3,7 @@
     answer  <- (hash of the weights, prompt, seed, sampling)
     reward  <- (code of the function and options that reach it, all that it is told of the answer)
 
-docs/replay.md says what is compared, and what is not.
+docs/guides/replay.md says what is compared, and what is not.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases
 from jaxrl.planning import plan
-from jaxrl.planning.asynchrony import Engine, Speeds, of_case, recorded, simulate, table
+from jaxrl.planning.asynchrony import Engine, Speeds, nonnegative_lstsq, of_case, recorded, simulate, table
 from jaxrl.resolve.checks.common import check
 from jaxrl.rollout.protocol import Engine as Protocol
 from jaxrl.rollout.protocol import Request
@@ -111,6 +111,18 @@ def test_speeds_of_a_recorded_run_are_found_again(tmp_path):
         assert getattr(found.speeds, name) == pytest.approx(value, rel=1e-6)
     again = simulate(found.speeds, np.concatenate(found.lengths), per_step=4, group_size=2, steps=len(found.lengths))
     np.testing.assert_allclose(again["seconds"][:len(found.seconds)], found.seconds, rtol=1e-6)
+
+
+def test_nonnegative_least_squares_is_scipys():
+    from scipy.optimize import nnls
+
+    rng, bounded = np.random.default_rng(0), 0
+    for columns in (1, 2, 3, 3, 3) * 40:
+        matrix, target = rng.normal(size=(12, columns)), rng.normal(size=12)
+        found, (want, _) = nonnegative_lstsq(matrix, target), nnls(matrix, target)
+        np.testing.assert_allclose(found, want, atol=1e-9)
+        bounded += 0 in want
+    assert 50 < bounded < 200
 
 
 def test_a_run_that_tells_nothing_is_refused(tmp_path):

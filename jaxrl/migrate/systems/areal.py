@@ -228,7 +228,7 @@ TABLE = Table(
         K("rollout.return_routed_experts", "unsupported", fine=(False,), why="set algorithm.routes=sampled by hand"),
         K("model", "inert", why="read by its supervised and reward-model trainers alone"),
         K("teacher", "inert", why="without a value there is no teacher"),
-        K("rollout.agent.agent_cls_path", "ask", why="agents and their proxies: env.program or env.function (docs/environments.md)",
+        K("rollout.agent.agent_cls_path", "ask", why="agents and their proxies: env.program or env.function (docs/guides/environments.md)",
           also=("rollout.openai.mode",)),
         K("rollout.agent.**", "inert", why="read by agents alone", also=("rollout.openai.**",)),
         K("rollout.api_url", "ask", why="name servers of `vllm serve` in rollout.servers"),

@@ -41,7 +41,7 @@ TABLE = Table(
     jobs=(Job("preference training (DPO)", PREFERENCE, keys=(P + "trainer_type=dpo",)),),
     differs=(
         "the launcher's script may give a data set, rewards, a packer and hooks in Python: they are not read, see "
-        "docs/from_cosmos_rl.md",
+        "docs/guides/from_cosmos_rl.md",
         "the first update of the warm-up has 1/n of the learning rate, and Cosmos-RL's has optm_warmup_start_factor of it",
         "weight decay spares norms, biases and other vectors; Cosmos-RL's does not",
         "the order of the data is drawn from another generator",

@@ -103,7 +103,7 @@ TABLE = Table(
               ALGO + "entropy_type", ALGO + "num_group_envs")), (DATA + "image_keys", (DATA + "choice_key",
                 DATA + "use_chat_template", DATA + "video_*")),
             (MODEL + "num_action_chunks", (MODEL + "action_dim", MODEL + "unnorm_key", MODEL + "openpi.**", MODEL + "policy_setup")))),
-        *(K(n, "unsupported", refuse=True, why="agents: write an episode (docs/environments.md)") for n in ("agentloop.**",
+        *(K(n, "unsupported", refuse=True, why="agents: write an episode (docs/guides/environments.md)") for n in ("agentloop.**",
           "tools.**", "server.**")),
         Joint("pipeline", (K(RUNNER + "task_type", "automatic", default="reasoning", why="RL of a language model"),), meaning.pipeline),
         Joint("batch", (

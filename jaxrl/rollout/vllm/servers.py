@@ -231,7 +231,7 @@ class Fleet:
         control, length = self.controls[replica.index], served(self.config)
         if not self.own and control.is_open():
             log.warning("%s takes weights and control calls from whoever reaches it: start it with --middleware %s and "
-                        "VLLM_API_KEY in its environment (docs/vllm.md)", replica.url, adapter.GUARD)
+                        "VLLM_API_KEY in its environment (docs/guides/vllm.md)", replica.url, adapter.GUARD)
         if notice := adapter.check_version(control.version(), replica.url):
             log.warning(notice)
         model = control.served()
