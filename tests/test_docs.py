@@ -261,7 +261,7 @@ def test_generated_pages_are_current():
 
 
 def test_the_api_page_has_every_public_name():
-    shown = set(re.findall(r"(?m)^::: ([\w.]+)$", (DOCS / "reference/api.md").read_text("utf-8")))
+    shown = set(re.findall(r"(?m)^::: ([\w.]+)$", (DOCS / "reference/python.md").read_text("utf-8")))
     public = [getattr(jaxrl, name) for name in jaxrl.__all__ if name != "__version__"]
     assert shown == {f"{one.__module__}.{one.__qualname__}" for one in public}
 

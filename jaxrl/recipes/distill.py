@@ -66,8 +66,7 @@ def run(config, given=None) -> dict:
         teachers.check(c, job.tokenizer)
         roles, rows, rollouts = Roles(job, s.total_steps), Rows(s.stream, c), None
         if drawn:
-            rollouts = s.own(Rollouts(c, s, engine=job.engine, stream=rows, rewards=job.rewards,
-                                      decode=job.decode, steps=s.total_steps, per_step=drawn))
+            rollouts = Rollouts.of(s, job, stream=rows, judge=None, per_step=drawn)
         teacher = s.own(teachers.open_teacher(job))
         updates = s.total_steps * roles.updates_per_step
         student = roles.policy = Student(job, objective(job, roles, teacher), updates, roles.score)

@@ -21,7 +21,7 @@ import dataclasses
 from jaxrl.replay import parity
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
-from jaxrl.rl.fork_source import Past, Remembering
+from jaxrl.rl.fork_source import CachedEngine, ForkSource
 from jaxrl.rl.precompile import Ahead
 from jaxrl.rl.recording import Recording
 from jaxrl.rl.roles import Roles
@@ -46,15 +46,14 @@ def run(config, given=None) -> dict:
             return evaluate_only(s, job)
         if spec.run.mode == "parity":
             return parity.report(s, job)
-        past = Past(s, spec) if spec.fork.run else None
-        if past is not None:
-            job = dataclasses.replace(job, engine=Remembering(job.engine, past))
+        fork = ForkSource(s, spec) if spec.fork.run else None
+        if fork is not None:
+            job = dataclasses.replace(job, engine=CachedEngine(job.engine, fork))
         roles = Roles(job, s.total_steps)
-        rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards,
-                                  decode=job.decode, steps=s.total_steps, judge=job.judge, past=past))
-        if past is not None:
-            past.policy = roles.policy
-        reports = [] if past is None else [past]  # entries of summary.json
+        rollouts = Rollouts.of(s, job, fork=fork)
+        if fork is not None:
+            fork.policy = roles.policy
+        reports = [] if fork is None else [fork]  # entries of summary.json
 
         def open_step(speed):
             ahead, recording = s.own(Ahead(job, roles.policy, roles.loss)), Recording(s, job, roles)

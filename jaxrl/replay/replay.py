@@ -58,7 +58,7 @@ class Replay:
         s.reads(None, {})
         s.total_steps = total_steps  # schedules count to it
         self.job = open_job(s.spec, read_inputs(s.spec, s.given.tokenizer))
-        s.settle(self.job.config)
+        s.set_spec(self.job.config)
         self.roles = Roles(self.job, total_steps)
         s.restore(self.roles.policy, self.roles.parts)
         self.begin = self.look().sample

@@ -17,7 +17,7 @@ from jaxrl.rl.episodes import conversations
 from jaxrl.rl.metrics import averaged, check_gap, histograms, judged, rollout_metrics
 from jaxrl.rl.roles import Roles, start_of_step
 from jaxrl.rl.rollouts import Rollouts
-from jaxrl.rl.step_kl import Bounded
+from jaxrl.rl.step_kl import StepLimit
 from jaxrl.rl.trajectories import records
 from jaxrl.roles.role import check_finite
 from jaxrl.run.session import Session
@@ -145,7 +145,7 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
       RunStopped: optimizer.max_nonfinite updates in a row were not finite.
     """
     limit, critic = spec.train.max_step_kl, roles.critic
-    bounded = Bounded(roles.policy, batch.traj, prepared.layout.update, prepared.columns) if limit else None
+    bounded = StepLimit(roles.policy, batch.traj, prepared.layout.update, prepared.columns) if limit else None
     of_critic = critic.learn(batch.traj, prepared.columns, prepared.layout.seed) if critic is not None else []
     warming_up = critic is not None and step < spec.critic.warmup_steps
     pending = [] if warming_up else policy_steps(spec, roles.policy, batch, prepared, meanwhile)
