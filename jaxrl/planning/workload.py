@@ -157,8 +157,9 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
 def chunk_of_experts(model, mesh: dict, device: str) -> int:
     """Tokens of a chunk, at most."""
     cfg, ep = model.config, mesh["ep"]
-    return tuned.chunk(cfg.experts_per_token, cfg.num_experts, tuned.room_of(device, model.experts), cfg.num_experts // ep,
-                       cfg.hidden_size, cfg.expert_size // mesh["tp"], model.compute_dtype.itemsize)
+    return tuned.chunk(cfg.experts_per_token, cfg.num_experts, tuned.room_of(device, model.experts),
+                       cfg.num_experts // ep, cfg.hidden_size, cfg.expert_size // mesh["tp"],
+                       model.compute_dtype.itemsize)
 
 
 def expert_chunks(config, model, mesh: dict, tokens: float) -> int:

@@ -47,7 +47,8 @@ def block_of(platform: str, implementation: str = "auto") -> int:
     return BLOCK if platform == "cpu" or implementation in ("blocks", "reference") else KERNEL_BLOCK
 
 
-def chunk(slots: int, experts: int, room: int = 0, own: int = 1, size: int = 0, width: int = 0, itemsize: int = 2) -> int:
+def chunk(slots: int, experts: int, room: int = 0, own: int = 1, size: int = 0, width: int = 0,
+          itemsize: int = 2) -> int:
     """Tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per chunk.
 
     Args:
