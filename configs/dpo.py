@@ -1,10 +1,10 @@
 """DPO on the embedded task: the warm start of configs/grpo.py learns from pairs of its own answers, no engine in between.
 
-Command:   python -m jaxrl.main --config=configs/dpo.py
+Command:   jaxrl train --config=configs/dpo.py
 Hardware:  any; two CPU cores.
-Expected:  docs/preferences.md.
+Expected:  docs/guides/preferences.md.
 
-The pairs are answers that the warm start (seed 0) sampled, eight to a prompt, judged by `boxed`; docs/preferences.md has the commands
+The pairs are answers that the warm start (seed 0) sampled, eight to a prompt, judged by `boxed`; docs/guides/preferences.md has the commands
 that made them. Half of the right answers are guesses, which no rule tells from wrong ones.
 
 Variants:  tiny (a few seconds, learns next to nothing; for tests).

@@ -1,7 +1,7 @@
 """GRPO in episodes of several turns: a small decoder from scratch, a short SFT warm start, then reinforcement learning.
 
-Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, library, lake, repair)
-Hardware:  any; two CPU cores. repair needs bubblewrap (docs/sandbox.md).
+Command:   jaxrl train --config=configs/env.py:calc      (or guess, library, lake, repair)
+Hardware:  any; two CPU cores. repair needs bubblewrap (docs/guides/sandbox.md).
 Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 25 -> 100 % each, guess 34 -> 97,
            88, 94 %, library 36, 42, 36 -> 100 %; with the warm start 91 to 118, 53 and 166 to 172 seconds each on two cores.
            calc through real vLLM: 25 -> 100 % (seed 0).
@@ -22,7 +22,7 @@ repair    functions that do not do what their name says, in two tries; unit test
           after the first. The demonstrations say what stands there already.
 
 Where nothing but the last answer may tell, the policy finds out that halving pays, and doing what the question says.
-jaxrl/envs/builtin.py has the environments, docs/environments.md says how to write one.
+jaxrl/envs/builtin.py has the environments, docs/guides/environments.md says how to write one.
 """
 
 from jaxrl.config import default_config

@@ -1,8 +1,8 @@
 """GRPO on the embedded task: a small decoder from scratch, a short SFT warm start, then reinforcement learning.
 
-Command:   python -m jaxrl.main --config=configs/grpo.py
+Command:   jaxrl train --config=configs/grpo.py
 Hardware:  any; two CPU cores.
-Expected:  see README, "Measured".
+Expected:  docs/measurements/quickstart.md.
 
 The reward reads the final box alone. The warm start ends on demonstrations that jump to the box, and is mostly wrong; the
 policy discovers that working pays. `reverse` problems, almost absent from the demonstrations, stay a failing class.

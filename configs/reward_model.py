@@ -1,9 +1,9 @@
 """A reward model on the embedded task, and GRPO that learns from it alone.
 
-Command:   python -m jaxrl.main --config=configs/reward_model.py
-           python -m jaxrl.main --config=configs/reward_model.py:rl
+Command:   jaxrl train --config=configs/reward_model.py
+           jaxrl train --config=configs/reward_model.py:rl
 Hardware:  any; two CPU cores.
-Expected:  76 % of held-out pairs in the right order; then 20.1 -> 88.1 % held-out accuracy (seed 0; docs/reward_models.md).
+Expected:  76 % of held-out pairs in the right order; then 20.1 -> 88.1 % held-out accuracy (seed 0; docs/guides/reward_models.md).
 
 Each pair is a right answer, worked out, and a wrong one (a box alone, one slip on the way, or a wrong box). The second
 command starts from the same warm start and sees the score of the first one's export; whether an answer is right (`boxed`)

@@ -5,7 +5,7 @@ python evidence/asynchrony.py [SEED ...] [--folder=DIR]     (default 0 1 2; a ru
 configs/grpo_async.py (decoupled loss, partial rollouts) with max_staleness 0, 2 and 8; the three runs of a seed begin with the
 same warm start. Held-out accuracy (126 problems, greedy) after every second step. Seconds are processor-seconds of the training
 process from its first step on, evaluations included: they do not depend on what else the machine did. Writes
-docs/asynchrony.svg. The ledger of every run is checked (tests/run_tools.py: ledger).
+docs/explanations/asynchrony.svg. The ledger of every run is checked (tests/run_tools.py: ledger).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main():
         runs = [one(folder, seed, k) for seed in seeds for k in STALENESS]
     names = ("seed", "max_staleness", "steps_to_goal", "seconds_to_goal", "final", "staleness_mean", "staleness_max", "gap_mean")
     table(list(names), [[run[n] for n in names] for run in runs])
-    plot(runs, ROOT / "docs" / "asynchrony.svg")
+    plot(runs, ROOT / "docs" / "explanations" / "asynchrony.svg")
     record("asynchrony", {"goal": GOAL, "runs": runs}, at)
 
 

@@ -1,6 +1,6 @@
-"""docs/parameters.md: what becomes of each of the 854 parameters that five other systems document.
+"""docs/reference/parameters.md: what becomes of each of the 854 parameters that five other systems document.
 
-    python evidence/parameters.py        # writes docs/parameters.md; tests/test_parameters.py says whether it is current
+    python evidence/parameters.py        # writes docs/reference/parameters.md; tests/test_parameters.py says whether it is current
 
 From tests/coverage.csv (what works, with a test), tests/coverage_excluded.csv (what does not, with the reason) and the tables of
 jaxrl.migrate (what a config of that system is migrated to).
@@ -45,7 +45,7 @@ SECTIONS = {
 }
 INTRODUCTION = """The {count} parameters that AReaL, RLinf, SkyRL, Cosmos-RL and ROLL document, and what there is of them here. Written by
 `python evidence/parameters.py` from the tables of `jaxrl.migrate` and from `tests/coverage.csv`, where every parameter that
-works has a test that fails without it; do not edit. How a config is migrated: [migrate.md](migrate.md).
+works has a test that fails without it; do not edit. How a config is migrated: [migrate.md](../guides/migrate.md).
 
 **works**: as the option or behaviour named. **automatic**: nothing has to be set. **not carried**: for the reason given. The last
 column is what `jaxrl.migrate` does with the key (*ask*: it is said under "Needs you"; *table*: its keys are looked at one by one)."""
@@ -101,7 +101,7 @@ def migrated(system: str, keys: list[str]) -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/parameters.md."""
+    """docs/reference/parameters.md."""
     entries = ledger()
     count = Counter((e["system"], e["kind"]) for e in entries)
     out = ["# Parameters of other systems", "", *INTRODUCTION.format(count=len(entries)).splitlines(), "",
@@ -112,11 +112,11 @@ def page() -> str:
         kinds = migrated(system, [e["key"] for e in mine])
         out += ["", f"## {system}", "", "| parameter | | here | migrated |", "|---|---|---|---|"]
         for e in mine:
-            what = " ".join(e["what"].split()).replace("|", "\\|")
+            what = " ".join(e["what"].split()).replace("|", "\\|").replace("<", "&lt;")
             out.append(f"| `{e['key']}` | {e['kind']} | {what} | {kinds.get(e['key'], 'unknown')} |")
     return "\n".join(out) + "\n"
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "parameters.md").write_text(page(), "utf-8")
-    print("written: docs/parameters.md")
+    (ROOT / "docs" / "reference" / "parameters.md").write_text(page(), "utf-8")
+    print("written: docs/reference/parameters.md")

@@ -5,7 +5,7 @@ python evidence/plan_scaling.py [--priced]      (--priced: the collectives of th
 An 8B model's GRPO update (4 groups of 8 answers a chip: prompts of 512, answers of 1,536 tokens), compiled for 8, 64, 256 and 1024
 CPU devices, sharded over all of them (fsdp) or inside 64 with replicas outside (dp x fsdp). The collectives found are priced at
 the links of v5p slices and of H100 hosts. Rollouts are left out: each process serves its own prompts, whatever their number.
-Writes docs/plan_scaling.svg.
+Writes docs/guides/plan_scaling.svg.
 """
 
 import json
@@ -89,7 +89,7 @@ def main():
     print("\nan 8B GRPO update at fixed work per chip")
     header = ["chip", "layout", "chips", "seconds", "communication", "seconds, none hidden", "bound", "MFU"]
     table(header, rows)
-    plot(rows, Path(__file__).parent.parent / "docs" / "plan_scaling.svg")
+    plot(rows, Path(__file__).parent.parent / "docs" / "guides" / "plan_scaling.svg")
     record("plan_scaling", {"columns": header, "rows": rows,
                             "collectives": [{"devices": count, "layout": layout, "programs": {n: c[:5] for n, c in found.items()}}
                                             for (count, layout), found in known.items()]})

@@ -210,7 +210,8 @@ sys.path[:0] = ["benchmarks/peers", "evidence"]
 import measure, ours
 from shapes import SHAPES, make
 import jaxrl
-from jaxrl.recipes import recording, rl
+from jaxrl.recipes import rl
+from jaxrl.rl import recording
 work = make(SHAPES["W1"], Path(sys.argv[1]) / "W1")
 args = measure.arguments(["--work", str(work), "--steps", "4"])
 spent, steps = {"look": 0.0, "write": 0.0}, []

@@ -4,7 +4,7 @@
 
 Writes evidence/results/trl_parity.json. TRL's own trainers compute (`_compute_loss` of DPO and KTO, `odds_ratio_loss` of ORPO,
 `cpo_loss` of CPO), with a model that answers with given log-probs; of its trainers only the model and what carries metrics are stood in
-for. Differences in what is meant, by name, are in DIFFERENCES and docs/preferences.md.
+for. Differences in what is meant, by name, are in DIFFERENCES and docs/guides/preferences.md.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ is trained with for two steps; <!-- saved as FILE, executed --> and blocks of Py
 comes after it; <!-- not run: WHY --> is compiled only. Models and rows that the text calls path/to/hf_model, train.jsonl, ... are made here.
 """
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -19,8 +20,10 @@ from typing import NamedTuple
 
 import pytest
 import tiny_job
+import yaml
 
 import jaxrl
+from jaxrl.__main__ import PROGRAMS
 from jaxrl.config.load import config_of, load_config, parse_flags, put
 from jaxrl.config.schema import SCHEMA, free_tables, options
 from jaxrl.data import check_paths, resolve
@@ -29,7 +32,9 @@ from jaxrl.main import main
 from jaxrl.resolve.checks import common
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *sorted(DOCS.rglob("*.md"))]
+FOLDERS = {"guides", "reference", "explanations", "measurements"}
 LANGUAGES = {"bash", "python", "json"}
 
 
@@ -73,7 +78,7 @@ def place(tmp_path, monkeypatch):
 
 
 def renamed(row: dict) -> dict:
-    """The columns under the names that README's config file reads."""
+    """The columns under the names that the config file of docs/guides/configs.md reads."""
     return {"question": row["prompt"], "solution": row.get("answer", "")}
 
 
@@ -122,13 +127,16 @@ def test_commands_are_such(block, place):
             assert module.startswith("vllm.") or importlib.util.find_spec(module), module
             if module == "jaxrl.launch":
                 check_flags(words, Path(importlib.util.find_spec(module).origin).read_text())
+        elif program == "jaxrl":
+            assert words[1] in PROGRAMS, words
+            check_flags(words, Path(importlib.util.find_spec(PROGRAMS[words[1]].module).origin).read_text())
         elif program == "kubectl":
             assert (ROOT / words[words.index("-f") + 1]).is_file()
         elif program == "pip":
             extra = re.search(r"\[([\w,-]+)\]", words[-1])
             assert extra is None or set(extra[1].split(",")) <= set(project["project"]["optional-dependencies"]), words
         else:
-            assert program in ("pytest", "jaxrl") or program.startswith("--config."), words
+            assert program == "pytest" or program.startswith("--config."), words
 
 
 def check_flags(words: list[str], source: str) -> None:
@@ -154,17 +162,115 @@ def test_options_and_paths_that_the_text_names_exist():
     groups, known = "|".join(SCHEMA), options()
     tables = (*free_tables(), "mesh.roles")
     for page, text in TEXTS:
-        if re.search(r"docs/(migrate|parameters|from_\w+)\.md$", str(page)):  # the first cells are keys of other systems
+        if re.search(r"/(migrate|parameters|command|from_\w+)\.md$", str(page)):  # the first cells are keys of other systems, or slips
             text = re.sub(r"(?m)^\|[^|]*\|", "|", text)
         named = re.findall(rf"(?<![\w./:-])(?:--config\.)?((?:{groups})\.[a-z][\w.]*\w)(?![\w(/:])", text)
         named = [n for n in named if not n.endswith((".py", ".md", ".json", ".jsonl", ".sh", ".csv", ".yaml", ".sbatch"))]
         for name in named:
-            group = any(option.startswith(name + ".") for option in known)
+            group = any(option.startswith(name if name.endswith("_") else name + ".") for option in known)
             assert name in known or group or name.startswith(tables), f"{page}: {name}"
-        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
-            assert "://" in link or (ROOT / page.parent / link).exists(), f"{page}: {link}"
+        if page.name == "code.md":
+            for path in re.findall(r"`([\w/]+(?:\.py|/))`", text):
+                assert (ROOT / "jaxrl" / path).exists(), f"{page}: {path}"
         for path in re.findall(r"`((?:jaxrl|tests|evidence|benchmarks|configs|notebooks|launch)/[\w./]+\.\w+)`", text):
             assert (ROOT / path).exists() or (ROOT / "jaxrl" / path).exists(), f"{page}: {path}"
+
+
+def anchors(text: str) -> set[str]:
+    """The ids that headings of a page get."""
+    headings = re.findall(r"(?m)^#+ (.+)$", text)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def links_of(page: Path) -> list[tuple[Path, str]]:
+    """(page or file, anchor) of the relative links of a page, outside its blocks."""
+    found = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", dict(TEXTS)[page.relative_to(ROOT)])
+    return [((page.parent / path).resolve() if path else page, anchor) for path, anchor in found if "://" not in path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_link_is_dead(page):
+    for target, anchor in links_of(page):
+        assert target.is_file(), target
+        assert not anchor or anchor in anchors(target.read_text("utf-8")), f"{target}#{anchor}"
+        assert page.parent == ROOT or DOCS in target.parents, f"{target}: the site has the files of docs/ only"
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 130 and max(map(len, lines)) <= 120
+
+
+def test_the_workflow_has_every_section_of_ci_run_and_issues_ask_for_the_doctor():
+    sections = subprocess.run(["bash", ROOT / ".ci/run", "--list"], capture_output=True, text=True, check=True).stdout.split()
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["jobs"]["section"]["strategy"]["matrix"]["section"] == sections
+    for form in ("bug", "performance"):
+        fields = {field.get("id"): field for field in yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())["body"]}
+        assert "jaxrl doctor" in fields["doctor"]["attributes"]["description"] and fields["doctor"]["validations"]["required"]
+        assert "jaxrl-doctor.txt" in fields["doctor"]["attributes"]["description"]
+
+
+def test_every_page_is_in_one_of_four_folders_and_reached_from_the_index():
+    assert {p.parent.name for p in PAGES if p.parent not in (ROOT, DOCS)} == FOLDERS
+    assert [p.name for p in PAGES if p.parent == DOCS] == ["index.md"]
+    reached, todo = set(), [DOCS / "index.md"]
+    while todo:
+        page = todo.pop()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            todo += [target for target, _ in links_of(page) if DOCS in target.parents]
+    assert set(DOCS.rglob("*.md")) - reached == set()
+
+
+def test_pages_that_code_and_messages_name_exist():
+    files = [p for folder in ("jaxrl", "configs", "notebooks", "tests", "benchmarks", "evidence") for p in (ROOT / folder).rglob("*")
+             if p.suffix in (".py", ".ipynb", ".md", ".csv")]
+    named = {(str(p.relative_to(ROOT)), page) for p in files
+             for page in re.findall(r"(?<![\w/])docs/[\w/]+\.(?:md|svg)\b", p.read_text("utf-8"))}
+    elsewhere = {"docs/features/sleep_mode.md"}  # of vLLM
+    assert len(named) > 80
+    assert [(name, page) for name, page in named if page not in elsewhere and not (ROOT / page).is_file()] == []
+
+
+def texts_of_the_code() -> list[str]:
+    """The string literals of jaxrl; an f-string with a null character for each of its values."""
+    found = []
+    for path in (ROOT / "jaxrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_messages_that_the_troubleshooting_page_explains_exist():
+    text, code = (DOCS / "guides/troubleshooting.md").read_text("utf-8"), texts_of_the_code()
+    messages = [m for m in re.findall(r"(?m)^\| `([^`]+)` \|", text)]
+    assert len(messages) > 30
+    assert [m for m in messages if not any(m in one for one in code)] == []
+
+
+def test_generated_pages_are_current():
+    """python docs/generate.py"""
+    module = runpy.run_path(str(DOCS / "generate.py"))
+    assert set(module["GROUPS"]) == set(SCHEMA)
+    for name, page in module["PAGES"].items():
+        assert (DOCS / "reference" / name).read_text("utf-8") == page(), name
+
+
+def test_the_api_page_has_every_public_name():
+    shown = set(re.findall(r"(?m)^::: ([\w.]+)$", (DOCS / "reference/python.md").read_text("utf-8")))
+    public = [getattr(jaxrl, name) for name in jaxrl.__all__ if name != "__version__"]
+    assert shown == {f"{one.__module__}.{one.__qualname__}" for one in public}
+
+
+def test_the_site_has_every_page():
+    """mkdocs build --strict (.ci/run docs) says the same."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    listed = re.findall(r"[\w/]+\.md", json.dumps(nav))
+    assert sorted(listed) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
 
 
 # -- what runs --------------------------------------------------------------------------------------------------------------
@@ -223,7 +329,8 @@ def test_files_of_the_text_are_trained_with(block, small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [b for b in PYTHON if not b.runs_with and "get_config(" not in b.text], ids=lambda b: b.place)
+@pytest.mark.parametrize("block", [b for b in PYTHON if not b.runs_with and "get_config(" not in b.text and "not run" not in b.note],
+                         ids=lambda b: b.place)
 def test_python_of_the_text_runs(block, small, place):
     script = place / "block.py"
     script.write_text(block.text)  # run as python block.py would

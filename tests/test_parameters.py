@@ -36,4 +36,4 @@ def test_the_importer_and_the_ledger_agree(system):
 
 def test_the_page_is_current():
     """python evidence/parameters.py"""
-    assert (parameters.ROOT / "docs" / "parameters.md").read_text("utf-8") == parameters.page()
+    assert (parameters.ROOT / "docs" / "reference" / "parameters.md").read_text("utf-8") == parameters.page()

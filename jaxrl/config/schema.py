@@ -24,7 +24,7 @@ CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference", "teacher")  # r
 
 SCHEMA: dict[str, dict[str, Any]] = {
     "run": {
-        "recipe": O("rl", "the job to run; or the import path of a Recipe of your own (docs/extend.md)", choices=RECIPES, or_path=True),
+        "recipe": O("rl", "the job to run; or the import path of a Recipe of your own (docs/guides/extend.md)", choices=RECIPES, or_path=True),
         "mode": O("train", "what to do with the job", choices=("train", "eval", "parity", "plan", "replay", "explain", "certify")),
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
@@ -56,8 +56,10 @@ SCHEMA: dict[str, dict[str, Any]] = {
                    choices=("auto", "none", "full", "dots", "offload")),
         "remat_every": O(1, "layers that are recomputed together: more = fewer inputs kept, more of them at once", bound=">0"),
         "attention": O("auto", "attention implementation; auto: the platform's", choices=("auto", "tpu", "gpu", "cudnn", "blockwise", "reference")),
-        "ring_attention": O(False, "over mesh.cp keys and values go from device to device, where they are gathered otherwise (docs/sharding.md)"),
-        "experts": O("auto", "their implementation (docs/kernels.md); auto: the platform's", choices=("auto", "tpu", "gpu", "blocks", "reference")),
+        "ring_attention": O(False, "over mesh.cp keys and values go from device to device, where they are gathered otherwise"
+                                   " (docs/explanations/sharding.md)"),
+        "experts": O("auto", "their implementation (docs/explanations/kernels.md); auto: the platform's",
+                     choices=("auto", "tpu", "gpu", "blocks", "reference")),
         "trainable": O((".*",), "patterns of parameter names that train"),
         "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),
         "trust_remote_code": O(False, "let transformers run tokenizer code from the model folder"),
@@ -208,7 +210,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "env": {
         "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with"
                           " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>; openenv;"
-                          " empty = one turn, or env.tools (docs/environments.md)"),
+                          " empty = one turn, or env.tools (docs/guides/environments.md)"),
         "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the answer without calls ends the episode"),
         "program": O("", "command line of a program that speaks to OpenAI's API, trained unchanged: it gets the row as JSON on standard"
                          " input, {column} in its words, and OPENAI_BASE_URL and OPENAI_API_KEY"),
@@ -301,7 +303,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "overlong_penalty": O(1.0, "largest DAPO length penalty (subtracted after clip)", bound=">=0"),
         "model": {
             "path": O("", "HF folder or hub id of a sequence classifier with one label, whose score of a completion is one more reward,"
-                          " `reward_model` (docs/reward_models.md); empty = none"),
+                          " `reward_model` (docs/guides/reward_models.md); empty = none"),
             "revision": O(None, "hub revision of reward.model.path", str),
             "head": O("score", "name of its head: <head>.weight, one row"),
             "weight": O(1.0, "its weight beside reward.weights"),
@@ -381,7 +383,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
         "matmul": O("default", "numbers that the layers' matrix products round to first, forward and for the gradient of activations: default: the"
-                               " compute dtype's own; int8, fp8: a scale per token and output; the others: docs/low_precision.md",
+                               " compute dtype's own; int8, fp8: a scale per token and output; the others: docs/explanations/low_precision.md",
                     choices=("default", "int8", "fp8", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4")),
         "matmul_emulated": O(False, "where no product of such numbers is known for the device, multiply them in fp32: the same numbers, slower"),
         "loss_scale": {
@@ -400,10 +402,10 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
                            bound=">=0"),
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
-        "router_balance": O(0.0, "coefficient of the loss that spreads tokens over experts (docs/experts.md); the gradient that every router"
-                                 " gets is that of the mean over tokens", bound=">=0"),
+        "router_balance": O(0.0, "coefficient of the loss that spreads tokens over experts (docs/explanations/experts.md); the gradient that"
+                                 " every router gets is that of the mean over tokens", bound=">=0"),
         "router_bias_rate": O(0.0, "per update, up or down, of the bias by which routers choose experts, towards an even load (arXiv 2408.15664);"
-                                   " for families whose routers have one (docs/experts.md)", bound=">=0"),
+                                   " for families whose routers have one (docs/explanations/experts.md)", bound=">=0"),
         "router_z": O(0.0, "coefficient of the loss that keeps the logits of routers small (arXiv 2202.08906)", bound=">=0"),
     },
     "eval": {
@@ -450,7 +452,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "shard_gb": O(5.0, "largest exported safetensors file in GB", bound=">0"),
         "upload": {
             "to": O((), "where copies go in the background: hf://owner/name (a repository of the hub), or prefixes that fsspec knows"
-                        " (s3://bucket/folder, gs://..., file:///...); see docs/checkpoints.md"),
+                        " (s3://bucket/folder, gs://..., file:///...); see docs/guides/checkpoints.md"),
             "exports": O("final", "of exports, those that are sent", choices=("none", "final", "all")),
             "checkpoints": O("none", "of checkpoints, those that are sent", choices=("none", "final", "all")),
             "private": O(True, "a hub repository that does not exist yet is made private"),
@@ -472,7 +474,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
                               " training every tenth step", bound=">=0"),
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
-        "report": O(True, "write <run.dir>/report.html, the run as one page, when the run ends (docs/report.md)"),
+        "report": O(True, "write <run.dir>/report.html, the run as one page, when the run ends (docs/guides/report.md)"),
         "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),
         "level": O("info", "log level", choices=("debug", "info", "warning", "error")),
     },
@@ -496,7 +498,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "launch": {
         "hosts": O("auto", "how the processes of a run find each other; auto: what the environment tells (jaxrl.launch, Slurm,"
-                           " Kubernetes, a TPU pod), else one process; see docs/hosts.md",
+                           " Kubernetes, a TPU pod), else one process; see docs/guides/hosts.md",
                    choices=("auto", "none", "explicit", "slurm", "kubernetes", "tpu")),
         "coordinator": O("", "host:port of process 0; empty = $JAXRL_COORDINATOR, or the first node of the Slurm step"),
         "processes": O(0, "processes of the run; 0 = $JAXRL_PROCESSES, or Slurm's tasks"),

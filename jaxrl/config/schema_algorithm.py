@@ -48,7 +48,8 @@ ALGORITHM = {
     "cov_low": O(None, "smallest covariance that cov_share draws from", float),
     "cov_high": O(None, "largest covariance that cov_share draws from", float),
     "temperature": O(0.0, "temperature of the trainer's log-probs where it is not the sampler's: the policy that is trained is then"
-                          " not the one that is sampled, which biases the gradient (docs/algorithms.md); 0 = rollout.temperature", bound=">=0"),
+                          " not the one that is sampled, which biases the gradient (docs/explanations/algorithms.md);"
+                          " 0 = rollout.temperature", bound=">=0"),
     "aggregation": O(None, "how token losses become one number; constant: by aggregation_constant per answer", str,
                      ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")),
     "aggregation_constant": O(0.0, "what aggregation=constant divides a completion's sum by; 0 = rollout.max_new_tokens", bound=">=0"),
@@ -74,7 +75,8 @@ ALGORITHM = {
     "sampled_support": O(False, "log-probs over the tokens that rollout.top_k (at most 128), top_p and min_p left, as the answer"
                                 " was drawn (DeepSeek-V3.2's keep sampling mask); embedded sampler only"),
     "routes": O("own", "a token's experts in the update: its router's own choice; scored: that of the scoring of old log-probs; sampled:"
-                       " that of the sampler; gates are the trainer's own in any case (docs/experts.md)", choices=("own", "scored", "sampled")),
+                       " that of the sampler; gates are the trainer's own in any case (docs/explanations/experts.md)",
+                choices=("own", "scored", "sampled")),
     "early_stop_ratio": O(0.0, "a step's further updates are left out once an update's mean ratio is above; 0 = off", bound=">=0"),
     "early_stop_kl": O(0.0, "the same for policy/approx_kl, in nats per token; 0 = off", bound=">=0"),
     "ppo_epochs": O(None, "passes over one batch", int, bound=">=1"),

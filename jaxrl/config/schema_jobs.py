@@ -44,7 +44,7 @@ REWARD_MODEL = {
 }
 
 PREFERENCE = {
-    "loss": O(("dpo",), "losses (docs/preferences.md), which are added up: dpo robust hinge ipo dpo_norm exo nca bco apo_zero apo_down"
+    "loss": O(("dpo",), "losses (docs/guides/preferences.md), which are added up: dpo robust hinge ipo dpo_norm exo nca bco apo_zero apo_down"
                         " sppo aot aot_unpaired discopop kto apo_zero_unpaired orpo simpo cpo nll"),
     "loss_weights": O((), "one weight per loss; empty = all 1"),
     "beta": O(0.1, "scale of the rewards beta (log-prob - the reference's): more = closer to the reference; ipo's tau, orpo's lambda",
@@ -60,7 +60,7 @@ PREFERENCE = {
 }
 
 DISTILL = {
-    "loss": O("sampled", "what brings the student to its teacher, docs/distillation.md. sampled: the difference of log-probs of the tokens"
+    "loss": O("sampled", "what brings the student to its teacher, docs/guides/distillation.md. sampled: the difference of log-probs of the tokens"
                          " that the student drew, as their advantage; forward KL(teacher || student), reverse KL(student || teacher),"
                          " jsd: at every token", choices=("sampled", "forward", "reverse", "jsd")),
     "beta": O(0.5, "jsd: beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student", bound="(0, 1)"),
@@ -87,7 +87,7 @@ TEACHER = {
 }
 
 RECORD = {
-    "every": O(0, "write what a step needs to be computed again (docs/replay.md) into run.dir/record: of the steps 1, 1 + every, 1 + 2 every"
+    "every": O(0, "write what a step needs to be computed again (docs/guides/replay.md) into run.dir/record: of the steps 1, 1 + every, 1 + 2 every"
                   " ..., which follow checkpoints of checkpoint.every_steps=every; 1 = every step, 0 = none", bound=">=0"),
     "last": O(0, "keep only so many, the newest; 0 = all", bound=">=0"),
 }
@@ -102,7 +102,7 @@ REPLAY = {
 
 FORK = {
     "run": O("", "directory of a recorded run (record.every) that this one leaves at fork.step; what the changed options do not touch is taken"
-                 " from its record (docs/replay.md)"),
+                 " from its record (docs/guides/replay.md)"),
     "step": O(0, "the first step that is computed under this config; the steps before it are the recorded run's", bound=">=0"),
 }
 

@@ -7,7 +7,7 @@ from jaxrl.config.option import Option as O
 FORMATS = ("own", "cosmos", "areal", "classify", "pooling")
 
 REMOTE = {
-    "servers": O((), "URLs of the service behind the reward `remote` (docs/rewards.md); several take the batches in turns; one without a path"
+    "servers": O((), "URLs of the service behind the reward `remote` (docs/guides/rewards.md); several take the batches in turns; one without a path"
                      " gets the format's own"),
     "format": O("own", "what is sent and what comes back: own (items, scores); cosmos (Cosmos-RL: enqueue, poll); areal (AReaL's function call"
                        " for code); classify, pooling (vLLM, on token ids, without activation)", choices=FORMATS),

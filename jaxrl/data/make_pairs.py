@@ -3,7 +3,7 @@
     python -m jaxrl.data.make_pairs runs/mine/eval/step_00000000_train.jsonl --out pairs.jsonl
 
 Of the completions to one prompt those with the highest scores are chosen, against those with the lowest. How such
-completions come about: docs/preferences.md.
+completions come about: docs/guides/preferences.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environments: what an episode is written with (docs/environments.md), and the processes that run episodes.
+"""Environments: what an episode is written with (docs/guides/environments.md), and the processes that run episodes.
 
 Standard library only: workers import this package, some of them with another interpreter that has no jax.
 """

@@ -54,7 +54,7 @@ def find(servers: list[str], options: dict, step_seconds: float):
 
 class OpenEnv:
     """A session. What is seen: the field of the observation that `observation` names, or its only one, else all as
-    JSON. The options are told in docs/environments.md."""
+    JSON. The options are told in docs/guides/environments.md."""
 
     def __init__(self, servers: list[str], turn: int, fields: dict, options: dict, patience: float):
         self._servers = [servers[(turn + k) % len(servers)] for k in range(len(servers))]

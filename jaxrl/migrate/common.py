@@ -237,7 +237,7 @@ def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:
 
 STUB = '''"""The reward of {what}: write it before you run.
 
-Called once per completion with the row's columns by name; see docs/rewards.md.
+Called once per completion with the row's columns by name; see docs/guides/rewards.md.
 """
 
 

@@ -106,7 +106,7 @@ def engine(
         m.elsewhere = True
         m.needs(
             f"vLLM has GPUs of its own, on other hosts: {engines} servers of {tp} GPU{'s' * (tp > 1)}. Start them by "
-            "`vllm serve`, name them in rollout.servers and set rollout.placement=disaggregated (docs/vllm.md)"
+            "`vllm serve`, name them in rollout.servers and set rollout.placement=disaggregated (docs/guides/vllm.md)"
         )
     elif per_node:
         m.set("rollout.placement", "disaggregated", *keys)
@@ -135,7 +135,7 @@ def apart(
         m.elsewhere = True
         m.needs(
             f"training has {len(train)} GPUs and sampling {len(infer)} others on {nodes} hosts: start {engines} "
-            f"servers of {tp} GPU{'s' * (tp > 1)} on those (docs/vllm.md), name them in rollout.servers, set "
+            f"servers of {tp} GPU{'s' * (tp > 1)} on those (docs/guides/vllm.md), name them in rollout.servers, set "
             "rollout.placement=disaggregated"
         )
         return

@@ -30,7 +30,7 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         command, found = _script(table, path, environment, notes)
         merge(settings, found)
     else:
-        page = f"docs/from_{table.name}.md"
+        page = f"docs/guides/from_{table.name}.md"
         python = f"a program in Python is not read: {page} says what becomes of it, and what to write down as a config"
         expected = "expected a script (.sh), YAML (.yaml) or TOML (.toml)"
         raise Unreadable(path.name, "", python if path.suffix in (".py", ".ipynb") else f"{expected}; see {page}")

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,11 +91,11 @@ class Job:
 
 
 SFT = "run.recipe=sft (configs/sft_chat.py)"
-PREFERENCE = "run.recipe=preference (configs/dpo.py, docs/preferences.md)"
-REWARD_MODEL = "run.recipe=reward_model (configs/reward_model.py, docs/reward_models.md)"
-DISTILL = "run.recipe=distill (configs/distill.py, docs/distillation.md)"
+PREFERENCE = "run.recipe=preference (configs/dpo.py, docs/guides/preferences.md)"
+REWARD_MODEL = "run.recipe=reward_model (configs/reward_model.py, docs/guides/reward_models.md)"
+DISTILL = "run.recipe=distill (configs/distill.py, docs/guides/distillation.md)"
 EVAL = "run.mode=eval, with eval.sets and model.path"
-EPISODES = "an environment (configs/env.py, docs/environments.md)"
+EPISODES = "an environment (configs/env.py, docs/guides/environments.md)"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Table:
 
     versions: oldest first, the last is assumed. command: pattern of the command, in a script, that starts a job.
     jobs: those that are refused as a whole. prefixes: put before keys that are not known, as in excerpts of the
-    documentation. differs: what is otherwise whatever the keys say.
+    documentation. differs: what is otherwise whatever the keys say. required: settings without which the source does
+    not run, each with a legal value, for looking at one key by itself (tests, counterparts.py).
     """
 
     name: str
@@ -117,9 +118,17 @@ class Table:
     differs: tuple[str, ...] = ()
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
     flags: bool = False  # whether a command's --name value are keys
+    required: Mapping[str, Any] = field(default_factory=dict)
 
     def keys(self) -> list[Key]:
         return [key for rule in self.rules for key in (rule.keys if isinstance(rule, Joint) else (rule,))]
+
+    @cached_property
+    def owners(self) -> tuple[dict[str, str], list[tuple[re.Pattern, str]]]:
+        """(name of a key -> its row's, [(pattern of names, its row's)])."""
+        names = [(n, key.name) for key in self.keys() for n in key.names()]
+        exact = {n: own for n, own in names if "*" not in n}
+        return exact, [(re.compile(_pattern(n)), own) for n, own in names if "*" in n]
 
 
 class Record(NamedTuple):
@@ -160,11 +169,10 @@ class Migration:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _assign(self, settings):
-        exact = {n: key.name for key in self._known.values() for n in key.names() if "*" not in n}
-        wild = [(re.compile(_pattern(n)), key.name) for key in self._known.values() for n in key.names() if "*" in n]
+        exact, wild = self.table.owners
         carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
         names = names_of(self.table.name)
-        tables = {n.split(".")[0] for n in (*exact, *names.keys)}
+        tables = names.tables | {n.split(".")[0] for n in exact}
         for s in settings.values():
             owner, name = None, s.key
             for name in (s.key, *(p + s.key for p in self.table.prefixes)):
@@ -462,11 +470,12 @@ class Migration:
 class Names(NamedTuple):
     """The keys of a system's config classes and example files, over the versions that are read.
 
-    keys: dotted name -> (first, last) version that has it, None for all. parents: tables of these. loose: last parts
-    of names whose table is not known.
+    keys: dotted name -> (first, last) version that has it, None for all. tables: first parts of these. parents: tables
+    of these. loose: last parts of names whose table is not known.
     """
 
     keys: dict[str, tuple[str, str] | None]
+    tables: frozenset[str]
     parents: frozenset[str]
     patterns: tuple[re.Pattern, ...]
     loose: frozenset[str]
@@ -502,7 +511,8 @@ def names_of(system: str) -> Names:
             keys[name] = (first, last) if last else None
     parents = {name[:i] for name in keys for i, c in enumerate(name) if c == "."}
     patterns = tuple(re.compile(_pattern(name)) for name in keys if "*" in name)
-    return Names(keys, frozenset(parents), patterns, frozenset(loose))
+    tables = frozenset(name.partition(".")[0] for name in keys)
+    return Names(keys, tables, frozenset(parents), patterns, frozenset(loose))
 
 
 def _shared(a: str, b: str) -> int:

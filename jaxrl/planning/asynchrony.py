@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from scipy.optimize import nnls
 
 from jaxrl.errors import ConfigError
 from jaxrl.planning import roofline, workload
@@ -29,6 +28,8 @@ from jaxrl.sharding import ROLLOUT_RULES
 NEARBY = (0, 1, 2, 4, 8)  # values of rollout.max_staleness that a plan compares
 WARM_UP = 3               # lines of a recorded run that hold compilations
 EVENTS = 40_000           # completions that one simulation asks for, about
+TURNS = ("rollout and update take turns on the same devices: staleness only fills slots that would wait for the "
+         "longest completion")
 PROMPT = np.ones(1, np.int32)
 
 
@@ -232,12 +233,29 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     return Recorded(lengths, seconds, speeds, data["prompts_per_step"], roll["group_size"])
 
 
+def nonnegative_lstsq(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns x >= 0 [K] that minimises |matrix x - target|^2; for few columns.
+
+    Solves the unbounded problem on every subset of the K columns. The solution of the bounded problem is that of its
+    positive columns, so it is the feasible one with the smallest residual.
+    """
+    count = matrix.shape[1]
+    best, least = np.zeros(count), float(target @ target)
+    for columns in itertools.chain.from_iterable(itertools.combinations(range(count), n) for n in range(1, count + 1)):
+        x = np.zeros(count)
+        x[list(columns)] = np.linalg.lstsq(matrix[:, columns], target, rcond=None)[0]
+        residual = float(np.sum((matrix @ x - target) ** 2))
+        if x.min() >= 0 and residual < least:
+            best, least = x, residual
+    return best
+
+
 def _fitted(seconds, *columns) -> list[float]:
     """Coefficients, at least 0, of the least absolute deviation: a step during which the machine did something else
     weighs little. (Least squares, weighted by the last residuals' inverse.)"""
     matrix, weights = np.stack(columns, 1), np.ones_like(seconds)
     for _ in range(30):
-        found = nnls(matrix * weights[:, None], seconds * weights)[0]
+        found = nonnegative_lstsq(matrix * weights[:, None], seconds * weights)
         weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - seconds), 1e-3 * seconds.mean()))
     return [float(x) for x in found]
 
@@ -310,6 +328,8 @@ def table(found: dict) -> list[str]:
              f"  {'max_staleness':>14s}{'step s':>10s}{'trainer':>10s}{'engine':>10s}   busy"]
     lines += [f"  {r['max_staleness']:14d}{r['step_seconds']:10.3g}{r['trainer']:10.0%}{r['engine']:10.0%}"
               for r in found["rows"]]
+    if not found["beside"]:
+        lines.append(f"  {TURNS}")
     if b := found["balance"]:
         lines.append(f"  balanced at {b['trainer']:.1f} devices of the trainer to {b['engine']:.1f} of the engine "
                      f"(this plan has {b['has']['trainer']} to {b['has']['engine']})")

@@ -42,7 +42,7 @@ class PlanComparison:
         if not self.predicted:
             return ""
         return (f"planned   {_said(self.predicted)}; prompts and answers at their longest, nothing compiled "
-                "(docs/plan.md)")
+                "(docs/guides/plan.md)")
 
     def add(self, step: int, phases: dict[str, float]) -> None:
         """Seconds by phase since the last call, of the steps up to `step`."""

@@ -2,7 +2,7 @@
 
 The job's own programs are compiled from shapes alone. Memory: what is kept follows from shapes and shardings;
 temporaries are the compiler's for CPU and TPU targets, counted for GPUs (planning/memory.py). Collectives are read from
-the partitioned program. Time is a roofline. docs/plan.md says how far each of these was found to be off.
+the partitioned program. Time is a roofline. docs/guides/plan.md says how far each of these was found to be off.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger("jaxrl")
 # not of a message too long for the network
 EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*(memory|allocat|hbm)|CUDA_ERROR_OUT_OF_MEMORY", re.I | re.S)
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-# How far a GPU's figures may be off (docs/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for the
-# same programs, and seconds of published runs beside the prediction.
+# How far a GPU's figures may be off (docs/guides/plan.md, "Bounds"): counted temporaries beside the TPU compiler's for
+# the same programs, and seconds of published runs beside the prediction.
 GPU_TEMPORARIES, GPU_SECONDS = 0.35, (0.7, 3.0)
 GPU_COMPILED = 0.15  # the same of what jax's CUDA plugin compiles, beside two jobs on an H200 (-0.1 % and -12 %)
 

@@ -57,7 +57,8 @@ def find(options, environ=os.environ) -> Place | None:
 
 def _number(environ, name: str, source: str) -> int:
     if name not in environ:
-        raise ConfigError(f"launch.hosts={source}: the environment variable {name} is missing; see docs/hosts.md")
+        raise ConfigError(f"launch.hosts={source}: the environment variable {name} is missing;"
+                          " see docs/guides/hosts.md")
     return int(environ[name])
 
 
@@ -95,7 +96,7 @@ def _kubernetes(options, environ) -> Place:
     coordinator = options.coordinator or environ.get("JAXRL_COORDINATOR", "")
     if not coordinator:
         raise ConfigError("launch.hosts=kubernetes: the environment variable JAXRL_COORDINATOR is missing; see "
-                          "docs/hosts.md")
+                          "docs/guides/hosts.md")
     processes = options.processes or _number(environ, "JAXRL_PROCESSES", "kubernetes")
     pod = coordinator.split(":")[0].split(".")[0]
     hosts = tuple(f"{pod[:-1]}{i}" for i in range(processes)) if pod.endswith("-0") else ()

@@ -1,4 +1,4 @@
-"""What run.mode=explain and replay.try have found out about single steps of a run (docs/replay.md), for the page."""
+"""Results of run.mode=explain and replay.try for single steps of a run (docs/guides/replay.md), for the report."""
 
 from __future__ import annotations
 

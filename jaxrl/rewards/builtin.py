@@ -292,7 +292,7 @@ def format_reward(prompt, completion, format_pattern):
 
 @register_reward("code")
 def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_point=None):
-    """The program in the completion passes the row's unit tests, in the sandbox (docs/rewards.md has their forms).
+    """Scores the program in a completion by the row's unit tests, in the sandbox (forms: docs/guides/rewards.md).
 
     The program is the last block between ``` fences, else the whole completion. The tests stand in the column `tests`,
     else in `answer`. code_score: "all" = 1.0 for all of them, else 0.0; "fraction" = the share that is passed. A limit

@@ -157,11 +157,11 @@ def make_engine(context: EngineContext) -> Engine:
     given = next((given for given in (fields, [context]) if _takes(factory, given)), None)
     if given is None:
         raise ConfigError(f"rollout.engine={name!r}: make it a function of one argument, a jaxrl.rollout.EngineContext "
-                          "(docs/extend.md)")
+                          "(docs/guides/extend.md)")
     made = factory(*given)
     if not isinstance(getattr(made, "info", None), EngineInfo):
         raise ConfigError(f"rollout.engine={name!r} made a {type(made).__name__} that says nothing of itself: derive "
-                          "it from jaxrl.rollout.Engine (docs/extend.md)")
+                          "it from jaxrl.rollout.Engine (docs/guides/extend.md)")
     return made
 
 

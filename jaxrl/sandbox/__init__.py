@@ -1,4 +1,4 @@
-"""Runs programs that a model wrote, with limits and out of reach of everything else (docs/sandbox.md).
+"""Runs programs that a model wrote, with limits and out of reach of everything else (docs/guides/sandbox.md).
 
     from jaxrl import sandbox
     ran = sandbox.run(["python", "main.py"], stdin="3 4", files={"main.py": code})

@@ -293,11 +293,11 @@ def parse(tests, entry_point: str = "") -> Tests:
     if isinstance(tests, dict):
         tests = [tests]
     if not isinstance(tests, list):
-        raise ValueError(f"the row's tests are of type {type(tests).__name__}; see docs/rewards.md")
+        raise ValueError(f"the row's tests are of type {type(tests).__name__}; see docs/guides/rewards.md")
     if all(isinstance(one, str) for one in tests):
         return _python("\n".join(tests), entry_point)
     if not all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in tests):
-        raise ValueError("the row's tests are neither asserts nor tables with input and output; see docs/rewards.md")
+        raise ValueError("the row's tests are neither asserts nor input-output tables; see docs/guides/rewards.md")
     return _some(Tests([_case(one["input"], one["output"], one.get("fn_name") or "") for one in tests], []))
 
 

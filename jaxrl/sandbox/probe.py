@@ -103,6 +103,6 @@ def check(settings: Settings, limits: Limits, run) -> None:
     if broken:
         raise SandboxError(f"sandbox.backend={settings.backend} does not hold: a program {', and '.join(broken)}; "
                            "nothing was run in it. Use another machine's sandbox (sandbox.backend=remote), or see "
-                           "docs/sandbox.md")
+                           "docs/guides/sandbox.md")
     if settings.backend == "rlimits":
         log.warning("sandbox.backend=rlimits is no sandbox: programs can do all that you can, but for the limits")

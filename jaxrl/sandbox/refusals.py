@@ -7,7 +7,7 @@ import re
 from jaxrl.sandbox.types import SandboxError
 
 ELSEWHERE = ("use a sandbox elsewhere (sandbox.backend=remote), or, against accidents only, sandbox.backend=rlimits "
-             "(docs/sandbox.md)")
+             "(docs/guides/sandbox.md)")
 PACKAGES = {"bwrap": "bubblewrap", "setpriv": "util-linux", "prlimit": "util-linux"}
 NAMESPACES = ("let user namespaces through: in Docker run the container with --security-opt seccomp=unconfined "
               "--security-opt systempaths=unconfined, on Ubuntu 24.04 give /usr/bin/bwrap an AppArmor profile with "

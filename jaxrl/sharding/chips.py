@@ -8,7 +8,7 @@ Sources. TPU: cloud.google.com/tpu/docs, pages "TPU v5e", "v5p", "v6e": memory, 
 interconnect (v5e 1,600, v5p 4,800, v6e 3,584 Gbit/s out of a chip) divided by the torus axes. NVIDIA: the data sheets
 of A100, H100 SXM, H200 SXM and B200, NVLink taken one way (half of the sheet's figure); network: one card per GPU as in
 DGX systems (200 Gbit/s A100, 400 Gbit/s the others). CPU: two cores of an AMD EPYC reach 0.2 TFLOP/s in fp32 matrix
-products (docs/plan.md); its other figures are assumptions, there so that a plan can be made and compared on any
+products (docs/guides/plan.md); its other figures are assumptions, there so that a plan can be made and compared on any
 machine.
 """
 

@@ -312,7 +312,7 @@ def applied_policy_loss(tokens: Tokens, options):
     """(loss of each token [R, S], stats) of options.policy_loss. Raises ConfigError, before anything is compiled, for
     what a function of the user's raises, and where it does not return these."""
     name, shape = options.policy_loss, tokens.logp.shape
-    wanted = "a loss per token, of the shape and dtype of tokens.logp, and a dict of arrays to log (docs/extend.md)"
+    wanted = "a loss per token with the shape and dtype of tokens.logp, and a dict to log (docs/guides/extend.md)"
     try:
         found = find_policy_loss(name)(tokens, options)
     except ConfigError:

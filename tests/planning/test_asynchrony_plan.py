@@ -8,7 +8,7 @@ import pytest
 from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases
 from jaxrl.planning import plan
-from jaxrl.planning.asynchrony import Engine, Speeds, of_case, recorded, simulate, table
+from jaxrl.planning.asynchrony import Engine, Speeds, nonnegative_lstsq, of_case, recorded, simulate, table
 from jaxrl.resolve.checks.common import check
 from jaxrl.rollout.protocol import Engine as Protocol
 from jaxrl.rollout.protocol import Request
@@ -32,6 +32,24 @@ def test_an_engine_on_the_trainers_devices_cannot_work_beside_it():
     speeds = Speeds(slots=8, fixed=0.3, train=2.0)
     for k in (0, 2):
         assert simulate(speeds, [10], max_staleness=k, beside=False, **BATCH)["step_seconds"] == pytest.approx(5.0)
+
+
+def test_a_plan_and_a_run_say_that_one_device_overlaps_nothing():
+    from types import SimpleNamespace
+
+    from jaxrl.rollout.protocol import EngineInfo
+    from jaxrl.run.setup import turns_lines
+
+    rows = [{"max_staleness": 2, "step_seconds": 5.0, "trainer": 0.4, "engine": 0.6}]
+    said = lambda beside: "\n".join(table({"basis": "plan.lengths", "beside": beside, "rows": rows, "balance": {}}))  # noqa: E731
+    assert "take turns" in said(False) and "take turns" not in said(True)
+
+    def lines(stale, concurrent):
+        rollout, info = SimpleNamespace(max_staleness=stale), EngineInfo(concurrent=concurrent)
+        return " ".join(turns_lines(SimpleNamespace(config=SimpleNamespace(rollout=rollout), engine=SimpleNamespace(info=info))))
+
+    assert "max_staleness=2" in lines(2, False) and "take turns" in lines(2, False) and "mesh.roles.sampler.devices" in lines(2, False)
+    assert lines(0, False) == lines(2, True) == ""
 
 
 def test_on_the_same_devices_the_next_answers_fill_the_slots_of_the_tail():
@@ -93,6 +111,18 @@ def test_speeds_of_a_recorded_run_are_found_again(tmp_path):
         assert getattr(found.speeds, name) == pytest.approx(value, rel=1e-6)
     again = simulate(found.speeds, np.concatenate(found.lengths), per_step=4, group_size=2, steps=len(found.lengths))
     np.testing.assert_allclose(again["seconds"][:len(found.seconds)], found.seconds, rtol=1e-6)
+
+
+def test_nonnegative_least_squares_is_scipys():
+    from scipy.optimize import nnls
+
+    rng, bounded = np.random.default_rng(0), 0
+    for columns in (1, 2, 3, 3, 3) * 40:
+        matrix, target = rng.normal(size=(12, columns)), rng.normal(size=12)
+        found, (want, _) = nonnegative_lstsq(matrix, target), nnls(matrix, target)
+        np.testing.assert_allclose(found, want, atol=1e-9)
+        bounded += 0 in want
+    assert 50 < bounded < 200
 
 
 def test_a_run_that_tells_nothing_is_refused(tmp_path):

@@ -16,10 +16,11 @@ from algorithm_runs import job, same, watched
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes import rl, setup
-from jaxrl.recipes.rollouts import Rollouts
+from jaxrl.recipes import rl
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.spec import Platform, resolve
+from jaxrl.rl.rollouts import Rollouts
+from jaxrl.run import setup
 from jaxrl.sharding import memory
 from jaxrl.training import streaming
 
@@ -38,13 +39,13 @@ def runs(tmp_path_factory):
             one_step, following = rl.one_step, Rollouts.next
 
             def look_while_sampling(*args, following=following, while_sampling=while_sampling, now=now):
-                while_sampling.append({x.sharding.memory_kind for x in jax.tree.leaves(now[0].policy.state.trainable)})
+                while_sampling.append({x.sharding.memory_kind for x in jax.tree.leaves(now[0].roles.policy.state.trainable)})
                 return following(*args)
 
             def look(parts, one_step=one_step, kinds=kinds, now=now):
                 now[:] = [parts]
                 done = one_step(parts)
-                kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(parts.policy.state.opt_state)
+                kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(parts.roles.policy.state.opt_state)
                               if memory.worth_it(x)})
                 return done
 

@@ -14,17 +14,19 @@ from run_tools import fingerprint
 from training_helpers import batch_of_groups
 
 import jaxrl
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import list_folder
-from jaxrl.recipes import setup, sft
-from jaxrl.recipes.algorithm import Algorithm, BaseReference
+from jaxrl.recipes import sft
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy
+from jaxrl.rl.roles import Roles
+from jaxrl.roles import parameters
+from jaxrl.roles.reference import BaseReference
+from jaxrl.run import setup
 
 
 def config(folder, arg=None, **changes):
@@ -101,16 +103,15 @@ def test_scores_follow_the_adapters_and_the_engine_samples_from_them(finished, t
 
 
 def started(c):
-    """(job, algorithm, policy at its start)."""
+    """(job, roles, policy at its start)."""
     job = setup.open_job(resolve(c))
-    algorithm = Algorithm(job, 3)
-    policy = Policy(job, algorithm.loss, 3, algorithm.score)
-    algorithm.meet(policy)
+    roles = Roles(job, 3)
+    policy = roles.policy
     policy.abstract()
     policy.start(None)
-    if algorithm.reference is not None:
-        algorithm.reference.start(None, None)
-    return job, algorithm, policy
+    if roles.reference is not None:
+        roles.reference.start(None, None)
+    return job, roles, policy
 
 
 def moved(policy):

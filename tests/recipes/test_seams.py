@@ -48,8 +48,9 @@ def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_recipe_is_a_file_of_its_own(monkeypatch, tmp_path):
-    """Weighted SFT as docs/extend.md prints it trains, resumes and is planned; jaxrl has no line about it. Its row may stand in RECIPES, too."""
-    (block,) = (b for b in blocks_of(ROOT / "docs" / "extend.md") if b.saved_as == "weighted_sft.py")
+    """Weighted SFT as docs/guides/extend.md prints it trains, resumes and is planned; jaxrl has no line about it.
+    Its row may stand in RECIPES, too."""
+    (block,) = (b for b in blocks_of(ROOT / "docs" / "guides" / "extend.md") if b.saved_as == "weighted_sft.py")
     (tmp_path / block.saved_as).write_text(block.text)
     assert len(block.text.splitlines()) < 150
     monkeypatch.chdir(tmp_path)

@@ -13,10 +13,10 @@ import pytest
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.trajectories import recorded_outcomes
 from jaxrl.rewards import RewardItem, RewardPool, register_reward
 from jaxrl.rewards.builtin import exact_reward
 from jaxrl.rewards.specs import FunctionFolder, to_spec
+from jaxrl.rl.trajectories import recorded_outcomes
 from jaxrl.types import Trajectories
 
 
@@ -256,9 +256,9 @@ def test_only_outcomes_of_the_same_answer_and_code_are_taken_again():
     assert [t is not None for t in taken] == [True] + [False] * 6 and taken[0] == rows[0]["reward"]
 
 
-def test_the_readmes_reward_reads_the_last_number():
+def test_the_guides_reward_reads_the_last_number():
     """It took "12" for "2"."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/guides/grpo.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def score(" in block)
     names = {}
     exec(code, names)

@@ -33,6 +33,7 @@ JOBS = (
 
 TABLE = Table(
     name="areal", title="AReaL", command=r"areal|train", versions=("0.3", "0.4", "0.5", "1.0"),
+    required={"train_dataset.batch_size": 64, "gconfig.n_samples": 4},
     jobs=JOBS,
     differs=(
         "mini-batches are of whole prompts, AReaL's of sequences of about as many tokens",
@@ -227,7 +228,7 @@ TABLE = Table(
         K("rollout.return_routed_experts", "unsupported", fine=(False,), why="set algorithm.routes=sampled by hand"),
         K("model", "inert", why="read by its supervised and reward-model trainers alone"),
         K("teacher", "inert", why="without a value there is no teacher"),
-        K("rollout.agent.agent_cls_path", "ask", why="agents and their proxies: env.program or env.function (docs/environments.md)",
+        K("rollout.agent.agent_cls_path", "ask", why="agents and their proxies: env.program or env.function (docs/guides/environments.md)",
           also=("rollout.openai.mode",)),
         K("rollout.agent.**", "inert", why="read by agents alone", also=("rollout.openai.**",)),
         K("rollout.api_url", "ask", why="name servers of `vllm serve` in rollout.servers"),

@@ -37,10 +37,11 @@ OTHERS = (  # keys that ask for no text model, their defaults, and those of othe
 TABLE = Table(
     name="cosmos_rl", title="Cosmos-RL", command=r"cosmos[-_]rl|launch_(all|controller|replica)",
     versions=("0.1", "0.2.9", "0.3.3", "0.3.5", "0.3.7", "0.4", "0.4.2", "0.4.4"),
+    required={"train.train_policy.type": "grpo"},
     jobs=(Job("preference training (DPO)", PREFERENCE, keys=(P + "trainer_type=dpo",)),),
     differs=(
         "the launcher's script may give a data set, rewards, a packer and hooks in Python: they are not read, see "
-        "docs/from_cosmos_rl.md",
+        "docs/guides/from_cosmos_rl.md",
         "the first update of the warm-up has 1/n of the learning rate, and Cosmos-RL's has optm_warmup_start_factor of it",
         "weight decay spares norms, biases and other vectors; Cosmos-RL's does not",
         "the order of the data is drawn from another generator",

@@ -269,7 +269,7 @@ def turns(m: Migration):
     m.lacks(
         t + "enable",
         "several turns: tools of the launcher's script become functions in env.tools, other episodes "
-        "env.function (docs/from_cosmos_rl.md, docs/environments.md)",
+        "env.function (docs/guides/from_cosmos_rl.md, docs/guides/environments.md)",
         refuse=True,
     )
     m.set("env.max_turns", m.integer(t + "max_assistant_turns"), t + "max_assistant_turns")

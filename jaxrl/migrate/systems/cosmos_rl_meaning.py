@@ -33,7 +33,7 @@ def job(m: Migration):
     if trainer not in ("", kind):
         m.lacks(P + "trainer_type", f"{trainer!r}: a trainer of its own is not read", refuse=True)
     if algo not in ("", "grpo"):
-        m.lacks(P + "algo", f"{algo!r}: advantages of your own are functions (docs/extend.md)", refuse=True)
+        m.lacks(P + "algo", f"{algo!r}: advantages of your own are functions (docs/guides/extend.md)", refuse=True)
     m.facts["job"] = {"rl": "GRPO", "sft": "supervised", "distill": "on-policy distillation"}[recipe(m)]
 
 

@@ -87,6 +87,8 @@ JOBS = (
 
 TABLE = Table(
     name="rlinf", title="RLinf", command=r"main_grpo|rlinf|train_\w+\.py|main_\w+\.py", versions=("docs", "0.1", "0.2", "0.3"),
+    required={"data.rollout_batch_size": 64, "algorithm.group_size": 8, "data.max_prompt_length": 512,
+              "runner.seq_length": 2048, "actor.optim.lr": 2e-5},
     jobs=JOBS,
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
@@ -101,7 +103,7 @@ TABLE = Table(
               ALGO + "entropy_type", ALGO + "num_group_envs")), (DATA + "image_keys", (DATA + "choice_key",
                 DATA + "use_chat_template", DATA + "video_*")),
             (MODEL + "num_action_chunks", (MODEL + "action_dim", MODEL + "unnorm_key", MODEL + "openpi.**", MODEL + "policy_setup")))),
-        *(K(n, "unsupported", refuse=True, why="agents: write an episode (docs/environments.md)") for n in ("agentloop.**",
+        *(K(n, "unsupported", refuse=True, why="agents: write an episode (docs/guides/environments.md)") for n in ("agentloop.**",
           "tools.**", "server.**")),
         Joint("pipeline", (K(RUNNER + "task_type", "automatic", default="reasoning", why="RL of a language model"),), meaning.pipeline),
         Joint("batch", (

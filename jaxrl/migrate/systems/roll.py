@@ -93,8 +93,8 @@ AUTOMATIC = (
 NEVER = ("nothing reads it", ("use_reward_scaling", "use_reward_norm", "add_len_reward", "mask_type", "balance_length", "minibatch_data_iter_num",
                              "use_policy_loss_type", "val_greedy", "val_n_sample", "l2", "use_topr_loss"))
 OTHER = (
-    ("user_defined_rollout_loop_cls", "a loop of its own in Python: write an episode (docs/environments.md)", ()),
-    ("max_actions_per_traj", "of the agentic pipeline: write an episode (docs/environments.md)", ("max_tokens_per_step",)),
+    ("user_defined_rollout_loop_cls", "a loop of its own in Python: write an episode (docs/guides/environments.md)", ()),
+    ("max_actions_per_traj", "of the agentic pipeline: write an episode (docs/guides/environments.md)", ("max_tokens_per_step",)),
     ("distill_**", "of its distillation pipeline", ()),
     (TRAIN + DATA + "image_*", "only text is read", (TRAIN + DATA + "video_*", TRAIN + DATA + "audio_*", TRAIN + DATA + "custom_data_kwargs_func")),
     ("beta", "of its DPO pipeline", ("label_smoothing",)),
@@ -301,7 +301,7 @@ TABLE = Table(
             K("rewards.*.worker_cls", "equivalent"),
             K("rewards.*.tag_included", "equivalent")), meaning.reward),
         K("rewards.*.response_length_penalty_coef", "unsupported", fine=(0, 0.0), why="write it into the reward's function"),
-        K("rewards.*.judge_*", "ask", fine=("inference",), why="a judge of ours is reward.judge (docs/rewards.md)"),
+        K("rewards.*.judge_*", "ask", fine=("inference",), why="a judge of ours is reward.judge (docs/guides/rewards.md)"),
         K("rewards.*.format_pattern", "ask", why="set reward.format_pattern and add format to reward.functions"),
         K("rewards.*.**", "automatic", why="rewards run in worker processes (reward.workers)"),
         K("reward_model.**", "ask", fine=(False, 1, "bf16"), why="a judge of ours is reward.judge, with GPUs of its own in reward.judge.devices"),

@@ -88,7 +88,7 @@ def advantage(m: Migration):
         m.lacks(
             a + "advantage_estimator",
             f"{m.text(a + 'advantage_estimator')!r}: write it as a function and name it in "
-            "algorithm.advantage (docs/extend.md)",
+            "algorithm.advantage (docs/guides/extend.md)",
             refuse=True,
         )
         return
@@ -148,7 +148,9 @@ def loss(m: Migration):
     known = ("regular", "dual_clip", "gspo", "cispo", "sapo", "dppo", "clip_cov")
     if kind not in known:
         m.lacks(
-            name, f"{kind!r} is none of the losses here; one of your own is a function (docs/extend.md)", refuse=True
+            name,
+            f"{kind!r} is none of the losses here; one of your own is a function (docs/guides/extend.md)",
+            refuse=True,
         )
         return
     loss = kind if kind in ("cispo", "sapo", "dppo") else "clip"
@@ -458,7 +460,7 @@ def layout(m: Migration):
         for option in ("rollout.vllm.devices", "rollout.vllm.replicas", "rollout.placement", "mesh.roles.policy"):
             m.options.pop(option, None)
         m.set("rollout.servers", tuple(urls), ENGINE + "external_server_urls", ENGINE + "run_engines_locally")
-        m.needs("the servers of rollout.servers are started with jaxrl's plugin, see docs/vllm.md")
+        m.needs("the servers of rollout.servers are started with jaxrl's plugin, see docs/guides/vllm.md")
 
 
 MESH = tuple(MEGATRON + name for name in devices.MEGATRON.values()) + (
@@ -514,7 +516,7 @@ def environment(m: Migration):
         m.lacks(
             "generator.max_turns",
             f"the environment {name!r} of {turns} turns: write it as a class with reset and step or "
-            "as a function (docs/environments.md), and set env.function and env.max_turns",
+            "as a function (docs/guides/environments.md), and set env.function and env.max_turns",
             refuse=True,
         )
     elif name in ("gsm8k", "aime"):
@@ -522,7 +524,7 @@ def environment(m: Migration):
     else:
         common.reward_stub(m, f"SkyRL's environment {ascii(name)}", f"environment.env_class={name}", key)
         if "judge" in name:
-            m.needs("a model that judges answers is reward.judge here (docs/rewards.md), instead of that file")
+            m.needs("a model that judges answers is reward.judge here (docs/guides/rewards.md), instead of that file")
         for s in m.all("environment.skyrl_gym.**"):
             m.mark(s.key, "ask", "an option of that environment: its reward is yours to write")
 

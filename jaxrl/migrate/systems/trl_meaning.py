@@ -114,7 +114,7 @@ def loss(m: Migration):
     if name not in LOSSES:
         m.lacks(
             "loss_type",
-            f"{name!r} is none of {', '.join(LOSSES)}; a loss of your own is a function (docs/extend.md)",
+            f"{name!r} is none of {', '.join(LOSSES)}; a loss of your own is a function (docs/guides/extend.md)",
             refuse=True,
         )
         return
@@ -260,7 +260,7 @@ def engine(m: Migration):
         )
     m.needs(
         "vLLM has GPUs of its own: `trl vllm-serve` is not spoken to; name servers of `vllm serve` in "
-        "rollout.servers (docs/vllm.md), or GPUs in rollout.vllm.devices"
+        "rollout.servers (docs/guides/vllm.md), or GPUs in rollout.vllm.devices"
     )
 
 

@@ -58,7 +58,7 @@ def advantage(m: Migration):
         m.lacks(
             name,
             f"{m.text(name)!r} is none of {', '.join(ESTIMATORS)}; a function of your own is "
-            "algorithm.advantage (docs/extend.md)",
+            "algorithm.advantage (docs/guides/extend.md)",
             refuse=True,
         )
         return
@@ -112,7 +112,7 @@ def loss(m: Migration):
     if mode not in LOSSES or mode == "dppo_tv" and not since(m, "0.8"):
         m.lacks(
             name,
-            f"{mode!r} is none of {', '.join(LOSSES)}; a loss of your own is a function (docs/extend.md)",
+            f"{mode!r} is none of {', '.join(LOSSES)}; a loss of your own is a function (docs/guides/extend.md)",
             refuse=True,
         )
         return
@@ -462,7 +462,7 @@ def reward(m: Migration):
         m.lacks(
             "custom_reward_function.path",
             "a function that asks the reward model over the network: a model that is asked in words is reward.judge "
-            "(docs/rewards.md)",
+            "(docs/guides/rewards.md)",
             refuse=True,
         )
     elif m.flag(RM + "enable"):
@@ -549,7 +549,7 @@ def turns(m: Migration):
         m.lacks(
             t + "enable",
             "tools and interactions of several turns: name the tools as functions in env.tools, or write an "
-            "episode (docs/environments.md)",
+            "episode (docs/guides/environments.md)",
             refuse=True,
         )
 

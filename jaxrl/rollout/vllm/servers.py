@@ -125,7 +125,7 @@ def first_servers(config, group: Peers) -> list[str]:
     urls = group.decide("the first servers", found)
     if not urls:
         raise EngineLost(f"rollout.servers={str(folder)!r}: no server was announced there within "
-                         f"rollout.vllm.setup_seconds={seconds:g}; python -m jaxrl.serve starts and announces them")
+                         f"rollout.vllm.setup_seconds={seconds:g}; jaxrl serve starts and announces them")
     return urls
 
 
@@ -231,7 +231,7 @@ class Fleet:
         control, length = self.controls[replica.index], served(self.config)
         if not self.own and control.is_open():
             log.warning("%s takes weights and control calls from whoever reaches it: start it with --middleware %s and "
-                        "VLLM_API_KEY in its environment (docs/vllm.md)", replica.url, adapter.GUARD)
+                        "VLLM_API_KEY in its environment (docs/guides/vllm.md)", replica.url, adapter.GUARD)
         if notice := adapter.check_version(control.version(), replica.url):
             log.warning(notice)
         model = control.served()

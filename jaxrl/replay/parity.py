@@ -1,0 +1,99 @@
+"""run.mode=parity: how far the engine's log-probs are from the trainer's on this host, and why. Trains nothing.
+
+Completions to a few prompts are sampled with the training options, and scored by the trainer as training would score
+them. Then each possible cause is looked at alone: rounding of the trainer's dtype, the part of the support that was cut
+off, temperature, the prefix cache, the weights that the engine holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl import training
+from jaxrl.processes.exchange import owner
+from jaxrl.rl.evaluation import publish_newest
+from jaxrl.rl.trajectories import collect, exchanged, make_requests, sampling_params
+from jaxrl.rollout import generate
+from jaxrl.training.score import make_score
+
+PROMPTS = 8
+
+
+def report(s, job) -> dict:
+    """Prints the table and returns it as summary.json holds it."""
+    c, peers = job.config, s.peers
+    params, where = publish_newest(s, job)
+    examples = [(i, job.stream.dataset[i]) for i in range(min(PROMPTS, len(job.stream.dataset)))]
+    sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, (), c.rollout.stop_token_ids)
+    plain = dataclasses.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0)
+
+    def ask(name, how):
+        asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
+        mine = [a for a in asked if owner(a.group, peers.count) == peers.index]
+        found = s.together(f"answers {name}", lambda: generate(job.engine, mine, c.rollout.timeout_seconds))
+        known, _ = exchanged(s, f"sizes of completions {name}", found, [[]] * len(found))
+        return collect(asked, [known[a.id][0] for a in asked])
+
+    def gap(traj, temperature, model=job.model):
+        layout = training.make_layout(traj.sizes, job.row_shapes)
+        score = make_score(model, temperature=temperature, chunk=job.config.train.logprob_chunk, put=job.put)
+        return difference(score(params, traj, layout), traj)
+
+    now, one = ask("now", sampling), dataclasses.replace(plain, temperature=1.0)
+    in_fp32 = dataclasses.replace(job.model, compute_dtype=jnp.dtype(jnp.float32))
+    rows = {
+        "as training samples": gap(now, c.rollout.temperature),
+        "trainer in fp32": gap(now, c.rollout.temperature, in_fp32),
+        "whole support, no penalties": gap(ask("plain", plain), c.rollout.temperature),
+        "temperature 1, whole support": gap(ask("one", one), 1.0),
+        "the same again, prefixes cached": gap(ask("one", one), 1.0),
+    }
+    bound = 1e-3 if job.compute_dtype == jnp.float32 and c.rollout.dtype == "fp32" else 0.05
+    out = {"engine": c.rollout.engine, "gap": rows, "bound": bound, "verdict": verdict(rows, bound, c)}
+    if (probe := job.engine.metrics().get("publish/probe")) is not None:
+        out["probe"] = probe
+    lines = [f"  {name:34s} mean {g['mean']:.2e}  max {g['max']:.2e}  k3 {g['k3']:.2e}  outside clip {g['outside']:.2%}"
+             for name, g in rows.items()]
+    s.say("\n".join([f"parity of {out['engine']} and trainer, nats per token over "
+                     f"{rows['as training samples']['tokens']} tokens",
+                     f"  weights: {where}",
+                     *lines, *(f"  {v}" for v in out["verdict"])]))
+    s.telemetry.summary(out)
+    return out
+
+
+def difference(scored_T, traj) -> dict[str, float]:
+    """Of the log-probs of sampled tokens, trainer - engine: mean and max of |d|, k3, share outside a clip range of
+    0.2."""
+    d = np.asarray(scored_T, np.float64)[traj.loss_mask] - traj.logprobs[traj.loss_mask]
+    ratio = np.exp(np.clip(d, -50, 50))
+    return {"mean": float(np.abs(d).mean()), "max": float(np.abs(d).max()), "k3": float((ratio - 1 - d).mean()),
+            "outside": float((np.abs(ratio - 1) > 0.2).mean()), "tokens": int(len(d))}
+
+
+def verdict(rows, bound: float, config) -> list[str]:
+    """Causes in words, most likely first."""
+    mean = {name: g["mean"] for name, g in rows.items()}
+    now, fp32, plain, one, cached = mean.values()
+    said = []
+    if now <= bound:
+        said.append(f"engine and trainer agree: {now:.2e} is within {bound:g}")
+    if plain < 0.5 * now and now > bound:
+        said.append("sampling support: top_p, top_k, min_p or penalties cut the distribution the engine draws from; "
+                    "train with rollout.top_p=1, top_k=-1, min_p=0, or keep token_tis")
+    if one < 0.5 * plain and plain > bound:
+        said.append(f"temperature: at rollout.temperature={config.rollout.temperature:g} they differ more than at 1; "
+                    "look at the engine's logprobs mode")
+    if fp32 < 0.5 * now and now > bound:
+        said.append("dtype of the trainer: scoring in fp32 closes half of the gap or more; try "
+                    "train.compute_dtype=fp32")
+    if cached > 2 * one + bound:
+        said.append("cache: completions behind a cached prefix differ more; look at the engine's KV cache dtype, or "
+                    "turn rollout.vllm.prefix_caching off")
+    if now > bound and not said:
+        said.append("dtype of the engine, or its weights: nothing else explains it; try rollout.dtype=fp32, and "
+                    "rollout.verify_weights=always")
+    return said

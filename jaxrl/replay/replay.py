@@ -1,0 +1,241 @@
+"""run.mode=replay: recorded updates computed again, without engine, rewards and data, by the functions that made them
+(rl.prepare, rl.learn); docs/guides/replay.md.
+
+    start   <- the nearest checkpoint before a step, or the model as the run began with it
+    for each step behind it: batch <- its record; prepare; learn; and what came of it beside what was recorded
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.checkpoint.files import Damaged, checkpoints_in, folder_of, verify
+from jaxrl.checkpoint.resume import config_changes
+from jaxrl.config.load import editable, flat, put, redacted
+from jaxrl.config.schema import options
+from jaxrl.errors import ConfigError
+from jaxrl.records import files, states
+from jaxrl.replay import verdict, what_if
+from jaxrl.resolve.checks.replay import numbers
+from jaxrl.resolve.spec import resolve
+from jaxrl.rl.recording import batch_of, states_of
+from jaxrl.rl.roles import Roles
+from jaxrl.rl.step import lay_out, learn, prepare
+from jaxrl.run.session import Session
+from jaxrl.run.setup import open_job, read_inputs
+from jaxrl.telemetry.run_dir import read_json
+
+log = logging.getLogger("jaxrl")
+# Options that a recorded update does not depend on.
+ASIDE = ("run.", "mesh.", "log.", "record.", "replay.", "checkpoint.", "profile.", "launch.", "plan.", "faults.",
+         "eval.", "reward.workers", "reward.executor", "reward.ray_", "train.steps")
+
+
+class Done(NamedTuple):
+    """A step that was computed again. before, after: states.Look on the host."""
+
+    record: files.Record
+    batch: Any
+    prepared: Any
+    metrics: dict
+    before: states.Look
+    after: states.Look
+
+
+class Replay:
+    """A run's record, and parameters and optimizer as they were before one of its steps."""
+
+    likelihood = None  # of what_if
+
+    def __init__(self, s, paths: dict[int, Path], total_steps: int):
+        self.s, self.paths = s, paths
+        s.reads(None, {})
+        s.total_steps = total_steps  # schedules count to it
+        self.job = open_job(s.spec, read_inputs(s.spec, s.given.tokenizer))
+        s.set_spec(self.job.config)
+        self.roles = Roles(self.job, total_steps)
+        s.restore(self.roles.policy, self.roles.parts)
+        self.begin = self.look().sample
+        self.start = s.step
+
+    @property
+    def rounding(self) -> float:
+        return verdict.ROUNDING if self.job.compute_dtype == jnp.float32 else verdict.COARSE
+
+    def look(self) -> states.Look:
+        moves = bool(self.s.spec.train.router_bias_rate)
+        return states.look_at(states_of(self.roles), moves).on_host()
+
+    def record(self) -> files.Record:
+        """Of the next step."""
+        return files.read(self.paths[self.s.step + 1])
+
+    def one(self) -> Done:
+        """The next step."""
+        record, spec, roles, s = self.record(), self.s.spec, self.roles, self.s
+        batch, before = batch_of(record), self.look()
+        layout = lay_out(spec, self.job.row_shapes, batch.traj, s.step, self.job.score_shapes)
+        prepared = prepare(spec, roles, batch, layout)
+        metrics = learn(spec, roles, batch, prepared, s.step)
+        s.advance(batch.cursor, samples=batch.traj.num_trajectories)
+        metrics |= roles.after_step(s.step, record.header["epoch"])
+        return Done(record, batch, prepared, metrics, before, self.look())
+
+    def judged(self, done: Done) -> verdict.Verdict:
+        return verdict.of_step(done.record, done.prepared, done.metrics, done.before, done.after, self.begin,
+                               done.batch.traj, self.rounding)
+
+
+def run(config, given=None) -> dict:
+    """Computes the steps of replay.steps again and returns what came of it, which is in summary.json as `replay` (and
+    what came of replay.try as `tried`)."""
+    plan, found, tried = Plan(config), [], []
+    with contextlib.ExitStack() as open_ones:
+        for start, wanted in plan.chains():
+            open_ones.close()
+            replay = plan.open(open_ones, given, start, wanted[0])
+            replay.s.open_telemetry(read_only=True, step=replay.s.step)
+            replay.s.say(plan.introduction(start, wanted[0]))
+            while replay.s.step < wanted[-1]:
+                if config.replay["try"] and replay.s.step + 1 in wanted:
+                    tried.append(what_if.table(replay, config))
+                done = replay.one()
+                if replay.s.step in wanted:
+                    found.append(replay.judged(done))
+                    replay.s.say(line_of(found[-1]))
+        out = {"replay": {"steps": [v.told() for v in found], "rounding": replay.rounding, "drift": verdict.DRIFT,
+                          "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}"}}
+        out |= {"tried": tried} if tried else {}
+        kinds = [v.kind for v in found]
+        replay.s.say("steps: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in
+                                           ("bitwise", "within rounding", "different") if kind in kinds))
+        replay.s.telemetry.summary(out)
+        if tried:
+            replay.s.report()
+    return out
+
+
+def line_of(found: verdict.Verdict) -> str:
+    first = found.first
+    which = "first" if found.kind == "different" else "from"
+    where = "" if first is None else f"; {which} {first.name}: {first.text}"
+    return f"  step {found.step:6d}  {found.kind}{where}"
+
+
+class Plan:
+    """Which steps of a recorded run are computed again, and from where. Raises ConfigError for what cannot be, by the
+    names of the options that ask for it.
+
+    wanted: steps, in place of replay.steps. option: the group of options that names run and steps.
+    """
+
+    def __init__(self, config, wanted: list[int] | None = None, option: str = "replay"):
+        steps = f"{option}.steps={config.replay.steps}" if option == "replay" else f"{option}.step={wanted[0]}"
+        self._steps = steps
+        self.config, self.folder, self._verified = config, Path(config.run.dir), {}
+        self._configs, self.taken = {}, []
+        self.checkpoints = folder_of(config.checkpoint.dir or self.folder / "checkpoints")
+        self.paths = files.steps(self.folder / files.FOLDER)
+        if not self.paths:
+            raise ConfigError(f"{option}.run={config.run.dir!r}: {self.folder / files.FOLDER} holds no record; train "
+                              "with --config.record.every=1")
+        newest = files.read(next(reversed(self.paths.values())))
+        self.header = newest.header
+        if wanted is None:
+            wanted = numbers(config.replay.steps) or [s for s in self.paths if self.nearest(s) is not None]
+        self.wanted = wanted
+        if missing := [s for s in self.wanted if s not in self.paths]:
+            raise ConfigError(f"{steps}: step {missing[0]} is not recorded; recorded are "
+                              f"{ranges(list(self.paths))}")
+
+    def nearest(self, step: int) -> int | None:
+        """The newest checkpoint (0 = the beginning) before a step from which every step up to it is recorded."""
+        chain = step
+        while chain - 1 in self.paths and self._config(chain - 1) == self._config(step):
+            chain -= 1
+        for path in reversed(checkpoints_in(self.checkpoints)):
+            if chain - 1 <= int(path.name) < step and self._whole(path):
+                return int(path.name)
+        return 0 if chain == 1 and self.config.lora.init != "eva" else None  # whose start would need rows of the data
+
+    def _config(self, step: int) -> str:
+        """Name of the config that a step was made under: a resumed run may have another one than before."""
+        if step not in self._configs:
+            self._configs[step] = files.header(self.paths[step])["config"]
+        return self._configs[step]
+
+    def _whole(self, path) -> bool:
+        if path not in self._verified:
+            try:
+                self._verified[path] = verify(path) is None
+            except Damaged as e:
+                log.error("%s is damaged and is left out: %s", path, e)
+                self._verified[path] = False
+        return self._verified[path]
+
+    def chains(self) -> list[tuple[int, list[int]]]:
+        """(checkpoint to start from, steps that are wanted behind it) until all are computed."""
+        out = []
+        for step in self.wanted:
+            start = self.nearest(step)
+            if start is None:
+                raise ConfigError(f"{self._steps}: step {step} cannot be computed again: "
+                                  f"there is no whole checkpoint in {self.checkpoints} from which every step up to it "
+                                  f"is recorded; recorded are {ranges(list(self.paths))}. record.every=1 records all, "
+                                  "checkpoint.keep=-1 keeps all checkpoints")
+            if out and out[-1][1][-1] >= start and self._config(out[-1][1][-1]) == self._config(step):
+                out[-1][1].append(step)
+            else:
+                out.append((start, [step]))
+        return out
+
+    def open(self, stack: contextlib.ExitStack, given, start: int, step: int) -> Replay:
+        """The state after step `start`, in a Session of its own, under the config that `step` was made under."""
+        asked = self._asked(step)
+        asked.run.resume = str(self.checkpoints / f"{start:08d}") if start else "never"
+        header = files.header(self.paths[step])
+        s = stack.enter_context(Session(resolve(asked, engine=header["engine"]), given))
+        return Replay(s, self.paths, header["total_steps"])
+
+    def _asked(self, step: int):
+        """What was recorded, and over it what the config that is given says otherwise than the run's newest one."""
+        held = files.read_config(self.folder / files.FOLDER, self._config(step))
+        newest = read_json(self.folder / "config.json").get("config", held)
+        asked, then, last = editable(self.config), flat(held), flat(newest)
+        for name, value in flat(redacted(self.config)).items():
+            if value == last.get(name) and name in then and then[name] != value and name in options():
+                put(asked, name, then[name])
+        refused, taken = config_changes(held, redacted(asked))
+        if refused:
+            raise ConfigError(f"replay of {self.folder}: under these options its record means something else: "
+                              f"{'; '.join(refused)}. --config={self.folder / 'config.json'} takes the run's own")
+        self.taken = [text for text in taken if not text.startswith(ASIDE)]
+        return asked
+
+    def introduction(self, start: int, step: int) -> str:
+        """What is replayed, and what is other than when it was recorded. Raises ConfigError where the recorded state
+        means something else under these options."""
+        self._asked(step)
+        lines = [f"replay of {self.folder}, recorded {ranges(list(self.paths))}"]
+        lines += [f"  other than recorded: {text}" for text in self.taken]
+        if self.header["jax"] != jax.__version__:
+            lines.append(f"  other than recorded: jax {self.header['jax']} -> {jax.__version__}")
+        where = f"the checkpoint of step {start}" if start else "the beginning of the run"
+        return "\n".join([*lines, f"from {where}:"])
+
+
+def ranges(steps: list[int]) -> str:
+    """[1, 2, 3, 7] -> "steps 1:3, 7"."""
+    out = []
+    for step in steps:
+        if out and out[-1][1] == step - 1:
+            out[-1][1] = step
+        else:
+            out.append([step, step])
+    return "steps " + ", ".join(f"{a}:{b}" if a != b else f"{a}" for a, b in out)

@@ -1,0 +1,221 @@
+"""replay.try: one recorded batch under several settings, from one state (docs/guides/replay.md).
+
+Every setting changes one option; nothing is sampled, so that what differs between two rows is the option's doing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl import training
+from jaxrl.config.load import editable, put
+from jaxrl.errors import ConfigError
+from jaxrl.processes.exchange import to_host
+from jaxrl.resolve.checks.common import check
+from jaxrl.resolve.checks.replay import settings
+from jaxrl.resolve.spec import resolve
+from jaxrl.rl.recording import batch_of
+from jaxrl.rl.roles import Roles
+from jaxrl.rl.step import lay_out, learn, prepare
+from jaxrl.roles.reference import trained_at
+
+COLUMNS = ("setting", "step", "angle", "kl", "outside_clip", "predicted", "realised", "others")
+TOLD = ("loss", "optim/grad_norm", "policy/clip_fraction")  # of the update's metrics
+HEADER = ("setting", "step", "angle", "KL", "outside clip", "predicted", "realised", "others")
+
+
+# ---- a state that can be gone back to
+
+
+def copied(state):
+    """A TrainState of its own buffers: updates donate what they replace."""
+    return jax.tree.map(jnp.copy, state)
+
+
+class StepState(NamedTuple):
+    """Everything that a step changes, as it was."""
+
+    policy: Any
+    critic: Any
+    running: Any
+    reference: Any
+    epochs: float
+
+    @classmethod
+    def of(cls, roles) -> StepState:
+        critic, reference = roles.critic, roles.reference
+        own = critic is not None and not critic.shared
+        return cls(copied(roles.policy.held), copied(critic.held) if own else None,
+                   dataclasses.replace(critic.running) if critic is not None else None,
+                   getattr(reference, "held", None), getattr(reference, "epochs", 0.0))
+
+    def give(self, roles) -> None:
+        """Puts copies of it into the roles of a step."""
+        critic, reference = roles.critic, roles.reference
+        roles.policy.held = copied(self.policy)
+        if critic is not None:
+            critic.held = None if self.critic is None else copied(self.critic)
+            critic.running = dataclasses.replace(self.running)
+        if reference is not None and self.reference is not None:
+            reference.held, reference.epochs = self.reference, self.epochs
+
+
+# ---- what is measured
+
+
+@jax.jit
+def difference(after: dict, before: dict) -> dict:
+    """The way from one set of parameters to another, in fp32."""
+    return {k: after[k].astype(jnp.float32) - before[k].astype(jnp.float32) for k in before}
+
+
+@jax.jit
+def dot(a: dict, b: dict):
+    return sum(jnp.sum(a[k].astype(jnp.float32) * b[k].astype(jnp.float32)) for k in a)
+
+
+def number(x) -> float:
+    return float(to_host(x))
+
+
+def logprobs(replay, state, traj, prepared) -> np.ndarray:
+    """[T] of the scored tokens under a state, as the run's own scorer says them."""
+    beside = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
+    found = replay.roles.score(training.merge(state.trainable, state.frozen), traj, prepared.layout.update,
+                                   *([] if beside is None else [beside]))
+    return (found["logprob"] if isinstance(found, dict) else found).astype(np.float64)
+
+
+def likelihood(replay):
+    """gradient(state, traj, layout, weights [T]) -> the gradient of sum_t weights_t log p_t, a flat dict in fp32."""
+    if replay.likelihood is None:  # compiled once
+        replay.likelihood = _likelihood(replay.job, replay.roles.policy.optimizer)
+    return replay.likelihood
+
+
+def _likelihood(job, optimizer):
+    objective = training.NextToken(temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk)
+    update = training.make_update(job.model, optimizer, None, objective)
+
+    def gradient(state, traj, layout, weights):
+        weights = {"policy": weights, "token": weights}
+        some = [m for mini in layout.minibatches for m in mini.microbatches if holds(traj, m, weights["policy"])]
+        found, _ = update.gradients(state, (job.put(training.pack(traj, m, {}, weights)) for m in some))
+        return jax.tree.map(jnp.negative, found)
+
+    return gradient
+
+
+def holds(traj, micro, weights) -> bool:
+    """Whether a microbatch has a token with a weight."""
+    sequences = [i for row in micro.rows for block in row for i in block.sequences]
+    return any(weights[traj.offsets[i]:traj.offsets[i + 1]].any() for i in sequences)
+
+
+def kl(before, after) -> float:
+    """k3 estimate of KL(before || after) per token, on tokens that `before` (or what it was shortly ago) sampled."""
+    d = after - before
+    return float(np.mean(np.exp(np.clip(d, -50, 50)) - 1 - d))
+
+
+# ---- the table
+
+
+class Batch(NamedTuple):
+    """What all settings are measured on."""
+
+    batch: Any
+    state: StepState
+    before: np.ndarray    # [T] log-probs
+    rewarded: np.ndarray  # [T] bool: tokens of answers with a positive advantage
+    gradient: dict        # of their mean log-prob
+
+
+def table(replay, config) -> dict:
+    """The next step under the run's own options and under every setting of replay.try; the state stays what it is.
+
+    Returns {"step", "rows"}; a row has `setting` and, of parameters, the length of the step, its angle (degrees) to the
+    run's own; of the batch's tokens, the KL that it made, the share that is left outside the clip range; of answers
+    with a positive advantage, the mean change of log-prob per token that their gradient predicts, and the one that
+    came; `others`: the one of all other answers.
+    """
+    s, own = replay.s, replay.roles
+    state, batch = StepState.of(own), batch_of(replay.record())
+    rows, base, shared = [], None, None
+    for name, value in [("", None), *settings(config.replay["try"])]:
+        roles = own if not name else altered(replay, name, value)
+        spec, job = roles.config, roles.job
+        state.give(roles)
+        prepared = prepare(spec, roles, batch, lay_out(spec, job.row_shapes, batch.traj, s.step, job.score_shapes))
+        shared = shared or _shared(replay, state, batch, prepared)
+        metrics = learn(spec, roles, batch, prepared, s.step)
+        way = difference(roles.policy.state.trainable, state.policy.trainable)
+        base = base or way
+        rows.append({"setting": f"{name}={value}" if name else "as recorded",
+                     **_measured(replay, shared, roles, prepared, way, base),
+                     "metrics": {k: metrics[k] for k in TOLD if k in metrics}})
+    state.give(own)
+    s.say(text_of(s.step + 1, rows))
+    return {"step": s.step + 1, "rows": rows}
+
+
+def _shared(replay, state, batch, prepared) -> Batch:
+    traj = batch.traj
+    good = traj.spread(traj.total(prepared.advantages.tokens) > 0) & traj.loss_mask
+    weights = good / max(int(good.sum()), 1)
+    gradient = likelihood(replay)(state.policy, traj, prepared.layout.update, weights) if good.any() else {}
+    return Batch(batch, state, logprobs(replay, state.policy, traj, prepared), good, gradient)
+
+
+def _measured(replay, shared: Batch, roles, prepared, way, base) -> dict:
+    traj, options = shared.batch.traj, roles.config.algorithm
+    after, before = logprobs(replay, roles.policy.state, traj, prepared), shared.before
+    length, mask = number(dot(way, way)) ** 0.5, traj.loss_mask
+    both = length * number(dot(base, base)) ** 0.5
+    cosine = number(dot(way, base)) / both if both else float("nan")
+    ratio = np.exp(np.clip(after - prepared.columns.get("old", before), -50, 50))[mask]
+    outside = (ratio > 1 + options.clip_high) | (ratio < 1 - options.clip_low)
+    mean = lambda where: float((after - before)[where].mean()) if where.any() else float("nan")  # noqa: E731
+    return {"step": length, "angle": float(np.degrees(np.arccos(np.clip(cosine, -1, 1)))),
+            "kl": kl(before[mask], after[mask]), "outside_clip": float(outside.mean()),
+            "predicted": number(dot(shared.gradient, way)) if shared.gradient else None,
+            "realised": mean(shared.rewarded), "others": mean(mask & ~shared.rewarded)}
+
+
+def altered(replay, name: str, value):
+    """The roles of a step under one other option. Raises ConfigError where its state does not fit."""
+    own, s = replay.roles, replay.s
+    asked = editable(s.spec.asked)
+    put(asked, name, value)
+    check(asked)
+    spec = resolve(asked, s.spec.platform, replay.job.hf_config, s.spec.rollout.engine)
+    roles = Roles(dataclasses.replace(replay.job, config=spec), s.total_steps)
+    here = f"replay.try: {name}={value}"
+    if (roles.critic is None) != (own.critic is None):
+        raise ConfigError(f"{here}: the run {'has' if own.critic else 'had'} {'a' if own.critic else 'no'} critic, and "
+                          f"this setting is of a run {'with' if roles.critic else 'without'} one; leave it out")
+    wants = jax.eval_shape(roles.policy.optimizer.init, own.policy.held.trainable)
+    if jax.tree.structure(wants) != jax.tree.structure(own.policy.held.opt_state):
+        raise ConfigError(f"{here}: the optimizer's state would have another form; leave it out")
+    if roles.reference is not None and own.reference is None:
+        roles.policy.held = own.policy.held
+        roles.reference.start(None, None)
+    return roles
+
+
+def text_of(step: int, rows: list[dict]) -> str:
+    """The table for people."""
+    number = lambda x: "-" if x is None else f"{x:.4g}"  # noqa: E731
+    cells = [list(HEADER), *[[row["setting"], number(row["step"]), f"{row['angle']:.2f}", number(row["kl"]),
+                              f"{row['outside_clip']:.2%}", *[number(row[n]) for n in COLUMNS[5:]]] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join([f"step {step} under other settings (step: length; angle to the recorded one in degrees; KL in "
+                      "nats per token; predicted, realised, others: change of log-prob per token of rewarded answers, "
+                      "of the others)",
+                      *(f"  {line}" for line in lines)])

@@ -1,0 +1,233 @@
+"""What a fork (replay.fork) may take from the recorded run that it left, and how much it took.
+
+    answer  <- (hash of the weights, prompt, seed, sampling)
+    reward  <- (code of the function and options that reach it, all that it is told of the answer)
+
+docs/guides/replay.md says what is compared, and what is not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.records import files, states
+from jaxrl.rewards import address
+from jaxrl.rl.recording import sampled_by
+from jaxrl.rl.rollouts import GREEDY, SAMPLES
+from jaxrl.rollout import Engine, Result
+from jaxrl.types import FINISH
+
+
+class RecordedStep:
+    """What the record of a step has of its completions.
+
+    rows: (group, sample) -> number of the completion. scores: address of what functions were told (items.address) ->
+    the same. functions: name -> RewardPool.keys() of then.
+    """
+
+    def __init__(self, record, sampling: dict):
+        self.step, self.header, self.traj = record.step, record.header, record.part("traj")
+        self.columns, self.parts = record.part("token"), record.part("reward")
+        self.sampled = np.split(np.flatnonzero(self.traj["loss_mask"]), _ends(self.traj))
+        pairs = zip(self.traj["group"].tolist(), self.traj["sample"].tolist(), strict=True)
+        self.rows = {pair: i for i, pair in enumerate(pairs)}
+        self.functions = self.header.get("functions", {})
+        found = record.arrays.get("batch/addresses")
+        self.scores = {} if found is None else {int(a): i for i, a in enumerate(found)}
+        then = self.header.get("sampling")
+        self.other = sorted(n for n in sampling if then is not None and then.get(n) != sampling[n])
+        self.usable = then is not None and not self.other
+
+    def outcomes(self, i: int) -> dict:
+        """A record of RewardResult.records() of the i-th completion."""
+        said = self.header["outcomes"][i]
+        parts = {name: float(self.parts[name][i]) for name in self.functions if np.isfinite(self.parts[name][i])}
+        noted = {name: {k: float(x) for k, x in own.items()} for name, own in self.header["noted"][i].items()}
+        return {"parts": parts, "outcomes": {**dict.fromkeys(parts, "ok"), **said}, "metrics": noted}
+
+    def answer(self, i: int, request, wants_support: bool, wants_routes: bool) -> Result | None:
+        """The i-th completion as the result of a request; None where it is of another prompt, seed or adapter."""
+        traj, at = self.traj, self.sampled[i]
+        first, last, size = *traj["offsets"][i:i + 2], traj["prompt_lengths"][i]
+        whose = self.columns["adapter"][first] if "adapter" in self.columns else 0
+        lacks = wants_support and "support" not in self.columns or wants_routes and "routes" not in self.columns
+        if lacks or traj["seed"][i] != request.seed or whose != request.adapter or \
+                not np.array_equal(traj["tokens"][first:first + size], request.prompt):
+            return None
+        return Result(request.id, traj["tokens"][at], traj["logprobs"][at], self.columns["kept"][at],
+                      traj["versions"][at], FINISH[traj["finish"][i]], request.seed,
+                      self.columns["support"][at] if wants_support else None,
+                      self.columns["routes"][first:last] if wants_routes else None)
+
+
+def _ends(traj) -> np.ndarray:
+    """Where each completion's sampled tokens end among all sampled ones, but for the last."""
+    return np.concatenate([[0], np.cumsum(traj["loss_mask"])])[traj["offsets"][1:-1]]
+
+
+class ForkSource:
+    """The recorded run behind a fork: what may be taken from it, and how much was.
+
+    Weights are those of the record up to the version `last_identical_version`, by the hashes of all that trains. Answers are taken
+    as long as all their tokens were drawn from such weights. One thread asks for answers, another may ask for rewards.
+    """
+
+    def __init__(self, s, spec):
+        self.s, self.spec, self.folder = s, spec, Path(spec.fork.run)
+        found = files.steps(self.folder / files.FOLDER)
+        self.paths = {step: path for step, path in found.items() if step >= spec.fork.step}
+        self.policy, self.last_identical_version, self.parted = None, -1, False
+        self.held: dict[int, RecordedStep] = {}
+        self.counts: dict[int, Counter] = {}
+        self._one, self._said = threading.Lock(), False
+        self.sampling = sampled_by(spec)
+        self.answers = not spec.episodes and ":" not in spec.rollout.engine
+
+    def published(self, version: int) -> None:
+        """These weights of the policy are what is sampled from now on."""
+        ahead = (self.spec.rollout.max_staleness + 1) * self.spec.rollout.sync_every
+        wanted = [n for n in range(version + 1, version + 1 + ahead) if n in self.paths]
+        held = {n: self.held.get(n) or RecordedStep(files.read(self.paths[n]), self.sampling) for n in wanted}
+        self.held = held  # in one assignment: another thread may read
+        if not self.parted and self.answers and held:
+            same = self._same(version)
+            self.last_identical_version, self.parted = version if same else self.last_identical_version, not same
+        first = next(iter(held.values()), None)
+        if first is not None and not self._said:
+            self._said = True
+            self.s.say(f"fork      of {self.folder}, from step {version + 1} on: {self._intention(first)}")
+
+    def _intention(self, first: RecordedStep) -> str:
+        why = ""
+        if not self.answers:
+            why = "episodes and engines of one's own are not content-addressed"
+        elif first.other:
+            why = f"{', '.join(first.other)} differ"
+        elif not first.usable:
+            why = "an older jaxrl recorded them"
+        elif self.parted:
+            why = "the weights are not those that were recorded, to the bit"
+        return f"its answers are sampled anew ({why})" if why else "its answers are taken while weights are the same"
+
+    def _same(self, version: int) -> bool:
+        """Whether the policy is bit by bit what was recorded after `version` steps."""
+        before, after = self.paths.get(version + 1), self.paths.get(version)
+        if before is None and after is None:
+            return False
+        record = files.read(before or after)
+        hashes = record.arrays["state/before" if before else "state/after"]
+        then = dict(zip(record.header["states"], hashes, strict=True))
+        look = states.look_at({"policy": self.policy.state}, bool(self.spec.train.router_bias_rate)).on_host()
+        now = {name: x for name, x in zip(look.names, look.hashes, strict=True)
+               if name.startswith(("policy/trainable/", "policy/frozen/"))}
+        return all(name in then and np.array_equal(x, then[name]) for name, x in now.items())
+
+    def answer(self, request) -> Result | None:
+        """The recorded answer to a request; None where there is none under these weights and options."""
+        key, found = request.key, None
+        if key is None or key.stream not in (SAMPLES, GREEDY):
+            return None
+        for held in self.held.values() if self.answers and key.stream == SAMPLES else ():
+            row = held.rows.get((key.prompt, key.sample))
+            if held.step <= key.step + 1 and held.usable and row is not None:
+                a = self.spec.algorithm
+                found = found or held.answer(row, request, bool(a.sampled_support), a.routes == "sampled")
+        if found is not None and (not len(found.tokens) or found.versions.max() <= self.last_identical_version):
+            self._count("answers_taken")
+            return found
+        self._count("answers_sampled")
+        return None
+
+    def score(self, pool, items, recorded=None, **how):
+        """RewardPool.score, with what was recorded of these items by the same functions."""
+        recorded, held = list(recorded or [None] * len(items)), list(self.held.values())
+        keys = pool.keys() if held else {}
+        usable = [{n for n, key in keys.items() if h.functions.get(n) == key} for h in held]
+        whole, taken = pool.batched() if any(usable) else set(), []
+        for i, item in enumerate(items if any(usable) else ()):
+            known, where = recorded[i] or {"outcomes": {}}, address(item)
+            for names, h in zip(usable, held, strict=True):
+                if where in h.scores:
+                    own = h.outcomes(h.scores[where])
+                    taken += [(i, n, own) for n in names if n in own["outcomes"] and n not in known["outcomes"]]
+                    break
+        for name in whole:  # its scores may depend on one another: all of a call or none
+            if sum(n == name for _, n, _ in taken) < len(items):
+                taken = [entry for entry in taken if entry[1] != name]
+        for i, name, own in taken:
+            old = recorded[i] or {"parts": {}, "outcomes": {}, "metrics": {}}
+            more = {part: {name: own[part][name]} if name in own[part] else {} for part in own}
+            recorded[i] = {**old, **{part: {**old.get(part, {}), **more[part]} for part in own}}
+        result = pool.score(items, recorded=recorded, **how)
+        if result is not None:
+            self._count(Counter(f"taken/{name}" for _, name, _ in taken))
+            self._count(Counter(f"computed/{name}" for old, said in zip(recorded, result.outcomes, strict=True)
+                                for name in said if old is None or name not in old["outcomes"]))
+        return result
+
+    def _count(self, what) -> None:
+        with self._one:
+            self.counts.setdefault(self.s.step + 1, Counter()).update([what] if isinstance(what, str) else what)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step that is done."""
+        own = self.counts.get(self.s.step, Counter())
+        total = lambda kind: float(sum(n for name, n in own.items() if name.startswith(f"{kind}/")))  # noqa: E731
+        answers = {f"fork/{kind}": float(own[kind]) for kind in ("answers_taken", "answers_sampled")}
+        return answers | {"fork/rewards_taken": total("taken"), "fork/rewards_computed": total("computed")}
+
+    def told(self) -> dict:
+        """For summary.json: the steps in which anything was taken, and the first."""
+        out = {}
+        for step, own in self.counts.items():
+            names = sorted({name.split("/", 1)[1] for name in own if "/" in name})
+            rewards = {name: {kind: own[f"{kind}/{name}"] for kind in ("taken", "computed")} for name in names}
+            if step == self.spec.fork.step or own["answers_taken"] or any(r["taken"] for r in rewards.values()):
+                answers = {kind: own[kind] for kind in ("answers_taken", "answers_sampled")}
+                out[str(step)] = answers | {"rewards": rewards}
+        return {"fork": {"run": str(self.folder), "step": self.spec.fork.step, "steps": out}}
+
+
+class CachedEngine(Engine):
+    """An engine that answers from a ForkSource what that has, and passes all other requests on. See protocol.Engine."""
+
+    def __init__(self, engine, fork: ForkSource):
+        self._engine, self._fork = engine, fork
+        self._ready: list[Result] = []
+        for name in ("hold", "forget", "under_way", "go_on", "rest", "moved"):
+            setattr(self, name, getattr(engine, name))
+
+    @property
+    def info(self):
+        return self._engine.info
+
+    def submit(self, requests) -> None:
+        found = {r.id: self._fork.answer(r) for r in requests}
+        self._engine.submit([r for r in requests if found[r.id] is None])
+        self._ready += [result for result in found.values() if result is not None]
+
+    def poll(self, deadline_s: float) -> list[Result]:
+        ready, self._ready = self._ready, []
+        return ready + self._engine.poll(0.0 if ready else deadline_s)
+
+    def abort(self, ids=None) -> None:
+        """What is there already comes whole."""
+        ready = {r.id for r in self._ready}
+        self._engine.abort(ids and [i for i in ids if i not in ready])
+
+    def publish(self, params, version: int) -> None:
+        self._engine.publish(params, version)
+        self._fork.published(int(version))
+
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics() | self._fork.metrics()
+
+    def health(self):
+        return self._engine.health()
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,224 @@
+"""One step of reinforcement learning, by values: `lay_out`, `prepare` and `learn` read a spec, parameters and a batch,
+and change nothing but what the roles hold. `one_step` calls them inside a run.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl import training
+from jaxrl.algorithms import covariance_mask, explained_variance, second_moment_mask, shared_prefix_mask
+from jaxrl.rl.advantages import advantages_by_source
+from jaxrl.rl.episodes import conversations
+from jaxrl.rl.metrics import averaged, check_gap, histograms, judged, rollout_metrics
+from jaxrl.rl.roles import Roles, start_of_step
+from jaxrl.rl.rollouts import Rollouts
+from jaxrl.rl.step_kl import StepLimit
+from jaxrl.rl.trajectories import records
+from jaxrl.roles.role import check_finite
+from jaxrl.run.session import Session
+from jaxrl.run.setup import Job, host_scalars, stream_metrics
+from jaxrl.telemetry.flops import Speed
+
+
+class StepLayout(NamedTuple):
+    """Where the sequences of a batch go, from their lengths alone."""
+
+    update: Any  # training.Layout of the update, with its minibatches
+    score: Any   # training.Layout of scoring; `update` itself where both have the same rows
+    seed: int    # of the shuffle into minibatches, the critic's too
+
+
+class Prepared(NamedTuple):
+    """What the update reads of a batch, and what is logged of it."""
+
+    layout: StepLayout
+    columns: dict[str, np.ndarray]  # [T] by name
+    advantages: Any  # Advantages
+    values: np.ndarray | None  # [T] of the critic
+    kl: np.ndarray | None  # [T], where it is subtracted from the reward
+
+
+class Loop(NamedTuple):
+    """What `one_step` works with.
+
+    observers: objects with `before_update(batch, prepared)` and `after_update(metrics)`; the second is called once the
+    step counts.
+    """
+
+    s: Session
+    job: Job
+    roles: Roles
+    rollouts: Rollouts
+    speed: Speed
+    observers: tuple = ()
+
+
+def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
+    """Runs one RL step: rollouts, scores, update. Returns its metrics and the records of its completions, or None if a
+    stop was requested before the update."""
+    s, job, roles, rollouts, speed, observers = loop
+    c = s.spec
+    with roles.policy.resting(job.engine):
+        batch = rollouts.next(s.progress)
+    if batch is None or s.stopping():
+        return None
+    if job.rests("sampler"):
+        job.engine.rest()
+    traj = batch.traj
+    layout = lay_out(c, job.row_shapes, traj, s.step, job.score_shapes)
+    with s.phase("score"):
+        prepared = prepare(c, roles, batch, layout)
+    per_completion = traj.total(prepared.advantages.tokens) / np.maximum(traj.total(), 1)  # means over scored tokens
+    rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
+                   conversations(traj, job.tokenizer) if c.episodes else None)
+    admitted = [{"admitted": group.admitted} for group in batch.groups]
+    s.telemetry.rollouts(s.step + 1, [row | more for row, more in zip(rows, admitted, strict=True)])
+    with s.phase("update"):
+        for observer in observers:
+            observer.before_update(batch, prepared)
+    with s.changing():
+        with s.phase("update"):
+            s.fault("update")
+            metrics = learn(c, roles, batch, prepared, s.step, meanwhile=rollouts.poll)
+        s.advance(batch.cursor, samples=traj.num_trajectories)
+        rollouts.release(batch.cursor)
+        metrics |= roles.after_step(s.step, s.stream.epoch(s.progress.cursor))
+        for observer in observers:
+            observer.after_update(metrics)
+        metrics |= rollouts.metrics(batch) | s.stream.measured(batch.pass_rates, batch.cursor)
+    s.telemetry.histograms(s.step, histograms(batch, prepared.columns, per_completion))
+    metrics |= step_metrics(c, batch, prepared, per_completion) | stream_metrics(s, job)
+    metrics |= roles.operations(s.step, speed.operations, traj)
+    check_gap(c.algorithm.mismatch, s.step, metrics)
+    return metrics, rows
+
+
+def lay_out(spec, row_shapes, traj, step: int, score_shapes=None) -> StepLayout:
+    """Places the sequences of a batch in rows, microbatches and minibatches.
+
+    Args:
+      row_shapes: training.RowShapes of the update; score_shapes: of scoring, where they differ.
+      traj: Trajectories. step: completed steps of the run; with run.seed it decides the minibatches.
+    """
+    def layout(shapes, **minibatches):
+        return training.make_layout(traj.sizes, shapes, share_prompts=spec.train.share_prompts, **minibatches)
+
+    seed = hash_seed(spec.run.seed, step)
+    groups = len(np.unique(traj.group))
+    update = layout(row_shapes, num_minibatches=min(spec.algorithm.num_minibatches, groups), seed=seed)
+    return StepLayout(update, update if score_shapes in (None, row_shapes) else layout(score_shapes), seed)
+
+
+def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
+    """Scores a batch under the policies that the loss needs and computes its advantages; changes only the critic's
+    running statistics of returns."""
+    critic, traj, values = roles.critic, batch.traj, None
+    columns = roles.columns(traj, layout.score)
+    if critic is not None:
+        values, raw = critic.values(roles.policy.state, traj, layout.score)
+    if batch.staleness is not None:
+        columns["staleness"] = batch.staleness
+    kl = roles.kl(columns)
+    found = advantages_by_source(
+        spec.algorithm, spec.data.sources, [getattr(g.example, "source", "") for g in batch.groups], traj, batch.scores,
+        baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts, columns=columns, user=spec.user,
+        scale=spec.reward.scale)
+    columns["advantage"] = found.tokens.astype(np.float32)
+    if critic is not None:
+        columns |= critic.columns(found.returns, raw, traj.loss_mask)
+    return Prepared(layout, columns, found, values, kl)
+
+
+def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=lambda: None) -> dict[str, float]:
+    """Runs all optimizer steps on a batch, the critic's first. Returns means over them (maxima of the gaps).
+
+    Args:
+      step: completed steps of the run. meanwhile: called after each optimizer step was dispatched, while the device
+        works.
+
+    Raises:
+      RunStopped: optimizer.max_nonfinite updates in a row were not finite.
+    """
+    limit, critic = spec.train.max_step_kl, roles.critic
+    bounded = StepLimit(roles.policy, batch.traj, prepared.layout.update, prepared.columns) if limit else None
+    of_critic = critic.learn(batch.traj, prepared.columns, prepared.layout.seed) if critic is not None else []
+    warming_up = critic is not None and step < spec.critic.warmup_steps
+    pending = [] if warming_up else policy_steps(spec, roles.policy, batch, prepared, meanwhile)
+    metrics = averaged([training.several.over_all(host_scalars(m)) for m in pending])
+    for bucket in [name for name in metrics if "gap/stale_" in name]:  # from a part of the mean to a mean
+        share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
+        metrics |= {bucket: part / share} if share else {}
+    for name, value in averaged([host_scalars(m) for m in of_critic]).items():
+        metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
+    for state in (roles.policy.state, *([critic.state] if of_critic else [])):
+        check_finite(state, spec)
+    return metrics | (bounded.keep(limit) if bounded is not None else {})
+
+
+def policy_steps(spec, policy, batch, prepared: Prepared, meanwhile=lambda: None) -> list:
+    """Runs the policy's optimizer steps on one batch; returns their metrics, which stay on the device."""
+    traj, a, pending = batch.traj, spec.algorithm, []
+    weigh = weigher(spec, batch, prepared.columns)
+    if a.early_stop_ratio or a.early_stop_kl:
+        policy.held = start_of_step(policy.state)
+    for _ in range(a.ppo_epochs):
+        for minibatch in prepared.layout.update.minibatches:
+            weights = weigh(minibatch)
+            packed = (training.pack(traj, m, prepared.columns, weights) for m in minibatch.microbatches)
+            metrics = policy.update(map(policy.put, packed))
+            pending.append(metrics | weigh.left_out)
+            meanwhile()
+    return pending
+
+
+def weigher(spec, batch, columns):
+    """A function minibatch -> {loss term: weights [T]}; its `left_out` has the shares of tokens that are, by metric."""
+    c, traj, a = spec, batch.traj, spec.algorithm
+    dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
+    kept = {}
+    if a.shared_prefix_tokens:
+        kept["policy/prefix_masked_fraction"] = shared_prefix_mask(
+            traj.tokens, traj.spans, traj.prompt_lengths[traj.first], traj.group, batch.scores, a.shared_prefix_tokens)
+    if a.m2_threshold:
+        kept["policy/m2_masked_fraction"] = second_moment_mask(columns["behaviour"], columns["old"], traj.loss_mask,
+                                                               a.m2_threshold)
+    if a.cov_share:
+        kept["policy/cov_masked_fraction"] = covariance_mask(
+            columns["old"], columns["advantage"], traj.loss_mask, a.cov_share, a.cov_low, a.cov_high,
+            zlib.crc32(np.ascontiguousarray(traj.tokens)))  # the same wherever the step is computed again
+    keep = np.logical_and.reduce(list(kept.values())) if kept else None
+    positive = None
+    if a.positive_nll_coef:
+        positive = np.nan_to_num(judged(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
+    constant = a.aggregation_constant or c.rollout.max_new_tokens
+
+    def weigh(minibatch):
+        return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant,
+                                     together=a.aggregation_sequences, dropped=dropped, keep=keep, positive=positive)
+
+    weigh.left_out = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in kept.items()}
+    return weigh
+
+
+def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, float]:
+    """Host metrics of one step: of its completions, its advantages, and the critic's values."""
+    found, mask = prepared.advantages, batch.traj.loss_mask
+    out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics
+    if prepared.values is not None:
+        out["value/explained_variance"] = explained_variance(prepared.values, found.returns, mask)
+        out["value/return_mean"] = float(found.returns[mask].mean())
+    if prepared.kl is not None:
+        out["policy/kl_in_reward"] = float(prepared.kl[mask].mean())
+    if (spec.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only
+        out["accuracy/train"] = float((judged(spec, batch.result) >= spec.reward.pass_mark).mean())
+    return out
+
+
+def hash_seed(root: int, step: int) -> int:
+    """Seed of the minibatch shuffle of a step."""
+    return int(np.asarray(jax.random.bits(jax.random.fold_in(jax.random.key(root), step))))

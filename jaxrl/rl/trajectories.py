@@ -1,0 +1,252 @@
+"""Between rooms: prompts -> requests -> trajectories -> reward items and records. Host values only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl.processes.exchange import decode, encode, gather
+from jaxrl.rewards import RewardItem
+from jaxrl.rollout import Key, Outcome, Request, Result, SamplingParams, Turn
+from jaxrl.telemetry.run_dir import jsonable
+from jaxrl.types import FINISH, Trajectories
+
+
+def sampling_params(
+    group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0
+) -> SamplingParams:
+    """SamplingParams from config.rollout or config.eval, which share option names."""
+    return SamplingParams(
+        temperature=group.temperature,
+        top_p=group.top_p,
+        top_k=group.top_k,
+        min_p=group.min_p,
+        repetition_penalty=group.repetition_penalty,
+        frequency_penalty=group.frequency_penalty,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        stop=tuple(stop),
+        keep_stop=keep_stop,
+        stop_token_ids=tuple(stop_token_ids),
+    )
+
+
+def make_requests(
+    batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int, adapter=lambda example: 0
+) -> list[Request]:
+    """One request per (prompt, sample), ordered; `batch` is [(position, Example)]. adapter: Example -> its number,
+    where there are several."""
+    keys = [(Key(stream, step, position, k), example) for position, example in batch for k in range(samples)]
+    return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key, e, adapter=adapter(e))
+            for key, e in keys]
+
+
+def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
+    """Trajectories of answered requests, in request order.
+
+    A completion is one sequence. An episode goes on in one sequence, in which what was put between its turns is masked,
+    until a turn opens another. Further columns: kept; support, routes and adapter where they are told; of episodes turn
+    (-1 where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 = none).
+
+    With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length");
+    episodes are within it.
+    """
+    several, finish, turns, sizes = any(r.turns for r in results), [], [], []
+    for i, (request, result) in enumerate(zip(requests, results, strict=True)):
+        size, reason, own = len(result.tokens), result.finish, result.turns
+        if not own:
+            if max_sequence_tokens and len(request.prompt) + size > max_sequence_tokens:
+                size, reason = max_sequence_tokens - len(request.prompt), "length"
+            own = (Turn(request.prompt, True, size),)
+        finish.append(FINISH.index(reason))
+        sizes.append(size)
+        turns += [(i, k, turn) for k, turn in enumerate(own)]
+    pieces = np.array([(len(turn.added), turn.size) for *_, turn in turns])
+    mask = np.repeat(np.tile([False, True], len(turns)), pieces.ravel())
+
+    def column(values, blank, dtype=np.float32):
+        out = np.full((len(mask), *values[0].shape[1:]), blank, dtype)
+        out[mask] = np.concatenate([v[:size] for v, size in zip(values, sizes, strict=True)])
+        return out
+
+    tokens = column([r.tokens for r in results], 0, np.int32)
+    tokens[~mask] = np.concatenate([turn.added for *_, turn in turns])
+    columns = {"kept": column([r.kept for r in results], 0)}
+    width = max((r.support.shape[1] for r in results if r.support is not None), default=0)
+    if width:
+        none = np.zeros((0, width), np.int32)  # what was aborted may have no token
+        columns["support"] = column([none if r.support is None else r.support for r in results], -1, np.int32)
+    if told := [r.routes for r in results if r.routes is not None]:
+        columns["routes"] = _routes(results, sizes, turns, told[0].shape[1])
+    whose = np.repeat(np.array([requests[i].adapter for i, *_ in turns], np.int32), pieces.sum(1))
+    columns |= {"adapter": whose} if whose.any() else {}
+    if several:
+        columns |= _turn_columns(turns, pieces, mask)
+    opens = [(i, turn.added) for i, _, turn in turns if turn.opens]
+    known = {}
+    prefixes = [known.setdefault((requests[i].group, ids.tobytes()), len(known)) for i, ids in opens if several]
+    starts = np.cumsum(pieces.sum(1)) - pieces.sum(1)
+    return Trajectories(
+        tokens=tokens,
+        offsets=np.append(starts[[turn.opens for *_, turn in turns]], len(mask)),
+        loss_mask=mask,
+        logprobs=column([r.logprobs for r in results], 0),
+        versions=column([r.versions for r in results], -1, np.int32),
+        prompt_lengths=np.array([len(ids) for _, ids in opens], np.int32),
+        group=np.array([q.group for q in requests], np.int64),
+        sample=np.array([q.key.sample for q in requests], np.int32),
+        seed=np.array([q.seed for q in requests], np.uint32),
+        finish=np.array(finish, np.int8),
+        columns=columns,
+        trajectory=np.array([i for i, _ in opens]) if several else None,
+        prefix=np.array(prefixes) if several else None,
+    )
+
+
+def _routes(results, sizes, turns, width: int) -> np.ndarray:
+    """[T, W] int16, the experts of every token, -1 where an engine did not tell them."""
+    added, out = np.zeros(len(results), int), []
+    np.add.at(added, [i for i, *_ in turns], [len(turn.added) for *_, turn in turns])
+    for result, rest, size in zip(results, added, sizes, strict=True):
+        known = result.routes if result.routes is not None else np.full((rest + size, width), -1, np.int16)
+        out.append(known[:rest + size])
+    return np.concatenate(out)
+
+
+def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
+    """Number, reward and anchor of the turn that sampled each token."""
+    out = {"turn": np.full(len(mask), -1, np.int32), "reward": np.zeros(len(mask)),
+           "anchor": np.zeros(len(mask), np.int64)}
+    sizes = pieces[:, 1]
+    out["turn"][mask] = np.repeat([k for _, k, _ in turns], sizes)
+    out["anchor"][mask] = np.repeat(np.array([turn.anchor for *_, turn in turns], np.int64), sizes)
+    last = np.cumsum(pieces.sum(1))[sizes > 0] - 1
+    out["reward"][last] = np.array([turn.reward for *_, turn in turns])[sizes > 0]
+    return out
+
+
+def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=None):
+    """([completion], [RewardItem]), one of each per trajectory, as are `examples`.
+
+    A completion is the last turn as text; for rewards and people, never re-encoded. decode: as of
+    data.completion_texts. texts: the completions, where they are known. prefix: data.response_prefix, which rewards
+    see.
+    """
+    turn = traj.columns.get("turn")
+    ids = [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
+    texts = decode(ids) if texts is None else texts
+    rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, contexts(traj, turn), strict=True)
+    return texts, [
+        RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
+                   sample=int(sample), token_ids=tokens.tolist(), context_ids=before,
+                   columns={"answer": example.answer, **example.columns}, functions=getattr(example, "rewards", None))
+        for example, text, finish, group, sample, tokens, before in rows]
+
+
+def contexts(traj: Trajectories, turn) -> list[np.ndarray]:
+    """Token ids before the last turn of each trajectory, in its last sequence. turn: the column, if there is one."""
+    out = []
+    for last, at in zip([*(traj.first[1:] - 1), traj.num_sequences - 1], traj.sampled(), strict=True):
+        own = at if turn is None else at[turn[at] == turn[at].max(initial=0)]
+        start, stop = traj.offsets[last], traj.offsets[last + 1]
+        out.append(traj.tokens[start:own[0] if len(own) else stop])
+    return out
+
+
+def records(traj: Trajectories, examples, texts, result, advantages=None, episodes=None) -> list[dict]:
+    """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `prompt` as the model saw
+    it, `asked` as the row has it where that is another text or messages; `tokens` are all it sampled, `version` and
+    `last_version` those of its first and last token. episodes: of `episodes.conversations`."""
+    out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)
+    for i, (example, text, scored, at, score) in enumerate(rows):
+        out.append({
+            "group": int(traj.group[i]),
+            "sample": int(traj.sample[i]),
+            "seed": int(traj.seed[i]),
+            "prompt": example.prompt_text,
+            **({} if example.prompt == example.prompt_text else {"asked": example.prompt}),
+            "completion": text,
+            "answer": example.answer,
+            "score": score,
+            "reward": scored,
+            "finish": FINISH[traj.finish[i]],
+            "tokens": traj.tokens[at].tolist(),
+            "logprobs": [round(float(x), 6) for x in traj.logprobs[at]],
+            "version": int(traj.versions[at[0]]) if len(at) else -1,
+            "last_version": int(traj.versions[at[-1]]) if len(at) else -1,
+            **({"source": source} if (source := getattr(example, "source", "")) else {}),
+        })
+    if advantages is not None:
+        out = [record | {"advantage": advantage} for record, advantage in zip(out, _finite(advantages), strict=True)]
+    if episodes is not None:
+        out = [record | {"episode": pieces} for record, pieces in zip(out, episodes, strict=True)]
+    return out
+
+
+def _finite(numbers) -> list:
+    """None for what is not finite, which JSON has no word for."""
+    return np.where(np.isfinite(numbers), numbers, None).tolist()
+
+
+COLUMNS = ("tokens", "logprobs", "kept", "versions")
+
+
+def results_to_bytes(results: list[Result], meta) -> bytes:
+    """Results on their way to other processes, with `meta` (JSON-able) beside them."""
+    flat = {name: np.concatenate([getattr(r, name) for r in results]) for name in COLUMNS} if results else {}
+    if support := [r.support for r in results if r.support is not None]:  # what was aborted may have no token and none
+        flat["support"] = np.concatenate(support)
+    if routes := [r.routes for r in results if r.routes is not None]:
+        flat["routes"] = np.concatenate(routes)
+        flat["routes_of"] = np.array([-1 if r.routes is None else len(r.routes) for r in results], np.int64)
+    rows = [[r.id, r.finish, r.seed, len(r.tokens)] for r in results]
+    if any(r.turns or r.outcome for r in results):
+        flat["added"] = np.concatenate([np.zeros(0, np.int32), *(t.added for r in results for t in r.turns)])
+        rows = [[*row, [[len(t.added), *t[1:]] for t in r.turns], r.outcome and dataclasses.asdict(r.outcome)]
+                for row, r in zip(rows, results, strict=True)]
+    return encode([meta, rows], flat)
+
+
+def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
+    """(results, meta) of `results_to_bytes`."""
+    (meta, rows), flat = decode(data)
+    out, at, told, routed = [], 0, 0, 0
+    routes_of = flat["routes_of"].tolist() if "routes_of" in flat else [-1] * len(rows)
+    for (name, finish, seed, size, *episode), count in zip(rows, routes_of, strict=True):
+        part = slice(at, at + size)
+        support = flat["support"][part] if "support" in flat else None
+        routes = None if count < 0 else flat["routes"][routed:routed + count]
+        routed, turns = routed + max(count, 0), []
+        for more, *rest in episode[0] if episode else ():
+            turns.append(Turn(flat["added"][told:told + more], *rest))
+            told += more
+        outcome = Outcome(**episode[1]) if episode and episode[1] else None
+        out.append(Result(name, *(flat[column][part] for column in COLUMNS), finish, seed, support, routes,
+                          tuple(turns), outcome))
+        at += size
+    return out, meta
+
+
+def exchanged(session, what: str, results: list[Result], rows, meta=None) -> tuple[dict, list]:
+    """({request id: (result, *its row)}, meta) of every process. Collective; rows and meta are JSON-able."""
+    sent = gather(session.peers, f"{session.place}: {what}", results_to_bytes(results, [list(rows), meta]))
+    parts = [results_from_bytes(data) for data in sent]
+    known = {r.id: (r, *row) for results, (rows, _) in parts for r, row in zip(results, rows, strict=True)}
+    return known, [meta for _, (_, meta) in parts]
+
+
+def recorded_outcomes(old: list[dict], traj: Trajectories, examples, texts, by: str) -> list[dict | None]:
+    """Outcomes of an earlier try at the same step: where prompt, sample, sampled tokens, their text and the reference
+    answer are the same, and the same code scored them under the same options (`by`: RewardPool.key()); else None.
+    old: rows of `records`, of whatever version of jaxrl."""
+    known = {(r.get("group"), r.get("sample")): r for r in old}
+    out = []
+    for i, (example, text, at) in enumerate(zip(examples, texts, traj.sampled(), strict=True)):
+        r = known.get((int(traj.group[i]), int(traj.sample[i])), {})
+        now = {"prompt": example.prompt_text, "completion": text, "answer": jsonable(example.answer),
+               "tokens": traj.tokens[at].tolist()}
+        reward = r.get("reward") or {}
+        same = all(name in r and r[name] == value for name, value in now.items()) and reward.get("by") == by
+        out.append(reward if same else None)
+    return out

@@ -1,0 +1,412 @@
+"""A run's parameters: what they are, where they lie and where they come from. (A critic of its own has a
+model of its own, critic.py.)
+
+The policy is a language model, with a value head where the critic shares its trunk (`policy_tree`); its rows are in
+models.parameters. An update sees two flat dicts, (trainable, frozen), which together are all of it. What they are bound
+to: the model's forward pass takes all of them (`training.merge`), engine and export the language model alone
+(`policy_params`, `published`), both as one tree.
+
+With adapters (config.lora, models.adapters) these and what lora.modules_to_save names train, and the base is frozen: it
+is never written, rests in lora.base_dtype (its linear maps as lora.base says), and a checkpoint holds its digest
+instead of it (`kept`, `restored`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxrl import data as data_room
+from jaxrl import sharding, training
+from jaxrl.config import adapter_table
+from jaxrl.errors import ConfigError
+from jaxrl.models import adapters, decoder
+from jaxrl.models.adapters import initialization, peft, quantized, several
+from jaxrl.models.io import hf
+from jaxrl.models.value import ValueModel
+from jaxrl.processes.exchange import put
+from jaxrl.resolve.spec import lora_on
+from jaxrl.sharding import memory
+from jaxrl.types import TrainState
+
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+
+def adapted(config, model):
+    """The model with the adapter that config.lora describes, if any. Raises ConfigError as peft.resolve does."""
+    if not lora_on(config):
+        return model
+    bits = config.lora.base if config.lora.base != "none" else ""
+
+    def one(options):
+        return dataclasses.replace(peft.resolve(options, model), dropout=options.dropout, quantized=bits)
+
+    parts = {name: one(adapter_table.lora_of(config, name)) for name in adapter_table.names(config)}
+    return dataclasses.replace(model, adapter=several.together(parts) if parts else one(config.lora))
+
+
+def policy_tree(model, shares_trunk: bool):
+    """What knows the policy's parameters: the model, with a value head where the critic shares its trunk."""
+    return ValueModel(model, keep_head=True) if shares_trunk else model
+
+
+def flat_axes(tree) -> dict[str, tuple]:
+    """Parameter name -> logical axis names."""
+    return {"/".join(entry.path): entry.axes for entry in tree.entries}
+
+
+def flat_layers(model, tree) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> numbers of the layers it is of (decoder.layers_of). tree: the model, or one around it."""
+    return {"/".join(entry.path): decoder.layers_of(model.config, entry.path) for entry in tree.entries}
+
+
+def policy_optimizer(job, updates: int):
+    """(optax transformation of the policy's parameters, schedule), or (training.several.Optimizers, None) of several
+    adapters. updates: optimizer steps of the whole run; an adapter's schedule counts those that hold rows of its
+    own."""
+    c, about = job.config, (flat_axes(job.tree), flat_layers(job.model, job.tree))
+    rules = []
+    for name in several.names(job.model):
+        own = training.optimizer.adapters_optimizer(c, name)
+        rules.append(training.several.Rule(name, *training.make_optimizer(own, updates, *about), own.max_grad_norm))
+    if rules:
+        return training.several.Optimizers(job.model, tuple(rules)), None
+    return training.make_optimizer(c.optimizer, updates, *about)
+
+
+def in_parts(job) -> str:
+    """training.make_update's, of the policy. What several adapters learn with is small, and goes as a whole."""
+    return "none" if several.names(job.model) else training.in_parts(job.config.optimizer.name)
+
+
+def source_of(path: str) -> str:
+    """Where a model really is. Without a network the hub is given up at once."""
+    found = data_room.resolve(path) if path else ""
+    if found and not Path(found).is_dir():
+        data_room.offline_if_unreachable()
+    return found
+
+
+def param_shardings(job, rules=sharding.TRAIN_RULES, tree=None, role="policy"):
+    """Tree of shardings of the policy's parameters, or of those of another `tree` (a Model or ValueModel) and role."""
+    tree = tree or job.tree
+    return sharding.param_shardings(job.mesh_of(role), tree.logical_axes(), _shapes(tree, jnp.float32), rules)
+
+
+def _shapes(tree, dtype):
+    return tree.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, dtype))
+
+
+def policy_params(trainable, frozen):
+    """The language model's parameters (nested tree), without a value head."""
+    return {name: node for name, node in training.merge(trainable, frozen).items() if name != "value"}
+
+
+def dtypes(job, everything=False):
+    """Entry of the parameter table -> its dtype: train.param_dtype, but lora.base_dtype for the base of adapters.
+
+    Adapters are fp32: their steps are small beside their values. So are kernels that become codes (lora.base), and the
+    codes' scales.
+    """
+    master = DTYPES[job.config.train.param_dtype]
+    if job.model.adapter is None or everything:
+        return lambda entry: entry.dtype(master)
+    own, base, adapter = trained(job), DTYPES[job.config.lora.base_dtype], job.model.adapter
+    exact = {entry.path for entry in adapters.in_few_bits(adapter, job.model.base.entries)}
+
+    def of(entry):
+        name = "/".join(entry.path)
+        if entry.row.init == quantized.INIT:
+            return quantized.dtype_of(entry, adapter.quantized)
+        if entry.path in exact:
+            return jnp.float32
+        return jnp.float32 if adapters.is_adapter(name) else entry.dtype(master if name in own else base)
+
+    return of
+
+
+def trained(job) -> frozenset[str]:
+    """Flat names of what trains with adapters: these, modules that train whole, the value head."""
+    head = {"/".join(e.path) for e in job.tree.entries if e.path[0] == "value"}
+    return (adapters.trains(job.model) | head) - fixed(job.tree)
+
+
+def fixed(tree) -> frozenset[str]:
+    """Flat names of what never has a gradient: it chooses and does not weigh (rows of models.parameters)."""
+    return frozenset("/".join(e.path) for e in tree.entries if e.row.fixed)
+
+
+def cast(tree, params, dtype):
+    """A Model's or ValueModel's parameters in `dtype`, or a tree of them; rows that are `fixed` in fp32 or better."""
+    kinds = dtype if isinstance(dtype, dict) else tree.tree(lambda entry: entry.dtype(dtype))
+    return jax.tree.map(lambda x, kind: x.astype(kind), params, kinds)
+
+
+def initial_params(job, path: str = "", dtype=None, role="policy", revision=None, as_codes=False):
+    """The language model the run starts from, without adapters (nested tree, sharded): from `path` (at its hub
+    `revision`) or model.path, or random from run.seed. dtype: one, or a tree of them; None = train.param_dtype.
+    as_codes: kernels as lora.base has them."""
+    c, model = job.config.model, job.model.base
+    dtype = DTYPES[job.config.train.param_dtype] if dtype is None else dtype
+    shardings = param_shardings(job, tree=model, role=role)
+    source = path or (c.path if c.init == "pretrained" else "")
+    if source:
+        codes = _to_codes(job) if as_codes else lambda entry, array: array
+        then = (lambda entry, array: settled(codes(entry, array))) if job.streams(role) else codes
+        return hf.load_params(model, source_of(source), revision if path else c.revision, shardings, dtype, then)
+
+    def init(key):
+        params = model.init(key)
+        params = cast(model, params, dtype)
+        return adapters.base_in_few_bits(job.model, params) if as_codes else params
+
+    if as_codes:
+        shardings = adapters.without(param_shardings(job, tree=job.model, role=role))
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
+
+
+def settled(tree):
+    """The tree of a role that streams, whose buffers are taken over: what is worth it goes to host memory, one array
+    after the other."""
+    def one(x):
+        if memory.rests(x) or not memory.worth_it(x):
+            return x
+        moved = jax.block_until_ready(memory.to_host(x))
+        x.delete()
+        return moved
+
+    return jax.tree.map(one, tree)
+
+
+def _to_codes(job):
+    """(row of the base, array) -> codes and scale where lora.base asks for them."""
+    few = {entry.path for entry in adapters.in_few_bits(job.model.adapter, job.model.base.entries)}
+    places = param_shardings(job, tree=job.model)
+
+    def then(entry, array):
+        if entry.path not in few:
+            return array
+        work = functools.partial(quantized.quantized, kind=job.model.adapter.quantized, inputs=entry.inputs,
+                                 stacked=entry.stacked)
+        return jax.block_until_ready(jax.jit(work, out_shardings=entry.of(places))(array))
+
+    return then
+
+
+def base_params(job):
+    """The base of a policy with adapters, as it lies in its TrainState. Arrays that become codes do so one by one where
+    they are read from files."""
+    return initial_params(job, dtype=job.model.base.tree(dtypes(job)), as_codes=bool(job.model.adapter.quantized))
+
+
+def policy_start(job):
+    """The language model as the policy starts: initial_params, and adapters where there are some."""
+    return initial_params(job) if job.model.adapter is None else with_adapters(job, base_params(job))
+
+
+def with_adapters(job, params):
+    """The base's parameters with adapters as they start: those of lora.path, or lora.init's from run.seed."""
+    where = {"/".join(e.path): e for e in job.model.entries if e.row.init == "adapter"}
+    places = flatten_dict(param_shardings(job, tree=job.model), sep="/")
+    key = jax.random.fold_in(jax.random.key(job.config.run.seed), zlib.crc32(b"lora"))
+    init = job.config.lora.init
+    if init == "eva" and job.stream is None:  # evaluation alone: whatever A is, adapters add nothing at their start
+        init = "default"
+    directions = _directions(job, memory.to_devices(params)) if init == "eva" else None
+    work = functools.partial(initialization.initial, job.model, name=init, directions=directions)
+    start = jax.jit(lambda key, params: work(key, memory.fetched(params)),
+                    out_shardings={name: places[name] for name in where})(key, params)
+    if job.config.lora.path:
+        kinds = {"/".join(e.path): dtypes(job)(e) for e in job.model.entries}
+        start |= {name: put(value.astype(kinds[name]), places[name])
+                  for name, value in peft.read(job.config.lora.path, job.model.base)[1].items()}
+    return adapters.joined(params, start)
+
+
+def _directions(job, params):
+    """What lora.init=eva wants to know: the principal directions of what modules read, over the first rows."""
+    rows = [job.stream.dataset[i] for i in range(min(job.config.data.prompts_per_step, len(job.stream.dataset)))]
+    texts = [r.prompt_ids if r.target_ids is None else np.concatenate([r.prompt_ids, r.target_ids]) for r in rows]
+    length = max(map(len, texts))
+    tokens = np.stack([np.pad(text, (0, length - len(text))) for text in texts]).astype(np.int32)
+    segments = np.stack([np.arange(length) < len(text) for text in texts]).astype(np.int32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    return initialization.principal_inputs(job.model, params, tokens, positions, segments)
+
+
+def start_params(job):
+    """What the policy's TrainState starts from: policy_start, with a value head at zero where there is one."""
+    params = policy_start(job)
+    if job.tree is job.model:
+        return params
+    head = functools.partial(job.tree.with_head, dtype=DTYPES[job.config.train.param_dtype])
+    if job.streams("policy"):  # around what stays in host memory
+        places = param_shardings(job)["value"]
+        return head(params) | {"value": jax.tree.map(lambda x, where: put(np.asarray(x), where),
+                                                     head(params)["value"], places)}
+    return jax.jit(head, out_shardings=param_shardings(job), donate_argnums=0)(params)
+
+
+# ---- what engine and export take of adapters
+
+
+def engine_model(job):
+    """The model that the engine computes with: its parameters are `published`."""
+    return job.model if job.config.lora.publish == "adapter" else job.model.base
+
+
+def published(job, params):
+    """The language model as the engine takes it (lora.publish), of its parameters with adapters (nested tree)."""
+    return params if engine_model(job) is job.model else merged(job, params)
+
+
+def merged(job, params):
+    """The language model without adapters that computes the same. Arrays without adapter are the given ones."""
+    if job.model.adapter is None:
+        return params
+    flat = flatten_dict(params, sep="/")
+    module = lambda name: name.rpartition(f"/{adapters.NODE}/")[0]  # noqa: E731
+    kernels = {f"{module(name)}/kernel" for name in flat if adapters.is_adapter(name)}
+    codes = {"/".join(e.path) for e in adapters.in_few_bits(job.model.adapter, job.model.base.entries)}
+    kernels, parts = kernels | codes, {f"{name}/{leaf}" for name in codes for leaf in quantized.LEAVES}
+    read = {name: x for name, x in flat.items() if name in kernels | parts or adapters.is_adapter(name)}
+    places = flatten_dict(param_shardings(job, tree=job.model.base), sep="/")
+    where = tuple((name, flat[name].sharding if name in flat else places[name]) for name in sorted(kernels))
+    rest = {name: x for name, x in flat.items() if name not in read}
+    if not any(map(memory.rests, read.values())):
+        return unflatten_dict({**rest, **_merge(job.model, where)(read)}, sep="/")
+    for name, place in where:  # one after the other: the whole need not fit the devices
+        own = {key: x for key, x in read.items() if key.startswith(name.rpartition("/")[0] + "/")}
+        place = memory.resting(place) if any(map(memory.rests, own.values())) else place
+        rest |= _merge(job.model, ((name, place),))(own)
+    return unflatten_dict(rest, sep="/")
+
+
+@functools.lru_cache(maxsize=8)
+def _merge(model, where):
+    def work(flat):
+        found = flatten_dict(adapters.merged(model, unflatten_dict(memory.fetched(flat), sep="/")), sep="/")
+        return {name: found[name] for name, _ in where}
+
+    return jax.jit(work, out_shardings=dict(where))
+
+
+# ---- what a checkpoint holds of adapters
+
+
+def kept(job, state: dict) -> dict:
+    """What a checkpoint holds of the fields of a TrainState: all but the base of adapters."""
+    if job.model.adapter is None or "frozen" not in state:
+        return state
+    return {**state, "frozen": {name: x for name, x in state["frozen"].items() if adapters.is_adapter(name)}}
+
+
+def restored(job, abstract: TrainState, fields: dict) -> dict:
+    """The fields of a TrainState of which a checkpoint held what is `kept`: the base is read again."""
+    if job.model.adapter is None:
+        return fields
+    base = flatten_dict(base_params(job), sep="/")
+    return {**fields, "frozen": {name: base[name] if name in base else fields["frozen"][name]
+                                 for name in abstract.frozen}}
+
+
+def base_digest(frozen) -> np.ndarray:
+    """adapters.digest of the base among what is frozen (flat)."""
+    return adapters.digest({name: x for name, x in frozen.items() if not adapters.is_adapter(name)})
+
+
+def check_base(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Raises ConfigError where a base that was read again is not the one that its adapter was trained on."""
+    if not np.array_equal(found, wanted):
+        raise ConfigError(
+            "model.path, lora.base_dtype, lora.base: the base model is not, bit for bit, the one that the checkpoint's "
+            f"adapters were trained on (digest {bytes(found).hex()[:16]}, then {bytes(wanted).hex()[:16]}); bring its "
+            "files back, and give the dtype that it was held in (another kind of device may compute in another one)")
+
+
+# ---- the state of an update
+
+
+def _parts(job, params, everything: bool):
+    if job.model.adapter is not None and not everything:
+        return training.split(params, trained(job))
+    trainable, frozen = ((".*",), ()) if everything else (job.config.model.trainable, job.config.model.frozen)
+    own = fixed(job.tree) & flatten_dict(params, sep="/", is_leaf=lambda _, x: not isinstance(x, dict)).keys()
+    return training.partition(params, trainable, (*frozen, *(f"^{name}$" for name in sorted(own))))
+
+
+def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -> TrainState:
+    """Shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation.
+
+    tree: whose parameters they are (None = the policy's). everything: all of them train, whatever model.frozen says.
+    """
+    c, tree = job.config, tree or job.tree
+    where, kind = param_shardings(job, tree=tree, role=role), dtypes(job, everything)
+    params = tree.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, kind(entry)))
+    params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), params, where)
+    trainable, frozen = _parts(job, params, everything)
+    state = jax.eval_shape(_start(job, optimizer), trainable, frozen)
+    known = {**trainable, **frozen}
+    everywhere = sharding.replicated(job.mesh_of(role))
+
+    def place(path, leaf):
+        # Moments carry their parameter's name as the last key of their path.
+        param = known.get(getattr(path[-1], "key", None)) if path else None
+        same = param is not None and (param.shape == leaf.shape or _part_of(param, leaf.shape))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding if same else everywhere)
+
+    state = jax.tree_util.tree_map_with_path(place, state)
+    if job.streams(role):
+        trainable = state.trainable if several.names(job.model) else memory.kept(state.trainable)
+        state = state.replace(trainable=trainable, frozen=memory.kept(state.frozen))
+    if job.streams(role) or c.optimizer.offload:
+        state = state.replace(opt_state=memory.kept(state.opt_state))
+    return state
+
+
+def _part_of(param, shape) -> bool:
+    """Whether a shape is that of one of several adapters in a parameter that holds all of them side by side: it differs
+    along one axis, which is not split."""
+    if len(shape) != len(param.shape):
+        return False
+    along = [i for i, (a, b) in enumerate(zip(shape, param.shape, strict=True)) if a != b]
+    return len(along) == 1 and (*param.sharding.spec, *(None,) * len(shape))[along[0]] is None
+
+
+def new_state(job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:
+    """TrainState at step 0 around `params` (whose buffers are taken over)."""
+    trainable, frozen = _parts(job, params, everything)
+    shardings = jax.tree.map(lambda s: s.sharding, abstract)
+    if any(map(memory.rests, jax.tree.leaves(abstract))):
+        trainable, frozen = ({k: settled(x) if memory.rests(place[k]) else x for k, x in tree.items()}
+                             for tree, place in ((trainable, abstract.trainable), (frozen, abstract.frozen)))
+        if isinstance(optimizer, training.several.Optimizers):  # all but the base is small
+            start = jax.jit(_start(job, optimizer), out_shardings=shardings.replace(frozen={}), donate_argnums=0)
+            return start(trainable, {}).replace(frozen=frozen)
+        moments = training.streaming.initial(optimizer, trainable, abstract.opt_state)
+        around = shardings.replace(trainable={}, frozen={}, opt_state=())
+        state = jax.jit(_start(job, _nothing()), out_shardings=around)({}, {})
+        return state.replace(trainable=trainable, frozen=frozen, opt_state=moments)
+    return jax.jit(_start(job, optimizer), out_shardings=shardings, donate_argnums=(0, 1))(trainable, frozen)
+
+
+def _nothing():
+    """An optimizer without a state."""
+    return optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, state))
+
+
+def _start(job, optimizer):
+    """(trainable, frozen) -> TrainState."""
+    of_several = isinstance(optimizer, training.several.Optimizers)
+    start = training.several.init_state if of_several else training.init_state
+    return functools.partial(start, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16,
+                             router_load=training.router.even(job.model.config),
+                             loss_scale=job.config.train.loss_scale.initial)

@@ -1,0 +1,188 @@
+"""A reward model in reinforcement learning (reward.model.*): a sequence classifier whose score of a completion is one
+more reward, the part `reward_model`, beside those of functions.
+
+It is a role: frozen, on devices of its own choice, at rest in host memory where mesh.roles says so. It scores a batch
+once that is whole, on every process the same, so that it does not matter how far ahead completions were drawn. It reads
+the sampled tokens where its tokenizer is the policy's, else a text that is rendered anew for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl import data as data_room
+from jaxrl import models, sharding, training
+from jaxrl.config.lengths import episodes, made_of
+from jaxrl.data.dataset import PromptError, Template
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.models.io import hf
+from jaxrl.models.value import ValueModel
+from jaxrl.rewards.items import RewardResult, metrics_of
+from jaxrl.roles import parameters
+from jaxrl.roles.role import Role
+from jaxrl.training.score import make_value_score
+
+log = logging.getLogger("jaxrl")
+PART, OVERLONG = "reward_model", "error: too long"
+
+
+class Described(NamedTuple):
+    """What is read of a reward model before any device work. render: reward.model.render, decided."""
+
+    source: str
+    hf_config: dict
+    tree: ValueModel
+    tokenizer: object
+    render: str
+
+
+def described(config, tokenizer) -> Described | None:
+    """Reads description and tokenizer of reward.model.path; None where it is empty. tokenizer: the policy's.
+
+    Raises ConfigError where they cannot be read, where the weights are no sequence classifier with one label, and where
+    completions cannot be put into its tokens.
+    """
+    o = config.reward.model
+    if not o.path:
+        return None
+    try:
+        source = parameters.source_of(o.path)
+        hf_config = hf.load_config(source, o.revision, weights=False)
+        table = models.build(hf_config, compute_dtype="float32", scan_layers=True)
+        tree = ValueModel(table, name=o.head, bias=False)
+        hf.check_critic(tree, source, o.revision, scores=True)
+        own = data_room.load_tokenizer(SimpleNamespace(model=SimpleNamespace(
+            path=o.path, revision=o.revision, tokenizer="", tokenizer_revision=None, chat_template="", pad_token="",
+            eos_tokens=(), trust_remote_code=config.model.trust_remote_code)))
+    except ConfigError as e:
+        raise ConfigError(f"reward.model.path={o.path!r}: {str(e).removeprefix(f'model.path={o.path!r}: ')}") from None
+    render, why = o.render, ""
+    if render == "auto":
+        render = "tokens" if own.get_vocab() == tokenizer.get_vocab() else "chat" if own.chat_template else "text"
+    if render == "tokens" and own.get_vocab() != tokenizer.get_vocab():
+        why = "its tokenizer is not the policy's; set text or chat"
+    elif render == "chat" and not own.chat_template:
+        why = "its tokenizer has no chat template; set text"
+    elif render != "tokens" and episodes(config):
+        why = "only the tokens of an episode are as they were sampled; take a reward model with the policy's tokenizer"
+    elif len(own) > table.config.vocab_size:
+        why = f"its tokenizer has {len(own)} entries, its vocab_size is {table.config.vocab_size}"
+    if why:
+        raise ConfigError(f"reward.model.path={o.path!r}, reward.model.render={render}: {why}")
+    return Described(source, hf_config, tree, own, render)
+
+
+class Judge(Role):
+    """The reward model of a job. Args: the job; what was read of it."""
+
+    def __init__(self, job, read: Described):
+        super().__init__(PART, job)
+        c, o = job.config, job.config.reward.model
+        scan, compute = c.model.scan_layers == "true", job.compute_dtype
+        self.model = models.build(read.hf_config, compute_dtype=compute, scan_layers=scan, attention=c.model.attention,
+                                  ring=c.model.ring_attention)
+        self.tree = ValueModel(self.model, name=o.head, bias=False)
+        self.weight, self.most_failed, self.share = o.weight, c.reward.max_failed_fraction, c.train.share_prompts
+        self.tokens = Tokens() if read.render == "tokens" else Rendering(c, read.tokenizer, read.render)
+        self._score = make_value_score(self.model, put=self.put)
+        self.longest = o.max_sequence_tokens or (1 if read.render == "tokens" else 2) * c.longest
+        by = f"reward.model.max_sequence_tokens={o.max_sequence_tokens}" if o.max_sequence_tokens else made_of(c)
+        if beyond := self.model.config.beyond(self.longest, by):
+            log.warning("reward.model.path=%r: %s", o.path, beyond)
+        held = c.train.score_tokens_per_microbatch or c.train.tokens_per_microbatch
+        mesh, windows = job.mesh_of(PART), [layer.window for layer in self.model.config.layers]
+        self.shapes = training.row_shapes((), self.longest + 1, held, sharding.data_shards(mesh), c.train.row_counts,
+                                          mesh.shape["cp"], windows)
+        with self.on():
+            where = parameters.param_shardings(job, tree=self.tree, role=PART)
+            self.held = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])
+        self.rest()
+
+    def judged(self, traj, examples, texts, result: RewardResult | None) -> RewardResult | None:
+        """The rewards, and behind them the part `reward_model` with its weight: the score behind the last token of each
+        trajectory (of its last sequence, where there are several). A sequence that is longer than
+        reward.model.max_sequence_tokens or whose score is not finite has none, which is a failure.
+
+        traj: N trajectories. examples, texts: of each its row and its completion. result: of the reward functions; None
+        (a stop came) stays None.
+
+        Raises RunStopped where more than reward.max_failed_fraction fail. Collective.
+        """
+        if result is None:
+            return None
+        prompts, completions, prefixes = self.tokens(traj, examples, texts)
+        sizes = np.array([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
+        fits, values = np.flatnonzero((sizes > 0) & (sizes <= self.longest)), np.full(len(sizes), np.nan)
+        if len(fits):
+            some = [[x[i] for i in fits] for x in (prompts, completions)]
+            own = training.scored_behind(*some, traj.group[fits], prefixes=prefixes[fits])
+            layout = training.make_layout(own.sizes, self.shapes, share_prompts=self.share)
+            values[fits] = self.score(own, layout)[own.loss_mask]
+            self.rest()
+        fine = np.isfinite(values)
+        why = np.where(sizes <= self.longest, "nan", OVERLONG)
+        told = np.where(fine, "ok", why).tolist()
+        if (~fine).mean() > self.most_failed:
+            raise RunStopped(f"reward.model: {(~fine).sum()} of {len(fine)} completions have no score, more than "
+                             f"reward.max_failed_fraction={self.most_failed:g} allows; the longest sequence has "
+                             f"{sizes.max()} tokens, reward.model.max_sequence_tokens={self.longest}")
+        return with_part(result, np.where(fine, values, np.nan), told, self.weight)
+
+
+def with_part(result: RewardResult, values, told, weight: float) -> RewardResult:
+    """A result with the part `reward_model`. values: [N], NaN = absent. told: outcome of each."""
+    known = np.isfinite(values)
+    has = known | np.isfinite(result.total)
+    total = np.where(has, weight * np.where(known, values, 0.0) + np.nan_to_num(result.total), np.nan)
+    said = [a | {PART: b} for a, b in zip(result.outcomes, told, strict=True)]
+    return RewardResult(total, result.parts | {PART: values}, said, result.item_metrics,
+                        metrics_of(total, said, result.item_metrics), result.by)
+
+
+class Tokens:
+    """The sampled tokens as they are."""
+
+    def __call__(self, traj, examples, texts):
+        """([prompt ids], [ids behind them], [N] prefixes: those of equal value have equal prompts)."""
+        last = [*(traj.first[1:] - 1), traj.num_sequences - 1]
+        whole = [traj.tokens[traj.offsets[q]:traj.offsets[q + 1]] for q in last]
+        split = [np.split(ids, [traj.prompt_lengths[q]]) for q, ids in zip(last, whole, strict=True)]
+        return [p for p, _ in split], [c for _, c in split], traj.prefix[last]
+
+
+class Rendering:
+    """The row's prompt and the completion in the tokens of another model. text: the prompt as a run with that tokenizer
+    would render it, the completion, and its end token where the completion came to its end; chat: the chat template's
+    rendering of the conversation, the answer in it."""
+
+    def __init__(self, config, tokenizer, kind: str):
+        self.template, self.kind, self.prefix = Template(config, tokenizer), kind, config.data.response_prefix
+        end = data_room.end_of_turn(config, tokenizer)
+        end = tokenizer.eos_token_id if end is None else end
+        self.end = [] if end is None else [end]
+
+    def __call__(self, traj, examples, texts):
+        """As of Tokens."""
+        try:
+            return self._rendered(traj, examples, texts)
+        except PromptError as e:
+            raise RunStopped(f"reward.model: a prompt cannot be rendered for it: {e}") from None
+
+    def _rendered(self, traj, examples, texts):
+        if self.kind == "chat":
+            said = [{"role": "assistant", "content": self.prefix + text} for text in texts]
+            told = [[*messages(e.prompt), answer] for e, answer in zip(examples, said, strict=True)]
+            ids = self.template.encode([self.template.conversation(each, False) for each in told])
+            return [ids[0][:0]] * len(ids), ids, np.arange(len(ids))
+        prompts = self.template.encode_prompts([self.template.render(e.prompt) for e in examples])
+        ended = [self.end if finish == 0 else [] for finish in traj.finish]
+        answers = [ids + end for ids, end in zip(self.template.encode(list(texts)), ended, strict=True)]
+        return prompts, answers, traj.group
+
+
+def messages(prompt) -> list[dict]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,0 +1,216 @@
+"""Teachers: what says, of a batch's scored tokens, what the student should. Three of one contract:
+
+    ask(traj, layout, student)   token columns [T, ...] for the loss (see training.Distillation), or "teacher" [T], the
+                                 log-probs of the tokens themselves. student() -> [T, K] its own most probable tokens
+    head()                       parameters that the loss reads beside the student's
+    close()
+
+local: a model on devices of the run (mesh.roles.teacher); the only one that can say all of its distribution, and what
+it thinks of tokens that the student chose. servers: vLLM's log-probs of prompts. files: what a teacher said before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl import data as data_room
+from jaxrl import models, sharding, training
+from jaxrl.config.lengths import made_of
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.models.io import hf
+from jaxrl.processes.exchange import decode, encode, gather
+from jaxrl.processes.group import peers
+from jaxrl.resolve.checks.distill import teacher_kind
+from jaxrl.resolve.spec import SHALLOW
+from jaxrl.roles import parameters
+from jaxrl.roles.role import Role
+from jaxrl.roles.teacher_files import TeacherFiles
+from jaxrl.rollout.vllm.scoring import PromptScorer
+from jaxrl.sharding import memory
+from jaxrl.training.distillation import TEACHER
+
+
+def wanted(config) -> str:
+    """What of a teacher's distribution the loss needs: "hidden" (all of it), "top" (its most probable tokens), "at"
+    (log-probs of the student's most probable ones), "logprob" (those of the tokens that stand there)."""
+    d = config.distill
+    if d.loss == "sampled":
+        return "logprob"
+    return "hidden" if not d.top_k else "top" if d.loss == "forward" else "at"
+
+
+def check(config, tokenizer) -> None:
+    """Raises ConfigError, before any device work, for a teacher that cannot be read or has other tokens."""
+    t = config.teacher
+    if teacher_kind(config) == "files":
+        TeacherFiles(t.files, vocabulary(tokenizer), config.distill)
+        return
+    own = config.asked.copy_and_resolve_references()
+    plain = {"path": t.path, "revision": t.revision, "tokenizer": "", "tokenizer_revision": None, "chat_template": "",
+             "pad_token": "", "eos_tokens": ()}
+    for name, value in plain.items():
+        own.model[name] = value
+    try:
+        check_vocabulary(tokenizer, data_room.load_tokenizer(own), t.path)
+        if teacher_kind(config) == "local":
+            described = hf.load_config(parameters.source_of(t.path), t.revision)
+            table = models.build(described, compute_dtype=jnp.float32, scan_layers=True)
+            hf.check_weights(table, parameters.source_of(t.path), t.revision)
+    except ConfigError as e:
+        raise ConfigError(f"teacher.path={t.path!r}: {str(e).removeprefix(f'model.path={t.path!r}: ')}") from None
+
+
+def check_vocabulary(student, teacher, name: str) -> None:
+    """Raises ConfigError unless two tokenizers give the same tokens the same ids. (Their models may have different
+    numbers of ids that no token has: heads are padded.)"""
+    mine, theirs = student.get_vocab(), teacher.get_vocab()
+    if mine == theirs:
+        return
+    other = sorted(t for t in mine.keys() & theirs.keys() if mine[t] != theirs[t])
+    only = sorted(mine.keys() ^ theirs.keys())
+    example = f"{other[0]!r} is {mine[other[0]]} here and {theirs[other[0]]} there" if other else \
+        f"{only[0]!r} is in one of them alone"
+    raise ConfigError(f"its tokenizer is not the student's: {len(other)} tokens have other ids and {len(only)} are in "
+                      f"one of them alone ({example}). Distributions over different tokens cannot be compared; have "
+                      "the teacher write completions and train on its text (run.recipe=sft), or take a student of its "
+                      "family")
+
+
+def vocabulary(tokenizer) -> str:
+    """A fingerprint of a tokenizer's map from tokens to ids."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+
+
+def open_teacher(job):
+    """The teacher that the config names."""
+    return {"local": LocalTeacher, "servers": ServerTeacher, "files": FileTeacher}[teacher_kind(job.config)](job)
+
+
+class LocalTeacher(Role):
+    """A frozen model on devices of the run."""
+
+    def __init__(self, job):
+        super().__init__("teacher", job)
+        c = job.config
+        self.options, self.wants = c.teacher, wanted(c)
+        source = parameters.source_of(self.options.path)
+        described = hf.load_config(source, self.options.revision)
+        unrolled = c.platform.kind == "cpu" and described.get("num_hidden_layers", 0) <= SHALLOW
+        self.model = models.build(described, compute_dtype=job.compute_dtype, scan_layers=not unrolled,
+                                  attention=c.model.attention, experts=c.model.experts,
+                                  ring=c.model.ring_attention)
+        if beyond := self.model.config.beyond(c.longest, made_of(c)):
+            raise ConfigError(f"teacher.path={self.options.path!r}: {beyond}")
+        self.vocab = min(self.model.config.vocab_size, job.model.config.vocab_size)
+        with self.on():
+            where = parameters.param_shardings(job, tree=self.model, role=self.place)
+            dtype = parameters.DTYPES[self.options.dtype]
+            self.held = hf.load_params(self.model, source, self.options.revision, where, dtype)
+        top = c.distill.top_k if self.wants == "top" else 0
+        if top > self.vocab:
+            raise ConfigError(f"distill.top_k={top}: the teacher has {self.vocab} tokens; lower it, or set 0 for all")
+        self._read = training.make_reader(
+            self.model, temperature=c.distill.teacher_temperature, chunk=c.train.logprob_chunk, put=self.put, top=top,
+            hidden=self.wants == "hidden")
+        self.rest()
+
+    def ask(self, traj, layout, student) -> dict[str, np.ndarray]:
+        """Raises RunStopped for a token that the teacher has no id for: it could not read it."""
+        if (beyond := int(traj.tokens.max())) >= (size := self.model.config.vocab_size):
+            raise RunStopped(f"the student wrote the token {beyond}, one of its padded ids that no text has; the "
+                             f"teacher's model ends at {size - 1}. Train the student on text first (run.recipe=sft), "
+                             "or take a teacher with as many ids")
+        at = student() if self.wants == "at" else None
+        with self.on():
+            found = self._read(self.params(), traj, layout, None if at is None else {"at": self._known(at)})
+        if self.wants == "hidden":
+            return {"teacher_hidden": found["hidden"]}
+        if self.wants == "logprob":
+            return {"teacher": found["logprob"]}
+        if self.wants == "at":
+            return {"teacher_ids": self._known(at), "teacher_logprobs": found["chosen"]}
+        return {"teacher_ids": self._known(found["ids"]), "teacher_logprobs": found["logprobs"]}
+
+    def _known(self, ids):
+        """ids that both have; -1 for the others, whose mass is then in the tail."""
+        return np.where(ids < self.vocab, ids, -1).astype(np.int32)
+
+    def head(self) -> dict[str, jax.Array]:
+        """{name below the parameters: the output matrix}, as wide as the student's, on the policy's devices: there the
+        divergence over the whole vocabulary is taken. {} where the loss does not need it."""
+        if self.wants != "hidden":
+            return {}
+        tied, job = self.model.config.tied, self.job
+        outer, inner = ("embed", "embedding") if tied else ("head", "kernel")
+        axes = next(entry.axes for entry in self.model.entries if entry.path == (outer, inner))
+        axis, size = 0 if tied else 1, job.model.config.vocab_size
+
+        def fitted(weight):
+            weight = jax.lax.slice_in_dim(weight, 0, min(size, weight.shape[axis]), axis=axis)
+            pad = [(0, size - weight.shape[axis] if i == axis else 0) for i in range(2)]
+            return jnp.pad(weight, pad)
+
+        with self.on():
+            weight = jax.jit(fitted)(self.params()[outer][inner])
+        shape = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        where = sharding.param_shardings(job.mesh, {"head": axes}, {"head": shape}, sharding.TRAIN_RULES)["head"]
+        return {f"{TEACHER}/{outer}/{inner}": memory.moved(weight, where)}
+
+    def close(self) -> None:
+        self.held = None
+
+
+class ServerTeacher:
+    """A model behind vLLM servers, which say the log-probs of a prompt's own tokens and of their most probable ones."""
+
+    def __init__(self, job):
+        c = job.config
+        self.wants, self.top, self.vocab = wanted(c), c.distill.top_k, job.model.config.vocab_size
+        self._scorer = PromptScorer(c.teacher.servers, c.teacher.timeout_seconds, c.longest)
+
+    def head(self) -> dict:
+        return {}
+
+    def ask(self, traj, layout, student) -> dict[str, np.ndarray]:
+        """Process 0 asks and tells the others."""
+        said = b""
+        if peers().first:
+            said = encode(None, self._asked(traj))
+        return decode(gather(peers(), "what the teacher's servers say", said)[0])[1]
+
+    def _asked(self, traj) -> dict[str, np.ndarray]:
+        count = len(traj.tokens)
+        sequences = np.split(traj.tokens, traj.offsets[1:-1])
+        answers = self._scorer.score(sequences, self.top if self.wants == "top" else 0)
+        if self.wants == "logprob":
+            own = np.concatenate([a.own for a in answers])
+            return {"teacher": np.where(traj.loss_mask, own, 0).astype(np.float32)}
+        ids, logprobs = np.full((count, self.top), -1, np.int32), np.zeros((count, self.top), np.float32)
+        for start, answer in zip(traj.offsets, answers, strict=False):
+            ids[start:start + len(answer.ids)], logprobs[start:start + len(answer.ids)] = answer.ids, answer.logprobs
+        return {"teacher_ids": np.where(ids < self.vocab, ids, -1).astype(np.int32), "teacher_logprobs": logprobs}
+
+    def close(self) -> None:
+        self._scorer.close()
+
+
+class FileTeacher:
+    """What another teacher said of the same rows (teacher.save)."""
+
+    def __init__(self, job):
+        c = job.config
+        self._files, self.vocab = TeacherFiles(c.teacher.files, vocabulary(job.tokenizer), c.distill), 0
+
+    def head(self) -> dict:
+        return {}
+
+    def ask(self, traj, layout, student) -> dict[str, np.ndarray]:
+        return self._files.columns(traj)
+
+    def close(self) -> None:
+        self._files.close()

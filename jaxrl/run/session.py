@@ -1,0 +1,568 @@
+"""What stands around a recipe's loop: its directory, log, stop, processes, checkpoints and triggers.
+
+A Session knows no algorithm and holds none of a run's state: what is to be saved is handed to it as parts (see
+`restore`).
+
+    with Session(spec, given) as s:
+        ...
+        s.restore(parts)
+        s.begin(evaluate)
+        while s.goes_on():
+            ...
+            with s.changing():
+                ... the update ...
+                s.advance(cursor, samples)
+            s.after_step(metrics, evaluate)
+        return s.finish(evaluate, export)
+
+With several processes all walk through the same calls. What depends on time or on what happened to one of them is
+agreed at stamped meetings (`together`, `decide`, `goes_on`), so that none can act on a decision the others lack.
+
+Leaving by an error saves first, where the state is that of a whole step (`changing`) and all processes know of the
+error; the error itself goes on. summary.json then has it as `error`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jaxrl.checkpoint.checkpointer import Checkpointer, CheckpointError, DiskHangs, SavesFail
+from jaxrl.checkpoint.resume import config_changes
+from jaxrl.checkpoint.uploads import Uploads
+from jaxrl.config.load import get, redacted
+from jaxrl.config.run_length import end, ends
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.processes.deadline import within
+from jaxrl.processes.faults import Faults, GracefulStop
+from jaxrl.processes.group import PeerLost, peers
+from jaxrl.report import report_of
+from jaxrl.run.closing import Closers, closing
+from jaxrl.run.python_api import Given, call_back
+from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
+from jaxrl.telemetry.best import Best
+from jaxrl.telemetry.compilations import Compilations
+from jaxrl.telemetry.health import Divergence, Idle
+from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
+
+log = logging.getLogger("jaxrl")
+SAVE_AGAIN_SECONDS = 60.0  # after the disk refused a save
+CLOSING_SECONDS = 60.0  # for closing a run whose disk hangs
+
+
+class Progress(NamedTuple):
+    """How far a run is: completed steps, position in the order of the data, sequences learnt from."""
+
+    step: int = 0
+    cursor: int = 0
+    samples: int = 0
+
+
+class Session:
+    """See the module. Args: a Spec; what was handed over from Python (jaxrl.run.python_api)."""
+
+    def __init__(self, spec, given: Given | None = None):
+        self.spec, self.given, self.run_dir = spec, given or Given(), Path(spec.run.dir)
+        self.progress = Progress()
+        self.started = time.monotonic()
+        self.phase = Phases()
+        self.compilations = Compilations()
+        self.stop = GracefulStop(starting=True)
+        self.peers = peers()
+        self.faults = Faults(spec.faults.plan, self.peers.index)
+        self.telemetry = None
+        self.ended_by = ""  # why a callback ended the run
+        self.eval_before = self.last_eval = None
+        self.parts, self.stream, self.comparison, self.profiler, self.idle = (), None, None, None, None
+        self.divergence = None
+        self.best: Best | None = None
+        self._last_step = ends(spec).get("train.steps")
+        self._stop_agreed = self._error_agreed = False
+        self._whole = False  # the parts are those of self.step
+        self._closers = Closers()
+        self.own = self._closers.own
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self):
+        try:
+            c = self.spec
+            self.console = self.own(open_console(c.run.dir, c, silent=not self.peers.first))
+            self.console.start()
+            self._starting = self.phase("start")
+            self._starting.__enter__()
+            self._closers.enter(self.stop)
+            self._find_checkpoint()
+        except BaseException as e:
+            self._closers.close(e)
+            raise
+        return self
+
+    def _find_checkpoint(self) -> None:
+        """The checkpoint that is resumed, or None: process 0 looks, the others take the same."""
+        c = self.spec
+        to = c.checkpoint.upload.to if c.run.mode == "train" else ()
+        self.uploads = self.own(Uploads(c.checkpoint.upload)) if to and self.peers.first else None
+        # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
+        before = lambda: self.telemetry.flush()  # noqa: E731
+        self.checkpointer = self.own(Checkpointer(c.run.dir, c, self.faults, before, self.uploads))
+        self.stop.newest = lambda: f"checkpoints: {self.checkpointer.newest()}; the same command goes on"
+        self.resumed = self.checkpointer.choose(c.run.resume)
+        if self.resumed is None or c.run.mode != "train":
+            return
+        refused, taken = config_changes(self.resumed.host["config"], redacted(c.asked))
+        if refused:
+            raise ConfigError(f"resuming {self.resumed.path}: these options would change the past: {'; '.join(refused)}"
+                              ". Use another run.dir, or run.resume=never")
+        for change in taken:
+            log.info("changed since the checkpoint: %s", change)
+
+    def held(self, name: str) -> dict | None:
+        """What the checkpoint that is resumed holds of a part (its `host`)."""
+        return None if self.resumed is None else self.resumed.host.get("parts", {}).get(name)
+
+    def reads(self, stream, read: dict) -> None:
+        """Takes the stream of training rows (None: there is none), which says where the data end, and the fingerprints
+        of what is read, which checkpoints keep."""
+        self.stream, self.read = stream, read
+        if stream is not None and self.peers.count == 1:  # several agree on a stop where they meet, behind the rows
+            stream.interrupted = self.interrupted
+        self.total_steps, self.ending = end(self.spec, stream and stream.total_steps)
+
+    def set_spec(self, spec) -> None:
+        """Replaces the spec with the one resolved against the actual devices."""
+        self.spec = spec
+
+    def restore(self, policy, parts=()) -> None:
+        """Starts the policy and the other parts of a run, from the checkpoint that is resumed or anew.
+
+        A part has `name`, `abstract()` (tree of ShapeDtypeStructs, {} for nothing), `start(arrays, host)` (what a
+        checkpoint held, or None and None), `arrays()` and `host()` (JSON-able dict; None = nothing of it is kept). The
+        policy's trees stand in a checkpoint by their own names, and it has no `host`. A checkpoint without a part
+        starts it anew, one with a part that is not wanted leaves it.
+        """
+        self.policy, self.parts = policy, parts
+        own = policy.abstract()
+        everything = {**own, **{part.name: part.abstract() for part in parts}}
+        try:
+            self.checkpointer.require_space(everything)
+        except OSError as e:
+            raise ConfigError(f"run.dir={self.spec.run.dir!r}: {e.strerror}") from None
+        held = None if self.resumed is None else self.resumed.host.get("parts", {})
+        wanted = {name: tree for name, tree in everything.items() if held is None or name in held or name in own}
+        partial = bool(set(held or ()) - set(everything))
+        restored = self.checkpointer.restore(wanted, self.spec.run.resume, partial=partial)
+        policy.start(restored and {name: restored.arrays[name] for name in own})
+        if restored is not None:
+            self.resume_at(restored.host)
+        for part in parts:
+            known = restored is not None and part.name in held
+            part.start(*(restored.arrays[part.name], held[part.name]) if known else (None, None))
+        self._restored = restored
+        self.due = triggers(self.spec, restored.host["triggers"] if restored else {})
+        self._new = [p.name for p in parts if restored and p.name not in held and p.host() is not None]
+
+    def resume_at(self, host: dict) -> None:
+        """Goes on from where a checkpoint's host values say."""
+        self.progress = Progress(host["step"], host["cursor"], host["samples"])
+        self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]
+        self._take_best(Best(self.spec, host.get("best")))
+
+    def _take_best(self, best: Best) -> None:
+        self.best, self.checkpointer.best = best, best.step if self.spec.checkpoint.keep_best else None
+        self.ended_by = best.over
+
+    def open_telemetry(self, read_only: bool = False, step: int | None = None) -> None:
+        """The sinks of metrics. step: completed steps of an earlier run that goes on."""
+        self.telemetry = self.own(Telemetry(
+            self.run_dir, self.spec, self.total_steps, resume_step=step, read_only=read_only,
+            silent=not self.peers.first, console=self.console))
+
+    def introduce(self, lines, numbers: dict) -> None:
+        """Opens telemetry; says what a person should know before the first step. numbers: derived, for config.json."""
+        c = self.spec
+        self.open_telemetry(step=self.step if self._restored else None)
+        self.phase.watch = self.console.phase
+        self.console.phase(self.phase.current)
+        if self.peers.first:
+            write_config(self.run_dir, c.asked, numbers)
+            self.idle = Idle(c.chosen())
+        self.divergence = Divergence(c, c.recipe.samples)
+        if self.best is None:
+            self._take_best(Best(c))
+        self.say(f"{lines}\n"
+                 f"learns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), {c.optimizer.schedule}\n"
+                 f"ends      after {self.total_steps} steps: {self.ending}")
+        if self._restored is not None:
+            lacks = f"; it holds no {', no '.join(self._new)}" * bool(self._new)
+            self.say(f"resumed   step {self.step} from {self._restored.path}{lacks}")
+
+    def begin(self, comparison=None, rates=lambda metrics, seconds: {}) -> None:
+        """The last thing before the loop.
+
+        comparison: what predicts this run and keeps what it measures (planning.comparison), or None. rates: (metrics,
+        seconds by phase) -> further metrics.
+        """
+        c, process, self.rates, self.comparison = self.spec, self.peers.index, rates, comparison
+        if comparison is not None and (planned := comparison.start()):
+            self.say(planned)
+        steps, memory = steps_of(c.profile, process), memory_of(c.profile, process)
+        if steps or memory:
+            self.profiler = self.own(Profiler(steps, self.run_dir / "profile", memory, c.profile.python))
+            self.profiler.at(self.step)
+        self._whole = True
+        if not self.ended():  # whatever an earlier run said, and however this one ends
+            self.telemetry.summary({"finished": False, "error": None})
+        self._starting.__exit__(None, None, None)
+        self.phase.take()  # start-up is not part of the first step
+        self.stop.started()
+
+    # -- during a step --------------------------------------------------------------------------------------------
+
+    def fault(self, component: str, phase: str = "") -> None:
+        if self.spec.faults.plan:
+            self.faults.fire(component, self.step + 1, phase)
+
+    def say(self, text: str) -> None:
+        """A message to the person at the console; nothing where it is empty."""
+        if text:
+            self.telemetry.print(text)
+
+    def interrupted(self) -> bool:
+        """Whether a stop has reached this process, by a signal or by word of another; asked while it works alone."""
+        if self.stop.reason:
+            self.peers.ask_stop()
+        return bool(self.stop.reason) or self.peers.stop_asked
+
+    def stopping(self) -> bool:
+        """Whether the run is to stop, the same on all processes: it changes at meetings only. (Alone: at once.)"""
+        return self.interrupted() if self.peers.count == 1 else self._stop_agreed
+
+    @property
+    def place(self) -> str:
+        """The stamp of a meeting: which step the run is in, and which weights it samples from."""
+        return f"step {self.step + 1}, weights {self.step}"
+
+    def together(self, what: str, work):
+        """What work() returns, or None on every process where a stop reached one of them before it was done (work() is
+        None).
+
+        What stops one of them (an engine that is lost, rewards that fail, a completion that never came) stops all: each
+        raises it, and they can still save together.
+        """
+        return work() if self.peers.count == 1 else self._together(what, work)
+
+    def _together(self, what: str, work):
+        done, error = None, None
+        try:
+            done = work()
+        except PeerLost:
+            raise
+        except (RunStopped, TimeoutError) as e:
+            error = e
+        with self.phase("wait"):
+            states = self.peers.meet(f"{self.place}: {what}", [done is not None, str(error or "")])
+        if any(text for _, text in states):
+            self._error_agreed = True
+            kind = RunStopped if error is None else type(error)
+            told = [f"{self.peers.who(i)}: {text}" for i, (_, text) in enumerate(states) if text]
+            raise kind("; ".join(told)) from error
+        self._stop_agreed |= not all(fine for fine, _ in states)
+        return None if self._stop_agreed else done
+
+    def decide(self, what: str, choose, *arguments):
+        """What process 0 finds by choose(*arguments), on all."""
+        if self.peers.count == 1:
+            return choose(*arguments)
+        return self.peers.decide(f"{self.place}: {what}", choose, *arguments)
+
+    def goes_on(self) -> bool:
+        """Asked before every step. A stop that reached any process since is agreed here."""
+        if self.peers.count > 1:
+            self._stop_agreed |= any(self.peers.meet(f"{self.place}: go on?", self.interrupted()))
+        return not (self.stopping() or self.ended())
+
+    def ended(self) -> bool:
+        """Whether train.steps, data.epochs or train.max_samples is reached, or a callback ended it; the same on all."""
+        samples = self.spec.train.max_samples
+        counted = (self._last_step and self.step >= self._last_step) or (samples and self.progress.samples >= samples)
+        return bool(self.ended_by or counted) or self.stream.exhausted(self.progress.cursor)
+
+    @contextlib.contextmanager
+    def changing(self):
+        """Around what turns the state of one step into that of the next. An error in here leaves a state of no step."""
+        self._whole = False
+        yield
+        self._whole = True
+
+    def advance(self, cursor: int, samples: int) -> Progress:
+        """The update of this step is done: the step counts."""
+        self.progress = Progress(self.step + 1, cursor, self.progress.samples + samples)
+        if self.profiler is not None:
+            self.profiler.at(self.step)
+        return self.progress
+
+    # -- around steps ---------------------------------------------------------------------------------------------
+
+    def before_first_step(self, evaluate) -> None:
+        """evaluate() -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
+        if self.ended_by:
+            self.say(f"this run was ended at step {self.step} by {self.ended_by}; go on with a larger eval.patience, or"
+                     " 0")
+            return
+        if self.ended():
+            name = self.ending.partition("=")[0]
+            further = 2 * (self.step if name == "train.steps" else get(self.spec.asked, name))
+            asked = "" if self.step <= self.total_steps else f" ({self.total_steps} are asked for)"
+            self.say(f"this run has finished its {self.step} steps{asked}; extend it with --config.{name}={further}, or"
+                     " start another with --config.run.dir=...")
+            return
+        first = self.step == 0 and self.spec.eval.before
+        if evaluate is not None and (first or self.due["eval"].missed):
+            metrics = self._evaluate(evaluate)
+            if metrics:  # no stop was asked for
+                if self.best.wanted:
+                    self.best.check(metrics)
+                self.eval_before = self.last_summary if first else self.eval_before
+                self.ended_by = call_back(self, self.telemetry.step(self.step, metrics, self.phase.take()))
+
+    def after_step(self, metrics: dict, evaluate, export, steps: int = 1, records=()) -> None:
+        """Evaluates, logs and saves as the triggers say. One line of metrics, written before its checkpoint; `metrics`
+        are per step, of the last `steps` steps. records: of the step's completions, for callbacks. export(folder):
+        writes the model."""
+        epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
+        due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
+        best = False
+        try:
+            if evaluate is not None and (due("eval") or (last and self.spec.eval.after)):
+                evaluated = self._evaluate(evaluate)
+                metrics, best = metrics | evaluated, self._better(evaluated)
+        finally:  # the step itself is done
+            metrics = self._log_step(metrics, steps)
+        self.checkpointer.check()
+        if self.checkpointer.take_refused():
+            self.due["save"].again(SAVE_AGAIN_SECONDS)
+        if due("save") or best:
+            self.save()
+        if due("export"):
+            self._export(export, self.run_dir / f"export_{self.step:08d}")
+        if self.given.callbacks or self.peers.count > 1:  # others may have been given some
+            self.ended_by = call_back(self, metrics, records) or self.ended_by
+
+    def _log_step(self, metrics: dict, steps: int) -> dict:
+        together, compiled = self.phase.take(), self.compilations.take()
+        spent = per_step(together, steps) if steps > 1 else together
+        metrics = metrics | self.rates(metrics, spent) | (self.uploads.metrics() if self.uploads is not None else {})
+        metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
+        metrics = self.telemetry.step(self.step, metrics, spent)
+        if self.comparison is not None:
+            self.comparison.add(self.step, together)
+        for warning in self.idle.check(self.step, metrics) if self.idle is not None and self.idle.watched else ():
+            log.warning(warning)
+        for warning in self.divergence.check(self.step, metrics):
+            if self.peers.first:
+                log.warning(warning)
+            if self.spec.train.stop_on_divergence:
+                self.ended_by = f"train.stop_on_divergence: {self.divergence.found}"
+        return metrics
+
+    def _evaluate(self, evaluate) -> dict:
+        """Metrics of the held-out sets; {} when a stop came on the way. What is not finished is due again."""
+        self.due["eval"].missed = True
+        with self.phase("eval"):
+            metrics, rows, told = evaluate()
+        if metrics:
+            self.due["eval"].missed = False
+            self.last_summary, self.last_eval = told, {"step": self.step, **told}
+            self.telemetry.samples(self.step, rows)
+        return metrics
+
+    def _better(self, evaluated: dict) -> bool:
+        """Whether a checkpoint is due, since this evaluation is the best. Ends the run where eval.patience says so."""
+        if not evaluated or not self.best.wanted:
+            return False
+        found = self.best.add(self.step, evaluated)
+        if not self.ended():
+            self.ended_by = self.best.over
+        if found and self.spec.checkpoint.keep_best:
+            self.checkpointer.best = self.step
+            return True
+        return False
+
+    def save(self) -> None:
+        """A checkpoint of this step, unless there is one."""
+        if self.checkpointer.committed == self.step:
+            return
+        with self.phase("checkpoint"):
+            self.checkpointer.save(self.step, *self.content())
+
+    def content(self) -> tuple[dict, dict]:
+        """(arrays, host values) of a checkpoint of this step."""
+        host = {
+            **self.progress._asdict(), "eval_before": self.eval_before, "last_eval": self.last_eval,
+            "config": redacted(self.spec.asked), "read": self.read,
+            "triggers": {name: due.state() for name, due in self.due.items()},
+            "best": self.best and self.best.state(),
+            "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
+        }
+        arrays = {part.name: part.arrays() for part in self.parts if part.name in host["parts"]}
+        return self.policy.arrays() | arrays, host
+
+    def save_for_good(self) -> None:
+        """Returns once this step is on disk, whole. Raises SavesFail where that cannot be."""
+        self.checkpointer.wait()  # a save of this step may be under way, and may fail
+        self.save()
+        self.checkpointer.require(self.step)
+
+    def _export(self, export, folder) -> None:
+        limit = self.spec.checkpoint.timeout_seconds
+        late = f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"
+        with self.phase("export"), within(limit, late):
+            export(folder)
+        if self.uploads is not None and self.uploads.wants("exports", last=folder.name == "export"):
+            self.uploads.add(folder, folder.name, self.step)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def finish(self, evaluate, export) -> dict:
+        """Final evaluation, checkpoint, export, summary (returned); after a stop only checkpoint and summary."""
+        c = self.spec
+        stopped = self.stopping() and not self.ended()
+        evaluated, best = (self.last_eval or {}).get("step") == self.step, False
+        if not stopped and not evaluated and c.eval.after and evaluate is not None:
+            metrics = self._evaluate(evaluate)
+            best = self._better(metrics)
+            self.telemetry.step(self.step, metrics, self.phase.take())
+            stopped = self.stopping() and self.due["eval"].missed
+        unsaved = None
+        try:
+            if (stopped or c.checkpoint.at_end or best) and self.step > 0:
+                self.save_for_good()
+            self.checkpointer.wait()
+        except SavesFail as e:
+            if stopped or not c.checkpoint.export_at_end:
+                raise
+            unsaved = e  # an export is smaller, and may lie elsewhere
+        self.phase.take()
+        out = self._summary(stopped)
+        try:
+            if not stopped and c.checkpoint.export_at_end:
+                self._go_to_best()
+                self._export(export, self.run_dir / "export")
+                out["export"] = str(self.run_dir / "export")
+        finally:
+            if unsaved is not None:
+                where = f"in {out['export']}" if "export" in out else "not exported either"
+                log.error("the model of step %d is %s", self.step, where)
+                raise unsaved
+        self.telemetry.flush()  # what is not on disk is no finished run
+        self.telemetry.summary(out)
+        if c.checkpoint.upload.to:
+            out["uploads"] = self.decide("uploads", self._sent, stopped)
+            self.telemetry.summary(out)
+        self.report()
+        if stopped:
+            saved = "everything is saved, the same command goes on from here"
+            saved = saved if self.step else "no step was done, nothing was saved"
+            self.say(f"stopped at step {self.step} of {self.total_steps}; {saved}")
+        else:
+            if self.comparison is not None and (compared := self.comparison.end()):
+                self.say(compared)
+            self.say(closing(out))
+        return out
+
+    def _go_to_best(self) -> None:
+        """The policy becomes that of the best evaluation, with checkpoint.keep_best, where its checkpoint is there."""
+        step = self.checkpointer.best
+        if step in (None, self.step):
+            return
+        try:
+            arrays = self.checkpointer.read(step, self.policy.abstract())
+        except CheckpointError as e:
+            log.error("the exported model is that of step %d, not of the best evaluation: %s", self.step, e)
+            return
+        self.policy.held = None  # two do not fit
+        self.policy.start(arrays)
+
+    def report(self) -> None:
+        """Writes report.html anew, where log.report asks for it."""
+        if self.spec.log.report and self.peers.first:
+            report_of(self.run_dir)
+
+    def _sent(self, stopped: bool) -> dict:
+        """What became of uploads. After a stop they get run.stop_seconds, and the last checkpoint is not the run's."""
+        c = self.spec
+        if not stopped and self.uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
+            path = self.checkpointer.path_of(self.step)
+            if c.checkpoint.upload.checkpoints != "all":  # else it is sent, or was
+                self.uploads.add(path, f"checkpoints/{path.name}", self.step)
+        if waiting := int(self.uploads.metrics()["upload/waiting"]):
+            self.say(f"uploads   {waiting} not done yet")
+        out = self.uploads.end(c.run.stop_seconds if stopped else c.checkpoint.upload.wait_seconds)
+        self.checkpointer.prune()
+        return out
+
+    def _summary(self, stopped: bool) -> dict:
+        out = {
+            "steps": self.step, "finished": not stopped and not self.ended_by, "error": None,
+            "samples": self.progress.samples,
+            "seconds": self.phase.totals(), "wall_seconds": time.monotonic() - self.started,
+            "run_dir": str(self.run_dir), "checkpoints": self.spec.checkpoint.dir or str(self.run_dir / "checkpoints"),
+            "metrics": str(self.run_dir / "metrics.jsonl"),
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        }
+        if self.ended_by:
+            out["ended_by"] = self.ended_by
+        if self.best is not None and self.best.step is not None:
+            out["best"] = {name: value for name, value in self.best.state().items() if name != "since"}
+        if self.divergence is not None and self.divergence.found:
+            out["diverged"] = self.divergence.found
+        if self.comparison is not None and self.comparison.predicted:
+            out |= {"planned": self.comparison.predicted, "measured": self.comparison.measured()}
+        if self.eval_before:
+            out["eval_before"] = self.eval_before
+        if self.last_eval and not stopped:
+            out["eval_after"] = self.last_eval
+        return out
+
+    def __exit__(self, kind, error, trace):
+        seconds = CLOSING_SECONDS if isinstance(error, DiskHangs) else 0
+        with within(seconds, f"stopped: {error}"):  # what is still to be written may hang, too
+            if error is not None and self.telemetry is not None and self.spec.run.mode == "train":
+                self._keep(error)
+            self._closers.close(error)
+
+    def _keep(self, error: BaseException) -> None:
+        """What can be kept of a run that ends by an error. Raises nothing: the user is to see the error."""
+        known = self.peers.count == 1 or self._error_agreed  # saving is a thing of all processes
+        try:
+            if self._whole and known and self.step > 0 and not isinstance(error, SavesFail):
+                self.save_for_good()
+                log.error("the run ends by an error; step %d is saved, the same command goes on from it", self.step)
+        except Exception as e:
+            log.error("the run ends by an error, and step %d could not be saved: %s", self.step, e)
+        known = {"uploads": self.uploads.end(self.spec.run.stop_seconds)} if self.uploads is not None else {}
+        told = {"finished": False, "error": f"{type(error).__name__}: {error}", "steps": self.step}
+        try:
+            self.telemetry.summary(told | known)
+        except Exception as e:
+            log.error("summary.json could not be written: %s", e)
+        self.report()
+
+
+def triggers(spec, states: dict) -> dict[str, Every]:
+    """When evaluation, checkpoints and exports are due. states: of an earlier run that goes on."""
+    e, c = spec.eval, spec.checkpoint
+    periods = {"eval": (e.every_steps, e.every_epochs, e.every_seconds),
+               "save": (c.every_steps, c.every_epochs, 60 * c.every_minutes),
+               "export": (c.export_every_steps, c.export_every_epochs, 60 * c.export_every_minutes)}
+    return {name: Every(*period, state=states.get(name)) for name, period in periods.items()}

@@ -1,0 +1,599 @@
+"""What every job needs before its first step: mesh, tokenizer, model, state, and how batches reach the devices."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxrl import data as data_room
+from jaxrl import models, sharding, training
+from jaxrl.checkpoint.fingerprints import compared
+from jaxrl.config.lengths import made_of
+from jaxrl.config.load import get
+from jaxrl.config.registry import recipe_of, sequences
+from jaxrl.config.run_length import ends
+from jaxrl.errors import ConfigError
+from jaxrl.kernels import check, low_precision
+from jaxrl.kernels.attention.packed.api import ORDERS, XLA
+from jaxrl.kernels.fallback import distrust
+from jaxrl.kernels.platform import platform
+from jaxrl.models import adapters
+from jaxrl.models.feed_forward import gate_of
+from jaxrl.models.io import hf
+from jaxrl.models.value import ValueModel
+from jaxrl.processes.exchange import put
+from jaxrl.resolve.spec import here, resolve
+from jaxrl.rewards import RewardPool
+from jaxrl.rewards.items import trial_items
+from jaxrl.roles.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
+from jaxrl.roles.reward_model import Judge, described
+from jaxrl.rollout import EngineContext, engine_of, make_engine
+from jaxrl.rollout.engines import check_served, shared_gpus
+from jaxrl.rollout.threaded import ThreadedEngine
+from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
+from jaxrl.run.environments import in_episodes, open_pool
+from jaxrl.run.judge_server import JudgeServers
+from jaxrl.run.session import Session
+from jaxrl.sharding import memory
+from jaxrl.sharding.mesh import processes_of
+from jaxrl.telemetry import find_sink
+from jaxrl.training import router
+
+log = logging.getLogger("jaxrl")
+KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on them, by device, jax and source
+
+
+@dataclasses.dataclass
+class Job:
+    """The fixed parts of a run. Parameters live in TrainState, not here."""
+
+    config: Any
+    run_dir: Path
+    mesh: Any
+    tokenizer: Any
+    hf_config: dict
+    model: Any
+    eos_ids: tuple[int, ...]
+    compute_dtype: Any
+    row_shapes: Any
+    # where nothing is learnt; row_shapes itself unless train.score_tokens_per_microbatch says otherwise
+    score_shapes: Any
+    meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
+    # What open_run adds: rewards of training and of evaluation, held-out sets, the stream of training rows, the rollout
+    # engine.
+    rewards: Any = None
+    eval_rewards: Any = None
+    eval_sets: dict = dataclasses.field(default_factory=dict)
+    stream: Any = None
+    engine: Any = None
+    judge: Any = None  # the reward model (roles.reward_model), where there is one
+
+    @property
+    def decode(self):
+        """ids of completions -> their texts, see data.completion_texts."""
+        return data_room.completion_texts(self.tokenizer, (*self.eos_ids, *self.config.rollout.stop_token_ids))
+
+    def mesh_of(self, role: str):
+        return self.meshes.get(role, self.mesh)
+
+    def on(self, role: str):
+        """A context in which programs are those of a role's mesh."""
+        mesh = self.mesh_of(role)
+        return contextlib.nullcontext() if mesh is self.mesh else jax.set_mesh(mesh)
+
+    def here(self, role: str) -> bool:
+        """Whether this process has devices of a role."""
+        return jax.process_index() in processes_of(self.mesh_of(role))
+
+    def apart(self, role: str) -> bool:
+        """Whether a role has devices that no other one uses."""
+        others = [self.mesh, *(mesh for name, mesh in self.meshes.items() if name != role)]
+        taken = {d for mesh in others for d in mesh.devices.flat}
+        return role in self.meshes and not set(self.meshes[role].devices.flat) & taken
+
+    def rests(self, role: str) -> bool:
+        """Whether a role leaves its devices between its uses (mesh.roles.<role>.rest; rollout.placement=colocated)."""
+        if role == "sampler" and self.config.rollout.placement == "colocated":
+            return True
+        return self.config.mesh.roles.get(role, {}).get("rest", "device") in ("host", "none")
+
+    def streams(self, role: str) -> bool:
+        """Whether a role's parameters stay in host memory and are streamed through the programs that use them."""
+        return self.config.mesh.roles.get(role, {}).get("rest") == "streamed"
+
+    def put(self, batch, role="policy"):
+        """Host PackedBatch -> a role's devices, rows over dp x fsdp x ep and each row over cp. Every process has the
+        whole batch and gives its devices their parts."""
+        return put(batch, sharding.batch_sharding(self.mesh_of(role)))
+
+    @property
+    def tree(self):
+        return policy_tree(self.model, self.config.shares_trunk)
+
+
+def start_jax(config) -> None:
+    """Process-wide jax settings; called once before the first device use."""
+    if config.run.deterministic:
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    share_gpus(shared_gpus(config), memory_fraction(config), os.environ)
+    cache = config.run.compile_cache
+    path = Path.home() / ".cache" / "jaxrl" / "xla" if cache == "auto" else Path(cache).expanduser()
+    directory = str(path) if cache else None
+    if jax.config.jax_compilation_cache_dir != directory:  # an earlier job of this process may have used another
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", directory)
+    least = min(0.3, jax.config.jax_persistent_cache_min_compile_time_secs)  # less where who started it says so
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    if cache and config.run.compile_cache_gb:
+        trim_cache(path, config.run.compile_cache_gb)
+
+
+def trim_cache(folder: Path, limit_gb: float) -> None:
+    """Deletes the compiled programs that were used longest ago until the rest takes at most so many GB.
+
+    (jax's own limit, jax_compilation_cache_max_size, stops writing into a folder that was begun without it.)
+    """
+    with contextlib.suppress(OSError):  # another run may be at it, too; a program that is gone is compiled again
+        found = [(max(s.st_atime, s.st_mtime), s.st_size, p) for p in folder.glob("*-cache") for s in [p.stat()]]
+        total = 0
+        for _, size, path in sorted(found, reverse=True):
+            total += size
+            if total > limit_gb * 1e9:
+                path.unlink(missing_ok=True)
+
+
+def share_gpus(how: str, fraction: float, environ) -> None:
+    """Sets jax's part of GPUs that servers take `fraction` of (how: engines.shared_gpus); what the user set stays.
+
+    In turns: memory is given back to the device as soon as it is free, which of jax's allocators only `platform` does
+    (jax's documentation, "GPU memory allocation"); it costs time at every allocation. Side by side: a fixed part.
+    """
+    if how == "turns":
+        environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    elif how == "halves" and "XLA_CLIENT_MEM_FRACTION" not in environ:
+        environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.05, BOTH_MEMORY - fraction):.2f}")
+
+
+def first_prompt(s, job) -> str:
+    """What a person should see of the data before the first step; "" where there is nothing new."""
+    if job.stream is None or s.step:
+        return ""
+    example = job.stream.dataset[0]
+    return f"first prompt ({len(example.prompt_ids)} tokens): {job.tokenizer.decode(example.prompt_ids)!r}"
+
+
+def stream_metrics(s, job) -> dict[str, float]:
+    data = job.stream.dataset
+    return {
+        "data/epoch": s.stream.epoch(s.progress.cursor),
+        "data/samples": float(s.progress.samples),
+        "data/filtered_fraction": data.filtered_fraction,
+        "data/bad_rows": float(data.bad.count),
+        "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
+    } | {f"source/{name}/{what}": value for name, found in s.stream.sources(s.progress.cursor).items()
+         for what, value in zip(("share", "epoch"), found, strict=True)}
+
+
+class Read(NamedTuple):
+    """All that a user brings, read and checked: Inputs, rewards of training and of evaluation, held-out sets, stream of
+    training rows, workers of episodes, description of a reward model."""
+
+    inputs: Inputs
+    rewards: Any
+    eval_rewards: Any
+    eval_sets: dict
+    stream: Any
+    pool: Any = None
+    judge: Any = None
+
+
+def read_all(s, with_rewards: bool = True) -> Read:
+    """Reads and checks everything that a user brings to a Session, before any device work. Raises ConfigError.
+    with_rewards: also rewards, but in a job of pairs none of whose held-out sets is to be answered."""
+    c, given, pool, rewards, eval_rewards, servers = s.spec, s.given, None, None, None, None
+    for sink in c.log.sinks:
+        find_sink(sink)
+    if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
+        pool, rewards, eval_rewards, servers = _workers(s)
+    inputs = read_inputs(c, given.tokenizer)
+    data_room.day_of(inputs.tokenizer, (s.resumed.host.get("read") or {}).get("day", "") if s.resumed else "")
+    if s.resumed is None:
+        check_weights(c, inputs)
+    judge = described(c, inputs.tokenizer) if with_rewards else None
+    if pool is not None:
+        pool.ready()
+    train_set, eval_sets = load_data(c, given, inputs, pool.tools if pool is not None else ())
+    workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
+    workers = {option: its for option, its in workers.items() if its is not None}
+    read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed, workers)
+    stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set, s.held))
+    s.reads(stream, read)
+    with_rewards = with_rewards and (not c.recipe.pairs or bool(answered(c, eval_sets)))
+    if with_rewards:
+        if rewards is None:
+            pool, rewards, eval_rewards, servers = _workers(s)
+        servers.wait()
+        first = next(iter(answered(c, eval_sets).values()), None)
+        scored = train_set if c.recipe.samples and train_set is not None else first
+        for scorer, dataset in {eval_rewards: first, rewards: scored}.items():
+            scorer.wait()
+            # a reward that fails on the first rows of what it is for stops the run here
+            if c.reward.trial and dataset is not None:
+                scorer.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
+            if s.peers.first:
+                for found in scorer.agreements():
+                    log.info(found.text())
+    return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool, judge)
+
+
+def _workers(s):
+    """(pool of episodes or None, rewards of training, of evaluation, servers of judges), which begin to start."""
+    pool = open_pool(s)
+    given = s.given.rewards if s.given.rewards is not None else s.spec.reward.functions
+    named = {f for f in (*given, *s.spec.eval.rewards) if isinstance(f, str)}
+    servers = s.own(JudgeServers(s.spec, named, s.peers.count))
+    rewards = eval_rewards = s.own(RewardPool(s.spec, functions=s.given.rewards, servers=servers.found))
+    if s.spec.eval.rewards:
+        eval_rewards = s.own(RewardPool(s.spec, names=s.spec.eval.rewards, servers=servers.found))
+    return pool, rewards, eval_rewards, servers
+
+
+def answered(c, eval_sets: dict) -> dict:
+    """The held-out sets that an engine answers: in jobs of pairs those whose rows are prompts alone, else all. Raises
+    ConfigError for a set that is of both kinds."""
+    if not c.recipe.pairs:
+        return eval_sets
+    out = {}
+    for name, dataset in eval_sets.items():
+        whole = dataset.target_lengths > 0
+        if whole.any() and not whole.all():
+            raise ConfigError(f"eval set {name}: {int(whole.sum())} of its {len(dataset)} rows hold pairs or labels, "
+                              "the others prompts alone; give two sets")
+        out |= {} if whole.any() else {name: dataset}
+    return out
+
+
+def load_data(c, given, inputs: Inputs, tools=()):
+    """(training rows, or None; held-out sets by name). tools: schemas of what prompts offer."""
+    tokenizer, eos = inputs.tokenizer, inputs.eos_ids[0]
+    train_set = None if c.run.mode == "eval" else data_room.load_train(c, tokenizer, eos, given.data, tools)
+    return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set, given.eval, given.data, tools)
+
+
+def check_inputs(config, given=None, with_rewards: bool = True) -> None:
+    """Reads and checks all inputs of a job and closes them again. Raises ConfigError; touches no device."""
+    with Session(resolve(config), given) as s:
+        read_all(s, with_rewards)
+
+
+def open_run(s, with_engine: bool = True) -> Job:
+    """The job of a Session: all inputs, then devices and model, then the engine with nothing in it yet."""
+    read = read_all(s, with_engine)
+    job = open_job(s.spec, read.inputs)
+    s.set_spec(job.config)
+    look_at_kernels(s, job)
+    engine = None
+    if with_engine and read.rewards is not None:
+        engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
+                                           job.eos_ids, job.hf_config))
+        beside = job.apart("sampler")
+        if read.pool is not None:
+            engine = in_episodes(engine, read.pool, job.config, job.tokenizer)
+            beside = beside or engine.info.concurrent
+        engine = s.own(ThreadedEngine(engine) if job.config.ahead and beside else engine)
+        if job.rests("sampler"):
+            if not engine.info.sleeps:
+                raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
+                                  "(EngineInfo.sleeps)")
+            engine.rest()  # what is loaded next finds its devices free
+    judge = Judge(job, read.judge) if read.judge is not None else None
+    return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
+                               stream=read.stream, engine=engine, judge=judge)
+
+
+def look_at_kernels(s, job) -> None:
+    """Takes out of what runs by itself the kernels of these devices that do not agree with the reference, on every
+    process what one of them found. The first time that device, jax and kernel meet; CPUs have none."""
+    wrong: dict[str, dict[str, str]] = {"attention": {}, "experts": {}}
+    c, kernels = job.model.config, [name for name in ORDERS[platform()] if name not in XLA]
+    if kernels and job.config.model.attention == "auto":
+        heads = check.Heads(2 * c.num_heads // c.num_kv_heads, 2, c.head_dim)
+        found = check.first_use(job.compute_dtype, heads, c.attention_softcap, c.sinks, KERNELS)
+        for told in s.peers.meet("kernels of attention", found):
+            wrong["attention"] |= told
+    if kernels and c.num_experts and job.config.model.experts == "auto":
+        tp = job.mesh.shape["tp"]
+        width = c.expert_size // tp if c.expert_size % tp == 0 else c.expert_size
+        layer = check.Experts(c.hidden_size, width, gate_of(c), f"{c.activation} {c.gate_alpha} {c.gate_limit}",
+                              c.expert_bias)
+        found = check.first_use_of_experts(job.compute_dtype, layer, KERNELS)
+        for told in s.peers.meet("kernels of experts", found):
+            wrong["experts"] |= told
+    for op, names in wrong.items():
+        distrust(op, names)
+        for name, why in names.items():
+            log.warning("%s: %s does not agree with the reference on this device (%s), and is left out: the next "
+                        "implementation runs. jaxrl doctor writes what to report", op, name, why)
+
+
+class Inputs(NamedTuple):
+    """What a job reads before it touches a device. `table` is the model's, for its parameter table only."""
+
+    tokenizer: Any
+    hf_config: dict
+    eos_ids: tuple[int, ...]
+    table: Any
+
+
+def check_experts(config, model) -> None:
+    """ConfigError for options of experts and routers that the model does not have."""
+    t, kind = config.train, "a model without experts"
+    given = {f"train.{n}": t[n] for n in ("router_balance", "router_z", "router_bias_rate") if t[n]}
+    given |= {"model.experts": config.model.experts} if config.model.experts != "auto" else {}
+    given |= {"algorithm.routes": config.algorithm.routes} if config.algorithm.routes != "own" else {}
+    if given and not model.config.num_expert_layers:
+        name, value = next(iter(given.items()))
+        raise ConfigError(f"{name}={value} has no effect on {kind}; leave it out")
+    if t.router_bias_rate and not router.has_correction(model):
+        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate}: the routers of this family choose by their "
+                          "probabilities alone, without a bias; set train.router_balance")
+    if t.router_bias_rate and config.lora.rank:
+        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with lora.rank={config.lora.rank}: the base of "
+                          "adapters does not change; leave it out")
+
+
+def read_inputs(config, tokenizer=None) -> Inputs:
+    """Reads tokenizer (None: as the config says) and model description. Touches no device, loads no weights.
+
+    Raises ConfigError when one cannot be read or they do not fit each other.
+    """
+    m = config.model
+    try:
+        hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained")
+        table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
+    except ConfigError as e:
+        raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
+    unrolled = dataclasses.replace(table, scan_layers=False)  # whether layers are scanned is not decided yet
+    adapters.check(adapted(config, unrolled))
+    experts = table.config.num_expert_layers
+    check_experts(config, unrolled)
+    if experts and config.lora.adapters:
+        raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
+                          "is that of all adapters' tokens; train one adapter at a time")
+    if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
+        raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
+                          f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
+    family = models.FAMILIES[hf_config["model_type"]]
+    check_served(config, hf_config, family)
+    if not family.classifies and config.run.recipe == "reward_model":
+        raise ConfigError(f"run.recipe=reward_model with model_type={hf_config['model_type']}: transformers has no "
+                          "sequence classifier of this family to be written as; choose a model of another family")
+    own = tokenizer is not None
+    tokenizer = data_room.prepared(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
+    if len(tokenizer) > table.config.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {table.config.vocab_size};"
+            " use the model's own tokenizer or set model.config.vocab_size"
+        )
+    return Inputs(tokenizer, hf_config, eos_ids(config, hf_config, tokenizer), table)
+
+
+def check_weights(config, inputs: Inputs) -> None:
+    """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
+    if config.model.init == "pretrained":
+        check, table = hf.check_weights, inputs.table
+        if recipe_of(config).scores:  # a language model or a sequence classifier
+            check, table = hf.check_critic, ValueModel(table, name=config.reward_model.head, bias=False)
+        check(table, source_of(config.model.path), config.model.revision)
+    critic = ValueModel(inputs.table, name=config.critic.head)
+    for role, check, table in (("reference", hf.check_weights, inputs.table), ("critic", hf.check_critic, critic)):
+        if path := config[role].path:
+            try:
+                check(table, source_of(path), config[role].revision)
+            except ConfigError as e:
+                raise ConfigError(f"{role}.path={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
+
+
+def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
+    """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
+
+    config: a Spec or ConfigDict, of which all is decided here that the devices have a say in. mesh: one of devices that
+    need not be here, for plans; it is not put in force.
+
+    Raises ConfigError when the devices do not fit the mesh, and as read_inputs does.
+    """
+    tokenizer, hf_config, ends, _ = inputs or read_inputs(config)
+    meshes = {}
+    if mesh is None:
+        meshes = sharding.role_meshes(config.mesh)
+        mesh = meshes.pop("policy")
+        meshes = {role: own for role, own in meshes.items() if own is not mesh}
+        jax.set_mesh(mesh)
+    spec = resolve(config, getattr(config, "platform", None) or here(), hf_config)
+    if not isinstance(mesh, jax.sharding.AbstractMesh) and mesh is jax.sharding.get_mesh():
+        check_roles(spec)
+    precision = spec.run.matmul_precision
+    jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
+    model = build_model(spec, hf_config)
+    sharding.check_experts(mesh.shape["ep"], model.config.num_experts)
+    for role in set(meshes) & {"reference", "sampler"}:  # the others may have models of their own
+        sharding.check_experts(meshes[role].shape["ep"], model.config.num_experts, f"mesh.roles.{role}.ep")
+    if beyond := model.config.beyond(spec.longest, made_of(spec)):
+        if spec.recipe.samples and not engine_of(spec).beyond_context:
+            raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
+        log.warning("%s", beyond)
+    theirs = [meshes.get(role, mesh) for role in ("policy", "reference", "critic", "teacher")]
+    shards, ranks = math.lcm(*map(sharding.data_shards, theirs)), math.lcm(*(m.shape["cp"] for m in theirs))
+    windows = [layer.window for layer in model.config.layers]
+
+    def shapes_of(tokens):
+        return training.row_shapes(spec.train.row_lengths, spec.longest, tokens, shards, spec.train.row_counts, ranks,
+                                   windows)
+
+    shapes = shapes_of(spec.train.tokens_per_microbatch)
+    scored = shapes_of(spec.train.score_tokens_per_microbatch) if spec.train.score_tokens_per_microbatch else shapes
+    if spec.train.tokens_per_microbatch < shapes.lengths[-1]:
+        log.warning("train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
+                    spec.train.tokens_per_microbatch, shapes.lengths[-1])
+    return Job(spec, Path(spec.run.dir), mesh, tokenizer, hf_config, model, ends, model.compute_dtype, shapes, scored,
+               meshes)
+
+
+def check_roles(config) -> None:
+    """Raises ConfigError where something should rest in host memory and the platform has none for it, and for a
+    sampler's role with an engine that has devices of its own."""
+    if "sampler" in config.mesh.roles and not engine_of(config).on_mesh:
+        raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has devices "
+                          "of its own; leave it out, or set rollout.engine=jax")
+    asked = ["optimizer.offload"] * config.optimizer.offload
+    asked += ["model.remat=offload"] * (config.model.remat == "offload")
+    asked += [f"mesh.roles.{role}.rest" for role, given in config.mesh.roles.items()
+              if given.get("rest") in ("host", "streamed")]
+    if asked and not memory.can_rest(jax.local_devices()[0]):
+        raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's "
+                          "memory; leave it out")
+
+
+def build_model(spec, hf_config):
+    """The model as the spec computes it."""
+    c = spec.model
+    if spec.origin("model.remat") == "model" and c.remat == "none" and c.remat_every > 1:
+        log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full",
+                    c.remat_every)
+    every = 1 if c.remat == "none" else c.remat_every
+    if spec.platform is not None:
+        low_precision.check(spec.train.matmul, spec.platform.kind, spec.train.matmul_emulated)
+    model = models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
+                         remat=c.remat, remat_every=every, attention=c.attention, matmul=spec.train.matmul,
+                         experts=c.experts, ring=c.ring_attention)
+    return adapted(spec, model)
+
+
+def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
+    """Token ids that end an answer: model.eos_tokens, else that with which the chat template ends a turn and those of
+    the model and its tokenizer. The first is what training writes behind an answer.
+
+    Raises ConfigError for an unknown token or when there is none.
+    """
+    if config.model.eos_tokens:
+        ids = []
+        for token in config.model.eos_tokens:
+            i = tokenizer.convert_tokens_to_ids(token)
+            if i is None or (i == tokenizer.unk_token_id and token != tokenizer.unk_token):
+                raise ConfigError(f"model.eos_tokens: {token!r} is not one token of the tokenizer")
+            ids.append(int(i))
+        return tuple(ids)
+    turn = data_room.end_of_turn(config, tokenizer)
+    ids = tuple(dict.fromkeys((*(() if turn is None else (turn,)), *hf.eos_token_ids(hf_config, tokenizer))))
+    if not ids:
+        raise ConfigError("model.eos_tokens is empty and neither model nor tokenizer names an end-of-text token")
+    return ids
+
+
+def _size(model) -> str:
+    active = f" ({model.num_active / 1e6:.2f} M for one token)" if model.num_active < model.num_parameters else ""
+    return f"{model.num_parameters / 1e6:.2f} M parameters{active}"
+
+
+def describe(job: Job) -> str:
+    """What a person should know before the first step."""
+    c = job.config
+    device = jax.devices()[0]
+    lines = [
+        f"jaxrl {c.run.recipe}: {job.run_dir}",
+        f"devices   {jax.device_count()} x {device.device_kind} ({device.platform}), mesh "
+        + " x ".join(f"{a}={n}" for a, n in job.mesh.shape.items()),
+        *(f"          {role}: {own.size} devices, " + " x ".join(f"{a}={n}" for a, n in own.shape.items())
+          for role, own in job.meshes.items()),
+        f"model     {job.hf_config.get('model_type')}, {_size(job.model.base)}, compute "
+        f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
+        *adapter_lines(job),
+        *turns_lines(job),
+    ]
+    if c.recipe.samples and c.recipe.judged:
+        lines += algorithm_lines(c)
+    decided = [f"{name}={get(c, name)} ({origin})" for name, origin in c.origins.items()
+               if not name.startswith(("algorithm.", "optimizer.lr"))]
+    lines.append("decided   " + ", ".join(decided))
+    numbers = derived(c) | ({"training rows": len(job.stream.dataset)} if job.stream is not None else {})
+    if job.stream is not None and job.stream.mix is not None:
+        numbers |= {f"rows of {name}": len(part) for name, part in job.stream.dataset.parts.items()}
+    lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
+    return "\n".join(lines)
+
+
+def turns_lines(job: Job) -> list[str]:
+    """Says that staleness overlaps nothing, where the engine samples only while the trainer waits for it."""
+    stale = job.config.rollout.max_staleness
+    if not stale or job.engine is None or job.engine.info.concurrent:
+        return []
+    return [f"staleness rollout.max_staleness={stale} on the trainer's devices: rollout and update take turns, so a "
+            "step takes the sum of both",
+            "          and only slots that would wait for the longest completion gain. To overlap the two: "
+            "mesh.roles.sampler.devices or",
+            "          rollout.vllm.devices on other devices; if completions are of one length: "
+            "rollout.max_staleness=0 (docs/explanations/asynchrony.md)"]
+
+
+def adapter_lines(job: Job) -> list[str]:
+    """What trains, and what does not, where there are adapters."""
+    if (adapter := job.model.adapter) is None:
+        return []
+    own, ranks = trained(job), sorted({target.rank for target in adapter.targets})
+    each = {name: ", ".join(f"{key}={value}" for key, value in sorted(job.config.lora.adapters[name].items()))
+            for name, _ in adapter.parts}
+    size = sum(math.prod(e.shape) for e in job.tree.entries if "/".join(e.path) in own)
+    kind, held = dtypes(job), [e for e in job.model.entries if "/".join(e.path) not in own]
+    weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in held)
+    bits = (job.config.lora.base != "none") * f"{job.config.lora.base}, the rest of it in "
+    ranks = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    return [f"adapters  rank {ranks} on {len(adapter.targets)} modules, {size / 1e6:.3f} M parameters train; the base "
+            f"is frozen in {bits}{job.config.lora.base_dtype} ({weight / 1e6:.2f} MB), the engine is given "
+            f"{job.config.lora.publish} weights",
+            *(f"          {k} {name}: {given}" for k, (name, given) in enumerate(each.items(), 1))]
+
+
+ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "ratio", "clip_low", "clip_high",
+                "aggregation", "kl.coef", "ppo_epochs", "num_minibatches", "old_logprobs", "mismatch.correction")
+
+
+def algorithm_lines(spec) -> list[str]:
+    """The preset's row of choices: the main ones, those in which it is not grpo, and what the user set, each with its
+    origin."""
+    picked, row = spec.chosen(), spec.row()
+    parts = [f"{name}={value}" + (" (config)" if origin == "config" else "")
+             for name, (value, origin) in row.items() if name in ALWAYS_SHOWN or name in picked]
+    parts += [f"{name}={value} (config)" for name, value in picked.items() if name not in row]
+    return [f"algorithm {spec.algorithm.preset}: " + ", ".join(parts[:9]), *[
+        "          " + ", ".join(parts[i:i + 9]) for i in range(9, len(parts), 9)]]
+
+
+def derived(spec) -> dict[str, float]:
+    """Numbers that follow from the config, printed at start."""
+    out = {"sequences per step": sequences(spec)}
+    if spec.recipe.samples:
+        out["optimizer steps per step"] = math.prod(spec.updates)
+        out["sequences per optimizer step"] = out["sequences per step"] // spec.updates[1]
+    out["longest sequence"] = spec.longest
+    if spec.train.tokens_per_microbatch:
+        out["tokens per microbatch (per data shard)"] = max(spec.train.tokens_per_microbatch, spec.longest)
+    if known := ends(spec):
+        out["optimizer updates in all"] = min(known.values()) * math.prod(spec.updates)
+    return out
+
+
+def host_scalars(metrics) -> dict[str, float]:
+    """Device scalars -> Python floats, in one transfer."""
+    return {k: float(np.asarray(v)) for k, v in jax.device_get(metrics).items()}
