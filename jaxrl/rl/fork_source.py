@@ -72,8 +72,9 @@ def _ends(traj) -> np.ndarray:
 class ForkSource:
     """The recorded run behind a fork: what may be taken from it, and how much was.
 
-    Weights are those of the record up to the version `last_identical_version`, by the hashes of all that trains. Answers are taken
-    as long as all their tokens were drawn from such weights. One thread asks for answers, another may ask for rewards.
+    Weights are those of the record up to the version `last_identical_version`, by the hashes of all that trains.
+    Completions are taken as long as all their tokens were drawn from such weights. One thread asks for completions,
+    another may ask for rewards.
     """
 
     def __init__(self, s, spec):
