@@ -122,7 +122,7 @@ def memory(workers: int, count: int = 512, turns: int = 32, size: int = 512) -> 
     """Peak memory of the trainer's process with `count` episodes of turns x 2 x size tokens, up to their trajectories."""
     import numpy as np
 
-    from jaxrl.recipes.trajectories import collect
+    from jaxrl.rl.trajectories import collect
     from jaxrl.rollout import Engine, Health, Result
 
     class Instant(Engine):

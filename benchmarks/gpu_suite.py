@@ -195,8 +195,8 @@ def one(name: str, file: Path) -> None:
     import jaxrl
     from jaxrl import sharding
     from jaxrl.planning import plan
-    from jaxrl.recipes import setup
     from jaxrl.resolve.spec import here, resolve
+    from jaxrl.run import setup
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     device, case = jax.devices()[0], CASES[name]

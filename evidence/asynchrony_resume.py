@@ -28,7 +28,7 @@ from common import commit, record, table  # noqa: E402
 from run_tools import environment, ledger, run  # noqa: E402
 
 from jaxrl.checkpoint.checkpointer import _read  # noqa: E402
-from jaxrl.recipes.trajectories import results_from_bytes  # noqa: E402
+from jaxrl.rl.trajectories import results_from_bytes  # noqa: E402
 from jaxrl.rollout import Key  # noqa: E402
 
 STEPS, K = 8, 4

@@ -76,7 +76,7 @@ def wrong(self, *given):
 Checkpointer.restore = wrong
 """, "resume"),
 }
-START = "import jaxrl.recipes.certify_update\n{}\nimport sys\nfrom jaxrl import main\nsys.exit(main.main(sys.argv[1:]))"
+START = "import jaxrl.certify.update\n{}\nimport sys\nfrom jaxrl import main\nsys.exit(main.main(sys.argv[1:]))"
 
 
 def cases() -> list[tuple[str, str, str, dict, str, str]]:

@@ -68,7 +68,7 @@ def fork(work: Path, of: Path, name: str, given: dict, edit: dict, devices: str 
 
 def same_end(a: Path, b: Path) -> bool:
     """Whether parameters and optimizer are equal to the bit after the last step of two recorded runs."""
-    from jaxrl.replay import files
+    from jaxrl.records import files
 
     one, two = (files.read(files.steps(folder / files.FOLDER)[STEPS]) for folder in (a, b))
     return one.header["states"] == two.header["states"] and np.array_equal(one.arrays["state/after"], two.arrays["state/after"])

@@ -91,11 +91,11 @@ def size(state) -> int:
 
 def policy_of(c):
     """(job, policy whose state is not made yet, algorithm)."""
-    from jaxrl import parameters
-    from jaxrl.recipes import setup
-    from jaxrl.recipes.algorithm import Algorithm
     from jaxrl.resolve.spec import resolve
-    from jaxrl.roles import Policy
+    from jaxrl.rl.algorithm import Algorithm
+    from jaxrl.roles import parameters
+    from jaxrl.roles.role import Policy
+    from jaxrl.run import setup
 
     job = setup.open_job(resolve(c))
     algorithm = Algorithm(job, 100)
@@ -188,7 +188,7 @@ def base() -> dict:
     """Twenty updates, then a thousand publishes into the embedded sampler's copy."""
     import jax
 
-    from jaxrl import parameters
+    from jaxrl.roles import parameters
     from jaxrl.rollout import EngineContext, make_engine
 
     hf = dict(model_type="qwen2", vocab_size=192, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,

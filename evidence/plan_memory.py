@@ -68,8 +68,8 @@ def measure(case: str, folder: str, size: str) -> None:
     import jaxrl
     import jaxrl.recipes.rl
     from jaxrl import data
-    from jaxrl.recipes import setup
     from jaxrl.rollout import embedded  # noqa: F401
+    from jaxrl.run import setup
 
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
     config = job(folder, overrides | SHORT, TOY) if size == "toy" else job(folder, overrides)

@@ -97,7 +97,7 @@ def replays(work: Path) -> tuple[list, list]:
 def flipped(work: Path) -> tuple[dict, list]:
     """Every one of 300 bits of a record, flipped."""
     from jaxrl.errors import ConfigError
-    from jaxrl.replay import files
+    from jaxrl.records import files
 
     path = files.steps(work / "run0" / files.FOLDER)[3]
     content, draw, found, named = path.read_bytes(), np.random.default_rng(0), 0, 0
@@ -210,7 +210,8 @@ sys.path[:0] = ["benchmarks/peers", "evidence"]
 import measure, ours
 from shapes import SHAPES, make
 import jaxrl
-from jaxrl.recipes import recording, rl
+from jaxrl.recipes import rl
+from jaxrl.rl import recording
 work = make(SHAPES["W1"], Path(sys.argv[1]) / "W1")
 args = measure.arguments(["--work", str(work), "--steps", "4"])
 spent, steps = {"look": 0.0, "write": 0.0}, []

@@ -27,7 +27,7 @@ from scipy import stats  # noqa: E402
 
 from jaxrl import models, training  # noqa: E402
 from jaxrl.config.load import default_config  # noqa: E402
-from jaxrl.recipes.trajectories import collect  # noqa: E402
+from jaxrl.rl.trajectories import collect  # noqa: E402
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine  # noqa: E402
 
 VOCAB, END, PROMPT, ANSWER, TIMEOUT = 1024, 1, 48, 128, 3600.0

@@ -24,11 +24,11 @@ import importlib
 __version__ = "0.1.0"
 
 _LAZY = {
-    "train": "jaxrl.recipes",
+    "train": "jaxrl.api",
     "load_config": "jaxrl.config.load",
     "default_config": "jaxrl.config.load",
     "register_reward": "jaxrl.rewards",
-    "Step": "jaxrl.given",
+    "Step": "jaxrl.run.python_api",
     "ConfigError": "jaxrl.errors",
     "RunStopped": "jaxrl.errors",
 }

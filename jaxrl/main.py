@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError("--config=FILE is missing\n" + USAGE)
         with GracefulStop(starting=True):
             config = load_config(spec, overrides)
-            from jaxrl.recipes import train  # imports jax: only after the config could be read
+            from jaxrl.api import train  # imports jax: only after the config could be read
 
             done = train(config)
     except (RunStopped, TimeoutError) as e:

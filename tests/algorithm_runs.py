@@ -10,9 +10,11 @@ import tiny_job
 
 import jaxrl
 from jaxrl.config.load import put
-from jaxrl.recipes import rl, setup
+from jaxrl.recipes import rl
 from jaxrl.resolve.spec import Platform, resolve
+from jaxrl.rl import step as rl_step
 from jaxrl.rollout import embedded
+from jaxrl.run import setup
 
 
 def job(run_dir, options):
@@ -68,7 +70,7 @@ def watched(config):
     critic_updates.
     """
     steps, published, now = [], {}, SimpleNamespace()
-    one_step, update_all, policy_steps, publish = rl.one_step, rl.update_all, rl.policy_steps, embedded.EmbeddedEngine.publish
+    one_step, update_all, policy_steps, publish = rl.one_step, rl_step.update_all, rl_step.policy_steps, embedded.EmbeddedEngine.publish
 
     def look_at_step(parts):
         algorithm = parts.algorithm
@@ -109,8 +111,8 @@ def watched(config):
     mesh = jax.sharding.get_mesh()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rl, "one_step", look_at_step)
-        patch.setattr(rl, "update_all", look_at_update)
-        patch.setattr(rl, "policy_steps", look_at_policy)
+        patch.setattr(rl_step, "update_all", look_at_update)
+        patch.setattr(rl_step, "policy_steps", look_at_policy)
         patch.setattr(embedded.EmbeddedEngine, "publish", look_at_publish)
         try:
             summary = jaxrl.train(config)

@@ -24,10 +24,10 @@ from jaxrl.checkpoint.checkpointer import flatten  # noqa: E402
 from jaxrl.config.load import parse_flags, put  # noqa: E402
 from jaxrl.processes.exchange import to_host  # noqa: E402
 from jaxrl.processes.group import peers  # noqa: E402
-from jaxrl.recipes import rollouts  # noqa: E402
-from jaxrl.recipes.setup import Job  # noqa: E402
+from jaxrl.rl import rollouts  # noqa: E402
 from jaxrl.rollout import Engine, Health, Result  # noqa: E402
-from jaxrl.session import Session  # noqa: E402
+from jaxrl.run.session import Session  # noqa: E402
+from jaxrl.run.setup import Job  # noqa: E402
 
 
 class Recorded(Engine):

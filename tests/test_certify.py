@@ -9,11 +9,10 @@ import tiny_job
 
 import jaxrl
 from jaxrl import main
-from jaxrl.certify import claims
+from jaxrl.certify import claims, run
+from jaxrl.certify.update import Base
 from jaxrl.config.load import config_of, put
 from jaxrl.errors import ConfigError
-from jaxrl.recipes import certify
-from jaxrl.recipes.certify_update import Base
 from jaxrl.resolve.spec import resolve
 
 OF_LOSS = {name: given for name, given in defects.DEFECTS.items() if "reward.functions" not in given[0]}
@@ -32,7 +31,7 @@ def made(tmp_path, options):
 def checks_of(tmp_path, options) -> dict:
     config = made(tmp_path, options)
     base = Base(config, tmp_path)
-    return certify.of_update(base, certify.loss_of(base), resolve(config, engine="jax"))
+    return run.of_update(base, run.loss_of(base), resolve(config, engine="jax"))
 
 
 @pytest.mark.parametrize("what", [w for w, (_, claim) in OF_LOSS.items() if claim != "resume"])
@@ -65,7 +64,7 @@ def test_presets_are_what_they_say(preset, tmp_path):
 def test_a_defect_of_a_reward_is_found(what, tmp_path):
     options, claim = OF_REWARDS[what]
     with contextlib.ExitStack() as stack:
-        checks = certify.of_rewards(certify.Rewards(made(tmp_path, options), None, stack))
+        checks = run.of_rewards(run.Rewards(made(tmp_path, options), None, stack))
         found = claims.found(claim, checks[claim])
     assert found.verdict == claims.FAILS and found.case["reward"]
 

@@ -23,9 +23,9 @@ from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
 from jaxrl.main import main
 from jaxrl.models.families import family_of
-from jaxrl.recipes import setup
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import algorithm_row, resolve
+from jaxrl.run import setup
 from jaxrl.sharding.mesh import check_experts, mesh_shape
 from jaxrl.telemetry import METRICS
 

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import jaxrl.report
-from jaxrl.replay import files
+from jaxrl.records import files
 from jaxrl.report import content, page, report_of
 from jaxrl.report.__main__ import main
 from jaxrl.report.samples import EMBEDDED, Speaker

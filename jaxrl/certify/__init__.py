@@ -1,2 +1,3 @@
 """run.mode=certify: what a user's loss, advantages, rewards and layout must keep, tried on small cases until one breaks
-it (docs/guides/certify.md). Knows arrays and functions; recipes/certify.py makes them of a config."""
+it (docs/guides/certify.md). `run` makes the cases of a config; the others know arrays and functions.
+"""

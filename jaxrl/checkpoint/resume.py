@@ -104,7 +104,7 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
     return refused, taken
 
 
-# What a run reads, by its entry of run.accept_changed: how the names of its fingerprints begin (jaxrl.fingerprints).
+# What a run reads, by its entry of run.accept_changed: how the names of its fingerprints begin (jaxrl.checkpoint.fingerprints).
 READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"), "model": ("model config",),
         "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
 

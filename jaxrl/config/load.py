@@ -366,3 +366,13 @@ def help_text() -> str:
         by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
         lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}{by_recipe}")
     return "\n".join(lines)
+
+
+def flat(table: dict, prefix: str = "") -> dict:
+    out = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

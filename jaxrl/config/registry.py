@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 RECIPES = {
     "rl": Recipe("jaxrl.recipes.rl", 1e-6, samples=True, modes=("train", "eval", "parity", "plan", "replay", "explain",
                                                              "certify"),
-                 roles=("policy", "reference", "critic", "sampler", "reward_model"), again="jaxrl.recipes"),
+                 roles=("policy", "reference", "critic", "sampler", "reward_model"), again="jaxrl.replay"),
     "preference": Recipe("jaxrl.recipes.preference", 1e-6, samples=False, modes=("train", "eval"),
                          roles=("policy", "reference"), pairs=True),
     "distill": Recipe("jaxrl.recipes.distill", 1e-6, samples=True, modes=("train", "eval"),

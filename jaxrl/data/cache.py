@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl import sealed
 from jaxrl.data.dataset import Dataset, Tables, day_of
 from jaxrl.data.sources import SUFFIXES, ArrowTable, resolve
+from jaxrl.records import sealed
 
 try:
     import fcntl

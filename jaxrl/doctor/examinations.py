@@ -125,8 +125,8 @@ def devices() -> list[Line]:
 def kernels() -> list[Line]:
     """Every implementation that this platform may take, against the reference: results and gradients."""
     from jaxrl.kernels import check
-    from jaxrl.parameters import DTYPES
     from jaxrl.resolve.spec import here
+    from jaxrl.roles.parameters import DTYPES
 
     words, out = {"right": "ok", "refused": "-"}, []
     for v in check.everything(DTYPES[here().dtype]):

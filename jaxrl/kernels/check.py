@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from jaxrl import sealed
 from jaxrl.kernels import attention as attention_op
 from jaxrl.kernels import experts as experts_op
 from jaxrl.kernels.attention.cached import api as cached
@@ -26,6 +25,7 @@ from jaxrl.kernels.attention.packed import api as packed
 from jaxrl.kernels.experts import api as experts
 from jaxrl.kernels.logprob.api import logprob_and_entropy
 from jaxrl.kernels.platform import platform
+from jaxrl.records import sealed
 
 log = logging.getLogger("jaxrl")
 # Largest difference from the reference in fp32, as a share of the reference's largest value. Rounding stays a tenth of

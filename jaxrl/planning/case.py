@@ -16,10 +16,10 @@ from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention.packed import tpu
 from jaxrl.models.io import hf
-from jaxrl.parameters import DTYPES, source_of
 from jaxrl.planning import memory, workload
 from jaxrl.planning.workload import SIZES, data_shards
 from jaxrl.resolve.spec import Platform, resolve
+from jaxrl.roles.parameters import DTYPES, source_of
 from jaxrl.rollout.engines import check_served, chosen_engine, engine_of, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction

@@ -14,16 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxrl import parameters, sharding, training
+from jaxrl import sharding, training
 from jaxrl.config.run_length import end
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
-from jaxrl.recipes import ahead, setup
-from jaxrl.recipes.algorithm import Algorithm, precision
+from jaxrl.rl import precompile
+from jaxrl.rl.algorithm import Algorithm
+from jaxrl.roles import parameters
+from jaxrl.roles.reference import precision
 from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.programs import Programs
 from jaxrl.rollout.shapes import from_config
+from jaxrl.run import setup
 from jaxrl.sharding import memory
 
 
@@ -81,8 +84,8 @@ def _reinforcement(out: Lowering, job, keep):
                                  parameters.param_shardings(job, tree=job.model))
         reference = memory.kept(reference) if job.streams("reference") else reference
         out.live["reference"] = reference
-    routes = ahead.routes(c, job, "sampled")
-    batch = ahead.batch(job, ahead.max_rows(job.score_shapes), _support(c), ("scored",), routes)
+    routes = precompile.routes(c, job, "sampled")
+    batch = precompile.batch(job, precompile.max_rows(job.score_shapes), _support(c), ("scored",), routes)
     if "old" in algorithm.loss.needs and keep("score"):
         out.programs["score"] = algorithm.score.program.lower(params, batch)
     if reference is not None and keep("score_reference"):
@@ -122,14 +125,14 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
     if update.in_parts == "none":
         on_devices = jax.tree.map(lambda s: NamedSharding(job.mesh, s.sharding.spec), state.opt_state)
-        state = state.replace(opt_state=ahead.shaped(state.opt_state, on_devices))
-    batch = ahead.of_update(job, objective, ahead.max_rows(job.row_shapes))
-    carry = ahead.sums(job, update, state, batch)
+        state = state.replace(opt_state=precompile.shaped(state.opt_state, on_devices))
+    batch = precompile.of_update(job, objective, precompile.max_rows(job.row_shapes))
+    carry = precompile.sums(job, update, state, batch)
     out.live |= {f"{name}_gradients": carry[0], f"{name}_batch": batch}
     if keep(name):
-        out.programs[name] = ahead.lowered(update, state, carry, batch)
+        out.programs[name] = precompile.lowered(update, state, carry, batch)
     if keep(f"{name}_apply"):
-        out.programs[f"{name}_apply"] = ahead.lowered(update, state, carry)
+        out.programs[f"{name}_apply"] = precompile.lowered(update, state, carry)
 
 
 class Lowered(Programs):
@@ -147,7 +150,7 @@ class Lowered(Programs):
         if self.keep(key[0]):
             self.lowered[key[0]] = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
         whole = isinstance(out_shardings, NamedSharding)
-        spread = lambda where, part: ahead.shaped(part, where)  # noqa: E731
+        spread = lambda where, part: precompile.shaped(part, where)  # noqa: E731
         found = jax.eval_shape(function, *args)
         return spread(out_shardings, found) if whole else jax.tree.map(spread, out_shardings, found)
 
@@ -169,7 +172,7 @@ def _publish(out: Lowering, job, params, mesh, keep):
     copy = programs.publish(params)
     out.programs |= programs.lowered
     axes = programs.model.logical_axes()
-    return ahead.shaped(copy, sharding.param_shardings(mesh, axes, copy, sharding.ROLLOUT_RULES))
+    return precompile.shaped(copy, sharding.param_shardings(mesh, axes, copy, sharding.ROLLOUT_RULES))
 
 
 def _sampler(out: Lowering, job, weights, mesh, keep):

@@ -24,18 +24,19 @@ import numpy as np
 from jaxrl import training
 from jaxrl.algorithms.distillation import sampled_advantages
 from jaxrl.data import Interrupted
-from jaxrl.recipes import teacher_files, teachers
-from jaxrl.recipes.algorithm import Algorithm, precision, start_of_step
-from jaxrl.recipes.episodes import conversations
-from jaxrl.recipes.evaluate import Evaluation, evaluate_only
-from jaxrl.recipes.rl import averaged, check_gap, hash_seed, histograms, judged, rollout_metrics
-from jaxrl.recipes.rollouts import Rollouts
-from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.recipes.sft import demonstrations
-from jaxrl.recipes.trajectories import records
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy, WeightSync, check_finite
-from jaxrl.session import Session
+from jaxrl.rl.algorithm import Algorithm, start_of_step
+from jaxrl.rl.episodes import conversations
+from jaxrl.rl.evaluation import Evaluation, evaluate_only
+from jaxrl.rl.rollouts import Rollouts
+from jaxrl.rl.step import averaged, check_gap, hash_seed, histograms, judged, rollout_metrics
+from jaxrl.rl.trajectories import records
+from jaxrl.roles import teacher_files, teachers
+from jaxrl.roles.reference import precision
+from jaxrl.roles.role import Policy, WeightSync, check_finite
+from jaxrl.run.session import Session
+from jaxrl.run.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 

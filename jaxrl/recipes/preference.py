@@ -2,7 +2,7 @@
 
 for step:
     answers  <- those of the next data.prompts_per_step rows, both of a pair
-    s, r     <- sums of their log-probs under the policy and under the reference; r once per answer (recipes.sums)
+    s, r     <- sums of their log-probs under the policy and under the reference; r once per answer (roles.sums)
     f, df/ds <- the losses, on these numbers of the whole step, on the host in float64
     one optimizer step of the next-token update, each token with the weight -df/ds of its answer
 
@@ -20,14 +20,14 @@ import numpy as np
 from jaxrl import training
 from jaxrl.algorithms.preference import Table, needs_reference, preference_loss, weighted
 from jaxrl.data import Interrupted
-from jaxrl.recipes.algorithm import precision
-from jaxrl.recipes.evaluate import Evaluation, evaluate, publish_newest, summary, write_rows
-from jaxrl.recipes.setup import answered, derived, describe, first_prompt, open_run, stream_metrics
 from jaxrl.recipes.sft import averaged, demonstrations
-from jaxrl.recipes.sums import ReferenceSums, sums_of
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy, Role, WeightSync, check_finite
-from jaxrl.session import Session
+from jaxrl.rl.evaluation import Evaluation, evaluate, publish_newest, summary, write_rows
+from jaxrl.roles.reference import precision
+from jaxrl.roles.role import Policy, Role, WeightSync, check_finite
+from jaxrl.roles.sums import ReferenceSums, sums_of
+from jaxrl.run.session import Session
+from jaxrl.run.setup import answered, derived, describe, first_prompt, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
 from jaxrl.training.score import make_score
 

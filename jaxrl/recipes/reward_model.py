@@ -17,17 +17,18 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.algorithms.scores import bradley_terry, step_labels
 from jaxrl.data import Interrupted
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.recipes.algorithm import precision
-from jaxrl.recipes.evaluate import summary, write_rows
-from jaxrl.recipes.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy, check_finite
-from jaxrl.session import Session
+from jaxrl.rl.evaluation import summary, write_rows
+from jaxrl.roles import parameters
+from jaxrl.roles.reference import precision
+from jaxrl.roles.role import Policy, check_finite
+from jaxrl.run.session import Session
+from jaxrl.run.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
 from jaxrl.training.score import make_value_score
 

@@ -9,12 +9,12 @@ import numpy as np
 from jaxrl import training
 from jaxrl.config import adapter_table
 from jaxrl.data import Interrupted
-from jaxrl.recipes.algorithm import precision
-from jaxrl.recipes.evaluate import Evaluation, evaluate_only
-from jaxrl.recipes.setup import derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy, WeightSync, check_finite
-from jaxrl.session import Session
+from jaxrl.rl.evaluation import Evaluation, evaluate_only
+from jaxrl.roles.reference import precision
+from jaxrl.roles.role import Policy, WeightSync, check_finite
+from jaxrl.run.session import Session
+from jaxrl.run.setup import derived, describe, first_prompt, host_scalars, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 

@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from jaxrl import diff
-from jaxrl.replay.states import differing
+from jaxrl.records.states import differing
 from jaxrl.telemetry.run_dir import jsonable
 
 ROUNDING = diff.ROUNDING  # in fp32 another packing, mesh or processor moves log-probs by up to some 1e-5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jaxrl.replay.anomalies import Anomaly
+from jaxrl.records.anomalies import Anomaly
 from jaxrl.report.runs import Run
 from jaxrl.telemetry.run_dir import read_json
 

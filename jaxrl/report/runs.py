@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.diff import flat
+from jaxrl.config.load import flat
 from jaxrl.errors import ConfigError
 from jaxrl.telemetry.run_dir import read_json
 from jaxrl.telemetry.sinks import CLOCKED

@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxrl
 from jaxrl.errors import ConfigError
-from jaxrl.replay import files
+from jaxrl.records import files
 from jaxrl.report.runs import Run
 from jaxrl.report.thin import short, shorts
 

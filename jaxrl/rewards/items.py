@@ -159,7 +159,7 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
 
     In this order: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where `truncated`; 3. times scale;
     4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty. (Then reward.norm_mean and norm_std,
-    over the whole batch; see recipes/rollouts.)
+    over the whole batch; see rl/rollouts.)
 
     Raises RunStopped for a score beyond LARGEST, as weights and scale can make it: advantages in fp32 would be 0.
 
@@ -184,3 +184,17 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
     if buffer <= 0:
         return score
     return score - overlong_penalty(lengths, max_new_tokens, buffer, reward.overlong_penalty)
+
+
+def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
+    """The first two rows (of every source) as if their reference answers were completions; for trying reward functions.
+    """
+    items = []
+    for i in dataset.firsts:
+        example = dataset[i]
+        columns = {"answer": example.answer, **example.columns}
+        text = prefix + ("" if example.answer is None else str(example.answer))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        items.append(RewardItem(prompt=example.prompt, completion=text, columns=columns, group=i, token_ids=ids,
+                                context_ids=np.asarray(example.prompt_ids).tolist(), functions=example.rewards))
+    return items

@@ -15,7 +15,7 @@ import json
 import os
 import re
 
-from jaxrl import sealed
+from jaxrl.records import sealed
 from jaxrl.rewards.calling import ServiceError
 from jaxrl.rewards.http import Budget, Service, at, field
 from jaxrl.workers.loading import plain

@@ -14,8 +14,8 @@ from training_helpers import policy_objective
 from jaxrl import training
 from jaxrl.checkpoint.resume import changes_past
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.algorithm import Reference
-from jaxrl.roles import Policy
+from jaxrl.roles.reference import Reference
+from jaxrl.roles.role import Policy
 from jaxrl.training.update import make_apply
 
 OWN = """

@@ -13,8 +13,8 @@ import jaxrl
 from jaxrl.data import Stream, load_tokenizer, load_train
 from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.recipes.rollouts import pass_rates
 from jaxrl.resolve.checks.common import check
+from jaxrl.rl.rollouts import pass_rates
 
 LEVELS = [3, 1, 2, 1, 3, 2, 1, 2.5, 1, 3]
 

@@ -12,7 +12,7 @@ from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_j
 from run_tools import ROOT, environment
 from tiny_job import MODEL
 
-from jaxrl import fingerprints as inputs
+from jaxrl.checkpoint import fingerprints as inputs
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.checkpoint.resume import READ
 from jaxrl.config.load import put, redacted
@@ -20,11 +20,11 @@ from jaxrl.data import fingerprint, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.models.io import hf
 from jaxrl.processes.group import Peers
-from jaxrl.recipes import setup
-from jaxrl.recipes.setup import check_inputs
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardPool
-from jaxrl.session import Session
+from jaxrl.run import setup
+from jaxrl.run.session import Session
+from jaxrl.run.setup import check_inputs
 
 HOST = """
 import os, sys

@@ -14,10 +14,10 @@ from jaxrl.config.registry import RECIPES
 from jaxrl.data import Interrupted, Stream, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
 from jaxrl.processes.group import Peers
-from jaxrl.recipes import setup
-from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.resolve.spec import resolve
-from jaxrl.session import Session
+from jaxrl.rl.rollouts import Rollouts
+from jaxrl.run import setup
+from jaxrl.run.session import Session
 
 
 class Numbers:

@@ -18,9 +18,9 @@ from jaxrl.config.load import put, redacted
 from jaxrl.data import DataError, Stream, check_paths, load_tokenizer, load_train
 from jaxrl.data.mixing import Mix, shares, weight_at
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.algorithm import advantages, advantages_by_source
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.rl.advantages import advantages, advantages_by_source
 
 
 def counts(mix, positions, sources):

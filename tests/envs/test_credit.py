@@ -24,11 +24,11 @@ from jaxrl import training
 from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.models.value import ValueModel
-from jaxrl.recipes import algorithm
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.checks.algorithm import ESTIMATORS
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import shape
+from jaxrl.rl import advantages as estimators
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.objective import Outputs, Value
 from jaxrl.types import Trajectories
@@ -45,7 +45,7 @@ def options_of(changes):
 
 
 def advantages(traj, scores, changes, **given):
-    return algorithm.advantages(options_of(changes), traj, np.asarray(scores, np.float64), **given)
+    return estimators.advantages(options_of(changes), traj, np.asarray(scores, np.float64), **given)
 
 
 def episodes(groups, turns, opening=2, observed=1):
@@ -524,7 +524,7 @@ def test_what_cannot_work_is_refused_with_its_remedy(changes, message):
 
 
 def test_what_can_is_not():
-    assert set(ESTIMATORS) == set(algorithm.ESTIMATORS)
+    assert set(ESTIMATORS) == set(estimators.ESTIMATORS)
     for changes in (TURN, TURN | {"algorithm.advantage_mean": "leave_one_out", "algorithm.advantage_std": "none"},
                     TURN | {"algorithm.preset": "ppo"}, {"algorithm.advantage": "returns"}):
         checked(changes)

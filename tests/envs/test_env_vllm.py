@@ -8,8 +8,8 @@ from worlds import LETTERS
 
 from jaxrl.data.turns import TurnRenderer
 from jaxrl.envs.pool import EpisodePool
-from jaxrl.recipes.trajectories import collect
 from jaxrl.resolve.spec import resolve
+from jaxrl.rl.trajectories import collect
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine
 from jaxrl.rollout.episodes import EpisodeEngine
 

@@ -9,8 +9,8 @@ from episode_cases import params, playing, requests, rescored, tokenizer
 
 from jaxrl.data import completion_texts
 from jaxrl.errors import RunStopped
-from jaxrl.recipes.episodes import check_failures, conversations, episode_metrics
-from jaxrl.recipes.trajectories import collect
+from jaxrl.rl.episodes import check_failures, conversations, episode_metrics
+from jaxrl.rl.trajectories import collect
 from jaxrl.rollout import generate
 from jaxrl.rollout.protocol import UNFINISHED
 

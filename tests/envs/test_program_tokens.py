@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from episode_cases import params, playing, requests, rescored, tokenizer
 
-from jaxrl.recipes.trajectories import collect
+from jaxrl.rl.trajectories import collect
 from jaxrl.rollout import generate
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from jaxrl.kernels.attention.cached import api as cached
 from jaxrl.kernels.attention.packed import api as packed
 from jaxrl.kernels.experts import api as experts
 from jaxrl.kernels.experts import tpu
-from jaxrl.recipes import setup
+from jaxrl.run import setup
 
 
 def unshared(q, k, v, ids, **how):

@@ -10,7 +10,7 @@ import optax
 import pytest
 from training_helpers import HF, batch_of_groups, params_of, policy_objective
 
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.kernels import experts, low_precision
@@ -18,10 +18,11 @@ from jaxrl.kernels.low_precision import GRADIENT, INPUT, SCHEMES, WEIGHT
 from jaxrl.models import build
 from jaxrl.models.feed_forward import GATED
 from jaxrl.models.product import product
-from jaxrl.recipes.algorithm import precision
-from jaxrl.recipes.setup import build_model
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.spec import Platform, resolve
+from jaxrl.roles import parameters
+from jaxrl.roles.reference import precision
+from jaxrl.run.setup import build_model
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics
 

@@ -25,7 +25,7 @@ from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
 from jaxrl.models.io import hf, tensorfile
 from jaxrl.planning import memory
-from jaxrl.recipes.setup import read_inputs
+from jaxrl.run.setup import read_inputs
 
 SMALL = {**SIZES, **EXPERTS["qwen2_moe"][1], "model_type": "qwen2_moe", "num_hidden_layers": 5}
 
@@ -273,7 +273,7 @@ def test_what_chooses_never_trains():
     """Whatever model.trainable says, with adapters too."""
     from types import SimpleNamespace
 
-    from jaxrl import parameters
+    from jaxrl.roles import parameters
 
     model = build({**SIZES, **EXPERTS["glm4_moe"][1], "model_type": "glm4_moe"}, compute_dtype=jnp.float32, scan_layers=True)
     name = "layers/sub_0/mlp/router/correction"

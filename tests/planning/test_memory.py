@@ -16,10 +16,11 @@ from algorithm_runs import job, same, watched
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes import rl, setup
-from jaxrl.recipes.rollouts import Rollouts
+from jaxrl.recipes import rl
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.spec import Platform, resolve
+from jaxrl.rl.rollouts import Rollouts
+from jaxrl.run import setup
 from jaxrl.sharding import memory
 from jaxrl.training import streaming
 

@@ -25,8 +25,8 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes import exchange, greeting, group
 from jaxrl.processes.faults import Faults
 from jaxrl.processes.group import Peers, Place, expand_nodes, find
-from jaxrl.recipes.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.resolve.checks import common
+from jaxrl.rl.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.servers import share_of

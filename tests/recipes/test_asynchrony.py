@@ -12,8 +12,8 @@ from jaxrl.checkpoint.checkpointer import _read
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.processes.faults import FaultError
-from jaxrl.recipes.trajectories import results_from_bytes
 from jaxrl.resolve.checks.common import check
+from jaxrl.rl.trajectories import results_from_bytes
 from jaxrl.rollout import Key
 from jaxrl.rollout.embedded import EmbeddedEngine
 from jaxrl.rollout.embedded import make_engine as make_embedded

@@ -125,7 +125,8 @@ def test_what_comes_after_a_warm_start_is_checked_before_it(refused, tmp_path):
 
 
 def test_a_mesh_that_the_devices_do_not_fit_is_refused_before_a_warm_start(monkeypatch):
-    from jaxrl.recipes import _check_before, setup
+    from jaxrl.api import _check_before
+    from jaxrl.run import setup
 
     monkeypatch.setattr(setup, "check_inputs", lambda *_: None)
     config = tiny_job.get_config("sft")

@@ -9,7 +9,7 @@ import tiny_job
 
 import jaxrl
 from jaxrl.config.load import put
-from jaxrl.recipes import ahead
+from jaxrl.rl import precompile
 
 KINDS = {"grpo": {}, "ppo": {"algorithm.preset": "ppo"}, "lora": {"lora.rank": 4},
          "kl and staleness": {"algorithm.kl.coef": 0.01, "rollout.max_staleness": 1}}
@@ -47,7 +47,7 @@ def test_an_update_calls_what_was_compiled_ahead(kind, tmp_path, compiled):
 @pytest.mark.slow
 def test_without_it_the_run_is_the_same(tmp_path, monkeypatch):
     one = run(tmp_path / "with")
-    monkeypatch.setattr(ahead, "PLATFORMS", ())
+    monkeypatch.setattr(precompile, "PLATFORMS", ())
     other = run(tmp_path / "without")
     of_update = ("loss", "optim", "reward/mean")
     plain = lambda lines: [{k: v for k, v in line.items() if k.startswith(of_update)} for line in lines]  # noqa: E731
@@ -57,5 +57,5 @@ def test_without_it_the_run_is_the_same(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_what_cannot_be_made_from_shapes_is_left_to_the_call(tmp_path, monkeypatch):
     """A batch that lacks a column of the loss, say: the run goes on, and compiles when it has one."""
-    monkeypatch.setattr(ahead, "columns", lambda c, objective: {})
+    monkeypatch.setattr(precompile, "columns", lambda c, objective: {})
     assert len(run(tmp_path, **{"train.steps": 1})) == 1

@@ -14,9 +14,9 @@ from jaxrl import models, training
 from jaxrl.config.load import default_config, put
 from jaxrl.config.registry import sequences
 from jaxrl.errors import ConfigError
-from jaxrl.recipes import teacher_files, teachers
 from jaxrl.recipes.distill import Rows, joined
 from jaxrl.resolve.checks import common as config_checks
+from jaxrl.roles import teacher_files, teachers
 from jaxrl.rollout.vllm.scoring import answer
 from jaxrl.training import Distillation
 from jaxrl.training.layout import RowShapes

@@ -20,10 +20,12 @@ from jaxrl.algorithms.distillation import sampled_advantages
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import ConfigError
 from jaxrl.models.io.tensorfile import list_folder
-from jaxrl.recipes import distill, setup, teachers
+from jaxrl.recipes import distill
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
+from jaxrl.roles import teachers
 from jaxrl.rollout.vllm.scoring import PromptScorer
+from jaxrl.run import setup
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,12 +11,12 @@ import tiny_job
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
-from jaxrl.recipes import evaluate
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.pool import RewardFailure
+from jaxrl.rl import evaluation
 from jaxrl.rollout import EngineLost
-from jaxrl.session import Session
+from jaxrl.run.session import Session
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.health import Divergence
 
@@ -88,7 +88,7 @@ def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, ca
 
 
 def test_a_refused_save_is_tried_again_before_its_next_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxrl.session.SAVE_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("jaxrl.run.session.SAVE_AGAIN_SECONDS", 0.0)
     c = config(tmp_path, faults__plan=("checkpoint.enospc@step=2,phase=before",), log__every_steps=1, checkpoint__at_end=False,
                train__steps=3)
     jaxrl.train(c)
@@ -118,7 +118,7 @@ def test_the_state_is_saved_whatever_ends_the_run(tmp_path, monkeypatch, how, ca
     with monkeypatch.context() as m:
         if how in ("engine", "timeout"):
             expected = EngineLost if how == "engine" else TimeoutError
-            fails(m, evaluate, "generate", expected("planned"))
+            fails(m, evaluation, "generate", expected("planned"))
         elif how == "export":
             fails(m, hf, "export", OSError(errno.ENOSPC, "no space left on device"))
         elif how == "reward":

@@ -12,7 +12,7 @@ import pytest
 
 import jaxrl
 from jaxrl.errors import ConfigError
-from jaxrl.replay import files
+from jaxrl.records import files
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, address
 from jaxrl.workers import loading, reached

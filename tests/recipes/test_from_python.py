@@ -15,8 +15,8 @@ from run_tools import environment
 import jaxrl
 from jaxrl.config.load import config_of
 from jaxrl.errors import ConfigError
-from jaxrl.given import Given, Step, call, call_back, taken
 from jaxrl.rewards import RewardPool
+from jaxrl.run.python_api import Given, Step, call, call_back, taken
 
 ROWS = [{"question": f"What is {a} plus {b}?", "answer": str(a + b), "level": a} for a in range(4) for b in range(6)]
 

@@ -22,11 +22,11 @@ from jaxrl.data.dataset import Example
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.recipes import setup
-from jaxrl.recipes.judge import Judge, described
-from jaxrl.recipes.trajectories import collect
 from jaxrl.resolve.checks import common
 from jaxrl.rewards.items import RewardResult
+from jaxrl.rl.trajectories import collect
+from jaxrl.roles.reward_model import Judge, described
+from jaxrl.run import setup
 
 
 @pytest.fixture(scope="module", autouse=True)

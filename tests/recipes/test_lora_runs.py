@@ -14,17 +14,20 @@ from run_tools import fingerprint
 from training_helpers import batch_of_groups
 
 import jaxrl
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import list_folder
-from jaxrl.recipes import setup, sft
-from jaxrl.recipes.algorithm import Algorithm, BaseReference
+from jaxrl.recipes import sft
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy
+from jaxrl.rl.algorithm import Algorithm
+from jaxrl.roles import parameters
+from jaxrl.roles.reference import BaseReference
+from jaxrl.roles.role import Policy
+from jaxrl.run import setup
 
 
 def config(folder, arg=None, **changes):

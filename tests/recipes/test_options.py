@@ -24,7 +24,7 @@ from data_cases import make_config, make_tokenizer, questions, write_jsonl
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups, policy_objective
 
-from jaxrl import models, parameters, training
+from jaxrl import models, training
 from jaxrl.algorithms import group_advantages
 from jaxrl.config.load import default_config, get, put
 from jaxrl.data import load_tokenizer, load_train
@@ -32,17 +32,18 @@ from jaxrl.errors import ConfigError
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models.io import hf
 from jaxrl.processes.faults import FaultError
-from jaxrl.recipes import setup
 from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.sft import demonstrations
-from jaxrl.recipes.trajectories import collect, make_requests, sampling_params
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
-from jaxrl.roles import NothingFinite, check_finite
+from jaxrl.rl.trajectories import collect, make_requests, sampling_params
+from jaxrl.roles import parameters
+from jaxrl.roles.role import NothingFinite, check_finite
 from jaxrl.rollout import Engine, EngineContext, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
-from jaxrl.session import Progress, Session, triggers
+from jaxrl.run import setup
+from jaxrl.run.session import Progress, Session, triggers
 from jaxrl.sharding.mesh import AXES
 from jaxrl.telemetry import Telemetry
 from jaxrl.training.optimizer import make_schedule
@@ -331,8 +332,8 @@ MESHES = """
     import jax, json, sys
     from jaxrl.config.load import default_config
     from jaxrl.models import decoder
-    from jaxrl import parameters
-    from jaxrl.recipes import setup
+    from jaxrl.roles import parameters
+    from jaxrl.run import setup
     out, residual = [], decoder.residual
     for dp, fsdp, cp, ep, tp in ((1, -1, 1, 1, 1), (1, 2, 1, 1, 2), (2, -1, 1, 1, 1), (1, 1, 1, 1, -1), (1, 1, 1, 2, 2),
                                  (1, -1, 1, 2, 1), (1, -1, 2, 1, 1), (1, 1, 2, 1, 2)):

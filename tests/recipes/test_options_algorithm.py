@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 from training_helpers import batch_of_groups
 
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.algorithms import PRESETS, Tokens
 from jaxrl.config.load import put
 from jaxrl.config.schema import options
@@ -35,15 +35,19 @@ from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.group import Peers
-from jaxrl.recipes import rl, setup
-from jaxrl.recipes.algorithm import Algorithm, Reference, advantages, spread, start_of_step
-from jaxrl.recipes.critic import Critic
-from jaxrl.recipes.rollouts import Rollouts
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards.pool import RewardResult
-from jaxrl.roles import Policy
+from jaxrl.rl import step as rl_step
+from jaxrl.rl.advantages import advantages, spread
+from jaxrl.rl.algorithm import Algorithm, start_of_step
+from jaxrl.rl.rollouts import Rollouts
+from jaxrl.roles import parameters
+from jaxrl.roles.critic import Critic
+from jaxrl.roles.reference import Reference
+from jaxrl.roles.role import Policy
 from jaxrl.rollout import Engine, Health, Result
+from jaxrl.run import setup
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.update import loss_and_metrics, make_apply
@@ -470,7 +474,7 @@ def parts_of(c, update):
     """What a step works with, where only the update matters: update(batches) -> metrics."""
     policy = SimpleNamespace(put=lambda packed: packed, update=update)
     rollouts, spec = SimpleNamespace(poll=lambda: None), decided(c)
-    return rl.Parts(SimpleNamespace(spec=spec), None, None, policy, rollouts, None)
+    return rl_step.Parts(SimpleNamespace(spec=spec), None, None, policy, rollouts, None)
 
 
 def packed_weights(changes, batch, columns=None):
@@ -478,7 +482,7 @@ def packed_weights(changes, batch, columns=None):
     traj, given = batch.traj, []
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.sizes, shapes)
-    rl.policy_steps(parts_of(config(changes), lambda batches: given.append(list(batches)) or {}), batch, layout, columns or {})
+    rl_step.policy_steps(parts_of(config(changes), lambda batches: given.append(list(batches)) or {}), batch, layout, columns or {})
     out, micro = {}, layout.minibatches[0].microbatches[0]
     for term, weights in given[0][0].weights.items():
         flat = np.zeros(len(traj.tokens))
@@ -676,7 +680,7 @@ def test_aggregations_divide_by_what_is_asked():
             seen.extend(np.unique(np.asarray(b.weights["policy"])).tolist() for b in batches)
             return {}
 
-        rl.policy_steps(parts_of(c, update), batch, layout, columns)
+        rl_step.policy_steps(parts_of(c, update), batch, layout, columns)
         return seen
 
     assert weights("constant") == [pytest.approx([0, 1 / (4 * 12)])]

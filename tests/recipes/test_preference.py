@@ -20,8 +20,9 @@ from jaxrl import training
 from jaxrl.algorithms.preference import Table, preference_loss
 from jaxrl.config.load import load_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes import preference, sums
+from jaxrl.recipes import preference
 from jaxrl.resolve.checks import common
+from jaxrl.roles import sums
 from jaxrl.training.score import make_score
 
 ROWS = [{"prompt": f"{i % 12 + 1}{'+-'[i // 12]}2=", "chosen": str(i % 9 + 1), "rejected": f"{i % 9 + 1}-{i % 5 + 1}"} for i in range(24)]

@@ -15,10 +15,10 @@ from run_tools import command, environment, fingerprint, run
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.main import main
-from jaxrl.recipes import setup
-from jaxrl.recipes.evaluate import pass_at_k
 from jaxrl.resolve.spec import resolve
-from jaxrl.session import Session
+from jaxrl.rl.evaluation import pass_at_k
+from jaxrl.run import setup
+from jaxrl.run.session import Session
 from jaxrl.telemetry import console
 
 
@@ -310,7 +310,7 @@ def test_device_out_of_memory_names_the_remedies(tmp_path, monkeypatch, capsys, 
     def exhausted(self, component, phase=""):
         jax.jit(lambda: jax.numpy.zeros(1 << 52, "uint8") + 1)().block_until_ready()
 
-    monkeypatch.setattr("jaxrl.session.Session.fault", exhausted)
+    monkeypatch.setattr("jaxrl.run.session.Session.fault", exhausted)
     flags = {"run.dir": tmp_path / "run", "log.console": "off", "train.steps": 1, "rollout.slots": 16}
     assert main([f"--config={tiny_job.__file__}", *(f"--config.{name}={value}" for name, value in flags.items())]) == 1
     said = capsys.readouterr().err

@@ -16,11 +16,11 @@ import worlds
 import jaxrl
 from jaxrl.config.load import load_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes import recording
-from jaxrl.recipes.bounded import Bounded, k3
-from jaxrl.replay import anomalies, files
+from jaxrl.records import anomalies, files
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import numbers, settings
+from jaxrl.rl import recording
+from jaxrl.rl.step_kl import Bounded, k3
 from jaxrl.types import TrainState
 
 

@@ -124,8 +124,8 @@ def test_colocated_is_a_sampler_that_rests(tmp_path, monkeypatch):
     """The embedded engine under rollout.placement=colocated leaves the devices for every update, and the run is the same one."""
     from run_tools import ROOT, fingerprint
 
+    from jaxrl.api import train
     from jaxrl.config.load import load_config
-    from jaxrl.recipes import train
 
     rests, real = [], embedded.EmbeddedEngine.rest
     monkeypatch.setattr(embedded.EmbeddedEngine, "rest", lambda self: (rests.append(self._version), real(self))[1])

@@ -16,9 +16,10 @@ import jaxrl
 from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
 from jaxrl.models.io.tensorfile import read_header
-from jaxrl.recipes import rollouts, setup
 from jaxrl.resolve import spec
 from jaxrl.resolve.checks import common
+from jaxrl.rl import rollouts
+from jaxrl.run import setup
 
 KINDS = ("chain", "skip")
 OWN = {"chain": {"sources": ("chain",), "rank": 2, "lr": 2e-2, "max_grad_norm": 0.3}, "skip": {"sources": "skip", "alpha": 8.0}}
@@ -160,14 +161,14 @@ def test_what_cannot_go_with_several_is_refused(tmp_path, options, said):
 @pytest.mark.slow
 def test_held_out_rows_are_answered_by_the_adapter_that_names_them(tmp_path, monkeypatch):
     """And the engine is the embedded one, given both apart, whatever is installed."""
-    from jaxrl.recipes import evaluate
+    from jaxrl.rl import evaluation
     c = config(tmp_path / "run", lora__adapters__chain__eval=("a",), lora__adapters__skip__eval="b", train__steps=1,
                eval__sets=("a=jaxrl://arith/test.jsonl", "b=jaxrl://arith/test.jsonl"), eval__max_rows=2)
     common.check(c)
     decided = spec.resolve(c, spec.Platform("cpu", "fp32"))
     assert (decided.rollout.engine, decided.lora.publish) == ("jax", "adapter")
-    seen, make = {}, evaluate.make_requests
-    monkeypatch.setattr(evaluate, "make_requests", lambda *given: [seen.setdefault(r.key.stream, r.adapter) and r for r in make(*given)])
+    seen, make = {}, evaluation.make_requests
+    monkeypatch.setattr(evaluation, "make_requests", lambda *given: [seen.setdefault(r.key.stream, r.adapter) and r for r in make(*given)])
     out = jaxrl.train(c)
     assert seen == {"eval/a": 1, "eval/b": 2} and set(out["eval_after"]["sets"]) == {"a", "b"}
     with pytest.raises(ConfigError, match="lora.adapters with experts"):

@@ -11,9 +11,9 @@ from jaxrl import training
 from jaxrl.algorithms.aggregation import AGGREGATIONS
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.algorithm import advantages
-from jaxrl.recipes.trajectories import collect, results_from_bytes, results_to_bytes, reward_items
 from jaxrl.resolve.spec import resolve
+from jaxrl.rl.advantages import advantages
+from jaxrl.rl.trajectories import collect, results_from_bytes, results_to_bytes, reward_items
 from jaxrl.training.layout import RowShapes
 from jaxrl.types import Sizes
 

@@ -15,10 +15,10 @@ import pytest
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.recipes.evaluate import out_of_patience
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
 from jaxrl.rewards import workers as workers_module
 from jaxrl.rewards.background import BackgroundScorer
+from jaxrl.rl.evaluation import out_of_patience
 
 FUNCTIONS = textwrap.dedent('''
     import asyncio, collections, itertools, multiprocessing, os, subprocess, sys, time

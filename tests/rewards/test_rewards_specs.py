@@ -13,10 +13,10 @@ import pytest
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.trajectories import recorded_outcomes
 from jaxrl.rewards import RewardItem, RewardPool, register_reward
 from jaxrl.rewards.builtin import exact_reward
 from jaxrl.rewards.specs import FunctionFolder, to_spec
+from jaxrl.rl.trajectories import recorded_outcomes
 from jaxrl.types import Trajectories
 
 

@@ -19,12 +19,12 @@ from service_cases import CASES, Scripted, asked, config, form, items, lengths, 
 from jaxrl.config.load import default_config, redacted
 from jaxrl.config.schema import SCHEMA
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.judge_server import launch
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.http import retry_after
 from jaxrl.rewards.judge import CONTROL, FRAME, Judge
 from jaxrl.rewards.services import Server, find, named
+from jaxrl.run.judge_server import launch
 
 EVERY_DAY = ("429 at first", "half a JSON", "self-signed certificate")
 SLOW = ("slow", "restarts in mid-batch")

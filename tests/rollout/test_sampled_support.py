@@ -12,11 +12,11 @@ from rollout_helpers import END, HF, config, model, params, requests, support, t
 
 from jaxrl import training
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.algorithm import Algorithm
-from jaxrl.recipes.rollouts import Rollouts
-from jaxrl.recipes.trajectories import collect
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.spec import resolve
+from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.rollouts import Rollouts
+from jaxrl.rl.trajectories import collect
 from jaxrl.rollout import EngineContext, EngineInfo, Key, generate, make_engine
 
 OPTIONS = dict(top_k=7, top_p=0.8, temperature=1.3)

@@ -18,7 +18,6 @@ from vllm_cases import Said, on_url, own_servers, wait_until_ready
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.setup import share_gpus
 from jaxrl.rollout import EngineContext, EngineLost, generate
 from jaxrl.rollout.engines import shared_gpus
 from jaxrl.rollout.vllm import adapter, publish, transport
@@ -27,6 +26,7 @@ from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.rollout.vllm.servers import OwnServers
 from jaxrl.rollout.vllm.sleeping import Memory
+from jaxrl.run.setup import share_gpus
 from jaxrl.vllm_plugin import BACKEND
 
 

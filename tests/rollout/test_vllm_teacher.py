@@ -16,11 +16,12 @@ from jaxrl.config.load import default_config
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import RunStopped
 from jaxrl.models.io import hf
-from jaxrl.recipes import setup, teachers
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
+from jaxrl.roles import teachers
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.scoring import PromptScorer
+from jaxrl.run import setup
 
 VOCAB = 96
 

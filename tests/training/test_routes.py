@@ -18,9 +18,9 @@ from jaxrl.errors import ConfigError
 from jaxrl.kernels.experts import reference
 from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.models import build, feed_forward
-from jaxrl.recipes.algorithm import Algorithm
-from jaxrl.recipes.trajectories import collect, results_from_bytes, results_to_bytes
 from jaxrl.resolve.checks.common import check
+from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.trajectories import collect, results_from_bytes, results_to_bytes
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, Turn, generate, make_engine
 from jaxrl.rollout.vllm import adapter
 from jaxrl.training import router

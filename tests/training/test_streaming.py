@@ -8,7 +8,7 @@ from training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config
-from jaxrl.parameters import flat_axes, flat_layers, settled
+from jaxrl.roles.parameters import flat_axes, flat_layers, settled
 from jaxrl.sharding import memory
 from jaxrl.training import streaming
 from jaxrl.training.layout import RowShapes

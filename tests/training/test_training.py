@@ -10,8 +10,8 @@ from training_helpers import HF, batch_of_groups, conversation, cut, params_of, 
 from jaxrl import models, training
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.parameters import flat_axes, flat_layers
-from jaxrl.recipes.trajectories import collect
+from jaxrl.rl.trajectories import collect
+from jaxrl.roles.parameters import flat_axes, flat_layers
 from jaxrl.training.layout import Block, RowShapes, attention_work
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.score import forward_logprobs

@@ -6,7 +6,7 @@ fp8, as DeepSeek publishes it, a scale per block of rows and columns:
     <module>.weight            e4m3 [N, M]
     <module>.weight_scale_inv  fp32 [N / rows, M / columns], rounded up: what a block of the codes is multiplied with
 
-mxfp4, as gpt-oss is published, of experts' matrices [E, M, N], which models.io.fused reads (OCP Microscaling v1.0: a scale
+mxfp4, as gpt-oss is published, of experts' matrices [E, M, N], which fused.py reads (OCP Microscaling v1.0: a scale
 of 32 numbers is a power of two, a code's bits are sign, exponent of two and mantissa of one):
 
     <name>_blocks              uint8 [E, N, M / 32, 16]: two inputs a byte, the first in its lower four bits

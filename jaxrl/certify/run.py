@@ -26,13 +26,13 @@ from jaxrl.algorithms import kl_value
 from jaxrl.certify import claims, estimator, rewards, tabular
 from jaxrl.certify import loss as losses
 from jaxrl.certify.claims import NotApplicable
+from jaxrl.certify.update import Base
 from jaxrl.config.load import editable, load_config
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.algorithm import ESTIMATORS, advantages
-from jaxrl.recipes.certify_update import Base
-from jaxrl.recipes.setup import start_jax
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool, services
+from jaxrl.rl.advantages import ESTIMATORS, advantages
+from jaxrl.run.setup import start_jax
 from jaxrl.telemetry import require_free
 
 log = logging.getLogger("jaxrl")

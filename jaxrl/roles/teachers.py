@@ -19,16 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import data as data_room
-from jaxrl import models, parameters, sharding, training
+from jaxrl import models, sharding, training
 from jaxrl.config.lengths import made_of
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.processes.group import peers
-from jaxrl.recipes.teacher_files import TeacherFiles
 from jaxrl.resolve.checks.distill import teacher_kind
 from jaxrl.resolve.spec import SHALLOW
-from jaxrl.roles import Role
+from jaxrl.roles import parameters
+from jaxrl.roles.role import Role
+from jaxrl.roles.teacher_files import TeacherFiles
 from jaxrl.rollout.vllm.scoring import PromptScorer
 from jaxrl.sharding import memory
 from jaxrl.training.distillation import TEACHER

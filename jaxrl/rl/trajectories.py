@@ -154,20 +154,6 @@ def contexts(traj: Trajectories, turn) -> list[np.ndarray]:
     return out
 
 
-def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
-    """The first two rows (of every source) as if their reference answers were completions; for trying reward functions.
-    """
-    items = []
-    for i in dataset.firsts:
-        example = dataset[i]
-        columns = {"answer": example.answer, **example.columns}
-        text = prefix + ("" if example.answer is None else str(example.answer))
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        items.append(RewardItem(prompt=example.prompt, completion=text, columns=columns, group=i, token_ids=ids,
-                                context_ids=np.asarray(example.prompt_ids).tolist(), functions=example.rewards))
-    return items
-
-
 def records(traj: Trajectories, examples, texts, result, advantages=None, episodes=None) -> list[dict]:
     """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `prompt` as the model saw
     it, `asked` as the row has it where that is another text or messages; `tokens` are all it sampled, `version` and

@@ -8,10 +8,10 @@ import logging
 
 import numpy as np
 
-from jaxrl.fingerprints import reference_print
+from jaxrl.checkpoint.fingerprints import reference_print
 from jaxrl.models import adapters
 from jaxrl.processes.exchange import gather
-from jaxrl.recipes.algorithm import Reference
+from jaxrl.roles.reference import Reference
 
 log = logging.getLogger("jaxrl")
 KEY = 16  # bytes of an answer's key

@@ -16,15 +16,15 @@ from jaxrl.certify import cases
 from jaxrl.certify.claims import Broken, NotApplicable
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.load import default_config, editable
-from jaxrl.recipes.algorithm import Algorithm
-from jaxrl.recipes.recording import Group, Source
-from jaxrl.recipes.rl import Parts, learn, prepare, weigher
-from jaxrl.recipes.rollouts import Batch
-from jaxrl.recipes.setup import Inputs, open_job
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardResult
-from jaxrl.roles import Policy
-from jaxrl.session import Progress
+from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.recording import Group, Source
+from jaxrl.rl.rollouts import Batch
+from jaxrl.rl.step import Parts, learn, prepare, weigher
+from jaxrl.roles.role import Policy
+from jaxrl.run.session import Progress
+from jaxrl.run.setup import Inputs, open_job
 from jaxrl.training.layout import Minibatch, row_shapes
 
 MODEL = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

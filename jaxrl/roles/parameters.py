@@ -1,5 +1,5 @@
 """A run's parameters: what they are, where they lie and where they come from. (A critic of its own has a
-model of its own, recipes/critic.py.)
+model of its own, critic.py.)
 
 The policy is a language model, with a value head where the critic shares its trunk (`policy_tree`); its rows are in
 models.parameters. An update sees two flat dicts, (trainable, frozen), which together are all of it. What they are bound

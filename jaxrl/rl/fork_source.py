@@ -1,4 +1,4 @@
-"""What a fork (recipes.fork) may take from the recorded run that it left, and how much it took.
+"""What a fork (replay.fork) may take from the recorded run that it left, and how much it took.
 
     answer  <- (hash of the weights, prompt, seed, sampling)
     reward  <- (code of the function and options that reach it, all that it is told of the answer)
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.recipes.recording import sampled_by
-from jaxrl.recipes.rollouts import GREEDY, SAMPLES
-from jaxrl.replay import files, states
+from jaxrl.records import files, states
 from jaxrl.rewards import address
+from jaxrl.rl.recording import sampled_by
+from jaxrl.rl.rollouts import GREEDY, SAMPLES
 from jaxrl.rollout import Engine, Result
 from jaxrl.types import FINISH
 

@@ -26,8 +26,9 @@ from jaxrl.config.user_code import imported
 from jaxrl.data import Interrupted
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.exchange import gather, owner
-from jaxrl.recipes.episodes import check_failures, episode_metrics, with_outcomes
-from jaxrl.recipes.trajectories import (
+from jaxrl.rewards.background import BackgroundScorer
+from jaxrl.rl.episodes import check_failures, episode_metrics, with_outcomes
+from jaxrl.rl.trajectories import (
     collect,
     exchanged,
     make_requests,
@@ -37,7 +38,6 @@ from jaxrl.recipes.trajectories import (
     reward_items,
     sampling_params,
 )
-from jaxrl.rewards.background import BackgroundScorer
 from jaxrl.rollout.queue import PromptGroup, RolloutQueue, staleness
 
 log = logging.getLogger("jaxrl")
@@ -80,9 +80,9 @@ class Rollouts:
     Args:
       spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
         `peers`, `place`), what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
-      engine, stream, rewards: what is open. decode: of data.completion_texts. judge: recipes.judge.Judge, or None.
+      engine, stream, rewards: what is open. decode: of data.completion_texts. judge: roles.reward_model.Judge, or None.
         steps: of the whole run. per_step: prompts of a step, where it is not data.prompts_per_step. past: the recorded
-        run that this one is a fork of (recipes.past.Past), or None.
+        run that this one is a fork of (rl.fork_source.Past), or None.
     """
 
     name = "ahead"  # in checkpoints

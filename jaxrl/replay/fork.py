@@ -1,7 +1,7 @@
 """fork.run: a run that goes on from a step of a recorded one under other options, and computes only what they change.
 
     state   <- the recorded run's before fork.step: a checkpoint, and recorded steps computed again behind it
-    then the loop of rl.run, in which an answer or a reward that the record has is taken from there (recipes.past)
+    then the loop of recipes.rl.run, in which a completion or a reward that the record has is taken from there
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxrl.config.load import editable, recorded_config, redacted
 from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.group import peers
-from jaxrl.recipes.replay import Plan, line_of
-from jaxrl.replay import files
+from jaxrl.records import files
+from jaxrl.replay.replay import Plan, line_of
 
 HERE = ("mesh", "log", "launch")  # groups of options of where a run is, not of what it is
 

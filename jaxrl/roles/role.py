@@ -17,13 +17,14 @@ import jax
 import numpy as np
 import optax
 
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.config import adapter_table
 from jaxrl.errors import RunStopped
 from jaxrl.models.adapters import peft, several
 from jaxrl.models.io import hf
 from jaxrl.processes.exchange import gather
 from jaxrl.processes.group import peers
+from jaxrl.roles import parameters
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
 from jaxrl.telemetry.health import finite

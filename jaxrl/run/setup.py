@@ -18,12 +18,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
+from jaxrl.checkpoint.fingerprints import compared
 from jaxrl.config.lengths import made_of
 from jaxrl.config.load import get
 from jaxrl.config.registry import recipe_of, sequences
 from jaxrl.config.run_length import ends
 from jaxrl.errors import ConfigError
-from jaxrl.fingerprints import compared
 from jaxrl.kernels import check, low_precision
 from jaxrl.kernels.attention.packed.api import ORDERS, XLA
 from jaxrl.kernels.fallback import distrust
@@ -32,19 +32,19 @@ from jaxrl.models import adapters
 from jaxrl.models.feed_forward import gate_of
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
 from jaxrl.processes.exchange import put
-from jaxrl.recipes.episodes import in_episodes, open_pool
-from jaxrl.recipes.judge import Judge, described
-from jaxrl.recipes.judge_server import JudgeServers
-from jaxrl.recipes.trajectories import trial_items
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
+from jaxrl.rewards.items import trial_items
+from jaxrl.roles.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
+from jaxrl.roles.reward_model import Judge, described
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
-from jaxrl.session import Session
+from jaxrl.run.environments import in_episodes, open_pool
+from jaxrl.run.judge_server import JudgeServers
+from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
 from jaxrl.telemetry import find_sink
@@ -77,7 +77,7 @@ class Job:
     eval_sets: dict = dataclasses.field(default_factory=dict)
     stream: Any = None
     engine: Any = None
-    judge: Any = None  # the reward model (recipes.judge), where there is one
+    judge: Any = None  # the reward model (roles.reward_model), where there is one
 
     @property
     def decode(self):

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.processes.exchange import owner
-from jaxrl.recipes.evaluate import publish_newest
-from jaxrl.recipes.trajectories import collect, exchanged, make_requests, sampling_params
+from jaxrl.rl.evaluation import publish_newest
+from jaxrl.rl.trajectories import collect, exchanged, make_requests, sampling_params
 from jaxrl.rollout import generate
 from jaxrl.training.score import make_score
 

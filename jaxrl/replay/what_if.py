@@ -16,13 +16,14 @@ from jaxrl import training
 from jaxrl.config.load import editable, put
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import to_host
-from jaxrl.recipes.algorithm import Algorithm, trained_at
-from jaxrl.recipes.recording import batch_of
-from jaxrl.recipes.rl import learn, prepare
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import settings
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy
+from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.recording import batch_of
+from jaxrl.rl.step import learn, prepare
+from jaxrl.roles.reference import trained_at
+from jaxrl.roles.role import Policy
 
 COLUMNS = ("setting", "step", "angle", "kl", "outside_clip", "predicted", "realised", "others")
 TOLD = ("loss", "optim/grad_norm", "policy/clip_fraction")  # of the update's metrics

@@ -11,11 +11,10 @@ import jax
 import numpy as np
 
 import jaxrl
-from jaxrl.config.load import editable, redacted
-from jaxrl.diff import flat
-from jaxrl.recipes.rollouts import Batch
-from jaxrl.replay import files, states
+from jaxrl.config.load import editable, flat, redacted
+from jaxrl.records import files, states
 from jaxrl.rewards.items import RewardResult
+from jaxrl.rl.rollouts import Batch
 from jaxrl.telemetry.run_dir import jsonable
 from jaxrl.types import Trajectories
 

@@ -35,15 +35,15 @@ import jax
 from jaxrl.checkpoint.checkpointer import Checkpointer, CheckpointError, DiskHangs, SavesFail
 from jaxrl.checkpoint.resume import config_changes
 from jaxrl.checkpoint.uploads import Uploads
-from jaxrl.closing import Closers, closing
 from jaxrl.config.load import get, redacted
 from jaxrl.config.run_length import end, ends
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.given import Given, call_back
 from jaxrl.processes.deadline import within
 from jaxrl.processes.faults import Faults, GracefulStop
 from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
+from jaxrl.run.closing import Closers, closing
+from jaxrl.run.python_api import Given, call_back
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
@@ -64,7 +64,7 @@ class Progress(NamedTuple):
 
 
 class Session:
-    """See the module. Args: a Spec; what was handed over from Python (jaxrl.given)."""
+    """See the module. Args: a Spec; what was handed over from Python (jaxrl.run.python_api)."""
 
     def __init__(self, spec, given: Given | None = None):
         self.spec, self.given, self.run_dir = spec, given or Given(), Path(spec.run.dir)

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import parameters, training
+from jaxrl import training
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.roles import Role
+from jaxrl.roles import parameters
+from jaxrl.roles.role import Role
 from jaxrl.sharding import memory
 from jaxrl.training.optimizer import critics_optimizer
 from jaxrl.training.score import make_value_score

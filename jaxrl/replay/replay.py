@@ -17,20 +17,19 @@ import jax.numpy as jnp
 
 from jaxrl.checkpoint.files import Damaged, checkpoints_in, folder_of, verify
 from jaxrl.checkpoint.resume import config_changes
-from jaxrl.config.load import editable, put, redacted
+from jaxrl.config.load import editable, flat, put, redacted
 from jaxrl.config.schema import options
-from jaxrl.diff import flat
 from jaxrl.errors import ConfigError
-from jaxrl.recipes import what_if
-from jaxrl.recipes.algorithm import Algorithm
-from jaxrl.recipes.recording import batch_of, states_of
-from jaxrl.recipes.rl import Parts, learn, prepare
-from jaxrl.recipes.setup import open_job, read_inputs
-from jaxrl.replay import files, states, verdict
+from jaxrl.records import files, states
+from jaxrl.replay import verdict, what_if
 from jaxrl.resolve.checks.replay import numbers
 from jaxrl.resolve.spec import resolve
-from jaxrl.roles import Policy
-from jaxrl.session import Session
+from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.recording import batch_of, states_of
+from jaxrl.rl.step import Parts, learn, prepare
+from jaxrl.roles.role import Policy
+from jaxrl.run.session import Session
+from jaxrl.run.setup import open_job, read_inputs
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxrl.config.load import flat
 from jaxrl.errors import ConfigError
 
 ROUNDING = 1e-4
@@ -153,16 +154,6 @@ class Run:
         return self._lines(f"rollouts/step_{step:08d}.jsonl")
 
 
-def flat(table: dict, prefix: str = "") -> dict:
-    out = {}
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            out[f"{prefix}{key}"] = value
-    return out
-
-
 def options(a: Run, b: Run) -> list[str]:
     """Texts of the options that differ and may change a result, and of the versions."""
     names = [n for n in sorted(a.config.keys() | b.config.keys()) if not n.startswith(WHERE)]
@@ -284,7 +275,3 @@ def main(argv=None) -> int:
         return 2
     print("\n".join(lines))
     return int(apart)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

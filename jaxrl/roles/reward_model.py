@@ -15,14 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl import data as data_room
-from jaxrl import models, parameters, sharding, training
+from jaxrl import models, sharding, training
 from jaxrl.config.lengths import episodes, made_of
 from jaxrl.data.dataset import PromptError, Template
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.rewards.items import RewardResult, metrics_of
-from jaxrl.roles import Role
+from jaxrl.roles import parameters
+from jaxrl.roles.role import Role
 from jaxrl.training.score import make_value_score
 
 log = logging.getLogger("jaxrl")

@@ -1,7 +1,7 @@
 """run.mode=explain: what a recorded update did, and which answers did it (docs/guides/replay.md).
 
     steps    <- replay.steps, or those of the run whose metrics stand out (replay.anomalies)
-    for each <- its state and batch (recipes/replay.py); the step itself, by the functions that made it; then
+    for each <- its state and batch (replay.py); the step itself, by the functions that made it; then
                 log-probs before and after it; the gradient of every group alone, of the answers of the heaviest groups,
                 and of the log-probs that changed most
 
@@ -24,11 +24,11 @@ import numpy as np
 from jaxrl import diff, training
 from jaxrl.algorithms import mismatch_ratio, mismatch_weight
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.recording import batch_of
-from jaxrl.recipes.replay import Plan, ranges
-from jaxrl.recipes.rl import weigher
-from jaxrl.recipes.what_if import copied, difference, dot, holds, likelihood, logprobs, number
-from jaxrl.replay import anomalies, files
+from jaxrl.records import anomalies, files
+from jaxrl.replay.replay import Plan, ranges
+from jaxrl.replay.what_if import copied, difference, dot, holds, likelihood, logprobs, number
+from jaxrl.rl.recording import batch_of
+from jaxrl.rl.step import weigher
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 from jaxrl.types import FINISH
 

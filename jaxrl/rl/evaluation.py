@@ -7,11 +7,10 @@ import time
 
 import numpy as np
 
-from jaxrl import parameters
 from jaxrl.config import adapter_table
 from jaxrl.processes.exchange import owner
-from jaxrl.recipes.episodes import check_failures, conversations, with_outcomes
-from jaxrl.recipes.trajectories import (
+from jaxrl.rl.episodes import check_failures, conversations, with_outcomes
+from jaxrl.rl.trajectories import (
     collect,
     exchanged,
     make_requests,
@@ -19,6 +18,7 @@ from jaxrl.recipes.trajectories import (
     reward_items,
     sampling_params,
 )
+from jaxrl.roles import parameters
 from jaxrl.rollout import generate
 from jaxrl.telemetry import dumps, write_atomic
 

@@ -1,0 +1,178 @@
+"""Jobs. `train` is the one entry: `python -m jaxrl.main`, scripts and notebooks all call it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxrl.config.load import config_of, load_config
+from jaxrl.config.registry import recipe_of, short_name
+from jaxrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from jaxrl.run.python_api import Step
+
+
+def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
+          rewards: Sequence[Callable | str] | Callable | str | None = None, *, model: str | None = None,
+          data: Any = None, tokenizer: Any = None, eval: Any = None,
+          callbacks: Sequence[Callable[[Step], object]] | Callable[[Step], object] = (),
+          env: Callable | str | None = None, tools: Sequence[Callable | str] | Callable | str | None = None) -> dict:
+    """Runs the job a config describes and returns the content of its summary.json.
+
+        jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
+
+    Objects replace the config's options. The same call resumes the run, and refuses other rows or another tokenizer.
+
+    Args:
+      config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (which are GRPO's); or a ConfigDict from
+        `load_config` or `default_config`; or the name of a config ('grpo', 'configs/grpo.py:tiny').
+      rewards: reward functions `(prompt, completion, **columns) -> float | None`, or names of built-in ones.
+      model: a Hugging Face folder or hub id.
+      data: rows to train on, a list of dicts or a datasets.Dataset; or a path or hub id.
+      tokenizer: one of transformers, or a folder or hub id.
+      eval: rows to evaluate, or a dict of such sets by name.
+      callbacks: functions called with a `jaxrl.Step` after each line of metrics, on process 0; `step.stop()` ends the
+        run.
+      env: what an episode is, an episode function (task, chat) or a class with reset and step, or its name.
+      tools: plain typed functions that the model may call, or their names.
+
+    Raises:
+      ConfigError: before any device work, naming field, value and remedy of every problem.
+      RunStopped: the run had to stop, or a callback failed; what was saved is resumed by the same call.
+    """
+    if kind := getattr(sys.modules.get("jaxrl.workers.streams"), "RUNNING", ""):
+        raise ConfigError(f"jaxrl.train is called by a file that {kind} workers import: put the call under if __name__ "
+                          f"== '__main__':, or the {kind} function into a file of its own")
+    from jaxrl import data as data_room
+    from jaxrl import telemetry
+    from jaxrl.resolve.checks import common, replay
+    from jaxrl.run.python_api import taken
+
+    config = config_of(config)
+    if not config.run.dir:
+        config.run.dir = f"runs/{short_name(config.run.recipe)}"
+    given = taken(config, model, data, rewards, tokenizer, eval, callbacks, env, tools)
+    replay.place(config)
+    common.check(config)
+    if config.run.mode in ("plan", "certify"):
+        return _on_no_device_of_its(config, given)
+    if config.run.mode not in replay.AGAIN:  # what was recorded needs no data
+        data_room.check_paths(config, given.data is not None, given.eval or ())
+    telemetry.setup_logging(config.log.level)
+    from jaxrl.processes import group
+
+    group.start(config)
+    try:
+        return _train(config, given, group.peers())
+    except (Exception, KeyboardInterrupt) as e:
+        from jaxrl.planning import plan
+
+        reason = plan.out_of_memory(e, config) or group.peers().explain(e)
+        group.peers().report(reason)
+        if reason is e:
+            raise
+        raise reason from e
+
+
+def _on_no_device_of_its(config, given) -> dict:
+    """`train` of the modes that a job's own devices have no part in."""
+    if config.run.mode == "plan":  # nothing is read but the model's description
+        from jaxrl.planning import plan
+        from jaxrl.resolve.checks.services import missing_logger
+
+        if missing := missing_logger(config):
+            print(f"a run stops here: {missing}", flush=True)
+        return plan.run(config)
+    from jaxrl.certify import run as certify
+    from jaxrl.telemetry import setup_logging
+
+    setup_logging(config.log.level)
+    return certify.run(config, given)
+
+
+def _train(config, given, peers) -> dict:
+    """`train` in a process that has met its peers."""
+    from jaxrl import telemetry
+    from jaxrl.config.load import redacted
+    from jaxrl.planning.comparison import comparison
+    from jaxrl.processes.exchange import check_equal, facts
+    from jaxrl.resolve.checks import replay
+    from jaxrl.resolve.spec import resolve
+    from jaxrl.run import setup
+
+    if not peers.first:
+        telemetry.setup_logging(config.log.level, peers.who(peers.index))
+    check_equal(peers, facts(redacted(config)) if peers.count > 1 else {})
+    peers.decide(f"{config.run.dir} is free", telemetry.require_free, config.run.dir, config.run.mode == "train")
+    setup.start_jax(resolve(config))
+    if config.fork.run and config.run.mode == "train":
+        from jaxrl.replay import fork
+
+        config = fork.started(config, given)
+    elif config.run.warm_start:
+        config = _after_warm_start(config, given)
+    given = given._replace(comparison=comparison)
+    recipe = recipe_of(config)
+    run = f"{recipe.again}.{config.run.mode}" if config.run.mode in replay.AGAIN else recipe.run
+    out = (run if callable(run) else importlib.import_module(run).run)(config, given)
+    peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
+    return out
+
+
+def _after_warm_start(config, given):
+    """Runs the warm-start job unless its export is already there; the job then starts from that export."""
+    from jaxrl.processes.group import peers
+
+    try:
+        first = load_config(config.run.warm_start)
+    except ConfigError as e:
+        raise ConfigError(f"run.warm_start={config.run.warm_start!r}: {e}") from e
+    if not recipe_of(first).starts_others or first.run.warm_start:
+        raise ConfigError(
+            f"run.warm_start={config.run.warm_start!r}: must be an SFT config without a warm start of its own"
+        )
+    if first.lora.adapters:
+        raise ConfigError(f"run.warm_start={config.run.warm_start!r}: with lora.adapters its export is a folder for "
+                          "each adapter; run it by itself, and begin from one of them (model.path, or lora.path)")
+    folder = Path(config.run.dir) / "warm_start"
+    for name in ("seed", "compile_cache", "matmul_precision", "deterministic"):
+        first.run[name] = config.run[name]
+    first.run.dir, first.run.resume = str(folder), "auto"
+    first.log.console = config.log.console
+    first.checkpoint.export_at_end = True
+    export = folder / "export"
+    if not peers().decide(f"{folder} is finished", _finished, folder):
+        if config.run.mode != "train":
+            raise ConfigError(f"run.mode={config.run.mode}: the warm start in {folder} has not finished; train first")
+        _check_before(first, config, given)
+        train(first)
+    if not peers().decide(f"{folder} is finished now", _finished, folder):
+        raise SystemExit(0)  # the warm start was asked to stop; the same command goes on from its checkpoint
+    config.model.path, config.model.init = str(export), "pretrained"
+    config.model.tokenizer = config.model.tokenizer or str(export)
+    return config
+
+
+def _check_before(first, config, given) -> None:
+    """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
+    from jaxrl import sharding
+    from jaxrl.run.setup import check_inputs
+
+    later = config.copy_and_resolve_references()
+    for name in ("path", "init", "config"):
+        later.model[name] = first.model[name]
+    later.model.tokenizer = config.model.tokenizer or first.model.tokenizer or first.model.path
+    check_inputs(later, given)
+    sharding.role_meshes(config.mesh)  # of devices that are here
+
+
+def _finished(folder: Path) -> bool:
+    from jaxrl.telemetry import read_json
+
+    return bool(read_json(folder / "summary.json").get("finished")) and (folder / "export").is_dir()

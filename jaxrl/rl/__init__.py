@@ -1,0 +1,1 @@
+"""One step of reinforcement learning: rollouts, trajectories, advantages, the step itself, evaluation, recording."""

@@ -1,0 +1,135 @@
+"""What the algorithm options come to: the loss, who scores what, and the models beside the policy."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+
+import numpy as np
+from ml_collections import FrozenConfigDict
+
+from jaxrl import training
+from jaxrl.algorithms import (
+    kl_value,
+)
+from jaxrl.errors import ConfigError
+from jaxrl.processes.exchange import put
+from jaxrl.rl.rollouts import stale_buckets
+from jaxrl.roles.critic import Critic
+from jaxrl.roles.reference import BaseReference, Reference, precision, trained_at
+from jaxrl.rollout import engine_of
+from jaxrl.training.score import make_score
+
+log = logging.getLogger("jaxrl")
+
+
+class Algorithm:
+    """What the options of a job's algorithm need per step: the loss, the scorer, the reference, the critic."""
+
+    def __init__(self, job, total_steps: int):
+        c = self.config = job.config
+        vocab = job.model.config.vocab_size
+        if c.algorithm.sampled_support and c.rollout.top_k > vocab:
+            raise ConfigError(f"rollout.top_k={c.rollout.top_k}: the vocabulary has {vocab} tokens; lower it")
+        if c.algorithm.routes != "own" and not job.model.config.routes:
+            raise ConfigError(f"algorithm.routes={c.algorithm.routes}: the model has no experts; leave it out")
+        self.updates_per_step = math.prod(c.updates)
+        self.old_source = c.algorithm.old_logprobs
+        self.score = self.scorer(job, "policy")
+        self.loss = training.PolicyGradient(
+            options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=trained_at(c),
+            staleness=stale_buckets(c.rollout) if c.ahead else (), value_clip=c.critic.value_clip,
+            value_coef=c.critic.coef if c.shares_trunk else 0.0, **precision(job))
+        self.critic = Critic(job, total_steps) if c.needs_critic else None
+        self.reference = None
+        if c.needs_reference:
+            kind = Reference if job.model.adapter is None or c.reference.path else BaseReference
+            self.reference = kind(job, self.scorer(job, "reference"))
+
+    def scorer(self, job, role: str):
+        """score(params, traj, layout) -> [T] log-probs, on a role's devices: of the policy with its adapters, of others
+        without."""
+        model = job.model if role == "policy" else job.model.base
+        scored = job.config.algorithm.routes == "scored"
+        if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model and not scored:
+            return self.score
+        return make_score(model, temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk,
+                          put=functools.partial(job.put, role=role), routes=scored and role == "policy")
+
+    def meet(self, policy) -> None:
+        """Tells the parts whom they stand beside, before they start."""
+        if isinstance(self.reference, BaseReference):
+            self.reference.policy = policy
+
+    @property
+    def parts(self) -> list:
+        """What a checkpoint holds beside the policy."""
+        return [part for part in (self.critic, self.reference) if part is not None]
+
+    def begin(self, s, engine) -> None:
+        """Says what was decided and is not in the row."""
+        mismatch = self.config.algorithm.mismatch
+        if mismatch.correction == "none" and engine.info.quantized:
+            raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another "
+                              "policy than the one that is trained; use token_tis")
+        if mismatch.correction == "none" and self.config.ahead and self.old_source != "rollout":
+            log.warning("algorithm.mismatch.correction=none with rollout.max_staleness=%d, sync_every=%d: nothing "
+                        "corrects for completions of older weights; set token_tis, or "
+                        "algorithm.preset=decoupled_ppo", self.config.rollout.max_staleness,
+                        self.config.rollout.sync_every)
+        if mismatch.correction != "none":
+            s.say(f"mismatch correction: {mismatch.correction}, cap {mismatch.cap:g}")
+        if self.old_source == "recompute" and self.updates_per_step == 1:
+            s.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
+
+    def columns(self, policy, traj, layout) -> dict[str, np.ndarray]:
+        """Token columns [T] of log-probs that the loss or the reward reads; and `routes` [T, n * K], where the update
+        is to replay them: sampled ones are replayed by the scoring of old log-probs, too, scored ones are its own."""
+        out = {"behaviour": traj.logprobs}
+        if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
+            out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}
+        routes = self.config.algorithm.routes
+        if routes == "sampled":
+            nothing = np.full((len(traj.tokens), policy.job.model.config.routes), -1, np.int16)
+            out["routes"] = traj.columns.get("routes", nothing)
+        if self.old_source == "recompute" and routes == "scored":
+            found = policy.score(traj, layout)
+            out |= {"old": found["logprob"], "routes": found["routes"]}
+        elif self.old_source == "recompute":
+            out["old"] = policy.score(traj, layout, {n: out[n] for n in ("support", "routes") if n in out} or None)
+        elif self.old_source == "rollout":
+            out["old"] = out["behaviour"]
+        if self.reference is not None:
+            out["ref"] = self.reference.score(traj, layout)
+        return out
+
+    def operations(self, step: int, count, traj) -> dict[str, float]:
+        """flops/<phase> of the step that has just been done, on the completions it learnt from (a
+        server's sampling is its own)."""
+        epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
+        passes = (self.old_source == "recompute") + (self.reference is not None)
+        score = passes * count.scoring(traj, shared)
+        updates = step > self.config.critic.warmup_steps or self.critic is None
+        update = updates * epochs * count.update(traj, shared)
+        if self.critic is not None:
+            score += count.scoring(traj, shared, head=False)
+            update += (not self.critic.shared) * epochs * count.update(traj, shared, head=False)
+        out = {"flops/score": score, "flops/update": update}
+        return out | ({"flops/rollout": count.generation(traj)} if engine_of(self.config).on_mesh else {})
+
+    def kl(self, columns):
+        """[T] KL that is subtracted from the reward, or None."""
+        c = self.config
+        return kl_value(columns["old"], columns["ref"], c.algorithm.kl.estimator) if c.kl_in_reward else None
+
+
+def start_of_step(state):
+    """The state with the flag of an early stop cleared."""
+    def cleared(stats):
+        flag = stats["stopped"]
+        return {**stats, "stopped": put(np.zeros((), flag.dtype), flag.sharding)}
+
+    if training.several.is_several(state):
+        return state.replace(stats={name: cleared(stats) for name, stats in state.stats.items()})
+    return state.replace(stats=cleared(state.stats))
