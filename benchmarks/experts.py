@@ -68,26 +68,31 @@ def programs(way):
     return {"forward": jax.jit(run), "with gradients": jax.jit(jax.grad(lambda a, ids: jnp.sum(jnp.sin(run(ids, a)))))}
 
 
-def measured(count: int, tokens: int, rounds: int) -> dict:
-    """{way: {what: tokens per second}} of so many experts."""
+def measured(count: int, tokens: int, rounds: int) -> tuple[dict, dict]:
+    """({way: {what: tokens per second, None where it does not run}}, {(way, what): why it does not}) of so many experts."""
     ids, given = arrays(count, tokens)
-    made, best, results = {name: programs(way) for name, way in WAYS.items()}, {}, {}
+    made, best, results, failed = {name: programs(way) for name, way in WAYS.items()}, {}, {}, {}
     for turn in range(rounds + 1):  # the first one compiles
-        for name, own in made.items():
-            for what, function in own.items():
-                order = (ids, given) if what == "forward" else (given, ids)
-                start = time.perf_counter()
-                out = jax.block_until_ready(function(*order))
-                took = time.perf_counter() - start
-                if turn:
-                    best[name, what] = min(best.get((name, what), took), took)
-                else:
-                    results[name, what] = jax.tree.leaves(out)
+        for name, what in ((n, w) for n, own in made.items() for w in own if (n, w) not in failed):
+            order = (ids, given) if what == "forward" else (given, ids)
+            start = time.perf_counter()
+            try:
+                out = jax.block_until_ready(made[name][what](*order))
+            except jax.errors.JaxRuntimeError as e:  # out of memory, most of all
+                failed[name, what] = str(e).splitlines()[0][:200]
+                continue
+            took = time.perf_counter() - start
+            if turn:
+                best[name, what] = min(best.get((name, what), took), took)
+            else:
+                results[name, what] = jax.tree.leaves(out)
+    compared = "blocks" if any(name == "dense" for name, _ in failed) else "dense"
     for (name, what), found in results.items():
-        for a, b in zip(found, results["dense", what], strict=True):
+        for a, b in zip(found, results[compared, what], strict=True):
             error = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
             assert error < 1e-5, f"{name}, {what}: another function ({error:.1e})"
-    return {name: {what: tokens / best[name, what] for what in made[name]} for name in WAYS}
+    speeds = {name: {what: tokens / best[name, what] if (name, what) in best else None for what in made[name]} for name in WAYS}
+    return speeds, failed
 
 
 def main(argv=None) -> int:
@@ -99,13 +104,24 @@ def main(argv=None) -> int:
     parser.add_argument("--json", default="")
     args = parser.parse_args(argv)
     counts, tokens, rounds = ([4, 8], 64, 1) if args.tiny else ([*map(int, args.experts.split(","))], args.tokens, args.rounds)
-    at, found = commit(), {}
+    at, found, failed = commit(), {}, {}
     for count in counts:
-        found[str(count)] = measured(count, tokens, rounds)
-        print(count, {n: {w: round(t) for w, t in own.items()} for n, own in found[str(count)].items()}, file=sys.stderr, flush=True)
-    rows = [[count, *(f"{own[n][w]:,.0f}" for w in own["blocks"] for n in WAYS),
-             *(f"{own['blocks'][w] / own['ragged_dot'][w]:.1f}" for w in own["blocks"])] for count, own in found.items()]
+        found[str(count)], failed[str(count)] = measured(count, tokens, rounds)
+        print(count, {n: {w: t and round(t) for w, t in own.items()} for n, own in found[str(count)].items()}, file=sys.stderr, flush=True)
+
+    def cell(value, form):
+        return "does not run" if value is None else format(value, form)
+
+    def ratio(own, what):
+        ours, theirs = own["blocks"][what], own["ragged_dot"][what]
+        return cell(ours / theirs if ours and theirs else None, ".1f")
+
+    rows = [[count, *(cell(own[n][w], ",.0f") for w in own["blocks"] for n in WAYS), *(ratio(own, w) for w in own["blocks"])]
+            for count, own in found.items()]
     table(["experts", *(f"{n} {w}" for w in ("forward", "with gradients") for n in WAYS), "blocks / ragged_dot", "with gradients"], rows)
+    for count, own in failed.items():
+        for (name, what), why in own.items():
+            print(f"{count} experts, {name} {what}: {why}")
     if args.json:
         Path(args.json).write_text(json.dumps({
             "commit": at, "machine": machine(), "device": jax.devices()[0].device_kind, "tokens": tokens, "slots": SLOTS, "size": SIZE,

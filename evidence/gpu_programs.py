@@ -8,7 +8,7 @@
 
 Needs Python 3.12, jax and of the same version jax-cuda13-plugin and jax-cuda13-pjrt (0.11 or 0.12), and the project's own packages. No
 driver, cuBLAS or cuDNN. Programs: decode, prefill, insert, publish, extend,
-update, update_apply, score, ... (jaxrl.planning.programs), of a case of benchmarks/gpu_suite.py.
+update, update_apply, score, ... (jaxrl.planning.programs), of a case of benchmarks/gpu/cases.py.
 
 What differs from a card: products are not tuned (a card chooses per product between Triton and cuBLAS; --flags
 "--xla_gpu_load_autotune_results_from=FILE" takes a card's choices, written there by --xla_gpu_dump_autotune_results_to=FILE), and the Mosaic kernels
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-OUTSIDE = 41  # launches of a token that are of no layer: embedding, final norm, head, sampling without cut-offs
+OUTSIDE = 32  # launches of a token that are of no layer and in no branch: embedding, final norm, head, sums over logits
 BUDGET = {"weights copied in a layer": 0, "launches in a layer": 14, "host waits in a token": 1}
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 
@@ -195,7 +195,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", default=str(Path(__file__).parents[1]))
     parser.add_argument("--budget", action="store_true", help="fail where the decode program is over BUDGET")
-    parser.add_argument("--case", default="0.5B", help="of benchmarks/gpu_suite.py")
+    parser.add_argument("--case", default="0.5B", help="of benchmarks/gpu/cases.py")
     parser.add_argument("--programs", default="decode")
     parser.add_argument("--attention", default="gpu", help="model.attention")
     parser.add_argument("--chip", default="h200", choices=("h100", "h200"))
@@ -210,19 +210,19 @@ def main():
     root = Path(asked.checkout).resolve()
     sys.path[:0] = [str(root), str(root / "evidence"), str(root / "benchmarks")]
 
-    import gpu_suite
+    from gpu import cases
 
     from jaxrl import sharding
     from jaxrl.config.load import put
     from jaxrl.planning import gpu_devices, programs
     from jaxrl.resolve.spec import Platform, resolve
 
-    config = gpu_suite.job(asked.case, str(folder / "run"))
+    config = cases.job(asked.case, str(folder / "run"))
     config.model.attention = asked.attention
     for option in asked.options:
         key, value = option.split("=", 1)
         put(config, key, json.loads(value) if value[:1] in '[{"' or re.fullmatch(r"-?\d+(\.\d+)?", value) else value)
-    described = gpu_suite.described(gpu_suite.CASES[asked.case].model or asked.case)
+    described = cases.described(cases.CASES[asked.case].model or asked.case)
     spec = resolve(config, Platform("gpu", "bf16"), described)
     mesh = sharding.make_mesh(SimpleNamespace(dp=1, fsdp=1, cp=1, ep=1, tp=1), gpu_devices.devices(asked.chip))
     begin = time.process_time()

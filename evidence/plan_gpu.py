@@ -1,4 +1,4 @@
-"""The plan's memory for an H200 beside what the card had: two jobs of benchmarks/gpu_suite.py, planned without a GPU.
+"""The plan's memory for an H200 beside what the card had: two jobs of benchmarks/gpu/cases.py, planned without a GPU.
 
     python evidence/plan_gpu.py          a minute on two quiet cores; fails where a peak is more than 5 % off
 
@@ -20,7 +20,7 @@ MOST = 0.05
 def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import common
-    import gpu_suite
+    from gpu import cases
 
     from jaxrl.planning import gpu_devices, plan
 
@@ -29,8 +29,8 @@ def main() -> int:
         return 2
     rows, off = [], False
     for case, measured in MEASURED.items():
-        c = gpu_suite.job(case, "run")
-        c.model.config, c.model.init = gpu_suite.described(gpu_suite.CASES[case].model or case), "random"
+        c = cases.job(case, "run")
+        c.model.config, c.model.init = cases.described(cases.CASES[case].model or case), "random"
         c.run.mode, c.plan.target, c.plan.timeout_seconds = "plan", "h200:1", 3600.0
         found = plan.make(c, search=False)
         own = found["per_device"]

@@ -35,20 +35,20 @@
 #       memory of an update with offload, compiled         offload.py (wants libtpu; not in "all")
 #    6  scaling on paper                                    plan_scaling.py
 #       simulated against a run's own steps                simulation.py
-#    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py (not in "all")
+#    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py 0.5B 1.5B plan (not in "all")
 # Of the kernels:
 #    4  memory of attention and log-probs, compiled         kernels_memory.py (the TPU's where libtpu is there)
 #       whole GPU programs without a GPU: launches, copies, memory, the budget of decoding   gpu_programs.py (not in "all")
 #    2  GPU kernels down to machine code, without a GPU     gpu_compile.py (in an environment of its own, see there; not in "all")
 #    7  the main job in bfloat16 beside float32             bf16.py
-#    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py (not in "all")
+#    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py, parts of kernels (--list; not in "all")
 # Of speed:
 #    4  programs compiled per step                          recompilation.py
 #       packing and the shards' balance                     packing.py
 #    3  start-up, cold and warm                             benchmarks/startup.py --out FILE (not in "all")
 #    5  time and memory as the work grows                   benchmarks/growth.py --out FILE (not in "all")
 #       2,000 steps with every service on                  benchmarks/long_run.py --out FILE (wants vLLM; not in "all")
-#    6, 8  steps, MFU, decoding on a GPU                    benchmarks/gpu_suite.py (not in "all")
+#    6, 8  steps, MFU, decoding, vLLM on a GPU              benchmarks/gpu_suite.py (not in "all")
 # Of speed, beside other libraries in environments of their own (not in "all"):
 #    1  the same step of W1 to W7                           benchmarks/peers/run.py --shape W1 --json FILE
 #    7  the same first update                               benchmarks/peers/same_update.py

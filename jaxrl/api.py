@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from jaxrl.config.load import config_of, load_config
 from jaxrl.config.registry import recipe_of, short_name
+from jaxrl.config.suggest import unknown_argument
 from jaxrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
           rewards: Sequence[Callable | str] | Callable | str | None = None, *, model: str | None = None,
           data: Any = None, tokenizer: Any = None, eval: Any = None,
           callbacks: Sequence[Callable[[Step], object]] | Callable[[Step], object] = (),
-          env: Callable | str | None = None, tools: Sequence[Callable | str] | Callable | str | None = None) -> dict:
+          env: Callable | str | None = None, tools: Sequence[Callable | str] | Callable | str | None = None,
+          **unknown: Never) -> dict:
     """Runs the job a config describes and returns the content of its summary.json.
 
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
@@ -46,9 +49,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
       ConfigError: before any device work, naming field, value and remedy of every problem.
       RunStopped: the run had to stop, or a callback failed; what was saved is resumed by the same call.
     """
-    if kind := getattr(sys.modules.get("jaxrl.workers.streams"), "RUNNING", ""):
-        raise ConfigError(f"jaxrl.train is called by a file that {kind} workers import: put the call under if __name__ "
-                          f"== '__main__':, or the {kind} function into a file of its own")
+    _check_call(unknown)
     from jaxrl import data as data_room
     from jaxrl import telemetry
     from jaxrl.resolve.checks import common, replay
@@ -61,7 +62,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
     replay.place(config)
     common.check(config)
     if config.run.mode in ("plan", "certify"):
-        return _on_no_device_of_its(config, given)
+        return _run_without_devices(config, given)
     if config.run.mode not in replay.AGAIN:  # what was recorded needs no data
         data_room.check_paths(config, given.data is not None, given.eval or ())
     telemetry.setup_logging(config.log.level)
@@ -80,8 +81,17 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
         raise reason from e
 
 
-def _on_no_device_of_its(config, given) -> dict:
-    """`train` of the modes that a job's own devices have no part in."""
+def _check_call(unknown: Mapping[str, Any]) -> None:
+    """Raises ConfigError for arguments that `train` does not have, and inside worker processes."""
+    if kind := getattr(sys.modules.get("jaxrl.workers.streams"), "RUNNING", ""):
+        raise ConfigError(f"jaxrl.train is called by a file that {kind} workers import: put the call under if __name__ "
+                          f"== '__main__':, or the {kind} function into a file of its own")
+    for name, value in unknown.items():
+        raise ConfigError(unknown_argument(name, value, [*inspect.signature(train).parameters]))
+
+
+def _run_without_devices(config, given) -> dict:
+    """Runs a mode that needs no accelerator: plan or certify. Returns its summary."""
     if config.run.mode == "plan":  # nothing is read but the model's description
         from jaxrl.planning import plan
         from jaxrl.resolve.checks.services import missing_logger

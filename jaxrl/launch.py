@@ -1,9 +1,9 @@
-"""Several processes of one run on this machine: python -m jaxrl.launch --processes=4 -- --config=configs/grpo.py ...
+"""Several processes of one run on this machine: jaxrl launch --processes=4 -- --config=configs/grpo.py ...
 
 For trying many hosts out on one, and for machines whose GPUs are to be shared between processes. What follows `--` goes
-to jaxrl.main; a script (`-- train.py ...`) is run instead of it. Process 0 has the console; lines of the others carry
-their number. When one dies the others get a grace time, then they are killed; it is said which one died first, and how.
-SIGTERM and Ctrl-C go to all: they save, then leave.
+to `jaxrl` (flags are those of `jaxrl train`); a script (`-- train.py ...`) is run instead of it. Process 0 has the
+console; lines of the others carry their number. When one dies the others get a grace time, then they are killed; it is
+said which one died first, and how. SIGTERM and Ctrl-C go to all: they save, then leave.
 
 Exit status: 0 all done or stopped on request, else that of the process that ended first (128 + n for signal n).
 Standard library only: the launcher touches no device.
@@ -21,13 +21,15 @@ import sys
 import threading
 import time
 
+from jaxrl.__main__ import run
+
 HOPELESS = (2, 130)  # a config that cannot work, Ctrl-C: not tried again
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(options of the launcher, what the processes run)."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl.launch", description=__doc__.split("\n\n")[0],
-                                     epilog="After `--`: the flags of jaxrl.main, or a script with its own.")
+    parser = argparse.ArgumentParser(prog="jaxrl launch", description=__doc__.split("\n\n")[0],
+                                     epilog="After `--`: the flags of jaxrl train, or a script with its own.")
     parser.add_argument("--processes", type=int, required=True, help="processes to start")
     parser.add_argument("--devices", type=int, default=0,
                         help="devices of each: simulated ones without a GPU (default 1), else its share of the GPUs "
@@ -40,13 +42,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                         help="how often all are started again after one died; they go on from the newest checkpoint")
     parser.add_argument("--grace", type=float, default=20.0, help="seconds that the others have after one died")
     own, rest = (argv[:argv.index("--")], argv[argv.index("--") + 1:]) if "--" in argv else (argv, [])
-    options = parser.parse_args(own)
+    options, others = parser.parse_known_args(own)
+    if others:
+        known = " ".join(arg for arg in own if arg not in others)
+        parser.error(f"{others[0]}: flags of the run come after --: jaxrl launch {known} -- "
+                     f"{' '.join(others + rest)}" if others[0].startswith("--config") else f"{others[0]}: unknown flag")
     if options.processes < 1 or options.devices < 0 or options.cpus < 0 or options.retries < 0 or options.grace < 0:
         parser.error("--processes must be at least 1, the other numbers must not be negative")
     if any("=" not in entry for entry in options.env):
         parser.error(f"--env={next(e for e in options.env if '=' not in e)}: expected NAME=VALUE")
     if not rest:
-        parser.error("nothing to run: give the flags of jaxrl.main after --, e.g. -- --config=configs/grpo.py")
+        parser.error("nothing to run: give the flags of jaxrl train after --, e.g. -- --config=configs/grpo.py")
     return options, rest
 
 
@@ -154,7 +160,7 @@ def say(text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     options, rest = parse(sys.argv[1:] if argv is None else argv)
     command = [sys.executable, *(rest if rest[0].endswith(".py") and rest[0][0] != "-"
-                                 else ("-m", "jaxrl.main", *rest))]
+                                 else ("-m", "jaxrl", *rest))]
     stopping, group = [], None
 
     def forward(number, frame):
@@ -176,4 +182,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

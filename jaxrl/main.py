@@ -1,4 +1,4 @@
-"""Command line: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5 (or `jaxrl --config=...`)
+"""The program of `jaxrl train`, eval and plan: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5
 
 Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config, data
 or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes) or a claim of certify that
@@ -14,31 +14,32 @@ import threading
 import time
 import traceback
 
-from jaxrl.config.load import help_text, load_config, parse_flags
+from jaxrl.__main__ import run
+from jaxrl.config import help
+from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.faults import GracefulStop
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
                 errno.ESTALE)
-USAGE = """usage: python -m jaxrl.main (or: jaxrl) --config=FILE[:ARG] [--config.group.option=value ...]
-
-FILE is a Python file with get_config(arg), or the name of a shipped config (grpo, grpo_gsm8k, ...).
-`--help` lists every option with its default (not that of FILE), and every metric.
-Lists are given as a,b; tables as "{'key': value}", or one entry as --config.group.option.key=value; an empty value
-empties an option. Relative paths are looked up from the working directory."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, program: str = "train") -> int:
+    """Runs the job of a command line and returns the exit status. program: train, or the run.mode that it sets."""
     argv = sys.argv[1:] if argv is None else argv
-    if any(a in ("-h", "--help", "--helpfull") for a in argv):
-        from jaxrl.telemetry.names import metrics_table
-
-        print(USAGE + "\n\noptions (name=default):\n" + help_text() + "\n\nmetrics:\n" + metrics_table())
-        return 0
     try:
+        if (topic := help.requested(argv)) is not None:
+            from jaxrl.telemetry.names import metrics_table
+
+            print(help.page(topic, program, metrics_table(help.columns())))
+            return 0
         spec, overrides = parse_flags(argv)
         if spec is None:
-            raise ConfigError("--config=FILE is missing\n" + USAGE)
+            raise ConfigError(f"--config=FILE is missing, e.g. jaxrl {program} --config=grpo; jaxrl {program} --help "
+                              "says more")
+        if program != "train" and overrides.setdefault("run.mode", program) != program:
+            raise ConfigError(f"--config.run.mode={overrides['run.mode']}: jaxrl {program} sets run.mode={program}; "
+                              "leave it out, or use jaxrl train")
         with GracefulStop(starting=True):
             config = load_config(spec, overrides)
             from jaxrl.api import train  # imports jax: only after the config could be read
@@ -77,11 +78,11 @@ def complain(text) -> None:
 EXIT_SECONDS = 60.0  # for what libraries do when the process ends
 
 
-def command() -> None:
-    """`jaxrl` and `python -m jaxrl.main`: main, and then the process ends, whatever threads and atexit functions of
-    libraries wait for: a launcher tries again only what has ended."""
+def command(argv: list[str] | None = None, program: str = "train") -> None:
+    """`jaxrl train` and `python -m jaxrl.main`: main, and then the process ends, whatever threads and atexit functions
+    of libraries wait for: a launcher tries again only what has ended."""
     try:
-        status = main()
+        status = run(lambda argv: main(argv, program), argv)
     except Exception:  # a mistake in jaxrl or in code of the user's
         traceback.print_exc()
         status = 1

@@ -1,6 +1,6 @@
 """vLLM servers of one host, for trainers elsewhere:
 
-    python -m jaxrl.serve --config=configs/grpo_gsm8k.py --config.rollout.servers=/shared/s ...
+    jaxrl serve --config=configs/grpo_gsm8k.py --config.rollout.servers=/shared/s ...
 
 Takes the trainers' own command line. Starts `rollout.vllm.replicas` servers, each with its share of the GPUs, with
 dummy weights; the trainers give them theirs. Every server that answers is announced by a file in the folder that
@@ -26,6 +26,8 @@ import sys
 import time
 from pathlib import Path
 
+from jaxrl.__main__ import run
+from jaxrl.config import help
 from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError
 from jaxrl.launch import visible_gpus
@@ -112,10 +114,14 @@ def announce(folder: Path, name: str, url: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if help.requested(argv) is not None:
+        print(__doc__.rstrip() + "\n\nIts options: jaxrl train --help=rollout.vllm")
+        return 0
     logging.basicConfig(level=logging.INFO, format="jaxrl.serve: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        spec, overrides = parse_flags(sys.argv[1:] if argv is None else argv)
+        spec, overrides = parse_flags(argv)
         if spec is None:
             raise ConfigError("--config=FILE is missing")
         config = load_config(spec, overrides)
@@ -145,4 +151,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -23,6 +23,7 @@ import tiny_job
 import yaml
 
 import jaxrl
+from jaxrl.__main__ import PROGRAMS
 from jaxrl.config.load import config_of, load_config, parse_flags, put
 from jaxrl.config.schema import SCHEMA, free_tables, options
 from jaxrl.data import check_paths, resolve
@@ -126,13 +127,16 @@ def test_commands_are_such(block, place):
             assert module.startswith("vllm.") or importlib.util.find_spec(module), module
             if module == "jaxrl.launch":
                 check_flags(words, Path(importlib.util.find_spec(module).origin).read_text())
+        elif program == "jaxrl":
+            assert words[1] in PROGRAMS, words
+            check_flags(words, Path(importlib.util.find_spec(PROGRAMS[words[1]].module).origin).read_text())
         elif program == "kubectl":
             assert (ROOT / words[words.index("-f") + 1]).is_file()
         elif program == "pip":
             extra = re.search(r"\[([\w,-]+)\]", words[-1])
             assert extra is None or set(extra[1].split(",")) <= set(project["project"]["optional-dependencies"]), words
         else:
-            assert program in ("pytest", "jaxrl") or program.startswith("--config."), words
+            assert program == "pytest" or program.startswith("--config."), words
 
 
 def check_flags(words: list[str], source: str) -> None:
@@ -158,7 +162,7 @@ def test_options_and_paths_that_the_text_names_exist():
     groups, known = "|".join(SCHEMA), options()
     tables = (*free_tables(), "mesh.roles")
     for page, text in TEXTS:
-        if re.search(r"/(migrate|parameters|from_\w+)\.md$", str(page)):  # the first cells are keys of other systems
+        if re.search(r"/(migrate|parameters|command|from_\w+)\.md$", str(page)):  # the first cells are keys of other systems, or slips
             text = re.sub(r"(?m)^\|[^|]*\|", "|", text)
         named = re.findall(rf"(?<![\w./:-])(?:--config\.)?((?:{groups})\.[a-z][\w.]*\w)(?![\w(/:])", text)
         named = [n for n in named if not n.endswith((".py", ".md", ".json", ".jsonl", ".sh", ".csv", ".yaml", ".sbatch"))]

@@ -23,11 +23,6 @@ from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import ANYBODYS, KINDS, MISSING, Migration, Since, names_of
 from jaxrl.resolve.checks.common import check
 
-# System -> settings without which nothing runs there.
-REQUIRED: dict[str, dict] = {"trl": {"num_processes": 8, "num_generations": 8}, "cosmos_rl": {"train.train_policy.type": "grpo"},
-                             "areal": {"train_dataset.batch_size": 64, "gconfig.n_samples": 4},
-                             "rlinf": {"data.rollout_batch_size": 64, "algorithm.group_size": 8, "data.max_prompt_length": 512,
-                                       "runner.seq_length": 2048, "actor.optim.lr": 2e-5}}
 # Keys whose default, written down, is not what they are when left out: that is their point.
 NOT_THE_SAME = {"skyrl": ("generator.eval_sampling_params.",),
                 "areal": ("actor.reward_norm.", "actor.adv_norm.", "critic.", "eval_gconfig.", "gconfig.max_tokens", "sglang.context")}
@@ -66,7 +61,7 @@ def test_every_key_is_owned_once_and_says_why(system):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_an_empty_config_is_the_table_of_defaults_and_passes_the_checks(system, tmp_path):
     for version in table_of(system).versions:
-        m = migrated(system, REQUIRED.get(system), version)
+        m = migrated(system, table_of(system).required, version)
         assert set(values(m)) <= set(options()) | {o for o in values(m) if any(o.startswith(t + ".") for t in free_tables())}
         assert m.outcome(False) != "refused", m.lacking
 
@@ -78,7 +73,7 @@ def test_another_value_gives_another_config(system):
     for key in table_of(system).keys():
         if key.other is None or key.kind not in ("exact", "equivalent") or "*" in key.name:
             continue
-        beside = {**REQUIRED.get(system, {}), **key.beside}
+        beside = {**table_of(system).required, **key.beside}
         case = json.dumps(beside, default=str)
         if case not in base:
             try:
@@ -96,13 +91,13 @@ def test_another_value_gives_another_config(system):
 def test_the_default_written_down_changes_nothing(system):
     """Deletion: a key that is left out is the source's default."""
     table, other = table_of(system), []
-    base = values(migrated(system, REQUIRED.get(system)))
+    base = values(migrated(system, table_of(system).required))
     for key in table.keys():
-        its_point = key.name in REQUIRED.get(system, {}) or key.name.startswith(NOT_THE_SAME.get(system, ("-",)))
+        its_point = key.name in table_of(system).required or key.name.startswith(NOT_THE_SAME.get(system, ("-",)))
         if key.default in (None, MISSING) or "*" in key.name or its_point:
             continue
         default = key.default.at(table.versions, table.versions[-1]) if isinstance(key.default, Since) else key.default
-        if default is not None and values(migrated(system, {**REQUIRED.get(system, {}), key.name: default})) != base:
+        if default is not None and values(migrated(system, {**table_of(system).required, key.name: default})) != base:
             other.append(key.name)
     assert other == []
 
@@ -205,7 +200,7 @@ def test_the_plan_leaves_out_roles_that_it_does_not_count():
     assert left_out(migrated("verl")) == ""
     judged = {"reward_model.enable": True, "reward_model.model.path": "a/rm"}
     assert left_out(migrated("verl", judged)) == " --config.reward.model.path= --config.reward.functions=math"
-    hosts = {"cluster.n_nodes": 2, "rollout.backend": "sglang:d8", "actor.backend": "fsdp:d8", **REQUIRED["areal"]}
+    hosts = {"cluster.n_nodes": 2, "rollout.backend": "sglang:d8", "actor.backend": "fsdp:d8", **table_of("areal").required}
     assert left_out(migrated("areal", hosts)) == " --config.plan.part=training"  # servers are named later
 
 
@@ -237,7 +232,7 @@ def test_models_that_are_trained_are_not(name):
 
 
 def test_a_default_model_that_is_not_trained_is_asked_for():
-    m = trained(migrated("cosmos_rl", REQUIRED["cosmos_rl"]))
+    m = trained(migrated("cosmos_rl", table_of("cosmos_rl").required))
     assert m.outcome(False) == "partial" and any("Qwen2.5-VL" in text for text in m.needs_you)
 
 
@@ -258,7 +253,7 @@ def test_verls_kl_in_the_reward_is_k1_and_two_kls_are_refused():
 
 def test_a_token_mean_of_each_micro_batch_is_one_of_as_many_completions():
     def of(system, key, size, version=None, **more):
-        v = values(migrated(system, {key: size, **REQUIRED.get(system, {}), **more}, version))
+        v = values(migrated(system, {key: size, **table_of(system).required, **more}, version))
         return v["algorithm.aggregation"], v.get("algorithm.aggregation_sequences")
 
     micro, whole = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ("token_mean", None)
@@ -331,7 +326,7 @@ AREAL = {"train_dataset.batch_size": 256, "gconfig.n_samples": 4}
 
 
 def test_a_critic_has_an_optimizer_of_its_own():
-    v = values(migrated("areal", {**REQUIRED["areal"], "critic.path": "a/b", "critic.optimizer.beta2": 0.95, "critic.optimizer.lr": 1e-5,
+    v = values(migrated("areal", {**table_of("areal").required, "critic.path": "a/b", "critic.optimizer.beta2": 0.95, "critic.optimizer.lr": 1e-5,
                                   "actor.optimizer.warmup_steps_proportion": 0.1}))
     assert {k: x for k, x in v.items() if k.startswith("critic.optimizer")} == {
         "critic.optimizer.b2": 0.95, "critic.optimizer.warmup_fraction": 0.001}
@@ -346,7 +341,7 @@ def test_what_a_source_leaves_to_you_is_said():
     m = migrated("skyrl", judge)
     assert any("reward.judge" in text for text in m.needs_you)
     assert {r.key: r.kind for r in m.records()}["environment.skyrl_gym.llm_as_a_judge.model"] == "ask"
-    every = {**REQUIRED["areal"], "evaluator.freq_epochs": 1, "evaluator.freq_steps": None, "evaluator.freq_secs": None}
+    every = {**table_of("areal").required, "evaluator.freq_epochs": 1, "evaluator.freq_steps": None, "evaluator.freq_secs": None}
     assert migrated("areal", every).facts["evaluation"] == "every 1 epochs"
     worker = {"rewards.mine.worker_cls": "a.Judge", "rewards.mine.tag_included": ["x"]}
     assert {r.key: r.kind for r in migrated("roll", worker).records()}["rewards.mine.tag_included"] == "equivalent"
@@ -646,7 +641,7 @@ def test_a_name_that_no_version_has_is_unknown(system):
                 continue  # the pattern is in the middle
             if any(map(ANYBODYS.search, name.split(".")[:-1])):
                 continue
-            m = migrated(system, {**REQUIRED.get(system, {}), name: 3})
+            m = migrated(system, {**table_of(system).required, name: 3})
             kinds = {record.key: record.kind for record in m.records()}
             assert kinds[name] == "unknown", name
 
@@ -713,7 +708,7 @@ MISPLACED = {  # keys of each system, below a table that does not have them
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_key_in_another_table_than_its_own_is_named_with_the_place_where_it_belongs(system):
     for key in MISPLACED[system].split():
-        m = migrated(system, {**REQUIRED.get(system, {}), key: 3})
+        m = migrated(system, {**table_of(system).required, key: 3})
         record = next(r for r in m.records() if r.key == key)
         assert record.kind == "unknown" and "unknown here; " in record.note and " belongs at " in record.note, (key, record)
         assert m.outcome(False) != "full"
@@ -722,7 +717,7 @@ def test_a_key_in_another_table_than_its_own_is_named_with_the_place_where_it_be
 
 def test_where_a_key_belongs():
     def note(system, key):
-        return next(r.note for r in migrated(system, {**REQUIRED.get(system, {}), key: 3}).records() if r.key == key)
+        return next(r.note for r in migrated(system, {**table_of(system).required, key: 3}).records() if r.key == key)
 
     assert note("verl", "data.ppo_mini_batch_size").endswith("belongs at actor_rollout_ref.actor.ppo_mini_batch_size")
     assert note("roll", "actor_train.rollout_batch_size").endswith("belongs at the top level")
@@ -740,7 +735,7 @@ def test_where_a_key_belongs():
     ("cosmos_rl", "train.validation_step", 5, "0.2.9"), ("areal", "actor.group_reward_norm", True, "0.3"),
     ("roll", "alive_check_interval", 9, "0.1.3")])
 def test_keys_of_another_version_ask_for_the_version(tmp_path, capsys, system, key, value, of):
-    settings = {**REQUIRED.get(system, {}), "reward_funcs": ["accuracy_reward"]} if system == "trl" else REQUIRED.get(system, {})
+    settings = {**table_of(system).required, "reward_funcs": ["accuracy_reward"]} if system == "trl" else table_of(system).required
     tree: dict = {}
     for name, x in {**settings, key: value}.items():
         *above, leaf = name.split(".")
@@ -766,7 +761,7 @@ def test_keys_of_another_version_ask_for_the_version(tmp_path, capsys, system, k
     ("roll", "router_args.router_name", "x", "automatic", "server"), ("skyrl", "trainer.tags", ["a"], "automatic", "TAGS"),
     ("verl", "transfer_queue.enable", True, "automatic", "rows")])
 def test_the_note_beside_a_key_is_about_it(system, key, value, kind, note):
-    record = next(r for r in migrated(system, {**REQUIRED.get(system, {}), key: value}).records() if r.key == key)
+    record = next(r for r in migrated(system, {**table_of(system).required, key: value}).records() if r.key == key)
     assert record.kind == kind and note in record.note
 
 
@@ -892,7 +887,7 @@ def test_the_printed_command_works_where_the_migration_ran(tmp_path, monkeypatch
 def test_a_key_has_one_answer():
     """Not inert and asked for at once; used where a reward file uses it."""
     def kinds(system, keys):
-        return {r.key: r.kind for r in migrated(system, {**REQUIRED.get(system, {}), **keys}).records()}
+        return {r.key: r.kind for r in migrated(system, {**table_of(system).required, **keys}).records()}
 
     assert kinds("trl", {"reward_funcs": ["accuracy_reward"], "push_to_hub": True})["push_to_hub"] == "ask"
     own = {"custom_reward_function.path": "mine.py", "custom_reward_function.name": "f", "custom_reward_function.reward_kwargs.scale": 2}

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 
 import pytest
-from test_migrate import REQUIRED
 
 from jaxrl.migrate.read import read
 from jaxrl.migrate.source import Unreadable
@@ -21,7 +20,7 @@ CHARACTERS = "\"'`${}[]()=:#\\\n|&;<>*!%@0a\x00\u2028"
 def settings(system, draw) -> dict:
     """Some keys of a system's table with values that it takes, beside those without which nothing runs there."""
     rows = [k for k in table_of(system).keys() if k.other is not None and "*" not in k.name]
-    out = dict(REQUIRED.get(system, {}))
+    out = dict(table_of(system).required)
     for key in draw.sample(rows, min(12, len(rows))):
         out |= {**key.beside, key.name: key.other}
     return {k: v for k, v in out.items() if not any(other.startswith(k + ".") for other in out) and v is not None}

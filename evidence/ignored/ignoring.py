@@ -17,7 +17,7 @@ from ml_collections.config_dict import config_dict as inside
 
 CHECKED_ONLY = {"rollout.penalties_in_training"}  # consent: all it does is what a config may say
 PACKAGE = str(Path(importlib.util.find_spec("jaxrl").origin).parent)
-TRUE_READERS = {f"{PACKAGE}/resume.py"}
+TRUE_READERS = {f"{PACKAGE}/checkpoint/resume.py"}
 _MARKED = "_jaxrl_wrote"
 
 option = ""  # the ignored one; empty = none
@@ -61,7 +61,7 @@ def install() -> None:
         if _MARKED in vars(self):
             object.__setattr__(out, _MARKED, True)
         decides = option and option not in CHECKED_ONLY and _is_group(out)
-        if decides and next(_callers(), None) == (f"{PACKAGE}/spec.py", "resolve"):
+        if decides and next(_callers(), None) == (f"{PACKAGE}/resolve/spec.py", "resolve"):
             with out.unlocked(), out.ignore_type():
                 write(out, _leaf, config_dict.ConfigDict() if isinstance(_default, dict) else _default)
         return out
@@ -87,7 +87,7 @@ def _callers():
 def _jaxrl_asks() -> bool:
     ours = None
     for file, function in _callers():
-        if ours is None and file == f"{PACKAGE}/config.py":
+        if ours is None and file == f"{PACKAGE}/config/load.py":
             if function in ("redacted", "walk"):
                 return False
             continue
@@ -95,14 +95,14 @@ def _jaxrl_asks() -> bool:
             ours = file.startswith(PACKAGE) and file not in TRUE_READERS
             if not ours or option in CHECKED_ONLY:
                 return ours
-        if function == "check" and file == f"{PACKAGE}/config_checks.py":
+        if function == "check" and file == f"{PACKAGE}/resolve/checks/common.py":
             return False
     return bool(ours)
 
 
 def _jaxrl_writes() -> bool:
     for file, function in _callers():
-        if file == f"{PACKAGE}/config.py":
+        if file == f"{PACKAGE}/config/load.py":
             if function == "load_config":
                 return False
             continue

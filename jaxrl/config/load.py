@@ -18,11 +18,13 @@ from typing import Any
 from ml_collections import config_dict
 
 from jaxrl.config.option import Option
-from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema import SCHEMA, element_kind, free_tables, options
 from jaxrl.config.schema_algorithm import PRESET_NAMES
-from jaxrl.config.suggest import ELSEWHERE, not_yet
+from jaxrl.config.suggest import not_yet, unknown_flag, unknown_option
 from jaxrl.errors import ConfigError
+
+PACKAGE = Path(__file__).parents[1]
+FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of shipped configs: installed, in a checkout
 
 
 def _build(tree: dict) -> config_dict.ConfigDict:
@@ -96,36 +98,23 @@ def _coerce(name: str, value, opt: Option):
     return value
 
 
-def unknown_option(dotted: str) -> str:
-    """The message for an option that does not exist: nearest names by whole path and by leaf."""
-    names = list(options())
-    leaf = dotted.rsplit(".", 1)[-1]
-    if missing := not_yet(dotted):
-        return f"config has no option {dotted!r}: {missing}"
-    near = sorted((n for n in names if n.rsplit(".", 1)[-1] == leaf),
-                  key=lambda n: -difflib.SequenceMatcher(None, n, dotted).ratio())
-    near = [ELSEWHERE[leaf], *near] if leaf in ELSEWHERE else near
-    near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
-    leaves = difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=2, cutoff=0.75)
-    near += [n for n in names if sorted(n.rsplit(".", 1)[-1]) == sorted(leaf)]  # letters that changed places
-    near += [n for n in names if n.rsplit(".", 1)[-1] in leaves]
-    near = list(dict.fromkeys(near))[:3]
-    hint = f"did you mean {' or '.join(near)}?" if near else "`--help` lists every option."
-    return f"config has no option {dotted!r}; {hint}"
-
-
 def find_config(spec: str) -> tuple[Path, str | None]:
     """'configs/grpo.py:tiny' or 'grpo:tiny' -> (path, 'tiny'). Bare names are looked up among the shipped configs."""
     name, _, arg = spec.partition(":")
-    here = Path(__file__).parents[1]
     stem = name if name.endswith(".py") else name + ".py"
-    for path in (Path(name), here / "configs" / Path(stem).name, here.parent / "configs" / Path(stem).name):
+    for path in (Path(name), *(folder / Path(stem).name for folder in FOLDERS)):
         if path.is_file():
             return path, arg or None
-    shipped = sorted(p.stem for d in (here / "configs", here.parent / "configs") if d.is_dir() for p in d.glob("*.py"))
+    near = difflib.get_close_matches(Path(stem).stem, shipped_configs(), n=1)
     hint = f"{name} is a preset: algorithm.preset={name}" if name in PRESET_NAMES else not_yet(name)
+    hint = hint or near and f"did you mean --config={near[0]}{':' if arg else ''}{arg}?"
     hint = f"; {hint}" if hint else ""
-    raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped)}{hint}")
+    raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped_configs())}{hint}")
+
+
+def shipped_configs() -> list[str]:
+    """The names of the configs that ship with jaxrl."""
+    return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.py")})
 
 
 def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_dict.ConfigDict:
@@ -230,12 +219,9 @@ def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
         arg = args.pop(0)
         name, eq, text = arg.partition("=")
         if name != "--config" and not name.startswith("--config."):
-            guess = name.lstrip("-")
-            if guess in options() or guess.split(".")[0] in SCHEMA:
-                raise ConfigError(f"{arg}: options are given as --config.{guess}{eq}{text}")
-            if arg.partition(":")[0].endswith(".py"):
+            if arg.partition(":")[0].endswith(".py") or arg.partition(":")[0] in shipped_configs():
                 raise ConfigError(f"{arg}: a config is given as --config={arg}")
-            raise ConfigError(f"{arg}: unknown argument; use --config=FILE and --config.group.option=value")
+            raise ConfigError(unknown_flag(name, eq + text))
         if not eq:
             if not args:
                 raise ConfigError(f"{name}: a value is missing")
@@ -355,17 +341,6 @@ def redacted(cfg) -> dict:
         return redacted_text(node) if isinstance(node, str) else node
 
     return walk(json.loads(cfg.to_json_best_effort()))
-
-
-def help_text() -> str:
-    """Every option with default and meaning, for `--help`."""
-    lines = []
-    for name, opt in options().items():
-        choices = f" ({' | '.join(map(str, opt.choices))})" if opt.choices else ""
-        recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
-        by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
-        lines.append(f"  --config.{name}={opt.default!r}{choices}\n      {opt.doc}{by_recipe}")
-    return "\n".join(lines)
 
 
 def flat(table: dict, prefix: str = "") -> dict:

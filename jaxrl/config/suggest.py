@@ -1,40 +1,20 @@
-"""Names that other libraries use, for messages: what such an option is called here, and what there is instead of what
-is missing."""
+"""Messages for names that are no options: the nearest option, the one that a key of another system stands for, and what
+there is instead of what jaxrl lacks."""
 
 from __future__ import annotations
 
+import difflib
 import re
 
-# Name there -> option here.
+from jaxrl.config.schema import SCHEMA, free_tables, options
+
+# Names that the tables of jaxrl.migrate do not have -> option here.
 ELSEWHERE = {
-    "learning_rate": "optimizer.lr", "lr_scheduler_type": "optimizer.schedule", "warmup_ratio": "optimizer.warmup_fraction",
-    "adam_beta1": "optimizer.b1", "adam_beta2": "optimizer.b2", "max_steps": "train.steps", "total_training_steps": "train.steps",
-    "num_train_epochs": "data.epochs", "total_epochs": "data.epochs", "batch_size": "data.prompts_per_step",
-    "train_batch_size": "data.prompts_per_step", "per_device_train_batch_size": "data.prompts_per_step",
-    "ppo_mini_batch_size": "algorithm.num_minibatches", "num_iterations": "algorithm.ppo_epochs",
-    "gradient_accumulation_steps": "train.tokens_per_microbatch", "gradient_checkpointing": "model.remat",
-    "num_generations": "rollout.group_size", "n_samples_per_prompt": "rollout.group_size",
-    "max_prompt_length": "data.max_prompt_tokens", "max_completion_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens", "max_tokens": "rollout.max_new_tokens", "use_vllm": "rollout.engine",
-    "vllm_gpu_memory_utilization": "rollout.vllm.memory_fraction", "gpu_memory_utilization": "rollout.vllm.memory_fraction",
-    "kl_coef": "algorithm.kl.coef", "epsilon": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high",
-    "loss_type": "algorithm.preset", "adv_estimator": "algorithm.advantage", "scale_rewards": "algorithm.advantage_std",
-    "lora_r": "lora.rank", "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
-    "lora_target_modules": "lora.targets", "target_modules": "lora.targets", "use_rslora": "lora.rslora", "use_peft": "lora.rank",
-    "init_lora_weights": "lora.init", "layers_to_transform": "lora.layers", "r_pattern": "lora.rank_pattern",
-    "exclude_modules": "lora.exclude", "lora_path": "lora.path", "use_lora": "lora.rank",
-    "reward_funcs": "reward.functions", "output_dir": "run.dir", "checkpoint_dir": "run.dir", "model_name": "model.path",
-    "model_name_or_path": "model.path", "dataset_name": "data.path", "train_files": "data.path", "val_files": "eval.sets",
-    "logging_steps": "log.every_steps", "eval_steps": "eval.every_steps", "save_steps": "checkpoint.every_steps",
-    "max_assistant_turns": "env.max_turns", "max_tool_response_length": "env.max_observation_tokens",
-    "max_tool_calling_iterations": "env.max_turns", "environment_factory": "env.function", "tool_config_path": "env.tools",
-    "max_num_steps": "env.max_turns", "max_parallel_calls_per_turn": "env.max_parallel_calls",
-    "cpo_alpha": "preference.rpo_alpha",
+    "max_tokens": "rollout.max_new_tokens", "loss_type": "algorithm.preset", "model_name": "model.path", "clip_range": "algorithm.clip_low",
+    "layers_to_transform": "lora.layers", "max_tool_response_length": "env.max_observation_tokens", "environment_factory": "env.function",
+    "tool_config_path": "env.tools", "max_num_steps": "env.max_turns", "cpo_alpha": "preference.rpo_alpha",
     "domain_interleave_probs": "data.sources", "interleave_probs": "data.sources", "mixing_weights": "data.sources",
-    "enable_dataset_cache": "data.cache", "assistant_only_loss": "data.train_turns",
-    "difficulty_low_threshold": "data.pass_rate_min", "difficulty_high_threshold": "data.pass_rate_max",
-    "use_dora": "lora.dora",
-    "save_total_limit": "checkpoint.keep", "report_to": "log.wandb", "bf16": "train.compute_dtype", "fp16": "train.compute_dtype",
+    "assistant_only_loss": "data.train_turns",
 }
 
 # Pattern of one part of a name -> what is not there, and what there is instead.
@@ -70,3 +50,75 @@ def not_yet(name: str) -> str | None:
             if re.fullmatch(pattern, part):
                 return answer
     return None
+
+
+def unknown_option(dotted: str) -> str:
+    """The message for an option that does not exist: the option that a key of this name in another system stands for,
+    what jaxrl lacks, or the nearest names by leaf and by whole path."""
+    if dotted in SCHEMA:
+        return f"{dotted} is a group of options; jaxrl train --help={dotted} lists them"
+    rows = _rows(dotted)
+    text, whole = f"config has no option {dotted!r}", any(row.whole and row.options for row in rows)
+    if not whole and (missing := not_yet(dotted)):
+        return f"{text}: {missing}"
+    near = suggestions(dotted)
+    if not near and (row := next((row for row in rows if row.whole and row.why and row.kind != "inert"), None)):
+        return f"{text}; {row.key} of {row.system} has no option of its own here: {row.why}"
+    said = {row.options[0]: f" ({row.key} in {row.system})" for row in reversed(rows) if row.whole and row.options}
+    near = " or ".join(option + said.get(option, "") for option in near)
+    return f"{text}; did you mean {near}?" if near else f"{text}; `jaxrl train --help=all` lists every option"
+
+
+def suggestions(dotted: str) -> list[str]:
+    """At most three options for a name that is none, the nearest first."""
+    rows, names, leaf = _rows(dotted), list(options()), _leaf(dotted)
+    whole, theirs = [row for row in rows if row.whole and row.options], [row.options[0] for row in rows if row.options]
+
+    def distance(name):
+        likeness = difflib.SequenceMatcher(None, name, dotted).ratio()
+        return likeness < 0.85, theirs.index(name) if name in theirs else len(theirs), -likeness
+
+    near = [ELSEWHERE[leaf]] if leaf in ELSEWHERE else []
+    near += [row.options[0] for row in whole] + [option for row in whole for option in row.options]
+    near += sorted((n for n in names if _leaf(n) == leaf), key=distance)
+    near += [] if whole else theirs
+    if not whole and (near or not any(row.whole and row.why for row in rows)):
+        near += difflib.get_close_matches(dotted, names, n=3, cutoff=0.6)
+        leaves = difflib.get_close_matches(leaf, map(_leaf, names), n=2, cutoff=0.75)
+        near += [n for n in names if sorted(_leaf(n)) == sorted(leaf)]  # letters that changed places
+        near += [n for n in names if _leaf(n) in leaves]
+    return list(dict.fromkeys(near))[:3]
+
+
+def unknown_flag(name: str, value: str) -> str:
+    """The message for an argument of the command line that is no flag. value: what follows the name, "=3"."""
+    head, _, option = name.lstrip("-").replace("-", "_").partition(".")
+    if not (difflib.get_close_matches(head, ["config"], cutoff=0.8) and head not in SCHEMA):  # --config, nearly
+        option = ".".join(filter(None, (head, option)))
+    if not option:
+        return f"{name}{value}: did you mean --config{value or '=FILE'}?"
+    if option in options() or any(option.startswith(f"{table}.") for table in free_tables()):
+        return f"{name}{value}: options are given as --config.{option}{value}"
+    if near := suggestions(option):
+        return f"{name}{value}: did you mean --config.{near[0]}{value or '=VALUE'}?"
+    return f"{name}{value}: unknown argument; use --config=FILE and --config.GROUP.OPTION=VALUE"
+
+
+def unknown_argument(name: str, value, known: list[str]) -> str:
+    """The message for a keyword argument that `jaxrl.train` does not have."""
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+        return f"jaxrl.train({name}=...): did you mean {near[0]}=...?"
+    if not (near := suggestions(name)):
+        return f"jaxrl.train({name}=...): {unknown_option(name)}"
+    shown = repr(value) if isinstance(value, bool | int | float | str | tuple) else "..."
+    return f'jaxrl.train({name}=...): options are given by name: jaxrl.train({{"{near[0]}": {shown}}})'
+
+
+def _rows(dotted: str) -> list:
+    from jaxrl.migrate.counterparts import counterparts  # the tables of seven systems: only when a name is unknown
+
+    return counterparts(dotted)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Where two runs part: python -m jaxrl.diff RUN_A RUN_B [--rounding 1e-4]
+"""Where two runs part: jaxrl diff RUN_A RUN_B [--rounding 1e-4]
 
 Reads two run directories (config.json, metrics.jsonl, rollouts/, eval/, export/), computes nothing anew and writes
 nothing. It says which options and versions differ, and then goes through what both recorded, step by step, in the order
@@ -260,7 +260,7 @@ def report(a: Run, b: Run, rounding: float) -> tuple[list[str], bool]:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl.diff", description=__doc__,
+    parser = argparse.ArgumentParser(prog="jaxrl diff", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs=2, metavar="RUN", help="a run directory")
     parser.add_argument("--rounding", type=float, default=ROUNDING,

@@ -1,8 +1,9 @@
-"""The command `python -m jaxrl.diff RUN_A RUN_B`."""
+"""The program of `jaxrl diff RUN_A RUN_B`."""
 
 import sys
 
+from jaxrl.__main__ import run
 from jaxrl.diff import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -1,4 +1,4 @@
-"""python -m jaxrl.doctor [--out FILE] [--skip vllm,kernels]
+"""jaxrl doctor [--out FILE] [--skip vllm,kernels]
 
 Looks at what jaxrl stands on here: versions against those it needs, memory, disk, devices, every kernel of this device
 against the reference, collectives, the cache of compiled programs, and where vLLM is installed a server of a tiny
@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from jaxrl.__main__ import run
 from jaxrl.doctor.examinations import EXAMINATIONS
 
 MARKS = {"ok": "  ok   ", "note": "  note ", "wrong": "  WRONG", "-": "  -    "}
@@ -27,7 +28,7 @@ TAIL = 15  # last lines of what an examination said that failed
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl.doctor", description=__doc__,
+    parser = argparse.ArgumentParser(prog="jaxrl doctor", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="jaxrl-doctor.txt", help="the file to write (default jaxrl-doctor.txt)")
     parser.add_argument("--skip", default="", help=f"of {','.join(EXAMINATIONS)}, those to leave out")
@@ -94,4 +95,4 @@ def cleaned(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

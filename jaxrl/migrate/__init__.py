@@ -1,4 +1,4 @@
-"""`python -m jaxrl.migrate SYSTEM FILE`: the config of another system as one of ours, and what became of every key.
+"""`jaxrl migrate SYSTEM FILE`: the config of another system as one of ours, and what became of every key.
 
 No jax is imported: a config is read in less than a second. The files, in the order in which a config passes them:
 
@@ -10,6 +10,7 @@ No jax is imported: a config is read in less than a second. The files, in the or
     common.py       meanings that systems share: batches, KL, schedules, checkpoints, loggers ...
     devices.py      the same of devices: mesh, engines, placement
     models.py       models that are not trained here, by the names of their checkpoints
+    counterparts.py the options that a key stands for, for an unknown name in a config of ours
     systems/        one file per system, each with its TABLE (and <name>_meaning.py with its joint rules)
     report.py       the config file, report.md, report.json, stubs
 
@@ -56,7 +57,7 @@ How to write a table
 5. For the tests, `other` is another legal value of a key, and `beside` the settings under which it matters:
    tests/test_migrate.py sets it and wants another config (mutation), writes the default down and wants the same one
    (deletion), and wants every option to exist. Keys without which the source does not run have default=MISSING and a
-   value in REQUIRED there. Add the numbers that are easy to get wrong as a test of your own, and a section with the
+   value in TABLE.required. Add the numbers that are easy to get wrong as a test of your own, and a section with the
    concepts side by side to docs/guides/migrate.md.
 6. Never guess silently. What the text does not say is asked; what we lack is refused by name; what is nearly the same
    is carried over and said in m.differs.

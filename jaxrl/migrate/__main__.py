@@ -1,4 +1,4 @@
-"""Command line: python -m jaxrl.migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V] [--strict]
+"""Command line: jaxrl migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V] [--strict]
 [--out=DIR]
 
 Exit status: 0 the config is written, all of it or in part; 3 refused, the report says what lacks; 2 unreadable.
@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from jaxrl.__main__ import run
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.read import read
 from jaxrl.migrate.report import name_of, shown, write
@@ -19,23 +20,25 @@ from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import Migration, Table
 
 MOST_UNKNOWN = 20  # unknown keys that the terminal shows
-USAGE = """usage: python -m jaxrl.migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
+USAGE = """usage: jaxrl migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
            [--strict] [--out=DIR]
 
-SYSTEM is one of: {systems}. FILE is a config of it: a script (.sh), YAML or TOML, or a dump of a resolved config.
+SYSTEM is one of: {systems}. FILE is a config of it: a script (.sh),
+YAML or TOML, or a dump of a resolved config.
 Trailing key=value win over FILE, as on that system's own command line; NAME=value in capitals sets a variable of a
 script or of the environment. Writes DIR (default: migrated)/<name>.py, report.md and report.json.
   --gpus=N          GPUs of the job, where FILE does not say (and for the plan). TRL: the processes that train, which
                     are what its batches are counted in; vLLM in server mode has further GPUs, which do not count
-  --from-version=V  version of SYSTEM whose defaults hold: {versions}
-  --strict          refuse what is not carried over whole"""
+  --strict          refuse what is not carried over whole
+  --from-version=V  version of SYSTEM whose defaults hold; without it, the last of:
+{versions}"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or any(a in ("-h", "--help") for a in argv):
-        versions = "; ".join(f"{name} {', '.join(table_of(name).versions)}" for name in SYSTEMS)
+        versions = "\n".join(f"{name:>13}  {', '.join(table_of(name).versions)}" for name in SYSTEMS)
         print(USAGE.format(systems=", ".join(SYSTEMS), versions=versions))
         return 0 if argv else 2
     try:
@@ -125,4 +128,4 @@ def say(data: dict, out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

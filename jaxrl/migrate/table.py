@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +104,8 @@ class Table:
 
     versions: oldest first, the last is assumed. command: pattern of the command, in a script, that starts a job.
     jobs: those that are refused as a whole. prefixes: put before keys that are not known, as in excerpts of the
-    documentation. differs: what is otherwise whatever the keys say.
+    documentation. differs: what is otherwise whatever the keys say. required: settings without which the source does
+    not run, each with a legal value, for looking at one key by itself (tests, counterparts.py).
     """
 
     name: str
@@ -117,9 +118,17 @@ class Table:
     differs: tuple[str, ...] = ()
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
     flags: bool = False  # whether a command's --name value are keys
+    required: Mapping[str, Any] = field(default_factory=dict)
 
     def keys(self) -> list[Key]:
         return [key for rule in self.rules for key in (rule.keys if isinstance(rule, Joint) else (rule,))]
+
+    @cached_property
+    def owners(self) -> tuple[dict[str, str], list[tuple[re.Pattern, str]]]:
+        """(name of a key -> its row's, [(pattern of names, its row's)])."""
+        names = [(n, key.name) for key in self.keys() for n in key.names()]
+        exact = {n: own for n, own in names if "*" not in n}
+        return exact, [(re.compile(_pattern(n)), own) for n, own in names if "*" in n]
 
 
 class Record(NamedTuple):
@@ -160,8 +169,7 @@ class Migration:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _assign(self, settings):
-        exact = {n: key.name for key in self._known.values() for n in key.names() if "*" not in n}
-        wild = [(re.compile(_pattern(n)), key.name) for key in self._known.values() for n in key.names() if "*" in n]
+        exact, wild = self.table.owners
         carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
         names = names_of(self.table.name)
         tables = {n.split(".")[0] for n in (*exact, *names.keys)}

@@ -28,6 +28,8 @@ from jaxrl.sharding import ROLLOUT_RULES
 NEARBY = (0, 1, 2, 4, 8)  # values of rollout.max_staleness that a plan compares
 WARM_UP = 3               # lines of a recorded run that hold compilations
 EVENTS = 40_000           # completions that one simulation asks for, about
+TURNS = ("rollout and update take turns on the same devices: staleness only fills slots that would wait for the "
+         "longest completion")
 PROMPT = np.ones(1, np.int32)
 
 
@@ -326,6 +328,8 @@ def table(found: dict) -> list[str]:
              f"  {'max_staleness':>14s}{'step s':>10s}{'trainer':>10s}{'engine':>10s}   busy"]
     lines += [f"  {r['max_staleness']:14d}{r['step_seconds']:10.3g}{r['trainer']:10.0%}{r['engine']:10.0%}"
               for r in found["rows"]]
+    if not found["beside"]:
+        lines.append(f"  {TURNS}")
     if b := found["balance"]:
         lines.append(f"  balanced at {b['trainer']:.1f} devices of the trainer to {b['engine']:.1f} of the engine "
                      f"(this plan has {b['has']['trainer']} to {b['has']['engine']})")

@@ -1,4 +1,4 @@
-"""A run as one page: python -m jaxrl.report RUN [RUN ...]
+"""A run as one page: jaxrl report RUN [RUN ...]
 
 Reads what runs left in their directories (`runs.py`), makes of it what a page shows (`curves.py`, `timeline.py`,
 `samples.py`, `findings.py`, put together by `content.py`), and writes a single HTML file that needs neither network nor

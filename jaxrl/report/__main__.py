@@ -1,4 +1,4 @@
-"""python -m jaxrl.report RUN [RUN ...] [--out FILE] [--steps 1,20,40] [--watch [--port N] [--every SECONDS]]
+"""jaxrl report RUN [RUN ...] [--out FILE] [--steps 1,20,40] [--watch [--port N] [--every SECONDS]]
 
 Writes one HTML file about one or several run directories, to RUN/report.html of the first or to --out. Runs that differ
 in their seed alone are drawn as one curve with a band. With --watch nothing is written: the page is served on this
@@ -13,13 +13,14 @@ import argparse
 import contextlib
 import sys
 
+from jaxrl.__main__ import run
 from jaxrl.errors import ConfigError
 from jaxrl.report.page import write_report
 from jaxrl.report.watch import Watched, server
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl.report", description=__doc__,
+    parser = argparse.ArgumentParser(prog="jaxrl report", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory")
     parser.add_argument("--out", help="the file to write (default: report.html in the first run)")
@@ -58,4 +59,4 @@ def _steps(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -65,7 +65,7 @@ def report_of(run_dir) -> None:
     try:
         write_report([run_dir])
     except Exception as e:
-        log.warning("no report of %s: %s: %s; python -m jaxrl.report %s tries again", run_dir, type(e).__name__, e,
+        log.warning("no report of %s: %s: %s; jaxrl report %s tries again", run_dir, type(e).__name__, e,
                     run_dir)
 
 

@@ -1,6 +1,6 @@
 """From logits to a token: pure functions over slots, one program for every mix of options.
 
-Every option is an array with one entry per slot. Work that no slot asks for is skipped (`lax.cond` on the whole
+Every option is an array with one entry per slot. Work that no slot asks for is skipped (a branch for the whole
 batch), arranged so that a slot's numbers never depend on what its neighbours ask for: the skipped branch and the
 taken one give bitwise the same values to a slot that does not use the option.
 
@@ -9,6 +9,7 @@ Legend: S slots, V vocabulary, L history length, E end-token columns, N lanes, M
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -62,9 +63,12 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
     barred_S = produced_S < controls.minimum
     penal_S = (controls.repetition != 1) | (controls.frequency != 0)
     cut_S = ~greedy_S & ((controls.top_p < 1) | (controls.top_k > 0) | (controls.min_p > 0))
-    special_S = barred_S | penal_S | cut_S
 
-    def processed(_):
+    def barred():
+        q_SxV = bar_end_tokens(scaled_SxV, barred_S, controls.end_ids)
+        return weighed(q_SxV, q_SxV, barred_S, barred_S)
+
+    def processed():
         q_SxV = jnp.where(penal_S[:, None],
                           penalise(logits_SxV, produced_S, position_S, history_SxL, controls), logits_SxV)
         q_SxV = bar_end_tokens(q_SxV, barred_S, controls.end_ids)
@@ -72,20 +76,33 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
         floor_S = jnp.where(cut_S, support_floor(q_SxV, controls), NEG_INF)
         q_SxV = jnp.where(q_SxV >= floor_S[:, None], q_SxV, NEG_INF)
         inside_SxV = jnp.where(q_SxV > NEG_INF, scaled_SxV, NEG_INF)
+        return weighed(q_SxV, inside_SxV, barred_S | penal_S | cut_S, barred_S | cut_S)
+
+    def weighed(q_SxV, inside_SxV, changed_S, less_S):
         kept_S = peak_S + jnp.log(jnp.sum(lane_mass(inside_SxV, peak_S), axis=-1)) - logz_S
-        kept_S = jnp.where(barred_S | cut_S, jnp.minimum(kept_S, 0.0), 0.0)
         own_SxN = lane_mass(q_SxV, jnp.max(q_SxV, axis=-1))
-        return q_SxV, jnp.where(special_S[:, None], own_SxN, mass_SxN), kept_S
+        mass = jnp.where(changed_S[:, None], own_SxN, mass_SxN)
+        return q_SxV, mass, jnp.where(less_S, jnp.minimum(kept_S, 0.0), 0.0)
 
-    def plain(_):
-        return scaled_SxV, mass_SxN, jnp.zeros_like(peak_S)
+    # The draw is in every branch, so that no [S, V] leaves one: GPUs would copy it. A GPU's search for the likeliest
+    # tokens does not go into its graph of launches, and would keep a branch with it out.
+    branch = jnp.where(jnp.any(penal_S | cut_S), 2, jnp.any(barred_S).astype(jnp.int32))
+    pick = functools.partial(chosen, random_words(controls.seed, produced_S), greedy_S, support)
+    ways = (lambda: (scaled_SxV, mass_SxN, jnp.zeros_like(peak_S))), barred, processed
+    if support:
+        token_S, kept_S, support_SxK = pick(*lax.switch(branch, ways))
+    else:
+        token_S, kept_S, support_SxK = lax.switch(branch, [lambda way=way: pick(*way()) for way in ways])
+    logprob_S = jnp.take_along_axis(scaled_SxV, token_S[:, None], axis=-1)[:, 0] - logz_S
+    return token_S, logprob_S, jnp.where(greedy_S, 0.0, kept_S), support_SxK
 
-    q_SxV, draw_SxN, kept_S = lax.cond(jnp.any(special_S), processed, plain, None)
-    drawn_S = draw(q_SxV, draw_SxN, random_words(controls.seed, produced_S))
+
+def chosen(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
+    """(token [S], kept, `likeliest` tokens): drawn by lanes of these masses, the first best one in greedy slots."""
+    drawn_S = draw(q_SxV, mass_SxN, words_Sx2)
     best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
     token_S = jnp.where(greedy_S, best_S, drawn_S)
-    logprob_S = jnp.take_along_axis(scaled_SxV, token_S[:, None], axis=-1)[:, 0] - logz_S
-    return token_S, logprob_S, jnp.where(greedy_S, 0.0, kept_S), likeliest(q_SxV, token_S, support)
+    return token_S, kept_S, likeliest(q_SxV, token_S, support)
 
 
 def likeliest(q_SxV, token_S, count: int):
@@ -119,10 +136,11 @@ def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls
 
 
 def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
-    """Sets the logits of end tokens to -inf in the slots that may not end yet."""
-    slots, vocab = q_SxV.shape
-    column_SxE = jnp.where(barred_S[:, None] & (end_ids_SxE >= 0), end_ids_SxE, vocab)
-    return q_SxV.at[jnp.arange(slots)[:, None], column_SxE].set(NEG_INF, mode="drop")
+    """Sets the logits of end tokens to -inf in the slots that may not end yet, elementwise: XLA fuses it into its
+    readers."""
+    column_SxV = lax.broadcasted_iota(jnp.int32, q_SxV.shape, 1)
+    ends_SxV = functools.reduce(jnp.logical_or, [column_SxV == end_S[:, None] for end_S in end_ids_SxE.T], False)
+    return jnp.where(barred_S[:, None] & ends_SxV, NEG_INF, q_SxV)
 
 
 def support_floor(q_SxV, controls: Controls):

@@ -325,7 +325,7 @@ def look_at_kernels(s, job) -> None:
         distrust(op, names)
         for name, why in names.items():
             log.warning("%s: %s does not agree with the reference on this device (%s), and is left out: the next "
-                        "implementation runs. python -m jaxrl.doctor writes what to report", op, name, why)
+                        "implementation runs. jaxrl doctor writes what to report", op, name, why)
 
 
 class Inputs(NamedTuple):
@@ -520,6 +520,7 @@ def describe(job: Job) -> str:
         f"model     {job.hf_config.get('model_type')}, {_size(job.model.base)}, compute "
         f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
         *adapter_lines(job),
+        *turns_lines(job),
     ]
     if c.recipe.samples and c.recipe.judged:
         lines += algorithm_lines(c)
@@ -531,6 +532,19 @@ def describe(job: Job) -> str:
         numbers |= {f"rows of {name}": len(part) for name, part in job.stream.dataset.parts.items()}
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
+
+
+def turns_lines(job: Job) -> list[str]:
+    """Says that staleness overlaps nothing, where the engine samples only while the trainer waits for it."""
+    stale = job.config.rollout.max_staleness
+    if not stale or job.engine is None or job.engine.info.concurrent:
+        return []
+    return [f"staleness rollout.max_staleness={stale} on the trainer's devices: rollout and update take turns, so a "
+            "step takes the sum of both",
+            "          and only slots that would wait for the longest completion gain. To overlap the two: "
+            "mesh.roles.sampler.devices or",
+            "          rollout.vllm.devices on other devices; if completions are of one length: "
+            "rollout.max_staleness=0 (docs/asynchrony.md)"]
 
 
 def adapter_lines(job: Job) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import textwrap
 from typing import NamedTuple
 
 
@@ -202,7 +203,9 @@ def describe(name: str) -> str | None:
     return next((NAMES[n] for n in patterns if fnmatch.fnmatchcase(name, re.sub(r"<\w+>", "*", n))), None)
 
 
-def metrics_table() -> str:
-    """All metrics and their meaning, one per line."""
+def metrics_table(columns: int = 120) -> str:
+    """All metrics and their meaning, wrapped to so many columns."""
     width = max(len(m.name) for m in METRICS)
+    return "\n".join(textwrap.fill(m.meaning, columns - 1, initial_indent=f"    {m.name:<{width}}  ",
+                                   subsequent_indent=" " * (width + 6), break_long_words=False) for m in METRICS)
     return "\n".join(f"    {m.name:<{width}}  {m.meaning}" for m in METRICS)

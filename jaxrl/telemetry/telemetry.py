@@ -271,11 +271,11 @@ class Telemetry:
         """Runs an action of a sink; its first failure is said, and none is passed on."""
         try:
             action()
-        except Exception:
+        except Exception as e:
             if name not in self._failed:
                 self._failed.add(name)
-                log.warning("telemetry: %s failed; training goes on, its further failures are not reported", name,
-                            exc_info=True)
+                log.warning("telemetry: %s failed (%s); training goes on, its further failures are not reported", name,
+                            e, exc_info=not isinstance(e, BrokenPipeError))  # `| head` has read enough
 
 
 def actions_of(name: str, limit: int) -> queue.Queue:

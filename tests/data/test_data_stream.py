@@ -9,7 +9,8 @@ import pytest
 import tiny_job
 from data_cases import make_config, make_tokenizer, questions, write_jsonl
 
-from jaxrl.config.load import default_config, help_text, put
+from jaxrl.config.help import page
+from jaxrl.config.load import default_config, put
 from jaxrl.config.registry import RECIPES
 from jaxrl.data import Interrupted, Stream, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
@@ -137,7 +138,7 @@ def test_a_recipe_has_a_learning_rate_of_its_own(recipe, given, rate):
     c.lora.rank, c.lora.path = 0, "adapter"
     assert resolve(c).optimizer.lr == (given or 10 * rate)
     told = ", ".join(f"{n} {r.lr:g}" for n, r in RECIPES.items())
-    assert f"optimizer.lr=None\n      peak learning rate; None = by recipe: {told}" in help_text()
+    assert f"optimizer.lr=None peak learning rate; None = by recipe: {told}" in " ".join(page("optimizer.lr", "train", "").split())
 
 
 @pytest.mark.parametrize("options, expected", [

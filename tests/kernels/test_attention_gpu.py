@@ -23,7 +23,8 @@ from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.models import build
 from jaxrl.sharding.mesh import AXES
 
-MOSAIC = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 12)
+JAX = tuple(int(x) for x in jax.__version__.split(".")[:2])
+MOSAIC = JAX >= (0, 12)
 # the interpreter's threads wait for each other: each needs one of the runtime's threads
 os.environ.setdefault("PJRT_NPROC", "8")
 
@@ -276,16 +277,39 @@ def test_rows_that_cudnn_serves():
     assert not cudnn.one_sequence((3, 40), Ids(later, later, segments, segments, prefixes))[0]
 
 
+@pytest.mark.parametrize("served,row", [
+    (True, [(10, 1, 0, 0), (25, 2, 1, 10)]), (True, [(1, 5, 5, 0), (39, 9, 5, 1)]), (True, [(12, 1, 0, 0)]),
+    (False, [(10, 1, 0, 0), (15, 2, 1, 10), (15, 3, 1, 25)]),  # another completion does not see the first one
+    (False, [(10, 1, 0, 0), (15, 2, 1, 10), (15, 3, 2, 25)]), (False, [(10, 1, 0, 0), (25, 2, 0, 10)]),
+    (False, [(10, 1, 0, 0), (10, 2, 1, 10), (10, 1, 0, 20), (10, 2, 1, 30)]), (False, [(10, 1, 0, 0), (25, 2, 1, 9)]),
+    (False, [(10, 1, 3, 0), (25, 2, 1, 10)]), (False, [(10, 1, 0, 0), (5, 0, 0, 0), (25, 2, 1, 10)]),
+], ids=str)
+def test_a_prompt_and_one_completion_are_one_sequence_for_cudnn(served, row):
+    """As rules of visibility have it: every real query sees every real key up to its own index, and no later one."""
+    positions, segments, prefixes = attention_cases.rows_of([row, [(40, 1, 0, 0)]], 40)
+    ids = Ids(positions, positions, segments, segments, prefixes)
+    real = segments != 0
+    causal = real[:, :, None] & real[:, None] & np.tril(np.ones((40, 40), bool))
+    seen = np.asarray(reference.visible(ids, 0)) & real[:, :, None] & real[:, None]
+    assert not served or (seen == causal).all()
+    assert bool(cudnn.one_sequence((2, 40), ids)[0]) == served
+
+
 def test_cudnn_lowers_for_cuda(monkeypatch):
-    """Both branches of the choice, forward and backward (the version of the library is asked while tracing)."""
+    """Both branches of the choice, forward and backward (the version of the library is asked while tracing): beside
+    cuDNN stand the kernels for Hopper where they serve the call, on their work."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(gpu_chip, "platform", lambda: "gpu")
 
     def loss(q, k, v, positions, segments, prefixes):
-        out = on_a_gpu(q, k, v, Ids(positions, positions, segments, segments, prefixes), window=100, softcap=0.0,
-                       scale=0.1)
+        ids = Ids(positions, positions, segments, segments, prefixes)
+        work = cudnn.work_of(q.shape, k.shape, q.dtype, ids, window=100)
+        out = on_a_gpu(q, k, v, ids, window=100, softcap=0.0, scale=0.1, work=work)
         return out.astype(jnp.float32).sum()
 
     module = lowered(jax.grad(loss, (0, 1, 2)), *shapes(1024, 64))
     assert "@__cudnn$fmhaSoftmaxBackward" in module and "stablehlo.case" in module
+    assert module.count("@mosaic_gpu_v2") == (3 if gpu_chip.OLDEST <= JAX else 0)
+    assert cudnn.beside((1, 64, 2, 40), (1, 64, 1, 40), jnp.dtype("bfloat16")).__name__.endswith("blockwise")

@@ -34,6 +34,25 @@ def test_an_engine_on_the_trainers_devices_cannot_work_beside_it():
         assert simulate(speeds, [10], max_staleness=k, beside=False, **BATCH)["step_seconds"] == pytest.approx(5.0)
 
 
+def test_a_plan_and_a_run_say_that_one_device_overlaps_nothing():
+    from types import SimpleNamespace
+
+    from jaxrl.recipes.setup import turns_lines
+
+    from jaxrl.rollout.protocol import EngineInfo
+
+    rows = [{"max_staleness": 2, "step_seconds": 5.0, "trainer": 0.4, "engine": 0.6}]
+    said = lambda beside: "\n".join(table({"basis": "plan.lengths", "beside": beside, "rows": rows, "balance": {}}))  # noqa: E731
+    assert "take turns" in said(False) and "take turns" not in said(True)
+
+    def lines(stale, concurrent):
+        rollout, info = SimpleNamespace(max_staleness=stale), EngineInfo(concurrent=concurrent)
+        return " ".join(turns_lines(SimpleNamespace(config=SimpleNamespace(rollout=rollout), engine=SimpleNamespace(info=info))))
+
+    assert "max_staleness=2" in lines(2, False) and "take turns" in lines(2, False) and "mesh.roles.sampler.devices" in lines(2, False)
+    assert lines(0, False) == lines(2, True) == ""
+
+
 def test_on_the_same_devices_the_next_answers_fill_the_slots_of_the_tail():
     """Lengths 1 and 9 in two slots: alone the short one's slot idles for 8 steps; ahead, other answers decode there."""
     speeds = Speeds(slots=2, fixed=1.0)

@@ -490,23 +490,6 @@ def test_a_config_survives_the_way_to_the_compiler():
     assert json.loads(back.to_json_best_effort()) == json.loads(c.to_json_best_effort())
 
 
-@pytest.mark.slow
-def test_the_gpu_suite_runs_at_a_tiny_shape(tmp_path):
-    """Predicted and measured stand beside each other for every phase; figures mean something on an accelerator only."""
-    out = tmp_path / "suite.json"
-    done = subprocess.run([sys.executable, HERE.parent / "benchmarks" / "gpu_suite.py", "--tiny", "--out", out],
-                          capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    cases = json.loads(out.read_text())
-    assert set(cases) == {"seconds", "kernels", "tiny", "tiny lora", "tiny experts", "tiny dpo"}
-    for name in ("tiny lora", "tiny experts", "tiny dpo"):
-        assert cases[name]["measured"]["update"] > 0 and "failed" not in cases[name]
-    found = cases["tiny"]
-    assert {"step", "rollout", "update"} <= set(found["measured"]) & set(found["planned"])
-    assert found["predicted"]["peak_bytes"] > 0 and found["measured"]["compilations_after_warm_up"] == 0
-    assert found["ahead"]["step_of_sum"] > 0
-
-
 # -- experts over devices
 
 QWEN3_30B = {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,

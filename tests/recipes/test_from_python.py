@@ -153,9 +153,10 @@ def test_the_package_shows_what_there_is():
 def test_the_command_does_what_the_module_does(tmp_path):
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["jaxrl"].partition(":")
-    start = f"import sys; sys.argv[0] = 'jaxrl'; from {module} import {function}; {function}()"
-    for flags in (["--help"], ["--config.optimizer.learning_rate=1", "--config=grpo"]):
-        ours, theirs = (subprocess.run(begin + flags, capture_output=True, text=True, env=environment(), cwd=tmp_path)
-                        for begin in ([sys.executable, "-c", start], [sys.executable, "-m", "jaxrl.main"]))
-        assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
-        assert ours.returncode == (0 if flags == ["--help"] else 2)
+    script = ["-c", f"import sys; sys.argv[0] = 'jaxrl'; from {module} import {function}; {function}()"]
+    for flags in (["--help=lora"], ["--config.optimizer.learning_rate=1", "--config=grpo"]):
+        ends = {(done.returncode, done.stdout, done.stderr) for done in (
+            subprocess.run([sys.executable, *begin, *flags], capture_output=True, text=True, env=environment(), cwd=tmp_path)
+            for begin in ([*script, "train"], ["-m", "jaxrl", "train"], ["-m", "jaxrl.main"]))}
+        assert len(ends) == 1
+        assert next(iter(ends))[0] == (0 if flags == ["--help=lora"] else 2)

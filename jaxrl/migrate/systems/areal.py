@@ -33,6 +33,7 @@ JOBS = (
 
 TABLE = Table(
     name="areal", title="AReaL", command=r"areal|train", versions=("0.3", "0.4", "0.5", "1.0"),
+    required={"train_dataset.batch_size": 64, "gconfig.n_samples": 4},
     jobs=JOBS,
     differs=(
         "mini-batches are of whole prompts, AReaL's of sequences of about as many tokens",

@@ -37,6 +37,7 @@ OTHERS = (  # keys that ask for no text model, their defaults, and those of othe
 TABLE = Table(
     name="cosmos_rl", title="Cosmos-RL", command=r"cosmos[-_]rl|launch_(all|controller|replica)",
     versions=("0.1", "0.2.9", "0.3.3", "0.3.5", "0.3.7", "0.4", "0.4.2", "0.4.4"),
+    required={"train.train_policy.type": "grpo"},
     jobs=(Job("preference training (DPO)", PREFERENCE, keys=(P + "trainer_type=dpo",)),),
     differs=(
         "the launcher's script may give a data set, rewards, a packer and hooks in Python: they are not read, see "

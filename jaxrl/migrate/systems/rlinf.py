@@ -87,6 +87,8 @@ JOBS = (
 
 TABLE = Table(
     name="rlinf", title="RLinf", command=r"main_grpo|rlinf|train_\w+\.py|main_\w+\.py", versions=("docs", "0.1", "0.2", "0.3"),
+    required={"data.rollout_batch_size": 64, "algorithm.group_size": 8, "data.max_prompt_length": 512,
+              "runner.seq_length": 2048, "actor.optim.lr": 2e-5},
     jobs=JOBS,
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",

@@ -26,7 +26,7 @@ JOBS = (
     Job("a file without reward_funcs or another key of GRPO alone (set num_generations if it is GRPO's): supervised fine-tuning", SFT,
         keys=("dataset_name", "model_name_or_path", "learning_rate"), unless=(*GRPO, "beta", "loss_type", "temperature"), file=True),
 )
-SUPERVISED = "of its other trainers, and not of GRPO"
+SUPERVISED = "of its other trainers, and not of GRPO (here run.recipe=sft or preference)"
 
 AUTOMATIC = (  # key, what jaxrl does, further keys of which the same holds
     ("multi_gpu", "processes find each other (launch.hosts)", "num_machines", "machine_rank", "main_process_*", "rdzv_backend",
@@ -90,6 +90,7 @@ LACKS = (
 TABLE = Table(
     name="trl", title="TRL", command=r"grpo", flags=True,
     versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9", "1.10", "1.14", "1.16"),
+    required={"num_processes": 8, "num_generations": 8},
     jobs=JOBS,
     differs=(
         "the standard deviation has 1e-6 added, TRL's 1e-4",

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from jaxrl.certify.claims import CLAIMS
 from jaxrl.checkpoint.resume import changes_past
-from jaxrl.config.load import get, parse_value, unknown_option
+from jaxrl.config.load import get, parse_value
 from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import options
 from jaxrl.config.schema_jobs import REPLAY
+from jaxrl.config.suggest import unknown_option
 from jaxrl.errors import ConfigError
 
 AGAIN = ("replay", "explain")  # values of run.mode that read a record

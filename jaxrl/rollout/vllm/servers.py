@@ -125,7 +125,7 @@ def first_servers(config, group: Peers) -> list[str]:
     urls = group.decide("the first servers", found)
     if not urls:
         raise EngineLost(f"rollout.servers={str(folder)!r}: no server was announced there within "
-                         f"rollout.vllm.setup_seconds={seconds:g}; python -m jaxrl.serve starts and announces them")
+                         f"rollout.vllm.setup_seconds={seconds:g}; jaxrl serve starts and announces them")
     return urls
 
 

@@ -20,7 +20,9 @@ IMPLEMENTATIONS = {
     "blockwise": blockwise.attention,
     "reference": reference.attention,
 }
-WORK = {"tpu": tpu.work_of, "gpu": gpu.work_of, "blockwise": blockwise.work_of}  # see work_of
+WORK = {  # see work_of
+    "tpu": tpu.work_of, "gpu": gpu.work_of, "cudnn": cudnn.work_of, "blockwise": blockwise.work_of,
+}
 XLA = ("blockwise", "reference")
 ORDERS = {"cpu": XLA, "gpu": ("gpu", "cudnn", *XLA), "tpu": ("tpu", *XLA)}
 

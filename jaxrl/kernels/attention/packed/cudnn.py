@@ -1,6 +1,7 @@
-"""`attention` by cuDNN where every row holds one sequence, decided on the device; blockwise where any does not.
+"""`attention` by cuDNN where every row holds one sequence, decided on the device; where any row does not, by our
+kernels for Hopper or, where those do not serve the call, blockwise.
 
-For GPUs older than Hopper. cuDNN may sum gradients in another order each time.
+`auto` takes it on GPUs older than Hopper only. cuDNN may sum gradients in another order each time.
 
 Legend: B rows, L queries per row, S keys per row, H query heads, G key-value heads, K head size.
 """
@@ -10,14 +11,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.attention.packed import blockwise
+from jaxrl.kernels.attention.packed import blockwise, gpu
 from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.platform import platform
 
 
-def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True,
+def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
               sinks=None):
-    """See api.attention. NotImplementedError for what cuDNN does not serve, and where queries are not all keys."""
+    """See api.attention. NotImplementedError for what cuDNN does not serve, and where queries are not all keys.
+
+    work: of `work_of`, for these ids and this window; None = made here.
+    """
     del chosen
     if platform() != "gpu":
         raise NotImplementedError("cuDNN needs an NVIDIA GPU")
@@ -36,9 +40,24 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     if length != k_BxSxGxK.shape[1] or length == 1:
         raise NotImplementedError(f"{length} queries for {k_BxSxGxK.shape[1]} keys; cuDNN is asked for whole rows")
     options = dict(window=window, softcap=softcap, scale=scale)
+    other = beside(q_BxLxHxK.shape, k_BxSxGxK.shape, q_BxLxHxK.dtype)
     single, lengths_B = one_sequence(q_BxLxHxK.shape[:2], ids)
     return jax.lax.cond(single, lambda *qkv: causal(*qkv, lengths_B, window, scale),
-                        lambda *qkv: blockwise.attention(*qkv, ids, **options), q_BxLxHxK, k_BxSxGxK, v_BxSxGxK)
+                        lambda *qkv: other.attention(*qkv, ids, work=work, **options), q_BxLxHxK, k_BxSxGxK, v_BxSxGxK)
+
+
+def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window):
+    """The work of the implementation that stands beside cuDNN."""
+    return beside(q_shape, kv_shape, dtype).work_of(q_shape, kv_shape, dtype, ids, window=window)
+
+
+def beside(q_shape, kv_shape, dtype):
+    """The module of the implementation for rows that hold several sequences."""
+    try:
+        gpu.check(q_shape, kv_shape, dtype, interpret=False)
+    except NotImplementedError:
+        return blockwise
+    return gpu
 
 
 def largest_head() -> int:
@@ -48,7 +67,12 @@ def largest_head() -> int:
 
 
 def one_sequence(shape, ids: Ids):
-    """(bool scalar: every row is one sequence from position 0 on, then padding; its length [B], at least 1)."""
+    """(bool scalar: in every row each real query sees every real key up to its own index; real tokens of each row [B],
+    at least 1).
+
+    So it is where a row holds one sequence from position 0 on, then padding: one segment, or a prompt and one
+    completion behind it, whose prefix is the prompt.
+    """
     q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL = ids
     at = jnp.arange(shape[1])[None]
     if q_segments_BxL is None:
@@ -59,9 +83,16 @@ def one_sequence(shape, ids: Ids):
     single = ((q_positions_BxL == at) & (k_positions_BxS == at) | ~real).all()
     single &= (real == (at < lengths_B[:, None])).all()
     if q_segments_BxL is not None:
-        single &= (q_segments_BxL == k_segments_BxS).all() & ((q_segments_BxL == q_segments_BxL[:, :1]) | ~real).all()
-    if q_prefixes_BxL is not None:
-        single &= ((q_prefixes_BxL == 0) | (q_prefixes_BxL == q_segments_BxL)).all()
+        first_Bx1 = q_segments_BxL[:, :1]
+        own = q_segments_BxL == first_Bx1
+        single &= (q_segments_BxL == k_segments_BxS).all()
+        if q_prefixes_BxL is None:
+            single &= (own | ~real).all()
+        else:
+            last_B = jnp.take_along_axis(jnp.broadcast_to(q_segments_BxL, shape), lengths_B[:, None] - 1, axis=1)
+            behind = (q_segments_BxL == last_B) & (q_prefixes_BxL == first_Bx1) & ~own
+            alone = own & ((q_prefixes_BxL == 0) | (q_prefixes_BxL == first_Bx1))
+            single &= (alone | behind | ~real).all() & (own[:, :-1] | ~own[:, 1:]).all()
     return single, jnp.maximum(lengths_B, 1)
 
 

@@ -1,0 +1,122 @@
+"""The pages of `jaxrl train --help`: an overview of the groups of options, one group, one option, or all of them."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import textwrap
+
+from jaxrl.config.load import shipped_configs
+from jaxrl.config.option import Option
+from jaxrl.config.registry import RECIPES
+from jaxrl.config.schema import SCHEMA, options
+from jaxrl.errors import ConfigError
+
+USAGE = """usage: jaxrl {command} --config=FILE[:ARG] [--config.GROUP.OPTION=VALUE ...]
+
+FILE is a Python file with get_config(ARG), or the name of a shipped config:
+{shipped}
+Lists are written a,b; tables "{{'key': value}}", or one entry as
+--config.GROUP.OPTION.key=value. An empty value empties an option. Relative paths
+start at the working directory.
+"""
+OVERVIEW = """
+example: jaxrl {command} --config=grpo --config.optimizer.lr=1e-5 --config.run.dir=runs/try
+
+  --help=GROUP    options of a group with default and meaning, e.g. --help=rollout
+  --help=OPTION   one option, e.g. --help=optimizer.lr or --help=lr
+  --help=metrics  every metric
+  --help=all      everything
+
+groups:
+"""
+GROUPS = {
+    "run": "what to do, where to write, seeds, resume",
+    "model": "the policy: weights, tokenizer, attention, recomputation, what trains",
+    "lora": "adapters: rank, targets, quantised base, several adapters",
+    "mesh": "how devices are used: replicas, shards, long rows, experts, tensors, roles",
+    "data": "prompts and rows: files, columns, lengths, mixing, order",
+    "rollout": "completions: engine, sampling, lengths, staleness; rollout.vllm: the servers",
+    "env": "episodes of several turns: environments, tools, limits",
+    "sandbox": "where programs of the model run",
+    "reward": "reward functions, judges, services, shaping",
+    "reward_model": "run.recipe=reward_model: training a reward model on pairs",
+    "algorithm": "preset, advantages, policy loss, clipping, KL, mismatch between engine and trainer",
+    "preference": "run.recipe=preference: DPO and its kin",
+    "critic": "the value model of PPO",
+    "reference": "the reference policy of the KL",
+    "distill": "run.recipe=distill: learning from a teacher's probabilities",
+    "teacher": "the teacher's model",
+    "optimizer": "optimizer, learning rate, schedule, clipping of gradients",
+    "train": "steps, precision, tokens per microbatch, what ends a run",
+    "eval": "held-out sets, how often, how they are sampled",
+    "checkpoint": "how often, how many, exports, uploads",
+    "log": "console, TensorBoard, W&B, report, rollouts on disk",
+    "plan": "run.mode=plan: devices to plan for",
+    "profile": "traces of steps and of device memory",
+    "launch": "how the processes of a run find each other",
+    "record": "what a step leaves for replay",
+    "replay": "run.mode=replay and explain: recorded steps computed again",
+    "fork": "a run that begins at a step of another",
+    "certify": "run.mode=certify: claims about your own code, tested",
+    "faults": "faults to inject, for tests",
+    "user": "options of your own, read by your files",
+}
+
+
+def requested(argv: list[str]) -> str | None:
+    """The topic of `--help`, `--help=TOPIC`, `--help TOPIC`; "" for the overview, None where no help is asked for."""
+    for i, arg in enumerate(argv):
+        name, _, topic = arg.partition("=")
+        if name in ("-h", "--help", "--helpfull"):
+            following = "" if topic or i + 1 == len(argv) or argv[i + 1].startswith("-") else argv[i + 1]
+            return "all" if name == "--helpfull" else topic or following
+    return None
+
+
+def page(topic: str, command: str, metrics: str) -> str:
+    """The text of a topic: "" (overview), all, metrics, a group (rollout, rollout.vllm), an option, or the last part of
+    an option's name. metrics: the table of metrics. Raises ConfigError for another topic."""
+    topic = topic.removeprefix("--").removeprefix("config.")
+    usage = USAGE.format(command=command, shipped=_wrapped(", ".join(shipped_configs()), "  "))
+    if not topic:
+        width = max(map(len, GROUPS))
+        return usage + OVERVIEW.format(command=command) + "\n".join(
+            f"  {name:<{width}}  {meaning}" for name, meaning in GROUPS.items())
+    if topic == "all":
+        return f"{usage}\n{option_lines(options())}\n\nmetrics:\n{metrics}"
+    if topic == "metrics":
+        return f"metrics:\n{metrics}"
+    known = options()
+    shown = {name: opt for name, opt in known.items() if f"{name}.".startswith(f"{topic}.")}
+    shown = shown or {name: opt for name, opt in known.items() if name.rpartition(".")[2] == topic}
+    if topic == "user":
+        return "user: " + GROUPS["user"] + ", e.g. --config.user.name=value"
+    if not shown:
+        groups = dict.fromkeys(name.rpartition(".")[0] for name in known)
+        near = difflib.get_close_matches(topic, [*SCHEMA, *groups, "all", "metrics", *known], n=1)
+        hint = f"did you mean --help={near[0]}?" if near else "--help lists the groups"
+        raise ConfigError(f"--help={topic}: no group or option of this name; {hint}")
+    head = f"{topic}: {GROUPS[topic]} ({len(shown)} options)\n\n" if topic in GROUPS else ""
+    return head + option_lines(shown)
+
+
+def option_lines(shown: dict[str, Option]) -> str:
+    """Options with default, choices and meaning."""
+    lines = []
+    for name, opt in shown.items():
+        choices = f" ({' | '.join(map(str, opt.choices))})" if opt.choices else ""
+        recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
+        by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
+        lines.append(f"  --config.{name}={opt.default!r}{choices}\n{_wrapped(opt.doc + by_recipe, ' ' * 6)}")
+    return "\n".join(lines)
+
+
+def columns() -> int:
+    """Columns of the terminal; 120 where there is none."""
+    return min(max(shutil.get_terminal_size((120, 24)).columns, 60), 140)
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(text, columns() - 1, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False,
+                         break_long_words=False)
