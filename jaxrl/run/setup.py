@@ -544,7 +544,7 @@ def turns_lines(job: Job) -> list[str]:
             "          and only slots that would wait for the longest completion gain. To overlap the two: "
             "mesh.roles.sampler.devices or",
             "          rollout.vllm.devices on other devices; if completions are of one length: "
-            "rollout.max_staleness=0 (docs/asynchrony.md)"]
+            "rollout.max_staleness=0 (docs/explanations/asynchrony.md)"]
 
 
 def adapter_lines(job: Job) -> list[str]:
