@@ -29,7 +29,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
-        "accept_changed": O((), "what may hold something else than when the checkpoint was written, though its options are the same:"
+        "accept_changed": O((), "inputs whose content may differ from the checkpoint's:"
                                 f" {', '.join(CHANGEABLE)}; else a resume is refused"),
         "stop_seconds": O(30.0, "after a stop: longest wait for the rewards of an evaluation; a training step's are left at once", bound=">=0"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
@@ -155,7 +155,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + completion, and where XLA decodes long completions also 3/8 of it"),
         "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
                               " sample is bitwise independent of its neighbours; later turns of an episode are then prefilled anew"),
-        "decode_steps": O(16, "most decode steps between two looks of the host", bound=">0"),
+        "decode_steps": O(16, "decode steps per host sync", bound=">0"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
         "timeout_seconds": O(3600.0, "longest wait for one batch of answers", bound=">0"),
@@ -246,11 +246,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_sampled_tokens": O(0, "tokens that an episode samples in all its turns; 0 = no limit of its own", bound=">=0"),
         "max_input_tokens": O(0, "longest prompt of a turn, the conversation so far; 0 = no limit of its own", bound=">=0"),
         "max_observation_tokens": O(1024, "longest new message in tokens; more is cut in the middle", bound=">0"),
-        "max_parallel_calls": O(1, "calls of one turn that are run; further ones are told so", bound=">0"),
+        "max_parallel_calls": O(1, "calls of one turn that run; extra calls get an error reply", bound=">0"),
         "step_seconds": O(60.0, "longest time an environment takes for one turn, the engine's not counted", bound=">0"),
         "episode_seconds": O(600.0, "longest time an environment takes for an episode, the engine's not counted", bound=">0"),
         "retries": O(2, "further tries, with the same seeds, of an episode whose environment failed", bound=">=0"),
-        "late": O("absent", "an episode whose environment ran out of time is absent, or ends there as if cut by the length limit",
+        "late": O("absent", "an episode whose environment timed out: absent drops it, truncated keeps it as if cut by the length limit",
                   choices=("absent", "truncated")),
         "max_failed_fraction": O(0.2, "stop when more than this share of a step's episodes failed by their environment's fault", bound="0..1"),
         "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or begin anew (environments that cannot be"
