@@ -211,6 +211,14 @@ def test_the_workflow_has_every_section_of_ci_run_and_issues_ask_for_the_doctor(
         assert "jaxrl-doctor.txt" in fields["doctor"]["attributes"]["description"]
 
 
+def test_every_page_begins_with_what_its_reader_can_do_and_ends_with_what_was_measured():
+    for page in DOCS.rglob("*/*.md"):
+        text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text("utf-8"))
+        assert re.match(r"# .+\n\nAfter (reading this page|an afternoon)", text), page
+        measured = [bool(re.match(r"Measured|Shown|How far", title)) for title in re.findall(r"(?m)^## (.+)$", text)]
+        assert measured == sorted(measured), page
+
+
 def test_every_page_is_in_one_of_four_folders_and_reached_from_the_index():
     assert {p.parent.name for p in PAGES if p.parent not in (ROOT, DOCS)} == FOLDERS
     assert [p.name for p in PAGES if p.parent == DOCS] == ["index.md"]
