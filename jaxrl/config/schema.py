@@ -96,8 +96,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "rejected_column": O("rejected", "preferences: the worse answer, likewise"),
         "label_column": O("label", "preferences: whether an answer in data.completion_column is good, true or false"),
         "margin_column": O("margin", "preferences: by how much the chosen answer is better, a number; read where a row has one"),
-        "train_turns": O("last", "SFT on rows of messages: train their last answer (last), or all answers, what stands between them masked,"
-                                 " (all)", choices=("last", "all")),
+        "train_turns": O("last", "SFT on rows of messages, which assistant messages are trained: the last one (last), or all of them, with"
+                                 " everything between masked (all)", choices=("last", "all")),
         "assistant_mask": O("turns", "with data.train_turns=all, how answers are found. turns: each rendered behind what came before, as"
                                      " episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template")),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
@@ -105,7 +105,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
         "chat_template_kwargs": O({}, "extra variables for the chat template, e.g. enable_thinking"),
         "response_prefix": O("", "text the completion is made to start with (part of the prompt, seen by rewards)"),
-        "prompts_per_step": O(64, "prompts per RL step; sequences per step for SFT; rows (pairs) per step for preferences", bound=">0"),
+        "prompts_per_step": O(64, "prompts per RL step; the batch size in SFT (sequences) and preferences (rows or pairs)", bound=">0"),
         "max_prompt_tokens": O(512, "longest prompt in tokens", bound=">0"),
         "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
                              choices=("filter", "truncate_left", "error")),
@@ -137,7 +137,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "engine": O("auto", "jax: the embedded sampler; vllm; auto: vllm where it is installed and there is a GPU, or where"
                             " rollout.servers names servers; or an import path of your own, module:function or ./file.py:function"),
         "group_size": O(8, "samples per prompt", bound=">0"),
-        "max_new_tokens": O(1024, "longest completion in tokens", bound=">0"),
+        "max_new_tokens": O(1024, "longest completion in tokens, sampled or, in SFT and preferences, read from the data", bound=">0"),
         "min_new_tokens": O(0, "end tokens are forbidden before this many", bound=">=0"),
         "temperature": O(1.0, "0 = greedy", bound=">=0"),
         "top_p": O(1.0, "keep the smallest set of tokens whose mass reaches this", bound="(0, 1]"),
@@ -377,8 +377,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
                                             " rows, so that a policy that has not moved has ratios of exactly 1 (on the CPU)", bound=">=0"),
         "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one: the longest sequence, or up to 2048 with room"
                               " for more of its group"),
-        "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
-                           " little; 1: whole ones only, one program fewer to compile", choices=(1, 2)),
+        "row_counts": O(2, "sizes of a microbatch that are compiled, per row length: 2 = whole and a quarter, so that the last"
+                           " microbatch wastes little; 1 = whole only, one program fewer to compile", choices=(1, 2)),
         "max_sequence_tokens": O(0, "bound on prompt + completion; 0 = max_prompt_tokens + max_new_tokens", bound=">=0"),
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
@@ -425,7 +425,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "repetition_penalty": O(1.0, "as rollout.repetition_penalty", bound=">0"),
         "frequency_penalty": O(0.0, "as rollout.frequency_penalty"),
         "max_new_tokens": O(0, "0 = rollout.max_new_tokens", bound=">=0"),
-        "stop": O((), "strings that end an answer; empty = rollout.stop"),
+        "stop": O((), "strings that end a completion; empty = rollout.stop"),
         "rewards": O((), "reward functions for evaluation; empty = reward.functions"),
         "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
         "metric": O("", "metric of evaluations that eval.patience and checkpoint.keep_best go by, by its name in metrics.jsonl; higher is"
