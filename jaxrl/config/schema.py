@@ -189,7 +189,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "python": O("", "interpreter of the servers' own environment; empty = this one"),
             "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs $VLLM_API_KEY"),
             "port": O(0, "port of the first server, the others follow; 0 = free ones", bound=">=0"),
-            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY, or for servers of ours one made for the run"),
+            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY, or for servers that jaxrl starts one made for the run"),
             "transport": O("auto", "how weights travel: shm (one machine), network, nccl (from GPU to GPU), checkpoint (a folder"
                                    " that servers without jaxrl's plugin reload); auto: shm where it can be, else network, else"
                                    " checkpoint", choices=("auto", "shm", "network", "nccl", "checkpoint")),
@@ -201,7 +201,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "sync_seconds": O(600.0, "longest call of a weight update", bound=">0"),
             "health_seconds": O(10.0, "a server silent for this long, twice, is given up", bound=">0"),
             "retries": O(3, "further tries of a failed request or publish", bound=">=0"),
-            "restarts": O(3, "how often a server of ours is started again", bound=">=0"),
+            "restarts": O(3, "restarts of a server that jaxrl started", bound=">=0"),
             "probe_bound": O(0.0, "largest mean difference in nats between the probe's log-probs and the trainer's; 0 = by dtype:"
                                   " 1e-3 fp32, 0.1 fp16, 0.2 bf16, three times the first one and at most 1 where quantised", bound=">=0"),
             "log_level": O("warning", "level of the servers' logs in <run.dir>/vllm", choices=("debug", "info", "warning", "error")),
