@@ -154,5 +154,5 @@ class Ahead:
                 carry = sums(self.job, update, state, one(whole))
                 return lowered(update, state, carry, shape and one(shape)).compile()
         except Exception as e:
-            log.info("the update is compiled where it is called: %s: %s", type(e).__name__, str(e)[:300])
+            log.info("the update could not be compiled ahead of its first call: %s: %s", type(e).__name__, str(e)[:300])
             return e
