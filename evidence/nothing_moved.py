@@ -72,7 +72,7 @@ def differences(a, b, where: str = "") -> list[str]:
     return [] if a == b or (a != a and b != b) else [f"{where}: {str(a)[:60]} -> {str(b)[:60]}"]
 
 
-KEYS = "from jaxrl.config.load import default_config; import json; print(json.dumps(json.loads(default_config().to_json_best_effort())))"
+KEYS = "import jaxrl; import json; print(json.dumps(json.loads(jaxrl.default_config().to_json_best_effort())))"
 
 
 def defaults(tree: Path) -> dict:
