@@ -3,9 +3,9 @@
 import contextlib
 import json
 
-import certify_defects as defects
 import pytest
-import tiny_job
+from helpers import certify_defects as defects
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl import main
@@ -76,7 +76,7 @@ def test_a_name_that_is_no_claim_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_says_it_all_and_ends_with_1_unless_it_is_accepted(tmp_path, capsys):
-    flags = ["--config=tests/tiny_job.py", "--config.run.mode=certify", f"--config.run.dir={tmp_path}",
+    flags = ["--config=tests/helpers/tiny_job.py", "--config.run.mode=certify", f"--config.run.dir={tmp_path}",
              f"--config.algorithm.advantage={defects.HERE}:remembers"]
     assert main.main(flags) == 1
     told = json.loads((tmp_path / "certify.json").read_text())

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_worker import host, state
+from helpers.checkpoint_worker import host, state
 
 from jaxrl.checkpoint import checkpointer as checkpoint
 from jaxrl.checkpoint.checkpointer import FORMAT, Checkpointer, CheckpointError, flatten
@@ -26,7 +26,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.processes.faults import FaultError, Faults
 from jaxrl.resolve.checks import common
 
-WORKER = str(Path(__file__).with_name("checkpoint_worker.py"))
+WORKER = str(Path(__file__).with_name("helpers") / "checkpoint_worker.py")
 
 
 def make(run_dir, faults=(), **options):

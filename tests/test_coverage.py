@@ -128,13 +128,13 @@ def definitions(path):
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 out |= {n.id: text(node) for n in ast.walk(target) if isinstance(n, ast.Name)}
-        elif isinstance(node, ast.ImportFrom) and (found := list(HERE.rglob(f"{node.module}.py"))):
-            helpers = definitions(found[0])
-            out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
-        elif isinstance(node, ast.Import):
-            for a in node.names:
-                if (HERE / f"{a.name}.py").is_file():
-                    out[a.asname or a.name] = (HERE / f"{a.name}.py").read_text("utf-8")
+        elif isinstance(node, ast.ImportFrom) and node.module == "helpers":
+            out |= {a.asname or a.name: (HERE / "helpers" / f"{a.name}.py").read_text("utf-8") for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for file in (HERE / f"{node.module.replace('.', '/')}.py", path.with_name(f"{node.module}.py")):
+                if file.is_file():
+                    helpers = definitions(file)
+                    out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
     return out
 
 

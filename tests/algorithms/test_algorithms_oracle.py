@@ -3,12 +3,11 @@
 import functools
 from types import SimpleNamespace
 
-import algorithm_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from helpers import algorithm_cases, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
 
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, resolve
 from jaxrl.data.sources import BadRows, from_memory, read

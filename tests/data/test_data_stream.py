@@ -6,8 +6,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import tiny_job
-from data_cases import make_config, make_tokenizer, questions, write_jsonl
+from helpers import tiny_job
+from helpers.data_cases import make_config, make_tokenizer, questions, write_jsonl
 
 from jaxrl.config.help import page
 from jaxrl.config.load import default_config, put

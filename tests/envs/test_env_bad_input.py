@@ -4,8 +4,8 @@ does wrong while it runs is in test_env_faults.py.)"""
 import sys
 import textwrap
 
-import env_cases
 import pytest
+from helpers import env_cases
 
 from jaxrl.envs import pool as pool_module
 from jaxrl.errors import ConfigError

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import env_cases
 import pytest
-from env_cases import follow, play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import follow, play, texts, turn
 
 from jaxrl.envs import pool as pool_module
 from jaxrl.errors import RunStopped
@@ -451,7 +451,7 @@ def free_port() -> int:
 PARENT = textwrap.dedent('''
     import sys, time
     sys.path[:0] = sys.argv[2:]
-    import env_cases
+    from helpers import env_cases
     pool = env_cases.pool(sys.argv[1] + ":sees", workers=1)
     pool.start("e", {"row": {"kind": "long"}, "prompt": "", "seed": 0})
     (event,) = pool.events(30.0)
@@ -476,7 +476,7 @@ def test_workers_end_with_the_pool_and_with_a_parent_that_is_killed(pool, source
     with pytest.raises(RuntimeError, match="the pool of episodes is closed"):
         p.events(1.0)
     here = Path(__file__)
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(source), str(here.parent), str(here.parents[2])],
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(source), str(here.parents[1]), str(here.parents[2])],
                               stdout=subprocess.PIPE, text=True)
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from episode_cases import params, playing, requests, rescored, tokenizer
+from helpers.episode_cases import params, playing, requests, rescored, tokenizer
 
 from jaxrl.data import completion_texts
 from jaxrl.errors import RunStopped

@@ -9,9 +9,9 @@ import time
 import urllib.request
 from pathlib import Path
 
-import env_cases
 import pytest
-from env_cases import play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import play, texts, turn
 
 from jaxrl.errors import ConfigError
 
@@ -29,7 +29,7 @@ def serve():
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         python = sys.executable if file == "openenv_server.py" else REAL
-        processes.append(subprocess.Popen([python, Path(__file__).with_name(file), str(port), kind, str(capacity)]))
+        processes.append(subprocess.Popen([python, Path(__file__).parents[1] / "helpers" / file, str(port), kind, str(capacity)]))
         for _ in range(3000):  # (importing openenv may take a minute)
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/schema", timeout=60).close()

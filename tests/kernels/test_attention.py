@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, check, computed_tiles, leave_mesh
+from helpers.attention_cases import CASES, check, computed_tiles, leave_mesh
+from helpers.tiny_models import ARCHITECTURES, SIZES
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
-from tiny_models import ARCHITECTURES, SIZES
 
 from jaxrl.kernels import fallback
 from jaxrl.kernels.attention import attention, cached, cached_attention

@@ -5,16 +5,16 @@ import functools
 import os
 from types import SimpleNamespace
 
-import attention_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case
+from helpers import attention_cases
+from helpers.attention_cases import Case
+from helpers.tiny_models import ARCHITECTURES, SIZES
 from jax import export
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from tiny_models import ARCHITECTURES, SIZES
 
 from jaxrl.kernels.attention import cached, gpu_chip
 from jaxrl.kernels.attention.gpu_chip import sizes_of

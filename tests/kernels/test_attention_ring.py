@@ -3,12 +3,12 @@ eyes, whatever tokens each device has. (Meshes of several devices, kernels among
 
 import functools
 
-import attention_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case, in_a_ring
+from helpers import attention_cases
+from helpers.attention_cases import Case, in_a_ring
 
 from jaxrl.kernels.attention import ring_attention
 from jaxrl.kernels.attention.packed import ring

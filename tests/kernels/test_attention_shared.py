@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import SHARED_CASES, SMALL_BLOCKS, check_shared, shared_inputs
+from helpers.attention_cases import SHARED_CASES, SMALL_BLOCKS, check_shared, shared_inputs
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 

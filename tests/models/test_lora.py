@@ -1,5 +1,5 @@
 """Adapters in the model: the factored product is the merged one, its gradients are those of the dense matrix put through A and B, and
-what is frozen costs nothing. (tests/lora_cases.py)"""
+what is frozen costs nothing. (tests/helpers/lora_cases.py)"""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from lora_cases import GEMMA, HF, LINEAR, all_linear, batch, build, gradient, hidden, init, merged, started
+from helpers.lora_cases import GEMMA, HF, LINEAR, all_linear, batch, build, gradient, hidden, init, merged, started
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
@@ -211,8 +211,8 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 @pytest.mark.slow
 def test_sharded_adapters_are_those_of_one_device():
     """On eight simulated devices, dp x fsdp x tp = 2 x 2 x 2 (sharded_lora.py): A lies as the kernel's inputs, B as its outputs."""
-    worker = Path(__file__).parents[1] / "sharded_lora.py"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)])}
+    worker = Path(__file__).parents[1] / "helpers" / "sharded_lora.py"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, worker.parents[1:3]))}
     done = subprocess.run([sys.executable, worker], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     out = json.loads(done.stdout.splitlines()[-1])

@@ -4,10 +4,10 @@ import zlib
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import pytest
-from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
+from helpers import model_cases
+from helpers.tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build, rope

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import pytest
-import tiny_job
-from tiny_models import EXPERTS, SIZES, make_tiny
+from helpers import model_cases, tiny_job
+from helpers.tiny_models import EXPERTS, SIZES, make_tiny
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, build, decoder, placement
@@ -609,7 +608,7 @@ def test_sharded_as_on_one_device(checkpoints, tmp_path, architecture):
 
     source = make_tiny(architecture, tmp_path / "source", tokenizer=False, num_attention_heads=4,
                        **({"num_key_value_heads": 2} if architecture != "deepseek_v3" else {}))
-    script = Path(__file__).parent.parent / "sharded_models.py"
+    script = Path(__file__).parent.parent / "helpers" / "sharded_models.py"
     done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])

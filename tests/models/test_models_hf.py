@@ -9,11 +9,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import pytest
+from helpers import model_cases
+from helpers.tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny, make_tokenizer
 from safetensors import safe_open
-from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.errors import ConfigError
@@ -383,7 +383,7 @@ def test_hub_ids_resolve_through_the_cache(tmp_path, monkeypatch):
 def test_sharded_loading_and_running(tmp_path):
     """On eight simulated devices: see sharded_models.py, which runs in a process of its own."""
     source = make_tiny("gemma2", tmp_path / "source", dtype="bfloat16", tokenizer=False, num_hidden_layers=4)
-    worker = Path(__file__).parents[1] / "sharded_models.py"
+    worker = Path(__file__).parents[1] / "helpers" / "sharded_models.py"
     command = [sys.executable, worker, source, tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

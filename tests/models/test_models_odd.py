@@ -5,10 +5,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import model_cases
-import model_odd_configs as odd
 import numpy as np
 import pytest
+from helpers import model_cases
+from helpers import model_odd_configs as odd
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build

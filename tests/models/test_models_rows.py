@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import SIZES
-from training_helpers import batch_of_groups
+from helpers.tiny_models import SIZES
+from helpers.training_helpers import batch_of_groups
 
 from jaxrl import training
 from jaxrl.models import build, decoder

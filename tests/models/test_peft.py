@@ -1,4 +1,4 @@
-"""Adapters beside PEFT's own: which modules they are on, what they start from and compute, their files byte by byte. (tests/peft_cases.py)"""
+"""Adapters beside PEFT's own: which modules they are on, what they start from and compute, their files byte by byte. (tests/helpers/peft_cases.py)"""
 
 import dataclasses
 import json
@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft_cases as cases
 import pytest
 from flax.traverse_util import flatten_dict
-from peft_cases import theirs, torch
+from helpers import peft_cases as cases
+from helpers.peft_cases import theirs, torch
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.errors import ConfigError

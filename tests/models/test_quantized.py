@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from lora_cases import HF, QUICK, all_linear, batch, build, gradient, hidden, init, merged
+from helpers.lora_cases import HF, QUICK, all_linear, batch, build, gradient, hidden, init, merged
 from scipy.stats import norm
 
 from jaxrl.errors import ConfigError
@@ -147,7 +147,7 @@ def split(model, params):
 
 
 def loss(model, flat, rows):
-    from lora_cases import loss as whole
+    from helpers.lora_cases import loss as whole
 
     return whole(model, adapters.joined({}, flat), *rows)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import SIZES, make_tokenizer
+from helpers.tiny_models import SIZES, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl import training

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lora_cases import GEMMA, HF, all_linear, build, started
-from rollout_helpers import END, config, params, prompt, tokenizer
-from rollout_helpers import HF as SAMPLED
+from helpers.lora_cases import GEMMA, HF, all_linear, build, started
+from helpers.rollout_helpers import END, config, params, prompt, tokenizer
+from helpers.rollout_helpers import HF as SAMPLED
 
 from jaxrl import models
 from jaxrl.models import unstacked

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import tiny_job
-from algorithm_runs import job, same, watched
+from helpers import tiny_job
+from helpers.algorithm_runs import job, same, watched
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
@@ -103,7 +103,7 @@ def test_streamed_roles_learn_the_same(tmp_path, devices, options, roles):
     """mesh.roles.<role>.rest=streamed: a step is the step without it, in fp32 to 1e-6 of each array's largest number, from a
     checkpoint of either, sampled from weights that were published; large arrays are in host memory and small ones are not."""
     tests = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, str(tests / "streamed_worker.py"), str(devices), str(tmp_path), json.dumps(options),
+    done = subprocess.run([sys.executable, str(tests / "helpers" / "streamed_worker.py"), str(devices), str(tmp_path), json.dumps(options),
                            *roles], capture_output=True, text=True, cwd=tests,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])})
     assert done.returncode == 0, done.stderr[-3000:]

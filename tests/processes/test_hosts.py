@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 import pytest
-import tiny_job
 import yaml
-from run_tools import ROOT, environment
+from helpers import tiny_job
+from helpers.run_tools import ROOT, environment
 
 from jaxrl import launch
 from jaxrl.config.load import default_config, put
@@ -363,7 +363,7 @@ def test_the_launcher_passes_a_stop_on(tmp_path):
 def told(tmp_path_factory):
     """What two processes of two devices each say to the questions of hosts_peers.py."""
     folder = tmp_path_factory.mktemp("peers")
-    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--devices=2", "--", str(ROOT / "tests" / "hosts_peers.py"),
+    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--devices=2", "--", str(ROOT / "tests" / "helpers" / "hosts_peers.py"),
                str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == 3, done.stdout + done.stderr
@@ -405,7 +405,7 @@ def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
     """By themselves, also one that waits where nothing can wake it. (Of process 0 the others
     hear from jax; the launcher says it plainly.)"""
     heartbeat_seconds = 3.0
-    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--grace=60", "--", str(ROOT / "tests" / "hosts_dies.py"),
+    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--grace=60", "--", str(ROOT / "tests" / "helpers" / "hosts_dies.py"),
                str(dies), how, str(heartbeat_seconds), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     said = done.stdout + done.stderr

@@ -4,9 +4,10 @@ import errno
 import json
 import logging
 import resource
+from pathlib import Path
 
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
@@ -73,9 +74,9 @@ def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, ca
     """Real, and for root too: the kernel writes no file beyond RLIMIT_FSIZE."""
     from jaxrl import main as command
 
-    flags = ["--config=tests/tiny_job.py:sft", f"--config.run.dir={tmp_path / 'run'}", "--config.train.steps=2",
+    flags = ["--config=tests/helpers/tiny_job.py:sft", f"--config.run.dir={tmp_path / 'run'}", "--config.train.steps=2",
              "--config.log.console=plain", "--config.checkpoint.export_at_end=False"]
-    monkeypatch.chdir(str(tiny_job.__file__).rsplit("/", 2)[0])
+    monkeypatch.chdir(Path(__file__).parents[2])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:

@@ -6,9 +6,9 @@ import json
 import shutil
 import sys
 
-import algorithm_runs
 import numpy as np
 import pytest
+from helpers import algorithm_runs
 
 import jaxrl
 from jaxrl.errors import ConfigError

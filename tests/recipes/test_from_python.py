@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny_job
-from run_tools import environment
+from helpers import tiny_job
+from helpers.run_tools import environment
 
 import jaxrl
 from jaxrl.config.load import config_of

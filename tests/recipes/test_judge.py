@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from algorithm_runs import decided, job, watched
-from data_cases import TEMPLATE, make_config, make_tokenizer
-from training_helpers import batch_of_groups, conversation
+from helpers import tiny_job
+from helpers.algorithm_runs import decided, job, watched
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer
+from helpers.training_helpers import batch_of_groups, conversation
 
 from jaxrl import models
 from jaxrl.config.load import put
@@ -250,7 +250,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
 import test_judge
-from training_helpers import batch_of_groups
+from helpers.training_helpers import batch_of_groups
 traj = batch_of_groups(groups=3, size=4)[0]
 for roles in ({}, {"policy": {"devices": "0-1"}, "reward_model": {"devices": "2-3", "fsdp": 2, "rest": "host"}}):
     judge = test_judge.judge_of(sys.argv[1], **{"mesh.roles": roles})

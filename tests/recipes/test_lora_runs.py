@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tiny_job
-from lora_cases import LINEAR
-from run_tools import fingerprint
-from training_helpers import batch_of_groups
+from helpers import tiny_job
+from helpers.lora_cases import LINEAR
+from helpers.run_tools import fingerprint
+from helpers.training_helpers import batch_of_groups
 
 import jaxrl
 from jaxrl import training

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from data_cases import make_config, make_tokenizer, questions, write_jsonl
+from helpers.data_cases import make_config, make_tokenizer, questions, write_jsonl
+from helpers.training_helpers import batch_of_groups, policy_objective
 from jax.experimental.compilation_cache import compilation_cache
-from training_helpers import batch_of_groups, policy_objective
 
 from jaxrl import models, training
 from jaxrl.algorithms import group_advantages

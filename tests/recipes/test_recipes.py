@@ -9,8 +9,8 @@ import subprocess
 import jax
 import numpy as np
 import pytest
-import tiny_job
-from run_tools import command, environment, fingerprint, run
+from helpers import tiny_job
+from helpers.run_tools import command, environment, fingerprint, run
 
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped

@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import algorithm_runs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import worlds
+from helpers import algorithm_runs, worlds
 
 import jaxrl
 from jaxrl.config.load import load_config

@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny_job
-from data_cases import write_jsonl
+from helpers import tiny_job
+from helpers.data_cases import write_jsonl
 from safetensors.numpy import load_file
 
 import jaxrl

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 import pytest
-import tiny_job
-from run_tools import fingerprint, run
-from service_cases import CASES, Scripted, asked, config, form, items, lengths, service_scores
+from helpers import tiny_job
+from helpers.run_tools import fingerprint, run
+from helpers.service_cases import CASES, Scripted, asked, config, form, items, lengths, service_scores
 
 from jaxrl.config.load import default_config, redacted
 from jaxrl.config.schema import SCHEMA

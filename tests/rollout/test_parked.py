@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from rollout_helpers import END, HF, VOCAB, config, log_softmax, prompt, random_params, tokenizer
+from helpers import tiny_job
+from helpers.rollout_helpers import END, HF, VOCAB, config, log_softmax, prompt, random_params, tokenizer
 
 from jaxrl import models
 from jaxrl.config.load import default_config
@@ -315,7 +315,7 @@ def test_a_plan_counts_the_program():
 SHARDED = """
     import jax, numpy as np
     jax.config.update("jax_default_matmul_precision", "highest")
-    from rollout_helpers import config
+    from helpers.rollout_helpers import config
     from test_parked import made, scored, talk, new_tokens
     from jaxrl.sharding import make_mesh
     cfg = config()

@@ -6,10 +6,9 @@ import json
 import os
 
 import numpy as np
-import numpy_engine
 import pytest
-import tiny_job
-from rollout_helpers import (
+from helpers import numpy_engine, tiny_job
+from helpers.rollout_helpers import (
     END,
     VOCAB,
     engine,

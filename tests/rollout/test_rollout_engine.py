@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import (
+from helpers.rollout_helpers import (
     END,
     config,
     engine,
@@ -279,7 +279,7 @@ def test_windows_soft_caps_and_scanned_layers_agree_with_the_scorer():
 SHARDED = """
     import jax, numpy as np
     jax.config.update("jax_default_matmul_precision", "highest")
-    from rollout_helpers import config, engine, log_softmax, requests, teacher_logits
+    from helpers.rollout_helpers import config, engine, log_softmax, requests, teacher_logits
     from jaxrl.rollout import generate
     from jaxrl.sharding import make_mesh
     cfg = config()

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from rollout_helpers import END, HF, config, model, params, requests, support, teacher_logits, tokenizer
+from helpers import tiny_job
+from helpers.rollout_helpers import END, HF, config, model, params, requests, support, teacher_logits, tokenizer
 
 from jaxrl import training
 from jaxrl.errors import ConfigError

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import log_softmax, support
+from helpers.rollout_helpers import log_softmax, support
 from scipy import stats
 
 from jaxrl.rollout import SamplingParams

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import run_tools
-import tiny_job
-from rollout_helpers import HF, random_params, requests
+from helpers import run_tools, tiny_job
+from helpers.rollout_helpers import HF, random_params, requests
 from safetensors.numpy import load_file
 
 import jaxrl

@@ -24,8 +24,8 @@ SOME = ("8,1,1", "2,4,1", "4,1,2", "2,2,2", "1,1,8")
 
 def on_eight(what, folder, *meshes):
     """(what sharded_layouts.py prints, by mesh, its stderr)."""
-    worker = Path(__file__).parents[1] / "sharded_layouts.py"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)])}
+    worker = Path(__file__).parents[1] / "helpers" / "sharded_layouts.py"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, worker.parents[1:3]))}
     done = subprocess.run([sys.executable, worker, what, folder, *meshes], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_helpers import batch_of_groups
+from helpers.training_helpers import batch_of_groups
 
 from jaxrl import models
 from jaxrl.telemetry.compilations import EVENT, Beside, Compilations

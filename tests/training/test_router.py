@@ -4,11 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import optax
 import pytest
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+from helpers import model_cases
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import training
 from jaxrl.config.load import default_config, put

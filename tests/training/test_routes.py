@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import END, config, random_params, tokenizer
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+from helpers.rollout_helpers import END, config, random_params, tokenizer
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import training
 from jaxrl.errors import ConfigError

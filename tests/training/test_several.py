@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from lora_cases import all_linear, build, started
-from training_helpers import batch_of_groups, policy_objective
+from helpers.lora_cases import all_linear, build, started
+from helpers.training_helpers import batch_of_groups, policy_objective
 
 from jaxrl import training
 from jaxrl.config.load import default_config

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict
-from tiny_models import VOCAB, make_tiny
 
+from helpers.tiny_models import VOCAB, make_tiny
 from jaxrl.config.load import default_config
 from jaxrl.models import adapters, build
 from jaxrl.models.adapters import peft, selection

@@ -1,4 +1,4 @@
-"""What processes of a group say to each other: python -m jaxrl.launch ... -- tests/hosts_peers.py FOLDER
+"""What processes of a group say to each other: python -m jaxrl.launch ... -- tests/helpers/hosts_peers.py FOLDER
 
 Each writes FOLDER/<process>.json: question -> answer.
 """
