@@ -1,6 +1,5 @@
 """Corners where options of the algorithms meet each other, resumption and the end of the data."""
 
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from helpers.training_helpers import policy_objective
 from jaxrl import training
 from jaxrl.checkpoint.resume import changes_past
 from jaxrl.errors import ConfigError
-from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.roles import Roles
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.role import Policy
 from jaxrl.run import setup
@@ -28,8 +27,8 @@ def open_job():
 
 @pytest.fixture(scope="module")
 def algorithm(open_job):
-    """algorithm({option: value}) -> Algorithm of a checked config, around one tiny model."""
-    return lambda changes=None: Algorithm(with_options(open_job, config(changes)), 5)
+    """algorithm({option: value}) -> Roles of a checked config, around one tiny model."""
+    return lambda changes=None: Roles(with_options(open_job, config(changes)), 5)
 
 OWN = """
 import jax.numpy as jnp
@@ -155,9 +154,7 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):
     policy = object.__new__(Policy)
     opened = with_options(open_job, c)
     policy.held, policy.optimizer, policy.job = state, optimizer, opened
-    stream = SimpleNamespace(epoch=lambda cursor: 0.0)
-    session = SimpleNamespace(stream=stream, progress=SimpleNamespace(cursor=None), step=1)
-    Reference(opened).after_step(session, policy)
+    Reference(opened).after_step(policy, 1, 0.0)
     before = float(policy.state.trainable["w/kernel"][0, 0])
     state, told = apply(policy.state, {"w/kernel": jnp.ones((1, 1))}, metrics)
     assert before - float(state.trainable["w/kernel"][0, 0]) == pytest.approx(float(told["optim/lr"]))
