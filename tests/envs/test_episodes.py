@@ -119,6 +119,7 @@ def test_an_episode_goes_on_from_its_recorded_turns():
         assert sampled == sum(len(r.turns) for r in whole) - recorded
 
 
+@pytest.mark.full
 def test_failures_of_the_environment_are_tried_again_or_absent(tmp_path, monkeypatch):
     """An exception, a killed worker, a hang and a NaN: the further try repeats the episode, so that no token differs from a
     run without failures."""

@@ -261,6 +261,7 @@ def on_a_gpu(*arguments, **options):
         return cudnn.attention(*arguments, **options)
 
 
+@pytest.mark.full
 def test_rows_that_cudnn_serves():
     """One sequence per row from position 0, then padding: nothing else is causal by row index."""
     def single(layout, length=40, shuffled=False):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from helpers.lora_cases import GEMMA, HF, LINEAR, all_linear, batch, build, gradient, hidden, init, merged, started
+from helpers.tiers import first_cases
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
@@ -30,7 +31,7 @@ def layers(hf):
     return hf["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("hf, scan", LAYOUTS)
+@first_cases(1, "hf, scan", LAYOUTS)
 def test_the_factored_product_is_the_merged_one_and_so_are_its_gradients(hf, scan):
     """In float64, with ranks that differ along a scanned stack and modules without adapter: loss and hidden states to 1e-12, and
     dL/dA = scale dL/dW B^T, dL/dB = scale A^T dL/dW with dL/dW the gradient at W + scale A B."""
@@ -94,6 +95,7 @@ def test_scanned_and_unrolled_layers_are_the_same_model():
             np.testing.assert_allclose(found[cut], unrolled[name, leaf][1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_an_adapter_that_starts_changes_nothing_and_off_is_the_base_bitwise():
     """B is zero: with it the model computes the base's numbers, and without its leaves the very same program does."""
     model = build(all_linear())
@@ -120,6 +122,7 @@ def test_the_start_is_peft_s():
         adapters.initial(model, jax.random.key(0), "he_uniform")
 
 
+@pytest.mark.full
 def test_shifted_adapters_subtract_their_start():
     with jax.enable_x64(True):
         model = build(dataclasses.replace(all_linear(), shifted=True), dtype=jnp.float64)
@@ -154,6 +157,7 @@ def test_decomposed_adapters_have_the_lengths_that_they_train(scan):
                 assert name != "layers/sub_0/mlp/up/kernel" or (~has).any()
 
 
+@pytest.mark.full
 def test_modules_that_train_whole():
     """Of a tied head both uses train; a scanned array trains in all of its repetitions or is refused."""
     saved = lambda *names, **more: adapters.trains(build(dataclasses.replace(all_linear(), saved=names), **more))  # noqa: E731
@@ -175,6 +179,7 @@ def test_what_cannot_be_a_target_is_refused(name, said):
         build(Adapter((Target(name, 4, 1.0),))).entries  # noqa: B018
 
 
+@pytest.mark.full
 def test_a_frozen_embedding_gets_no_gradient():
     """Neither the scatter that would give it nor the table among what the backward pass keeps."""
     def lookup(table, factor, tokens):
@@ -188,6 +193,7 @@ def test_a_frozen_embedding_gets_no_gradient():
     assert grad[0].tolist() == [6.0] * 8 and not np.any(grad[1:])
 
 
+@pytest.mark.full
 def test_the_digest_of_a_base_sees_every_bit_and_no_layout():
     params = init(build(), jax.random.key(0))
     first = adapters.digest(params)
@@ -201,6 +207,7 @@ def test_the_digest_of_a_base_sees_every_bit_and_no_layout():
     assert len(prints) == 4
 
 
+@pytest.mark.full
 def test_dropout_drops_its_share_and_keeps_the_mean():
     x, keep = np.ones((400, 50), np.float32), np.float32(0.75)
     out = np.asarray(adapters.dropped(x, jax.random.key_data(jax.random.key(1)), keep))

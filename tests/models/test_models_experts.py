@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import model_cases, tiny_job
+from helpers.tiers import first_cases
 from helpers.tiny_models import EXPERTS, SIZES, make_tiny
 
 from jaxrl.errors import ConfigError
@@ -66,7 +67,7 @@ def test_logits_equal_transformers(checkpoints, architecture):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("architecture, entry", [
+@first_cases(1, "architecture, entry", [
     ("qwen3_moe", {"norm_topk_prob": False}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("qwen3_moe", {"num_experts_per_tok": 2}), ("qwen2_moe", {"norm_topk_prob": False}), ("olmoe", {"norm_topk_prob": False}),
         ("mixtral", {"num_experts_per_tok": 3}), ("glm4_moe", {"topk_group": 3}), ("glm4_moe", {"topk_group": 1, "num_experts_per_tok": 2}),
@@ -268,6 +269,7 @@ def test_layers_behind_the_last_are_not_read(checkpoints, tmp_path):
     np.testing.assert_array_equal(model_cases.reference(tmp_path / "out")(row), model_cases.reference(source)(row))
 
 
+@pytest.mark.full
 def test_what_chooses_never_trains():
     """Whatever model.trainable says, with adapters too."""
     from types import SimpleNamespace
@@ -516,7 +518,7 @@ def primitives(jaxpr, name):
     return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(primitives(x, name) for x in within)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@first_cases(1, "remat", ["none", "full", "dots"])
 def test_routes_are_never_computed_twice(remat):
     """A tie that falls otherwise in the backward pass would differentiate another function."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=False, remat=remat)
@@ -571,6 +573,7 @@ def test_adapters_on_experts_are_refused(names):
         resolved(Selection(2, 4.0, target_modules=names), model, strict=True)
 
 
+@pytest.mark.full
 def test_adapters_beside_experts():
     """all-linear: attention, dense layers and the shared expert; as do names with the experts left out."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=True)
@@ -581,6 +584,7 @@ def test_adapters_beside_experts():
     assert {t.name for t in resolved(some, model, strict=True).targets} == {n for n in every if n.endswith("up_proj")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture, kinds", [("olmoe", {"scale"}), ("gpt_oss", {"scale", "bias", "sinks"})])
 def test_decay_spares_the_vectors_of_experts_models(architecture, kinds):
     """Those of all heads and experts too, which are arrays of two axes."""

@@ -72,6 +72,7 @@ def test_the_offloaded_optimizer_learns_the_same(runs):
     assert runs["host"].kinds == [{memory.HOST}] * 2 and memory.HOST not in set.union(*runs["device"].kinds)
 
 
+@pytest.mark.full
 def test_a_policy_at_rest_is_in_host_memory_while_answers_are_sampled(runs):
     """mesh.roles.policy.rest=host; its updates are those of the other run (above)."""
     assert runs["host"].while_sampling == [{memory.HOST}] * 2
@@ -90,6 +91,7 @@ def test_offload_may_change_on_the_way(runs):
         assert near(again.after.policy, last.after.policy) and near(again.after.optimizer, last.after.optimizer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices, options, roles", [
     pytest.param(1, {"algorithm.preset": "ppo", "critic.shared": False, "algorithm.kl.coef": 0.01, "optimizer.layer_decay": 0.9},
                  ("policy", "critic", "reference"), marks=pytest.mark.slow),

@@ -471,6 +471,7 @@ def test_what_cannot_fit_is_refused_with_the_nearest_that_does(capsys, monkeypat
     assert command.main([*flags, *re.findall(r"--config\.\S+", said)]) == 0
 
 
+@pytest.mark.full
 def test_predict_is_cheap_and_agrees_with_the_plan(of_tiny):
     import time
 

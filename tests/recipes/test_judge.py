@@ -191,6 +191,7 @@ def put_all(c, changes):
     return c
 
 
+@pytest.mark.full
 def test_what_is_too_long_has_no_score(policys):
     """reward.model.max_sequence_tokens: absent, not 0, and counted as a failure, which ends the run where they are too many."""
     traj, _ = batch_of_groups(groups=6, size=4)
@@ -206,6 +207,7 @@ def test_what_is_too_long_has_no_score(policys):
         results_of(judge_of(policys[0], **{"reward.model.max_sequence_tokens": 9}), traj)
 
 
+@pytest.mark.full
 def test_head_weight_and_dtype(policys, tmp_path):
     traj, _ = batch_of_groups(groups=2, size=2)
     path, _ = policys

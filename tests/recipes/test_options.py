@@ -119,6 +119,7 @@ def same(a, b):
 # -- run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_seed_decides_parameters_and_samples(tiny):
     first, again, other = (parameters.initial_params(setup.open_job(tiny("run.seed", s))) for s in (0, 0, 1))
     assert same(first, again) and not same(first, other)
@@ -189,6 +190,7 @@ def test_model_config_and_init(tiny, tmp_path):
     assert setup.open_job(c).model.config.num_layers == 3
 
 
+@pytest.mark.full
 def test_revisions_of_a_hub_model(tiny, tmp_path, monkeypatch):
     """A hub cache with two revisions, read without a network."""
     import huggingface_hub.constants
@@ -480,6 +482,7 @@ def test_static_shapes_of_the_sampler(tiny):
     assert (usual.decode_steps, shapes("rollout.decode_steps", 3).decode_steps) == (16, 3)
 
 
+@pytest.mark.full
 def test_reward_workers(tiny, tmp_path):
     (tmp_path / "who.py").write_text(
         "import os, time\ndef who(prompt, completion):\n    time.sleep(0.1)\n    return 1.0, {'pid': os.getpid()}\n"
@@ -638,6 +641,7 @@ def test_truncated_answers_can_be_masked():
     np.testing.assert_array_equal(kept[~cut], masked[~cut])  # denominators stay
 
 
+@pytest.mark.full
 def test_reference_path_and_dtype(tiny, tmp_path):
     job = setup.open_job(tiny("run.seed", 9))
     given = parameters.initial_params(job)
@@ -685,6 +689,7 @@ def test_warm_up_as_a_fraction_and_from_a_start():
     assert [float(make_schedule(c, 16)(i)) for i in range(6)] == pytest.approx([1.25, 1.5, 1.75, 2.0, 2.0, 2.0])
 
 
+@pytest.mark.full
 def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
     def check(streak, limit):
         state = SimpleNamespace(step=np.int32(9), stats={"nonfinite_streak": np.int32(streak)})
@@ -756,6 +761,7 @@ def test_compute_dtype(tiny, name, dtype):
     assert setup.open_job(tiny()).compute_dtype == jnp.float32  # auto, here on the CPU
 
 
+@pytest.mark.full
 def test_log_probs_are_fp32_under_bf16():
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((2, 6, 16), (16, 50)))
@@ -780,6 +786,7 @@ def test_loss_on_prompt():
     assert masks == [[False, False, False, True, True], [False, True, True, True, True]]
 
 
+@pytest.mark.full
 def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
         s = Session(resolve(tiny("train.max_samples", limit, "train.steps", 9)))

@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict
 from helpers import tiny_job
 from helpers.algorithm_runs import decided, job, same, watched, with_options
 from helpers.algorithm_steps import batch_of, config, jax_as_it_was, of_tokens, row, thirds, trajectories  # noqa: F401
+from helpers.tiers import first_cases
 from helpers.training_helpers import batch_of_groups
 
 from jaxrl import training
@@ -128,6 +129,7 @@ def test_policy_loss_chooses_the_formula(token_losses):
     assert one["pg"][0] == pytest.approx(-logp) and one["pg"][1] == pytest.approx(-1)
 
 
+@pytest.mark.full
 def test_ratio_is_of_tokens_sequences_or_their_clipped_mean(token_losses):
     """Ratios 1.5 and 0.6: their geometric mean is 0.9487."""
     wide, ratios, plus = {"algorithm.clip_low": 0.9, "algorithm.clip_high": 9.0}, [1.5, 0.6], [1.0, 1.0]
@@ -151,6 +153,7 @@ def test_dual_clip_and_delta_bound_the_loss_of_a_negative_advantage(token_losses
     assert at_ratio_five({"algorithm.delta": 1.5}) == (1.5, True)
 
 
+@pytest.mark.full
 def test_cispo_bounds_the_weight_on_both_sides(token_losses):
     ratios, ones = [4.0, 1.0, 0.25], [1.0] * 3
     plain = token_losses({"algorithm.preset": "cispo"}, ratios, ones)[1]
@@ -459,7 +462,7 @@ def by_sequence(table, values, reduce):
     return np.repeat(found, t.lengths)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@first_cases(1, "level", ["token", "sequence", "geometric"])
 def test_mismatch_correction_by_level_and_action_with_its_bounds(algorithm, table, level):
     mask = table.traj.loss_mask
     gap = np.where(mask, np.random.default_rng(1).normal(0, 0.3, len(mask)), 0)
@@ -509,7 +512,7 @@ def test_positive_nll_coef_adds_the_mean_nll_of_positive_answers(algorithm, tabl
     assert loss - plain == pytest.approx(0.5 * metrics["policy/positive_nll"], rel=1e-4)
 
 
-@pytest.mark.parametrize("option, metric, fine, above", [("early_stop_ratio", "policy/ratio_mean", 1.4, 1.6),
+@first_cases(1, "option, metric, fine, above", [("early_stop_ratio", "policy/ratio_mean", 1.4, 1.6),
                                                          ("early_stop_kl", "policy/approx_kl", 0.1, 2.0)])
 def test_early_stop_leaves_out_the_rest_of_a_step(algorithm, option, metric, fine, above):
     """The update above the limit and all after it change nothing, until the next step begins."""
@@ -714,6 +717,7 @@ def test_a_shared_value_head_stays_in_the_training_state(shared):
     assert "value" not in shared.steps[0].after.policy_tree
 
 
+@pytest.mark.full
 def test_scoring_has_rows_of_its_own_where_asked(ppo, shared):
     """One row at a time where the update has three: more microbatches, the same log-probs but for rounding. Else the update's own."""
     assert all(step.scored is step.layout for step in ppo.steps)
@@ -723,6 +727,7 @@ def test_scoring_has_rows_of_its_own_where_asked(ppo, shared):
         assert 0 < step.updates[0]["old_gap/max"] < 1e-4
 
 
+@pytest.mark.full
 def test_coef_weighs_the_shared_value_loss(shared):
     """loss = policy's + 0.7 x value's - adaptive coefficient x entropy."""
     for step in shared.steps:
@@ -731,6 +736,7 @@ def test_coef_weighs_the_shared_value_loss(shared):
             assert m["loss"] == pytest.approx(m["policy/loss"] + value - entropy, abs=1e-5) and value > 1e-4
 
 
+@pytest.mark.full
 def test_the_entropy_coefficient_grows_below_its_target_up_to_its_maximum(shared):
     """By entropy_rate per update taken, and one of each step's three is (early stop); after the second it is entropy_max."""
     coefs = [m["policy/entropy_coef"] for step in shared.steps for m in step.updates]
@@ -738,6 +744,7 @@ def test_the_entropy_coefficient_grows_below_its_target_up_to_its_maximum(shared
     assert max(m["policy/entropy"] for m in shared.steps[1].updates) < 9
 
 
+@pytest.mark.full
 def test_early_stop_begins_anew_at_every_step(shared):
     """early_stop_kl is passed at each step's second update: one of three is taken."""
     for i, step in enumerate(shared.steps):
@@ -790,6 +797,7 @@ def test_an_own_advantage_and_an_own_policy_loss_in_a_run(own):
         assert m["policy/loss"] == pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.full
 def test_refill_in_a_run(own):
     """Four groups in every step; the next begins where the last one's rounds ended."""
     for step in own:

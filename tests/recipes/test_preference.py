@@ -200,6 +200,7 @@ def test_losses_that_need_no_reference_load_none(loss, rows, tmp_path, monkeypat
     assert not (tmp_path / "run" / "reference").exists() and lines(tmp_path)[0]["loss"] > 0
 
 
+@pytest.mark.full
 def test_kto_learns_from_labels(tmp_path):
     """z0 is of answers behind the prompts of other rows, over the whole step; 0 where the policy is the reference."""
     rows = [{"prompt": r["prompt"], "completion": r[side], "label": side == "chosen"} for r in ROWS for side in ("chosen", "rejected")]

@@ -164,6 +164,7 @@ def test_what_would_change_the_past_is_refused_on_resume(finished):
         jaxrl.train(again)
 
 
+@pytest.mark.full
 def test_evaluation_alone_reads_the_checkpoint(finished):
     folder, _ = finished
     c = tiny_job.get_config()
@@ -305,6 +306,7 @@ def test_rewards_that_fail_stop_the_run_and_leave_the_checkpoint(tmp_path):
         jaxrl.train(config(tmp_path, reward__functions=(f"{reward}:broken",), eval__sets=()))
 
 
+@pytest.mark.full
 def test_device_out_of_memory_names_the_remedies(tmp_path, monkeypatch, capsys, caplog):
     """jax's own error in a step: status 1, its text in the log, what to change on the console, and what the plan would."""
     def exhausted(self, component, phase=""):

@@ -91,6 +91,7 @@ def test_two_records_of_a_step_and_strange_names_are_refused(run, tmp_path):
     assert files.read(files.steps(tmp_path)[1]).header["engine"] == "other"
 
 
+@pytest.mark.full
 def test_bounds_and_what_a_resumed_run_makes_again(tmp_path):
     record = files.Record(1, {}, {"x": np.arange(3)})
     for step in (1, 2, 3, 4):

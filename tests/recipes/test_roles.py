@@ -136,6 +136,7 @@ def test_colocated_is_a_sampler_that_rests(tmp_path, monkeypatch):
     assert fingerprint(tmp_path / "auto") == fingerprint(tmp_path / "colocated")
 
 
+@pytest.mark.full
 def test_a_resting_sampler_holds_nothing_and_comes_back(tmp_path):
     """The same answer before and after; no rest while a request is on its way."""
     from helpers.rollout_helpers import HF, random_params, requests

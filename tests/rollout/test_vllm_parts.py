@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from helpers import run_tools, tiny_job
 from helpers.rollout_helpers import HF, random_params, requests
+from helpers.tiers import first_cases
 from safetensors.numpy import load_file
 
 import jaxrl
@@ -337,7 +338,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@first_cases(1, "dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_are_the_exported_tensors(name, dtype, tmp_path):
     hf_config, scan = FAMILIES[name]

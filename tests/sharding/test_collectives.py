@@ -24,6 +24,7 @@ def test_collectives_stay_within_their_budget(case):
     assert collective_cases.over(rows, collective_cases.budget(case)) == [] and rematerialised == 0
 
 
+@pytest.mark.full
 def test_what_experts_send_over_ep():
     """Per layer of an update, in every chunk: tokens (once more in the backward pass, with their gradients), ids and gates are
     gathered, outputs and the gradients of tokens and gates are reduced; of a prefill tokens, ids, gates and outputs."""
@@ -38,6 +39,7 @@ def test_what_experts_send_over_ep():
     assert ("prefill", "all-gather", 8) not in budget  # a router chooses where its tokens are
 
 
+@pytest.mark.full
 def test_what_cut_rows_send_over_cp():
     """Per layer of an update keys and values are gathered in the forward pass and when it is computed again, and their gradients
     reduced; positions and segments once for all layers, the last hidden states once. Of a sampler nothing is."""

@@ -178,6 +178,7 @@ def test_sampled_experts_are_the_trainers_own():
     np.testing.assert_allclose(replayed[traj.loss_mask], traj.logprobs[traj.loss_mask], atol=1e-4)
 
 
+@pytest.mark.full
 def test_noise_in_the_samplers_router():
     """A sampler that routes otherwise is farther from the trainer; replayed experts bring them together."""
     m, weights, asked, _, results = sampled()

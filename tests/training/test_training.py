@@ -390,6 +390,7 @@ def test_optimizer_groups_and_decay_spare_vectors():
     np.testing.assert_allclose(updates["w"], -0.05, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_deeper_layers_learn_faster_by_layer_decay():
     """lr x 0.5^(L - l) with a group's multiplier beside it, by the layer that HF's names say, in layers that a scan repeats (two
     times two), in the one behind them and unrolled; the embedding is layer 0, the rest learns at lr. The state is the same
@@ -418,6 +419,7 @@ def test_deeper_layers_learn_faster_by_layer_decay():
         assert list(steps) == pytest.approx([want], rel=1e-6), name
 
 
+@pytest.mark.full
 def test_optimizer_names_and_imports():
     c = default_config().optimizer
     c.lr = 1e-6
