@@ -58,7 +58,7 @@ def test_hosts_with_other_files_are_named_before_the_first_step(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--", str(tmp_path / "host.py"), str(tmp_path),
          f"--config={ROOT}/tests/helpers/tiny_job.py:sft", *[f"--config.{k}={v}" for k, v in flags.items()]],
-        capture_output=True, text=True, timeout=120, env=environment())
+        capture_output=True, text=True, timeout=600, env=environment())
     said = done.stdout + done.stderr
     assert done.returncode == 2 and "the processes of this run are not alike" in said, said
     for name in ("training data", "eval set test", "chat template"):

@@ -82,10 +82,11 @@ def test_actions_that_are_no_text(serve, file):
                                     no, no, no, "higher"]
 
 
+@pytest.mark.full
 def test_what_services_do_wrong(serve):
     """All of it is the environment's fault, has its cause, and ends in time."""
     url = serve()
-    with pool(url, step_seconds=8.0) as p:
+    with pool(url, step_seconds=30.0) as p:
         rows = dict.fromkeys(("garbage", "other", "nothing", "odd", "words", "die", "break", "hang"), {})
         ends, _ = play(p, rows, lambda id, k, said: turn(id))
     causes = {id: (e.data["fault"], e.data["cause"].replace(url, "URL").replace(" (in step)", "")) for id, e in ends.items()}

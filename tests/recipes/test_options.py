@@ -484,11 +484,15 @@ def test_static_shapes_of_the_sampler(tiny):
 
 @pytest.mark.full
 def test_reward_workers(tiny, tmp_path):
-    (tmp_path / "who.py").write_text(
-        "import os, time\ndef who(prompt, completion):\n    time.sleep(0.1)\n    return 1.0, {'pid': os.getpid()}\n"
-    )
+    """A call returns when so many workers are at work as are asked for."""
     for workers in (1, 2):
-        c = tiny("reward.workers", workers, "reward.functions", (f"{tmp_path}/who.py:who",))
+        there = tmp_path / str(workers)
+        there.mkdir()
+        (tmp_path / "who.py").write_text(
+            f"import os, pathlib, time\ndef who(prompt, completion):\n    there = pathlib.Path({str(there)!r})\n"
+            f"    (there / str(os.getpid())).touch()\n    while len(os.listdir(there)) < {workers}: time.sleep(0.01)\n"
+            "    return 1.0, {'pid': os.getpid()}\n")
+        c = tiny("reward.timeout_seconds", 300.0, "reward.workers", workers, "reward.functions", (f"{tmp_path}/who.py:who",))
         with RewardPool(c) as pool:
             result = pool.score([RewardItem("q", "c")] * 8)
         assert len({m["who"]["pid"] for m in result.item_metrics}) == workers
