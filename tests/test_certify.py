@@ -35,7 +35,7 @@ def checks_of(tmp_path, options) -> dict:
     return run.of_update(base, run.loss_of(base), resolve(config, engine="jax"))
 
 
-@first_cases(2, "what", [w for w, (_, claim) in OF_LOSS.items() if claim != "resume"])
+@first_cases(1, "what", [w for w, (_, claim) in OF_LOSS.items() if claim != "resume"])
 def test_a_defect_of_loss_or_advantage_is_found(what, tmp_path):
     options, claim = OF_LOSS[what]
     found = claims.found(claim, checks_of(tmp_path, options)[claim])
@@ -44,7 +44,8 @@ def test_a_defect_of_loss_or_advantage_is_found(what, tmp_path):
     json.dumps(claims.jsonable(found.case))
 
 
-@first_cases(1, "what", defects.SOUND)
+@pytest.mark.full
+@pytest.mark.parametrize("what", defects.SOUND)
 def test_a_sound_loss_of_a_users_own_breaks_nothing(what, tmp_path):
     checks = checks_of(tmp_path, defects.SOUND[what])
     assert {name: claims.found(name, checks[name]).verdict for name in BARE} == dict.fromkeys(BARE, claims.HOLDS)
@@ -61,7 +62,7 @@ def test_presets_are_what_they_say(preset, tmp_path):
     assert ("KL (k1, in the reward)" in found["terms"].told) == (preset == "reinforce_pp")
 
 
-@first_cases(2, "what", OF_REWARDS)
+@first_cases(1, "what", OF_REWARDS)
 def test_a_defect_of_a_reward_is_found(what, tmp_path):
     options, claim = OF_REWARDS[what]
     with contextlib.ExitStack() as stack:

@@ -170,6 +170,7 @@ def test_limits_end_an_episode_as_cut_and_it_is_scored(limit, turns):
             assert all(before + len(t.added) <= 20 for before, t in zip([0, *sizes], result.turns, strict=False))
 
 
+@pytest.mark.full
 def test_an_environment_that_does_not_repeat_itself_is_said_to(caplog, tmp_path):
     world = tmp_path / "world.py"
     world.write_text("import itertools\ncount = itertools.count()\n"

@@ -200,6 +200,7 @@ def test_sampled_advantages_take_coef_and_gamma():
     np.testing.assert_allclose(sampled_advantages(logp, logq, mask, spans, coef=1.0, gamma=0.0), np.where(mask, r / 2, 0), rtol=1e-14)
 
 
+@pytest.mark.full
 def test_a_teacher_s_revision_and_tokens_are_looked_at(folder, tmp_path, monkeypatch):
     """A hub cache with two revisions of the teacher, read without a network: one has the student's tokens, one has not."""
     import huggingface_hub.constants

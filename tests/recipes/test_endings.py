@@ -237,6 +237,7 @@ def test_what_counts_as_divergence():
 # ---- the best evaluation
 
 
+@pytest.mark.full
 def test_the_best_is_kept_and_exported_and_patience_ends_a_run(tmp_path, caplog):
     """A metric that never changes: the first evaluation is the best, two more end the run. Its checkpoint outlives checkpoint.keep=1, its
     weights are the export's. The same command does no further step, and with patience off it goes on."""

@@ -172,6 +172,7 @@ def test_faults_reach_the_run(tiny):
 # -- model -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_model_config_and_init(tiny, tmp_path):
     """init=random reads a folder's config only, init=pretrained its weights too; model.config wins over the folder."""
     job = setup.open_job(tiny("run.seed", 3))
@@ -208,6 +209,7 @@ def test_revisions_of_a_hub_model(tiny, tmp_path, monkeypatch):
         assert setup.open_job(c).model.config.num_layers == layers
 
 
+@pytest.mark.full
 def test_scan_layers_decides_how_parameters_are_stacked(tiny):
     def names(scan):
         model = setup.open_job(tiny("model.scan_layers", scan, "model.config.num_hidden_layers", 2)).model
@@ -232,6 +234,7 @@ def layers_recomputed(text: str) -> int:
     return len(re.findall(r"policy=(?!None)", text))
 
 
+@pytest.mark.full
 def test_remat_and_attention_choose_the_program(tiny):
     remat = {r: program(tiny("model.remat", r)) for r in ("auto", "none", "full", "dots", "offload")}
     assert remat["auto"] == remat["none"] and not layers_recomputed(remat["none"])
@@ -241,6 +244,7 @@ def test_remat_and_attention_choose_the_program(tiny):
     assert attention["reference"] != attention["blockwise"] and attention["auto"] in attention.values()
 
 
+@pytest.mark.full
 def test_experts_choose_the_program(tiny):
     """One of the implementations by name, auto being XLA's blocks here; a model without experts has no use for it."""
     def of(name):
@@ -255,6 +259,7 @@ def test_experts_choose_the_program(tiny):
         program(tiny("model.experts", "blocks"))
 
 
+@pytest.mark.full
 def test_a_ring_gathers_no_keys(tiny):
     """Over two devices of cp that need not exist: keys and values, four numbers to an axis, are sent on and gathered nowhere."""
     mesh = jax.sharding.AbstractMesh((1, 1, 2, 1, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 5)
@@ -275,6 +280,7 @@ def test_a_ring_gathers_no_keys(tiny):
         tiny("model.ring_attention", True)
 
 
+@pytest.mark.full
 def test_remat_every_recomputes_layers_together(tiny):
     """Four layers: as many recomputed parts, two, or (a group of three and the rest) two."""
     configs = [tiny("model.remat", "full", "model.remat_every", n) for n in (1, 2, 3)]
@@ -716,6 +722,7 @@ def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
 # -- train -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_row_shapes_follow_tokens_per_microbatch_and_row_lengths(tiny):
     short = ("data.max_prompt_tokens", 40, "rollout.max_new_tokens", 60)
     shapes = [
@@ -755,6 +762,7 @@ def test_share_prompts_packs_one_copy_per_group():
     assert [layout.used_tokens for layout in layouts] == [10 + 4 * 5, 4 * 15]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, dtype", [("fp32", jnp.float32), ("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
 def test_compute_dtype(tiny, name, dtype):
     job = setup.open_job(tiny("train.compute_dtype", name))
@@ -776,6 +784,7 @@ def test_log_probs_are_fp32_under_bf16():
     np.testing.assert_allclose(logp, np.take_along_axis(np.asarray(exact), targets[..., None], -1)[..., 0], atol=1e-4)
 
 
+@pytest.mark.full
 def test_param_dtype(tiny):
     for name, dtype in (("fp32", jnp.float32), ("bf16", jnp.bfloat16)):
         job = setup.open_job(tiny("train.param_dtype", name))

@@ -355,6 +355,7 @@ def test_pass_at_k_closed_forms():
     assert pass_at_k(2, 8, 1) == pytest.approx(0.25) and pass_at_k(1, 4, 2) == pytest.approx(0.5)
 
 
+@pytest.mark.full
 def test_the_core_needs_neither_torch_nor_vllm():
     code = "import sys, jaxrl.recipes.rl, jaxrl.recipes.sft; assert not {'torch', 'vllm', 'flax.nnx'} & set(sys.modules), 'imported'"
     done = subprocess.run([command("x")[0], "-c", code], env=environment(), capture_output=True, text=True)

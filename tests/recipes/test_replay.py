@@ -60,6 +60,7 @@ def test_a_record_holds_the_batch_bit_by_bit(run):
     assert told["tokens"] == sum(len(step.batch.traj.tokens) for step in steps)
 
 
+@pytest.mark.full
 def test_a_flipped_bit_is_found_and_named(run, tmp_path):
     path = files.steps(run[0] / files.FOLDER)[2]
     content, draw = path.read_bytes(), np.random.default_rng(0)

@@ -37,8 +37,8 @@ ENGINES = {
     "driven": lambda **options: ThreadedEngine(engine(compaction=False, **options)),
     "vllm": lambda **options: engine(engine="vllm", servers=(vllm_server(),), seeded="true", **options),
 }
-MARKS = {"vllm": pytest.mark.vllm, "import path": pytest.mark.full, "driven": pytest.mark.full}
-ROWS = [pytest.param(name, marks=MARKS.get(name, ())) for name in ENGINES]
+MARKS = {"vllm": pytest.mark.vllm, "numpy": ()}  # the quickest is the everyday case
+ROWS = [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in ENGINES]
 TIMEOUT = 120.0
 
 
