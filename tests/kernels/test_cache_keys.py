@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent.parent
 def test_keys_are_equal_in_processes_with_different_histories(kind):
     def keys(*names):
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "PYTHONHASHSEED": "random"}
-        return subprocess.Popen([sys.executable, str(HERE / "cache_key_worker.py"), kind, *names], env=env, text=True,
+        return subprocess.Popen([sys.executable, str(HERE / "helpers" / "cache_key_worker.py"), kind, *names], env=env, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     processes = [keys("decode", "update"), keys("prefill", "update", "decode")]

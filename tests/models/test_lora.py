@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from helpers.lora_cases import GEMMA, HF, LINEAR, all_linear, batch, build, gradient, hidden, init, merged, started
-from helpers.tiers import first_cases
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
@@ -31,7 +30,8 @@ def layers(hf):
     return hf["num_hidden_layers"]
 
 
-@first_cases(1, "hf, scan", LAYOUTS)
+@pytest.mark.full
+@pytest.mark.parametrize("hf, scan", LAYOUTS)
 def test_the_factored_product_is_the_merged_one_and_so_are_its_gradients(hf, scan):
     """In float64, with ranks that differ along a scanned stack and modules without adapter: loss and hidden states to 1e-12, and
     dL/dA = scale dL/dW B^T, dL/dB = scale A^T dL/dW with dL/dW the gradient at W + scale A B."""
@@ -108,6 +108,7 @@ def test_an_adapter_that_starts_changes_nothing_and_off_is_the_base_bitwise():
     jax.tree.map(np.testing.assert_array_equal, merged(model, params), base)
 
 
+@pytest.mark.full
 def test_the_start_is_peft_s():
     """A is uniform in +-1/sqrt(inputs) (default) or normal with deviation 1/r (gaussian), drawn by module."""
     model = build(Adapter(tuple(Target(f"model.layers.{i}.{name}", 16, 1.0) for i in range(3) for name in LINEAR)), {**HF, "hidden_size": 64})
