@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("kind", ["tpu", pytest.param("gpu", marks=pytest.mark.mosaic)])
+@pytest.mark.parametrize("kind", [pytest.param("tpu", marks=pytest.mark.full), pytest.param("gpu", marks=pytest.mark.mosaic)])
 def test_keys_are_equal_in_processes_with_different_histories(kind):
     def keys(*names):
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "PYTHONHASHSEED": "random"}
