@@ -14,7 +14,7 @@ from jaxrl.config.schema import SCHEMA, element_kind
 
 FILE = Path(__file__).parent / "typed.py"
 DECIDED = {"algorithm"}  # groups whose None is replaced by a preset's value when a config is resolved
-HEADER = '''"""Types of a resolved config's options, by group. For type checkers and editors only: nothing is constructed of them.
+HEADER = '''"""Types of a resolved config's options, by group, for type checkers and editors: nothing is made of them.
 
 Written by `python -m jaxrl.config.generate`.
 """

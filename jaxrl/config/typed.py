@@ -1,4 +1,4 @@
-"""Types of a resolved config's options, by group. For type checkers and editors only: nothing is constructed of them.
+"""Types of a resolved config's options, by group, for type checkers and editors: nothing is made of them.
 
 Written by `python -m jaxrl.config.generate`.
 """
