@@ -187,6 +187,7 @@ def test_cache_slots():
         model.insert(model.init_cache(2, 3, jnp.float32), kv, np.array([0]), np.array([0]))
 
 
+@pytest.mark.full
 def test_initial_parameters():
     """normal(init_std), zero biases, unit norms; the same numbers scanned and unrolled; pure and traceable."""
     config = {**SIZES, "model_type": "qwen2", "vocab_size": 500, "initializer_range": 0.05, "num_hidden_layers": 3}
@@ -204,6 +205,7 @@ def test_initial_parameters():
     assert hidden.dtype == jnp.bfloat16 and jax.eval_shape(flat.logits, a, hidden).dtype == jnp.float32
 
 
+@pytest.mark.full
 def test_initial_parameters_of_large_models(monkeypatch):
     """Beyond AT_ONCE every tensor is a normal draw of the key folded with its HF name, wherever it is stacked."""
     from jaxrl.models import model as room

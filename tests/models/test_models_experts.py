@@ -66,8 +66,9 @@ def test_logits_equal_transformers(checkpoints, architecture):
     assert bool(decoder.spans(model.config, True)[1]) == (architecture != "qwen3_moe_mixed" or scan_layers)
 
 
+@pytest.mark.full
 @pytest.mark.torch
-@first_cases(1, "architecture, entry", [
+@pytest.mark.parametrize("architecture, entry", [
     ("qwen3_moe", {"norm_topk_prob": False}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("qwen3_moe", {"num_experts_per_tok": 2}), ("qwen2_moe", {"norm_topk_prob": False}), ("olmoe", {"norm_topk_prob": False}),
         ("mixtral", {"num_experts_per_tok": 3}), ("glm4_moe", {"topk_group": 3}), ("glm4_moe", {"topk_group": 1, "num_experts_per_tok": 2}),

@@ -65,6 +65,7 @@ def names(model):
     return [name for entry in model.entries for name in entry.hf_names]
 
 
+@pytest.mark.full
 def test_the_table_has_every_tensor_once():
     """A prefix, two stacked axes, a rest behind the scan; the same tensors and counts unrolled."""
     scanned, unrolled = model_of(True), model_of(False)

@@ -85,7 +85,8 @@ def test_outputs_and_a_step_are_pefts(path, selection, init, scan):
         assert found["logits"] < 1e-12 and max(found.values()) < (1e-12 if optimizer == "sgd" else 1e-9), (optimizer, found)
 
 
-@first_cases(1, "init, rslora", [("pissa", False), ("pissa", True), ("olora", False)])
+@pytest.mark.full
+@pytest.mark.parametrize("init, rslora", [("pissa", False), ("pissa", True), ("olora", False)])
 def test_decomposed_starts_are_pefts(path, init, rslora):
     """The product and what PEFT leaves of the base, from PEFT's own decomposition; ours leaves the base as it is, so the start computes
     the base exactly."""
