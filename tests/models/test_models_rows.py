@@ -112,6 +112,7 @@ def test_forward_decode_and_hf_tensors(tmp_path):
     np.testing.assert_allclose(step, hidden[:, 8], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_an_expert_is_what_a_loop_computes():
     model = model_of(False)
     own = decoder.Weights(model.config, {row.path: row for row in ROWS}, {

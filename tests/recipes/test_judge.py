@@ -225,6 +225,7 @@ def test_head_weight_and_dtype(policys, tmp_path):
         judge_of(named)
 
 
+@pytest.mark.full
 def test_its_revision(tmp_path, monkeypatch):
     """A hub cache with two revisions, read without a network."""
     import huggingface_hub.constants
