@@ -24,7 +24,8 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 def pytest_collection_modifyitems(items):
     """Files that take longest first: with `pytest -n` a file is the unit of work."""
-    first = ("test_options_algorithm.py", "test_recipes.py", "test_options_runs.py", "test_models_experts.py", "test_fork.py", "test_training.py", "test_plan.py")
+    first = ("test_options_algorithm.py", "test_recipes.py", "test_options_runs.py", "test_models_experts.py",
+             "test_fork.py", "test_training.py", "test_plan.py")
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
