@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from helpers.tiers import first
+from helpers.tiers import first_cases
 
 import jaxrl
 from jaxrl.config.schema import SCHEMA, options
@@ -291,7 +291,7 @@ except ConfigError as e:
 """
 
 
-@first(1, "option, read", [("rollout.max_new_tokens", 7 + 1024), ("optimizer.lr", 7 - 1)])
+@first_cases(1, "option, read", [("rollout.max_new_tokens", 7 + 1024), ("optimizer.lr", 7 - 1)])
 def test_an_ignored_option_is_its_default_where_jaxrl_acts(option, read):
     """The instrument of evidence/mutations.py, in a process that a test starts: what sets, shows and checks a config sees what was set."""
     env = {**os.environ, "JAXRL_IGNORED_OPTION": option,

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 from helpers import env_cases
-from helpers.tiers import first
+from helpers.tiers import first_cases
 
 from jaxrl.envs import pool as pool_module
 from jaxrl.errors import ConfigError
@@ -134,7 +134,7 @@ CASES = {
 }
 
 
-@first(12, "name", CASES)
+@first_cases(12, "name", CASES)
 def test_refused_before_a_run(name, folder, monkeypatch):
     options, text = CASES[name]
     monkeypatch.setattr(pool_module, "START_SECONDS", 1.0 if name == "blocks" else 60.0)
