@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from helpers.tiers import first_cases
 
 import jaxrl
 from jaxrl.config.schema import SCHEMA, options
@@ -128,13 +129,13 @@ def definitions(path):
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 out |= {n.id: text(node) for n in ast.walk(target) if isinstance(n, ast.Name)}
-        elif isinstance(node, ast.ImportFrom) and (found := list(HERE.rglob(f"{node.module}.py"))):
-            helpers = definitions(found[0])
-            out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
-        elif isinstance(node, ast.Import):
-            for a in node.names:
-                if (HERE / f"{a.name}.py").is_file():
-                    out[a.asname or a.name] = (HERE / f"{a.name}.py").read_text("utf-8")
+        elif isinstance(node, ast.ImportFrom) and node.module == "helpers":
+            out |= {a.asname or a.name: (HERE / "helpers" / f"{a.name}.py").read_text("utf-8") for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for file in (HERE / f"{node.module.replace('.', '/')}.py", path.with_name(f"{node.module}.py")):
+                if file.is_file():
+                    helpers = definitions(file)
+                    out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
     return out
 
 
@@ -290,7 +291,7 @@ except ConfigError as e:
 """
 
 
-@pytest.mark.parametrize("option, read", [("rollout.max_new_tokens", 7 + 1024), ("optimizer.lr", 7 - 1)])
+@first_cases(1, "option, read", [("rollout.max_new_tokens", 7 + 1024), ("optimizer.lr", 7 - 1)])
 def test_an_ignored_option_is_its_default_where_jaxrl_acts(option, read):
     """The instrument of evidence/mutations.py, in a process that a test starts: what sets, shows and checks a config sees what was set."""
     env = {**os.environ, "JAXRL_IGNORED_OPTION": option,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tiny_job
 import yaml
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl.__main__ import PROGRAMS

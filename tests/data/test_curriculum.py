@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_job
-from data_cases import make_config, make_tokenizer, write_jsonl
-from run_tools import fingerprint
+from helpers import tiny_job
+from helpers.data_cases import make_config, make_tokenizer, write_jsonl
+from helpers.run_tools import fingerprint
 
 import jaxrl
 from jaxrl.data import Stream, load_tokenizer, load_train

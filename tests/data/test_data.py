@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
 
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, resolve
 from jaxrl.data.sources import BadRows, from_memory, read
@@ -335,6 +335,7 @@ def test_a_folder_without_a_tokenizer_is_told_from_one_that_cannot_be_read(tmp_p
         load_tokenizer(config)
 
 
+@pytest.mark.full
 @pytest.mark.torch
 def test_a_tokenizer_of_no_model_is_the_same_without_torch(plain, tmp_path):
     """The class that AutoTokenizer takes, and it is asked where a model's config or code of its own might decide. Neither it nor

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
-from run_tools import ROOT, environment
-from tiny_job import MODEL
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
+from helpers.run_tools import ROOT, environment
+from helpers.tiny_job import MODEL
 
 from jaxrl.checkpoint import fingerprints as inputs
 from jaxrl.checkpoint.checkpointer import Checkpointer
@@ -57,8 +57,8 @@ def test_hosts_with_other_files_are_named_before_the_first_step(tmp_path):
              "checkpoint.export_at_end": "false", "data.max_rows": 0, "run.dir": tmp_path / "run"}
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--", str(tmp_path / "host.py"), str(tmp_path),
-         f"--config={ROOT}/tests/tiny_job.py:sft", *[f"--config.{k}={v}" for k, v in flags.items()]],
-        capture_output=True, text=True, timeout=120, env=environment())
+         f"--config={ROOT}/tests/helpers/tiny_job.py:sft", *[f"--config.{k}={v}" for k, v in flags.items()]],
+        capture_output=True, text=True, timeout=600, env=environment())
     said = done.stdout + done.stderr
     assert done.returncode == 2 and "the processes of this run are not alike" in said, said
     for name in ("training data", "eval set test", "chat template"):

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from data_cases import make_config, write_jsonl
-from turn_cases import FAMILIES, make_tokenizer
+from helpers.data_cases import make_config, write_jsonl
+from helpers.turn_cases import FAMILIES, make_tokenizer
 
 from jaxrl.data import DataError, load_tokenizer, load_train
 from jaxrl.data.overlong import Limits, fitted

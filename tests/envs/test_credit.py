@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from test_presets import loss_of
-from test_training import worst
-from training_helpers import batch_of_groups, cut, params_of, policy_objective, tiny_model
+from helpers import tiny_job
+from helpers.preset_losses import loss_of
+from helpers.training_helpers import batch_of_groups, cut, params_of, policy_objective, tiny_model, worst
 
 from jaxrl import algorithms as alg
 from jaxrl import training

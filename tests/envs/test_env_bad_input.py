@@ -4,8 +4,9 @@ does wrong while it runs is in test_env_faults.py.)"""
 import sys
 import textwrap
 
-import env_cases
 import pytest
+from helpers import env_cases
+from helpers.tiers import first_cases
 
 from jaxrl.envs import pool as pool_module
 from jaxrl.errors import ConfigError
@@ -133,7 +134,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@first_cases(12, "name", CASES)
 def test_refused_before_a_run(name, folder, monkeypatch):
     options, text = CASES[name]
     monkeypatch.setattr(pool_module, "START_SECONDS", 1.0 if name == "blocks" else 60.0)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from episode_cases import WORLDS, Scripted, playing, requests, tokenizer
-from turn_cases import FAMILIES, make_tokenizer
-from worlds import NEWS
+from helpers.episode_cases import WORLDS, Scripted, playing, requests, tokenizer
+from helpers.turn_cases import FAMILIES, make_tokenizer
+from helpers.worlds import NEWS
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import pytest
-import tiny_job
-from tiny_models import EXPERTS, SIZES, make_tiny
+from helpers import model_cases, tiny_job
+from helpers.tiers import first_cases
+from helpers.tiny_models import EXPERTS, SIZES, make_tiny
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, build, decoder, placement
@@ -66,6 +66,7 @@ def test_logits_equal_transformers(checkpoints, architecture):
     assert bool(decoder.spans(model.config, True)[1]) == (architecture != "qwen3_moe_mixed" or scan_layers)
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("architecture, entry", [
     ("qwen3_moe", {"norm_topk_prob": False}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
@@ -269,6 +270,7 @@ def test_layers_behind_the_last_are_not_read(checkpoints, tmp_path):
     np.testing.assert_array_equal(model_cases.reference(tmp_path / "out")(row), model_cases.reference(source)(row))
 
 
+@pytest.mark.full
 def test_what_chooses_never_trains():
     """Whatever model.trainable says, with adapters too."""
     from types import SimpleNamespace
@@ -517,7 +519,7 @@ def primitives(jaxpr, name):
     return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(primitives(x, name) for x in within)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@first_cases(1, "remat", ["none", "full", "dots"])
 def test_routes_are_never_computed_twice(remat):
     """A tie that falls otherwise in the backward pass would differentiate another function."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=False, remat=remat)
@@ -572,6 +574,7 @@ def test_adapters_on_experts_are_refused(names):
         resolved(Selection(2, 4.0, target_modules=names), model, strict=True)
 
 
+@pytest.mark.full
 def test_adapters_beside_experts():
     """all-linear: attention, dense layers and the shared expert; as do names with the experts left out."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=True)
@@ -582,6 +585,7 @@ def test_adapters_beside_experts():
     assert {t.name for t in resolved(some, model, strict=True).targets} == {n for n in every if n.endswith("up_proj")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture, kinds", [("olmoe", {"scale"}), ("gpt_oss", {"scale", "bias", "sinks"})])
 def test_decay_spares_the_vectors_of_experts_models(architecture, kinds):
     """Those of all heads and experts too, which are arrays of two axes."""
@@ -609,7 +613,7 @@ def test_sharded_as_on_one_device(checkpoints, tmp_path, architecture):
 
     source = make_tiny(architecture, tmp_path / "source", tokenizer=False, num_attention_heads=4,
                        **({"num_key_value_heads": 2} if architecture != "deepseek_v3" else {}))
-    script = Path(__file__).parent.parent / "sharded_models.py"
+    script = Path(__file__).parent.parent / "helpers" / "sharded_models.py"
     done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])

@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 import pytest
-import tiny_job
 import yaml
-from run_tools import ROOT, environment
+from helpers import tiny_job
+from helpers.run_tools import ROOT, environment
 
 from jaxrl import launch
 from jaxrl.config.load import default_config, put
@@ -177,12 +177,12 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
     greeting.start()
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            socket.create_connection(("127.0.0.1", port), timeout=300).close()
             break
         except ConnectionRefusedError:
             assert greeting.is_alive()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+        socket.create_connection(("127.0.0.2", port), timeout=300)
     group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 60.0).close()
     greeting.join()
 
@@ -363,9 +363,9 @@ def test_the_launcher_passes_a_stop_on(tmp_path):
 def told(tmp_path_factory):
     """What two processes of two devices each say to the questions of hosts_peers.py."""
     folder = tmp_path_factory.mktemp("peers")
-    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--devices=2", "--", str(ROOT / "tests" / "hosts_peers.py"),
+    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--devices=2", "--", str(ROOT / "tests" / "helpers" / "hosts_peers.py"),
                str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600)
     assert done.returncode == 3, done.stdout + done.stderr
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 
@@ -405,9 +405,9 @@ def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
     """By themselves, also one that waits where nothing can wake it. (Of process 0 the others
     hear from jax; the launcher says it plainly.)"""
     heartbeat_seconds = 3.0
-    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--grace=60", "--", str(ROOT / "tests" / "hosts_dies.py"),
+    command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--grace=60", "--", str(ROOT / "tests" / "helpers" / "hosts_dies.py"),
                str(dies), how, str(heartbeat_seconds), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600)
     said = done.stdout + done.stderr
     if how == "raise":
         assert f"process {dies} on " in said and "gave up: FaultError: planned fault" in said and done.returncode == 1
@@ -463,7 +463,7 @@ def gathering(port, processes, seconds=600.0):
 def greet(port, process, processes, host="there"):
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", port), timeout=120.0)
+            connection = socket.create_connection(("127.0.0.1", port), timeout=300.0)
             break
         except ConnectionRefusedError:
             time.sleep(0.01)  # it does not listen yet

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-import tiny_job
-from run_tools import fingerprint, ledger
+from helpers import tiny_job
+from helpers.run_tools import fingerprint, ledger
 
 import jaxrl
 from jaxrl.checkpoint.checkpointer import _read

@@ -5,7 +5,7 @@ import logging
 
 import jax
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl.config.load import put

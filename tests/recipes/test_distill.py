@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.training_helpers import HF, batch_of_groups, params_of
 from safetensors.numpy import load_file, save_file
-from training_helpers import HF, batch_of_groups, params_of
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config, put

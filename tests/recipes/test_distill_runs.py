@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distill_job import job, make_models, trained
-from tiny_job import get_config
+from helpers.distill_job import job, make_models, trained
+from helpers.tiny_job import get_config
 
 from jaxrl import training
 from jaxrl.algorithms.distillation import sampled_advantages
@@ -119,8 +119,8 @@ def test_a_teacher_on_devices_of_its_own_changes_nothing(folder, tmp_path):
     """Four devices, the policy over two: mesh.roles puts the teacher on the same, or on the two others, split in another way and at
     rest in host memory. Loss and weights agree, over the whole vocabulary and its top."""
     make_models(tmp_path)
-    worker = Path(__file__).parents[1] / "distill_job.py"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)]), "JAX_PLATFORMS": "cpu"}
+    worker = Path(__file__).parents[1] / "helpers" / "distill_job.py"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, worker.parents[1:3])), "JAX_PLATFORMS": "cpu"}
     shared, apart = ([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] for done in [
         subprocess.run([sys.executable, worker, tmp_path, layout], capture_output=True, text=True, env=env, check=True)
         for layout in ("shared", "apart")])
@@ -200,6 +200,7 @@ def test_sampled_advantages_take_coef_and_gamma():
     np.testing.assert_allclose(sampled_advantages(logp, logq, mask, spans, coef=1.0, gamma=0.0), np.where(mask, r / 2, 0), rtol=1e-14)
 
 
+@pytest.mark.full
 def test_a_teacher_s_revision_and_tokens_are_looked_at(folder, tmp_path, monkeypatch):
     """A hub cache with two revisions of the teacher, read without a network: one has the student's tokens, one has not."""
     import huggingface_hub.constants

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny_job
-from run_tools import environment
+from helpers import tiny_job
+from helpers.run_tools import environment
 
 import jaxrl
 from jaxrl.config.load import config_of
@@ -150,6 +150,7 @@ def test_the_package_shows_what_there_is():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment()).stdout == "[]\n"
 
 
+@pytest.mark.full
 def test_the_command_does_what_the_module_does(tmp_path):
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["jaxrl"].partition(":")

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from algorithm_runs import decided, job, watched
-from data_cases import TEMPLATE, make_config, make_tokenizer
-from training_helpers import batch_of_groups, conversation
+from helpers import tiny_job
+from helpers.algorithm_runs import decided, job, watched
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer
+from helpers.training_helpers import batch_of_groups, conversation
 
 from jaxrl import models
 from jaxrl.config.load import put
@@ -191,6 +191,7 @@ def put_all(c, changes):
     return c
 
 
+@pytest.mark.full
 def test_what_is_too_long_has_no_score(policys):
     """reward.model.max_sequence_tokens: absent, not 0, and counted as a failure, which ends the run where they are too many."""
     traj, _ = batch_of_groups(groups=6, size=4)
@@ -206,6 +207,7 @@ def test_what_is_too_long_has_no_score(policys):
         results_of(judge_of(policys[0], **{"reward.model.max_sequence_tokens": 9}), traj)
 
 
+@pytest.mark.full
 def test_head_weight_and_dtype(policys, tmp_path):
     traj, _ = batch_of_groups(groups=2, size=2)
     path, _ = policys
@@ -223,6 +225,7 @@ def test_head_weight_and_dtype(policys, tmp_path):
         judge_of(named)
 
 
+@pytest.mark.full
 def test_its_revision(tmp_path, monkeypatch):
     """A hub cache with two revisions, read without a network."""
     import huggingface_hub.constants
@@ -250,7 +253,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
 import test_judge
-from training_helpers import batch_of_groups
+from helpers.training_helpers import batch_of_groups
 traj = batch_of_groups(groups=3, size=4)[0]
 for roles in ({}, {"policy": {"devices": "0-1"}, "reward_model": {"devices": "2-3", "fsdp": 2, "rest": "host"}}):
     judge = test_judge.judge_of(sys.argv[1], **{"mesh.roles": roles})

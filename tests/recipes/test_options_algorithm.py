@@ -5,7 +5,6 @@ Most is shown on the parts of a step (advantages, gather, one update). Four shor
 trunk, early stop, adaptive entropy) and `own` (a user's loss, advantage and filter).
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,35 +18,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_job
-from algorithm_runs import decided, job, same, watched, with_options
 from flax.traverse_util import flatten_dict
-from jax.experimental.compilation_cache import compilation_cache
-from training_helpers import batch_of_groups
+from helpers import tiny_job
+from helpers.algorithm_runs import decided, job, same, watched, with_options
+from helpers.algorithm_steps import batch_of, config, jax_as_it_was, of_tokens, row, thirds, trajectories  # noqa: F401
+from helpers.tiers import first_cases
+from helpers.training_helpers import batch_of_groups
 
 from jaxrl import training
 from jaxrl.algorithms import PRESETS, Tokens
-from jaxrl.config.load import put
 from jaxrl.config.schema import options
 from jaxrl.config.schema_algorithm import PRESET_NAMES
-from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
-from jaxrl.processes.group import Peers
-from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
-from jaxrl.rewards.pool import RewardResult
 from jaxrl.rl import step as rl_step
 from jaxrl.rl.advantages import advantages, spread
 from jaxrl.rl.roles import Roles, start_of_step
-from jaxrl.rl.rollouts import Rollouts
 from jaxrl.roles import parameters
 from jaxrl.roles.critic import Critic
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.role import Policy
-from jaxrl.rollout import Engine, Health, Result
 from jaxrl.run import setup
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
@@ -55,34 +48,8 @@ from jaxrl.training.update import loss_and_metrics, make_apply
 from jaxrl.types import Trajectories
 
 
-@pytest.fixture(scope="module", autouse=True)
-def jax_as_it_was(tmp_path_factory):
-    """`open_job` and runs set jax up for the whole process. Programs compiled here serve the runs after."""
-    names = ("jax_default_matmul_precision", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
-             "jax_persistent_cache_min_entry_size_bytes")
-    before, mesh = {n: getattr(jax.config, n) for n in names}, jax.sharding.get_mesh()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax.set_mesh(mesh)
-    compilation_cache.reset_cache()
-
-
-def config(changes=None):
-    """The tiny job with changes (dotted name -> value), checked."""
-    c = tiny_job.get_config()
-    for name, value in (changes or {}).items():
-        put(c, name, value)
-    common.check(c)
-    return c
-
-
-def row(changes=None):
-    return common.resolved_algorithm(config(changes))
-
-
 @pytest.fixture(scope="module")
-def open_job(jax_as_it_was):
+def open_job():
     return setup.open_job(config())
 
 
@@ -162,6 +129,7 @@ def test_policy_loss_chooses_the_formula(token_losses):
     assert one["pg"][0] == pytest.approx(-logp) and one["pg"][1] == pytest.approx(-1)
 
 
+@pytest.mark.full
 def test_ratio_is_of_tokens_sequences_or_their_clipped_mean(token_losses):
     """Ratios 1.5 and 0.6: their geometric mean is 0.9487."""
     wide, ratios, plus = {"algorithm.clip_low": 0.9, "algorithm.clip_high": 9.0}, [1.5, 0.6], [1.0, 1.0]
@@ -185,6 +153,7 @@ def test_dual_clip_and_delta_bound_the_loss_of_a_negative_advantage(token_losses
     assert at_ratio_five({"algorithm.delta": 1.5}) == (1.5, True)
 
 
+@pytest.mark.full
 def test_cispo_bounds_the_weight_on_both_sides(token_losses):
     ratios, ones = [4.0, 1.0, 0.25], [1.0] * 3
     plain = token_losses({"algorithm.preset": "cispo"}, ratios, ones)[1]
@@ -212,26 +181,10 @@ def test_dppo_leaves_out_tokens_whose_probability_moved_too_far(token_losses):
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
-def trajectories(lengths, groups):
-    """Prompts of one token, answers of `lengths`."""
-    n, offsets = len(lengths), np.concatenate([[0], np.cumsum(np.asarray(lengths) + 1)]).astype(np.int64)
-    mask = ~np.isin(np.arange(offsets[-1]), offsets[:-1])
-    zeros = np.zeros(offsets[-1])
-    return Trajectories(
-        tokens=np.arange(offsets[-1], dtype=np.int32), offsets=offsets, loss_mask=mask, logprobs=zeros.astype(np.float32),
-        versions=zeros.astype(np.int32), prompt_lengths=np.ones(n, np.int32), group=np.asarray(groups, np.int64),
-        sample=np.arange(n, dtype=np.int32), seed=np.arange(n, dtype=np.uint32), finish=np.zeros(n, np.int8))
 
 
-PLAIN = {"algorithm.advantage_mean": "none", "algorithm.advantage_std": "none", "algorithm.whiten": False}
 
 
-def of_tokens(changes, scores, lengths, **given):
-    """Advantages of the answers' tokens under an algorithm row, and the critic's returns."""
-    traj = trajectories(lengths, range(len(lengths)))
-    given = {k: np.where(traj.loss_mask, np.resize(np.insert(v, 0, 9.0), len(traj.tokens)), 9.0) for k, v in given.items()}
-    found = advantages(decided(config({**PLAIN, **changes})).algorithm, traj, np.asarray(scores, float), **given)
-    return found.tokens[traj.loss_mask], None if found.returns is None else found.returns[traj.loss_mask]
 
 
 def test_advantage_chooses_the_estimator_and_gamma_discounts():
@@ -301,75 +254,14 @@ def test_what_an_advantage_function_may_return():
 # -- a step's batch ----------------------------------------------------------------------------------------------------
 
 
-class Prompts:
-    """A data set of `rows` prompts."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return self.rows
-
-    def __getitem__(self, i):
-        return SimpleNamespace(prompt_ids=np.array([7]), prompt=f"p{i}", prompt_text=f"p{i}", columns={}, answer=None)
 
 
-class Echo(Engine):
-    """An engine whose answer to prompt g, sample k is the tokens answer(g, k); `asked` holds the requests."""
-
-    def __init__(self, answer):
-        self.answer, self.asked, self.waiting = answer, [], []
-
-    def health(self):
-        return Health(True)
-
-    def submit(self, requests):
-        self.asked += requests
-        self.waiting += requests
-
-    def poll(self, deadline_s):
-        out, self.waiting = [self.result(r) for r in self.waiting], []
-        return out
-
-    abort = publish = close = None  # never called here
-
-    def result(self, r):
-        k = "greedy" if r.sampling.temperature == 0 else r.key.sample
-        tokens = np.asarray(self.answer(r.group, k), np.int32)
-        zeros = np.zeros(len(tokens), np.float32)
-        return Result(r.id, tokens, zeros, zeros, 0 * tokens, "length" if len(tokens) >= 10 else "stop", r.seed)
 
 
-class Scores:
-    """Rewards by name, of an answer's tokens; `called` counts the answers that had no recorded outcome."""
-
-    def __init__(self, **functions):
-        self.functions, self.called = functions, 0
-
-    def score(self, items, recorded, stop):
-        self.called += sum(r is None for r in recorded)
-        parts = {n: np.array([float(f(i.token_ids)) for i in items]) for n, f in self.functions.items()}
-        ok = {n: "ok" for n in parts}
-        return RewardResult(sum(parts.values()), parts, [ok] * len(items), [{}] * len(items), {})
 
 
-def batch_of(changes, answer, rows=100, start=0, **functions):
-    """(batch, engine, rewards) of one step: 4 prompts, 2 answers each. Position in the data = group."""
-    base = {"rollout.group_size": 2, "rollout.max_new_tokens": 10, "data.epochs": 1}
-    engine, rewards = Echo(answer), Scores(**(functions or {"digits": lambda tokens: tokens[0]}))
-    session = SimpleNamespace(
-        interrupted=lambda: False, fault=lambda name: None, peers=Peers(), together=lambda what, work: work(),
-        phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(read_rollouts=lambda step: []))
-    source = Rollouts(
-        decided(config({**base, **changes})), session, engine=engine, rewards=rewards, steps=100,
-        stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
-        decode=lambda ids: [str(list(i)) for i in ids])
-    return source.next(SimpleNamespace(step=0, cursor=start)), engine, rewards
 
 
-def thirds(g, k):
-    """Every third prompt is always answered alike."""
-    return [5, 1] if g % 3 == 0 else [5 + k, 1]
 
 
 def test_refill_replaces_groups_without_signal():
@@ -570,7 +462,7 @@ def by_sequence(table, values, reduce):
     return np.repeat(found, t.lengths)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@first_cases(1, "level", ["token", "sequence", "geometric"])
 def test_mismatch_correction_by_level_and_action_with_its_bounds(algorithm, table, level):
     mask = table.traj.loss_mask
     gap = np.where(mask, np.random.default_rng(1).normal(0, 0.3, len(mask)), 0)
@@ -620,7 +512,7 @@ def test_positive_nll_coef_adds_the_mean_nll_of_positive_answers(algorithm, tabl
     assert loss - plain == pytest.approx(0.5 * metrics["policy/positive_nll"], rel=1e-4)
 
 
-@pytest.mark.parametrize("option, metric, fine, above", [("early_stop_ratio", "policy/ratio_mean", 1.4, 1.6),
+@first_cases(1, "option, metric, fine, above", [("early_stop_ratio", "policy/ratio_mean", 1.4, 1.6),
                                                          ("early_stop_kl", "policy/approx_kl", 0.1, 2.0)])
 def test_early_stop_leaves_out_the_rest_of_a_step(algorithm, option, metric, fine, above):
     """The update above the limit and all after it change nothing, until the next step begins."""
@@ -825,6 +717,7 @@ def test_a_shared_value_head_stays_in_the_training_state(shared):
     assert "value" not in shared.steps[0].after.policy_tree
 
 
+@pytest.mark.full
 def test_scoring_has_rows_of_its_own_where_asked(ppo, shared):
     """One row at a time where the update has three: more microbatches, the same log-probs but for rounding. Else the update's own."""
     assert all(step.scored is step.layout for step in ppo.steps)
@@ -834,6 +727,7 @@ def test_scoring_has_rows_of_its_own_where_asked(ppo, shared):
         assert 0 < step.updates[0]["old_gap/max"] < 1e-4
 
 
+@pytest.mark.full
 def test_coef_weighs_the_shared_value_loss(shared):
     """loss = policy's + 0.7 x value's - adaptive coefficient x entropy."""
     for step in shared.steps:
@@ -842,6 +736,7 @@ def test_coef_weighs_the_shared_value_loss(shared):
             assert m["loss"] == pytest.approx(m["policy/loss"] + value - entropy, abs=1e-5) and value > 1e-4
 
 
+@pytest.mark.full
 def test_the_entropy_coefficient_grows_below_its_target_up_to_its_maximum(shared):
     """By entropy_rate per update taken, and one of each step's three is (early stop); after the second it is entropy_max."""
     coefs = [m["policy/entropy_coef"] for step in shared.steps for m in step.updates]
@@ -849,6 +744,7 @@ def test_the_entropy_coefficient_grows_below_its_target_up_to_its_maximum(shared
     assert max(m["policy/entropy"] for m in shared.steps[1].updates) < 9
 
 
+@pytest.mark.full
 def test_early_stop_begins_anew_at_every_step(shared):
     """early_stop_kl is passed at each step's second update: one of three is taken."""
     for i, step in enumerate(shared.steps):
@@ -901,6 +797,7 @@ def test_an_own_advantage_and_an_own_policy_loss_in_a_run(own):
         assert m["policy/loss"] == pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.full
 def test_refill_in_a_run(own):
     """Four groups in every step; the next begins where the last one's rounds ended."""
     for step in own:

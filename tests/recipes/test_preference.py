@@ -2,18 +2,18 @@
 
 import json
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from data_cases import write_jsonl
-from run_tools import fingerprint, run
-from test_preference_losses import options
-from test_training import LAYOUTS, gradient, layout_of
-from training_helpers import batch_of_groups, params_of, tiny_model
+from helpers import tiny_job
+from helpers.data_cases import write_jsonl
+from helpers.preference_options import options
+from helpers.run_tools import fingerprint, run
+from helpers.training_helpers import LAYOUTS, batch_of_groups, gradient, layout_of, params_of, tiny_model
 
 import jaxrl
 from jaxrl import training
@@ -200,6 +200,7 @@ def test_losses_that_need_no_reference_load_none(loss, rows, tmp_path, monkeypat
     assert not (tmp_path / "run" / "reference").exists() and lines(tmp_path)[0]["loss"] > 0
 
 
+@pytest.mark.full
 def test_kto_learns_from_labels(tmp_path):
     """z0 is of answers behind the prompts of other rows, over the whole step; 0 where the policy is the reference."""
     rows = [{"prompt": r["prompt"], "completion": r[side], "label": side == "chosen"} for r in ROWS for side in ("chosen", "rejected")]
@@ -271,7 +272,7 @@ def test_what_cannot_work_is_refused(changes, why, tmp_path):
 JOB = """
 import sys
 from pathlib import Path
-sys.path[:0] = [{tests!r}, {recipes!r}, {training!r}, {algorithms!r}, {data!r}]
+sys.path[:0] = [{tests!r}, {recipes!r}]
 def get_config(arg=None):
     import test_preference
     return test_preference.config(Path({folder!r}), preference__loss=("dpo", "kto"), log__every_steps=1)
@@ -280,9 +281,8 @@ def get_config(arg=None):
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_bitwise_an_unbroken_run(tmp_path):
-    tests = tiny_job.Path(tiny_job.__file__).parent
-    folders = {name: str(tests / name) for name in ("recipes", "training", "algorithms", "data")}
-    (tmp_path / "job.py").write_text(JOB.format(tests=str(tests), folder=str(tmp_path), **folders))
+    tests = Path(__file__).resolve().parents[1]
+    (tmp_path / "job.py").write_text(JOB.format(tests=str(tests), recipes=str(tests / "recipes"), folder=str(tmp_path)))
     for name, *faults in (("whole",), ("killed", "faults.plan='checkpoint.kill9@step=4,phase=tensors',")):  # step 2's has ended by then
         status, text = run(tmp_path / name, *faults, config=tmp_path / "job.py")
         assert status == (-signal.SIGKILL if faults else 0), text

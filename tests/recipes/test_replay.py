@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import algorithm_runs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import worlds
+from helpers import algorithm_runs, worlds
 
 import jaxrl
 from jaxrl.config.load import load_config
@@ -61,6 +60,7 @@ def test_a_record_holds_the_batch_bit_by_bit(run):
     assert told["tokens"] == sum(len(step.batch.traj.tokens) for step in steps)
 
 
+@pytest.mark.full
 def test_a_flipped_bit_is_found_and_named(run, tmp_path):
     path = files.steps(run[0] / files.FOLDER)[2]
     content, draw = path.read_bytes(), np.random.default_rng(0)
@@ -92,6 +92,7 @@ def test_two_records_of_a_step_and_strange_names_are_refused(run, tmp_path):
     assert files.read(files.steps(tmp_path)[1]).header["engine"] == "other"
 
 
+@pytest.mark.full
 def test_bounds_and_what_a_resumed_run_makes_again(tmp_path):
     record = files.Record(1, {}, {"x": np.arange(3)})
     for step in (1, 2, 3, 4):

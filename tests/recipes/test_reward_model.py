@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny_job
-from data_cases import write_jsonl
+from helpers import tiny_job
+from helpers.data_cases import write_jsonl
 from safetensors.numpy import load_file
 
 import jaxrl
@@ -127,6 +127,7 @@ def test_it_starts_from_a_classifier_and_writes_its_head_by_its_name(tmp_path):
         jaxrl.train(config(tmp_path, *sets, run__dir=str(tmp_path / "third"), **more))
 
 
+@pytest.mark.full
 def test_center_and_margin_are_in_the_loss(tmp_path):
     rows = [row | {"lead": float(i % 3)} for i, row in enumerate(pairs(ROWS[:6]))]
     c = config(tmp_path, rows, data__prompts_per_step=6, reward_model__center=0.5, data__margin_column="lead")
@@ -154,6 +155,7 @@ def test_steps_are_learnt(tmp_path):
     assert lines(tmp_path)[-1]["score/accuracy"] > 0.9
 
 
+@pytest.mark.full
 def test_a_step_is_read_behind_its_separator(tmp_path):
     """The separator of the config, one token here, ends every step; the slot behind it is in the loss."""
     for separator, token in (("\n", 3), ("?", 11)):

@@ -4,8 +4,8 @@ import json
 
 import jax.numpy as jnp
 import pytest
-import tiny_job
-from data_cases import write_jsonl
+from helpers import tiny_job
+from helpers.data_cases import write_jsonl
 from test_docs import ROOT, blocks_of
 
 import jaxrl

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 import pytest
-import tiny_job
-from run_tools import fingerprint, run
-from service_cases import CASES, Scripted, asked, config, form, items, lengths, service_scores
+from helpers import tiny_job
+from helpers.run_tools import fingerprint, run
+from helpers.service_cases import CASES, Scripted, asked, config, form, items, lengths, service_scores
 
 from jaxrl.config.load import default_config, redacted
 from jaxrl.config.schema import SCHEMA
@@ -164,7 +164,7 @@ def test_deadline_retries_and_concurrency_are_kept(kind):
     with Scripted(answer) as server:
         c = config()
         c.reward.functions = (kind,)
-        c.reward[kind].update(given | {"servers": (server.url,), "concurrency": 2, "deadline_seconds": 30.0})
+        c.reward[kind].update(given | {"servers": (server.url,), "concurrency": 2, "deadline_seconds": 300.0})
         c.reward.remote.batch = 1
         result, _ = asked(c, items(6))
         assert most[0] == 2 and len(server.requests) == 6 and np.isfinite(result.total).all()
@@ -308,7 +308,7 @@ def test_agreement_with_labelled_rows_is_told_and_may_stop_the_run(tmp_path):
         c = default_config()
         c.reward.functions, c.reward.workers, c.run.dir = ("judge",), 1, str(tmp_path)
         c.reward.judge.update({"servers": (server.url,), "model": "m", "labelled": str(file), "concurrency": 2, "retries": 0,
-                               "deadline_seconds": 20.0})
+                               "deadline_seconds": 300.0})
         with RewardPool(c) as pool:
             found, = pool.agreements()
             assert (found.share, found.absent) == (0.25, 1) and found.difference == pytest.approx((1 + 4 + 8) / 3)

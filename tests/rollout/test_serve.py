@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rollout_helpers import HF, params, vllm_server
+from helpers.rollout_helpers import HF, params, vllm_server
+from helpers.vllm_cases import many, on_url, wait_until_ready
 from test_vllm_parts import interpreter, runnable  # noqa: F401  (a fixture)
-from vllm_cases import many, on_url, wait_until_ready
 
 from jaxrl import serve
 from jaxrl.errors import ConfigError

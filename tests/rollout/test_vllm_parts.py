@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import run_tools
-import tiny_job
-from rollout_helpers import HF, random_params, requests
+from helpers import run_tools, tiny_job
+from helpers.rollout_helpers import HF, random_params, requests
+from helpers.tiers import first_cases
 from safetensors.numpy import load_file
 
 import jaxrl
@@ -338,7 +338,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@first_cases(1, "dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_are_the_exported_tensors(name, dtype, tmp_path):
     hf_config, scan = FAMILIES[name]

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from service_cases import service_scores
+from helpers import tiny_job
+from helpers.service_cases import service_scores
 
 from jaxrl import models
 from jaxrl.data import load_tokenizer

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_helpers import batch_of_groups
+from helpers.training_helpers import batch_of_groups
 
 from jaxrl import models
 from jaxrl.telemetry.compilations import BESIDE, EVENT, Beside, Compilations

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+from helpers.tiers import first_cases
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config
@@ -72,7 +73,7 @@ def close(a, b):
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scan, name, places", [
+@first_cases(1, "scan, name, places", [
     pytest.param(True, "adamw", ("optimizer", "all"), marks=pytest.mark.slow),
     pytest.param(True, "adafactor", ("optimizer", "all"), marks=pytest.mark.nightly),
     pytest.param(False, "lion", ("all",), marks=pytest.mark.nightly)])

@@ -19,7 +19,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 import numpy as np
 from safetensors.numpy import load_file
 
-from algorithm_runs import job, watched
+from helpers.algorithm_runs import job, watched
 
 from jaxrl.recipes import rl
 from jaxrl.sharding import memory

@@ -15,7 +15,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # six programs per layout, and nothing here is about speed
 import numpy as np
-from algorithm_runs import job, watched
+from helpers.algorithm_runs import job, watched
 
 from jaxrl.recipes import rl
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import tiny_job
 
 import jaxrl
+from helpers import tiny_job
 from jaxrl.config.load import put
 from jaxrl.recipes import rl
 from jaxrl.resolve.spec import Platform, resolve
