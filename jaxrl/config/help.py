@@ -104,6 +104,7 @@ def page(topic: str, command: str, metrics: str) -> str:
     head += "\n" * bool(head)
     return head + option_lines(shown)
 
+
 MOST_WITHOUT = 8  # options of a group that a condition of all the others is written without
 
 

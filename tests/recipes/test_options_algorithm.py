@@ -1034,7 +1034,7 @@ REFUSED = [
     ({"algorithm.m2_threshold": 0.04}, "algorithm.m2_threshold=0.04 with algorithm.old_logprobs=auto: it reads the trainer's log-probs"),
     ({"algorithm.cov_share": 0.1, "algorithm.old_logprobs": "rollout"}, "algorithm.cov_share=0.1 with algorithm.old_logprobs=rollout"),
     ({"algorithm.cov_low": 6.0}, "algorithm.cov_low=6.0: must be below algorithm.cov_high=5.0"),
-    ({"algorithm.policy_loss": "topr", "algorithm.ratio": "geometric"}, "set token or sequence (the product)"),
+    ({"algorithm.policy_loss": "topr", "algorithm.ratio": "geometric"}, "set algorithm.ratio=token or sequence, or"),
     ({"algorithm.temperature": 0.5}, "algorithm.mismatch.correction=auto: it would compare log-probs of two temperatures; set it to none"),
     ({"algorithm.temperature": 0.5, "algorithm.mismatch.correction": "none", "algorithm.old_logprobs": "rollout"},
      "algorithm.old_logprobs=rollout: it would compare log-probs of two temperatures; set it to auto or recompute"),

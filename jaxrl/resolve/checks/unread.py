@@ -80,7 +80,7 @@ def missing(option: Option, value_of: Callable) -> tuple[str, str] | None:
         if any(term.holds(values[term.name]) for term in clause):
             continue
         shown = [term for term in clause if term.name != "run.recipe"] or clause  # the recipe is no mistake
-        empty = [term.name for term in shown if values[term.name] in (None, "", ()) or values[term.name] == {}]
+        empty = [t.name for t in shown if not values[t.name] and not isinstance(values[t.name], int | float)]
         other = [f"{term.name}={_short(values[term.name])}" for term in shown if term.name not in empty]
         lacks = [word + _listed(names, "and") for word, names in (("with ", other), ("without ", empty)) if names]
         verbs = {verb: [what for v, what in (term.remedy() for term in shown) if v == verb]
