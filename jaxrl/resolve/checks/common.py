@@ -40,8 +40,8 @@ def check(cfg) -> None:
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _unread, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine,
-                     _rewards, ray, sandbox, services, reward_models, algorithm, lora, preference, distillation, _optimizer,
-                     _precision, evaluation, _checkpoints, _uploads, _launch, replays, _misc):
+                     _rewards, ray, sandbox, services, reward_models, algorithm, lora, preference, distillation,
+                     _optimizer, _precision, evaluation, _checkpoints, _uploads, _launch, replays, _misc):
             if cfg.run.mode not in AGAIN or rule not in (_engine, _rewards, sandbox, services):  # they stay closed
                 problems += rule(cfg)
     if problems:
