@@ -174,8 +174,9 @@ def _ratios(cfg, v):
         out.append(f"algorithm.cispo_min_ratio={v['cispo_min_ratio']}: must be below "
                    f"cispo_max_ratio={v['cispo_max_ratio']}")
     for name, mask in TOKEN_MASKS.items():
-        if v.get(name, cfg.algorithm[name]) and "old" in mask.columns and v["old_logprobs"] != "recompute":
-            out.append(f"algorithm.{name}={v[name]} with algorithm.old_logprobs={v['old_logprobs']}: it reads "
+        value = v.get(name, cfg.algorithm[name])
+        if value and "old" in mask.columns and v["old_logprobs"] != "recompute":
+            out.append(f"algorithm.{name}={value} with algorithm.old_logprobs={v['old_logprobs']}: it reads "
                        "the trainer's log-probs before the update; set algorithm.old_logprobs=recompute")
     if v["cov_low"] >= v["cov_high"]:
         out.append(f"algorithm.cov_low={v['cov_low']}: must be below algorithm.cov_high={v['cov_high']}")
