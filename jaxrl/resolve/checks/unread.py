@@ -14,7 +14,7 @@ from jaxrl.algorithms import POLICY_LOSSES
 from jaxrl.algorithms.preference import LOSSES
 from jaxrl.config.load import get
 from jaxrl.config.option import Option, no_effect
-from jaxrl.config.registry import recipe_of
+from jaxrl.config.registry import BUILT_IN, recipe_of
 from jaxrl.config.schema import options
 from jaxrl.resolve.spec import algorithm_row
 
@@ -32,7 +32,7 @@ class Term(NamedTuple):
     values: tuple[str, ...]
 
     def holds(self, value) -> bool:
-        if self.name == "run.recipe" and ":" in value:  # one of the user's own may read any option
+        if self.name == "run.recipe" and value not in BUILT_IN:  # one of the user's own may read any option
             return True
         if not self.relation:
             return bool(value) != self.negated
@@ -102,7 +102,7 @@ def unread(cfg, prefixes: Iterable[str] = (), value_of: Callable | None = None) 
     """
     row = {f"algorithm.{name}": value for name, (value, _) in algorithm_row(cfg).items()}
     value_of = value_of or (lambda name: row[name] if name in row else get(cfg, name))
-    own, out, owners = ":" in cfg.run.recipe, [], owned()
+    own, out, owners = cfg.run.recipe not in BUILT_IN, [], owned()
     trains_by_reward = recipe_of(cfg).samples and recipe_of(cfg).judged
     for name, option in options().items():
         if not (name.startswith(tuple(prefixes)) if prefixes else not name.startswith(TABLES)):
