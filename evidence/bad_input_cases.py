@@ -160,7 +160,7 @@ flags(
 flags("unknown preset", ("algorithm.preset='gpro'", "choose one of grpo, grpo_paper"), "algorithm.preset=gpro")
 flags(
     "estimator without its coefficient",
-    ("algorithm.kl.estimator='k3'", "no effect", "set a coefficient"),
+    ("algorithm.kl.estimator='k3'", "no effect", "set algorithm.kl.coef"),
     "algorithm.kl.estimator=k3",
 )
 flags(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
+from jaxrl.algorithms import POLICY_LOSSES
 from jaxrl.certify.cases import STOP, Case, trajectories
 from jaxrl.certify.claims import Broken
 from jaxrl.certify.loss import Loss, dead_inputs
@@ -34,7 +35,8 @@ SEEDS = (0, 1, 2)
 UNBIASED = {"advantage": ("outcome", "returns", "turn"), "advantage_std": ("none",), "whiten": (False,),
             "advantage_mean": ("none", "group", "leave_one_out", "greedy"), "advantage_low": (None,),
             "advantage_high": (None,), "aggregation": ("sequence_sum", "constant"), "gamma": (1.0,),
-            "turn_gamma": (1.0,), "shared_prefix_tokens": (0,), "policy_loss": ("clip", "cispo", "sapo", "dppo", "pg")}
+            "turn_gamma": (1.0,), "shared_prefix_tokens": (0,),
+            "policy_loss": tuple(name for name, row in POLICY_LOSSES.items() if row.unbiased)}
 
 
 class Policy(NamedTuple):

@@ -19,7 +19,6 @@ from ml_collections import config_dict
 
 from jaxrl.config.option import Option
 from jaxrl.config.schema import SCHEMA, element_kind, free_tables, options
-from jaxrl.config.schema_algorithm import PRESET_NAMES
 from jaxrl.config.suggest import not_yet, unknown_flag, unknown_option
 from jaxrl.errors import ConfigError, type_of
 
@@ -112,7 +111,8 @@ def find_config(spec: str) -> tuple[Path, str | None]:
         if path.is_file():
             return path, arg or None
     near = difflib.get_close_matches(Path(stem).stem, shipped_configs(), n=1)
-    hint = f"{name} is a preset: algorithm.preset={name}" if name in PRESET_NAMES else not_yet(name)
+    preset = name in options()["algorithm.preset"].choices
+    hint = f"{name} is a preset: algorithm.preset={name}" if preset else not_yet(name)
     hint = hint or near and f"did you mean --config={near[0]}{':' if arg else ''}{arg}?"
     hint = f"; {hint}" if hint else ""
     raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped_configs())}{hint}")

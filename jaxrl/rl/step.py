@@ -4,14 +4,13 @@ and change nothing but what the roles hold. `one_step` calls them inside a run.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrl import training
-from jaxrl.algorithms import covariance_mask, explained_variance, second_moment_mask, shared_prefix_mask
+from jaxrl.algorithms import TOKEN_MASKS, StepTokens, explained_variance
 from jaxrl.rl.advantages import advantages_by_source
 from jaxrl.rl.episodes import conversations
 from jaxrl.rl.metrics import averaged, check_gap, histograms, judged, rollout_metrics
@@ -180,17 +179,9 @@ def weigher(spec, batch, columns):
     """A function minibatch -> {loss term: weights [T]}; its `left_out` has the shares of tokens that are, by metric."""
     c, traj, a = spec, batch.traj, spec.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
-    kept = {}
-    if a.shared_prefix_tokens:
-        kept["policy/prefix_masked_fraction"] = shared_prefix_mask(
-            traj.tokens, traj.spans, traj.prompt_lengths[traj.first], traj.group, batch.scores, a.shared_prefix_tokens)
-    if a.m2_threshold:
-        kept["policy/m2_masked_fraction"] = second_moment_mask(columns["behaviour"], columns["old"], traj.loss_mask,
-                                                               a.m2_threshold)
-    if a.cov_share:
-        kept["policy/cov_masked_fraction"] = covariance_mask(
-            columns["old"], columns["advantage"], traj.loss_mask, a.cov_share, a.cov_low, a.cov_high,
-            zlib.crc32(np.ascontiguousarray(traj.tokens)))  # the same wherever the step is computed again
+    seen = StepTokens(traj.tokens, traj.loss_mask, traj.spans, traj.prompt_lengths[traj.first], traj.group,
+                      batch.scores, columns, a)
+    kept = {row.metric: row.function(seen) for option, row in TOKEN_MASKS.items() if a[option]}
     keep = np.logical_and.reduce(list(kept.values())) if kept else None
     positive = None
     if a.positive_nll_coef:

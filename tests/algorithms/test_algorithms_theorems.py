@@ -515,7 +515,7 @@ def test_a_user_registers_a_policy_loss():
         return -jnp.where(tokens.mask, tokens.logp * cfg.clip_low, 0), {}
 
     try:
-        assert alg.policy_loss("mine") is mine
+        assert alg.policy_loss("mine").function is mine
         assert alg.register_policy_loss("mine")(mine) is mine  # a module that is imported twice
         with pytest.raises(ValueError, match="'mine' exists"):
             alg.register_policy_loss("mine")(lambda tokens, cfg: None)

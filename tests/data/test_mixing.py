@@ -238,7 +238,7 @@ WRONG = [  # sources, further options, what is said
     ({"a": {"rewards": "exact"}}, {"reward.column": "verifier"}, "a.rewards with reward.column"),
     ({"a": {"rewards": "exact"}}, {"run.recipe": "sft"}, "run.recipe=sft has no rewards"),
     ({"a": {"system_prompt": "Hi."}}, {"env.tools": ("jaxrl.envs.examples:add",)}, "a.system_prompt: the turns of an episode"),
-    ({}, {"data.exhausted": "others"}, "one source of rows only"),
+    ({}, {"data.exhausted": "others"}, "data.exhausted='others' has no effect without data.sources"),
 ]
 
 

@@ -116,9 +116,9 @@ def configured(**env):
 
 
 @pytest.mark.parametrize("options, said", [
-    ({"function": "", "max_turns": 3}, "env.max_turns: there are no episodes"),
+    ({"function": "", "max_turns": 3}, "env.max_turns=3 has no effect without env.function, env.program, env.tools and env.mcp"),
     ({"tools": ("x:y",)}, "env.function and env.tools"),
-    ({"run__recipe": "sft"}, "run.recipe=sft samples nothing"),
+    ({"run__recipe": "sft"}, "env.function='calc' has no effect with run.recipe=sft; set run.recipe=rl or distill"),
     ({"data__response_prefix": "A:"}, "data.response_prefix='A:': no use"),
     ({"data__chat": "false"}, "data.chat=false: the turns"),
     ({"data__add_generation_prompt": False}, "data.add_generation_prompt=False"),

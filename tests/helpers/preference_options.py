@@ -9,5 +9,5 @@ DEFAULTS = {name: option.default for name, option in SCHEMA["preference"].items(
 
 
 def options(*loss, **changes):
-    smoothing = 0.1 if any(LOSSES[name].smoothing == "needs" for name in loss) else 0.0
+    smoothing = 0.1 if any(LOSSES[name].needs == "label_smoothing" for name in loss) else 0.0
     return SimpleNamespace(**DEFAULTS | {"loss": loss, "label_smoothing": smoothing} | changes)

@@ -132,7 +132,7 @@ def test_the_slurm_script_queues_itself_again(tmp_path):
 
 @pytest.mark.parametrize("changes, complaint", [
     ({"launch.wait_seconds": 5.0}, "launch.wait_seconds=5: below rollout.timeout_seconds=3600"),
-    ({"launch.processes": 2, "launch.hosts": "none"}, "launch.processes with launch.hosts=none: it does not read them"),
+    ({"launch.processes": 2, "launch.hosts": "none"}, "launch.processes=2 has no effect with launch.hosts=none"),
     ({"launch.process": -2}, "launch.process=-2: a count from 1"),
     ({"launch.heartbeat_seconds": 0.0}, "launch.heartbeat_seconds=0.0: must be above 0"),
     ({"launch.connect_seconds": -1.0}, "launch.connect_seconds=-1.0: must be above 0"),

@@ -300,9 +300,9 @@ def test_what_counts_as_the_best():
 
 
 @pytest.mark.parametrize("changes, said", [
-    (dict(eval__patience=2), "eval.patience=2 has no effect without held-out rows"),
-    (dict(checkpoint__keep_best=True, eval__sets=("a=b",), eval__every_steps=0), "checkpoint.keep_best=True has no effect without evaluations"),
-    (dict(eval__metric="eval/accuracy"), "eval.metric='eval/accuracy' has no effect without eval.patience and checkpoint.keep_best"),
+    (dict(eval__patience=2), "eval.patience=2 has no effect with data.eval_fraction=0 and without eval.sets; set eval.sets or data.eval_fraction"),
+    (dict(checkpoint__keep_best=True, eval__sets=("a=b",), eval__every_steps=0), "checkpoint.keep_best=True has no effect with eval.every_steps=0"),
+    (dict(eval__metric="eval/accuracy"), "eval.metric='eval/accuracy' has no effect with eval.patience=0 and checkpoint.keep_best=False"),
 ])
 def test_options_of_the_best_without_evaluations(tmp_path, changes, said):
     with pytest.raises(ConfigError, match=said):

@@ -296,7 +296,7 @@ PATH = {"reward.model.path": "some/rm"}
     ({"reward.model.weight": 2.0}, "reward.model.weight=2.0 has no effect without reward.model.path"),
     ({"reward.model.dtype": "fp32"}, "reward.model.dtype='fp32' has no effect without reward.model.path"),
     ({"mesh.roles": {"reward_model": {"rest": "host"}}}, "mesh.roles.reward_model: there is no reward model; set reward.model.path"),
-    ({"critic.head": "v_head"}, "critic.head='v_head' has no effect without critic.path"),
+    ({"algorithm.preset": "ppo", "critic.head": "v_head"}, "critic.head='v_head' has no effect without critic.path"),
 ])
 def test_what_cannot_work_is_refused(changes, said):
     with pytest.raises(ConfigError) as e:

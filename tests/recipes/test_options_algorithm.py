@@ -28,7 +28,6 @@ from helpers.training_helpers import batch_of_groups
 from jaxrl import training
 from jaxrl.algorithms import PRESETS, Tokens
 from jaxrl.config.schema import options
-from jaxrl.config.schema_algorithm import PRESET_NAMES
 from jaxrl.errors import ConfigError
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import list_folder
@@ -63,8 +62,7 @@ def algorithm(open_job):
 
 
 def test_every_preset_has_a_name_and_passes_the_checks():
-    assert set(PRESET_NAMES) == set(PRESETS) and len(PRESET_NAMES) == len(PRESETS)
-    for name in PRESET_NAMES:
+    for name in PRESETS:
         states = {"env.function": "guess", "rollout.prompt_lengths": ()} if name == "gigpo" else {}
         assert row({"algorithm.preset": name} | states) == dict(PRESETS[name])
 
@@ -933,7 +931,7 @@ REFUSED = [
     ({"algorithm.m2_threshold": 0.04}, "algorithm.m2_threshold=0.04 with algorithm.old_logprobs=auto: it reads the trainer's log-probs"),
     ({"algorithm.cov_share": 0.1, "algorithm.old_logprobs": "rollout"}, "algorithm.cov_share=0.1 with algorithm.old_logprobs=rollout"),
     ({"algorithm.cov_low": 6.0}, "algorithm.cov_low=6.0: must be below algorithm.cov_high=5.0"),
-    ({"algorithm.policy_loss": "topr", "algorithm.ratio": "geometric"}, "set token or sequence (the product)"),
+    ({"algorithm.policy_loss": "topr", "algorithm.ratio": "geometric"}, "set algorithm.ratio=token or sequence, or"),
     ({"algorithm.temperature": 0.5}, "algorithm.mismatch.correction=auto: it would compare log-probs of two temperatures; set it to none"),
     ({"algorithm.temperature": 0.5, "algorithm.mismatch.correction": "none", "algorithm.old_logprobs": "rollout"},
      "algorithm.old_logprobs=rollout: it would compare log-probs of two temperatures; set it to auto or recompute"),
@@ -951,42 +949,45 @@ REFUSED = [
     ({"algorithm.dynamic_sampling_rounds": 0}, "algorithm.dynamic_sampling_rounds=0: must be above 0"),
     ({"critic.lr": 0.0}, "critic.lr=0.0: must be above 0"),
     ({"algorithm.aggregation_constant": 9.0}, "algorithm.aggregation_constant=9.0 has no effect with algorithm.aggregation=token_mean; "
-     "set constant"),
+     "set algorithm.aggregation=constant"),
     ({"algorithm.aggregation": "constant", "algorithm.aggregation_sequences": 2}, "algorithm.aggregation_sequences=2 has no effect with "
-     "algorithm.aggregation=constant; set token_mean"),
+     "algorithm.aggregation=constant; set algorithm.aggregation=token_mean"),
     ({"algorithm.aggregation_sequences": -1}, "algorithm.aggregation_sequences=-1: must not be negative"),
     ({"algorithm.aggregation": "constant", "algorithm.aggregation_constant": -1.0}, "aggregation_constant=-1.0: must not be negative"),
-    ({"optimizer.decay_shape": "sqrt"}, "optimizer.decay_shape='sqrt' has no effect with optimizer.schedule=constant; set wsd"),
+    ({"optimizer.decay_shape": "sqrt"}, "optimizer.decay_shape='sqrt' has no effect with optimizer.schedule=constant; set optimizer.schedule=wsd"),
     ({"train.score_tokens_per_microbatch": -1}, "train.score_tokens_per_microbatch=-1: must not be negative"),
-    ({**GAE, "critic.shared": True, "critic.optimizer": {"b1": 0.5}}, "has no effect with critic.shared; it belongs to a critic of its"),
+    ({**GAE, "critic.shared": True, "critic.optimizer": {"b1": 0.5}}, "critic.optimizer=['b1'] has no effect with critic.shared=True; leave"),
     ({"algorithm.dual_clip": 0.9}, "algorithm.dual_clip=0.9: must be above 1, or 0 for off"),
     ({"algorithm.delta": 1.1}, "algorithm.delta=1.1: must be at least 1 + clip_high = 1.2, or 0 for off"),
-    ({"algorithm.advantage": "gea"}, "algorithm.advantage='gea': outcome, returns, gae, "),
-    ({"algorithm.policy_loss": "ppo"}, "algorithm.policy_loss='ppo': clip, cispo, sapo, dppo, topr, pg, "),
+    ({"algorithm.advantage": "gea"}, "algorithm.advantage='gea': choose one of outcome, returns, gae, "),
+    ({"algorithm.policy_loss": "ppo"}, "algorithm.policy_loss='ppo': choose one of clip, cispo, sapo, dppo, topr, pg, "),
     ({"algorithm.advantage": "nowhere:f"}, "algorithm.advantage='nowhere:f' cannot be imported: ModuleNotFoundError"),
     ({"algorithm.policy_loss": "./no.py:f"}, "algorithm.policy_loss='./no.py:f' cannot be imported: FileNotFoundError"),
     ({"algorithm.policy_loss": "math:pi"}, "algorithm.policy_loss='math:pi' is a float, not a function"),
     ({"algorithm.advantage": "returns", "algorithm.lam": 0.9}, "algorithm.lam=0.9 has no effect with "
-     "algorithm.advantage=returns; set gae"),
-    ({"algorithm.lam_alpha": 0.1}, "algorithm.lam_alpha=0.1 has no effect with algorithm.advantage=outcome; set gae"),
-    ({"algorithm.critic_lam": 0.1}, "algorithm.critic_lam=0.1 has no effect with algorithm.advantage=outcome; set gae"),
-    ({"algorithm.gamma": 0.9}, "algorithm.gamma=0.9 has no effect with algorithm.advantage=outcome; set returns or gae"),
-    *(({f"critic.{n}": v}, f"critic.{n}={v!r} has no effect with algorithm.advantage=outcome; set gae, or algorithm.preset=ppo")
+     "algorithm.advantage=returns; set algorithm.advantage=gae"),
+    ({"algorithm.lam_alpha": 0.1}, "algorithm.lam_alpha=0.1 has no effect with algorithm.advantage=outcome; set algorithm.advantage=gae"),
+    ({"algorithm.critic_lam": 0.1}, "algorithm.critic_lam=0.1 has no effect with algorithm.advantage=outcome; set algorithm.advantage=gae"),
+    ({"algorithm.gamma": 0.9}, "algorithm.gamma=0.9 has no effect with algorithm.advantage=outcome; set algorithm.advantage=returns or "
+     "gae"),
+    *(({f"critic.{n}": v}, f"critic.{n}={v!r} has no effect with algorithm.advantage=outcome; set algorithm.advantage=gae, or leave")
       for n, v in (("path", "x"), ("shared", True), ("coef", 1.0), ("lr", 1.0), ("value_clip", 0.0), ("num_minibatches", 2),
                    ("warmup_steps", 1), ("normalize", True))),
-    *(({**GAE, "critic.shared": True, f"critic.{n}": v}, f"critic.{n}={v!r} has no effect with critic.shared; it belongs to a "
-       "critic of its own") for n, v in (("path", "x"), ("num_minibatches", 2), ("warmup_steps", 1))),
+    *(({**GAE, "critic.shared": True, f"critic.{n}": v}, f"critic.{n}={v!r} has no effect with critic.shared=True; leave out "
+       "critic.shared") for n, v in (("path", "x"), ("num_minibatches", 2), ("warmup_steps", 1))),
     ({**GAE, "critic.num_minibatches": 3}, "critic.num_minibatches=3: data.prompts_per_step=4 would give 1.33 prompts per "
      "optimizer step; choose a divisor of 4"),
     ({"algorithm.advantage_low": 1.0, "algorithm.advantage_high": 1.0}, "algorithm.advantage_low=1.0: must be below "
      "algorithm.advantage_high=1.0"),
     ({"algorithm.ratio": "sequence", "algorithm.policy_loss": "dppo"}, "algorithm.ratio=sequence with "
-     "algorithm.policy_loss=dppo: it works by token; set algorithm.ratio=token"),
+     "algorithm.policy_loss=dppo: set algorithm.ratio=token, or another loss"),
     ({"algorithm.ratio": "geometric", "algorithm.policy_loss": "cispo"}, "algorithm.ratio=geometric with "
-     "algorithm.policy_loss=cispo: the geometric mean belongs to clip"),
+     "algorithm.policy_loss=cispo: set algorithm.ratio=token or sequence or sequence_token, or another loss"),
     ({"algorithm.ratio": "geometric", "algorithm.dual_clip": 3.0}, "algorithm.dual_clip and delta must be 0"),
-    ({"algorithm.policy_loss": "sapo", "algorithm.delta": 2.0}, "algorithm.dual_clip and delta have no effect with "
-     "algorithm.policy_loss=sapo; set clip"),
+    ({"algorithm.policy_loss": "sapo", "algorithm.delta": 2.0}, "algorithm.delta=2.0 has no effect with algorithm.policy_loss=sapo; it "
+     "belongs to clip"),
+    ({"algorithm.policy_loss": "pg", "algorithm.cispo_max_ratio": 3.0}, "algorithm.cispo_max_ratio=3.0 has no effect with "
+     "algorithm.policy_loss=pg; it belongs to cispo"),
     ({"algorithm.cispo_min_ratio": 5.0}, "algorithm.cispo_min_ratio=5.0: must be below cispo_max_ratio=5.0"),
     ({**KL, "algorithm.kl.estimator": "k1"}, "algorithm.kl.estimator=k1 in the loss: its expected gradient is zero, it would "
      "do nothing; take k3_unbiased or k2, or algorithm.kl.placement=reward"),
@@ -994,16 +995,16 @@ REFUSED = [
      "its ratio there; take k1"),
     ({**KL, "algorithm.kl.placement": "reward", "algorithm.kl.estimator": "k1", "algorithm.old_logprobs": "rollout"},
      "algorithm.old_logprobs=rollout with a KL in the reward"),
-    ({"algorithm.kl.placement": "reward"}, "algorithm.kl.placement='reward' has no effect while algorithm.kl.coef is 0; set a "
-     "coefficient"),
-    *(({f"reference.{n}": v}, f"reference.{n}={v!r} has no effect while algorithm.kl.coef is 0; set a coefficient")
+    ({"algorithm.kl.placement": "reward"}, "algorithm.kl.placement='reward' has no effect with algorithm.kl.coef=0; set "
+     "algorithm.kl.coef"),
+    *(({f"reference.{n}": v}, f"reference.{n}={v!r} has no effect with algorithm.kl.coef=0; set algorithm.kl.coef, or leave it out")
       for n, v in (("path", "x"), ("reset_steps", 2), ("reset_epochs", 0.5))),
-    ({**KL, "reference.reset_optimizer": True}, "reference.reset_optimizer has no effect without reference.reset_steps or "
-     "reset_epochs"),
-    ({"algorithm.mismatch.correction": "none", "algorithm.mismatch.cap": 3.0}, "algorithm.mismatch.cap=3.0 has no effect while "
-     "algorithm.mismatch.correction is none; set token_tis"),
+    ({**KL, "reference.reset_optimizer": True}, "reference.reset_optimizer=True has no effect with reference.reset_steps=0 and "
+     "reference.reset_epochs=0; set reference.reset_steps or reference.reset_epochs"),
+    ({"algorithm.mismatch.correction": "none", "algorithm.mismatch.cap": 3.0}, "algorithm.mismatch.cap=3.0 has no effect with "
+     "algorithm.mismatch.correction=none; set algorithm.mismatch.correction=token_tis, sequence_tis"),
     ({"algorithm.mismatch.correction": "token_tis", "algorithm.mismatch.low": 0.5}, "algorithm.mismatch.low=0.5 has no effect "
-     "with algorithm.mismatch.correction=token_tis; set token_mis (IcePop), sequence_mis or geometric_mis"),
+     "with algorithm.mismatch.correction=token_tis; set algorithm.mismatch.correction=token_mis, sequence_mis or geometric_mis"),
     ({"algorithm.mismatch.correction": "token_mis", "algorithm.mismatch.low": 2.0}, "algorithm.mismatch.low=2.0: must be below "
      "algorithm.mismatch.cap=2.0"),
     ({"algorithm.mismatch.correction": "sequence_tis", "algorithm.old_logprobs": "rollout"}, "algorithm.mismatch.correction="
@@ -1013,12 +1014,12 @@ REFUSED = [
      "of this run nor an import path"),
     ({"algorithm.dynamic_sampling": "mask", "algorithm.keep_group": "nowhere:f"}, "algorithm.keep_group='nowhere:f' cannot be "
      "imported"),
-    ({"algorithm.keep_group": "digits"}, "algorithm.keep_group='digits' has no effect while algorithm.dynamic_sampling is off; "
-     "set mask or refill"),
+    ({"algorithm.keep_group": "digits"}, "algorithm.keep_group='digits' has no effect with algorithm.dynamic_sampling=off; "
+     "set algorithm.dynamic_sampling=mask or refill"),
     ({"algorithm.entropy_target": 1.0, "algorithm.entropy_coef": 0.1}, "algorithm.entropy_coef=0.1 with entropy_target=1.0: "
      "the coefficient adapts by itself, up to entropy_max; set entropy_coef=0"),
-    ({"algorithm.early_stop_kl": 0.1}, "algorithm.early_stop_ratio and early_stop_kl have no effect with one optimizer step "
-     "per batch; raise algorithm.num_minibatches or ppo_epochs"),
+    ({"algorithm.early_stop_kl": 0.1}, "algorithm.early_stop_kl=0.1 has no effect with algorithm.num_minibatches=1 and "
+     "algorithm.ppo_epochs=1; raise algorithm.num_minibatches or algorithm.ppo_epochs"),
     ({**TWO, "algorithm.early_stop_ratio": 1.0}, "algorithm.early_stop_ratio=1.0: must be above 1, the ratio of an unchanged "
      "policy; 0 = off"),
     *(({f"algorithm.{n}": "x"}, f"algorithm.{n}='x': choose one of ") for n in ("ratio", "dynamic_sampling", "kl.placement",

@@ -259,7 +259,7 @@ def test_a_held_out_set_is_of_one_kind(tmp_path):
     ({"train.loss_on_prompt": True}, "train.loss_on_prompt=True has no effect"), ({"data.train_turns": "all"}, "data.train_turns=all"),
     ({"lora.path": "x"}, "lora.path='x' with run.recipe=preference: the reference would be the base"),
     ({"lora.rank": 2, "lora.modules_to_save": ("lm_head",)}, "name one with reference.path"),
-    ({"run.recipe": "sft", "preference.beta": 0.2}, "preference.beta: run.recipe=sft learns from no preferences"),
+    ({"run.recipe": "sft", "preference.beta": 0.2}, "preference.beta=0.2 has no effect with run.recipe=sft; set run.recipe=preference"),
 ])
 def test_what_cannot_work_is_refused(changes, why, tmp_path):
     with pytest.raises(ConfigError, match=why):

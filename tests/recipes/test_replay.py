@@ -269,7 +269,7 @@ def test_impossible_records_are_refused(tmp_path):
         check(config)
     config.record.every, config.run.recipe = 1, "sft"
     config.train.max_step_kl = 0.1
-    with pytest.raises(ConfigError, match="record.every=1 with run.recipe=sft") as told:
+    with pytest.raises(ConfigError, match="record.every=1 has no effect with run.recipe=sft") as told:
         check(config)
     assert "train.max_step_kl=0.1 has no effect" in str(told.value)
     config = algorithm_runs.job(tmp_path, {"replay.steps": "3", "replay.run": str(tmp_path)})

@@ -189,7 +189,7 @@ def test_rows_that_are_none_are_refused(tmp_path, kind, row, said):
 
 @pytest.mark.parametrize("changes, said", [
     ({"reward_model__center": 0.1, "reward_model__kind": "steps"}, "reward_model.center=0.1 has no effect with reward_model.kind=steps"),
-    ({"reward_model__separator": " "}, "reward_model.separator=' ' has no effect with reward_model.kind=pairs; set kind=steps"),
+    ({"reward_model__separator": " "}, "reward_model.separator=' ' has no effect with reward_model.kind=pairs; set reward_model.kind=steps"),
     ({"reward_model__labels_column": "completions", "reward_model__kind": "steps"}, "two columns must be named"),
     ({"reward_model__center": -1.0}, "reward_model.center=-1.0: must not be negative"),
     ({"run__mode": "eval"}, "run.mode=eval with run.recipe=reward_model: it has train"),
