@@ -224,7 +224,7 @@ def counted(name, function, clock):
         spent[name] += clock() - began
         return out
     return wrapped
-recording.Recording.look = counted("look", recording.Recording.look, time.process_time)
+recording.Recording.hash_states = counted("look", recording.Recording.hash_states, time.process_time)
 recording.Recording._write = counted("write", recording.Recording._write, time.thread_time)
 one_step = rl.one_step
 def step(parts):

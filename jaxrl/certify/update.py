@@ -21,7 +21,7 @@ from jaxrl.rewards import RewardResult
 from jaxrl.rl.recording import Group, Source
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Batch
-from jaxrl.rl.step import lay_out, learn, prepare, weigher
+from jaxrl.rl.step import lay_out, learn, make_loss_weigher, prepare
 from jaxrl.run.setup import Inputs, open_job
 from jaxrl.training.layout import Minibatch, row_shapes
 
@@ -105,7 +105,7 @@ class Tiny:
 
     def weights(self, case: cases.Case) -> dict[str, np.ndarray]:
         """Of one optimizer step with all answers."""
-        weigh = weigher(self.spec, self.batch(case), case.columns)
+        weigh = make_loss_weigher(self.spec, self.batch(case), case.columns)
         return weigh(Minibatch(np.arange(case.traj.num_sequences), ()))
 
     # ---- gradients
@@ -123,7 +123,7 @@ class Tiny:
         batch, critic = self.batch(case), self.roles.critic
         running = copy.copy(critic.running) if critic is not None else None
         prepared, out = prepare(spec, self.roles, batch, lay_out(spec, shapes, batch.traj, 0)), []
-        weigh = weigher(spec, batch, prepared.columns)
+        weigh = make_loss_weigher(spec, batch, prepared.columns)
         if critic is not None:
             critic.running = running
         for minibatch in prepared.layout.update.minibatches:

@@ -27,10 +27,10 @@ from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.episodes import conversations
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
-from jaxrl.rl.metrics import averaged, check_gap, histograms, judged, rollout_metrics
-from jaxrl.rl.roles import Roles, start_of_step
+from jaxrl.rl.metrics import accuracy_rewards, check_logprob_gap, histograms, mean_metrics, rollout_metrics
+from jaxrl.rl.roles import Roles, clear_early_stop
 from jaxrl.rl.rollouts import Rollouts
-from jaxrl.rl.step import hash_seed
+from jaxrl.rl.step import minibatch_seed
 from jaxrl.rl.trajectories import records
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.roles.reference import precision
@@ -66,7 +66,7 @@ def run(config, given=None) -> dict:
         teachers.check(c, job.tokenizer)
         roles, rows, rollouts = Roles(job, s.total_steps), Rows(s.stream, c), None
         if drawn:
-            rollouts = Rollouts.of(s, job, stream=rows, judge=None, per_step=drawn)
+            rollouts = Rollouts.open(s, job, stream=rows, reward_model=None, per_step=drawn)
         teacher = s.own(teachers.open_teacher(job))
         updates = s.total_steps * roles.updates_per_step
         student = roles.policy = Student(job, objective(job, roles, teacher), updates, roles.score)
@@ -74,7 +74,7 @@ def run(config, given=None) -> dict:
         def open_step(speed):
             student.beside = teacher.head()
             if c.distill.loss == "sampled":
-                roles.begin(s, job.engine)
+                roles.report_corrections(s, job.engine)
             parts = Parts(s, job, roles, teacher, rows, rollouts, speed)
 
             def step():
@@ -198,7 +198,7 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         pieces.append(demonstrations([e for _, e in given], [p for p, _ in given], False))
     traj = joined(pieces, c.distill.on_prompt)
     from_rows = np.arange(traj.num_trajectories) >= traj.num_trajectories - len(given)
-    seed = hash_seed(c.run.seed, s.step)
+    seed = minibatch_seed(c.run.seed, s.step)
     lay_out = functools.partial(training.make_layout, traj.sizes, num_minibatches=min(
         c.algorithm.num_minibatches, len(np.unique(traj.group))), seed=seed,
         share_prompts=c.train.share_prompts and not c.distill.on_prompt)
@@ -276,7 +276,7 @@ def update_all(parts: Parts, traj, layout, columns, from_rows) -> dict[str, floa
     a = c.algorithm
     dropped = a.mask_truncated & (traj.finish == 1)
     if a.early_stop_ratio or a.early_stop_kl:
-        policy.held = start_of_step(policy.state)
+        policy.held = clear_early_stop(policy.state)
     for _ in range(a.ppo_epochs):
         for minibatch in layout.minibatches:
             weights = training.loss_weights(
@@ -286,7 +286,7 @@ def update_all(parts: Parts, traj, layout, columns, from_rows) -> dict[str, floa
             pending.append(policy.update(map(policy.put, packed)))
             if parts.rollouts is not None:
                 parts.rollouts.poll()  # while the device works
-    metrics = averaged([host_scalars(m) for m in pending])
+    metrics = mean_metrics([host_scalars(m) for m in pending])
     check_finite(policy.state, c)
     return metrics
 
@@ -305,7 +305,7 @@ def step_metrics(parts: Parts, batch, traj, layout, columns, per_completion) -> 
     out = rollout_metrics(batch, nothing, per_completion, layout) | out
     s.telemetry.histograms(s.step, histograms(batch, {**columns, "behaviour": traj.logprobs}, per_completion))
     if c.distill.loss == "sampled":
-        check_gap(c.algorithm.mismatch, s.step, out)
+        check_logprob_gap(c.algorithm.mismatch, s.step, out)
     if batch.result.parts and (c.eval.accuracy_from or "") in ("", *batch.result.parts):
-        out["accuracy/train"] = float((judged(c, batch.result) >= c.reward.pass_mark).mean())
+        out["accuracy/train"] = float((accuracy_rewards(c, batch.result) >= c.reward.pass_mark).mean())
     return out

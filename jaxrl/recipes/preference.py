@@ -22,7 +22,7 @@ from jaxrl.algorithms.preference import Table, needs_reference, preference_loss,
 from jaxrl.data import Interrupted
 from jaxrl.recipes.sft import demonstrations, line_of
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.evaluation import Evaluation, evaluate, publish_newest, summary, write_rows
+from jaxrl.rl.evaluation import Evaluation, evaluate, publish_latest, summary, write_records
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, Role
 from jaxrl.roles.sums import ReferenceSums, sums_of
@@ -195,12 +195,12 @@ def of_prompts(job):
 def evaluate_only(s, job, losses: Losses, score) -> dict:
     """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
     role = Role("policy", job, score)
-    role.held, where = publish_newest(s, job)
+    role.held, where = publish_latest(s, job)
     s.console.start("eval")
     metrics, rows = evaluate(s, of_prompts(job)) if job.engine is not None else ({}, {})
     metrics |= HeldOut(s, job, role, losses).preferences()
     if s.peers.first:
-        write_rows(s.run_dir, s.step, rows)
+        write_records(s.run_dir, s.step, rows)
     s.telemetry.samples(s.step, rows)
     s.say(f"evaluation of {where}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
     out = {"evaluated": str(where), "eval": summary(metrics)}

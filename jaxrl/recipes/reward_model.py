@@ -23,7 +23,7 @@ from jaxrl.data import Interrupted
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.evaluation import summary, write_rows
+from jaxrl.rl.evaluation import summary, write_records
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite
@@ -180,7 +180,7 @@ class Evaluation:
             rows[name] = [row for *_, more in pieces for row in more]
         metrics["eval/accuracy"] = sum(n * v for n, v in judged) / sum(n for n, _ in judged)
         if self.s.peers.first:
-            write_rows(self.s.run_dir, self.s.step, rows)
+            write_records(self.s.run_dir, self.s.step, rows)
         return metrics, {}, summary(metrics)
 
     def _scored(self, examples) -> tuple[int, dict, list[dict]]:

@@ -50,14 +50,14 @@ def run(config, given=None) -> dict:
         if fork is not None:
             job = dataclasses.replace(job, engine=CachedEngine(job.engine, fork))
         roles = Roles(job, s.total_steps)
-        rollouts = Rollouts.of(s, job, fork=fork)
+        rollouts = Rollouts.open(s, job, fork=fork)
         if fork is not None:
             fork.policy = roles.policy
         reports = [] if fork is None else [fork]  # entries of summary.json
 
         def open_step(speed):
             ahead, recording = s.own(Ahead(job, roles.policy, roles.loss)), Recording(s, job, roles)
-            roles.begin(s, job.engine)
+            roles.report_corrections(s, job.engine)
             reports.append(recording)
             observers = [ahead] * ahead.works + [recording] * bool(spec.record.every)
             loop = Loop(s, job, roles, rollouts, speed, tuple(observers))
@@ -72,6 +72,6 @@ def run(config, given=None) -> dict:
         out = fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,
                   parts=[*roles.parts, *rates, rollouts],  # rollouts last: they draw rows
                   evaluation=lambda sync: Evaluation(s, job, sync, rollouts.queue.receive))
-        told = {name: entry for report in reports for name, entry in report.told().items()}
+        told = {name: entry for report in reports for name, entry in report.summary().items()}
         s.telemetry.summary(told)
         return out | told

@@ -27,8 +27,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.records import anomalies, files
 from jaxrl.replay.replay import Plan, ranges
 from jaxrl.replay.what_if import copied, difference, dot, holds, likelihood, logprobs, number
-from jaxrl.rl.recording import batch_of
-from jaxrl.rl.step import weigher
+from jaxrl.rl.recording import restore_batch
+from jaxrl.rl.step import make_loss_weigher
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 from jaxrl.types import FINISH
 
@@ -60,7 +60,7 @@ def run(config, given=None) -> dict:
                 step = Explained(replay, [a for a in found if a.step == replay.s.step + 1])
                 replay.s.say(said + step.text())
                 said = ""
-                out.append(step.told())
+                out.append(step.summary())
                 if replay.s.peers.first:
                     path = plan.folder / "explain" / f"step_{step.number:08d}.json"
                     write_atomic(path, dumps(out[-1], indent=1) + "\n")
@@ -187,7 +187,7 @@ class Explained:
             self.shares[i] = number(dot(own, whole)) / size
 
     def _weights(self):
-        weigh = weigher(self.replay.s.spec, self.done.batch, self.done.prepared.columns)
+        weigh = make_loss_weigher(self.replay.s.spec, self.done.batch, self.done.prepared.columns)
         return [(mini, weigh(mini)) for mini in self.done.prepared.layout.update.minibatches]
 
     def _gradient(self, state, weights, chosen) -> dict:
@@ -284,7 +284,7 @@ class Explained:
                         "advantage": float(self.done.prepared.columns["advantage"][at])})
         return out
 
-    def told(self) -> dict:
+    def summary(self) -> dict:
         a = self.answers
         d = (self.after - self.before)[self.traj.loss_mask]
         suspects = [s["answer"] for s in self.suspects]
@@ -293,7 +293,7 @@ class Explained:
         pushes = [{"group": int(self.traj.group[i]), "sample": int(self.traj.sample[i]), "change": float(a.change[i]),
                    "by_group": most(by)} for i, by in self.pushed.items()]
         return {"step": self.number, "why": self.why(), "anomalies": [x._asdict() for x in self.found],
-                "replay": self.verdict.told(), "step_length": self.length, "gradient_norm": self.norm,
+                "replay": self.verdict.summary(), "step_length": self.length, "gradient_norm": self.norm,
                 "kl": float(np.mean(np.exp(np.clip(d, -50, 50)) - 1 - d)), "groups": self.groups,
                 "clipped_fraction": float(a.outside @ a.length / max(a.length.sum(), 1)),
                 "corrected_fraction": float(a.corrected @ a.length / max(a.length.sum(), 1)),
@@ -303,7 +303,7 @@ class Explained:
                 "answers": [self._row(i) for i in listed], "pushed": pushes, "tokens": self._tokens()}
 
     def text(self) -> str:
-        told = self.told()
+        told = self.summary()
         heavy = sorted(self.groups, key=lambda g: -abs(g["share"]))[:NAMED]
         lines = [f"step {self.number} ({told['replay']['result']}): {told['why']}"]
         lines += [f"  {a.text}" for a in self.found]
@@ -333,6 +333,6 @@ def shortened(text: str) -> str:
 def earlier_scores(replay) -> np.ndarray | None:
     """Scores of the steps recorded before the next one; None without any."""
     before = [step for step in replay.paths if step <= replay.s.step][-EARLIER:]
-    scores = [batch_of(files.read(replay.paths[step])).scores for step in before]
+    scores = [restore_batch(files.read(replay.paths[step])).scores for step in before]
     known = np.concatenate([s[np.isfinite(s)] for s in scores]) if scores else np.zeros(0)
     return known if len(known) else None

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.processes.exchange import owner
-from jaxrl.rl.evaluation import publish_newest
-from jaxrl.rl.trajectories import collect, exchanged, make_requests, sampling_params
+from jaxrl.rl.evaluation import publish_latest
+from jaxrl.rl.trajectories import collect, exchange_results, make_requests, sampling_params
 from jaxrl.rollout import generate
 from jaxrl.training.score import make_score
 
@@ -25,7 +25,7 @@ PROMPTS = 8
 def report(s, job) -> dict:
     """Prints the table and returns it as summary.json holds it."""
     c, peers = job.config, s.peers
-    params, where = publish_newest(s, job)
+    params, where = publish_latest(s, job)
     examples = [(i, job.stream.dataset[i]) for i in range(min(PROMPTS, len(job.stream.dataset)))]
     sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, (), c.rollout.stop_token_ids)
     plain = dataclasses.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0)
@@ -34,7 +34,7 @@ def report(s, job) -> dict:
         asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
         mine = [a for a in asked if owner(a.group, peers.count) == peers.index]
         found = s.together(f"answers {name}", lambda: generate(job.engine, mine, c.rollout.timeout_seconds))
-        known, _ = exchanged(s, f"sizes of completions {name}", found, [[]] * len(found))
+        known, _ = exchange_results(s, f"sizes of completions {name}", found, [[]] * len(found))
         return collect(asked, [known[a.id][0] for a in asked])
 
     def gap(traj, temperature, model=job.model):

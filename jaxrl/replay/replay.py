@@ -24,7 +24,7 @@ from jaxrl.records import files, states
 from jaxrl.replay import verdict, what_if
 from jaxrl.resolve.checks.replay import numbers
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.recording import batch_of, states_of
+from jaxrl.rl.recording import restore_batch, trained_states
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.step import lay_out, learn, prepare
 from jaxrl.run.session import Session
@@ -61,16 +61,16 @@ class Replay:
         s.set_spec(self.job.config)
         self.roles = Roles(self.job, total_steps)
         s.restore(self.roles.policy, self.roles.parts)
-        self.begin = self.look().sample
+        self.begin = self.hash_states().sample
         self.start = s.step
 
     @property
     def rounding(self) -> float:
         return verdict.ROUNDING if self.job.compute_dtype == jnp.float32 else verdict.COARSE
 
-    def look(self) -> states.Look:
+    def hash_states(self) -> states.Look:
         moves = bool(self.s.spec.train.router_bias_rate)
-        return states.look_at(states_of(self.roles), moves).on_host()
+        return states.look_at(trained_states(self.roles), moves).on_host()
 
     def record(self) -> files.Record:
         """Of the next step."""
@@ -79,13 +79,13 @@ class Replay:
     def one(self) -> Done:
         """The next step."""
         record, spec, roles, s = self.record(), self.s.spec, self.roles, self.s
-        batch, before = batch_of(record), self.look()
+        batch, before = restore_batch(record), self.hash_states()
         layout = lay_out(spec, self.job.row_shapes, batch.traj, s.step, self.job.score_shapes)
         prepared = prepare(spec, roles, batch, layout)
         metrics = learn(spec, roles, batch, prepared, s.step)
         s.advance(batch.cursor, samples=batch.traj.num_trajectories)
         metrics |= roles.after_step(s.step, record.header["epoch"])
-        return Done(record, batch, prepared, metrics, before, self.look())
+        return Done(record, batch, prepared, metrics, before, self.hash_states())
 
     def judged(self, done: Done) -> verdict.Verdict:
         return verdict.of_step(done.record, done.prepared, done.metrics, done.before, done.after, self.begin,
@@ -109,7 +109,7 @@ def run(config, given=None) -> dict:
                 if replay.s.step in wanted:
                     found.append(replay.judged(done))
                     replay.s.say(line_of(found[-1]))
-        out = {"replay": {"steps": [v.told() for v in found], "rounding": replay.rounding, "drift": verdict.DRIFT,
+        out = {"replay": {"steps": [v.summary() for v in found], "rounding": replay.rounding, "drift": verdict.DRIFT,
                           "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}"}}
         out |= {"tried": tried} if tried else {}
         kinds = [v.kind for v in found]

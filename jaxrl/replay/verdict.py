@@ -51,7 +51,7 @@ class Verdict:
         beyond = [place for place in self.places if math.isinf(place.away)]
         return next(iter(beyond or [place for place in self.places if place.away]), None)
 
-    def told(self) -> dict:
+    def summary(self) -> dict:
         first = self.first
         where = {} if first is None else {"first": first.name, "where": first.text}
         return {"step": self.step, "result": self.kind, **where}

@@ -19,7 +19,7 @@ from jaxrl.processes.exchange import to_host
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import settings
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.recording import batch_of
+from jaxrl.rl.recording import restore_batch
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.step import lay_out, learn, prepare
 from jaxrl.roles.reference import trained_at
@@ -145,7 +145,7 @@ def table(replay, config) -> dict:
     came; `others`: the one of all other answers.
     """
     s, own = replay.s, replay.roles
-    state, batch = StepState.of(own), batch_of(replay.record())
+    state, batch = StepState.of(own), restore_batch(replay.record())
     rows, base, shared = [], None, None
     for name, value in [("", None), *settings(config.replay["try"])]:
         roles = own if not name else altered(replay, name, value)

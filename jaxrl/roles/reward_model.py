@@ -30,7 +30,7 @@ log = logging.getLogger("jaxrl")
 PART, OVERLONG = "reward_model", "error: too long"
 
 
-class Described(NamedTuple):
+class RewardModelFiles(NamedTuple):
     """What is read of a reward model before any device work. render: reward.model.render, decided."""
 
     source: str
@@ -40,7 +40,7 @@ class Described(NamedTuple):
     render: str
 
 
-def described(config, tokenizer) -> Described | None:
+def read_reward_model(config, tokenizer) -> RewardModelFiles | None:
     """Reads description and tokenizer of reward.model.path; None where it is empty. tokenizer: the policy's.
 
     Raises ConfigError where they cannot be read, where the weights are no sequence classifier with one label, and where
@@ -73,13 +73,13 @@ def described(config, tokenizer) -> Described | None:
         why = f"its tokenizer has {len(own)} entries, its vocab_size is {table.config.vocab_size}"
     if why:
         raise ConfigError(f"reward.model.path={o.path!r}, reward.model.render={render}: {why}")
-    return Described(source, hf_config, tree, own, render)
+    return RewardModelFiles(source, hf_config, tree, own, render)
 
 
-class Judge(Role):
+class RewardModel(Role):
     """The reward model of a job. Args: the job; what was read of it."""
 
-    def __init__(self, job, read: Described):
+    def __init__(self, job, read: RewardModelFiles):
         super().__init__(PART, job)
         c, o = job.config, job.config.reward.model
         scan, compute = c.model.scan_layers == "true", job.compute_dtype
@@ -102,7 +102,7 @@ class Judge(Role):
             self.held = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])
         self.rest()
 
-    def judged(self, traj, examples, texts, result: RewardResult | None) -> RewardResult | None:
+    def add_scores(self, traj, examples, texts, result: RewardResult | None) -> RewardResult | None:
         """The rewards, and behind them the part `reward_model` with its weight: the score behind the last token of each
         trajectory (of its last sequence, where there are several). A sequence that is longer than
         reward.model.max_sequence_tokens or whose score is not finite has none, which is a failure.
@@ -130,10 +130,10 @@ class Judge(Role):
             raise RunStopped(f"reward.model: {(~fine).sum()} of {len(fine)} completions have no score, more than "
                              f"reward.max_failed_fraction={self.most_failed:g} allows; the longest sequence has "
                              f"{sizes.max()} tokens, reward.model.max_sequence_tokens={self.longest}")
-        return with_part(result, np.where(fine, values, np.nan), told, self.weight)
+        return add_part(result, np.where(fine, values, np.nan), told, self.weight)
 
 
-def with_part(result: RewardResult, values, told, weight: float) -> RewardResult:
+def add_part(result: RewardResult, values, told, weight: float) -> RewardResult:
     """A result with the part `reward_model`. values: [N], NaN = absent. told: outcome of each."""
     known = np.isfinite(values)
     has = known | np.isfinite(result.total)

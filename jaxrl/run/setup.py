@@ -37,7 +37,7 @@ from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.rewards.items import trial_items
 from jaxrl.roles.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
-from jaxrl.roles.reward_model import Judge, described
+from jaxrl.roles.reward_model import RewardModel, read_reward_model
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
@@ -77,7 +77,7 @@ class Job:
     eval_sets: dict = dataclasses.field(default_factory=dict)
     stream: Any = None
     engine: Any = None
-    judge: Any = None  # the reward model (roles.reward_model), where there is one
+    reward_model: Any = None  # the reward model (roles.reward_model), where there is one
 
     @property
     def decode(self):
@@ -196,7 +196,7 @@ class Read(NamedTuple):
     eval_sets: dict
     stream: Any
     pool: Any = None
-    judge: Any = None
+    reward_model: Any = None
 
 
 def read_all(s, with_rewards: bool = True) -> Read:
@@ -211,7 +211,7 @@ def read_all(s, with_rewards: bool = True) -> Read:
     data_room.day_of(inputs.tokenizer, (s.resumed.host.get("read") or {}).get("day", "") if s.resumed else "")
     if s.resumed is None:
         check_weights(c, inputs)
-    judge = described(c, inputs.tokenizer) if with_rewards else None
+    reward_model = read_reward_model(c, inputs.tokenizer) if with_rewards else None
     if pool is not None:
         pool.ready()
     train_set, eval_sets = load_data(c, given, inputs, pool.tools if pool is not None else ())
@@ -235,7 +235,7 @@ def read_all(s, with_rewards: bool = True) -> Read:
             if s.peers.first:
                 for found in scorer.agreements():
                     log.info(found.text())
-    return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool, judge)
+    return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool, reward_model)
 
 
 def _workers(s):
@@ -298,9 +298,9 @@ def open_run(s, with_engine: bool = True) -> Job:
                 raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
                                   "(EngineInfo.sleeps)")
             engine.rest()  # what is loaded next finds its devices free
-    judge = Judge(job, read.judge) if read.judge is not None else None
+    reward_model = RewardModel(job, read.reward_model) if read.reward_model is not None else None
     return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
-                               stream=read.stream, engine=engine, judge=judge)
+                               stream=read.stream, engine=engine, reward_model=reward_model)
 
 
 def look_at_kernels(s, job) -> None:

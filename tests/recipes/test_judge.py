@@ -25,7 +25,7 @@ from jaxrl.models.value import ValueModel
 from jaxrl.resolve.checks import common
 from jaxrl.rewards.items import RewardResult
 from jaxrl.rl.trajectories import collect
-from jaxrl.roles.reward_model import Judge, described
+from jaxrl.roles.reward_model import RewardModel, read_reward_model
 from jaxrl.run import setup
 
 
@@ -74,7 +74,7 @@ def judge_of(path, **changes):
         put(c, name, value)
     common.check(c)
     opened = setup.open_job(c)
-    return Judge(opened, described(opened.config, opened.tokenizer))
+    return RewardModel(opened, read_reward_model(opened.config, opened.tokenizer))
 
 
 def nothing(n):
@@ -84,7 +84,7 @@ def nothing(n):
 
 def results_of(judge, traj, examples=None, texts=None):
     n = traj.num_trajectories
-    return judge.judged(traj, examples or [None] * n, texts or [""] * n, nothing(n))
+    return judge.add_scores(traj, examples or [None] * n, texts or [""] * n, nothing(n))
 
 
 # -- in a run
@@ -175,9 +175,9 @@ def test_another_tokenizer_reads_text(tmp_path):
     put(c, "reward.model.path", path)
     put(c, "env.function", "guess")
     with pytest.raises(ConfigError, match="only the tokens of an episode are as they were sampled"):
-        described(c, load_tokenizer(c))
+        read_reward_model(c, load_tokenizer(c))
     with pytest.raises(ConfigError, match="reward.model.render=chat: its tokenizer has no chat template; set text"):
-        described(put_all(tiny_job.get_config(), {"reward.model.path": policys_path(tmp_path), "reward.model.render": "chat"}),
+        read_reward_model(put_all(tiny_job.get_config(), {"reward.model.path": policys_path(tmp_path), "reward.model.render": "chat"}),
                   load_tokenizer(tiny_job.get_config()))
 
 
