@@ -209,7 +209,7 @@ def base() -> dict:
     started = time.monotonic()
     for i in range(PUBLISHES):
         state = policy.state
-        policy.held = state.replace(trainable=jax.tree.map(lambda x: x + 1e-4, state.trainable))
+        policy.state = state.replace(trainable=jax.tree.map(lambda x: x + 1e-4, state.trainable))
         engine.publish(policy.weights(), i)
     seconds = (time.monotonic() - started) / PUBLISHES
     last = parameters.merged(job, parameters.policy_params(policy.state.trainable, policy.state.frozen))

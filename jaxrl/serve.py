@@ -91,7 +91,7 @@ class Host:
         for i, why in enumerate(found):
             processes[i].bound_log()
             if why and self.servers.restart(i):
-                log.warning("%s %s; it is started again", self.urls[i], why)
+                log.warning("%s %s; restarting it", self.urls[i], why)
             elif why:
                 processes[i].kill()
             elif self.servers.up[i] and i not in self.announced:

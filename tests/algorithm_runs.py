@@ -58,7 +58,7 @@ def photo(loop):
         policy_tree=host(policy.weights()),
         critic=None if critic is None or critic.shared else host(vars(critic.state)),
         running=None if critic is None else critic.host(),
-        reference=None if reference is None else host(reference.held),
+        reference=None if reference is None else host(reference.state),
         cursor=loop.s.progress.cursor,
     )
 

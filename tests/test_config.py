@@ -237,7 +237,7 @@ def test_presets_and_origins():
     c.algorithm.preset, c.algorithm.kl.coef = "grpo_paper", 0.01
     row = algorithm_row(c)
     assert row["aggregation"] == ("sequence_mean", "preset grpo_paper") and row["kl.coef"] == (0.01, "config")
-    assert setup.derived(resolve(c))["sequences per step"] == 64 * 8
+    assert setup.derived_numbers(resolve(c))["sequences per step"] == 64 * 8
 
 
 def test_a_users_file_is_executed_once_until_it_is_edited(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from jaxrl.rl.recording import Group, Source
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Batch
 from jaxrl.rl.step import lay_out, learn, make_loss_weigher, prepare
-from jaxrl.run.setup import Inputs, open_job
+from jaxrl.run.setup import ModelInputs, open_job
 from jaxrl.training.layout import Minibatch, row_shapes
 
 MODEL = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -69,7 +69,7 @@ class Tiny:
         c = small(config, folder)
         mesh = sharding.make_mesh(SimpleNamespace(**(axes or {})), jax.devices()[:count])
         jax.set_mesh(mesh)
-        self.job = open_job(resolve(c, here(), MODEL, engine="jax"), Inputs(None, MODEL, (0,), None), mesh)
+        self.job = open_job(resolve(c, here(), MODEL, engine="jax"), ModelInputs(None, MODEL, (0,), None), mesh)
         self.spec = self.job.config
         self.open()
 

@@ -50,7 +50,7 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
     """
     out = Lowering()
     keep = lambda name: wanted is None or name in wanted  # noqa: E731
-    job = setup.open_job(config, setup.Inputs(None, hf_config, (0,), None), mesh=mesh)
+    job = setup.open_job(config, setup.ModelInputs(None, hf_config, (0,), None), mesh=mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if job.config.recipe.samples:
             params = _reinforcement(out, job, keep)

@@ -54,9 +54,9 @@ class Parts(NamedTuple):
     speed: Speed
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         drawn = round(s.spec.distill.on_policy * s.spec.data.prompts_per_step)
         samples = bool(drawn) or bool(s.spec.eval.sets or s.spec.data.eval_fraction)
         job = open_run(s, with_engine=samples)
@@ -67,7 +67,7 @@ def run(config, given=None) -> dict:
         roles, rows, rollouts = Roles(job, s.total_steps), Rows(s.stream, c), None
         if drawn:
             rollouts = Rollouts.open(s, job, stream=rows, reward_model=None, per_step=drawn)
-        teacher = s.own(teachers.open_teacher(job))
+        teacher = s.close_at_end(teachers.open_teacher(job))
         updates = s.total_steps * roles.updates_per_step
         student = roles.policy = Student(job, objective(job, roles, teacher), updates, roles.score)
 
@@ -128,11 +128,11 @@ class Student(Policy):
     def update(self, batches) -> dict:
         if not self.beside:
             return super().update(batches)
-        self.held = self.held.replace(frozen={**self.held.frozen, **self.beside})
+        self.state = self.state.replace(frozen={**self.state.frozen, **self.beside})
         metrics = super().update(batches)
-        frozen = dict(self.held.frozen)  # the update gave their buffers back
+        frozen = dict(self.state.frozen)  # the update gave their buffers back
         self.beside = {name: frozen.pop(name) for name in self.beside}
-        self.held = self.held.replace(frozen=frozen)
+        self.state = self.state.replace(frozen=frozen)
         return metrics
 
 
@@ -180,7 +180,7 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     c, batch, pieces = s.spec, None, []
     with s.phase("data"):
         try:
-            given, cursor = parts.rows.step(s.progress.cursor)
+            inputs, cursor = parts.rows.step(s.progress.cursor)
         except Interrupted:
             return None
     at = Progress(s.step, parts.rows.before(s.progress.cursor))
@@ -194,10 +194,10 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
             job.engine.rest()
     if s.stopping():
         return None
-    if given:
-        pieces.append(demonstrations([e for _, e in given], [p for p, _ in given], False))
+    if inputs:
+        pieces.append(demonstrations([e for _, e in inputs], [p for p, _ in inputs], False))
     traj = joined(pieces, c.distill.on_prompt)
-    from_rows = np.arange(traj.num_trajectories) >= traj.num_trajectories - len(given)
+    from_rows = np.arange(traj.num_trajectories) >= traj.num_trajectories - len(inputs)
     seed = minibatch_seed(c.run.seed, s.step)
     lay_out = functools.partial(training.make_layout, traj.sizes, num_minibatches=min(
         c.algorithm.num_minibatches, len(np.unique(traj.group))), seed=seed,
@@ -276,7 +276,7 @@ def update_all(parts: Parts, traj, layout, columns, from_rows) -> dict[str, floa
     a = c.algorithm
     dropped = a.mask_truncated & (traj.finish == 1)
     if a.early_stop_ratio or a.early_stop_kl:
-        policy.held = clear_early_stop(policy.state)
+        policy.state = clear_early_stop(policy.state)
     for _ in range(a.ppo_epochs):
         for minibatch in layout.minibatches:
             weights = training.loss_weights(

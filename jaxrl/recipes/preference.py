@@ -32,9 +32,9 @@ from jaxrl.run.setup import answered, first_prompt, open_run
 from jaxrl.training.score import make_score
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         job = open_run(s)
         c = job.config
         score = make_score(job.model, temperature=1.0, chunk=c.train.logprob_chunk, put=job.put)
@@ -195,7 +195,7 @@ def of_prompts(job):
 def evaluate_only(s, job, losses: Losses, score) -> dict:
     """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
     role = Role("policy", job, score)
-    role.held, where = publish_latest(s, job)
+    role.state, where = publish_latest(s, job)
     s.console.start("eval")
     metrics, rows = evaluate(s, of_prompts(job)) if job.engine is not None else ({}, {})
     metrics |= HeldOut(s, job, role, losses).preferences()

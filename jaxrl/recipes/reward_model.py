@@ -35,9 +35,9 @@ from jaxrl.training.score import make_value_score
 EVAL_ROWS = 256  # of held-out rows scored at once
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains and returns the content of summary.json."""
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         job = scoring(open_run(s, with_engine=False))
         c, model = job.config, Scorer(job, s.total_steps)
 
@@ -95,12 +95,12 @@ class Scorer(Policy):
         else:
             init = lambda key: parameters.cast(job.tree, job.tree.init(key), dtype)  # noqa: E731
             params = jax.jit(init, out_shardings=where)(jax.random.key(job.config.run.seed))
-        self.held = parameters.new_state(job, self.optimizer, self._abstract, params)
+        self.state = parameters.new_state(job, self.optimizer, self._abstract, params)
 
     def export(self, folder) -> None:
         """Writes a sequence classifier with one label."""
         c, job = self.job.config.checkpoint, self.job
-        hf.export(job.tree, training.merge(self.held.trainable, self.held.frozen), folder, job.hf_config,
+        hf.export(job.tree, training.merge(self.state.trainable, self.state.frozen), folder, job.hf_config,
                   c.export_dtype, tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
 
 

@@ -32,14 +32,14 @@ from jaxrl.run.session import Session
 from jaxrl.run.setup import open_run
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json.
 
     Args:
       config: a checked ConfigDict, or a Spec.
       given: what was handed over from Python (jaxrl.run.python_api).
     """
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         job = open_run(s)
         spec = job.config
         if spec.run.mode == "eval":
@@ -56,7 +56,7 @@ def run(config, given=None) -> dict:
         reports = [] if fork is None else [fork]  # entries of summary.json
 
         def open_step(speed):
-            ahead, recording = s.own(Ahead(job, roles.policy, roles.loss)), Recording(s, job, roles)
+            ahead, recording = s.close_at_end(Ahead(job, roles.policy, roles.loss)), Recording(s, job, roles)
             roles.report_corrections(s, job.engine)
             reports.append(recording)
             observers = [ahead] * ahead.works + [recording] * bool(spec.record.every)

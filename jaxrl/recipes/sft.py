@@ -19,10 +19,10 @@ from jaxrl.run.setup import host_scalars, open_run, stream_metrics
 from jaxrl.types import Trajectories
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
     held_out = bool(config.eval.sets or config.data.eval_fraction)
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         job = open_run(s, with_engine=held_out)
         c = job.config
         if c.run.mode == "eval":

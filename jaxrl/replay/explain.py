@@ -38,7 +38,7 @@ NAMED = 5        # answers, groups and tokens that are listed
 EARLIER = 10     # records whose scores say which are usual
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Explains steps, and returns what is in summary.json as `explained` and in <run.dir>/explain/step_<step>.json."""
     found = anomalies.of_run(list(diff.Run(config.run.dir).lines.values()))
     plan = Plan(config, chosen(config, found))
@@ -48,7 +48,7 @@ def run(config, given=None) -> dict:
         said, out = heading(plan, found), []
         for start, wanted in plan.chains():
             open_ones.close()
-            replay = plan.open(open_ones, given, start, wanted[0])
+            replay = plan.open(open_ones, inputs, start, wanted[0])
             if replay.s.spec.lora.adapters:
                 raise ConfigError("run.mode=explain with lora.adapters: the shares of a step are of one set of "
                                   "adapters; use run.mode=replay")
@@ -114,7 +114,7 @@ class Explained:
     def __init__(self, replay, found):
         self.replay, self.found, self.options = replay, found, replay.s.spec.algorithm
         self.earlier = earlier_scores(replay)
-        state = copied(replay.roles.policy.held)
+        state = copied(replay.roles.policy.state)
         self.done = done = replay.one()
         self.number, self.traj = replay.s.step, done.batch.traj
         self.verdict = replay.judged(done)

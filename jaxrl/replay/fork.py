@@ -22,7 +22,7 @@ from jaxrl.replay.replay import Plan, line_of
 HERE = ("mesh", "log", "launch")  # groups of options of where a run is, not of what it is
 
 
-def started(config, given):
+def started(config, inputs):
     """The config of a run; of a fork with run.resume at the recorded run's state before fork.step, which is brought
     about where no checkpoint holds it. Raises ConfigError where the record does not go that far, and where options
     differ that would change the past."""
@@ -52,19 +52,19 @@ def started(config, given):
         raise ConfigError(f"fork.run={c.fork.run!r}: these options would change the past: {'; '.join(refused)}. "
                           f"--config={plan.folder / 'config.json'} takes the recorded run's own")
     if start < step - 1:
-        _again(plan, given, c, start)
+        _again(plan, inputs, c, start)
         c.run.resume = "auto"
     elif start:
         c.run.resume = str(plan.checkpoints / f"{start:08d}")
     return c
 
 
-def _again(plan: Plan, given, c, start: int) -> None:
+def _again(plan: Plan, inputs, c, start: int) -> None:
     """Computes recorded steps again from `start` to the one before the fork, and saves their state as the fork's first
     checkpoint."""
     last = c.fork.step - 1
     with contextlib.ExitStack() as opened:
-        replay = plan.open(opened, given, start, last)
+        replay = plan.open(opened, inputs, start, last)
         s = replay.s
         if PassRates.name in (s.resumed.host["parts"] if s.resumed else ()) or s.spec.data.pass_rate_min > 0 or \
                 s.spec.data.pass_rate_max < 1:
@@ -80,7 +80,7 @@ def _again(plan: Plan, given, c, start: int) -> None:
                 raise RunStopped(f"fork.run={c.fork.run!r}: step {s.step} computed again is not the recorded one "
                                  f"({found.first.name}: {found.first.text}); choose a step right behind a checkpoint, "
                                  "or the versions that recorded it")
-        s.read = s.resumed.host["read"] if s.resumed else files.header(plan.paths[last]).get("read")
+        s.fingerprints = s.resumed.host["read"] if s.resumed else files.header(plan.paths[last]).get("read")
         target = Checkpointer(c.run.dir, c, s.faults)
         try:
             target.save(s.step, *s.content())

@@ -28,7 +28,7 @@ from jaxrl.rl.recording import restore_batch, trained_states
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.step import lay_out, learn, prepare
 from jaxrl.run.session import Session
-from jaxrl.run.setup import open_job, read_inputs
+from jaxrl.run.setup import open_job, read_model_inputs
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")
@@ -55,9 +55,9 @@ class Replay:
 
     def __init__(self, s, paths: dict[int, Path], total_steps: int):
         self.s, self.paths = s, paths
-        s.reads(None, {})
+        s.set_stream(None, {})
         s.total_steps = total_steps  # schedules count to it
-        self.job = open_job(s.spec, read_inputs(s.spec, s.given.tokenizer))
+        self.job = open_job(s.spec, read_model_inputs(s.spec, s.inputs.tokenizer))
         s.set_spec(self.job.config)
         self.roles = Roles(self.job, total_steps)
         s.restore(self.roles.policy, self.roles.parts)
@@ -92,14 +92,14 @@ class Replay:
                                done.batch.traj, self.rounding)
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Computes the steps of replay.steps again and returns what came of it, which is in summary.json as `replay` (and
     what came of replay.try as `tried`)."""
     plan, found, tried = Plan(config), [], []
     with contextlib.ExitStack() as open_ones:
         for start, wanted in plan.chains():
             open_ones.close()
-            replay = plan.open(open_ones, given, start, wanted[0])
+            replay = plan.open(open_ones, inputs, start, wanted[0])
             replay.s.open_telemetry(read_only=True, step=replay.s.step)
             replay.s.say(plan.introduction(start, wanted[0]))
             while replay.s.step < wanted[-1]:
@@ -195,12 +195,12 @@ class Plan:
                 out.append((start, [step]))
         return out
 
-    def open(self, stack: contextlib.ExitStack, given, start: int, step: int) -> Replay:
+    def open(self, stack: contextlib.ExitStack, inputs, start: int, step: int) -> Replay:
         """The state after step `start`, in a Session of its own, under the config that `step` was made under."""
         asked = self._asked(step)
         asked.run.resume = str(self.checkpoints / f"{start:08d}") if start else "never"
         header = files.header(self.paths[step])
-        s = stack.enter_context(Session(resolve(asked, engine=header["engine"]), given))
+        s = stack.enter_context(Session(resolve(asked, engine=header["engine"]), inputs))
         return Replay(s, self.paths, header["total_steps"])
 
     def _asked(self, step: int):

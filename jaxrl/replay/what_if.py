@@ -50,19 +50,19 @@ class StepState(NamedTuple):
     def of(cls, roles) -> StepState:
         critic, reference = roles.critic, roles.reference
         own = critic is not None and not critic.shared
-        return cls(copied(roles.policy.held), copied(critic.held) if own else None,
+        return cls(copied(roles.policy.state), copied(critic.state) if own else None,
                    dataclasses.replace(critic.running) if critic is not None else None,
                    getattr(reference, "held", None), getattr(reference, "epochs", 0.0))
 
     def give(self, roles) -> None:
         """Puts copies of it into the roles of a step."""
         critic, reference = roles.critic, roles.reference
-        roles.policy.held = copied(self.policy)
+        roles.policy.state = copied(self.policy)
         if critic is not None:
-            critic.held = None if self.critic is None else copied(self.critic)
+            critic.state = None if self.critic is None else copied(self.critic)
             critic.running = dataclasses.replace(self.running)
         if reference is not None and self.reference is not None:
-            reference.held, reference.epochs = self.reference, self.epochs
+            reference.state, reference.epochs = self.reference, self.epochs
 
 
 # ---- what is measured
@@ -199,11 +199,11 @@ def altered(replay, name: str, value):
     if (roles.critic is None) != (own.critic is None):
         raise ConfigError(f"{here}: the run {'has' if own.critic else 'had'} {'a' if own.critic else 'no'} critic, and "
                           f"this setting is of a run {'with' if roles.critic else 'without'} one; leave it out")
-    wants = jax.eval_shape(roles.policy.optimizer.init, own.policy.held.trainable)
-    if jax.tree.structure(wants) != jax.tree.structure(own.policy.held.opt_state):
+    wants = jax.eval_shape(roles.policy.optimizer.init, own.policy.state.trainable)
+    if jax.tree.structure(wants) != jax.tree.structure(own.policy.state.opt_state):
         raise ConfigError(f"{here}: the optimizer's state would have another form; leave it out")
     if roles.reference is not None and own.reference is None:
-        roles.policy.held = own.policy.held
+        roles.policy.state = own.policy.state
         roles.reference.start(None, None)
     return roles
 

@@ -43,7 +43,7 @@ class Recording:
         self.s, self.options, self.folder = s, job.config.record, s.run_dir / files.FOLDER
         self.roles, self.rewards, self._begun = roles, job.rewards, None
         self.header = {"jaxrl": jaxrl.__version__, "jax": jax.__version__, "engine": job.config.rollout.engine,
-                       "total_steps": s.total_steps, "read": s.read, "sampling": sampling_options(s.spec)}
+                       "total_steps": s.total_steps, "read": s.fingerprints, "sampling": sampling_options(s.spec)}
         self.bytes = self.tokens = self.steps = 0
         self._newest = (-1, None)  # (step, hashes of the states after it), with which the next step begins
         if s.peers.first:

@@ -128,7 +128,7 @@ class Rollouts:
         """
         own = {"engine": job.engine, "stream": s.stream, "rewards": job.rewards, "decode": job.decode,
                "reward_model": job.reward_model, "steps": s.total_steps}
-        return s.own(cls(job.config, s, **own | changes))
+        return s.close_at_end(cls(job.config, s, **own | changes))
 
     def close(self) -> None:
         if self.scorer is not None:
@@ -315,7 +315,7 @@ class Rollouts:
 
     def abstract(self):
         """Returns shapes of the arrays that the resumed checkpoint holds (see Session.restore)."""
-        sizes = (self.session.held(self.name) or {}).get("sizes", ())
+        sizes = (self.session.resumed_part(self.name) or {}).get("sizes", ())
         return {str(i): np.zeros(n, np.uint8) for i, n in enumerate(sizes)}
 
     def start(self, arrays, host: dict | None) -> None:

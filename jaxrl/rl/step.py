@@ -193,7 +193,7 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
     traj, a, pending = batch.traj, spec.algorithm, []
     weigh = make_loss_weigher(spec, batch, prepared.columns)
     if a.early_stop_ratio or a.early_stop_kl:
-        policy.held = clear_early_stop(policy.state)
+        policy.state = clear_early_stop(policy.state)
     for _ in range(a.ppo_epochs):
         for minibatch in prepared.layout.update.minibatches:
             weights = weigh(minibatch)

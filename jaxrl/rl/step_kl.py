@@ -86,4 +86,4 @@ class StepLimit:
 
     def _take(self, after, scale: float, where) -> None:
         found = jax.device_put(interpolate(self.params, after, np.float32(scale)), where)
-        self.policy.held = self.policy.state.replace(trainable=found)
+        self.policy.state = self.policy.state.replace(trainable=found)

@@ -82,15 +82,11 @@ class Critic(Role):
             self.running = Running(**host)
         if not self.shared:
             with self.on():
-                self.held = arrays if host else self._new()
+                self.state = arrays if host else self._new()
             self.rest()
 
-    @property
-    def state(self):
-        return self.held
-
     def arrays(self):
-        return {} if self.shared else self.held
+        return {} if self.shared else self.state
 
     def host(self) -> dict:
         return dataclasses.asdict(self.running)
@@ -118,8 +114,8 @@ class Critic(Role):
             raw = self._score(training.merge(policy_state.trainable, policy_state.frozen), traj, layout)
         else:
             with self.on():
-                self.held = self._awake(self.held)
-                raw = self._score(training.merge(self.held.trainable, self.held.frozen), traj, layout)
+                self.state = self._awake(self.state)
+                raw = self._score(training.merge(self.state.trainable, self.state.frozen), traj, layout)
         if not self.options.normalize:
             return raw.astype(np.float64), raw
         return self.running.mean + self.running.std * raw.astype(np.float64), raw
@@ -154,7 +150,7 @@ class Critic(Role):
                 for minibatch in layout.minibatches:
                     weights = {"token": training.loss_weights(traj, minibatch.sequences, "token_mean")["token"]}
                     batches = (self.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
-                    self.held, metrics = self.update(self.held, batches)
+                    self.state, metrics = self.update(self.state, batches)
                     pending.append(metrics)
         self.rest()
         return pending

@@ -53,12 +53,12 @@ class Reference(Role):
 
     def start(self, arrays, host: dict | None) -> None:
         if host and self.moves:
-            self.held, self.epochs = arrays, host["epochs"]
+            self.state, self.epochs = arrays, host["epochs"]
         elif self.job.here(self.name):
             with self.on():
                 path, revision = self.options.path, self.options.revision
                 start = parameters.initial_params(self.job, path, role=self.name, revision=revision)
-                self.held = self._cast(start)
+                self.state = self._cast(start)
         self.rest()
 
     def _cast(self, params):
@@ -72,7 +72,7 @@ class Reference(Role):
         return parameters.param_shardings(self.job, tree=self.job.model.base, role=self.name)
 
     def arrays(self):
-        return self.held if self.moves else {}
+        return self.state if self.moves else {}
 
     def host(self) -> dict | None:
         return {"epochs": self.epochs} if self.moves else None
@@ -93,9 +93,9 @@ class Reference(Role):
 
     def take(self, policy) -> None:
         """Becomes the policy."""
-        self.held = self._cast(policy.weights())
+        self.state = self._cast(policy.weights())
         if self.job.mesh_of(self.name) is not self.job.mesh:
-            self.held = memory.moved(self.held, self._place())
+            self.state = memory.moved(self.state, self._place())
         self.rest()
 
 
@@ -126,20 +126,20 @@ class BaseReference(Reference):
         if host is None:
             self.take(self.policy)
         else:
-            self.held, self.epochs = arrays, host["epochs"]
+            self.state, self.epochs = arrays, host["epochs"]
 
     def take(self, policy) -> None:
         copy = lambda x: parameters.settled(cast_params(x, x.dtype)) if memory.rests(x) else jnp.copy(x)  # noqa: E731
-        self.held = jax.tree.map(copy, _of_model(policy.state.trainable))
+        self.state = jax.tree.map(copy, _of_model(policy.state.trainable))
 
     def params(self):
         frozen = self.policy.state.frozen
         if self.alone:
             return adapters.without(parameters.policy_params({}, frozen))
-        return parameters.policy_params(self.held, frozen)
+        return parameters.policy_params(self.state, frozen)
 
     def arrays(self):
-        return {} if self.alone else self.held
+        return {} if self.alone else self.state
 
     def host(self) -> dict | None:
         return None if self.alone else {"epochs": self.epochs}

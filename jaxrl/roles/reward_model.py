@@ -99,7 +99,7 @@ class RewardModel(Role):
                                           mesh.shape["cp"], windows)
         with self.on():
             where = parameters.param_shardings(job, tree=self.tree, role=PART)
-            self.held = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])
+            self.state = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])
         self.rest()
 
     def add_scores(self, traj, examples, texts, result: RewardResult | None) -> RewardResult | None:

@@ -47,7 +47,7 @@ class Role:
     def __init__(self, name: str, job, score=None):
         self.name = self.place = name  # place: the role whose devices it has
         self.job, self._score = job, score
-        self.held = None  # parameters, or the TrainState around them
+        self.state = None  # parameters, or the TrainState around them
 
     @functools.cached_property
     def rests(self) -> bool:
@@ -68,7 +68,7 @@ class Role:
 
     def params(self):
         """The parameters as one tree, where the programs of its devices can use them."""
-        held = self.held
+        held = self.state
         tree = training.merge(held.trainable, held.frozen) if isinstance(held, TrainState) else held
         return tree if self.streams else memory.to_devices(tree)
 
@@ -93,7 +93,7 @@ class Role:
     def rest(self) -> None:
         """Leaves its devices, where mesh.roles says so."""
         if self.rests:
-            self.held = memory.to_host(self.held)
+            self.state = memory.to_host(self.state)
 
 
 class Policy(Role):
@@ -108,13 +108,9 @@ class Policy(Role):
         self.optimizer, schedule = parameters.policy_optimizer(job, max(1, updates))
         self.program = training.make_update(job.model, self.optimizer, schedule, objective, parameters.in_parts(job))
 
-    @property
-    def state(self) -> TrainState:
-        return self.held
-
     def update(self, batches) -> dict:
         """One optimizer step on microbatches; metrics stay on the device."""
-        self.held, metrics = self.program(self.held, batches)
+        self.state, metrics = self.program(self.state, batches)
         return metrics
 
     def gradients(self, state, batches):
@@ -123,21 +119,21 @@ class Policy(Role):
 
     def restart_optimizer(self) -> None:
         """The optimizer's state as at its start; learning-rate schedules go on where they are."""
-        state = self.held
+        state = self.state
         fresh = training.streaming.initial(self.optimizer, state.trainable, state.opt_state)
-        self.held = state.replace(opt_state=keep_schedules(fresh, state.opt_state))
+        self.state = state.replace(opt_state=keep_schedules(fresh, state.opt_state))
 
     def export(self, folder) -> None:
         """Writes the model as a Hugging Face folder; of adapters what lora.export says, of several a folder in it for
         each."""
         job = self.job
         for k, name in enumerate(several.names(job.model)):
-            own = several.taken(job.model, k, {**self.held.trainable, **self.held.frozen})
+            own = several.taken(job.model, k, {**self.state.trainable, **self.state.frozen})
             one = dataclasses.replace(job, model=several.alone(job.model, k))
             options = adapter_table.lora_of(job.config, name)
             self._write(one, options, parameters.policy_params({}, own), Path(folder) / name)
         if not several.names(job.model):
-            params = parameters.policy_params(self.held.trainable, self.held.frozen)
+            params = parameters.policy_params(self.state.trainable, self.state.frozen)
             self._write(job, job.config.lora, params, folder)
 
     @staticmethod
@@ -151,7 +147,7 @@ class Policy(Role):
 
     def weights(self):
         """The language model's parameters (nested tree), as the engine takes them; a copy where adapters are merged."""
-        return parameters.published(self.job, parameters.policy_params(self.held.trainable, self.held.frozen))
+        return parameters.published(self.job, parameters.policy_params(self.state.trainable, self.state.frozen))
 
     @contextlib.contextmanager
     def resting(self, engine):
@@ -160,17 +156,17 @@ class Policy(Role):
         if not self.rests:
             yield
             return
-        where = jax.tree.map(lambda x: x.sharding, self.held)
+        where = jax.tree.map(lambda x: x.sharding, self.state)
         merged = parameters.engine_model(self.job) is not self.job.model  # the engine has a copy of its own
         if merged:
             engine.moved(memory.to_host(self.weights()))
-        self.held = memory.to_host(self.held)
+        self.state = memory.to_host(self.state)
         if not merged:
             engine.moved(self.weights())
         try:
             yield
         finally:
-            self.held = jax.device_put(self.held, where)
+            self.state = jax.device_put(self.state, where)
             if not merged:
                 engine.moved(self.weights())
 
@@ -184,18 +180,18 @@ class Policy(Role):
     def start(self, arrays: dict | None) -> None:
         if arrays is None:
             start = parameters.start_params(self.job)
-            self.held = parameters.new_state(self.job, self.optimizer, self._abstract, start)
+            self.state = parameters.new_state(self.job, self.optimizer, self._abstract, start)
         else:
             arrays = dict(arrays)
             was = arrays.pop("base_digest", None)
-            self.held = TrainState(**parameters.restored(self.job, self._abstract, arrays))
+            self.state = TrainState(**parameters.restored(self.job, self._abstract, arrays))
         if self.job.model.adapter is not None:
-            self.base_digest = parameters.base_digest(self.held.frozen)
+            self.base_digest = parameters.base_digest(self.state.frozen)
             if arrays is not None:
                 parameters.check_base(self.base_digest, was)
 
     def arrays(self) -> dict:
-        held = parameters.kept(self.job, dict(vars(self.held)))
+        held = parameters.kept(self.job, dict(vars(self.state)))
         return held if self.job.model.adapter is None else {**held, "base_digest": self.base_digest}
 
 

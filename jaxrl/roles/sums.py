@@ -81,13 +81,13 @@ class ReferenceSums:
         if missing:
             self._score(traj, layout, keys, missing)
         else:
-            self.role.held = None
+            self.role.state = None
         return np.array([self.known[key] for key in keys])
 
     def _score(self, traj, layout, keys, missing) -> None:
         """All answers are scored where one is missing, in the layout that they have anyway: as the policy is, so that a
         policy that is the reference has the same sums. What is known stays."""
-        if self.role.held is None and self.role.job.here("reference"):
+        if self.role.state is None and self.role.job.here("reference"):
             self.role.start(None, None)
         found = sums_of(self.role, traj, layout)
         self.role.rest()

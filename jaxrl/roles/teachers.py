@@ -110,7 +110,7 @@ class LocalTeacher(Role):
         with self.on():
             where = parameters.param_shardings(job, tree=self.model, role=self.place)
             dtype = parameters.DTYPES[self.options.dtype]
-            self.held = hf.load_params(self.model, source, self.options.revision, where, dtype)
+            self.state = hf.load_params(self.model, source, self.options.revision, where, dtype)
         top = c.distill.top_k if self.wants == "top" else 0
         if top > self.vocab:
             raise ConfigError(f"distill.top_k={top}: the teacher has {self.vocab} tokens; lower it, or set 0 for all")
@@ -162,7 +162,7 @@ class LocalTeacher(Role):
         return {f"{TEACHER}/{outer}/{inner}": memory.moved(weight, where)}
 
     def close(self) -> None:
-        self.held = None
+        self.state = None
 
 
 class ServerTeacher:

@@ -149,7 +149,7 @@ def test_a_local_teacher_is_held_as_asked(folder, tmp_path):
     said = {}
     for dtype in ("fp32", "bf16"):
         teacher, columns, _ = asked(job(folder, tmp_path, teacher__dtype=dtype, distill__loss="forward", distill__top_k=4))
-        assert {x.dtype.name for x in jax.tree.leaves(teacher.held)} == {{"fp32": "float32", "bf16": "bfloat16"}[dtype]}
+        assert {x.dtype.name for x in jax.tree.leaves(teacher.state)} == {{"fp32": "float32", "bf16": "bfloat16"}[dtype]}
         said[dtype] = columns["teacher_logprobs"]
         assert said[dtype].dtype == np.float32
     assert 0 < np.abs(said["fp32"] - said["bf16"]).max() < 0.2

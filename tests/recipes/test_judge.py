@@ -214,7 +214,7 @@ def test_head_weight_and_dtype(policys, tmp_path):
     heavy = results_of(judge_of(path, **{"reward.model.weight": -2.0}), traj)
     np.testing.assert_allclose(heavy.total - 0.5, -2 * (plain.total - 0.5))
     half = judge_of(path, **{"reward.model.dtype": "bf16"})
-    assert {x.dtype for x in jax.tree.leaves(half.held)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(half.state)} == {jnp.dtype(jnp.bfloat16)}
     rounded = results_of(half, traj).parts["reward_model"] - plain.parts["reward_model"]
     assert 1e-5 < np.abs(rounded).max() < 1
     named = reward_model(tmp_path / "named", tokenizer, name="value_head")[0]
@@ -254,7 +254,7 @@ from training_helpers import batch_of_groups
 traj = batch_of_groups(groups=3, size=4)[0]
 for roles in ({}, {"policy": {"devices": "0-1"}, "reward_model": {"devices": "2-3", "fsdp": 2, "rest": "host"}}):
     judge = test_judge.judge_of(sys.argv[1], **{"mesh.roles": roles})
-    resting = sorted({x.sharding.memory_kind for x in jax.tree.leaves(judge.held)})
+    resting = sorted({x.sharding.memory_kind for x in jax.tree.leaves(judge.state)})
     found = test_judge.results_of(judge, traj).parts["reward_model"]
     with judge.on():
         held = jax.tree.leaves(judge.params())

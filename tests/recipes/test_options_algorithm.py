@@ -653,10 +653,10 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     reference, steps = Reference(opened), itertools.count(1)
 
     def after(cursor, value):
-        policy.held = state.replace(trainable={"w/kernel": jnp.full(3, value)})
-        return reference.after_step(policy, next(steps), cursor / 10)["policy/reference_reset"], float(reference.held["w"]["kernel"][0])
+        policy.state = state.replace(trainable={"w/kernel": jnp.full(3, value)})
+        return reference.after_step(policy, next(steps), cursor / 10)["policy/reference_reset"], float(reference.state["w"]["kernel"][0])
 
-    reference.held = {"w": {"kernel": jnp.zeros(3)}}
+    reference.state = {"w": {"kernel": jnp.zeros(3)}}
     assert [after(3, 1.0), after(6, 2.0), after(9, 3.0)] == [(0, 0), (1, 2), (0, 2)]
     held, said = reference.arrays(), json.loads(json.dumps(reference.host()))
     reference = Reference(opened)
