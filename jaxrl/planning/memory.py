@@ -18,7 +18,7 @@ from jaxrl.kernels.experts.layout import blocks_of
 from jaxrl.kernels.logprob import chunked
 from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, token_shards, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
-from jaxrl.training import optimizer, streaming
+from jaxrl.training import optimizer, streaming, update
 
 # Which standing parts each program has as arguments. `publish` makes rollout_weights new, the old copy is dropped.
 ARGUMENTS = {
@@ -207,11 +207,13 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
                                              and t * cfg.vocab_size <= chunked.KEPT_CPU)
         chunk *= 4
         table = cfg.hidden_size * cfg.vocab_size / tp
-        head = kept + (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
+        of_logits, of_table = (1.5, 4) if kind_of_device == "gpu" else (4, 8)
+        head = kept + (of_logits if learns else 2) * chunk + table * act + (of_table * table if learns else 0)
     if not learns:
         return hidden + max(layer + gathered, head)
     saved = _saved(model, t, mesh, act, length)
-    gradients = 0.0 if streams else weight_bytes(model, mesh, TRAIN_RULES, 4)
+    added = streams or (update.IN_PLACE and model.scan_layers and at_once == 1 and config.train.param_dtype == "fp32")
+    gradients = 0.0 if added else weight_bytes(model, mesh, TRAIN_RULES, 4)
     own = layer_weights(model, mesh["ep"]) / tp * 4
     embedding = cfg.hidden_size * cfg.vocab_size / tp * 4 if head else 0.0
     return saved + hidden + max(layer + gathered + own + gradients + embedding, head)
