@@ -102,7 +102,7 @@ def objective(job, roles: Roles, teacher):
     d = job.config.distill
     if d.loss == "sampled":
         return roles.loss
-    whole = teachers.wanted(job.config) == "hidden"
+    whole = teachers.needed_part(job.config) == "hidden"
     return training.Distillation(
         kind=d.loss, beta=d.beta, coef=d.coef, tail=d.tail, ce=d.ce, temperature=d.temperature,
         teacher=teacher.model if whole else None, vocab=teacher.vocab, teacher_temperature=d.teacher_temperature,
@@ -252,7 +252,7 @@ def joined(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
 def ask(parts: Parts, batch, traj, layout) -> tuple[dict, dict]:
     """(token columns of the loss, metrics) after the teacher has spoken; policy and reference as in rl."""
     s, policy, d = parts.s, parts.roles.policy, parts.s.spec.distill
-    said = parts.teacher.ask(traj, layout, lambda: policy.most_probable(traj, layout))
+    said = parts.teacher.targets(traj, layout, lambda: policy.most_probable(traj, layout))
     if d.loss == "sampled":
         columns = parts.roles.columns(traj, layout)
         if batch.staleness is not None:

@@ -90,7 +90,7 @@ class Scorer(Policy):
         job, m = self.job, self.job.config.model
         dtype, where = parameters.DTYPES[job.config.train.param_dtype], parameters.param_shardings(job)
         if m.init == "pretrained":
-            then = parameters.settled if self.streams else None
+            then = parameters.move_to_host if self.streams else None
             params = hf.load_critic(job.tree, parameters.source_of(m.path), m.revision, where, dtype, then)
         else:
             init = lambda key: parameters.cast(job.tree, job.tree.init(key), dtype)  # noqa: E731

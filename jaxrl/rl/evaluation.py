@@ -208,22 +208,22 @@ def publish_latest(s, job):
     c = job.config
     optimizer, _ = parameters.policy_optimizer(job, 1)
     state = parameters.abstract_state(job, optimizer)
-    wanted = parameters.kept(job, {"trainable": state.trainable, "frozen": state.frozen})
+    wanted = parameters.checkpoint_fields(job, {"trainable": state.trainable, "frozen": state.frozen})
     wanted |= {} if job.model.adapter is None else {"base_digest": np.zeros(32, np.uint8)}
     restored = s.checkpointer.restore(wanted, c.run.resume, partial=True)
     if restored is None:
-        params = parameters.policy_start(job)
+        params = parameters.initial_policy(job)
     else:
         arrays = dict(restored.arrays)
         was = arrays.pop("base_digest", None)
-        arrays = parameters.restored(job, state, arrays)
+        arrays = parameters.fields_from_checkpoint(job, state, arrays)
         if was is not None:
             parameters.check_base(parameters.base_digest(arrays["frozen"]), was)
         params = parameters.policy_params(**arrays)
         s.resume_at(restored.host)
     s.open_telemetry(read_only=True, step=s.step)
     if job.engine is not None:
-        job.engine.publish(parameters.published(job, params), s.step)
+        job.engine.publish(parameters.engine_params(job, params), s.step)
     return params, restored.path if restored else (c.model.path or "random initialisation")
 
 

@@ -37,7 +37,7 @@ from jaxrl.processes.exchange import put
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.rewards.items import trial_items
-from jaxrl.roles.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
+from jaxrl.roles.parameters import DTYPES, attach_adapter, dtype_of, engine_model, policy_tree, source_of, trained_names
 from jaxrl.roles.reward_model import RewardModel, read_reward_model
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
@@ -370,7 +370,7 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     except ConfigError as e:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
     unrolled = dataclasses.replace(table, scan_layers=False)  # whether layers are scanned is not decided yet
-    adapters.check(adapted(config, unrolled))
+    adapters.check(attach_adapter(config, unrolled))
     experts = table.config.num_expert_layers
     check_experts(config, unrolled)
     if experts and config.lora.adapters:
@@ -480,7 +480,7 @@ def build_model(spec, hf_config):
     model = models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
                          remat=c.remat, remat_every=every, attention=c.attention, matmul=spec.train.matmul,
                          experts=c.experts, ring=c.ring_attention)
-    return adapted(spec, model)
+    return attach_adapter(spec, model)
 
 
 def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
@@ -553,11 +553,11 @@ def adapter_lines(job: Job) -> list[str]:
     """Returns lines about adapters: which parameters train, how the base is stored; [] without adapters."""
     if (adapter := job.model.adapter) is None:
         return []
-    own, ranks = trained(job), sorted({target.rank for target in adapter.targets})
+    own, ranks = trained_names(job), sorted({target.rank for target in adapter.targets})
     each = {name: ", ".join(f"{key}={value}" for key, value in sorted(job.config.lora.adapters[name].items()))
             for name, _ in adapter.parts}
     size = sum(math.prod(e.shape) for e in job.tree.entries if "/".join(e.path) in own)
-    kind, held = dtypes(job), [e for e in job.model.entries if "/".join(e.path) not in own]
+    kind, held = dtype_of(job), [e for e in job.model.entries if "/".join(e.path) not in own]
     weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in held)
     bits = (job.config.lora.base != "none") * f"{job.config.lora.base}, the rest of it in "
     ranks = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

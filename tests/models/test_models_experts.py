@@ -282,10 +282,10 @@ def test_what_chooses_never_trains():
     job = SimpleNamespace(model=model, tree=model, config=config)
     for everything in (False, True):
         trainable, frozen = parameters._parts(job, params, everything)
-        assert set(frozen) == {name} == parameters.fixed(model) and frozen[name].dtype == np.float32 and "head/kernel" in trainable
+        assert set(frozen) == {name} == parameters.untrained_names(model) and frozen[name].dtype == np.float32 and "head/kernel" in trainable
     whole = resolved(Selection(2, 4.0, target_modules=("q_proj",), modules_to_save=("mlp.gate",)), model, strict=True)
     model = dataclasses.replace(model, adapter=whole)
-    names = parameters.trained(SimpleNamespace(model=model, tree=model, config=config))
+    names = parameters.trained_names(SimpleNamespace(model=model, tree=model, config=config))
     assert name not in names and "layers/sub_0/mlp/router/kernel" in names
 
 

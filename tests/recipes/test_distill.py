@@ -188,7 +188,7 @@ def test_files_give_back_what_was_written_whatever_the_order(tmp_path):
         np.testing.assert_array_equal(found["teacher_logprobs"][mask], said[1][mask][:, :3])
         assert (found["teacher_ids"][~mask] == -1).all() and found["teacher_ids"].dtype == np.int32
     changed = dataclasses.replace(traj, **{"tokens": traj.tokens + (np.arange(len(traj.tokens)) == 0)})
-    with pytest.raises(ConfigError, match="nothing of 1 of this step's 6 rows"):
+    with pytest.raises(ConfigError, match="1 of this step's 6 rows are missing"):
         files.columns(changed)
     files.close()
 
@@ -205,7 +205,7 @@ def test_files_of_another_teacher_are_refused(tmp_path):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options(top_k=5))
     content = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-    with pytest.raises(ConfigError, match="a.safetensors is not what was written"):
+    with pytest.raises(ConfigError, match="a.safetensors is damaged"):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options())
     (tmp_path / "a.safetensors").write_bytes(content)
     save_file({"x": np.zeros(3)}, tmp_path / "b.safetensors")

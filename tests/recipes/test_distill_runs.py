@@ -140,7 +140,7 @@ def asked(c):
     rows = [SimpleNamespace(prompt_ids=np.arange(3, 9), target_ids=np.arange(9, 40 + k), trained=None) for k in range(9)]
     traj = demonstrations(rows, range(9), False)
     layout = training.make_layout(traj.sizes, here.score_shapes, share_prompts=False)
-    return teacher, teacher.ask(traj, layout, None), sum(len(m.microbatches) for m in layout.minibatches)
+    return teacher, teacher.targets(traj, layout, None), sum(len(m.microbatches) for m in layout.minibatches)
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_the_objective_is_what_the_options_say():
     c.distill.tail, c.distill.ce, c.distill.top_k = False, 0.1, 4
     c.distill.temperature, c.distill.teacher_temperature = 0.9, 1.1
     spec = resolve(c, engine="jax")
-    assert teachers.wanted(spec) == "at"
+    assert teachers.needed_part(spec) == "at"
     stub = SimpleNamespace(config=spec, compute_dtype=jnp.float32)
     teacher = SimpleNamespace(model="model", vocab=7)
     found = distill.objective(stub, None, teacher)
@@ -188,7 +188,7 @@ def test_the_objective_is_what_the_options_say():
     spec = resolve(c, engine="jax")
     algorithm = SimpleNamespace(loss="policy gradient")
     assert distill.objective(SimpleNamespace(config=spec), algorithm, teacher) == "policy gradient"
-    assert teachers.wanted(spec) == "logprob"
+    assert teachers.needed_part(spec) == "logprob"
 
 
 def test_sampled_advantages_take_coef_and_gamma():

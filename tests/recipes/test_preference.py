@@ -146,7 +146,7 @@ def test_a_sum_that_is_not_what_was_written_is_computed_anew(trained, tmp_path, 
         copy.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
         caplog.clear()
         found = sums.ReferenceSums._read(opened)
-        assert len(found) == len(whole) // sums.RECORD.itemsize - 1 and "1 of 44 sums are not what was written" in caplog.text
+        assert len(found) == len(whole) // sums.RECORD.itemsize - 1 and "1 of 44 sums are damaged" in caplog.text
 
 
 @pytest.mark.slow
