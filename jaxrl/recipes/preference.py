@@ -28,7 +28,7 @@ from jaxrl.roles.role import Policy, Role
 from jaxrl.roles.sums import ReferenceSums, sums_of
 from jaxrl.run.fit import fit
 from jaxrl.run.session import Session
-from jaxrl.run.setup import answered, first_prompt, open_run
+from jaxrl.run.setup import sets_to_complete, first_prompt, open_run
 from jaxrl.training.score import make_score
 
 
@@ -163,7 +163,7 @@ class HeldOut:
     def __init__(self, s, job, role: Role, losses: Losses, sync=None):
         self.role, self.losses = role, losses
         self.steps = {name: Step(job, [data[i] for i in range(len(data))])
-                      for name, data in job.eval_sets.items() if name not in answered(job.config, job.eval_sets)}
+                      for name, data in job.eval_sets.items() if name not in sets_to_complete(job.config, job.eval_sets)}
         self.answers = None
         if sync is not None:
             self.answers = Evaluation(s, of_prompts(job), sync)
@@ -189,7 +189,7 @@ class HeldOut:
 
 def of_prompts(job):
     """The job with the held-out sets that are answered."""
-    return dataclasses.replace(job, eval_sets=answered(job.config, job.eval_sets))
+    return dataclasses.replace(job, eval_sets=sets_to_complete(job.config, job.eval_sets))
 
 
 def evaluate_only(s, job, losses: Losses, score) -> dict:
