@@ -1,5 +1,5 @@
-"""What users of jaxrl call: `train`, which the command line, scripts and notebooks share, and the names of a loop of
-one's own (OWN_LOOP; docs/reference/python.md).
+"""The public API: `train`, which the command line, scripts and notebooks share, and the names for a user's own loop
+(OWN_LOOP; docs/reference/python.md). Nothing heavy is imported until a function needs it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
 
     Raises:
       ConfigError: before any device work, naming field, value and remedy of every problem.
-      RunStopped: the run had to stop, or a callback failed; what was saved is resumed by the same call.
+      RunStopped: the run had to stop, or a callback failed; repeat the call to resume from the latest checkpoint.
     """
     _check_call(unknown)
     from jaxrl import data as data_room
@@ -86,7 +86,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
     common.check(config)
     if config.run.mode in ("plan", "certify"):
         return _run_without_devices(config, inputs)
-    if config.run.mode not in replay.AGAIN:  # what was recorded needs no data
+    if config.run.mode not in replay.AGAIN:  # recorded steps need no data
         data_room.check_paths(config, inputs.data is not None, inputs.eval or ())
     telemetry.setup_logging(config.log.level)
     from jaxrl.processes import group
@@ -130,7 +130,7 @@ def _run_without_devices(config, inputs) -> dict:
 
 
 def _train(config, inputs, peers) -> dict:
-    """`train` in a process that has met its peers."""
+    """Runs the job of `train` in a process that has joined its group. Returns its summary."""
     from jaxrl import telemetry
     from jaxrl.config.load import redacted
     from jaxrl.planning.comparison import comparison
@@ -168,11 +168,11 @@ def _after_warm_start(config, inputs):
         raise ConfigError(f"run.warm_start={config.run.warm_start!r}: {e}") from e
     if not recipe_of(first).starts_others or first.run.warm_start:
         raise ConfigError(
-            f"run.warm_start={config.run.warm_start!r}: must be an SFT config without a warm start of its own"
+            f"run.warm_start={config.run.warm_start!r}: must be an SFT config that has no run.warm_start itself"
         )
     if first.lora.adapters:
         raise ConfigError(f"run.warm_start={config.run.warm_start!r}: with lora.adapters its export is a folder for "
-                          "each adapter; run it by itself, and begin from one of them (model.path, or lora.path)")
+                          "each adapter; run it separately and start from one of them (model.path, or lora.path)")
     folder = Path(config.run.dir) / "warm_start"
     for name in ("seed", "compile_cache", "matmul_precision", "deterministic"):
         first.run[name] = config.run[name]
@@ -186,14 +186,14 @@ def _after_warm_start(config, inputs):
         _check_before(first, config, inputs)
         train(first)
     if not peers().decide(f"{folder} is finished now", _finished, folder):
-        raise SystemExit(0)  # the warm start was asked to stop; the same command goes on from its checkpoint
+        raise SystemExit(0)  # the warm start was stopped on request; the same command resumes it
     config.model.path, config.model.init = str(export), "pretrained"
     config.model.tokenizer = config.model.tokenizer or str(export)
     return config
 
 
 def _check_before(first, config, inputs) -> None:
-    """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
+    """Raises ConfigError for inputs that the job after the warm start would reject, before the warm start runs."""
     from jaxrl import sharding
     from jaxrl.run.setup import check_inputs
 
@@ -202,7 +202,7 @@ def _check_before(first, config, inputs) -> None:
         later.model[name] = first.model[name]
     later.model.tokenizer = config.model.tokenizer or first.model.tokenizer or first.model.path
     check_inputs(later, inputs)
-    sharding.role_meshes(config.mesh)  # of devices that are here
+    sharding.role_meshes(config.mesh)  # raises if these devices do not fit
 
 
 def _finished(folder: Path) -> bool:

@@ -311,7 +311,7 @@ def test_ctrl_c_before_the_run_leaves_without_a_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr("jaxrl.main.load_config", interrupted)
     assert main(["--config=grpo"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "interrupted before anything was saved; rerun the same command to resume" in capsys.readouterr().err
 
 
 HIDDEN = "s3cr3tVALUE0123456789abcdef"

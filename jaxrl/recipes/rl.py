@@ -1,4 +1,4 @@
-"""Reinforcement learning from rewards: generate, score, update, publish.
+"""Reinforcement learning from rewards: sample, score, update, sync weights.
 
 for step:
     prompts      <- the next data.prompts_per_step rows of the global shuffle
@@ -8,10 +8,10 @@ for step:
     old, ref     <- log-probs under the proximal policy and the reference, where the algorithm needs them
     advantages   <- scores relative to their group
     for each pass, for each minibatch: one optimizer step
-    publish the new weights to the engine
+    sync the new weights to the engine
 
-With rollout.max_staleness the completions of the next steps are on their way meanwhile (rollout.queue,
-docs/explanations/asynchrony.md).
+With rollout.max_staleness the engine samples completions of the next steps during the update (rollout.queue,
+docs/explanations/asynchrony.md). The step itself is rl.step, the loop run.fit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(config, inputs=None) -> dict:
 
     Args:
       config: a checked ConfigDict, or a Spec.
-      given: what was handed over from Python (jaxrl.run.python_api).
+      inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
     """
     with Session(resolve(config), inputs) as s:
         job = open_run(s)
@@ -72,6 +72,6 @@ def run(config, inputs=None) -> dict:
         out = fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,
                   parts=[*roles.parts, *rates, rollouts],  # rollouts last: they draw rows
                   evaluation=lambda sync: Evaluation(s, job, sync, rollouts.queue.receive))
-        told = {name: entry for report in reports for name, entry in report.summary().items()}
-        s.telemetry.summary(told)
-        return out | told
+        entries = {name: entry for report in reports for name, entry in report.summary().items()}
+        s.telemetry.summary(entries)
+        return out | entries

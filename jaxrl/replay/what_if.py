@@ -52,7 +52,7 @@ class StepState(NamedTuple):
         own = critic is not None and not critic.shared
         return cls(copied(roles.policy.state), copied(critic.state) if own else None,
                    dataclasses.replace(critic.running) if critic is not None else None,
-                   getattr(reference, "held", None), getattr(reference, "epochs", 0.0))
+                   getattr(reference, "state", None), getattr(reference, "epochs", 0.0))
 
     def give(self, roles) -> None:
         """Puts copies of it into the roles of a step."""

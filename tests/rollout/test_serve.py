@@ -43,7 +43,7 @@ def test_a_folder_names_servers(tmp_path, monkeypatch):
 
 def test_gpus_are_dealt_out():
     assert serve.shares(["0", "1", "2", "3"], 2, 2) == ("0,1", "2,3") and serve.shares([], 2, 2) == ()
-    with pytest.raises(ConfigError, match="replicas=3 of tensor_parallel=2 want 6 GPUs, this host has 4"):
+    with pytest.raises(ConfigError, match="replicas=3 with tensor_parallel=2: needs 6 GPUs, this host has 4"):
         serve.shares(["0", "1", "2", "3"], 3, 2)
 
 
