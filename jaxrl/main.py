@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
         complain(e)
         return 2
     except KeyboardInterrupt as e:
-        complain(f"{e or 'interrupted'} before anything was saved; rerun the same command to resume from the latest "
+        by = f" by {e}" if str(e) else ""
+        complain(f"interrupted{by} before anything was saved; rerun the same command to resume from the latest "
                  "checkpoint")
         return 128 + getattr(e, "number", 2)
     except OSError as e:
