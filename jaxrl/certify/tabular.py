@@ -42,7 +42,7 @@ class Policy(NamedTuple):
     ref: np.ndarray     # [3, 3]
     scores: np.ndarray  # [7] of the answers
 
-    def told(self) -> dict:
+    def summary(self) -> dict:
         scores = {" ".join(map(str, a)): round(float(s), 3) for a, s in zip(ANSWERS, self.scores, strict=True)}
         return {"logits in the states '', 1, 2 of the tokens end, 1, 2": np.round(self.theta, 3).tolist(),
                 "scores": scores}
@@ -182,7 +182,7 @@ def objective(loss: Loss, promised: bool) -> str:
             worst = min(worst, (cosine(step, exact), seed, step, exact), key=lambda w: w[0])
             scales.append(np.linalg.norm(step) / np.linalg.norm(exact))
     least, seed, step, exact = worst
-    case = {**policy(seed).told(), "expected step": np.round(step, 5).tolist(),
+    case = {**policy(seed).summary(), "expected step": np.round(step, 5).tolist(),
             "gradient of the expected score": np.round(exact, 5).tolist(), "cosine": least}
     if not least > 0.0:
         raise Broken(f"the expected step has the cosine {least:.3f} with the gradient of the expected score", case)
@@ -210,13 +210,13 @@ def terms(loss: Loss, mark: float) -> str:
         size, ways = np.abs(step).max(), [cosine(step, slope(f, p.theta)) for f in purposes]
         if size < 1e-9 or max(ways) <= 0:
             told = "has no expected gradient" if size < 1e-9 else f"pulls the wrong way (cosine {max(ways):.3f})"
-            raise Broken(f"{what} {told}", {**p.told(), "its part of the expected step": np.round(step, 7).tolist()})
+            raise Broken(f"{what} {told}", {**p.summary(), "its part of the expected step": np.round(step, 7).tolist()})
         found.append(what)
 
     with jax.enable_x64(True):
         base = expected(plain, p)
         if np.abs(base).max() < 1e-9:
-            raise Broken("the policy loss has no expected gradient", p.told())
+            raise Broken("the policy loss has no expected gradient", p.summary())
         minus = lambda f: lambda theta: -f(theta)  # noqa: E731
         with_only = lambda keep: loss.with_options({k: v for k, v in none.items() if k not in keep})  # noqa: E731
         part = lambda keep: base - expected(with_only(keep), p)  # noqa: E731

@@ -161,7 +161,7 @@ def within(base, other, how: str, case, worst: float) -> float:
     distance, name = far(base, other)
     if distance > ROUNDING:
         raise Broken(f"update of a tiny model {how}: the gradient is {distance:.3g} of its length away",
-                     {**case.told(), "how": how, "distance": distance, "parameter": name,
+                     {**case.summary(), "how": how, "distance": distance, "parameter": name,
                       "losses": [float(g["loss"]) for g in base], "losses then": [float(g["loss"]) for g in other]})
     return max(worst, distance)
 
@@ -202,7 +202,7 @@ class Base:
         (tiny, case, _), worst = self.first(), 0.0
         base = tiny.gradients(case, minibatches=1)
         for how, ranks in cases.orders(case.traj).items():
-            changed, _ = cases.taken(case, ranks)
+            changed, _ = cases.select_completions(case, ranks)
             worst = within(base, tiny.gradients(changed, minibatches=1), f"with {how}", case, worst)
         return f"update in fp32 within {worst:.1g}"
 
@@ -235,7 +235,7 @@ class Base:
             if not worst <= 1e-4:
                 t = int(apart.argmax())
                 raise Broken(f"a token has the log-prob {packed[start + 1 + t]:.5g} packed and {alone[t]:.5g} alone",
-                             {**case.told(), "answer": i, "position": t + 1, "packed": float(packed[start + 1 + t]),
+                             {**case.summary(), "answer": i, "position": t + 1, "packed": float(packed[start + 1 + t]),
                               "alone": float(alone[t])})
         return f"within {worst:.1g} nats"
 
@@ -246,7 +246,7 @@ class Base:
             if wrong := [name for name in one if not np.array_equal(one[name], other[name], equal_nan=True)]:
                 distance, _ = far(base, again)
                 raise Broken(f"the second time the gradient of {wrong[0]} is another one: {distance:.3g} away",
-                             {**case.told(), "parameters": wrong, "distance": distance})
+                             {**case.summary(), "parameters": wrong, "distance": distance})
         return "update bitwise"
 
     def resume(self) -> str:
