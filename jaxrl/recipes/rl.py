@@ -22,7 +22,7 @@ from jaxrl.replay import parity
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
 from jaxrl.rl.fork_source import CachedEngine, ForkSource
-from jaxrl.rl.precompile import Ahead
+from jaxrl.rl.precompile import UpdatePrecompiler
 from jaxrl.rl.recording import Recording
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Rollouts
@@ -56,10 +56,11 @@ def run(config, inputs=None) -> dict:
         reports = [] if fork is None else [fork]  # entries of summary.json
 
         def open_step(speed):
-            ahead, recording = s.close_at_end(Ahead(job, roles.policy, roles.loss)), Recording(s, job, roles)
+            precompiler = s.close_at_end(UpdatePrecompiler(job, roles.policy, roles.loss))
+            recording = Recording(s, job, roles)
             roles.report_corrections(s, job.engine)
             reports.append(recording)
-            observers = [ahead] * ahead.works + [recording] * bool(spec.record.every)
+            observers = [precompiler] * precompiler.enabled + [recording] * bool(spec.record.every)
             loop = Loop(s, job, roles, rollouts, speed, tuple(observers))
 
             def step():
