@@ -147,7 +147,7 @@ def _train(config, inputs, peers) -> dict:
     if config.fork.run and config.run.mode == "train":
         from jaxrl.replay import fork
 
-        config = fork.started(config, inputs)
+        config = fork.start_fork(config, inputs)
     elif config.run.warm_start:
         config = _after_warm_start(config, inputs)
     inputs = inputs._replace(comparison=comparison)

@@ -1,14 +1,14 @@
-"""run.mode=explain: what a recorded update did, and which answers did it (docs/guides/replay.md).
+"""run.mode=explain: explains what a recorded update did, and which completions caused it (docs/guides/replay.md).
 
-    steps    <- replay.steps, or those of the run whose metrics stand out (replay.anomalies)
-    for each <- its state and batch (replay.py); the step itself, by the functions that made it; then
-                log-probs before and after it; the gradient of every group alone, of the answers of the heaviest groups,
+    steps    <- replay.steps, or those whose metrics are anomalous (records.anomalies)
+    for each <- its state and batch (replay.py); the step itself, with the functions that made it; then
+                log-probs before and after it; the gradients of every group, of the completions of the heaviest groups,
                 and of the log-probs that changed most
 
-A group's share of a step is <g_u, g> / <g, g>, g_u the part of the loss's gradient g that its tokens have, at the state
-before the step: shares add up to 1, a negative one pulls against the step. The optimizer comes after it: clipping the
-norm changes no share, Adam's scaling may. With several updates of a batch it is the first pass as if it were one
-update.
+A group's share of a step is <g_u, g> / <g, g>, where g is the gradient of the loss at the state before the step and g_u
+the part from the group's tokens. Shares add up to 1; a negative one pulls against the step. The optimizer comes after:
+clipping the norm changes no share, Adam's scaling may. With several updates per batch, shares are those of the first
+pass as if it were one update.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from jaxrl.rl.step import make_loss_weigher
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 from jaxrl.types import FINISH
 
-MOST = 3         # steps that are explained where nobody names any
-HEAVY = 2        # groups whose answers are looked at one by one
-NAMED = 5        # answers, groups and tokens that are listed
-EARLIER = 10     # records whose scores say which are usual
+MOST = 3         # steps explained if replay.steps is empty
+HEAVY = 2        # groups whose completions are measured one by one
+NAMED = 5        # completions, groups and tokens that are listed
+EARLIER = 10     # earlier records whose scores define the usual range
 
 
 def run(config, inputs=None) -> dict:
-    """Explains steps, and returns what is in summary.json as `explained` and in <run.dir>/explain/step_<step>.json."""
+    """Explains steps. Writes <run.dir>/explain/step_<step>.json; returns the entries of summary.json."""
     found = anomalies.of_run(list(diff.Run(config.run.dir).lines.values()))
     plan = Plan(config, chosen(config, found))
     if not config.replay.steps:
@@ -55,7 +55,7 @@ def run(config, inputs=None) -> dict:
             replay.s.open_telemetry(read_only=True, step=replay.s.step)
             while replay.s.step < wanted[-1]:
                 if replay.s.step + 1 not in wanted:
-                    replay.one()
+                    replay.replay_step()
                     continue
                 step = Explained(replay, [a for a in found if a.step == replay.s.step + 1])
                 replay.s.say(said + step.text())
@@ -69,12 +69,12 @@ def run(config, inputs=None) -> dict:
             replay.s.telemetry.summary(told)
             replay.s.report()
         else:
-            print(said + "no recorded step that can be computed again stands out; name one with --config.replay.steps")
+            print(said + "no replayable step is anomalous; name one with --config.replay.steps")
     return told
 
 
 def chosen(config, found) -> list[int] | None:
-    """The steps that stand out, worst first chosen, where replay.steps names none."""
+    """Returns the MOST most anomalous recorded steps, in order; None if replay.steps names steps."""
     if config.replay.steps:
         return None
     recorded = files.steps(Path(config.run.dir) / files.FOLDER)
@@ -94,13 +94,13 @@ def heading(plan, found) -> str:
 
 @dataclasses.dataclass
 class Answers:
-    """[N] of each answer: what was measured."""
+    """Measurements of N completions, each [N]."""
 
     score: np.ndarray
     advantage: np.ndarray   # mean per token
     length: np.ndarray
-    gap: np.ndarray         # mean |sampler's - trainer's log-prob| before the step
-    age: np.ndarray         # publications between its oldest token and the step
+    gap: np.ndarray         # mean |engine's - trainer's log-prob| before the step
+    age: np.ndarray         # weight syncs between its oldest token and the step
     change: np.ndarray      # mean change of log-prob per token
     outside: np.ndarray     # share of tokens whose ratio ends outside the clip range
     corrected: np.ndarray   # share of tokens that the mismatch correction changes
@@ -109,15 +109,15 @@ class Answers:
 
 
 class Explained:
-    """One step, which is done by this. Attributes are what `told` says."""
+    """Computes the next step of a replay again and measures what it did; `summary` returns the measurements."""
 
     def __init__(self, replay, found):
         self.replay, self.found, self.options = replay, found, replay.s.spec.algorithm
         self.earlier = earlier_scores(replay)
         state = copied(replay.roles.policy.state)
-        self.done = done = replay.one()
+        self.done = done = replay.replay_step()
         self.number, self.traj = replay.s.step, done.batch.traj
-        self.verdict = replay.judged(done)
+        self.verdict = replay.compare(done)
         self.before = logprobs(replay, state, self.traj, done.prepared)
         self.after = logprobs(replay, replay.roles.policy.state, self.traj, done.prepared)
         self.way = difference(replay.roles.policy.state.trainable, state.trainable)
@@ -158,7 +158,8 @@ class Explained:
     # ---- gradients
 
     def _gradients(self, state) -> None:
-        """Shares of groups, of the answers of the heaviest ones, and who pushed the answers that changed most."""
+        """Computes shares of groups, of completions of the heaviest groups, and the groups' effect on the completions
+        that changed most."""
         traj, replay = self.traj, self.replay
         units, group = np.unique(traj.group, return_inverse=True)
         weights = self._weights()
@@ -191,7 +192,7 @@ class Explained:
         return [(mini, weigh(mini)) for mini in self.done.prepared.layout.update.minibatches]
 
     def _gradient(self, state, weights, chosen) -> dict:
-        """Of the loss, on the tokens of the trajectories `chosen` ([N] bool; None = all)."""
+        """Returns the gradient of the loss on the tokens of the trajectories `chosen` ([N] bool; None = all)."""
         traj, columns, put = self.traj, self.done.prepared.columns, self.replay.roles.policy.put
         keep = traj.loss_mask if chosen is None else traj.spread(chosen) & traj.loss_mask
 
@@ -207,10 +208,10 @@ class Explained:
             return jax.tree.map(lambda x: x.astype(np.float32) * 0, state.trainable)
         return found[0]
 
-    # ---- who stands out
+    # ---- anomalous completions
 
     def _suspects(self) -> list[dict]:
-        """Answers that stand out of their step, with the reason, the worst first."""
+        """Returns anomalous completions of the step with reasons, the worst first."""
         a, out = self.answers, {}
 
         def add(where, reason, how_far):
@@ -235,7 +236,7 @@ class Explained:
         return [{"answer": i, **out[i]} for i in sorted(out, key=lambda i: -out[i]["worst"])]
 
     def why(self) -> str:
-        """One sentence: what made this step what it is."""
+        """Returns one sentence with the most likely cause of what the step did."""
         names = {a.name for a in self.found}
         if self.suspects:
             groups = sorted({int(self.traj.group[s["answer"]]) for s in self.suspects})
@@ -255,14 +256,14 @@ class Explained:
         return f"no answer stands out; the heaviest: {'; '.join(self.named(i) for i in self.heaviest())}"
 
     def heaviest(self) -> list[int]:
-        """Answers with the largest share among those looked at that were made likelier."""
+        """Returns the completions with the largest shares, among measured ones with a positive advantage if any."""
         liked = [i for i in self.shares if self.answers.advantage[i] > 0] or list(self.shares)
         return sorted(liked, key=lambda i: -self.shares[i])[:NAMED]
 
     def named(self, i: int) -> str:
         return f"group {self.traj.group[i]} sample {self.traj.sample[i]}"
 
-    # ---- told
+    # ---- reports
 
     def _row(self, i: int) -> dict[str, Any]:
         at = self.traj.sampled()[i]
@@ -272,7 +273,7 @@ class Explained:
                 "text": self.replay.job.tokenizer.decode(self.traj.tokens[at])}
 
     def _tokens(self) -> list[dict]:
-        """The tokens whose log-prob changed most."""
+        """Returns the tokens whose log-prob changed most."""
         traj, decode = self.traj, self.replay.job.tokenizer.decode
         change = np.where(traj.loss_mask, self.after - self.before, 0)
         out = []
@@ -331,7 +332,7 @@ def shortened(text: str) -> str:
 
 
 def earlier_scores(replay) -> np.ndarray | None:
-    """Scores of the steps recorded before the next one; None without any."""
+    """Returns the finite scores of the last EARLIER recorded steps before the next one; None without any."""
     before = [step for step in replay.paths if step <= replay.s.step][-EARLIER:]
     scores = [restore_batch(files.read(replay.paths[step])).scores for step in before]
     known = np.concatenate([s[np.isfinite(s)] for s in scores]) if scores else np.zeros(0)
