@@ -25,8 +25,14 @@ from jaxrl.types import PackedBatch
 
 log = logging.getLogger("jaxrl")
 
-# Platforms on which compiling neither runs kernels (as on GPUs, to choose among them) nor involves other processes.
-PLATFORMS = ("cpu", "tpu")
+
+def may_precompile(platform: str, processes: int) -> bool:
+    """Whether a process may compile at any time, independently of the other processes.
+
+    A GPU's compiler runs kernels to choose among them. XLA lets no other program run at the same time, but the
+    processes of a job share the results: each waits, up to a day, for a result that another may never compute.
+    """
+    return processes == 1 or platform in ("cpu", "tpu")
 
 
 # ---- shapes
@@ -98,14 +104,15 @@ def lowered(update, state, carry, microbatch=None):
 class UpdatePrecompiler:
     """Compiles the programs of a policy's update before they are called, as an observer of rl.step.Loop.
 
-    Disabled (`enabled` is False) with several processes, on GPUs, and if some of the state is in host memory.
+    Disabled (`enabled` is False) if several processes share GPUs' programs (`may_precompile`), and if some of the state
+    is in host memory.
     """
 
     def __init__(self, job, policy, objective):
         self.job, self.policy, self.objective = job, policy, objective
         self.beside, self.there = compilations.Beside(), set()
         away = policy.rests or any(map(memory.rests, jax.tree.leaves(policy.state)))
-        self.enabled = (jax.process_count() == 1 and job.mesh.devices.flat[0].platform in PLATFORMS and not away
+        self.enabled = (may_precompile(job.mesh.devices.flat[0].platform, jax.process_count()) and not away
                       and policy.program.in_parts != "none")
         if self.enabled:
             whole = self._expected()
