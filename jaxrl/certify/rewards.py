@@ -85,7 +85,7 @@ def rows(score, items) -> str:
 
 
 def hostile(score, item) -> str:
-    """Tests the claim `reward_hostile`: hostile texts get a reward or a failure. item: its completion is replaced."""
+    """Tests the claim `reward_hostile`: any text gets a finite reward or None. item: its completion is replaced."""
     names, texts = list(HOSTILE), list(HOSTILE.values())
     result = score([dataclasses.replace(item, completion=text) for text in texts])
     for text, outcomes in zip(names, result.outcomes, strict=True):

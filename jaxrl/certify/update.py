@@ -1,4 +1,5 @@
-"""A config's own update on a tiny model that stands for its: what run.mode=certify lays out anew, and kills."""
+"""Claims about a config's update, tested on a tiny model: other layouts and meshes, scoring, repetition, a resume after
+a kill. Called by certify.run."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ MESHES = {"dp=2": (2, {"dp": 2}), "fsdp=2": (2, {"fsdp": 2}), "tp=2": (2, {"tp":
 
 
 def small(config, folder: Path):
-    """The config with a tiny model and short answers, on one device; what decides loss and update stays."""
+    """Returns the config with a tiny model and short completions on one device; options of loss and update stay."""
     c, fresh = editable(config), default_config()
     for group in ("model", "lora", "mesh", "checkpoint", "record", "faults", "env", "profile", "launch"):
         c[group] = fresh[group]
@@ -59,9 +60,10 @@ def small(config, folder: Path):
 
 
 class Tiny:
-    """A job of `small`, its parts, and its state at the start of a run.
+    """The job of a `small` config with its roles.
 
-    count, axes: the devices it is computed on, and sizes of the mesh's axes.
+    Args:
+      folder: for its checkpoints. count: devices to use. axes: sizes of the mesh's axes.
     """
 
     def __init__(self, config, folder: Path, count: int = 1, axes=None):
@@ -74,11 +76,12 @@ class Tiny:
         self.open()
 
     def open(self) -> None:
-        """Creates the roles as a new process has them, without a state."""
+        """Creates the roles as in a new process, without a state."""
         self.roles = Roles(self.job, STEPS)
         self.policy = self.roles.policy
 
     def start(self):
+        """Starts all roles as at the beginning of a run; returns self."""
         self.policy.abstract()
         self.policy.start(None)
         for part in self.roles.parts:
@@ -89,6 +92,7 @@ class Tiny:
     # ---- batches
 
     def case(self, seed: int = 3) -> cases.Case:
+        """Returns the largest case, with behaviour log-probs near those of the policy."""
         case = cases.batch(cases.SMALLEST[-1], MODEL["vocab_size"], seed, self.turns)
         noise = np.random.default_rng(seed).normal(size=len(case.traj.tokens)).astype(np.float32)
         scored = self.policy.score(case.traj, training.make_layout(case.traj.sizes, self.job.row_shapes))
@@ -96,6 +100,7 @@ class Tiny:
         return case
 
     def batch(self, case: cases.Case) -> Batch:
+        """Returns the case as the Batch of a step."""
         n, none = case.traj.num_trajectories, [{} for _ in case.scores]
         name = self.spec.eval.accuracy_from or "score"
         result = RewardResult(case.scores, {name: case.scores}, none, none, {})
@@ -104,14 +109,19 @@ class Tiny:
                      np.zeros(n, bool), staleness, n, n, {}, {})
 
     def weights(self, case: cases.Case) -> dict[str, np.ndarray]:
-        """Of one optimizer step with all answers."""
+        """Returns {loss term: [T] weights} of one optimizer step with all completions."""
         weigh = make_loss_weigher(self.spec, self.batch(case), case.columns)
         return weigh(Minibatch(np.arange(case.traj.num_sequences), ()))
 
     # ---- gradients
 
     def gradients(self, case, tokens: int = 4 * ROW, length: int = ROW, share=None, minibatches=None) -> list:
-        """Of each minibatch at the present state, flat by parameter, laid out in other microbatches and rows."""
+        """Computes the gradient of each minibatch at the current state, as flat dicts by parameter.
+
+        Args:
+          tokens: per microbatch. length: of a row. share: train.share_prompts. minibatches: of the batch; None = as in
+            the config.
+        """
         options = {"train.share_prompts": share, "algorithm.num_minibatches": minibatches}
         c = editable(self.spec.options)
         for name, value in options.items():
@@ -134,7 +144,7 @@ class Tiny:
         return out
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that a step changes."""
+        """Returns host copies of all arrays that a step changes, by path."""
         critic = self.roles.critic
         held = {"policy": self.policy.arrays()}
         if critic is not None:
@@ -147,7 +157,7 @@ class Tiny:
 
 
 def far(a: list[dict], b: list[dict]) -> tuple[float, str]:
-    """(largest distance of two lists of gradients, as a share of their length, the parameter where it is largest)."""
+    """Returns (largest distance of two lists of gradients as a share of their norm, worst parameter)."""
     worst = (0.0, "")
     for one, other in zip(a, b, strict=True):
         size = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for n, x in one.items() if n != "loss"))
@@ -175,14 +185,14 @@ LAYOUTS = {"microbatches": {"with one row in each microbatch": {"tokens": ROW},
 
 
 class Base:
-    """A tiny job, its batch and gradients, computed when the first claim asks."""
+    """A tiny job, its batch and gradients, computed when the first claim needs them; its methods test the claims."""
 
     def __init__(self, config, folder: Path):
         self.config, self.folder, self.tiny = config, folder, Tiny(config, folder)
         self._first = None
 
     def first(self):
-        """(job at its start, batch, its gradients)."""
+        """(job at its start, case, its gradients)."""
         if self._first is None:
             tiny = self.tiny.start()
             case = tiny.case()
@@ -250,7 +260,8 @@ class Base:
         return "update bitwise"
 
     def resume(self) -> str:
-        """A step, a checkpoint, a step; and the second step again by new parts that read the checkpoint."""
+        """Tests the claim `resume`: after a step and a checkpoint, new roles that read the checkpoint compute the same
+        second step. Raises Broken."""
         self.first()
         tiny = Tiny(self.config, self.folder).start()
         batches = [tiny.batch(tiny.case(seed)) for seed in (3, 4)]
