@@ -21,7 +21,7 @@ CLAIMS = {
     "meshes": "nor on the mesh of devices",
     "scoring": "the log-prob of a packed token is that of the answer alone, read from what stands before it",
     "repeat": "the same batch twice, from the same state, is the same update",
-    "resume": "the update behind a kill and a resume is bitwise the one without",
+    "resume": "the update after a kill and a resume is bitwise the one without",
     "mask": "what stands in slots without a sampled token changes neither loss nor gradient",
     "tokens": "tokens of an answer with one advantage are learnt from alike, none is left out",
     "objective": "the expected update raises the expected score",

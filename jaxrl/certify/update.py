@@ -287,7 +287,7 @@ class Base:
         wrong = [name for name in state if not np.array_equal(state[name], other[name], equal_nan=True)]
         told = {n: [metrics[n], again[n]] for n in metrics if n in again and metrics[n] != again[n]}
         if wrong or told:
-            raise Broken(f"step 2 behind a kill and a resume is another one: {len(wrong)} of {len(state)} arrays and "
+            raise Broken(f"step 2 after a kill and a resume differs: {len(wrong)} of {len(state)} arrays and "
                          f"{len(told)} metrics differ; something that the step reads is in no checkpoint",
                          {"arrays": wrong[:8], "metrics, without and with the kill": dict(list(told.items())[:8])})
         return f"{len(state)} arrays bitwise"

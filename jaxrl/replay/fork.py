@@ -1,7 +1,9 @@
-"""fork.run: a run that goes on from a step of a recorded one under other options, and computes only what they change.
+"""fork.run: continues a recorded run from one of its steps under other options, and computes only what they change.
 
-    state   <- the recorded run's before fork.step: a checkpoint, and recorded steps computed again behind it
-    then the loop of recipes.rl.run, in which a completion or a reward that the record has is taken from there
+    state   <- the recorded run's before fork.step: a checkpoint, and recorded steps after it computed again
+    then the loop of recipes.rl.run, in which recorded completions and rewards are reused (rl.fork_source)
+
+jaxrl.api calls `start_fork` before the recipe.
 """
 
 from __future__ import annotations

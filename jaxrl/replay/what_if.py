@@ -87,9 +87,9 @@ def number(x) -> float:
 
 def logprobs(replay, state, traj, prepared) -> np.ndarray:
     """Returns [T] float64 log-probs of the scored tokens under a state, by the run's own scorer."""
-    beside = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
+    extra = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
     found = replay.roles.score(training.merge(state.trainable, state.frozen), traj, prepared.layout.update,
-                                   *([] if beside is None else [beside]))
+                                   *([] if extra is None else [extra]))
     return (found["logprob"] if isinstance(found, dict) else found).astype(np.float64)
 
 

@@ -292,11 +292,11 @@ def open_run(s, with_engine: bool = True) -> Job:
     if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
                                            job.eos_ids, job.hf_config))
-        beside = job.apart("sampler")
+        overlaps = job.apart("sampler")
         if read.pool is not None:
             engine = episode_engine(engine, read.pool, job.config, job.tokenizer)
-            beside = beside or engine.info.concurrent
-        engine = s.close_at_end(ThreadedEngine(engine) if job.config.ahead and beside else engine)
+            overlaps = overlaps or engine.info.concurrent
+        engine = s.close_at_end(ThreadedEngine(engine) if job.config.ahead and overlaps else engine)
         if job.rests("sampler"):
             if not engine.info.sleeps:
                 raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
@@ -377,7 +377,7 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
                           "is that of all adapters' tokens; train one adapter at a time")
     if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
-        raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
+        raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters with "
                           f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
     family = models.FAMILIES[hf_config["model_type"]]
     check_served(config, hf_config, family)
