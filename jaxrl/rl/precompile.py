@@ -163,5 +163,5 @@ class UpdatePrecompiler:
                 carry = update_sums(self.job, update, state, one(whole))
                 return lowered(update, state, carry, shape and one(shape)).compile()
         except Exception as e:
-            log.info("the update is compiled when it is called, not in advance: %s: %s", type(e).__name__, str(e)[:300])
+            log.info("the update could not be compiled ahead of its first call: %s: %s", type(e).__name__, str(e)[:300])
             return e
