@@ -161,7 +161,7 @@ def is_spiked(told, sure):
 
 def is_stale(told, sure):
     sure("step 6, the first that samples from weights of version 5", told["step"] == 6)
-    sure("all", "the sampler held other weights" in told["why"])
+    sure("all", "the engine had other weights" in told["why"])
 
 
 def is_exploited(told, sure):

@@ -229,10 +229,10 @@ class Explained:
             add(far > anomalies.LIMIT, lambda i: f"score {a.score[i]:.4g}; {usual}", far)
         far = anomalies.outliers(a.gap, 1e-3)
         middle = np.median(a.gap)
-        add(far > anomalies.LIMIT, lambda i: f"its tokens are {a.gap[i]:.3g} nats away from what these weights draw "
+        add(far > anomalies.LIMIT, lambda i: f"its log-probs are {a.gap[i]:.3g} nats away from those of these weights "
                                              f"(median {middle:.2g})", far)
         far = a.age - np.median(a.age)
-        add(far > 1, lambda i: f"sampled from weights {a.age[i]} publications old (median {np.median(a.age):.0f})", far)
+        add(far > 1, lambda i: f"sampled from weights {a.age[i]} weight syncs old (median {np.median(a.age):.0f})", far)
         return [{"answer": i, **out[i]} for i in sorted(out, key=lambda i: -out[i]["worst"])]
 
     def why(self) -> str:
@@ -244,16 +244,16 @@ class Explained:
             which = f"group {groups[0]}, all of it" if whole else "; ".join(
                 self.named(s["answer"]) for s in self.suspects[:NAMED])
             more = f" and {len(self.suspects) - NAMED} more" if not whole and len(self.suspects) > NAMED else ""
-            return f"answers that stand out: {which}{more} ({self.suspects[0]['reasons'][0]})"
+            return f"anomalous completions: {which}{more} ({self.suspects[0]['reasons'][0]})"
         if "optim/lr" in names:
-            return "no answer stands out: the learning rate made the step long"
+            return "no completion is anomalous: the learning rate made the step long"
         if names & {"gap/mean", "gap/max"}:
-            return ("all answers are away from what these weights draw, none more than the others: the sampler held "
-                    "other weights than its versions say")
+            return ("the log-probs of all completions differ from those of these weights, none more than the others: "
+                    "the engine had other weights than its versions say")
         if "eval/accuracy" in names:
             best = "; ".join(self.named(i) for i in self.heaviest())
             return f"the reward rises and the held-out accuracy falls; what was rewarded: {best}"
-        return f"no answer stands out; the heaviest: {'; '.join(self.named(i) for i in self.heaviest())}"
+        return f"no completion is anomalous; the heaviest: {'; '.join(self.named(i) for i in self.heaviest())}"
 
     def heaviest(self) -> list[int]:
         """Returns the completions with the largest shares, among measured ones with a positive advantage if any."""
@@ -310,7 +310,7 @@ class Explained:
         lines += [f"  {a.text}" for a in self.found]
         lines += [f"  step of length {self.length:.4g}, KL {told['kl']:.3g} per token; {told['clipped_fraction']:.2%} "
                   f"of tokens outside the clip range, {told['corrected_fraction']:.2%} corrected, "
-                  f"{told['masked_answers']} answers masked, {told['truncated_answers']} truncated",
+                  f"{told['masked_answers']} completions masked, {told['truncated_answers']} truncated",
                   "  groups by share: " + ", ".join(f"{g['group']} {g['share']:+.1%}" for g in heavy)]
         for row in [*told["suspects"][:NAMED], *(told["answers"][:NAMED] if not told["suspects"] else ())]:
             share = f", share {row['share']:+.1%}" if "share" in row else ""
