@@ -26,7 +26,7 @@ from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate, publish_latest, summary, write_records
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, Role
-from jaxrl.roles.sums import ReferenceSums, sums_of
+from jaxrl.roles.sums import ReferenceSums, logprob_sums
 from jaxrl.run.fit import fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import first_prompt, open_run, sets_to_complete
@@ -154,7 +154,7 @@ class Losses:
         return loss, derivative, {"loss": loss} | metrics | more
 
     def _sums(self, role, traj, layout):
-        return sums_of(role, traj, layout), None if self.reference is None else self.reference(traj, layout, role)
+        return logprob_sums(role, traj, layout), None if self.reference is None else self.reference(traj, layout, role)
 
 
 def one_update(policy: Policy, step: PreferenceStep, derivative) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jaxrl.resolve.spec import resolve
 from jaxrl.rl.recording import restore_batch
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.step import lay_out, learn, prepare
-from jaxrl.roles.reference import trained_at
+from jaxrl.roles.reference import training_temperature
 
 COLUMNS = ("setting", "step", "angle", "kl", "outside_clip", "predicted", "realised", "others")
 REPORTED = ("loss", "optim/grad_norm", "policy/clip_fraction")  # metrics of the update
@@ -101,7 +101,7 @@ def likelihood(replay):
 
 
 def _likelihood(job, optimizer):
-    objective = training.NextToken(temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk)
+    objective = training.NextToken(temperature=training_temperature(job.config), chunk=job.config.train.logprob_chunk)
     update = training.make_update(job.model, optimizer, None, objective)
 
     def gradient(state, traj, layout, weights):

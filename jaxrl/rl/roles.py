@@ -21,7 +21,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import put
 from jaxrl.rl.rollouts import staleness_buckets
 from jaxrl.roles.critic import Critic
-from jaxrl.roles.reference import BaseReference, Reference, precision, trained_at
+from jaxrl.roles.reference import BaseReference, Reference, precision, training_temperature
 from jaxrl.roles.role import Policy
 from jaxrl.rollout import engine_of
 from jaxrl.training.score import make_score
@@ -51,7 +51,7 @@ class Roles:
         self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(job, "policy")
         self.loss = training.PolicyGradient(
-            options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=trained_at(c),
+            options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=training_temperature(c),
             staleness=staleness_buckets(c.rollout) if c.ahead else (), value_clip=c.critic.value_clip,
             value_coef=c.critic.coef if c.shares_trunk else 0.0, **precision(job))
         self.critic = Critic(job, total_steps) if c.needs_critic else None
@@ -69,7 +69,7 @@ class Roles:
         scored = job.config.algorithm.routes == "scored"
         if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model and not scored:
             return self.score
-        return make_score(model, temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk,
+        return make_score(model, temperature=training_temperature(job.config), chunk=job.config.train.logprob_chunk,
                           put=functools.partial(job.put, role=role), routes=scored and role == "policy")
 
     @functools.cached_property

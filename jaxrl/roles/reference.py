@@ -18,7 +18,7 @@ from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
 
-def trained_at(config) -> float:
+def training_temperature(config) -> float:
     """Returns the temperature of the trainer's log-probs: algorithm.temperature, or else rollout.temperature."""
     return config.algorithm.temperature or config.rollout.temperature
 
@@ -123,7 +123,7 @@ class BaseReference(Reference):
         self.place = "policy"
         self.alone = not (self.moves or job.config.lora.path or job.model.adapter.saved)
         if not self.alone:
-            self._score = make_score(job.model, temperature=trained_at(job.config),
+            self._score = make_score(job.model, temperature=training_temperature(job.config),
                                      chunk=job.config.train.logprob_chunk, put=self.put)
 
     def abstract(self):

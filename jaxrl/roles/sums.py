@@ -21,12 +21,12 @@ KEY = 16  # bytes of a completion's key
 RECORD = np.dtype([("key", f"V{KEY}"), ("sum", "<f8"), ("check", "V8")])  # check: digest of key and sum
 
 
-def sums_of(role, traj, layout) -> np.ndarray:
+def logprob_sums(role, traj, layout) -> np.ndarray:
     """Returns [N] float64 sums of the completions' log-probs under a role's parameters, in nats."""
     return traj.total(role.score(traj, layout).astype(np.float64))
 
 
-def keys_of(traj) -> list[bytes]:
+def completion_keys(traj) -> list[bytes]:
     """Returns a hash of prompt and completion token ids for each trajectory (of one sequence each).
 
     Another text, template or tokenizer gives another key.
@@ -38,7 +38,7 @@ def keys_of(traj) -> list[bytes]:
     return out
 
 
-class OwnBase(Reference):
+class SharedBaseReference(Reference):
     """The reference of a policy that trains adapters from its frozen base: that base, without a second copy."""
 
     policy = None  # a Role; ReferenceSums sets it
@@ -68,7 +68,7 @@ class ReferenceSums:
     def __init__(self, s, job, score):
         c = job.config
         self.own = job.model.adapter is not None and not c.reference.path
-        self.s, self.role = s, (OwnBase if self.own else Reference)(job, score)
+        self.s, self.role = s, (SharedBaseReference if self.own else Reference)(job, score)
         parts = [reference_print(c), job.hf_config, c.reference.dtype, c.train.compute_dtype]
         parts += [c.lora.base, c.lora.base_dtype] if self.own else []
         parts += ["checked"]  # earlier files have no check
@@ -81,7 +81,7 @@ class ReferenceSums:
         self.role.policy = policy
         if self.known is None:
             self.known = self._read()
-        keys = keys_of(traj)
+        keys = completion_keys(traj)
         missing = [i for i, key in enumerate(keys) if key not in self.known]
         if missing:
             self._score(traj, layout, keys, missing)
@@ -94,7 +94,7 @@ class ReferenceSums:
         reference has equal sums. Known sums stay."""
         if self.role.state is None and self.role.job.here("reference"):
             self.role.start(None, None)
-        found = sums_of(self.role, traj, layout)
+        found = logprob_sums(self.role, traj, layout)
         self.role.rest()
         new = {keys[i]: float(found[i]) for i in missing}
         self.known |= new

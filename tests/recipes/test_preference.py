@@ -186,7 +186,7 @@ def test_adapters_learn_beside_their_own_base(tmp_path, monkeypatch):
 def test_keys_are_of_prompt_and_answer():
     rows = (([1, 2], [3]), ([1], [2, 3]), ([1, 2], [4]), ([1, 2], [3]))
     batch = [preference.Completion(np.array(p, np.int32), np.array(a, np.int32)) for p, a in rows]
-    keys = sums.keys_of(preference.demonstrations(batch, [0, 1, 2, 3], False))
+    keys = sums.completion_keys(preference.demonstrations(batch, [0, 1, 2, 3], False))
     assert keys[0] == keys[3] and len(set(keys)) == 3
 
 
