@@ -13,7 +13,7 @@ import json
 import re
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ml_collections import config_dict
 
@@ -26,8 +26,13 @@ from jaxrl.errors import ConfigError, type_of
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of shipped configs: installed, in a checkout
 
+if TYPE_CHECKING:
+    from jaxrl.config.typed import Config
+else:
+    Config = config_dict.ConfigDict
 
-def _build(tree: dict) -> config_dict.ConfigDict:
+
+def _build(tree: dict) -> Any:
     out = config_dict.ConfigDict()
     for name, node in tree.items():
         if isinstance(node, Option):
@@ -42,7 +47,7 @@ def _build(tree: dict) -> config_dict.ConfigDict:
     return out
 
 
-def default_config() -> config_dict.ConfigDict:
+def default_config() -> Config:
     """The whole schema at its defaults, locked except `user` and the free-form tables (`model.config`, ...)."""
     cfg = _build(SCHEMA)
     cfg.lock()
@@ -51,9 +56,10 @@ def default_config() -> config_dict.ConfigDict:
     return cfg
 
 
-def editable(config) -> config_dict.ConfigDict:
+def editable(config) -> Config:
     """A copy of a config, or of a Spec's decided options, that may be changed."""
-    return config_dict.ConfigDict(getattr(config, "options", config)).copy_and_resolve_references()
+    copied: Any = config_dict.ConfigDict(getattr(config, "options", config))
+    return copied.copy_and_resolve_references()
 
 
 def get(cfg, dotted: str):
@@ -117,7 +123,7 @@ def shipped_configs() -> list[str]:
     return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.py")})
 
 
-def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_dict.ConfigDict:
+def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
     """Loads `get_config(arg)` from a config file and applies dotted overrides, e.g. {"optimizer.lr": 1e-5}.
 
     `spec` is a path or the bare name of a shipped config, optionally with ':arg', or a run's config.json. An empty
@@ -150,7 +156,7 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
     return cfg
 
 
-def recorded_config(path: str, overrides: dict[str, Any]) -> config_dict.ConfigDict:
+def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
     """The config of a run, from the config.json in its directory (secrets are not in it)."""
     try:
         held = json.loads(Path(path).read_text("utf-8"))["config"]
@@ -162,7 +168,7 @@ def recorded_config(path: str, overrides: dict[str, Any]) -> config_dict.ConfigD
     return cfg
 
 
-def config_of(given) -> config_dict.ConfigDict:
+def config_of(given) -> Config:
     """A config of one's own to work on: from a ConfigDict, the name of a config, options by name on top of the
     defaults, or None."""
     if isinstance(given, str | Path):
