@@ -515,7 +515,7 @@ class Session:
         except CheckpointError as e:
             log.error("the exported model is that of step %d, not of the best evaluation: %s", self.step, e)
             return
-        self.policy.held = None  # two do not fit
+        self.policy.state = None  # two do not fit
         self.policy.start(arrays)
 
     def report(self) -> None:
