@@ -106,7 +106,7 @@ def faults(base, recorded):
         folder = base / f"killed {process}"
         status, text, seconds = job(folder, 2, 4, {"fsdp": 4}, plan, recorded=recorded)
         names = f"process {process}" in text.split("planned fault")[-1]
-        said = [line for line in text.splitlines() if re.search(r"is gone:|ended first|leader task", line)]
+        said = [line for line in text.splitlines() if re.search(r"is gone:|failed first|leader task", line)]
         if seconds > HEARTBEAT + 15:
             names = False
         rows.append([f"kill -9 of process {process}", f"status {status}", f"all ended after {seconds:.0f} s",

@@ -161,7 +161,7 @@ def is_spiked(told, sure):
 
 def is_stale(told, sure):
     sure("step 6, the first that samples from weights of version 5", told["step"] == 6)
-    sure("all", "the sampler held other weights" in told["why"])
+    sure("all", "the engine had other weights" in told["why"])
 
 
 def is_exploited(told, sure):
@@ -224,7 +224,7 @@ def counted(name, function, clock):
         spent[name] += clock() - began
         return out
     return wrapped
-recording.Recording.look = counted("look", recording.Recording.look, time.process_time)
+recording.Recording.hash_states = counted("look", recording.Recording.hash_states, time.process_time)
 recording.Recording._write = counted("write", recording.Recording._write, time.thread_time)
 one_step = rl.one_step
 def step(parts):

@@ -238,7 +238,7 @@ def test_presets_and_origins():
     c.algorithm.preset, c.algorithm.kl.coef = "grpo_paper", 0.01
     row = algorithm_row(c)
     assert row["aggregation"] == ("sequence_mean", "preset grpo_paper") and row["kl.coef"] == (0.01, "config")
-    assert setup.derived(resolve(c))["sequences per step"] == 64 * 8
+    assert setup.derived_numbers(resolve(c))["sequences per step"] == 64 * 8
 
 
 def test_a_users_file_is_executed_once_until_it_is_edited(tmp_path, monkeypatch):
@@ -312,7 +312,7 @@ def test_ctrl_c_before_the_run_leaves_without_a_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr("jaxrl.main.load_config", interrupted)
     assert main(["--config=grpo"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "interrupted before anything was saved; rerun the same command to resume" in capsys.readouterr().err
 
 
 HIDDEN = "s3cr3tVALUE0123456789abcdef"

@@ -153,7 +153,7 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):
         state, _ = apply(state, {"w/kernel": jnp.ones((1, 1))}, metrics)
     policy = object.__new__(Policy)
     opened = with_options(open_job, c)
-    policy.held, policy.optimizer, policy.job = state, optimizer, opened
+    policy.state, policy.optimizer, policy.job = state, optimizer, opened
     Reference(opened).after_step(policy, 1, 0.0)
     before = float(policy.state.trainable["w/kernel"][0, 0])
     state, told = apply(policy.state, {"w/kernel": jnp.ones((1, 1))}, metrics)

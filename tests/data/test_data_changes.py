@@ -95,8 +95,8 @@ def test_a_host_whose_rewards_are_written_otherwise_is_named(job, tmp_path):
 
 
 def read(run):
-    found = setup.read_inputs(run.spec)
-    return found, *setup.load_data(run.spec, run.given, found)
+    found = setup.read_model_inputs(run.spec)
+    return found, *setup.load_data(run.spec, run.inputs, found)
 
 
 @pytest.fixture
@@ -114,9 +114,9 @@ def job(tmp_path):
 
     spec = resolve(make())
     with Session(spec) as session:
-        setup.read_all(session, with_rewards=False)
+        setup.read_job_inputs(session, with_rewards=False)
     saved = Checkpointer(spec.run.dir, spec)
-    saved.save(1, {}, {"config": redacted(spec.asked), "read": session.read, "parts": {}})
+    saved.save(1, {}, {"config": redacted(spec.asked), "read": session.fingerprints, "parts": {}})
     saved.close()
     return make
 
@@ -196,7 +196,7 @@ def test_weights_are_told_apart_and_commits_of_the_hub_are_kept(tmp_path, monkey
         c.algorithm.kl.coef = 0.1
         tokenizer, asked = load_tokenizer(c), []
         assert tokenizer.chat_template == name
-        found = setup.Inputs(tokenizer, {**MODEL, hf.SOURCE: {}}, (2,), None)
+        found = setup.ModelInputs(tokenizer, {**MODEL, hf.SOURCE: {}}, (2,), None)
         assert inputs.fingerprints(resolve(c), found, None, {})["weights of the reference"] == prints[name]
         c.critic.path, c.critic.revision, c.model.init = "somebody/tiny", name, "random"
         for check in ("check_weights", "check_critic"):

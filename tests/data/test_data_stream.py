@@ -155,7 +155,7 @@ def test_a_run_ends_at_the_first_limit_that_is_set(tmp_path, options, expected):
     for name, value in options.items():
         put(c, name, value)
     with Session(resolve(c)) as run:
-        setup.read_all(run, with_rewards=False)
+        setup.read_job_inputs(run, with_rewards=False)
     assert (run.total_steps, run.ending) == expected
 
 

@@ -45,7 +45,7 @@ def main(folder, options, roles):
         state, critic, reference = parts.roles.policy.state, parts.roles.critic, parts.roles.reference
         held = {"policy": (state.trainable, state.frozen), "optimizer": state.opt_state,
                 "critic": None if critic is None or critic.shared else vars(critic.state),
-                "reference": None if reference is None else reference.held}
+                "reference": None if reference is None else reference.state}
         kinds.append({name: {str(memory.worth_it(x)): x.sharding.memory_kind for x in jax.tree.leaves(tree)}
                       for name, tree in held.items()})
         return done

@@ -25,7 +25,7 @@ from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
 from jaxrl.models.io import hf, tensorfile
 from jaxrl.planning import memory
-from jaxrl.run.setup import read_inputs
+from jaxrl.run.setup import read_model_inputs
 
 SMALL = {**SIZES, **EXPERTS["qwen2_moe"][1], "model_type": "qwen2_moe", "num_hidden_layers": 5}
 
@@ -284,10 +284,10 @@ def test_what_chooses_never_trains():
     job = SimpleNamespace(model=model, tree=model, config=config)
     for everything in (False, True):
         trainable, frozen = parameters._parts(job, params, everything)
-        assert set(frozen) == {name} == parameters.fixed(model) and frozen[name].dtype == np.float32 and "head/kernel" in trainable
+        assert set(frozen) == {name} == parameters.untrained_names(model) and frozen[name].dtype == np.float32 and "head/kernel" in trainable
     whole = resolved(Selection(2, 4.0, target_modules=("q_proj",), modules_to_save=("mlp.gate",)), model, strict=True)
     model = dataclasses.replace(model, adapter=whole)
-    names = parameters.trained(SimpleNamespace(model=model, tree=model, config=config))
+    names = parameters.trained_names(SimpleNamespace(model=model, tree=model, config=config))
     assert name not in names and "layers/sub_0/mlp/router/kernel" in names
 
 
@@ -416,7 +416,7 @@ def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
     c = tiny_job.get_config()
     c.train.router_z = 0.1
     with pytest.raises(ConfigError, match="train.router_z=0.1 has no effect"):
-        read_inputs(c)
+        read_model_inputs(c)
     c.model.config = {**c.model.config.to_dict(), **SIZES, "model_type": "mixtral"}
     c.rollout.engine = "vllm"
     oss = tiny_job.get_config()
@@ -425,10 +425,10 @@ def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
         served = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "num_hidden_layers": 2, "model_type": "gpt_oss"}
         oss.model.config = {**SIZES, **EXPERTS["gpt_oss"][1], **served, name: other}
         with pytest.raises(ConfigError, match=rf"rollout.engine=vllm with {name}=.*vLLM computes .*gpt_oss with {theirs}.*set rollout.engine=jax"):
-            read_inputs(oss)
+            read_model_inputs(oss)
     c.lora.rank, c.lora.publish = 4, "adapter"
     with pytest.raises(ConfigError, match="lora.publish=adapter with experts .model_type=mixtral.*set lora.publish=merged"):
-        read_inputs(c)
+        read_model_inputs(c)
 
 
 def test_both_names_of_the_count_and_models_without_experts():

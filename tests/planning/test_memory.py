@@ -144,7 +144,7 @@ def test_offload_is_refused_where_there_is_no_host_memory(monkeypatch):
     monkeypatch.setattr(memory, "can_rest", lambda device: False)
     c = default_config()
     c.optimizer.offload = True
-    inputs = setup.Inputs(None, {}, (0,), None)
+    inputs = setup.ModelInputs(None, {}, (0,), None)
     with pytest.raises(ConfigError, match="optimizer.offload: a cpu cannot keep"):
         setup.open_job(c, inputs)
 

@@ -335,8 +335,8 @@ def test_the_launcher_says_who_died_first_and_tries_again(tmp_path):
     done = subprocess.run(launched(tmp_path, "dies", "--retries=1", "--grace=0.5"), capture_output=True, text=True, env=environment(),
                           timeout=300)
     assert done.returncode == 0
-    assert re.search(r"process 1 of 2 \(pid \d+\) ended first: killed by SIGKILL", done.stderr)
-    assert "still there after --grace=0.5 s" in done.stderr and "starting again from the newest checkpoint (1 of" in done.stderr
+    assert re.search(r"process 1 of 2 \(pid \d+\) failed first: killed by SIGKILL", done.stderr)
+    assert "still run --grace=0.5 s after" in done.stderr and "restarting from the latest checkpoint (1 of" in done.stderr
     assert "[1] I am 1\n" in done.stdout and "\nI am 0\n" in "\n" + done.stdout
     ports = {f.name: f.read_text() for f in tmp_path.glob("try_*")}
     assert sorted(ports) == ["try_0_0", "try_0_1", "try_1_0", "try_1_1"] and ports["try_0_0"] == ports["try_1_0"]
@@ -415,8 +415,8 @@ def test_the_death_of_one_ends_the_others_and_names_it(tmp_path, dies, how):
         assert re.search(r"process 1 on .* is gone: no sign of life for 3 s", said)
         assert "process 1 of 2 (pid" in said and "killed by SIGKILL" in said and done.returncode == 137
     else:
-        assert "leader" in said and re.search(r"process 0 of 2 \(pid \d+\) ended first: killed by SIGKILL", said)
-    assert (tmp_path / "died").exists() and "still there" not in said  # the others ended within --grace, by themselves
+        assert "leader" in said and re.search(r"process 0 of 2 \(pid \d+\) failed first: killed by SIGKILL", said)
+    assert (tmp_path / "died").exists() and "still run" not in said  # the others ended within --grace, by themselves
 
 
 def test_connections_that_say_nothing_keep_nobody_apart():

@@ -14,7 +14,7 @@ from jaxrl import models, training
 from jaxrl.config.load import default_config, put
 from jaxrl.config.registry import sequences
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.distill import Rows, joined
+from jaxrl.recipes.distill import MixedRows, join_batches
 from jaxrl.resolve.checks import common as config_checks
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.rollout.vllm.scoring import answer
@@ -52,11 +52,11 @@ class Stream:
 @pytest.mark.parametrize("on_policy, size", [(0.5, 4), (0.25, 8), (0.75, 4), (1.0, 3), (0.0, 5), (0.3, 10)])
 def test_on_policy_rows_and_the_others_are_each_row_once(on_policy, size):
     """Every step has its share of them; what the student answers comes as a stream of its own, numbered from 0."""
-    rows, number, cursor, seen = Rows(Stream(size), config(distill__on_policy=on_policy, data__prompts_per_step=size)), 0, 0, []
+    rows, number, cursor, seen = MixedRows(Stream(size), config(distill__on_policy=on_policy, data__prompts_per_step=size)), 0, 0, []
     for _ in range(7):
         given, after = rows.step(cursor)
-        count = rows.before(after) - rows.before(cursor)
-        assert count == round(on_policy * size) and number == rows.before(cursor)
+        count = rows.count_before(after) - rows.count_before(cursor)
+        assert count == round(on_policy * size) and number == rows.count_before(cursor)
         drawn, number = rows.take(number, count) if count else ([], number)
         assert [k for k, _ in drawn] == list(range(number - count, number))
         seen += [example for _, example in (*given, *drawn)]
@@ -76,14 +76,14 @@ def test_sequences_of_a_step_are_counted():
 
 def test_a_batch_of_both_kinds_keeps_every_sequence():
     (a, _), (b, _) = batch_of_groups(groups=2, size=3), batch_of_groups(groups=4, size=1, seed=1)
-    both = joined([a, b], on_prompt=False)
+    both = join_batches([a, b], on_prompt=False)
     assert both.num_trajectories == 10 and len(np.unique(both.group)) == 6
     for whole, part, first in ((both, a, 0), (both, b, 6)):
         for i in range(part.num_trajectories):
             mine, theirs = (slice(*t.offsets[j:j + 2]) for t, j in ((whole, first + i), (part, i)))
             for name in ("tokens", "loss_mask", "logprobs"):
                 np.testing.assert_array_equal(getattr(whole, name)[mine], getattr(part, name)[theirs])
-    scored = joined([a, b], on_prompt=True)
+    scored = join_batches([a, b], on_prompt=True)
     assert scored.total().tolist() == (both.lengths - 1).tolist() and not scored.loss_mask[scored.offsets[:-1]].any()
 
 
@@ -188,7 +188,7 @@ def test_files_give_back_what_was_written_whatever_the_order(tmp_path):
         np.testing.assert_array_equal(found["teacher_logprobs"][mask], said[1][mask][:, :3])
         assert (found["teacher_ids"][~mask] == -1).all() and found["teacher_ids"].dtype == np.int32
     changed = dataclasses.replace(traj, **{"tokens": traj.tokens + (np.arange(len(traj.tokens)) == 0)})
-    with pytest.raises(ConfigError, match="nothing of 1 of this step's 6 rows"):
+    with pytest.raises(ConfigError, match="1 of this step's 6 rows are missing"):
         files.columns(changed)
     files.close()
 
@@ -205,7 +205,7 @@ def test_files_of_another_teacher_are_refused(tmp_path):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options(top_k=5))
     content = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-    with pytest.raises(ConfigError, match="a.safetensors is not what was written"):
+    with pytest.raises(ConfigError, match="a.safetensors is damaged"):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options())
     (tmp_path / "a.safetensors").write_bytes(content)
     save_file({"x": np.zeros(3)}, tmp_path / "b.safetensors")

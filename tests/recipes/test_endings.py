@@ -86,7 +86,7 @@ def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, ca
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr()
     assert "stopped: checkpoint of step 2 not written (File too large); there is none yet" in said.err
-    assert "everything is saved" not in said.out + said.err and told(tmp_path)["finished"] is False
+    assert "all state is saved" not in said.out + said.err and told(tmp_path)["finished"] is False
 
 
 @pytest.mark.full
@@ -173,12 +173,12 @@ def test_a_closer_that_fails_does_not_skip_the_rest(tmp_path, caplog):
     """The first error is raised and the others are logged; none hides the error of the run."""
     closed = []
     run = Session(resolve(config(tmp_path)))
-    things = [run.own(Thing(closed)), run.own(Thing(closed, OSError("second"))), run.own(Thing(closed, OSError("first")))]
+    things = [run.close_at_end(Thing(closed)), run.close_at_end(Thing(closed, OSError("second"))), run.close_at_end(Thing(closed, OSError("first")))]
     with pytest.raises(OSError, match="first"):
         run.__exit__(None, None, None)
     assert closed == things[::-1] and "second" in caplog.text
 
-    run.own(Thing(closed, OSError("third")))
+    run.close_at_end(Thing(closed, OSError("third")))
     with caplog.at_level(logging.ERROR, "jaxrl"):
         run.__exit__(ValueError, ValueError("of the run"), None)  # raises nothing: the caller's error goes on
     assert "third" in caplog.text

@@ -16,7 +16,7 @@ import jaxrl
 from jaxrl.config.load import config_of
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import RewardPool
-from jaxrl.run.python_api import Given, Step, call, call_back, taken
+from jaxrl.run.python_api import PythonInputs, Step, apply_python_inputs, call_each, run_callbacks
 
 ROWS = [{"question": f"What is {a} plus {b}?", "answer": str(a + b), "level": a} for a in range(4) for b in range(6)]
 
@@ -77,7 +77,7 @@ def test_a_failing_callback_ends_the_run_with_the_step_saved(tmp_path):
     def careless(step):
         return step.metrics["loss/of_mine"]
 
-    failed = r"'careless' failed after step 1: KeyError: 'loss/of_mine' \(line \d+ of .*goes on from the newest checkpoint"
+    failed = r"'careless' failed after step 1: KeyError: 'loss/of_mine' \(line \d+ of .*resume from the latest checkpoint"
     with pytest.raises(jaxrl.RunStopped, match=failed):
         jaxrl.train(job(tmp_path), data=ROWS, rewards=reward, tokenizer=tokenizer(), callbacks=careless)
     assert (tmp_path / "run" / "checkpoints" / "00000001").is_dir()
@@ -86,7 +86,7 @@ def test_a_failing_callback_ends_the_run_with_the_step_saved(tmp_path):
 def test_what_is_given_takes_the_place_of_the_config():
     c = config_of({"optimizer": {"lr": 1e-5}, "train.steps": 7, "user": {"cap": 2}, "algorithm": {"kl": {"coef": 0.1}}})
     assert (c.optimizer.lr, c.train.steps, c.user.cap, c.algorithm.kl.coef) == (1e-5, 7, 2, 0.1)
-    given = taken(c, "folder", "rows.jsonl", ["exact"], "other", {"a": "a.jsonl", "b": ROWS}, ())
+    given = apply_python_inputs(c, "folder", "rows.jsonl", ["exact"], "other", {"a": "a.jsonl", "b": ROWS}, ())
     assert (c.model.path, c.data.path, c.model.tokenizer, c.reward.functions) == ("folder", ("rows.jsonl",), "other", ("exact",))
     assert c.eval.sets == ("a=a.jsonl", "b=given://b") and given.data is None and list(given.eval) == ["b"]
 
@@ -113,7 +113,7 @@ def test_the_first_reason_to_stop_is_kept_and_all_callbacks_are_called():
         step.stop("second")
 
     step = Step(1, 2, {}, [], "")
-    assert call([stops, calls.append], step) and step.stopped == "first" and calls == [step]
+    assert call_each([stops, calls.append], step) and step.stopped == "first" and calls == [step]
 
 
 def test_a_script_that_its_own_reward_workers_import_is_told_so(tmp_path):
@@ -130,13 +130,13 @@ def test_only_the_first_process_calls_and_all_take_its_word():
     def process(first):
         return SimpleNamespace(
             step=2, total_steps=9, run_dir="runs/x", peers=SimpleNamespace(first=first),
-            given=Given(callbacks=(lambda step: (called.append(step.samples), step.stop("enough")),)),
+            inputs=PythonInputs(callbacks=(lambda step: (called.append(step.samples), step.stop("enough")),)),
             together=lambda what, work: meetings.append(what) or work(),
             decide=lambda what, choose: meetings.append(what) or (choose() if first else "enough"))
 
     for first in (True, False):
         run = process(first)
-        assert call_back(run, {}, [{"prompt": "x"}]) == "enough"
+        assert run_callbacks(run, {}, [{"prompt": "x"}]) == "enough"
     assert called == [[{"prompt": "x"}]] and meetings == ["callbacks", "end?"] * 2
 
 

@@ -25,7 +25,7 @@ from jaxrl.models.value import ValueModel
 from jaxrl.resolve.checks import common
 from jaxrl.rewards.items import RewardResult
 from jaxrl.rl.trajectories import collect
-from jaxrl.roles.reward_model import Judge, described
+from jaxrl.roles.reward_model import RewardModel, read_reward_model
 from jaxrl.run import setup
 
 
@@ -74,7 +74,7 @@ def judge_of(path, **changes):
         put(c, name, value)
     common.check(c)
     opened = setup.open_job(c)
-    return Judge(opened, described(opened.config, opened.tokenizer))
+    return RewardModel(opened, read_reward_model(opened.config, opened.tokenizer))
 
 
 def nothing(n):
@@ -84,7 +84,7 @@ def nothing(n):
 
 def results_of(judge, traj, examples=None, texts=None):
     n = traj.num_trajectories
-    return judge.judged(traj, examples or [None] * n, texts or [""] * n, nothing(n))
+    return judge.add_scores(traj, examples or [None] * n, texts or [""] * n, nothing(n))
 
 
 # -- in a run
@@ -175,9 +175,9 @@ def test_another_tokenizer_reads_text(tmp_path):
     put(c, "reward.model.path", path)
     put(c, "env.function", "guess")
     with pytest.raises(ConfigError, match="only the tokens of an episode are as they were sampled"):
-        described(c, load_tokenizer(c))
+        read_reward_model(c, load_tokenizer(c))
     with pytest.raises(ConfigError, match="reward.model.render=chat: its tokenizer has no chat template; set text"):
-        described(put_all(tiny_job.get_config(), {"reward.model.path": policys_path(tmp_path), "reward.model.render": "chat"}),
+        read_reward_model(put_all(tiny_job.get_config(), {"reward.model.path": policys_path(tmp_path), "reward.model.render": "chat"}),
                   load_tokenizer(tiny_job.get_config()))
 
 
@@ -216,7 +216,7 @@ def test_head_weight_and_dtype(policys, tmp_path):
     heavy = results_of(judge_of(path, **{"reward.model.weight": -2.0}), traj)
     np.testing.assert_allclose(heavy.total - 0.5, -2 * (plain.total - 0.5))
     half = judge_of(path, **{"reward.model.dtype": "bf16"})
-    assert {x.dtype for x in jax.tree.leaves(half.held)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(half.state)} == {jnp.dtype(jnp.bfloat16)}
     rounded = results_of(half, traj).parts["reward_model"] - plain.parts["reward_model"]
     assert 1e-5 < np.abs(rounded).max() < 1
     named = reward_model(tmp_path / "named", tokenizer, name="value_head")[0]
@@ -257,7 +257,7 @@ from helpers.training_helpers import batch_of_groups
 traj = batch_of_groups(groups=3, size=4)[0]
 for roles in ({}, {"policy": {"devices": "0-1"}, "reward_model": {"devices": "2-3", "fsdp": 2, "rest": "host"}}):
     judge = test_judge.judge_of(sys.argv[1], **{"mesh.roles": roles})
-    resting = sorted({x.sharding.memory_kind for x in jax.tree.leaves(judge.held)})
+    resting = sorted({x.sharding.memory_kind for x in jax.tree.leaves(judge.state)})
     found = test_judge.results_of(judge, traj).parts["reward_model"]
     with judge.on():
         held = jax.tree.leaves(judge.params())

@@ -118,7 +118,7 @@ def started(c):
 def moved(policy):
     """The policy after some update: all that trains is another number."""
     state = policy.state
-    policy.held = state.replace(trainable={name: x + 0.05 * (1 + np.arange(x.size).reshape(x.shape) % 3) for name, x in state.trainable.items()})
+    policy.state = state.replace(trainable={name: x + 0.05 * (1 + np.arange(x.size).reshape(x.shape) % 3) for name, x in state.trainable.items()})
 
 
 @pytest.mark.full
@@ -126,7 +126,7 @@ def test_the_reference_is_the_base_bitwise_and_has_no_copy_of_it(tmp_path):
     """Scored after the adapters have moved, it is to the bit what a fresh model without adapters says."""
     c = config(tmp_path, algorithm__kl__coef=0.01)
     job, algorithm, policy = started(c)
-    assert isinstance(algorithm.reference, BaseReference) and algorithm.reference.held is None
+    assert isinstance(algorithm.reference, BaseReference) and algorithm.reference.state is None
     traj, _ = batch_of_groups(vocab=190)
     layout = training.make_layout(traj.sizes, job.row_shapes)
     before = policy.score(traj, layout)

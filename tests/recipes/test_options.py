@@ -663,7 +663,7 @@ def test_reference_path_and_dtype(tiny, tmp_path):
         part = Roles(job, 5).reference
         if part is not None:
             part.start(None, None)
-        return part and part.held, parameters.initial_params(job)
+        return part and part.state, parameters.initial_params(job)
 
     assert reference()[0] is None  # no KL term, nothing is loaded
     own, start = reference("algorithm.kl.coef", 0.1, "reference.dtype", "fp32")
@@ -804,7 +804,7 @@ def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
         s = Session(resolve(tiny("train.max_samples", limit, "train.steps", 9)))
         s.progress, s.stream = Progress(step, 0, samples), SimpleNamespace(exhausted=lambda cursor: False)
-        return not s.goes_on()
+        return not s.should_continue()
 
     assert not finished(0, 10**9) and not finished(64, 63)
     assert finished(64, 64) and finished(0, 0, step=9)

@@ -34,8 +34,8 @@ from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl import step as rl_step
-from jaxrl.rl.advantages import advantages, spread
-from jaxrl.rl.roles import Roles, start_of_step
+from jaxrl.rl.advantages import advantages, spread_over_tokens
+from jaxrl.rl.roles import Roles, clear_early_stop
 from jaxrl.roles import parameters
 from jaxrl.roles.critic import Critic
 from jaxrl.roles.reference import Reference
@@ -241,12 +241,12 @@ def test_kl_placement_in_the_reward_costs_coef_times_kl(algorithm):
 
 def test_what_an_advantage_function_may_return():
     traj = trajectories([2, 1], [0, 0])
-    np.testing.assert_array_equal(spread("mine:f", [3.0, 4.0], traj), [3, 3, 3, 4, 4])
-    np.testing.assert_array_equal(spread("mine:f", range(5), traj), range(5))
+    np.testing.assert_array_equal(spread_over_tokens("mine:f", [3.0, 4.0], traj), [3, 3, 3, 4, 4])
+    np.testing.assert_array_equal(spread_over_tokens("mine:f", range(5), traj), range(5))
     with pytest.raises(ConfigError, match=r"algorithm.advantage='mine:f' returned shape \(3,\): expected one number per"):
-        spread("mine:f", [1.0, 2.0, 3.0], traj)
+        spread_over_tokens("mine:f", [1.0, 2.0, 3.0], traj)
     with pytest.raises(ConfigError, match="not finite"):
-        spread("mine:f", [1.0, np.inf], traj)
+        spread_over_tokens("mine:f", [1.0, np.inf], traj)
 
 
 # -- a step's batch ----------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def steps_of(c, update, batch, layout, columns):
     """The policy's optimizer steps on a batch, where only the update matters: update(batches) -> metrics."""
     policy = SimpleNamespace(put=lambda packed: packed, update=update)
     prepared = rl_step.Prepared(rl_step.StepLayout(layout, layout, 0), columns, None, None, None)
-    return rl_step.policy_steps(decided(c), policy, batch, prepared)
+    return rl_step.update_policy(decided(c), policy, batch, prepared)
 
 
 def packed_weights(changes, batch, columns=None):
@@ -521,7 +521,7 @@ def test_early_stop_leaves_out_the_rest_of_a_step(algorithm, option, metric, fin
     moved = []
     for value in (fine, above, fine, None, fine):
         if value is None:
-            state = start_of_step(state)
+            state = clear_early_stop(state)
             continue
         metrics = {name: jnp.float32(value if name == metric else other) for name, other in values.items()}
         new, metrics = apply(state, {"w": jnp.full(3, 0.1)}, metrics)
@@ -543,10 +543,10 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     reference, steps = Reference(opened), itertools.count(1)
 
     def after(cursor, value):
-        policy.held = state.replace(trainable={"w/kernel": jnp.full(3, value)})
-        return reference.after_step(policy, next(steps), cursor / 10)["policy/reference_reset"], float(reference.held["w"]["kernel"][0])
+        policy.state = state.replace(trainable={"w/kernel": jnp.full(3, value)})
+        return reference.after_step(policy, next(steps), cursor / 10)["policy/reference_reset"], float(reference.state["w"]["kernel"][0])
 
-    reference.held = {"w": {"kernel": jnp.zeros(3)}}
+    reference.state = {"w": {"kernel": jnp.zeros(3)}}
     assert [after(3, 1.0), after(6, 2.0), after(9, 3.0)] == [(0, 0), (1, 2), (0, 2)]
     held, said = reference.arrays(), json.loads(json.dumps(reference.host()))
     reference = Reference(opened)

@@ -146,7 +146,7 @@ def test_a_sum_that_is_not_what_was_written_is_computed_anew(trained, tmp_path, 
         copy.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
         caplog.clear()
         found = sums.ReferenceSums._read(opened)
-        assert len(found) == len(whole) // sums.RECORD.itemsize - 1 and "1 of 44 sums are not what was written" in caplog.text
+        assert len(found) == len(whole) // sums.RECORD.itemsize - 1 and "1 of 44 sums are damaged" in caplog.text
 
 
 @pytest.mark.slow
@@ -184,8 +184,9 @@ def test_adapters_learn_beside_their_own_base(tmp_path, monkeypatch):
 
 
 def test_keys_are_of_prompt_and_answer():
-    batch = [preference.Answer(np.array(p, np.int32), np.array(a, np.int32)) for p, a in (([1, 2], [3]), ([1], [2, 3]), ([1, 2], [4]), ([1, 2], [3]))]
-    keys = sums.keys_of(preference.demonstrations(batch, [0, 1, 2, 3], False))
+    rows = (([1, 2], [3]), ([1], [2, 3]), ([1, 2], [4]), ([1, 2], [3]))
+    batch = [preference.Completion(np.array(p, np.int32), np.array(a, np.int32)) for p, a in rows]
+    keys = sums.completion_keys(preference.demonstrations(batch, [0, 1, 2, 3], False))
     assert keys[0] == keys[3] and len(set(keys)) == 3
 
 
@@ -219,9 +220,9 @@ def test_prompts_are_rolled_over_the_rows_of_a_step():
     ids = lambda *x: np.array(x, np.int32)  # noqa: E731
     pair = SimpleNamespace(prompt_ids=ids(1, 2), target_ids=ids(3, 4), rejected_ids=ids(5), columns={})
     single = SimpleNamespace(prompt_ids=ids(6, 7, 8), target_ids=ids(9), rejected_ids=None, columns={"label": False})
-    step = preference.Step(job, [pair, single])
+    step = preference.PreferenceStep(job, [pair, single])
     assert step.table.chosen.tolist() == [0] and step.table.rejected.tolist() == [1] and step.table.good.tolist() == [True, False, False]
-    traj, _ = step.mismatched()
+    traj, _ = step.mismatched_prompts()
     rows = [traj.tokens[a:b].tolist() for a, b in zip(traj.offsets[:-1], traj.offsets[1:], strict=True)]
     assert rows == [[6, 7, 8, 3, 4], [6, 7, 8, 5], [1, 2, 9]]
 

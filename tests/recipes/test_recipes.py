@@ -149,7 +149,7 @@ def test_a_finished_run_says_so_and_can_be_extended(finished, capfd, tmp_path):
     assert re.search(r"done at step 8 after .*; held-out accuracy .*% before, .*% after; model in .*export; summary in", text)
     status = main(command(folder, "log.tensorboard=false", "train.steps=3")[3:])
     text = capfd.readouterr().out
-    assert status == 0 and "has finished its 8 steps (3 are asked for);" in text and "train.steps=16" in text
+    assert status == 0 and "has finished its 8 steps (of 3 requested);" in text and "train.steps=16" in text
     again = tiny_job.get_config()
     again.run.dir, again.log.console, again.optimizer.lr = str(folder), "off", 1e-3
     again.train.steps = 9

@@ -44,7 +44,7 @@ def test_a_record_holds_the_batch_bit_by_bit(run):
     assert list(found) == [1, 2]
     for path, step in zip(found.values(), steps, strict=True):
         record, batch = files.read(path), step.batch
-        again = recording.batch_of(record)
+        again = recording.restore_batch(record)
         assert all(equal(getattr(again.traj, f.name), getattr(batch.traj, f.name)) for f in dataclasses.fields(batch.traj)
                    if f.name != "columns")
         for mine, theirs in ((again.traj.columns, batch.traj.columns), (again.result.parts, batch.result.parts)):
@@ -247,18 +247,17 @@ def test_a_step_that_cannot_be_scaled_is_refused():
     traj = SimpleNamespace(loss_mask=np.array([True, True, False]))
 
     class Policy:
-        held = before
-        state = property(lambda self: self.held)
+        state = before
 
         def score(self, *_):
-            moved = float(self.held.trainable["a"][0]) != 0
+            moved = float(self.state.trainable["a"][0]) != 0
             return np.array([np.nan if moved else -1.0, -2.0, 0.0])
 
     policy = Policy()
     bounded = StepLimit(policy, traj, None, {})
-    policy.held = after
-    assert bounded.keep(0.1) == {"policy/step_kl": 0.0, "policy/step_kl_asked": 1e30, "policy/step_scale": 0.0}
-    assert all(equal(np.asarray(policy.held.trainable[k]), np.asarray(x)) for k, x in params.items())
+    policy.state = after
+    assert bounded.enforce(0.1) == {"policy/step_kl": 0.0, "policy/step_kl_asked": 1e30, "policy/step_scale": 0.0}
+    assert all(equal(np.asarray(policy.state.trainable[k]), np.asarray(x)) for k, x in params.items())
     assert k3(np.log([0.5, 0.5]), np.log([0.25, 0.75]), np.ones(2, bool)) == pytest.approx(
         np.mean([0.5 - 1 - np.log(0.5), 1.5 - 1 - np.log(1.5)]))
 

@@ -14,7 +14,7 @@ import jaxrl
 from jaxrl.config.load import put
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.reward_model import batch_of
+from jaxrl.recipes.reward_model import make_batch
 from jaxrl.resolve.checks import common
 
 ROWS = [json.loads(line) for line in (Path(jaxrl.__file__).parent / "data/embedded/arith/sft.jsonl").read_text().splitlines()[:48]]
@@ -132,7 +132,7 @@ def test_center_and_margin_are_in_the_loss(tmp_path):
     rows = [row | {"lead": float(i % 3)} for i, row in enumerate(pairs(ROWS[:6]))]
     c = config(tmp_path, rows, data__prompts_per_step=6, reward_model__center=0.5, data__margin_column="lead")
     data = load_train(c, load_tokenizer(c), 1)
-    batch = batch_of([data[i] for i in range(6)], c)
+    batch = make_batch([data[i] for i in range(6)], c)
     scores = np.random.default_rng(0).normal(size=12)
     rest = scores[::2] - scores[1::2] - np.arange(6) % 3
     expected = np.mean(np.log1p(np.exp(-rest))) + 0.5 * np.mean((scores[::2] + scores[1::2]) ** 2)
@@ -161,7 +161,7 @@ def test_a_step_is_read_behind_its_separator(tmp_path):
     for separator, token in (("\n", 3), ("?", 11)):
         c = config(tmp_path, steps(), reward_model__kind="steps", reward_model__separator=separator)
         data, row = load_train(c, load_tokenizer(c), 1), steps()[0]
-        traj = batch_of([data[0], data[1]], c).traj
+        traj = make_batch([data[0], data[1]], c).traj
         own = traj.tokens[:traj.offsets[1]]
         at = np.flatnonzero(traj.loss_mask[:traj.offsets[1]])
         assert len(at) == len(row["labels"]) == 3 and (own[at - 1] == token).all() and at[-1] == len(own) - 1

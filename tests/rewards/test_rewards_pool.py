@@ -18,7 +18,7 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
 from jaxrl.rewards import workers as workers_module
 from jaxrl.rewards.background import BackgroundScorer
-from jaxrl.rl.evaluation import out_of_patience
+from jaxrl.rl.evaluation import stop_overdue
 
 FUNCTIONS = textwrap.dedent('''
     import asyncio, collections, itertools, multiprocessing, os, subprocess, sys, time
@@ -450,12 +450,12 @@ def test_a_stop_leaves_rewards_alone(pool):
     scorer.close()
     run = SimpleNamespace(spec=default_config(), interrupted=lambda: stopped)
     stopped, run.spec.run.stop_seconds = False, 0.0
-    over = out_of_patience(run)
+    over = stop_overdue(run)
     assert not over()
     stopped = True
     assert over()
     run.spec.run.stop_seconds = 1e6
-    assert not over() and not out_of_patience(run)()
+    assert not over() and not stop_overdue(run)()
 
 
 def test_a_number_as_reference_answer_that_scores_nothing_is_said(pool, caplog):

@@ -24,7 +24,7 @@ from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.http import retry_after
 from jaxrl.rewards.judge import CONTROL, FRAME, Judge
 from jaxrl.rewards.services import Server, find, named
-from jaxrl.run.judge_server import launch
+from jaxrl.run.judge_server import server_command
 
 EVERY_DAY = ("429 at first", "half a JSON", "self-signed certificate")
 SLOW = ("slow", "restarts in mid-batch")
@@ -332,7 +332,7 @@ def test_judges_of_the_runs_own_servers_are_found_with_their_key(tmp_path):
 def test_a_server_of_the_runs_own_is_a_stock_server_on_its_devices():
     """It has its weights and no door for others: neither development endpoints nor jaxrl's guard, nor dummy weights."""
     o = {"model": "folder", "devices": "2,3", "server_args": {"tensor_parallel_size": 2, "max_model_len": 64}}
-    command, env = launch(o, default_config().rollout.vllm, 8123, cpu=False, key="k")
+    command, env = server_command(o, default_config().rollout.vllm, 8123, cpu=False, key="k")
     words = " ".join(command)
     assert "--tensor-parallel-size 2" in words and "--max-model-len 64" in words and "--model folder" in words and "--port 8123" in words
     assert env["CUDA_VISIBLE_DEVICES"] == "2,3" and "VLLM_SERVER_DEV_MODE" not in env and "k" not in command

@@ -9,7 +9,7 @@ from helpers.training_helpers import HF, batch_of_groups, params_of, policy_obje
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config
-from jaxrl.roles.parameters import flat_axes, flat_layers, settled
+from jaxrl.roles.parameters import flat_axes, flat_layers, move_to_host
 from jaxrl.sharding import memory
 from jaxrl.training import streaming
 from jaxrl.training.layout import RowShapes
@@ -53,7 +53,7 @@ def two_steps(model, place: str, name="adamw", poison=False):
     state = training.init_state(*training.partition(params_of(model, np.float64), (".*",), ("gate",)), optimizer)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     if place == "all":
-        state = state.replace(trainable=settled(state.trainable), frozen=settled(state.frozen))
+        state = state.replace(trainable=move_to_host(state.trainable), frozen=move_to_host(state.frozen))
     if place:
         state = state.replace(opt_state=streaming.initial(optimizer, state.trainable, memory.kept(like.opt_state)))
     update = training.make_update(model, optimizer, schedule, LOSS, training.in_parts(name))
