@@ -14,7 +14,7 @@ from jaxrl.envs.api import Action, Turn
 from jaxrl.envs.parsers import PARSERS, types_of
 from jaxrl.rewards import builtin, judge, remote
 from jaxrl.rewards.calling import outcome
-from jaxrl.rewards.items import RewardItem, address, as_json
+from jaxrl.rewards.items import RewardItem, item_hash, item_json
 from jaxrl.sandbox import api, grading
 
 MARKERS = (
@@ -153,8 +153,8 @@ def judged(text):
 def sent(text):
     """A completion on its way to a worker, to a service and into the record."""
     item = RewardItem("q", text, {"answer": "1"})
-    as_json(item, 0).encode()
-    address(item)
+    item_json(item, 0).encode()
+    item_hash(item)
     remote.FENCED.findall(text)
 
 
@@ -181,9 +181,9 @@ def programs(tests):
 
 def readers() -> dict:
     """Every one, by the registries that have them. The programs run under limits alone."""
-    known = {name for name, fn in builtin.registered().items() if fn.__module__ == builtin.__name__}
+    known = {name for name, fn in builtin.registered_rewards().items() if fn.__module__ == builtin.__name__}
     assert known == set(REWARDS), "a built-in reward without its columns here"
-    out = {f"reward {name}": lambda text, name=name: wrong(builtin.registered()[name]("q", text, **REWARDS[name])) for name in REWARDS}
+    out = {f"reward {name}": lambda text, name=name: wrong(builtin.registered_rewards()[name]("q", text, **REWARDS[name])) for name in REWARDS}
     out |= {f"calls as {name}": calls_are_read(name) for name in PARSERS}
     from turn_cases import FAMILIES
     out |= {f"turns of {family}": turns_are_read(family) for family in FAMILIES if FAMILIES[family][3]}

@@ -33,7 +33,7 @@ def compared(config, peers, inputs, train_set, eval_sets, chosen, workers=None) 
     """
     prints = fingerprints(config, inputs, train_set, eval_sets)
     read = {"prints": prints, "commits": commits(config, train_set, eval_sets)}
-    if day := data_room.day_of(inputs.tokenizer):
+    if day := data_room.template_date(inputs.tokenizer):
         prints["chat template's day"] = read["day"] = day
     if peers.count > 1:
         code = {f"the code of {option}": pool.key() for option, pool in (workers or {}).items()}

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from jaxrl.errors import RunStopped
-from jaxrl.rewards.items import RewardResult, metrics_of
+from jaxrl.rewards.items import RewardResult, reward_metrics
 
 PART = "env"  # the reward that an episode itself gives
 
@@ -30,7 +30,7 @@ def with_outcomes(result: RewardResult | None, outcomes, env) -> RewardResult | 
     more = [{PART: {**o.rewards, **o.notes}} if o is not None and (o.rewards or o.notes) else {} for o in outcomes]
     said = [a | b for a, b in zip(told, result.outcomes, strict=True)]
     noted = [a | b for a, b in zip(more, result.item_metrics, strict=True)]
-    return RewardResult(total, {PART: values} | result.parts, said, noted, metrics_of(total, said, noted), result.by)
+    return RewardResult(total, {PART: values} | result.parts, said, noted, reward_metrics(total, said, noted), result.by)
 
 
 def check_failures(env, step: int, outcomes, asked: int) -> None:

@@ -252,7 +252,7 @@ class Rollouts:
             metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)
         shaped, addresses = self._shaped(traj, result), None
         if c.record.every:
-            addresses = np.array([rewards_room.address(item) for item in items], np.uint64)
+            addresses = np.array([rewards_room.item_hash(item) for item in items], np.uint64)
         greedy = {g: s for one in rounds for g, s in one.greedy.items()}
         baseline = np.array([greedy.get(int(g), np.nan) for g in traj.group])
         dropped = np.array([mode != "off" and not keep[int(g)] for g in traj.group])

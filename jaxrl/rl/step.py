@@ -76,7 +76,7 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
         metrics = learn(parts, batch, prepared)
         if begun is not None:
             recording.end(begun, metrics)
-        metrics |= rollouts.metrics(batch) | s.stream.measured(batch.pass_rates, batch.cursor)
+        metrics |= rollouts.metrics(batch) | s.stream.record_pass_rates(batch.pass_rates, batch.cursor)
     s.telemetry.histograms(s.step, histograms(batch, columns, per_completion))
     metrics |= rollout_metrics(batch, found.zero_signal, per_completion, layout) | stream_metrics(s, job)
     metrics |= found.metrics

@@ -17,11 +17,11 @@ import numpy as np
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
 from jaxrl.config.lengths import episodes, made_of
-from jaxrl.data.dataset import PromptError, Template
+from jaxrl.data.chat_template import PromptError, Template
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.rewards.items import RewardResult, metrics_of
+from jaxrl.rewards.items import RewardResult, reward_metrics
 from jaxrl.roles import parameters
 from jaxrl.roles.role import Role
 from jaxrl.training.score import make_value_score
@@ -140,7 +140,7 @@ def with_part(result: RewardResult, values, told, weight: float) -> RewardResult
     total = np.where(has, weight * np.where(known, values, 0.0) + np.nan_to_num(result.total), np.nan)
     said = [a | {PART: b} for a, b in zip(result.outcomes, told, strict=True)]
     return RewardResult(total, result.parts | {PART: values}, said, result.item_metrics,
-                        metrics_of(total, said, result.item_metrics), result.by)
+                        reward_metrics(total, said, result.item_metrics), result.by)
 
 
 class Tokens:

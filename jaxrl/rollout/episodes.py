@@ -310,7 +310,7 @@ class EpisodeEngine(Engine):
         return request
 
     def _sampling(self, first: Request, most: int, data: dict):
-        ends = tuple(dict.fromkeys((*first.sampling.stop_token_ids, *self.renderer.stops(bool(data["tools"])))))
+        ends = tuple(dict.fromkeys((*first.sampling.stop_token_ids, *self.renderer.stop_ids_with(bool(data["tools"])))))
         return dataclasses.replace(
             first.sampling, max_new_tokens=most, min_new_tokens=min(first.sampling.min_new_tokens, most),
             stop=tuple(dict.fromkeys((*first.sampling.stop, *data["stop"]))), stop_token_ids=ends)

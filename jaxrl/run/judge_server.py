@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from jaxrl.errors import ConfigError
-from jaxrl.rewards.services import Server, own_servers
+from jaxrl.rewards.services import Server, judges_to_serve
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 
@@ -47,7 +47,7 @@ class JudgeServers:
     """
 
     def __init__(self, config, functions, count: int = 1):
-        wanted = own_servers(config, functions)
+        wanted = judges_to_serve(config, functions)
         self._options, self._key = config.rollout.vllm, secrets.token_urlsafe(32)
         self._folder = Path(config.run.dir or ".") / "vllm"
         self._launched: dict[str, tuple] = {}

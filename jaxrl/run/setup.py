@@ -208,7 +208,7 @@ def read_all(s, with_rewards: bool = True) -> Read:
     if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
         pool, rewards, eval_rewards, servers = _workers(s)
     inputs = read_inputs(c, given.tokenizer)
-    data_room.day_of(inputs.tokenizer, (s.resumed.host.get("read") or {}).get("day", "") if s.resumed else "")
+    data_room.template_date(inputs.tokenizer, (s.resumed.host.get("read") or {}).get("day", "") if s.resumed else "")
     if s.resumed is None:
         check_weights(c, inputs)
     judge = described(c, inputs.tokenizer) if with_rewards else None
@@ -381,7 +381,7 @@ def read_inputs(config, tokenizer=None) -> Inputs:
         raise ConfigError(f"run.recipe=reward_model with model_type={hf_config['model_type']}: transformers has no "
                           "sequence classifier of this family to be written as; choose a model of another family")
     own = tokenizer is not None
-    tokenizer = data_room.prepared(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
+    tokenizer = data_room.apply_overrides(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
     if len(tokenizer) > table.config.vocab_size:
         raise ConfigError(
             f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {table.config.vocab_size};"

@@ -65,7 +65,7 @@ def test_a_template_that_asks_for_the_time_is_told_the_runs_day(tmp_path):
 
     from data_cases import make_config, write_jsonl
 
-    from jaxrl.data import day_of, load_tokenizer, load_train
+    from jaxrl.data import load_tokenizer, load_train, template_date
 
     tokenizer = made(tmp_path / "t")
     tokenizer.chat_template = "\n{{ strftime_now('%d %b %Y') }}{{ strftime_now('%Y-%m-%d %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -73,12 +73,12 @@ def test_a_template_that_asks_for_the_time_is_told_the_runs_day(tmp_path):
     config = make_config(tmp_path / "t", write_jsonl(tmp_path / "x.jsonl", [{"prompt": "q", "answer": "a"}]), data__cache=str(tmp_path / "cache"))
     for day in ("2024-07-26", "2025-01-02", "2024-07-26"):  # the second time from the cache
         tokenizer = load_tokenizer(config)
-        assert day_of(tokenizer, day) == day
+        assert template_date(tokenizer, day) == day
         example = load_train(config, tokenizer)[0]
         want = datetime.date.fromisoformat(day).strftime("\n%d %b %Y%Y-%m-%d 00:00q")
         assert example.prompt_text == tokenizer.decode(example.prompt_ids) == want
     today = load_tokenizer(config)
     before = datetime.date.today().isoformat()
-    assert before <= day_of(today) == day_of(today) <= datetime.date.today().isoformat()
+    assert before <= template_date(today) == template_date(today) <= datetime.date.today().isoformat()
     today.chat_template = "{{ messages }}"
-    assert day_of(today) == ""
+    assert template_date(today) == ""

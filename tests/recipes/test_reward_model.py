@@ -173,7 +173,7 @@ def test_a_step_is_read_behind_its_separator(tmp_path):
     ("steps", {"prompt": "5", "completions": ["5"], "labels": [2]}, "holds [2], expected true, false or probabilities"),
     ("steps", {"prompt": "5", "completions": "5", "labels": [1]}, "holds '5', expected a list that is not empty"),
     ("steps", {"prompt": "5", "labels": [1]}, "column 'completions' is missing in this row"),
-    ("steps", {"prompt": "5", "completions": [5], "labels": [1]}, "every step must be a text that is not empty"),
+    ("steps", {"prompt": "5", "completions": [5], "labels": [1]}, "every step must be non-empty text"),
 ])
 def test_rows_that_are_none_are_refused(tmp_path, kind, row, said):
     good = pairs() if kind == "pairs" else steps()

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 from jaxrl.config.option import BOUNDS, no_effect
 from jaxrl.config.schema import options
 from jaxrl.errors import ConfigError
-from jaxrl.rewards.builtin import registered
+from jaxrl.rewards.builtin import registered_rewards
 from jaxrl.rewards.judge import unknown_names
-from jaxrl.rewards.services import TABLES, named, prompt_of
+from jaxrl.rewards.services import TABLES, judge_prompt, service_options
 
-BUILTIN_NAMES = tuple(registered())
+BUILTIN_NAMES = tuple(registered_rewards())
 # Options that some formats alone read.
 ONLY = {"columns": ("own", "cosmos", "areal"), "functions": ("cosmos",), "fetch_url": ("cosmos",),
         "language": ("areal",), "model": ("classify", "pooling"), "task": ("pooling",)}
@@ -28,7 +28,7 @@ def services(cfg) -> list[str]:
     if out:
         return out
     asked = {*cfg.reward.functions, *cfg.eval.rewards}
-    for name, (kind, o) in named(cfg.reward).items():
+    for name, (kind, o) in service_options(cfg.reward).items():
         where = f"reward.{kind}" if name == kind else f"reward.{TABLES[kind]}.{name}"
         if name in asked:
             out += (_remote if kind == "remote" else _judge)(where, o) + _common(where, o)
@@ -178,7 +178,7 @@ def _judge(where, o) -> list[str]:
 
 def _prompt(where, o) -> list[str]:
     try:
-        text = prompt_of(o)
+        text = judge_prompt(o)
     except ConfigError as e:
         return [f"{where}.{e}"]
     if unknown := unknown_names(text):
