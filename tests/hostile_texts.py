@@ -11,7 +11,7 @@ from jaxrl.config.schema_rewards import JUDGE, REMOTE
 from jaxrl.envs import builtin as worlds
 from jaxrl.envs import libraries, openai, openenv, tools
 from jaxrl.envs.api import Action, Turn
-from jaxrl.envs.parsers import PARSERS, types_of
+from jaxrl.envs.parsers import PARSERS, argument_types
 from jaxrl.rewards import builtin, judge, remote
 from jaxrl.rewards.calling import outcome
 from jaxrl.rewards.items import RewardItem, item_hash, item_json
@@ -93,7 +93,7 @@ def calls_are_read(name: str):
     tool = tools.Tool(add)
 
     def read(text):
-        outside, calls = PARSERS[name].read(text, types=types_of([tool.schema]))
+        outside, calls = PARSERS[name].read(text, types=argument_types([tool.schema]))
         json.dumps([outside, [vars(call) for call in calls]])
         for call in calls:
             assert call.error or isinstance(call.arguments, dict)
@@ -103,7 +103,7 @@ def calls_are_read(name: str):
                 pass
         turn = {"text": outside, "thinking": "", "finish": "stop", "tokens": [1, 1],
                 "calls": [{"id": "", "name": c.name, "arguments": c.arguments, "error": c.error} for c in calls]}
-        json.dumps(openai.said(turn, ["\n\n"]))
+        json.dumps(openai.assistant_message(turn, ["\n\n"]))
     return read
 
 
@@ -169,7 +169,7 @@ def service_score(text):
     async def scored(budget):
         return reads.score([value], "a service")
 
-    found = outcome(asyncio.run(reads.within(scored)))
+    found = outcome(asyncio.run(reads.run_until_deadline(scored)))
     assert found["outcome"] == "ok" or found["outcome"].startswith("error: type: "), found
 
 
@@ -191,7 +191,7 @@ def readers() -> dict:
     out |= {f"action of {name}": action(fields) for name, fields in (
         ("an object", {"a": "integer", "b": "string"}), ("text", {"a": "string"}), ("an integer", {"a": "integer"}), ("a number", {"a": "number"}),
         ("yes or no", {"a": "boolean"}))}
-    out |= {"action by name": lambda text: libraries.chosen(text, ("left", "right")), "a judge": judged, "the record": sent,
+    out |= {"action by name": lambda text: libraries.last_choice(text, ("left", "right")), "a judge": judged, "the record": sent,
             "score of a service": service_score}
     return out | {f"program with tests {name}": programs(tests) for name, tests in TESTS.items()}
 

@@ -147,7 +147,7 @@ def service_scores(kind, rows, **options):
     c.reward[kind].update(options)
     told, places, _ = find_services(c, {kind}, {})
     one = Call(kind, kind, {"services": told, "places": places})
-    made = asyncio.run(one.many([vars(row) for row in rows], {}))
+    made = asyncio.run(one.call_batch([vars(row) for row in rows], {}))
     return [x.cause if isinstance(x, ServiceError) else x for x in made]
 
 

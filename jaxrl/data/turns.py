@@ -20,7 +20,7 @@ from jaxrl.data.chat_template import PromptError, Template, check_messages
 from jaxrl.data.suffixes import EARLIER, QUESTION, Shape, Suffixes, sentinel
 from jaxrl.data.tokenizer import completion_texts
 from jaxrl.data.tokens import Tokens
-from jaxrl.envs.parsers import PARSERS, Call, Parser, types_of
+from jaxrl.envs.parsers import PARSERS, Call, Parser, argument_types
 from jaxrl.errors import ConfigError
 
 THINK = ("<think>", "</think>")
@@ -55,7 +55,7 @@ class TurnRenderer:
                               " model.chat_template=FILE and leave data.chat=auto")
         marks = (*THINK, *(mark for parser in PARSERS.values() for mark in parser.marks))
         self.tokens = tokens or Tokens(tokenizer, marks)
-        self.types, self.inline = types_of(self.tools), config.env.observations == "inline"
+        self.types, self.inline = argument_types(self.tools), config.env.observations == "inline"
         self._suffixes = Suffixes(self.template, self.tokens)
         self._reads_calls = bool(self.tools) or config.env.parser != "auto"
         self._alone = {mark: self.tokens.added[mark] for mark in marks if mark in self.tokens.added
@@ -149,7 +149,7 @@ class TurnRenderer:
           tools: JSON schemas of this conversation; None for the renderer's.
         """
         thinking, text, marks = self._parts(ids)
-        calls, whole, types = [], text, types_of(tools) if tools else self.types
+        calls, whole, types = [], text, argument_types(tools) if tools else self.types
         if self.parser is not None and (tools or self._reads_calls):
             outside, calls = self.parser.read(text, tuple(marks.get(m, m) for m in self.parser.marks), types)
             text = outside if calls else text

@@ -30,7 +30,8 @@ def with_outcomes(result: RewardResult | None, outcomes, env) -> RewardResult | 
     more = [{PART: {**o.rewards, **o.notes}} if o is not None and (o.rewards or o.notes) else {} for o in outcomes]
     said = [a | b for a, b in zip(told, result.outcomes, strict=True)]
     noted = [a | b for a, b in zip(more, result.item_metrics, strict=True)]
-    return RewardResult(total, {PART: values} | result.parts, said, noted, reward_metrics(total, said, noted), result.by)
+    metrics = reward_metrics(total, said, noted)
+    return RewardResult(total, {PART: values} | result.parts, said, noted, metrics, result.by)
 
 
 def check_failures(env, step: int, outcomes, asked: int) -> None:

@@ -185,7 +185,7 @@ def test_nothing_usable_is_an_error(plain, tmp_path):
     with pytest.raises(DataError, match=r"no usable row among 3\n.*a.jsonl:1: column 'prompt' is missing"):
         train(plain, path, data__bad_rows="skip")
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"data.path=.*empty.jsonl: no rows"):
+    with pytest.raises(DataError, match=r"data.path=.*empty.jsonl: no readable rows"):
         train(plain, tmp_path / "empty.jsonl")
 
 
@@ -312,11 +312,11 @@ def test_tokenizer_overrides(plain, tmp_path):
 
 
 @pytest.mark.parametrize("options, text", [
-    ({"model__pad_token": "<nope>"}, "model.pad_token='<nope>' is not one token"),
-    ({"model__eos_tokens": ("ab",)}, "model.eos_tokens='ab' is not one token"),
+    ({"model__pad_token": "<nope>"}, "model.pad_token='<nope>' is not a single token"),
+    ({"model__eos_tokens": ("ab",)}, "model.eos_tokens='ab' is not a single token"),
     ({"model__chat_template": "no/such.jinja"}, "model.chat_template='no/such.jinja': no such file"),
     ({"model__tokenizer": ""}, "model.tokenizer and model.path are empty"),
-    ({"model__tokenizer": "no/thing"}, "model.tokenizer='no/thing' is neither a folder nor a hub id in reach"),
+    ({"model__tokenizer": "no/thing"}, "model.tokenizer='no/thing' is neither a folder nor a reachable hub id"),
 ])
 def test_tokenizer_errors(plain, options, text):
     with pytest.raises(ConfigError, match=text):
@@ -527,7 +527,7 @@ def test_rows_that_a_caller_holds_are_read_like_files(plain, tmp_path):
 DEEP = "[" * 5000 + "]" * 5000
 LONG = "7" * 5000
 UNREADABLE = {
-    "half.jsonl": ('{"prompt": "a \\ud83d b", "answer": "1"}', 2, r"half a surrogate pair, '\\ud83d', which no text may hold, behind '\[\"a '"),
+    "half.jsonl": ('{"prompt": "a \\ud83d b", "answer": "1"}', 2, r"half a surrogate pair, '\\ud83d', which is not valid text, after '\[\"a '"),
     "answer.jsonl": ('{"prompt": "p", "answer": "\\udc00"}', 2, "half a surrogate pair"),
     "half.csv": (b'"\xed\xa0\xbd",1', 3, "not UTF-8"),
     "long.jsonl": (f'{{"prompt": "p", "answer": {LONG}}}', 2, "not JSON: an integer of more than 4300 digits"),
@@ -612,7 +612,7 @@ def test_padding_of_arrow_reaches_nobody(tmp_path):
                                         ("x.json", '[{"a": 1, "a": 2}]'), ("y.json", '{"a": 1, "a": 2}')])
 def test_a_doubled_column_is_named(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match="the (column|key) 'a' is there"):
+    with pytest.raises(DataError, match="the (column|key) 'a' occurs"):
         read(str(tmp_path / name), BadRows("error"), field="f")
     table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], names=["a", "a"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")

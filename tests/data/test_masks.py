@@ -64,7 +64,7 @@ def test_masks_are_those_marked_by_hand(tmp_path, name):
 
 
 def test_a_template_that_begins_turns_otherwise_than_it_writes_them_is_refused(tmp_path):
-    with pytest.raises(DataError, match="rows.jsonl:1: the chat template does not write the turn behind what a turn begins with"):
+    with pytest.raises(DataError, match="rows.jsonl:1: the chat template does not write the turn after its generation prompt"):
         load(tmp_path, *TEMPLATES["opened"], [{"prompt": ASKED}])
 
 
@@ -120,7 +120,7 @@ def test_a_turn_without_an_end_in_the_template(tmp_path):
     options = {"data__assistant_mask": "template", "model__eos_tokens": ("<|endoftext|>", "<|user|>")}
     (example,), tokenizer = load(tmp_path, *marked("opener", pieces), [{"prompt": ASKED}], **options)
     assert shown(example, tokenizer) == ("<|user|>\n2+2?<|assistant|>\n«Four.<|user|>»\nAnd 3+3?<|assistant|>\n«Six.<|endoftext|>»")
-    with pytest.raises(DataError, match="no end token stands behind the answer 'Four.'"):
+    with pytest.raises(DataError, match="no end token follows the assistant message 'Four.'"):
         load(tmp_path, *marked("opener", pieces), [{"prompt": ASKED}], data__assistant_mask="template")
 
 
@@ -147,7 +147,7 @@ def test_marks_that_do_not_tell(tmp_path):
     (example,), tokenizer = load(tmp_path, *marked("mistral", last_only), [{"prompt": ASKED}], data__assistant_mask="template")
     assert shown(example, tokenizer) == "<bos>[INST]2+2?[/INST]Four.</s>[INST]And 3+3?[/INST]«Six.</s>»"
     flagged = [ASKED[0], {**ASKED[1], "train": False}, *ASKED[2:]]
-    with pytest.raises(DataError, match="marks 1 pieces of 2 answers: which of them has train=false"):
+    with pytest.raises(DataError, match="marks 1 spans for 2 assistant messages, so train=false cannot be matched"):
         load(tmp_path, *marked("mistral", last_only), [{"prompt": flagged}], data__assistant_mask="template")
     never = {"{{ m.content }}</s>{% else": "{% if m.marked %}" + G + "{{ m.content }}</s>" + END + "{% else %}{{ m.content }}</s>{% endif %}{% else"}
     with pytest.raises(DataError, match="rows.jsonl:1: no token of this conversation is trained on"):

@@ -158,7 +158,7 @@ def test_pairs_are_made_of_scored_completions(tmp_path, capsys):
     said = capsys.readouterr().out
     for text in ("2 pairs in", "1 without a score", "1 cut by the length limit", "1 equal texts", "2 prompts", "1 prompts without a pair"):
         assert text in said
-    assert make_pairs.make_pairs(records, gap=1.4)[0] == rows[:1] and make_pairs.pairs_of(records, gap=1.5)[0] == []
+    assert make_pairs.make_pairs(records, gap=1.4)[0] == rows[:1] and make_pairs.make_pairs(records, gap=1.5)[0] == []
     assert [r["chosen"] for r in make_pairs.make_pairs(records, reward="style")[0]] == ["worst"]
 
 

@@ -110,7 +110,7 @@ BAD = [  # family, messages, further columns, what is said
     ("hermes", TWO[:3], {}, "end with the role 'user'"),
     ("hermes", TWO[1:], {}, "begin with an assistant message"),
     ("hermes", [*TWO, said("Seven?")], {}, "messages 3 and 4 are both answers"),
-    ("hermes", [user("?"), said("", "{broken"), reply("4"), said("Four.")], {}, "the arguments of 'add' are no JSON"),
+    ("hermes", [user("?"), said("", "{broken"), reply("4"), said("Four.")], {}, "the arguments of 'add' are not JSON"),
     ("hermes", TWO, {"tools": "[{"}, "column 'tools' is not JSON"),
     ("hermes", TWO, {"tools": [3]}, "not a list of JSON schemas"),
     ("gemma", CALLED, {}, "roles alternate"),

@@ -8,7 +8,7 @@ from turn_cases import FAMILIES, TOOLS, chatml, make_renderer, make_tokenizer, r
 
 from jaxrl.data.chat_template import PromptError
 from jaxrl.data.tokens import MARKER
-from jaxrl.envs.parsers import PARSERS, types_of
+from jaxrl.envs.parsers import PARSERS, argument_types
 from jaxrl.errors import ConfigError
 
 WITH_CALLS = [name for name, (*_, parser, _) in FAMILIES.items() if parser]
@@ -207,7 +207,7 @@ READ = {  # parser -> what a model writes -> (text, calls as (name, arguments or
 
 @pytest.mark.parametrize("name", READ)
 def test_what_models_write_is_read_or_has_an_error(name):
-    parser, types = PARSERS[name], types_of(TOOLS)
+    parser, types = PARSERS[name], argument_types(TOOLS)
     for text, expected in READ[name]:
         outside, calls = parser.read(text, types=types)
         assert (outside, [(c.name, c.arguments) for c in calls]) == expected, text[:80]

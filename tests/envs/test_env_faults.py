@@ -242,14 +242,14 @@ def test_a_lost_worker_is_the_fault_of_whose_code_ran(pool, name, kind, cause):
     ends, _ = lost(p, kind)
     seen = outcomes(ends)
     assert seen.pop("bad") == ("env", cause)
-    assert set(seen.values()) == {("neighbour", "the worker was ended for another episode")}
+    assert set(seen.values()) == {("neighbour", "the worker was killed because of another episode")}
     ends, _ = play(p, {id: {"kind": "fine"} for id in ends}, lambda id, k, data: turn("ok" if k == 0 else "end"))
     assert set(outcomes(ends).values()) == {"done"}
 
 
 @pytest.mark.parametrize("name", ["episode", "plainly"])
 @pytest.mark.parametrize("kind, cause", [
-    ("write", "instead of a reply came"), ("close", "its worker ended: its streams to the trainer were closed")])
+    ("write", "instead of a reply"), ("close", "its worker ended: its streams to the trainer were closed")])
 def test_streams_that_are_spoiled_are_the_fault_of_who_is_always_there(pool, name, kind, cause):
     """It shows only when the code has gone on, and others run."""
     p = pool(name)
@@ -295,7 +295,7 @@ def test_what_blocks_costs_its_worker(pool, clock, name, kind, threads):
     ends, _ = lost(pool(name, threads=threads, step_seconds=600.0), kind, clock)
     seen = outcomes(ends)
     assert seen.pop("bad") == ("late", "it blocked its worker for longer than env.step_seconds=600")
-    assert set(seen.values()) == {("neighbour", "the worker was ended for another episode")}
+    assert set(seen.values()) == {("neighbour", "the worker was killed because of another episode")}
 
 
 LATE = "late", "a turn took longer than env.step_seconds=600"
@@ -324,7 +324,7 @@ def test_what_waits_is_cancelled(pool, caplog):
 def test_what_will_not_be_cancelled_costs_its_worker(pool):
     ends, _ = play(pool("waits", step_seconds=600.0), kinds("stubborn", "fine"),
                    lambda id, k, data: turn("ok") if id == "stubborn" else None)
-    assert outcomes(ends) == {"stubborn": LATE, "fine": ("neighbour", "the worker was ended for another episode")}
+    assert outcomes(ends) == {"stubborn": LATE, "fine": ("neighbour", "the worker was killed because of another episode")}
 
 
 def test_a_cancelled_one_that_blocks_costs_its_worker_in_silence(pool, clock):
@@ -338,7 +338,7 @@ def test_a_cancelled_one_that_blocks_costs_its_worker_in_silence(pool, clock):
     p.start("next", {"row": {"kind": "fine"}, "prompt": "", "seed": 0})
     clock.ahead = 3600.0
     ends, _ = follow(p, {"next"})
-    assert outcomes(ends) == {"next": ("neighbour", "the worker was ended for another episode")}
+    assert outcomes(ends) == {"next": ("neighbour", "the worker was killed because of another episode")}
     assert p.events(0.3) == []
 
 
@@ -356,8 +356,8 @@ def test_blocked_by_nobody_known_is_tried_again_and_then_theirs(pool, clock, tmp
         ends, _ = follow(p, {"task"})
         clock.ahead = 0.0
         known = k == pool_module.STRIKES - 1
-        assert outcomes(ends) == {"task": ("env", "the loop of its worker stood still") if known else
-                                  ("neighbour", "the worker was ended for another episode")}
+        assert outcomes(ends) == {"task": ("env", "its worker's event loop was blocked") if known else
+                                  ("neighbour", "the worker was killed because of another episode")}
 
 
 def test_waiting_for_the_model_or_for_others_is_not_the_environments_time(pool):
@@ -385,7 +385,7 @@ def test_workers_killed_from_outside_are_started_again(pool):
     for pair in pids:
         os.kill(int(pair.split()[0]), signal.SIGKILL)
     ends, _ = follow(p, {"e0", "e1"}, lambda id, k, data: None)
-    assert set(outcomes(ends).values()) == {("neighbour", "the worker was ended for another episode")}
+    assert set(outcomes(ends).values()) == {("neighbour", "the worker was killed because of another episode")}
     ends, said = play(p, {f"e{k}": {} for k in range(4)})
     assert set(outcomes(ends).values()) == {"done"} and not pids & {texts(s)[0] for s in said.values()}
 
@@ -394,13 +394,13 @@ def test_workers_that_end_before_anything_is_said_stop_the_run(tmp_path):
     (tmp_path / "mine.py").write_text("import asyncio, os\nasyncio.SelectorEventLoop.run_forever = lambda loop: os._exit(5)\n"
                                       "async def episode(task, chat):\n    await chat.send('x')\n")
     with env_cases.pool(f"{tmp_path}/mine.py:episode", workers=1) as p, \
-            pytest.raises(RunStopped, match="end again and again before .*: its worker ended: it exited with status 5"):
+            pytest.raises(RunStopped, match="die repeatedly before .*: its worker ended: it exited with status 5"):
         while True:
             p.events(1.0)
 
 
 def test_prints_are_said_and_bounded(pool, caplog, monkeypatch):
-    monkeypatch.setattr(pool_module, "SAID_SECONDS", 0.2)
+    monkeypatch.setattr(pool_module, "PRINT_SECONDS", 0.2)
     p, sizes = pool("episode"), []
     with caplog.at_level("INFO", logger="jaxrl.envs"):
         play(p, kinds("print"))
@@ -473,7 +473,7 @@ def test_workers_end_with_the_pool_and_with_a_parent_that_is_killed(pool, source
     _, said = play(p, {"e": {}})
     p.close()
     assert all(gone(int(pid)) for pid in texts(said["e"])[0].split())
-    with pytest.raises(RuntimeError, match="the pool of episodes is closed"):
+    with pytest.raises(RuntimeError, match="the episode pool is closed"):
         p.events(1.0)
     here = Path(__file__)
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(source), str(here.parent), str(here.parents[2])],
@@ -490,12 +490,12 @@ def test_workers_end_with_the_pool_and_with_a_parent_that_is_killed(pool, source
 
 WRONG = {
     "reward": "chat.reward was called before the model's first turn (in wrong)",
-    "role": "a message is no dict with role and content (in wrong)",
+    "role": "a message is not a dict with role and content (in wrong)",
     "number": "messages are of type int, expected text, a dict or a list of dicts (in wrong)",
     "nothing": "chat.send has no message (in wrong)",
     "json": "TypeError in wrong",
     "deep": "RecursionError in wrong",
-    "two": "chat.send was called while another one waits; a conversation has one turn at a time (in wrong)",
+    "two": "chat.send was called while another one is pending; a conversation has one turn at a time (in wrong)",
     "stop": "chat.send: stop must be texts (in wrong)",
     "max": "chat.send: max_tokens must be a whole number from 0 (in wrong)",
     "tools": "TypeError in wrong",

@@ -420,7 +420,7 @@ def test_slow_rewards_and_timeouts_are_said_and_prints_are_bounded(pool, caplog,
             p.score([RewardItem("q", "c", {"n": "print"}), RewardItem("q", "c", {"n": 600.0})],
                     stop=lambda: sizes.append(os.fstat(p._workers.printed.file.fileno()).st_size))
     assert "rewards: " in caplog.text and " done after " in caplog.text and set(sizes) == {0}
-    assert caplog.text.count("calls ran into reward.timeout_seconds=4 (naps)") == 1
+    assert caplog.text.count("calls exceeded reward.timeout_seconds=4 (naps)") == 1
 
 
 def test_a_stop_leaves_rewards_alone(pool):
