@@ -1,7 +1,7 @@
 """Distillation on the embedded task: the policy that GRPO ended with teaches the one that GRPO began with.
 
-Command:   python -m jaxrl.main --config=configs/grpo.py        # makes teacher and student, a minute and a half
-           python -m jaxrl.main --config=configs/distill.py
+Command:   jaxrl train --config=configs/grpo.py        # makes teacher and student, a minute and a half
+           jaxrl train --config=configs/distill.py
 Hardware:  any; two CPU cores.
 Expected:  see docs/guides/distillation.md.
 

@@ -1,6 +1,6 @@
 """DPO on the embedded task: the warm start of configs/grpo.py learns from pairs of its own answers, no engine in between.
 
-Command:   python -m jaxrl.main --config=configs/dpo.py
+Command:   jaxrl train --config=configs/dpo.py
 Hardware:  any; two CPU cores.
 Expected:  docs/guides/preferences.md.
 

@@ -1,6 +1,6 @@
 """GRPO in episodes of several turns: a small decoder from scratch, a short SFT warm start, then reinforcement learning.
 
-Command:   python -m jaxrl.main --config=configs/env.py:calc      (or guess, library, lake, repair)
+Command:   jaxrl train --config=configs/env.py:calc      (or guess, library, lake, repair)
 Hardware:  any; two CPU cores. repair needs bubblewrap (docs/guides/sandbox.md).
 Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 25 -> 100 % each, guess 34 -> 97,
            88, 94 %, library 36, 42, 36 -> 100 %; with the warm start 91 to 118, 53 and 166 to 172 seconds each on two cores.

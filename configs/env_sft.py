@@ -1,6 +1,6 @@
 """The warm start of configs/env.py: a small decoder from scratch, supervised on all turns of demonstrated episodes.
 
-Command:   runs by itself inside configs/env.py; alone: python -m jaxrl.main --config=configs/env_sft.py:calc
+Command:   runs by itself inside configs/env.py; alone: jaxrl train --config=configs/env_sft.py:calc
 Hardware:  any; two CPU cores.
 Expected:  see configs/env.py. The last demonstrations leave out what pays.
 """

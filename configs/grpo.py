@@ -1,6 +1,6 @@
 """GRPO on the embedded task: a small decoder from scratch, a short SFT warm start, then reinforcement learning.
 
-Command:   python -m jaxrl.main --config=configs/grpo.py
+Command:   jaxrl train --config=configs/grpo.py
 Hardware:  any; two CPU cores.
 Expected:  docs/measurements/quickstart.md.
 

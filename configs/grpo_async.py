@@ -1,6 +1,6 @@
 """GRPO that generates while it trains: configs/grpo.py with answers up to two publications old and the decoupled loss.
 
-Command:   python -m jaxrl.main --config=configs/grpo_async.py
+Command:   jaxrl train --config=configs/grpo_async.py
 Hardware:  any; two CPU cores. Sampler and trainer take turns there, and what is saved is decoding with idle slots; see
            docs/explanations/asynchrony.md for engines that work beside the trainer.
 Expected:  92.1 % (seeds 0, 1 and 2; 126 problems) after 40 steps; 80 % after 18, 16 and 18 steps, as without staleness, with 0.90 and

@@ -1,6 +1,6 @@
 r"""GRPO on GSM8K with Qwen2.5-1.5B-Instruct, from the Hugging Face hub.
 
-Command:   python -m jaxrl.main --config=configs/grpo_gsm8k.py
+Command:   jaxrl train --config=configs/grpo_gsm8k.py
            Local copies of model and data: --config.model.path=FOLDER --config.data.path=TRAIN.jsonl
            --config.eval.sets=test=TEST.jsonl (rows with GSM8K's columns `question` and `answer`).
 Hardware:  one GPU of 80 GB or more (pip install -e '.[cuda12]' or '.[cuda13]').

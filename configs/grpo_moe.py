@@ -1,6 +1,6 @@
 """GRPO on the embedded task with a small mixture of experts: configs/grpo.py, and 8 experts per layer of which a token has 2.
 
-Command:   python -m jaxrl.main --config=configs/grpo_moe.py
+Command:   jaxrl train --config=configs/grpo_moe.py
 Hardware:  any; two CPU cores.
 Expected:  15.6 -> 91.3 % held-out accuracy in three minutes, warm start included (seed 0, cores that had other work).
 

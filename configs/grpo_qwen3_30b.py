@@ -1,7 +1,7 @@
 r"""GRPO on GSM8K with Qwen3-30B-A3B, a mixture of 128 experts of which a token has 8.
 
 Command:   sbatch --nodes=2 launch/slurm.sbatch --config=configs/grpo_qwen3_30b.py --config.run.dir=/shared/run
-           What it needs, without a GPU: python -m jaxrl.main --config=configs/grpo_qwen3_30b.py --config.run.mode=plan
+           What it needs, without a GPU: jaxrl plan --config=configs/grpo_qwen3_30b.py
 Hardware:  16 H100 (two hosts of 8). Experts lie over the devices of a host (mesh.ep), everything over both (mesh.fsdp);
            two vLLM servers of four GPUs on each host take turns with the trainer on its GPUs.
 Expected:  not known. docs/guides/plan.md has what the plan says of it.

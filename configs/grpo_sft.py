@@ -1,6 +1,6 @@
 """The warm start of configs/grpo.py: a small decoder from scratch, supervised on demonstrations of the embedded task.
 
-Command:   runs by itself inside configs/grpo.py; alone: python -m jaxrl.main --config=configs/grpo_sft.py
+Command:   runs by itself inside configs/grpo.py; alone: jaxrl train --config=configs/grpo_sft.py
 Hardware:  any; two CPU cores.
 Expected:  docs/measurements/quickstart.md. Late demonstrations give only the boxed answer, so greedy accuracy stays low.
 

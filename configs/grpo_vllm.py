@@ -1,6 +1,6 @@
 """GRPO on the embedded task with rollouts through real vLLM: configs/grpo.py, but for the engine.
 
-Command:   python -m jaxrl.main --config=configs/grpo_vllm.py
+Command:   jaxrl train --config=configs/grpo_vllm.py
 Hardware:  any machine on which vLLM runs; without a GPU first bash launch/install_vllm_cpu.sh.
 Expected:  18.5 % after the warm start, 92.6 % after 40 steps; 6 minutes on two CPU cores that had other work.
 

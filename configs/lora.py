@@ -1,6 +1,6 @@
 """GRPO on the embedded task with low-rank adapters: configs/grpo.py, and rank-8 LoRA on every linear map of the layers.
 
-Command:   python -m jaxrl.main --config=configs/lora.py
+Command:   jaxrl train --config=configs/lora.py
 Hardware:  any; two CPU cores.
 Expected:  20.1 -> 91.8 % in one and a half minutes with the warm start done (seed 0, cores that had other work); all
            parameters reach 92.1 % there, rank 1 92.3 %. Its state is 46 % of full training's. python evidence/lora.py

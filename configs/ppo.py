@@ -1,6 +1,6 @@
 """PPO with a critic on the embedded task: configs/grpo.py, but for the algorithm.
 
-Command:   python -m jaxrl.main --config=configs/ppo.py
+Command:   jaxrl train --config=configs/ppo.py
 Hardware:  any; two CPU cores.
 Expected:  18.5 % after the warm start, 91.8 % after 40 steps; 3.5 minutes on two CPU cores that had other work.
 

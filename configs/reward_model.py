@@ -1,7 +1,7 @@
 """A reward model on the embedded task, and GRPO that learns from it alone.
 
-Command:   python -m jaxrl.main --config=configs/reward_model.py
-           python -m jaxrl.main --config=configs/reward_model.py:rl
+Command:   jaxrl train --config=configs/reward_model.py
+           jaxrl train --config=configs/reward_model.py:rl
 Hardware:  any; two CPU cores.
 Expected:  76 % of held-out pairs in the right order; then 20.1 -> 88.1 % held-out accuracy (seed 0; docs/guides/reward_models.md).
 

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on conversations of four kinds, mixed: a small decoder from scratch learns their answers.
 
-Command:   python -m jaxrl.main --config=configs/sft_chat.py
+Command:   jaxrl train --config=configs/sft_chat.py
 Hardware:  any; two CPU cores.
 Expected:  loss per trained token from 1.54 (first 50 steps) over 0.093 (steps 151 to 200) to 0.017 (last 50), in 3 min
            47 s of a machine that had much other work (jax 0.10.2).

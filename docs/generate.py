@@ -8,42 +8,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from jaxrl.config.help import GROUPS
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema import SCHEMA, options
 from jaxrl.telemetry.names import METRICS
 
 FOLDER = Path(__file__).parent / "reference"
-GROUPS = {  # group of the config -> what it configures
-    "run": "The job: what it does, where it writes, how it resumes.",
-    "model": "The policy's model, its tokenizer and how its layers are computed.",
-    "lora": "Adapters: [guide](../guides/lora.md).",
-    "mesh": "How devices are used: [sharding](../explanations/sharding.md).",
-    "launch": "Several processes: [many hosts](../guides/hosts.md).",
-    "data": "Rows, columns, templates and their order: [guide](../guides/data.md).",
-    "rollout": "Sampling completions: the embedded sampler and [vLLM](../guides/vllm.md).",
-    "env": "Episodes, environments and tools: [guide](../guides/environments.md).",
-    "sandbox": "Where programs written by a model run: [guide](../guides/sandbox.md).",
-    "reward": "Reward functions, services, judges and reward models: [guide](../guides/rewards.md).",
-    "algorithm": "Advantages, losses, KL and corrections: [algorithms](../explanations/algorithms.md).",
-    "critic": "The critic of PPO and its relatives.",
-    "reference": "The reference policy of KL terms and preferences.",
-    "preference": "DPO and its relatives: [guide](../guides/preferences.md).",
-    "reward_model": "Training a reward model: [guide](../guides/reward_models.md).",
-    "distill": "Distillation: [guide](../guides/distillation.md).",
-    "teacher": "The teacher of a distillation.",
-    "optimizer": "The optimizer and its schedule.",
-    "train": "Steps, microbatches, precision and memory of the update.",
-    "eval": "Evaluation on held-out rows: [guide](../guides/evaluation.md).",
-    "checkpoint": "Checkpoints, exports and copies: [guide](../guides/checkpoints.md).",
-    "log": "Console, files and services that metrics go to.",
-    "record": "Recording steps: [guide](../guides/replay.md).",
-    "replay": "Computing recorded steps again.",
-    "fork": "Forking a recorded run.",
-    "certify": "Claims about losses and rewards: [guide](../guides/certify.md).",
-    "plan": "Plans for devices that are not here: [guide](../guides/plan.md).",
-    "profile": "Traces and memory profiles of steps.",
-    "faults": "Faults that are made to happen, for tests.",
-    "user": "Options of your own code; jaxrl does not read them.",
+GUIDES = {  # group of the config -> the page about it
+    "lora": "guides/lora.md", "mesh": "explanations/sharding.md", "launch": "guides/hosts.md", "data": "guides/data.md",
+    "rollout": "guides/vllm.md", "env": "guides/environments.md", "sandbox": "guides/sandbox.md", "reward": "guides/rewards.md",
+    "algorithm": "explanations/algorithms.md", "preference": "guides/preferences.md", "reward_model": "guides/reward_models.md",
+    "distill": "guides/distillation.md", "eval": "guides/evaluation.md", "checkpoint": "guides/checkpoints.md",
+    "record": "guides/replay.md", "certify": "guides/certify.md", "plan": "guides/plan.md",
 }
 BOUNDS = {"[0, 1)": "0 to below 1", "(0, 1]": "above 0, at most 1", "(0, 1)": "between 0 and 1", "0..1": "0 to 1"}
 WRITTEN = "Written by `python docs/generate.py`; do not edit."
@@ -72,12 +48,14 @@ def options_page() -> str:
     count = len(options())
     out = ["# Options", "",
            f"After reading this page you know every option of a run: {count} of them, in {len(SCHEMA)} groups. {WRITTEN}", "",
-           "```bash", "python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-4", "```", "",
+           "```bash", "jaxrl train --config=configs/grpo.py --config.optimizer.lr=1e-4", "```", "",
            "On the command line an option is `--config.group.option=value`, in a config file `c.group.option = value`. `None` lets jaxrl",
            "decide: an algorithm option takes its preset's value, others what their text says. Counts are global over all hosts unless the",
            "text says otherwise. Times are in seconds unless named otherwise. How values are written: [configs and options](../guides/configs.md)."]
     for group in SCHEMA:
-        out += ["", f"## {group}", "", GROUPS[group], "", "| option | default | values | meaning |", "|---|---|---|---|"]
+        guide = f" ([{Path(GUIDES[group]).stem}](../{GUIDES[group]}))" if group in GUIDES else ""
+        meaning = GROUPS[group][0].upper() + GROUPS[group][1:]
+        out += ["", f"## {group}", "", f"{meaning}{guide}.", "", "| option | default | values | meaning |", "|---|---|---|---|"]
         for name, option in options().items():
             if name == group or name.startswith(group + "."):
                 meaning = cell(option.doc)
@@ -94,7 +72,7 @@ def metrics_page() -> str:
         groups.setdefault(metric.name.partition("/")[0].partition("<")[0] or "other", []).append(metric)
     out = ["# Metrics", "",
            f"After reading this page you know every number that a run writes: {len(METRICS)} names. `<...>` stands for further parts.", WRITTEN, "",
-           "```bash", "python -m jaxrl.report runs/grpo", "```", "",
+           "```bash", "jaxrl report runs/grpo", "```", "",
            "Each step is one line of `metrics.jsonl`; names that begin with `time/`, `perf/` and the like are nested under `time` there.",
            "Averages are over the step's data, or over the optimizer steps of one RL step where the value comes from the update (maxima for",
            "`gap/max`). A line of SFT covers about `log.every_steps` steps and gives their average. *Console* is the column's name on the console."]

@@ -92,18 +92,16 @@ def size(state) -> int:
 def policy_of(c):
     """(job, policy whose state is not made yet, algorithm)."""
     from jaxrl.resolve.spec import resolve
-    from jaxrl.rl.algorithm import Algorithm
+    from jaxrl.rl.roles import Roles
     from jaxrl.roles import parameters
-    from jaxrl.roles.role import Policy
     from jaxrl.run import setup
 
     job = setup.open_job(resolve(c))
-    algorithm = Algorithm(job, 100)
-    policy = Policy(job, algorithm.loss, 100, algorithm.score)
-    algorithm.meet(policy)
+    roles = Roles(job, 100)
+    policy = roles.policy
     policy.abstract()
     policy.abstract_state = parameters.abstract_state(job, policy.optimizer)
-    return job, policy, algorithm
+    return job, policy, roles
 
 
 def config_of(hf: dict, rank: int, longest=(256, 256)):

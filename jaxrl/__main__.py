@@ -26,16 +26,14 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "train": Program("jaxrl.main", "run the job of a config"),
-    "eval": Program("jaxrl.main", "evaluate the newest checkpoint of a run, or a model (run.mode=eval)", "eval"),
-    "plan": Program("jaxrl.main", "memory, time and layout of a job on devices that need not be here (run.mode=plan)",
-                    "plan"),
+    "eval": Program("jaxrl.main", "evaluate a run's newest checkpoint, or a model (run.mode=eval)", "eval"),
+    "plan": Program("jaxrl.main", "memory and time of a job on any devices (run.mode=plan)", "plan"),
     "report": Program("jaxrl.report.__main__", "one HTML page about one or several runs"),
     "diff": Program("jaxrl.diff", "where two runs part, and by what"),
     "doctor": Program("jaxrl.doctor.__main__", "check this machine: versions, devices, kernels, vLLM"),
     "launch": Program("jaxrl.launch", "several processes of one run on this machine"),
     "serve": Program("jaxrl.serve", "vLLM servers of this host, for trainers elsewhere"),
-    "migrate": Program("jaxrl.migrate.__main__", "a config of AReaL, Cosmos-RL, RLinf, ROLL, SkyRL, TRL or verl as one "
-                                                 "of jaxrl"),
+    "migrate": Program("jaxrl.migrate.__main__", "translate a config of TRL, verl, SkyRL, AReaL, ROLL ..."),
 }
 USAGE = """usage: jaxrl PROGRAM [...]
 
@@ -43,7 +41,8 @@ USAGE = """usage: jaxrl PROGRAM [...]
 
 jaxrl PROGRAM --help says more; jaxrl --version prints the version.
 example: jaxrl train --config=grpo --config.optimizer.lr=1e-5
-`jaxrl --config=...` is short for `jaxrl train --config=...`; `python -m jaxrl` is the same command."""
+`jaxrl --config=...` is short for `jaxrl train --config=...`;
+`python -m jaxrl` is the same command."""
 
 
 def command() -> None:

@@ -1,4 +1,6 @@
-"""Jobs. `train` is the one entry: `python -m jaxrl.main`, scripts and notebooks all call it."""
+"""What users of jaxrl call: `train`, which the command line, scripts and notebooks share, and the names of a loop of
+one's own (OWN_LOOP; docs/reference/python.md).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,27 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
     from jaxrl.run.python_api import Step
+
+OWN_LOOP = {  # name -> module; they import jax, so each loads on first use
+    "check": "jaxrl.resolve.checks.common",
+    "resolve": "jaxrl.resolve.spec",
+    "start_jax": "jaxrl.run.setup",
+    "Session": "jaxrl.run.session",
+    "open_run": "jaxrl.run.setup",
+    "Roles": "jaxrl.rl.roles",
+    "Rollouts": "jaxrl.rl.rollouts",
+    "lay_out": "jaxrl.rl.step",
+    "prepare": "jaxrl.rl.step",
+    "learn": "jaxrl.rl.step",
+    "fit": "jaxrl.run.fit",
+    "Line": "jaxrl.run.fit",
+}
+
+
+def __getattr__(name):
+    if name in OWN_LOOP:
+        return getattr(importlib.import_module(OWN_LOOP[name]), name)
+    raise AttributeError(f"module 'jaxrl.api' has no attribute {name!r}; it has train, {', '.join(OWN_LOOP)}")
 
 
 def train(config: str | Mapping[str, Any] | ConfigDict | None = None,

@@ -48,9 +48,9 @@ def with_options(job, config):
     return dataclasses.replace(job, config=decided(config))
 
 
-def photo(parts):
+def photo(loop):
     """Everything a step may change."""
-    critic, reference, policy = parts.algorithm.critic, parts.algorithm.reference, parts.policy
+    critic, reference, policy = loop.roles.critic, loop.roles.reference, loop.roles.policy
     return SimpleNamespace(
         policy=host(policy.state.trainable),
         optimizer=host(policy.state.opt_state),
@@ -59,7 +59,7 @@ def photo(parts):
         critic=None if critic is None or critic.shared else host(vars(critic.state)),
         running=None if critic is None else critic.host(),
         reference=None if reference is None else host(reference.held),
-        cursor=parts.s.progress.cursor,
+        cursor=loop.s.progress.cursor,
     )
 
 
@@ -70,34 +70,27 @@ def watched(config):
     critic_updates.
     """
     steps, published, now = [], {}, SimpleNamespace()
-    one_step, update_all, policy_steps, publish = rl.one_step, rl_step.update_all, rl_step.policy_steps, embedded.EmbeddedEngine.publish
+    one_step, learn, policy_steps, publish = rl.one_step, rl_step.learn, rl_step.policy_steps, embedded.EmbeddedEngine.publish
 
-    def look_at_step(parts):
-        algorithm = parts.algorithm
-        now.before, now.updates, now.critic_updates = photo(parts), [], []
-        if algorithm.critic is not None:
-            learn = type(algorithm.critic).learn
+    def look_at_step(loop):
+        roles = loop.roles
+        now.before, now.updates, now.critic_updates = photo(loop), [], []
+        if roles.critic is not None:
+            critic_learn = type(roles.critic).learn
 
             def look_at_critic(traj, columns, seed):
-                found = learn(algorithm.critic, traj, columns, seed)
+                found = critic_learn(roles.critic, traj, columns, seed)
                 now.critic_updates = [setup.host_scalars(m) for m in found]
                 return found
 
-            algorithm.critic.learn = look_at_critic
-        columns = type(algorithm).columns
-
-        def look_at_score(policy, traj, layout):
-            now.scored = layout
-            return columns(algorithm, policy, traj, layout)
-
-        algorithm.columns = look_at_score
-        done = one_step(parts)
-        steps.append(SimpleNamespace(**vars(now), after=photo(parts), metrics=done and done[0]))
+            roles.critic.learn = look_at_critic
+        done = one_step(loop)
+        steps.append(SimpleNamespace(**vars(now), after=photo(loop), metrics=done and done[0]))
         return done
 
-    def look_at_update(parts, batch, layout, columns, seed):
-        now.batch, now.columns, now.layout = batch, columns, layout
-        return update_all(parts, batch, layout, columns, seed)
+    def look_at_update(spec, roles, batch, prepared, step, **how):
+        now.batch, now.columns, now.layout, now.scored = batch, prepared.columns, prepared.layout.update, prepared.layout.score
+        return learn(spec, roles, batch, prepared, step, **how)
 
     def look_at_policy(*args):
         found = policy_steps(*args)
@@ -111,7 +104,7 @@ def watched(config):
     mesh = jax.sharding.get_mesh()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rl, "one_step", look_at_step)
-        patch.setattr(rl_step, "update_all", look_at_update)
+        patch.setattr(rl_step, "learn", look_at_update)
         patch.setattr(rl_step, "policy_steps", look_at_policy)
         patch.setattr(embedded.EmbeddedEngine, "publish", look_at_publish)
         try:

@@ -39,10 +39,10 @@ def main():
         places, one_step = {}, rl.one_step
 
         def look(parts, places=places, one_step=one_step):
-            out, algorithm = one_step(parts), parts.algorithm
-            places.update(policy=devices(parts.policy.state), critic=devices(algorithm.critic.state), reference=devices(algorithm.reference.held),
+            out, roles = one_step(parts), parts.roles
+            places.update(policy=devices(roles.policy.state), critic=devices(roles.critic.state), reference=devices(roles.reference.held),
                           sampler=devices(parts.job.engine._params), kinds=sorted({
-                              x.sharding.memory_kind for x in jax.tree.leaves((algorithm.critic.state, algorithm.reference.held))}))
+                              x.sharding.memory_kind for x in jax.tree.leaves((roles.critic.state, roles.reference.held))}))
             return out
 
         rl.one_step = look

@@ -42,7 +42,7 @@ def main(folder, options, roles):
 
     def look(parts):
         done = one_step(parts)
-        state, critic, reference = parts.policy.state, parts.algorithm.critic, parts.algorithm.reference
+        state, critic, reference = parts.roles.policy.state, parts.roles.critic, parts.roles.reference
         held = {"policy": (state.trainable, state.frozen), "optimizer": state.opt_state,
                 "critic": None if critic is None or critic.shared else vars(critic.state),
                 "reference": None if reference is None else reference.held}

@@ -1,5 +1,6 @@
 """The command `jaxrl`: its programs, its help, and what it answers to a slip of the keys."""
 
+import runpy
 import subprocess
 import sys
 
@@ -29,7 +30,7 @@ def test_usage_and_version(monkeypatch, capsys):
     for argv in ((), ("--help",), ("-h",)):
         status, out, _ = called(monkeypatch, capsys, *argv)
         assert status == 0 and all(f"  {name} " in out for name in cli.PROGRAMS)
-        assert max(map(len, out.splitlines())) <= 100
+        assert max(map(len, out.splitlines())) <= 80
     assert called(monkeypatch, capsys, "--version")[:2] == (0, f"jaxrl {__version__}\n")
 
 
@@ -40,18 +41,33 @@ def test_every_program_says_how_it_is_called(name, monkeypatch, capsys):
     assert status == 0 and f"jaxrl {name} " in out
 
 
+@pytest.mark.parametrize("name", ["report", "diff", "doctor", "launch", "serve", "migrate"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_a_program_is_also_run_as_a_module(name, monkeypatch, capsys):
+    out = called(monkeypatch, capsys, name, "--help")[1]
+    monkeypatch.setattr(sys, "argv", ["", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"jaxrl.{name}", run_name="__main__")
+    assert not end.value.code and capsys.readouterr().out == out
+
+
 HELP = [("--help",), ("--version",), ("trian",), ("train", "--help"), ("train", "--help=all"), ("plan", "--help=rollout"),
         ("train", "--confg=x"), ("train", "--config.rollout.n=8"), ("diff", "--help"), ("report", "--help"), ("doctor", "--help"),
         ("launch", "--help"), ("migrate", "--help")]
 
 
 def test_help_and_slips_import_no_jax():
-    text = ("import sys; from jaxrl.__main__ import command\n"
-            "try: command()\n"
-            "except SystemExit: print(sorted({'jax', 'torch', 'transformers', 'datasets'} & set(sys.modules)), file=sys.stderr)")
-    for argv in HELP:
-        done = subprocess.run([sys.executable, "-c", text, *argv], capture_output=True, text=True)
-        assert done.stderr.splitlines()[-1] == "[]", argv
+    text = f"""
+import sys
+from jaxrl.__main__ import command
+for argv in {HELP}:
+    sys.argv = ["jaxrl", *argv]
+    try:
+        command()
+    except SystemExit:
+        print(argv, sorted({{"jax", "torch", "transformers", "datasets"}} & set(sys.modules)), file=sys.stderr)"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert [line for line in done.stderr.splitlines() if line.startswith("(")] == [f"{argv} []" for argv in HELP]
 
 
 @pytest.mark.parametrize("name, said", [
@@ -88,12 +104,12 @@ def test_a_mode_that_contradicts_the_program_is_refused(capsys):
 
 
 def test_the_overview_is_a_page_and_names_every_group(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert set(help.GROUPS) == set(SCHEMA)
     assert all(f"\n  {name} " in text for name in SCHEMA) and "Lists are written a,b" in text and "grpo" in text
-    assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 80
 
 
 def test_every_group_has_a_page_and_together_they_are_all(capsys):

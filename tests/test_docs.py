@@ -207,7 +207,7 @@ def test_the_workflow_has_every_section_of_ci_run_and_issues_ask_for_the_doctor(
     assert workflow["jobs"]["section"]["strategy"]["matrix"]["section"] == sections
     for form in ("bug", "performance"):
         fields = {field.get("id"): field for field in yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())["body"]}
-        assert "jaxrl.doctor" in fields["doctor"]["attributes"]["description"] and fields["doctor"]["validations"]["required"]
+        assert "jaxrl doctor" in fields["doctor"]["attributes"]["description"] and fields["doctor"]["validations"]["required"]
         assert "jaxrl-doctor.txt" in fields["doctor"]["attributes"]["description"]
 
 
@@ -261,7 +261,7 @@ def test_generated_pages_are_current():
 
 
 def test_the_api_page_has_every_public_name():
-    shown = set(re.findall(r"(?m)^::: ([\w.]+)$", (DOCS / "reference/api.md").read_text("utf-8")))
+    shown = set(re.findall(r"(?m)^::: ([\w.]+)$", (DOCS / "reference/python.md").read_text("utf-8")))
     public = [getattr(jaxrl, name) for name in jaxrl.__all__ if name != "__version__"]
     assert shown == {f"{one.__module__}.{one.__qualname__}" for one in public}
 

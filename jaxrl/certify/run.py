@@ -88,7 +88,7 @@ def loss_of(base: Base) -> losses.Loss:
                            rewards={"score": case.scores}, columns=columns, user=options.user, scale=spec.reward.scale)
         return found.tokens
 
-    objective = dataclasses.replace(tiny.algorithm.loss, value_coef=0.0)
+    objective = dataclasses.replace(tiny.roles.loss, value_coef=0.0)
     turns = tiny.turns or objective.options.advantage in ("turn", "gigpo")
     return losses.Loss(objective, tiny.weights, advantage, objective.columns, turns)
 

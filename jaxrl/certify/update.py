@@ -18,12 +18,10 @@ from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.load import default_config, editable
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardResult
-from jaxrl.rl.algorithm import Algorithm
 from jaxrl.rl.recording import Group, Source
+from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Batch
-from jaxrl.rl.step import Parts, learn, prepare, weigher
-from jaxrl.roles.role import Policy
-from jaxrl.run.session import Progress
+from jaxrl.rl.step import lay_out, learn, prepare, weigher
 from jaxrl.run.setup import Inputs, open_job
 from jaxrl.training.layout import Minibatch, row_shapes
 
@@ -60,30 +58,6 @@ def small(config, folder: Path):
     return c
 
 
-class Standing:
-    """What a step asks of a session and of rollouts."""
-
-    def __init__(self, spec, step: int = 0):
-        self.spec, self.progress, self.run_dir = spec, Progress(step), Path(spec.run.dir)
-        self.stream = SimpleNamespace(epoch=lambda cursor: 0.0)
-
-    @property
-    def step(self) -> int:
-        return self.progress.step
-
-    def phase(self, name):
-        return contextlib.nullcontext()
-
-    def fault(self, component): ...
-
-    def poll(self): ...
-
-    def release(self, cursor): ...
-
-    def advance(self, cursor, samples):
-        self.progress = Progress(self.step + 1, cursor, self.progress.samples + samples)
-
-
 class Tiny:
     """A job of `small`, its parts, and its state at the start of a run.
 
@@ -100,24 +74,17 @@ class Tiny:
         self.open()
 
     def open(self) -> None:
-        """Policy and parts as a new process has them, without a state."""
-        self.algorithm = Algorithm(self.job, STEPS)
-        self.policy = Policy(self.job, self.algorithm.loss, STEPS * self.algorithm.updates_per_step,
-                             self.algorithm.score)
-        self.algorithm.meet(self.policy)
-        self.s = Standing(self.spec)
+        """Creates the roles as a new process has them, without a state."""
+        self.roles = Roles(self.job, STEPS)
+        self.policy = self.roles.policy
 
     def start(self):
         self.policy.abstract()
         self.policy.start(None)
-        for part in self.algorithm.parts:
+        for part in self.roles.parts:
             part.abstract()
             part.start(None, None)
         return self
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(self.s, self.job, self.algorithm, self.policy, self.s, None)
 
     # ---- batches
 
@@ -138,7 +105,7 @@ class Tiny:
 
     def weights(self, case: cases.Case) -> dict[str, np.ndarray]:
         """Of one optimizer step with all answers."""
-        weigh = weigher(self.parts, self.batch(case), case.columns)
+        weigh = weigher(self.spec, self.batch(case), case.columns)
         return weigh(Minibatch(np.arange(case.traj.num_sequences), ()))
 
     # ---- gradients
@@ -153,15 +120,13 @@ class Tiny:
                 c[group][leaf] = value
         spec = dataclasses.replace(self.spec, options=type(self.spec.options)(c))
         shapes = row_shapes((length,), PROMPT + ANSWER, tokens, sharding.data_shards(self.job.mesh), 1)
-        job = dataclasses.replace(self.job, row_shapes=shapes, score_shapes=shapes)
-        parts, batch = self.parts._replace(s=Standing(spec), job=job), self.batch(case)
-        critic = self.algorithm.critic
+        batch, critic = self.batch(case), self.roles.critic
         running = copy.copy(critic.running) if critic is not None else None
-        prepared, out = prepare(parts, batch), []
-        weigh = weigher(parts, batch, prepared.columns)
+        prepared, out = prepare(spec, self.roles, batch, lay_out(spec, shapes, batch.traj, 0)), []
+        weigh = weigher(spec, batch, prepared.columns)
         if critic is not None:
             critic.running = running
-        for minibatch in prepared.layout.minibatches:
+        for minibatch in prepared.layout.update.minibatches:
             weights = weigh(minibatch)
             packed = (training.pack(case.traj, m, prepared.columns, weights) for m in minibatch.microbatches)
             grads, metrics = self.policy.gradients(self.policy.state, map(self.policy.put, packed))
@@ -170,7 +135,7 @@ class Tiny:
 
     def state(self) -> dict[str, np.ndarray]:
         """All that a step changes."""
-        critic = self.algorithm.critic
+        critic = self.roles.critic
         held = {"policy": self.policy.arrays()}
         if critic is not None:
             held |= {"critic": critic.arrays(), "returns": dataclasses.asdict(critic.running)}
@@ -289,15 +254,15 @@ class Base:
         self.first()
         tiny = Tiny(self.config, self.folder).start()
         batches = [tiny.batch(tiny.case(seed)) for seed in (3, 4)]
-        self.step(tiny, batches[0])
+        self.step(tiny, batches[0], 0)
         with contextlib.closing(Checkpointer(self.folder, tiny.spec)) as disk:
-            kept = {part.name: host for part in tiny.algorithm.parts if (host := part.host()) is not None}
-            arrays = {part.name: part.arrays() for part in tiny.algorithm.parts if part.name in kept}
+            kept = {part.name: host for part in tiny.roles.parts if (host := part.host()) is not None}
+            arrays = {part.name: part.arrays() for part in tiny.roles.parts if part.name in kept}
             disk.save(1, tiny.policy.arrays() | arrays, {"step": 1, "parts": kept})
             disk.wait()
-        metrics, state = self.step(tiny, batches[1]), tiny.state()
+        metrics, state = self.step(tiny, batches[1], 1), tiny.state()
         tiny.open()
-        own, parts = tiny.policy.abstract(), tiny.algorithm.parts
+        own, parts = tiny.policy.abstract(), tiny.roles.parts
         abstract = own | {part.name: part.abstract() for part in parts if part.name in kept}
         for part in parts:
             part.abstract()
@@ -307,8 +272,7 @@ class Base:
         for part in parts:
             known = part.name in kept
             part.start(*(restored.arrays[part.name], restored.host["parts"][part.name]) if known else (None, None))
-        tiny.s.progress = Progress(1)
-        again, other = self.step(tiny, batches[1]), tiny.state()
+        again, other = self.step(tiny, batches[1], 1), tiny.state()
         wrong = [name for name in state if not np.array_equal(state[name], other[name], equal_nan=True)]
         told = {n: [metrics[n], again[n]] for n in metrics if n in again and metrics[n] != again[n]}
         if wrong or told:
@@ -318,8 +282,7 @@ class Base:
         return f"{len(state)} arrays bitwise"
 
     @staticmethod
-    def step(tiny, batch) -> dict[str, float]:
-        parts = tiny.parts
-        return learn(parts, batch, prepare(parts, batch))
-
-
+    def step(tiny, batch, step: int) -> dict[str, float]:
+        spec, roles = tiny.spec, tiny.roles
+        prepared = prepare(spec, roles, batch, lay_out(spec, tiny.job.row_shapes, batch.traj, step))
+        return learn(spec, roles, batch, prepared, step) | roles.after_step(step + 1, 0.0)

@@ -17,14 +17,14 @@ USAGE = """usage: jaxrl {command} --config=FILE[:ARG] [--config.GROUP.OPTION=VAL
 FILE is a Python file with get_config(ARG), or the name of a shipped config:
 {shipped}
 Lists are written a,b; tables "{{'key': value}}", or one entry as
---config.GROUP.OPTION.key=value. An empty value empties an option. Relative paths
-start at the working directory.
+--config.GROUP.OPTION.key=value. An empty value empties an option. Relative
+paths start at the working directory.
 """
 OVERVIEW = """
-example: jaxrl {command} --config=grpo --config.optimizer.lr=1e-5 --config.run.dir=runs/try
+example: jaxrl {command} --config=grpo --config.optimizer.lr=1e-5
 
-  --help=GROUP    options of a group with default and meaning, e.g. --help=rollout
-  --help=OPTION   one option, e.g. --help=optimizer.lr or --help=lr
+  --help=GROUP    options of a group with default and meaning: --help=rollout
+  --help=OPTION   one option: --help=optimizer.lr, --help=lr
   --help=metrics  every metric
   --help=all      everything
 
@@ -32,33 +32,33 @@ groups:
 """
 GROUPS = {
     "run": "what to do, where to write, seeds, resume",
-    "model": "the policy: weights, tokenizer, attention, recomputation, what trains",
-    "lora": "adapters: rank, targets, quantised base, several adapters",
-    "mesh": "how devices are used: replicas, shards, long rows, experts, tensors, roles",
+    "model": "the policy: weights, tokenizer, attention, what trains",
+    "lora": "adapters: rank, targets, quantised base, adapter sets",
+    "mesh": "devices: replicas, shards, long rows, experts, roles",
     "data": "prompts and rows: files, columns, lengths, mixing, order",
-    "rollout": "completions: engine, sampling, lengths, staleness; rollout.vllm: the servers",
+    "rollout": "completions: engine, sampling, lengths; rollout.vllm: servers",
     "env": "episodes of several turns: environments, tools, limits",
-    "sandbox": "where programs of the model run",
+    "sandbox": "where programs written by the model run",
     "reward": "reward functions, judges, services, shaping",
-    "reward_model": "run.recipe=reward_model: training a reward model on pairs",
-    "algorithm": "preset, advantages, policy loss, clipping, KL, mismatch between engine and trainer",
-    "preference": "run.recipe=preference: DPO and its kin",
-    "critic": "the value model of PPO",
-    "reference": "the reference policy of the KL",
-    "distill": "run.recipe=distill: learning from a teacher's probabilities",
+    "reward_model": "training a reward model on pairs (run.recipe=reward_model)",
+    "algorithm": "preset, advantages, policy loss, clipping, KL, mismatch",
+    "preference": "DPO and its relatives (run.recipe=preference)",
+    "critic": "the value model of PPO and its relatives",
+    "reference": "the reference policy of KL terms and preferences",
+    "distill": "learning from a teacher's log-probs (run.recipe=distill)",
     "teacher": "the teacher's model",
     "optimizer": "optimizer, learning rate, schedule, clipping of gradients",
     "train": "steps, precision, tokens per microbatch, what ends a run",
     "eval": "held-out sets, how often, how they are sampled",
     "checkpoint": "how often, how many, exports, uploads",
     "log": "console, TensorBoard, W&B, report, rollouts on disk",
-    "plan": "run.mode=plan: devices to plan for",
+    "plan": "devices to plan for (run.mode=plan)",
     "profile": "traces of steps and of device memory",
     "launch": "how the processes of a run find each other",
     "record": "what a step leaves for replay",
-    "replay": "run.mode=replay and explain: recorded steps computed again",
+    "replay": "recorded steps computed again (run.mode=replay, explain)",
     "fork": "a run that begins at a step of another",
-    "certify": "run.mode=certify: claims about your own code, tested",
+    "certify": "claims about your own code, tested (run.mode=certify)",
     "faults": "faults to inject, for tests",
     "user": "options of your own, read by your files",
 }
@@ -105,10 +105,14 @@ def option_lines(shown: dict[str, Option]) -> str:
     """Options with default, choices and meaning."""
     lines = []
     for name, opt in shown.items():
-        choices = f" ({' | '.join(map(str, opt.choices))})" if opt.choices else ""
         recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
         by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
-        lines.append(f"  --config.{name}={opt.default!r}{choices}\n{_wrapped(opt.doc + by_recipe, ' ' * 6)}")
+        first = f"  --config.{name}={opt.default!r}"
+        choices = f"({' | '.join(map(str, opt.choices))})" if opt.choices else ""
+        beside = len(first) + len(choices) < columns()
+        lines.append(f"{first} {choices}".rstrip() if beside else first)
+        lines += [] if beside else [_wrapped(choices, " " * 6)]
+        lines.append(_wrapped(opt.doc + by_recipe, " " * 6))
     return "\n".join(lines)
 
 

@@ -114,7 +114,7 @@ def unknown_argument(name: str, value, known: list[str]) -> str:
     return f'jaxrl.train({name}=...): options are given by name: jaxrl.train({{"{near[0]}": {shown}}})'
 
 
-def _rows(dotted: str) -> list:
+def _rows(dotted: str) -> tuple:
     from jaxrl.migrate.counterparts import counterparts  # the tables of seven systems: only when a name is unknown
 
     return counterparts(dotted)

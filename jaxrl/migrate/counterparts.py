@@ -29,27 +29,32 @@ class Counterpart(NamedTuple):
     why: str
 
 
-def counterparts(name: str) -> list[Counterpart]:
+@cache
+def counterparts(name: str) -> tuple[Counterpart, ...]:
     """Keys of other systems that are called `name`, or end as it does, the nearest first.
 
     Case, hyphens and underscores do not count. Imports the tables of all systems (half a second, no jax).
     """
-    asked, found = _parts(name), []
-    for table in map(table_of, SYSTEMS):
-        for key in table.keys():
-            for own in key.names():
-                if "*" not in own and (rank := _rank(asked, _parts(own))):
-                    found.append((rank, len(found), table, key, own))
-    found = sorted(found, key=lambda row: row[:2])[:MOST]
-    rows = [Counterpart(table.title, own, rank[0] == 0, options_of(table.name, key.name), key.kind, key.why)
-            for rank, _, table, key, own in found]
+    asked = _parts(name)
+    ranks = ((_rank(asked, parts), i) for i, (_, _, _, parts) in enumerate(_keys()))
+    rows = []
+    for (of_other, _), i in sorted(row for row in ranks if row[0])[:MOST]:
+        table, key, own, _ = _keys()[i]
+        rows.append(Counterpart(table.title, own, not of_other, options_of(table.name, key.name), key.kind, key.why))
     votes = Counter(option for row in rows for option in row.options[:1])
 
     def distance(row: Counterpart):
         votes_of = votes[row.options[0]] if row.options else 0
         return not row.whole, not row.options, "critic" in row.key, -votes_of
 
-    return sorted(rows, key=distance)
+    return tuple(sorted(rows, key=distance))
+
+
+@cache
+def _keys() -> list[tuple[Table, Key, str, list[str]]]:
+    """(table, key, name of it, parts of the name) of every key of all systems that is no pattern."""
+    return [(table, key, own, _parts(own)) for table in map(table_of, SYSTEMS) for key in table.keys()
+            for own in key.names() if "*" not in own]
 
 
 @cache

@@ -172,7 +172,7 @@ class Migration:
         exact, wild = self.table.owners
         carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
         names = names_of(self.table.name)
-        tables = {n.split(".")[0] for n in (*exact, *names.keys)}
+        tables = names.tables | {n.split(".")[0] for n in exact}
         for s in settings.values():
             owner, name = None, s.key
             for name in (s.key, *(p + s.key for p in self.table.prefixes)):
@@ -470,11 +470,12 @@ class Migration:
 class Names(NamedTuple):
     """The keys of a system's config classes and example files, over the versions that are read.
 
-    keys: dotted name -> (first, last) version that has it, None for all. parents: tables of these. loose: last parts
-    of names whose table is not known.
+    keys: dotted name -> (first, last) version that has it, None for all. tables: first parts of these. parents: tables
+    of these. loose: last parts of names whose table is not known.
     """
 
     keys: dict[str, tuple[str, str] | None]
+    tables: frozenset[str]
     parents: frozenset[str]
     patterns: tuple[re.Pattern, ...]
     loose: frozenset[str]
@@ -510,7 +511,8 @@ def names_of(system: str) -> Names:
             keys[name] = (first, last) if last else None
     parents = {name[:i] for name in keys for i, c in enumerate(name) if c == "."}
     patterns = tuple(re.compile(_pattern(name)) for name in keys if "*" in name)
-    return Names(keys, frozenset(parents), patterns, frozenset(loose))
+    tables = frozenset(name.partition(".")[0] for name in keys)
+    return Names(keys, tables, frozenset(parents), patterns, frozenset(loose))
 
 
 def _shared(a: str, b: str) -> int:

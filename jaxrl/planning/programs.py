@@ -19,7 +19,7 @@ from jaxrl.config.run_length import end
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
 from jaxrl.rl import precompile
-from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.roles import Roles
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
 from jaxrl.rollout.embedded import _empty_table
@@ -68,16 +68,16 @@ def _reinforcement(out: Lowering, job, keep):
     """Scoring and updates of policy and critic. Returns the policy's parameters."""
     c = job.config
     steps = end(c)[0]
-    algorithm = Algorithm(job, steps)
+    roles = Roles(job, steps)
     optimizer, schedule = training.make_optimizer(
-        c.optimizer, steps * algorithm.updates_per_step, parameters.flat_axes(job.tree),
+        c.optimizer, steps * roles.updates_per_step, parameters.flat_axes(job.tree),
         parameters.flat_layers(job.model, job.tree))
-    update = training.make_update(job.model, optimizer, schedule, algorithm.loss, training.in_parts(c.optimizer.name))
+    update = training.make_update(job.model, optimizer, schedule, roles.loss, training.in_parts(c.optimizer.name))
     state = parameters.abstract_state(job, optimizer)
     params = training.merge(state.trainable, state.frozen)
-    _update(out, job, "update", update, state, algorithm.loss, keep)
+    _update(out, job, "update", update, state, roles.loss, keep)
     reference = None
-    if algorithm.reference is not None:
+    if roles.reference is not None:
         dtype = parameters.DTYPES[c.reference.dtype]
         tree = job.model.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)))
         reference = jax.tree.map(lambda s, w: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=w), tree,
@@ -86,11 +86,11 @@ def _reinforcement(out: Lowering, job, keep):
         out.live["reference"] = reference
     routes = precompile.routes(c, job, "sampled")
     batch = precompile.batch(job, precompile.max_rows(job.score_shapes), _support(c), ("scored",), routes)
-    if "old" in algorithm.loss.needs and keep("score"):
-        out.programs["score"] = algorithm.score.program.lower(params, batch)
+    if "old" in roles.loss.needs and keep("score"):
+        out.programs["score"] = roles.score.program.lower(params, batch)
     if reference is not None and keep("score_reference"):
-        out.programs["score_reference"] = algorithm.score.program.lower(reference, batch.replace(routes=None))
-    critic = algorithm.critic
+        out.programs["score_reference"] = roles.score.program.lower(reference, batch.replace(routes=None))
+    critic = roles.critic
     if critic is not None and not critic.shared:
         critic_state = critic.abstract()
         _update(out, job, "critic", critic.update, critic_state, critic.loss, keep)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,17 +25,19 @@ from jaxrl.algorithms.distillation import sampled_advantages
 from jaxrl.data import Interrupted
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.algorithm import Algorithm, start_of_step
 from jaxrl.rl.episodes import conversations
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
+from jaxrl.rl.metrics import averaged, check_gap, histograms, judged, rollout_metrics
+from jaxrl.rl.roles import Roles, start_of_step
 from jaxrl.rl.rollouts import Rollouts
-from jaxrl.rl.step import averaged, check_gap, hash_seed, histograms, judged, rollout_metrics
+from jaxrl.rl.step import hash_seed
 from jaxrl.rl.trajectories import records
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.roles.reference import precision
-from jaxrl.roles.role import Policy, WeightSync, check_finite
-from jaxrl.run.session import Session
-from jaxrl.run.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
+from jaxrl.roles.role import Policy, check_finite
+from jaxrl.run.fit import Line, fit
+from jaxrl.run.session import Progress, Session
+from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 
@@ -46,8 +47,7 @@ class Parts(NamedTuple):
 
     s: Session
     job: Job
-    algorithm: Algorithm
-    policy: Student
+    roles: Roles  # their policy is the Student
     teacher: Any
     rows: Rows
     rollouts: Rollouts | None  # None: all rows bring their completions
@@ -64,40 +64,29 @@ def run(config, given=None) -> dict:
         if c.run.mode == "eval":
             return evaluate_only(s, job)
         teachers.check(c, job.tokenizer)
-        algorithm, rows, rollouts = Algorithm(job, s.total_steps), Rows(s.stream, c), None
+        roles, rows, rollouts = Roles(job, s.total_steps), Rows(s.stream, c), None
         if drawn:
-            rollouts = s.own(Rollouts(c, s, engine=job.engine, stream=rows, rewards=job.rewards,
-                                      decode=job.decode, steps=s.total_steps, per_step=drawn))
+            rollouts = Rollouts.of(s, job, stream=rows, judge=None, per_step=drawn)
         teacher = s.own(teachers.open_teacher(job))
-        policy = Student(job, objective(job, algorithm, teacher), s.total_steps * algorithm.updates_per_step,
-                         algorithm.score)
-        s.restore(policy, [] if rollouts is None else [rollouts])
-        policy.beside = teacher.head()
-        s.introduce(f"{describe(job)}\n{what(c)}", derived(c))
-        if c.distill.loss == "sampled":
-            algorithm.begin(s, job.engine)
-        sync = None
-        if samples:
-            sync = WeightSync(s, policy, job.engine.publish if rollouts is None else rollouts.publish)
-            sync()
-        s.say(first_prompt(s, job))
-        speed = Speed(job, policy.state.trainable)
-        s.begin(None, speed.rates)
-        receive = None if rollouts is None else rollouts.queue.receive
-        evaluate = Evaluation(s, job, sync, receive) if job.eval_sets else None
-        s.before_first_step(evaluate)
-        parts = Parts(s, job, algorithm, policy, teacher, rows, rollouts, speed)
-        while s.goes_on():
-            done = one_step(parts)
-            if done is None:  # asked to stop in the middle of a step: nothing of it is kept
-                break
-            metrics, written = done
-            if rollouts is not None and s.step % c.rollout.sync_every == 0:
-                with s.phase("publish"):
-                    sync()
-            metrics |= job.engine.metrics() if job.engine else {}
-            s.after_step(metrics, evaluate, policy.export, records=written)
-        return s.finish(evaluate, policy.export)
+        updates = s.total_steps * roles.updates_per_step
+        student = roles.policy = Student(job, objective(job, roles, teacher), updates, roles.score)
+
+        def open_step(speed):
+            student.beside = teacher.head()
+            if c.distill.loss == "sampled":
+                roles.begin(s, job.engine)
+            parts = Parts(s, job, roles, teacher, rows, rollouts, speed)
+
+            def step():
+                done = one_step(parts)
+                return done and Line(*done)
+
+            return step
+
+        publish = rollouts.publish if rollouts is not None else job.engine.publish if samples else None
+        return fit(s, job, student, open_step, parts=[] if rollouts is None else [rollouts], publish=publish,
+                   sync_every=0 if rollouts is None else c.rollout.sync_every, about=what(c),
+                   evaluation=lambda sync: Evaluation(s, job, sync, rollouts and rollouts.queue.receive))
 
 
 def what(c) -> str:
@@ -108,11 +97,11 @@ def what(c) -> str:
             f"{c.teacher.files or ', '.join(c.teacher.servers) or c.teacher.path}")
 
 
-def objective(job, algorithm: Algorithm, teacher):
+def objective(job, roles: Roles, teacher):
     """What the update minimises."""
     d = job.config.distill
     if d.loss == "sampled":
-        return algorithm.loss
+        return roles.loss
     whole = teachers.wanted(job.config) == "hidden"
     return training.Distillation(
         kind=d.loss, beta=d.beta, coef=d.coef, tail=d.tail, ce=d.ce, temperature=d.temperature,
@@ -187,14 +176,14 @@ class Rows:
 def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     """One step. Returns its metrics and the records of the student's completions, or None when a stop was asked for
     before the update."""
-    s, job, policy, rollouts = parts.s, parts.job, parts.policy, parts.rollouts
+    s, job, policy, rollouts = parts.s, parts.job, parts.roles.policy, parts.rollouts
     c, batch, pieces = s.spec, None, []
     with s.phase("data"):
         try:
             given, cursor = parts.rows.step(s.progress.cursor)
         except Interrupted:
             return None
-    at = SimpleNamespace(step=s.progress.step, cursor=parts.rows.before(s.progress.cursor))
+    at = Progress(s.step, parts.rows.before(s.progress.cursor))
     if rollouts is not None and parts.rows.before(cursor) > at.cursor:
         with policy.resting(job.engine):
             batch = rollouts.next(at)
@@ -233,6 +222,8 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
             rollouts.release(batch.cursor)
             metrics |= rollouts.metrics(batch)
     metrics |= found | stream_metrics(s, job) | step_metrics(parts, batch, traj, layout, columns, per_completion)
+    if rollouts is None and job.engine is not None:
+        metrics |= job.engine.metrics()
     return metrics, rows
 
 
@@ -260,10 +251,10 @@ def joined(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
 
 def ask(parts: Parts, batch, traj, layout) -> tuple[dict, dict]:
     """(token columns of the loss, metrics) after the teacher has spoken; policy and reference as in rl."""
-    s, policy, d = parts.s, parts.policy, parts.s.spec.distill
+    s, policy, d = parts.s, parts.roles.policy, parts.s.spec.distill
     said = parts.teacher.ask(traj, layout, lambda: policy.most_probable(traj, layout))
     if d.loss == "sampled":
-        columns = parts.algorithm.columns(policy, traj, layout)
+        columns = parts.roles.columns(traj, layout)
         if batch.staleness is not None:
             columns["staleness"] = batch.staleness
         own, mask = columns.get("old", columns["behaviour"]), traj.loss_mask
@@ -281,7 +272,7 @@ def ask(parts: Parts, batch, traj, layout) -> tuple[dict, dict]:
 
 def update_all(parts: Parts, traj, layout, columns, from_rows) -> dict[str, float]:
     """All passes over all minibatches; metrics are means over the optimizer steps."""
-    c, policy, pending = parts.s.spec, parts.policy, []
+    c, policy, pending = parts.s.spec, parts.roles.policy, []
     a = c.algorithm
     dropped = a.mask_truncated & (traj.finish == 1)
     if a.early_stop_ratio or a.early_stop_kl:

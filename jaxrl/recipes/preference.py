@@ -20,15 +20,15 @@ import numpy as np
 from jaxrl import training
 from jaxrl.algorithms.preference import Table, needs_reference, preference_loss, weighted
 from jaxrl.data import Interrupted
-from jaxrl.recipes.sft import averaged, demonstrations
+from jaxrl.recipes.sft import demonstrations, line_of
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate, publish_newest, summary, write_rows
 from jaxrl.roles.reference import precision
-from jaxrl.roles.role import Policy, Role, WeightSync, check_finite
+from jaxrl.roles.role import Policy, Role
 from jaxrl.roles.sums import ReferenceSums, sums_of
+from jaxrl.run.fit import fit
 from jaxrl.run.session import Session
-from jaxrl.run.setup import answered, derived, describe, first_prompt, open_run, stream_metrics
-from jaxrl.telemetry.flops import Speed
+from jaxrl.run.setup import answered, first_prompt, open_run
 from jaxrl.training.score import make_score
 
 
@@ -42,43 +42,37 @@ def run(config, given=None) -> dict:
         if c.run.mode == "eval":
             return evaluate_only(s, job, losses, score)
         policy = Policy(job, training.NextToken(**precision(job)), s.total_steps, score)
-        s.restore(policy)
         weights = ", ".join(f"{weight:g} x {name}" for name, weight in weighted(c.preference).items())
-        s.introduce(f"{describe(job)}\nloss      {weights}, beta {c.preference.beta:g}", derived(c))
-        s.say(first_prompt(s, job) and f"{first_prompt(s, job)}\n{first_answers(job)}")
-        sync = None
-        if job.engine is not None:
-            sync = WeightSync(s, policy, job.engine.publish)
-            sync()
-        evaluation = HeldOut(s, job, policy, losses, sync) if job.eval_sets else None
-        speed = Speed(job, policy.state.trainable)
-        s.begin(rates=speed.rates)
-        s.before_first_step(evaluation)
-        pending = []
-        while s.goes_on():
-            with s.phase("data"):
-                try:
-                    batch, cursor = job.stream.take(s.progress.cursor)
-                except Interrupted:
-                    break
-                step = Step(job, [e for _, e in batch])
-            with s.phase("score"):
-                _, derivative, metrics = losses(policy, step)
-            with s.changing():
-                s.fault("update")
-                with s.phase("update"):
-                    metrics = one_update(policy, step, derivative) | metrics
-                s.advance(cursor, samples=len(batch))
-            metrics["flops/score"] = losses.passes * speed.operations.scoring(step.traj, c.train.share_prompts)
-            needed = speed.operations.update(step.traj, c.train.share_prompts)
-            pending.append((metrics, step.traj, step.layout.efficiency, needed))
-            if s.step % c.log.every_steps == 0 or s.ended():
-                with s.phase("update"):  # where the devices are waited for
-                    line = averaged(pending)
-                    check_finite(policy.state, c)
-                s.after_step(line | stream_metrics(s, job), evaluation, policy.export, steps=len(pending))
-                pending = []
-        return s.finish(evaluation, policy.export)
+        first = first_prompt(s, job)
+
+        def open_step(speed):
+            pending = []
+
+            def step():
+                with s.phase("data"):
+                    try:
+                        batch, cursor = job.stream.take(s.progress.cursor)
+                    except Interrupted:
+                        return None
+                    pairs = Step(job, [e for _, e in batch])
+                with s.phase("score"):
+                    _, derivative, metrics = losses(policy, pairs)
+                with s.changing():
+                    s.fault("update")
+                    with s.phase("update"):
+                        metrics = one_update(policy, pairs, derivative) | metrics
+                    s.advance(cursor, samples=len(batch))
+                metrics["flops/score"] = losses.passes * speed.operations.scoring(pairs.traj, c.train.share_prompts)
+                needed = speed.operations.update(pairs.traj, c.train.share_prompts)
+                pending.append((metrics, pairs.traj, pairs.layout.efficiency, needed))
+                return line_of(s, job, policy, pending)
+
+            return step
+
+        return fit(s, job, policy, open_step, publish=None if job.engine is None else job.engine.publish,
+                   evaluation=lambda sync: HeldOut(s, job, policy, losses, sync),
+                   about=f"loss      {weights}, beta {c.preference.beta:g}",
+                   first_row=first and f"{first}\n{first_answers(job)}")
 
 
 class Answer(NamedTuple):

@@ -27,9 +27,9 @@ from jaxrl.rl.evaluation import summary, write_rows
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite
+from jaxrl.run.fit import Line, fit
 from jaxrl.run.session import Session
-from jaxrl.run.setup import Job, derived, describe, first_prompt, host_scalars, open_run, stream_metrics
-from jaxrl.telemetry.flops import Speed
+from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
 from jaxrl.training.score import make_value_score
 
 EVAL_ROWS = 256  # of held-out rows scored at once
@@ -40,29 +40,27 @@ def run(config, given=None) -> dict:
     with Session(resolve(config), given) as s:
         job = scoring(open_run(s, with_engine=False))
         c, model = job.config, Scorer(job, s.total_steps)
-        s.restore(model)
-        s.introduce(describe(job), derived(c))
-        s.say(first_prompt(s, job))
-        speed = Speed(job, model.state.trainable)
-        s.begin(rates=speed.rates)
-        evaluate = Evaluation(s, job, model) if job.eval_sets else None
-        s.before_first_step(evaluate)
-        while s.goes_on():
-            with s.phase("data"):
-                try:
-                    rows, cursor = job.stream.take(s.progress.cursor)
-                except Interrupted:
-                    break
-                batch = batch_of([example for _, example in rows], c)
-            with s.changing():
-                s.fault("update")
-                metrics = one_step(s, job, model, batch)
-                metrics["flops/update"] = speed.operations.update(batch.traj, c.train.share_prompts, head=False)
-                metrics["flops/score"] = speed.operations.scoring(batch.traj, c.train.share_prompts, head=False)
-                s.advance(cursor, samples=len(rows))
-            check_finite(model.state, c)
-            s.after_step(metrics | stream_metrics(s, job), evaluate, model.export)
-        return s.finish(evaluate, model.export)
+
+        def open_step(speed):
+            def step():
+                with s.phase("data"):
+                    try:
+                        rows, cursor = job.stream.take(s.progress.cursor)
+                    except Interrupted:
+                        return None
+                    batch = batch_of([example for _, example in rows], c)
+                with s.changing():
+                    s.fault("update")
+                    metrics = one_step(s, job, model, batch)
+                    metrics["flops/update"] = speed.operations.update(batch.traj, c.train.share_prompts, head=False)
+                    metrics["flops/score"] = speed.operations.scoring(batch.traj, c.train.share_prompts, head=False)
+                    s.advance(cursor, samples=len(rows))
+                check_finite(model.state, c)
+                return Line(metrics | stream_metrics(s, job))
+
+            return step
+
+        return fit(s, job, model, open_step, evaluation=lambda sync: Evaluation(s, job, model))
 
 
 @dataclasses.dataclass

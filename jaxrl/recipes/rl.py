@@ -17,23 +17,19 @@ docs/explanations/asynchrony.md).
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 from jaxrl.replay import parity
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.algorithm import Algorithm
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
-from jaxrl.rl.fork_source import Past, Remembering
+from jaxrl.rl.fork_source import CachedEngine, ForkSource
 from jaxrl.rl.precompile import Ahead
 from jaxrl.rl.recording import Recording
+from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Rollouts
-from jaxrl.rl.step import Parts, one_step
-from jaxrl.roles.role import Policy, WeightSync
+from jaxrl.rl.step import Loop, one_step
+from jaxrl.run.fit import Line, fit
 from jaxrl.run.session import Session
-from jaxrl.run.setup import derived, describe, first_prompt, open_run
-from jaxrl.telemetry.flops import Speed
-
-log = logging.getLogger("jaxrl")
+from jaxrl.run.setup import open_run
 
 
 def run(config, given=None) -> dict:
@@ -50,41 +46,32 @@ def run(config, given=None) -> dict:
             return evaluate_only(s, job)
         if spec.run.mode == "parity":
             return parity.report(s, job)
-        past = Past(s, spec) if spec.fork.run else None
-        if past is not None:
-            job = dataclasses.replace(job, engine=Remembering(job.engine, past))
-        algorithm = Algorithm(job, s.total_steps)
-        rollouts = s.own(Rollouts(spec, s, engine=job.engine, stream=s.stream, rewards=job.rewards,
-                                  decode=job.decode, steps=s.total_steps, judge=job.judge, past=past))
-        policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
-        if past is not None:
-            past.policy = policy
-        algorithm.meet(policy)
+        fork = ForkSource(s, spec) if spec.fork.run else None
+        if fork is not None:
+            job = dataclasses.replace(job, engine=CachedEngine(job.engine, fork))
+        roles = Roles(job, s.total_steps)
+        rollouts = Rollouts.of(s, job, fork=fork)
+        if fork is not None:
+            fork.policy = roles.policy
+        reports = [] if fork is None else [fork]  # entries of summary.json
+
+        def open_step(speed):
+            ahead, recording = s.own(Ahead(job, roles.policy, roles.loss)), Recording(s, job, roles)
+            roles.begin(s, job.engine)
+            reports.append(recording)
+            observers = [ahead] * ahead.works + [recording] * bool(spec.record.every)
+            loop = Loop(s, job, roles, rollouts, speed, tuple(observers))
+
+            def step():
+                done = one_step(loop)
+                return done and Line(*done)
+
+            return step
+
         rates = [] if s.stream.pass_rates is None else [s.stream.pass_rates]
-        s.restore(policy, [*algorithm.parts, *rates, rollouts])  # rollouts last: they draw rows
-        s.introduce(describe(job), derived(spec))
-        ahead = s.own(Ahead(job, policy, algorithm.loss))
-        algorithm.begin(s, job.engine)
-        sync = WeightSync(s, policy, rollouts.publish)
-        sync()
-        s.say(first_prompt(s, job))
-        speed = Speed(job, policy.state.trainable)
-        s.begin(s.given.comparison and s.given.comparison(spec, job, s.step), speed.rates)
-        evaluate = Evaluation(s, job, sync, rollouts.queue.receive) if job.eval_sets else None
-        s.before_first_step(evaluate)
-        recording = Recording(s, job, algorithm, policy)
-        parts = Parts(s, job, algorithm, policy, rollouts, speed, recording, ahead)
-        while s.goes_on():
-            done = one_step(parts)
-            if done is None:  # asked to stop in the middle of a step: nothing of it is kept
-                break
-            metrics, records_ = done
-            if s.step % spec.rollout.sync_every == 0:
-                with s.phase("publish"):
-                    sync()
-            metrics |= job.engine.metrics()
-            s.after_step(metrics, evaluate, policy.export, records=records_)
-        out = s.finish(evaluate, policy.export)
-        told = recording.told() | (past.told() if past is not None else {})
+        out = fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,
+                  parts=[*roles.parts, *rates, rollouts],  # rollouts last: they draw rows
+                  evaluation=lambda sync: Evaluation(s, job, sync, rollouts.queue.receive))
+        told = {name: entry for report in reports for name, entry in report.told().items()}
         s.telemetry.summary(told)
         return out | told

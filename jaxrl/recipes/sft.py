@@ -12,10 +12,10 @@ from jaxrl.data import Interrupted
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
 from jaxrl.roles.reference import precision
-from jaxrl.roles.role import Policy, WeightSync, check_finite
+from jaxrl.roles.role import Policy, check_finite
+from jaxrl.run.fit import Line, fit
 from jaxrl.run.session import Session
-from jaxrl.run.setup import derived, describe, first_prompt, host_scalars, open_run, stream_metrics
-from jaxrl.telemetry.flops import Speed
+from jaxrl.run.setup import host_scalars, open_run, stream_metrics
 from jaxrl.types import Trajectories
 
 
@@ -28,39 +28,42 @@ def run(config, given=None) -> dict:
         if c.run.mode == "eval":
             return evaluate_only(s, job)
         policy = Policy(job, training.NextToken(**precision(job)), s.total_steps)
-        s.restore(policy)
-        s.introduce(describe(job), derived(c))
-        evaluate = None
-        if held_out:
-            sync = WeightSync(s, policy, job.engine.publish)
-            sync()
-            evaluate = Evaluation(s, job, sync) if job.eval_sets else None
-        s.say(first_prompt(s, job))
-        speed = Speed(job, policy.state.trainable)
-        s.begin(s.given.comparison and s.given.comparison(c, job, s.step), speed.rates)
-        s.before_first_step(evaluate)
-        pending = []
-        while s.goes_on():
-            with s.phase("data"):
-                try:
-                    batch, cursor = job.stream.take(s.progress.cursor)
-                except Interrupted:
-                    break
-                traj = demonstrations([e for _, e in batch], [p for p, _ in batch], c.train.loss_on_prompt)
-                traj = with_adapters(c, traj, [e for _, e in batch])
-            with s.changing():
-                s.fault("update")
-                with s.phase("update"):
-                    metrics, efficiency = one_update(job, policy, traj, s.step)
-                s.advance(cursor, samples=traj.num_trajectories)
-            pending.append((metrics, traj, efficiency, speed.operations.update(traj, shared=False)))
-            if s.step % c.log.every_steps == 0 or s.ended():
-                with s.phase("update"):
-                    line = averaged(pending)
-                    check_finite(policy.state, c)
-                s.after_step(line | stream_metrics(s, job), evaluate, policy.export, steps=len(pending))
-                pending = []
-        return s.finish(evaluate, policy.export)
+
+        def open_step(speed):
+            pending = []
+
+            def step():
+                with s.phase("data"):
+                    try:
+                        batch, cursor = job.stream.take(s.progress.cursor)
+                    except Interrupted:
+                        return None
+                    traj = demonstrations([e for _, e in batch], [p for p, _ in batch], c.train.loss_on_prompt)
+                    traj = with_adapters(c, traj, [e for _, e in batch])
+                with s.changing():
+                    s.fault("update")
+                    with s.phase("update"):
+                        metrics, efficiency = one_update(job, policy, traj, s.step)
+                    s.advance(cursor, samples=traj.num_trajectories)
+                pending.append((metrics, traj, efficiency, speed.operations.update(traj, shared=False)))
+                return line_of(s, job, policy, pending)
+
+            return step
+
+        return fit(s, job, policy, open_step, publish=job.engine.publish if held_out else None,
+                   evaluation=lambda sync: Evaluation(s, job, sync))
+
+
+def line_of(s, job, policy, pending: list):
+    """The Line of the steps since the last one, where one is due (log.every_steps, or the run's end); else {}."""
+    if s.step % job.config.log.every_steps and not s.ended():
+        return {}
+    with s.phase("update"):  # where the devices are waited for
+        metrics = averaged(pending)
+        check_finite(policy.state, job.config)
+    steps = len(pending)
+    pending.clear()
+    return Line(metrics | stream_metrics(s, job), steps=steps)
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:

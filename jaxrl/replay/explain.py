@@ -114,13 +114,13 @@ class Explained:
     def __init__(self, replay, found):
         self.replay, self.found, self.options = replay, found, replay.s.spec.algorithm
         self.earlier = earlier_scores(replay)
-        state = copied(replay.policy.held)
+        state = copied(replay.roles.policy.held)
         self.done = done = replay.one()
         self.number, self.traj = replay.s.step, done.batch.traj
         self.verdict = replay.judged(done)
         self.before = logprobs(replay, state, self.traj, done.prepared)
-        self.after = logprobs(replay, replay.policy.state, self.traj, done.prepared)
-        self.way = difference(replay.policy.state.trainable, state.trainable)
+        self.after = logprobs(replay, replay.roles.policy.state, self.traj, done.prepared)
+        self.way = difference(replay.roles.policy.state.trainable, state.trainable)
         self.length = number(dot(self.way, self.way)) ** 0.5
         self.answers = self._answers()
         self._gradients(state)
@@ -166,7 +166,7 @@ class Explained:
         size = max(number(dot(whole, whole)), 1e-30)
         moved = np.argsort(-np.abs(self.answers.change * self.answers.length), kind="stable")[:NAMED]
         likelier = likelihood(replay)
-        pulls = {int(i): likelier(state, traj, self.done.prepared.layout,
+        pulls = {int(i): likelier(state, traj, self.done.prepared.layout.update,
                                   np.where(traj.spread(np.arange(traj.num_trajectories) == i) & traj.loss_mask,
                                            1.0 / max(int(self.answers.length[i]), 1), 0.0)) for i in moved}
         self.pushed = {i: {} for i in pulls}
@@ -187,12 +187,12 @@ class Explained:
             self.shares[i] = number(dot(own, whole)) / size
 
     def _weights(self):
-        weigh = weigher(self.replay.parts, self.done.batch, self.done.prepared.columns)
-        return [(mini, weigh(mini)) for mini in self.done.prepared.layout.minibatches]
+        weigh = weigher(self.replay.s.spec, self.done.batch, self.done.prepared.columns)
+        return [(mini, weigh(mini)) for mini in self.done.prepared.layout.update.minibatches]
 
     def _gradient(self, state, weights, chosen) -> dict:
         """Of the loss, on the tokens of the trajectories `chosen` ([N] bool; None = all)."""
-        traj, columns, put = self.traj, self.done.prepared.columns, self.replay.policy.put
+        traj, columns, put = self.traj, self.done.prepared.columns, self.replay.roles.policy.put
         keep = traj.loss_mask if chosen is None else traj.spread(chosen) & traj.loss_mask
 
         def packed():
@@ -202,7 +202,7 @@ class Explained:
                     if holds(traj, micro, own["token"]):
                         yield put(training.pack(traj, micro, columns, own))
 
-        found = self.replay.policy.gradients(state, packed())
+        found = self.replay.roles.policy.gradients(state, packed())
         if found is None:  # nobody has a weight: no gradient
             return jax.tree.map(lambda x: x.astype(np.float32) * 0, state.trainable)
         return found[0]
@@ -269,11 +269,11 @@ class Explained:
         a = {field.name: getattr(self.answers, field.name)[i].item() for field in dataclasses.fields(Answers)}
         return {"group": int(self.traj.group[i]), "sample": int(self.traj.sample[i]), **a,
                 **({"share": self.shares[i]} if i in self.shares else {}), "finish": FINISH[self.traj.finish[i]],
-                "text": self.replay.parts.job.tokenizer.decode(self.traj.tokens[at])}
+                "text": self.replay.job.tokenizer.decode(self.traj.tokens[at])}
 
     def _tokens(self) -> list[dict]:
         """The tokens whose log-prob changed most."""
-        traj, decode = self.traj, self.replay.parts.job.tokenizer.decode
+        traj, decode = self.traj, self.replay.job.tokenizer.decode
         change = np.where(traj.loss_mask, self.after - self.before, 0)
         out = []
         for at in np.argsort(-np.abs(change), kind="stable")[:NAMED]:

@@ -24,10 +24,9 @@ from jaxrl.records import files, states
 from jaxrl.replay import verdict, what_if
 from jaxrl.resolve.checks.replay import numbers
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.algorithm import Algorithm
 from jaxrl.rl.recording import batch_of, states_of
-from jaxrl.rl.step import Parts, learn, prepare
-from jaxrl.roles.role import Policy
+from jaxrl.rl.roles import Roles
+from jaxrl.rl.step import lay_out, learn, prepare
 from jaxrl.run.session import Session
 from jaxrl.run.setup import open_job, read_inputs
 from jaxrl.telemetry.run_dir import read_json
@@ -49,48 +48,29 @@ class Done(NamedTuple):
     after: states.Look
 
 
-class Recorded:
-    """Stands for Rollouts, and for the stream of rows: what a step asks of them."""
-
-    epoch_now = 0.0
-
-    def poll(self) -> None: ...
-
-    def release(self, cursor: int) -> None: ...
-
-    def epoch(self, cursor: int) -> float:
-        return self.epoch_now
-
-    total_steps, interrupted = None, None
-
-
 class Replay:
     """A run's record, and parameters and optimizer as they were before one of its steps."""
 
     likelihood = None  # of what_if
 
     def __init__(self, s, paths: dict[int, Path], total_steps: int):
-        self.s, self.paths, self.source = s, paths, Recorded()
-        s.reads(self.source, {})
+        self.s, self.paths = s, paths
+        s.reads(None, {})
         s.total_steps = total_steps  # schedules count to it
-        job = open_job(s.spec, read_inputs(s.spec, s.given.tokenizer))
-        s.settle(job.config)
-        self.algorithm = Algorithm(job, total_steps)
-        updates = total_steps * self.algorithm.updates_per_step
-        self.policy = Policy(job, self.algorithm.loss, updates, self.algorithm.score)
-        self.algorithm.meet(self.policy)
-        s.restore(self.policy, self.algorithm.parts)
-        self.parts = Parts(s, job, self.algorithm, self.policy, self.source, None)
+        self.job = open_job(s.spec, read_inputs(s.spec, s.given.tokenizer))
+        s.set_spec(self.job.config)
+        self.roles = Roles(self.job, total_steps)
+        s.restore(self.roles.policy, self.roles.parts)
         self.begin = self.look().sample
         self.start = s.step
 
     @property
     def rounding(self) -> float:
-        return verdict.ROUNDING if self.parts.job.compute_dtype == jnp.float32 else verdict.COARSE
+        return verdict.ROUNDING if self.job.compute_dtype == jnp.float32 else verdict.COARSE
 
     def look(self) -> states.Look:
         moves = bool(self.s.spec.train.router_bias_rate)
-        return states.look_at(states_of(self.policy, self.algorithm), moves).on_host()
+        return states.look_at(states_of(self.roles), moves).on_host()
 
     def record(self) -> files.Record:
         """Of the next step."""
@@ -98,12 +78,13 @@ class Replay:
 
     def one(self) -> Done:
         """The next step."""
-        record = self.record()
+        record, spec, roles, s = self.record(), self.s.spec, self.roles, self.s
         batch, before = batch_of(record), self.look()
-        self.source.epoch_now = record.header["epoch"]
-        prepared = prepare(self.parts, batch)
-        metrics = learn(self.parts, batch, prepared)
-        self.s.phase.take()
+        layout = lay_out(spec, self.job.row_shapes, batch.traj, s.step, self.job.score_shapes)
+        prepared = prepare(spec, roles, batch, layout)
+        metrics = learn(spec, roles, batch, prepared, s.step)
+        s.advance(batch.cursor, samples=batch.traj.num_trajectories)
+        metrics |= roles.after_step(s.step, record.header["epoch"])
         return Done(record, batch, prepared, metrics, before, self.look())
 
     def judged(self, done: Done) -> verdict.Verdict:

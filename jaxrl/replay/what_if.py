@@ -19,11 +19,10 @@ from jaxrl.processes.exchange import to_host
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import settings
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.algorithm import Algorithm
 from jaxrl.rl.recording import batch_of
-from jaxrl.rl.step import learn, prepare
+from jaxrl.rl.roles import Roles
+from jaxrl.rl.step import lay_out, learn, prepare
 from jaxrl.roles.reference import trained_at
-from jaxrl.roles.role import Policy
 
 COLUMNS = ("setting", "step", "angle", "kl", "outside_clip", "predicted", "realised", "others")
 TOLD = ("loss", "optim/grad_norm", "policy/clip_fraction")  # of the update's metrics
@@ -38,10 +37,9 @@ def copied(state):
     return jax.tree.map(jnp.copy, state)
 
 
-class Held(NamedTuple):
+class StepState(NamedTuple):
     """Everything that a step changes, as it was."""
 
-    progress: Any
     policy: Any
     critic: Any
     running: Any
@@ -49,17 +47,17 @@ class Held(NamedTuple):
     epochs: float
 
     @classmethod
-    def of(cls, replay) -> Held:
-        critic, reference = replay.algorithm.critic, replay.algorithm.reference
+    def of(cls, roles) -> StepState:
+        critic, reference = roles.critic, roles.reference
         own = critic is not None and not critic.shared
-        return cls(replay.s.progress, copied(replay.policy.held), copied(critic.held) if own else None,
+        return cls(copied(roles.policy.held), copied(critic.held) if own else None,
                    dataclasses.replace(critic.running) if critic is not None else None,
                    getattr(reference, "held", None), getattr(reference, "epochs", 0.0))
 
-    def give(self, parts) -> None:
-        """Puts copies of it into the parts of a step."""
-        critic, reference = parts.algorithm.critic, parts.algorithm.reference
-        parts.s.progress, parts.policy.held = self.progress, copied(self.policy)
+    def give(self, roles) -> None:
+        """Puts copies of it into the roles of a step."""
+        critic, reference = roles.critic, roles.reference
+        roles.policy.held = copied(self.policy)
         if critic is not None:
             critic.held = None if self.critic is None else copied(self.critic)
             critic.running = dataclasses.replace(self.running)
@@ -88,7 +86,7 @@ def number(x) -> float:
 def logprobs(replay, state, traj, prepared) -> np.ndarray:
     """[T] of the scored tokens under a state, as the run's own scorer says them."""
     beside = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
-    found = replay.algorithm.score(training.merge(state.trainable, state.frozen), traj, prepared.layout,
+    found = replay.roles.score(training.merge(state.trainable, state.frozen), traj, prepared.layout.update,
                                    *([] if beside is None else [beside]))
     return (found["logprob"] if isinstance(found, dict) else found).astype(np.float64)
 
@@ -96,7 +94,7 @@ def logprobs(replay, state, traj, prepared) -> np.ndarray:
 def likelihood(replay):
     """gradient(state, traj, layout, weights [T]) -> the gradient of sum_t weights_t log p_t, a flat dict in fp32."""
     if replay.likelihood is None:  # compiled once
-        replay.likelihood = _likelihood(replay.parts.job, replay.policy.optimizer)
+        replay.likelihood = _likelihood(replay.job, replay.roles.policy.optimizer)
     return replay.likelihood
 
 
@@ -132,7 +130,7 @@ class Batch(NamedTuple):
     """What all settings are measured on."""
 
     batch: Any
-    state: Held
+    state: StepState
     before: np.ndarray    # [T] log-probs
     rewarded: np.ndarray  # [T] bool: tokens of answers with a positive advantage
     gradient: dict        # of their mean log-prob
@@ -146,39 +144,37 @@ def table(replay, config) -> dict:
     with a positive advantage, the mean change of log-prob per token that their gradient predicts, and the one that
     came; `others`: the one of all other answers.
     """
-    s, spec, own = replay.s, replay.s.spec, replay.parts
-    state, batch = Held.of(replay), batch_of(replay.record())
+    s, own = replay.s, replay.roles
+    state, batch = StepState.of(own), batch_of(replay.record())
     rows, base, shared = [], None, None
     for name, value in [("", None), *settings(config.replay["try"])]:
-        parts = own if not name else altered(replay, name, value)
-        s.settle(parts.job.config)
-        state.give(parts)
-        prepared = prepare(parts, batch)
+        roles = own if not name else altered(replay, name, value)
+        spec, job = roles.config, roles.job
+        state.give(roles)
+        prepared = prepare(spec, roles, batch, lay_out(spec, job.row_shapes, batch.traj, s.step, job.score_shapes))
         shared = shared or _shared(replay, state, batch, prepared)
-        metrics = learn(parts, batch, prepared)
-        way = difference(parts.policy.state.trainable, state.policy.trainable)
+        metrics = learn(spec, roles, batch, prepared, s.step)
+        way = difference(roles.policy.state.trainable, state.policy.trainable)
         base = base or way
         rows.append({"setting": f"{name}={value}" if name else "as recorded",
-                     **_measured(replay, shared, parts, prepared, way, base),
+                     **_measured(replay, shared, roles, prepared, way, base),
                      "metrics": {k: metrics[k] for k in TOLD if k in metrics}})
-        s.settle(spec)
     state.give(own)
-    s.phase.take()
     s.say(text_of(s.step + 1, rows))
     return {"step": s.step + 1, "rows": rows}
 
 
 def _shared(replay, state, batch, prepared) -> Batch:
     traj = batch.traj
-    good = traj.spread(traj.total(prepared.found.tokens) > 0) & traj.loss_mask
+    good = traj.spread(traj.total(prepared.advantages.tokens) > 0) & traj.loss_mask
     weights = good / max(int(good.sum()), 1)
-    gradient = likelihood(replay)(state.policy, traj, prepared.layout, weights) if good.any() else {}
+    gradient = likelihood(replay)(state.policy, traj, prepared.layout.update, weights) if good.any() else {}
     return Batch(batch, state, logprobs(replay, state.policy, traj, prepared), good, gradient)
 
 
-def _measured(replay, shared: Batch, parts, prepared, way, base) -> dict:
-    traj, options = shared.batch.traj, parts.job.config.algorithm
-    after, before = logprobs(replay, parts.policy.state, traj, prepared), shared.before
+def _measured(replay, shared: Batch, roles, prepared, way, base) -> dict:
+    traj, options = shared.batch.traj, roles.config.algorithm
+    after, before = logprobs(replay, roles.policy.state, traj, prepared), shared.before
     length, mask = number(dot(way, way)) ** 0.5, traj.loss_mask
     both = length * number(dot(base, base)) ** 0.5
     cosine = number(dot(way, base)) / both if both else float("nan")
@@ -192,28 +188,24 @@ def _measured(replay, shared: Batch, parts, prepared, way, base) -> dict:
 
 
 def altered(replay, name: str, value):
-    """The parts of a step under one other option. Raises ConfigError where its state does not fit."""
-    own, s = replay.parts, replay.s
+    """The roles of a step under one other option. Raises ConfigError where its state does not fit."""
+    own, s = replay.roles, replay.s
     asked = editable(s.spec.asked)
     put(asked, name, value)
     check(asked)
-    spec = resolve(asked, s.spec.platform, own.job.hf_config, s.spec.rollout.engine)
-    job = dataclasses.replace(own.job, config=spec)
-    algorithm = Algorithm(job, s.total_steps)
-    policy = Policy(job, algorithm.loss, s.total_steps * algorithm.updates_per_step, algorithm.score)
-    algorithm.meet(policy)
+    spec = resolve(asked, s.spec.platform, replay.job.hf_config, s.spec.rollout.engine)
+    roles = Roles(dataclasses.replace(replay.job, config=spec), s.total_steps)
     here = f"replay.try: {name}={value}"
-    if (algorithm.critic is None) != (own.algorithm.critic is None):
-        raise ConfigError(f"{here}: the run {'has' if own.algorithm.critic else 'had'} "
-                          f"{'a' if own.algorithm.critic else 'no'} critic, and this setting is of a run "
-                          f"{'with' if algorithm.critic else 'without'} one; leave it out")
-    wants = jax.eval_shape(policy.optimizer.init, replay.policy.held.trainable)
-    if jax.tree.structure(wants) != jax.tree.structure(replay.policy.held.opt_state):
+    if (roles.critic is None) != (own.critic is None):
+        raise ConfigError(f"{here}: the run {'has' if own.critic else 'had'} {'a' if own.critic else 'no'} critic, and "
+                          f"this setting is of a run {'with' if roles.critic else 'without'} one; leave it out")
+    wants = jax.eval_shape(roles.policy.optimizer.init, own.policy.held.trainable)
+    if jax.tree.structure(wants) != jax.tree.structure(own.policy.held.opt_state):
         raise ConfigError(f"{here}: the optimizer's state would have another form; leave it out")
-    if algorithm.reference is not None and own.algorithm.reference is None:
-        policy.held = replay.policy.held
-        algorithm.reference.start(None, None)
-    return own._replace(job=job, algorithm=algorithm, policy=policy)
+    if roles.reference is not None and own.reference is None:
+        roles.policy.held = own.policy.held
+        roles.reference.start(None, None)
+    return roles
 
 
 def text_of(step: int, rows: list[dict]) -> str:

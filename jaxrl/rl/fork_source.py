@@ -22,7 +22,7 @@ from jaxrl.rollout import Engine, Result
 from jaxrl.types import FINISH
 
 
-class Held:
+class RecordedStep:
     """What the record of a step has of its completions.
 
     rows: (group, sample) -> number of the completion. scores: address of what functions were told (items.address) ->
@@ -69,19 +69,20 @@ def _ends(traj) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(traj["loss_mask"])])[traj["offsets"][1:-1]]
 
 
-class Past:
+class ForkSource:
     """The recorded run behind a fork: what may be taken from it, and how much was.
 
-    Weights are those of the record up to the version `same_until`, by the hashes of all that trains. Answers are taken
-    as long as all their tokens were drawn from such weights. One thread asks for answers, another may ask for rewards.
+    Weights are those of the record up to the version `last_identical_version`, by the hashes of all that trains.
+    Completions are taken as long as all their tokens were drawn from such weights. One thread asks for completions,
+    another may ask for rewards.
     """
 
     def __init__(self, s, spec):
         self.s, self.spec, self.folder = s, spec, Path(spec.fork.run)
         found = files.steps(self.folder / files.FOLDER)
         self.paths = {step: path for step, path in found.items() if step >= spec.fork.step}
-        self.policy, self.same_until, self.parted = None, -1, False
-        self.held: dict[int, Held] = {}
+        self.policy, self.last_identical_version, self.parted = None, -1, False
+        self.held: dict[int, RecordedStep] = {}
         self.counts: dict[int, Counter] = {}
         self._one, self._said = threading.Lock(), False
         self.sampling = sampled_by(spec)
@@ -91,17 +92,17 @@ class Past:
         """These weights of the policy are what is sampled from now on."""
         ahead = (self.spec.rollout.max_staleness + 1) * self.spec.rollout.sync_every
         wanted = [n for n in range(version + 1, version + 1 + ahead) if n in self.paths]
-        held = {n: self.held.get(n) or Held(files.read(self.paths[n]), self.sampling) for n in wanted}
+        held = {n: self.held.get(n) or RecordedStep(files.read(self.paths[n]), self.sampling) for n in wanted}
         self.held = held  # in one assignment: another thread may read
         if not self.parted and self.answers and held:
             same = self._same(version)
-            self.same_until, self.parted = version if same else self.same_until, not same
+            self.last_identical_version, self.parted = version if same else self.last_identical_version, not same
         first = next(iter(held.values()), None)
         if first is not None and not self._said:
             self._said = True
             self.s.say(f"fork      of {self.folder}, from step {version + 1} on: {self._intention(first)}")
 
-    def _intention(self, first: Held) -> str:
+    def _intention(self, first: RecordedStep) -> str:
         why = ""
         if not self.answers:
             why = "episodes and engines of one's own are not content-addressed"
@@ -136,7 +137,7 @@ class Past:
             if held.step <= key.step + 1 and held.usable and row is not None:
                 a = self.spec.algorithm
                 found = found or held.answer(row, request, bool(a.sampled_support), a.routes == "sampled")
-        if found is not None and (not len(found.tokens) or found.versions.max() <= self.same_until):
+        if found is not None and (not len(found.tokens) or found.versions.max() <= self.last_identical_version):
             self._count("answers_taken")
             return found
         self._count("answers_sampled")
@@ -192,11 +193,11 @@ class Past:
         return {"fork": {"run": str(self.folder), "step": self.spec.fork.step, "steps": out}}
 
 
-class Remembering(Engine):
-    """An engine that answers from a Past what that holds, and hands on all other requests. See protocol.Engine."""
+class CachedEngine(Engine):
+    """An engine that answers from a ForkSource what that has, and passes all other requests on. See protocol.Engine."""
 
-    def __init__(self, engine, past: Past):
-        self._engine, self._past = engine, past
+    def __init__(self, engine, fork: ForkSource):
+        self._engine, self._fork = engine, fork
         self._ready: list[Result] = []
         for name in ("hold", "forget", "under_way", "go_on", "rest", "moved"):
             setattr(self, name, getattr(engine, name))
@@ -206,7 +207,7 @@ class Remembering(Engine):
         return self._engine.info
 
     def submit(self, requests) -> None:
-        found = {r.id: self._past.answer(r) for r in requests}
+        found = {r.id: self._fork.answer(r) for r in requests}
         self._engine.submit([r for r in requests if found[r.id] is None])
         self._ready += [result for result in found.values() if result is not None]
 
@@ -221,10 +222,10 @@ class Remembering(Engine):
 
     def publish(self, params, version: int) -> None:
         self._engine.publish(params, version)
-        self._past.published(int(version))
+        self._fork.published(int(version))
 
     def metrics(self) -> dict[str, float]:
-        return self._engine.metrics() | self._past.metrics()
+        return self._engine.metrics() | self._fork.metrics()
 
     def health(self):
         return self._engine.health()

@@ -120,6 +120,11 @@ class Ahead:
                 self._compile(self._state(), next(iter(shapes)), shape)
             self.there.add(shape)
 
+    def before_update(self, batch, prepared) -> None:
+        self.needed(prepared.layout.update)
+
+    def after_update(self, metrics) -> None: ...
+
     def close(self) -> None:
         self.beside.stop()
 

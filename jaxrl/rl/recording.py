@@ -31,9 +31,9 @@ class Recording:
     """Records the steps of a run that record.* ask for. Every process calls it; process 0 writes, in the thread that
     writes rollouts, before the step's checkpoint counts."""
 
-    def __init__(self, s, job, algorithm, policy):
+    def __init__(self, s, job, roles):
         self.s, self.options, self.folder = s, job.config.record, s.run_dir / files.FOLDER
-        self.algorithm, self.policy, self.rewards = algorithm, policy, job.rewards
+        self.roles, self.rewards, self._begun = roles, job.rewards, None
         self.header = {"jaxrl": jaxrl.__version__, "jax": jax.__version__, "engine": job.config.rollout.engine,
                        "total_steps": s.total_steps, "read": s.read, "sampling": sampled_by(s.spec)}
         self.bytes = self.tokens = self.steps = 0
@@ -48,18 +48,21 @@ class Recording:
         return bool(self.options.every) and (step - 1) % self.options.every == 0
 
     def look(self):
-        return states.look_at(states_of(self.policy, self.algorithm), bool(self.s.spec.train.router_bias_rate))
+        return states.look_at(states_of(self.roles), bool(self.s.spec.train.router_bias_rate))
 
-    def begin(self, batch, prepared) -> dict | None:
-        """What is known of this step before its update; None where it is not recorded."""
-        if not self.due(self.s.step + 1):
-            return None
-        before = self._newest[1] if self._newest[0] == self.s.step else self.look()
-        return {"batch": batch, "columns": prepared.columns, "seed": prepared.seed, "before": before}
+    def before_update(self, batch, prepared) -> None:
+        """Keeps what is known of this step before its update, where the step is recorded."""
+        self._begun = None
+        if self.due(self.s.step + 1):
+            before = self._newest[1] if self._newest[0] == self.s.step else self.look()
+            self._begun = {"batch": batch, "columns": prepared.columns, "seed": prepared.layout.seed, "before": before}
 
-    def end(self, begun: dict, metrics: dict) -> None:
-        """The step is done and counts."""
-        s, after = self.s, self.look()
+    def after_update(self, metrics: dict) -> None:
+        """Writes the record of a step that is done and counts."""
+        s, begun = self.s, self._begun
+        if begun is None:
+            return
+        after = self.look()
         self._newest = (s.step, after)
         header = {**self.header, "metrics": dict(metrics), "epoch": s.stream.epoch(s.progress.cursor),
                   "layout_seed": begun["seed"], "functions": self.rewards.keys()}
@@ -90,10 +93,10 @@ class Recording:
                            "bytes_per_token": round(self.bytes / max(self.tokens, 1), 2)}}
 
 
-def states_of(policy, algorithm) -> dict:
+def states_of(roles) -> dict:
     """The states that a step changes, by name."""
-    critic = algorithm.critic
-    return {"policy": policy.state} | ({} if critic is None or critic.shared else {"critic": critic.state})
+    critic = roles.critic
+    return {"policy": roles.policy.state} | ({} if critic is None or critic.shared else {"critic": critic.state})
 
 
 def sampled_by(spec) -> dict:

@@ -81,15 +81,15 @@ class Rollouts:
       spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
         `peers`, `place`), what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
       engine, stream, rewards: what is open. decode: of data.completion_texts. judge: roles.reward_model.Judge, or None.
-        steps: of the whole run. per_step: prompts of a step, where it is not data.prompts_per_step. past: the recorded
-        run that this one is a fork of (rl.fork_source.Past), or None.
+        steps: of the whole run. per_step: prompts of a step, where it is not data.prompts_per_step. fork: the recorded
+        run that this one is a fork of (rl.fork_source.ForkSource), or None.
     """
 
     name = "ahead"  # in checkpoints
 
     def __init__(self, spec, session, *, engine, stream, rewards, decode, steps: int, per_step: int = 0, judge=None,
-                 past=None):
-        self.spec, self.session, self.stream, self.past = spec, session, stream, past
+                 fork=None):
+        self.spec, self.session, self.stream, self.fork = spec, session, stream, fork
         self.rewards, self.decode, self.judge = rewards, decode, judge
         rollout, peers = spec.rollout, session.peers
         if spec.ahead and not rollout.partial and not engine.info.holds:
@@ -113,6 +113,13 @@ class Rollouts:
         if spec.algorithm.advantage_mean == "greedy":
             self.streams.append((GREEDY, 1, dataclasses.replace(how, temperature=0.0)))
         self._payloads: list[bytes] = []
+
+    @classmethod
+    def of(cls, s, job, **changes) -> Rollouts:
+        """Opens the rollouts of a job (run.setup.open_run); changes: arguments that differ from the job's."""
+        own = {"engine": job.engine, "stream": s.stream, "rewards": job.rewards, "decode": job.decode,
+               "judge": job.judge, "steps": s.total_steps}
+        return s.own(cls(job.config, s, **own | changes))
 
     def close(self) -> None:
         if self.scorer is not None:
@@ -194,7 +201,7 @@ class Rollouts:
 
     def _scored(self, found, items, **how):
         """Rewards of (request, result, group, ...). how: as of RewardPool.score, which may return None."""
-        score = self.rewards.score if self.past is None else functools.partial(self.past.score, self.rewards)
+        score = self.rewards.score if self.fork is None else functools.partial(self.fork.score, self.rewards)
         return with_outcomes(score(items, **how), [row[1].outcome for row in found], self.spec.env)
 
     def _items(self, found, texts=None):

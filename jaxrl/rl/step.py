@@ -1,9 +1,9 @@
-"""One step of reinforcement learning: a batch of completions is laid out, scored, given advantages and learnt from."""
+"""One step of reinforcement learning, by values: `lay_out`, `prepare` and `learn` read a spec, parameters and a batch,
+and change nothing but what the roles hold. `one_step` calls them inside a run.
+"""
 
 from __future__ import annotations
 
-import functools
-import logging
 import zlib
 from typing import Any, NamedTuple
 
@@ -12,173 +12,173 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.algorithms import covariance_mask, explained_variance, second_moment_mask, shared_prefix_mask
-from jaxrl.errors import RunStopped
 from jaxrl.rl.advantages import advantages_by_source
-from jaxrl.rl.algorithm import Algorithm, start_of_step
 from jaxrl.rl.episodes import conversations
-from jaxrl.rl.precompile import Ahead
-from jaxrl.rl.recording import Recording
+from jaxrl.rl.metrics import averaged, check_gap, histograms, judged, rollout_metrics
+from jaxrl.rl.roles import Roles, start_of_step
 from jaxrl.rl.rollouts import Rollouts
-from jaxrl.rl.step_kl import Bounded
+from jaxrl.rl.step_kl import StepLimit
 from jaxrl.rl.trajectories import records
-from jaxrl.roles.role import Policy, check_finite
+from jaxrl.roles.role import check_finite
 from jaxrl.run.session import Session
 from jaxrl.run.setup import Job, host_scalars, stream_metrics
 from jaxrl.telemetry.flops import Speed
 
-log = logging.getLogger("jaxrl")
 
+class StepLayout(NamedTuple):
+    """Where the sequences of a batch go, from their lengths alone."""
 
-class Parts(NamedTuple):
-    """What a step works with; only what policy, critic and reference hold changes."""
-
-    s: Session
-    job: Job
-    algorithm: Algorithm
-    policy: Policy
-    rollouts: Rollouts
-    speed: Speed
-    recording: Recording | None = None
-    ahead: Ahead | None = None
+    update: Any  # training.Layout of the update, with its minibatches
+    score: Any   # training.Layout of scoring; `update` itself where both have the same rows
+    seed: int    # of the shuffle into minibatches, the critic's too
 
 
 class Prepared(NamedTuple):
-    """What the update reads of a batch, and what is told of it."""
+    """What the update reads of a batch, and what is logged of it."""
 
-    layout: Any
+    layout: StepLayout
     columns: dict[str, np.ndarray]  # [T] by name
-    found: Any  # Advantages
+    advantages: Any  # Advantages
     values: np.ndarray | None  # [T] of the critic
-    kl: np.ndarray | None  # [T], where it is taken from the reward
-    seed: int  # of the mini-batches
+    kl: np.ndarray | None  # [T], where it is subtracted from the reward
 
 
-def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
-    """One RL step. Returns its metrics and the records of its completions, or None when a stop was asked for before the
-    update."""
-    s, job, algorithm, policy, rollouts, speed, recording, _ = parts
-    c, critic = s.spec, algorithm.critic
-    with policy.resting(job.engine):
+class Loop(NamedTuple):
+    """What `one_step` works with.
+
+    observers: objects with `before_update(batch, prepared)` and `after_update(metrics)`; the second is called once the
+    step counts.
+    """
+
+    s: Session
+    job: Job
+    roles: Roles
+    rollouts: Rollouts
+    speed: Speed
+    observers: tuple = ()
+
+
+def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
+    """Runs one RL step: rollouts, scores, update. Returns its metrics and the records of its completions, or None if a
+    stop was requested before the update."""
+    s, job, roles, rollouts, speed, observers = loop
+    c = s.spec
+    with roles.policy.resting(job.engine):
         batch = rollouts.next(s.progress)
     if batch is None or s.stopping():
         return None
     if job.rests("sampler"):
         job.engine.rest()
-    prepared, traj = prepare(parts, batch), batch.traj
-    layout, columns, found, values, kl, _ = prepared
-    per_completion = traj.total(found.tokens) / np.maximum(traj.total(), 1)  # [N] means over scored tokens
+    traj = batch.traj
+    layout = lay_out(c, job.row_shapes, traj, s.step, job.score_shapes)
+    with s.phase("score"):
+        prepared = prepare(c, roles, batch, layout)
+    per_completion = traj.total(prepared.advantages.tokens) / np.maximum(traj.total(), 1)  # means over scored tokens
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
                    conversations(traj, job.tokenizer) if c.episodes else None)
     admitted = [{"admitted": group.admitted} for group in batch.groups]
     s.telemetry.rollouts(s.step + 1, [row | more for row, more in zip(rows, admitted, strict=True)])
-    begun = recording.begin(batch, prepared) if recording is not None else None
+    with s.phase("update"):
+        for observer in observers:
+            observer.before_update(batch, prepared)
     with s.changing():
-        metrics = learn(parts, batch, prepared)
-        if begun is not None:
-            recording.end(begun, metrics)
+        with s.phase("update"):
+            s.fault("update")
+            metrics = learn(c, roles, batch, prepared, s.step, meanwhile=rollouts.poll)
+        s.advance(batch.cursor, samples=traj.num_trajectories)
+        rollouts.release(batch.cursor)
+        metrics |= roles.after_step(s.step, s.stream.epoch(s.progress.cursor))
+        for observer in observers:
+            observer.after_update(metrics)
         metrics |= rollouts.metrics(batch) | s.stream.record_pass_rates(batch.pass_rates, batch.cursor)
-    s.telemetry.histograms(s.step, histograms(batch, columns, per_completion))
-    metrics |= rollout_metrics(batch, found.zero_signal, per_completion, layout) | stream_metrics(s, job)
-    metrics |= found.metrics
-    metrics |= algorithm.operations(s.step, speed.operations, traj)
-    if critic is not None:
-        metrics["value/explained_variance"] = explained_variance(values, found.returns, traj.loss_mask)
-        metrics["value/return_mean"] = float(found.returns[traj.loss_mask].mean())
-    if kl is not None:
-        metrics["policy/kl_in_reward"] = float(kl[traj.loss_mask].mean())
+    s.telemetry.histograms(s.step, histograms(batch, prepared.columns, per_completion))
+    metrics |= step_metrics(c, batch, prepared, per_completion) | stream_metrics(s, job)
+    metrics |= roles.operations(s.step, speed.operations, traj)
     check_gap(c.algorithm.mismatch, s.step, metrics)
-    if (c.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only
-        metrics["accuracy/train"] = float((judged(c, batch.result) >= c.reward.pass_mark).mean())
     return metrics, rows
 
 
-def prepare(parts: Parts, batch) -> Prepared:
-    """Where every sequence goes, log-probs under the policies that the loss asks for, advantages."""
-    s, job, algorithm, policy = parts.s, parts.job, parts.algorithm, parts.policy
-    c, critic, traj, values = s.spec, algorithm.critic, batch.traj, None
-    seed = hash_seed(c.run.seed, s.step)
-    lay_out = functools.partial(training.make_layout, traj.sizes, share_prompts=c.train.share_prompts)
-    minibatches = min(c.algorithm.num_minibatches, len(np.unique(traj.group)))
-    layout = lay_out(job.row_shapes, num_minibatches=minibatches, seed=seed)
-    scored = layout if job.score_shapes is job.row_shapes else lay_out(job.score_shapes)
-    with s.phase("score"):
-        columns = algorithm.columns(policy, traj, scored)
-        if critic is not None:
-            values, raw = critic.values(policy.state, traj, scored)
-        if batch.staleness is not None:
-            columns["staleness"] = batch.staleness
-        kl = algorithm.kl(columns)
-        found = advantages_by_source(
-            c.algorithm, c.data.sources, [getattr(g.example, "source", "") for g in batch.groups], traj, batch.scores,
-            baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts, columns=columns, user=c.user,
-            scale=c.reward.scale)
-        columns["advantage"] = found.tokens.astype(np.float32)
-        if critic is not None:
-            columns |= critic.columns(found.returns, raw, traj.loss_mask)
-    return Prepared(layout, columns, found, values, kl, seed)
+def lay_out(spec, row_shapes, traj, step: int, score_shapes=None) -> StepLayout:
+    """Places the sequences of a batch in rows, microbatches and minibatches.
+
+    Args:
+      row_shapes: training.RowShapes of the update; score_shapes: of scoring, where they differ.
+      traj: Trajectories. step: completed steps of the run; with run.seed it decides the minibatches.
+    """
+    def layout(shapes, **minibatches):
+        return training.make_layout(traj.sizes, shapes, share_prompts=spec.train.share_prompts, **minibatches)
+
+    seed = hash_seed(spec.run.seed, step)
+    groups = len(np.unique(traj.group))
+    update = layout(row_shapes, num_minibatches=min(spec.algorithm.num_minibatches, groups), seed=seed)
+    return StepLayout(update, update if score_shapes in (None, row_shapes) else layout(score_shapes), seed)
 
 
-def learn(parts: Parts, batch, prepared: Prepared) -> dict[str, float]:
-    """All that a step changes: the update, then it counts. Returns the update's metrics."""
-    s, reference, bound, bounded = parts.s, parts.algorithm.reference, parts.s.spec.train.max_step_kl, None
-    with s.phase("update"):
-        s.fault("update")
-        if bound:
-            bounded = Bounded(parts.policy, batch.traj, prepared.layout, prepared.columns)
-        metrics = update_all(parts, batch, prepared.layout, prepared.columns, prepared.seed)
-        if bounded is not None:
-            metrics |= bounded.keep(bound)
-    s.advance(batch.cursor, samples=batch.traj.num_trajectories)
-    parts.rollouts.release(batch.cursor)
-    return metrics | (reference.after_step(s, parts.policy) if reference is not None else {})
+def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
+    """Scores a batch under the policies that the loss needs and computes its advantages; changes only the critic's
+    running statistics of returns."""
+    critic, traj, values = roles.critic, batch.traj, None
+    columns = roles.columns(traj, layout.score)
+    if critic is not None:
+        values, raw = critic.values(roles.policy.state, traj, layout.score)
+    if batch.staleness is not None:
+        columns["staleness"] = batch.staleness
+    kl = roles.kl(columns)
+    found = advantages_by_source(
+        spec.algorithm, spec.data.sources, [getattr(g.example, "source", "") for g in batch.groups], traj, batch.scores,
+        baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts, columns=columns, user=spec.user,
+        scale=spec.reward.scale)
+    columns["advantage"] = found.tokens.astype(np.float32)
+    if critic is not None:
+        columns |= critic.columns(found.returns, raw, traj.loss_mask)
+    return Prepared(layout, columns, found, values, kl)
 
 
-def judged(c, result):
-    """[N] raw values of the reward whose pass mark is accuracy; of the first one where that is a reward of evaluation
-    only."""
-    return result.parts.get(c.eval.accuracy_from, next(iter(result.parts.values())))
+def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=lambda: None) -> dict[str, float]:
+    """Runs all optimizer steps on a batch, the critic's first. Returns means over them (maxima of the gaps).
 
+    Args:
+      step: completed steps of the run. meanwhile: called after each optimizer step was dispatched, while the device
+        works.
 
-def update_all(parts: Parts, batch, layout, columns, seed: int) -> dict[str, float]:
-    """All passes over all minibatches, the critic's first; metrics are means over the optimizer steps (maxima for the
-    gaps)."""
-    s, critic = parts.s, parts.algorithm.critic
-    of_critic = critic.learn(batch.traj, columns, seed) if critic is not None else []
-    warming_up = critic is not None and s.step < s.spec.critic.warmup_steps
-    pending = [] if warming_up else policy_steps(parts, batch, layout, columns)
+    Raises:
+      RunStopped: optimizer.max_nonfinite updates in a row were not finite.
+    """
+    limit, critic = spec.train.max_step_kl, roles.critic
+    bounded = StepLimit(roles.policy, batch.traj, prepared.layout.update, prepared.columns) if limit else None
+    of_critic = critic.learn(batch.traj, prepared.columns, prepared.layout.seed) if critic is not None else []
+    warming_up = critic is not None and step < spec.critic.warmup_steps
+    pending = [] if warming_up else policy_steps(spec, roles.policy, batch, prepared, meanwhile)
     metrics = averaged([training.several.over_all(host_scalars(m)) for m in pending])
     for bucket in [name for name in metrics if "gap/stale_" in name]:  # from a part of the mean to a mean
         share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
         metrics |= {bucket: part / share} if share else {}
     for name, value in averaged([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
-    for state in (parts.policy.state, *([critic.state] if of_critic else [])):
-        check_finite(state, s.spec)
-    return metrics
+    for state in (roles.policy.state, *([critic.state] if of_critic else [])):
+        check_finite(state, spec)
+    return metrics | (bounded.keep(limit) if bounded is not None else {})
 
 
-def policy_steps(parts: Parts, batch, layout, columns) -> list:
-    """The policy's optimizer steps on one batch; returns their metrics on the device."""
-    c, policy, traj, pending = parts.s.spec, parts.policy, batch.traj, []
-    a, weigh = c.algorithm, weigher(parts, batch, columns)
+def policy_steps(spec, policy, batch, prepared: Prepared, meanwhile=lambda: None) -> list:
+    """Runs the policy's optimizer steps on one batch; returns their metrics, which stay on the device."""
+    traj, a, pending = batch.traj, spec.algorithm, []
+    weigh = weigher(spec, batch, prepared.columns)
     if a.early_stop_ratio or a.early_stop_kl:
         policy.held = start_of_step(policy.state)
-    if parts.ahead is not None:
-        parts.ahead.needed(layout)
     for _ in range(a.ppo_epochs):
-        for minibatch in layout.minibatches:
+        for minibatch in prepared.layout.update.minibatches:
             weights = weigh(minibatch)
-            packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
+            packed = (training.pack(traj, m, prepared.columns, weights) for m in minibatch.microbatches)
             metrics = policy.update(map(policy.put, packed))
             pending.append(metrics | weigh.left_out)
-            parts.rollouts.poll()  # while the device works
+            meanwhile()
     return pending
 
 
-def weigher(parts: Parts, batch, columns):
+def weigher(spec, batch, columns):
     """A function minibatch -> {loss term: weights [T]}; its `left_out` has the shares of tokens that are, by metric."""
-    c, traj = parts.s.spec, batch.traj
-    a = c.algorithm
+    c, traj, a = spec, batch.traj, spec.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
     kept = {}
     if a.shared_prefix_tokens:
@@ -205,71 +205,17 @@ def weigher(parts: Parts, batch, columns):
     return weigh
 
 
-def averaged(steps: list[dict]) -> dict[str, float]:
-    if not steps:
-        return {}
-    names = dict.fromkeys(k for s in steps for k in s)  # an adapter without rows in a minibatch says nothing of it
-    over = lambda k: np.max if k.endswith(("/max", "_max")) else np.mean  # noqa: E731
-    return {k: float(over(k)([s[k] for s in steps if k in s])) for k in names}
-
-
-def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
-    """Warns, or ends the run, where the sampler's log-probs are too far from the trainer's on average."""
-    of = "gap/stale_0" if "staleness/0" in metrics else "gap/mean"  # what is older differs by what was learnt since
-    gap = metrics.get(of, 0.0)
-    if limits.stop and gap > limits.stop:
-        raise RunStopped(f"step {step}: the sampler's log-probs are {gap:.3g} nats per token away from the trainer's, "
-                         f"more than algorithm.mismatch.stop={limits.stop:g}; --config.run.mode=parity looks for the "
-                         "cause")
-    if limits.warn and gap > limits.warn:
-        log.warning("step %d: the sampler's log-probs are %.3g nats per token away from the trainer's "
-                    "(algorithm.mismatch.warn=%g); --config.run.mode=parity looks for the "
-                    "cause", step, gap, limits.warn)
-
-
-def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, float]:
-    """Host metrics of one batch of completions."""
-    traj, scores = batch.traj, batch.shaped
-    lengths = traj.total()
-    known = scores[np.isfinite(scores)]
-    out = {
-        "reward/mean": float(known.mean()) if len(known) else 0.0,
-        "reward/std": float(known.std()) if len(known) else 0.0,
-        "length/mean": float(lengths.mean()),
-        "length/max": float(lengths.max()),
-        "length/min": float(lengths.min()),
-        "rollout/truncated_fraction": float((traj.finish == 1).mean()),
-        "rollout/zero_signal_fraction": float(zero_signal.mean()),
-        "rollout/absent_fraction": float(1 - len(known) / batch.asked),
-        "rollout/tokens": float(lengths.sum()),
-        "rollout/prompt_tokens": float(len(traj.tokens) - lengths.sum()),
-        "rollout/kept_mass_mean": float(np.exp(traj.columns["kept"][traj.loss_mask]).mean()),
-        "advantage/abs_mean": float(np.abs(per_completion).mean()),
-        "packing/efficiency": layout.efficiency,
-    }
-    for name, values in batch.result.parts.items():
-        if np.isfinite(values).any():
-            out[f"reward/{name}"] = float(np.nanmean(values))
-    sources = np.array([getattr(g.example, "source", "") for g in batch.groups])
-    for name in sorted(set(sources.tolist()) - {""}):
-        mine = sources == name
-        out |= {f"source/{name}/length": float(lengths[mine].mean())}
-        if np.isfinite(scores[mine]).any():
-            out[f"source/{name}/reward"] = float(np.nanmean(scores[mine]))
-        for part, values in batch.result.parts.items():
-            if np.isfinite(values[mine]).any():
-                out[f"source/{name}/reward/{part}"] = float(np.nanmean(values[mine]))
-    return out | {k if "/" in k else f"reward/{k}": v for k, v in batch.result.metrics.items()} | batch.metrics
-
-
-def histograms(batch, columns, per_completion) -> dict[str, np.ndarray]:
-    """What telemetry.names.HISTOGRAMS tells of one batch. Log-probs under the current policy stay on the device."""
-    traj, scores = batch.traj, batch.shaped
-    out = {"length": traj.total(), "reward": scores[np.isfinite(scores)], "advantage": per_completion}
-    if "old" in columns:
-        out["log_ratio"] = (columns["old"] - columns["behaviour"])[traj.loss_mask]
-    if "staleness" in columns:
-        out["staleness"] = columns["staleness"][traj.loss_mask]
+def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, float]:
+    """Host metrics of one step: of its completions, its advantages, and the critic's values."""
+    found, mask = prepared.advantages, batch.traj.loss_mask
+    out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics
+    if prepared.values is not None:
+        out["value/explained_variance"] = explained_variance(prepared.values, found.returns, mask)
+        out["value/return_mean"] = float(found.returns[mask].mean())
+    if prepared.kl is not None:
+        out["policy/kl_in_reward"] = float(prepared.kl[mask].mean())
+    if (spec.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only
+        out["accuracy/train"] = float((judged(spec, batch.result) >= spec.reward.pass_mark).mean())
     return out
 
 

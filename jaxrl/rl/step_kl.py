@@ -37,7 +37,7 @@ def between(before: dict, after: dict, scale):
     return {name: one(before[name], after[name]) for name in before}
 
 
-class Bounded:
+class StepLimit:
     """Around the updates of one step. Every process calls it; log-probs are the same on all.
 
     Args:

@@ -77,12 +77,12 @@ class Reference(Role):
     def host(self) -> dict | None:
         return {"epochs": self.epochs} if self.moves else None
 
-    def after_step(self, s, policy) -> dict[str, float]:
-        """Resets where it is due; called when the step counts."""
+    def after_step(self, policy, step: int, epoch: float) -> dict[str, float]:
+        """Becomes the policy where a reset is due after `step` completed steps, at `epoch` passes over the data."""
         if not self.moves:
             return {}
-        steps, passes, epoch = self.options.reset_steps, self.options.reset_epochs, s.stream.epoch(s.progress.cursor)
-        due = bool(steps and s.step % steps == 0)
+        steps, passes = self.options.reset_steps, self.options.reset_epochs
+        due = bool(steps and step % steps == 0)
         if passes and epoch - self.epochs >= passes - 1e-9:
             due, self.epochs = True, self.epochs + passes * int((epoch - self.epochs + 1e-9) / passes)
         if due:
@@ -107,7 +107,7 @@ class BaseReference(Reference):
     few arrays that train are kept as they were then and scored with the same base; a checkpoint holds them.
     """
 
-    policy = None  # set by Algorithm.meet
+    policy = None  # set by rl.roles.Roles
 
     def __init__(self, job, score):
         super().__init__(job, score)

@@ -138,8 +138,8 @@ class Session:
             stream.interrupted = self.interrupted
         self.total_steps, self.ending = end(self.spec, stream and stream.total_steps)
 
-    def settle(self, spec) -> None:
-        """Takes the Spec in which the devices have had their say."""
+    def set_spec(self, spec) -> None:
+        """Replaces the spec with the one resolved against the actual devices."""
         self.spec = spec
 
     def restore(self, policy, parts=()) -> None:

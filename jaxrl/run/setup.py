@@ -282,7 +282,7 @@ def open_run(s, with_engine: bool = True) -> Job:
     """The job of a Session: all inputs, then devices and model, then the engine with nothing in it yet."""
     read = read_all(s, with_engine)
     job = open_job(s.spec, read.inputs)
-    s.settle(job.config)
+    s.set_spec(job.config)
     look_at_kernels(s, job)
     engine = None
     if with_engine and read.rewards is not None:
@@ -544,7 +544,7 @@ def turns_lines(job: Job) -> list[str]:
             "          and only slots that would wait for the longest completion gain. To overlap the two: "
             "mesh.roles.sampler.devices or",
             "          rollout.vllm.devices on other devices; if completions are of one length: "
-            "rollout.max_staleness=0 (docs/asynchrony.md)"]
+            "rollout.max_staleness=0 (docs/explanations/asynchrony.md)"]
 
 
 def adapter_lines(job: Job) -> list[str]:

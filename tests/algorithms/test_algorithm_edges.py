@@ -1,6 +1,5 @@
 """Corners where options of the algorithms meet each other, resumption and the end of the data."""
 
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -142,9 +141,7 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):  #
     policy = object.__new__(Policy)
     opened = with_options(open_job, c)
     policy.held, policy.optimizer, policy.job = state, optimizer, opened
-    stream = SimpleNamespace(epoch=lambda cursor: 0.0)
-    session = SimpleNamespace(stream=stream, progress=SimpleNamespace(cursor=None), step=1)
-    Reference(opened).after_step(session, policy)
+    Reference(opened).after_step(policy, 1, 0.0)
     before = float(policy.state.trainable["w/kernel"][0, 0])
     state, told = apply(policy.state, {"w/kernel": jnp.ones((1, 1))}, metrics)
     assert before - float(state.trainable["w/kernel"][0, 0]) == pytest.approx(float(told["optim/lr"]))

@@ -37,9 +37,8 @@ def test_an_engine_on_the_trainers_devices_cannot_work_beside_it():
 def test_a_plan_and_a_run_say_that_one_device_overlaps_nothing():
     from types import SimpleNamespace
 
-    from jaxrl.recipes.setup import turns_lines
-
     from jaxrl.rollout.protocol import EngineInfo
+    from jaxrl.run.setup import turns_lines
 
     rows = [{"max_staleness": 2, "step_seconds": 5.0, "trainer": 0.4, "engine": 0.6}]
     said = lambda beside: "\n".join(table({"basis": "plan.lengths", "beside": beside, "rows": rows, "balance": {}}))  # noqa: E731

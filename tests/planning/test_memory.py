@@ -39,13 +39,13 @@ def runs(tmp_path_factory):
             one_step, following = rl.one_step, Rollouts.next
 
             def look_while_sampling(*args, following=following, while_sampling=while_sampling, now=now):
-                while_sampling.append({x.sharding.memory_kind for x in jax.tree.leaves(now[0].policy.state.trainable)})
+                while_sampling.append({x.sharding.memory_kind for x in jax.tree.leaves(now[0].roles.policy.state.trainable)})
                 return following(*args)
 
             def look(parts, one_step=one_step, kinds=kinds, now=now):
                 now[:] = [parts]
                 done = one_step(parts)
-                kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(parts.policy.state.opt_state)
+                kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(parts.roles.policy.state.opt_state)
                               if memory.worth_it(x)})
                 return done
 

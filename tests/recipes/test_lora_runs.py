@@ -23,10 +23,9 @@ from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.recipes import sft
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.roles import Roles
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import BaseReference
-from jaxrl.roles.role import Policy
 from jaxrl.run import setup
 
 
@@ -104,16 +103,15 @@ def test_scores_follow_the_adapters_and_the_engine_samples_from_them(finished, t
 
 
 def started(c):
-    """(job, algorithm, policy at its start)."""
+    """(job, roles, policy at its start)."""
     job = setup.open_job(resolve(c))
-    algorithm = Algorithm(job, 3)
-    policy = Policy(job, algorithm.loss, 3, algorithm.score)
-    algorithm.meet(policy)
+    roles = Roles(job, 3)
+    policy = roles.policy
     policy.abstract()
     policy.start(None)
-    if algorithm.reference is not None:
-        algorithm.reference.start(None, None)
-    return job, algorithm, policy
+    if roles.reference is not None:
+        roles.reference.start(None, None)
+    return job, roles, policy
 
 
 def moved(policy):

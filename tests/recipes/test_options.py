@@ -32,11 +32,11 @@ from jaxrl.errors import ConfigError
 from jaxrl.kernels.logprob import logprob_and_entropy
 from jaxrl.models.io import hf
 from jaxrl.processes.faults import FaultError
-from jaxrl.recipes.rl import Algorithm
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.rl.roles import Roles
 from jaxrl.rl.trajectories import collect, make_requests, sampling_params
 from jaxrl.roles import parameters
 from jaxrl.roles.role import NothingFinite, check_finite
@@ -496,7 +496,7 @@ def test_reward_workers(tiny, tmp_path):
 
 def algorithm(c):
     job = setup.open_job(c)
-    return Algorithm(job, 5)
+    return Roles(job, 5)
 
 
 @pytest.mark.parametrize(
@@ -646,7 +646,7 @@ def test_reference_path_and_dtype(tiny, tmp_path):
     def reference(*pairs):
         c = tiny("run.seed", 1, *pairs)
         job = setup.open_job(c)
-        part = Algorithm(job, 5).reference
+        part = Roles(job, 5).reference
         if part is not None:
             part.start(None, None)
         return part and part.held, parameters.initial_params(job)

@@ -7,6 +7,7 @@ trunk, early stop, adaptive entropy) and `own` (a user's loss, advantage and fil
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import re
@@ -40,7 +41,7 @@ from jaxrl.resolve.spec import resolve
 from jaxrl.rewards.pool import RewardResult
 from jaxrl.rl import step as rl_step
 from jaxrl.rl.advantages import advantages, spread
-from jaxrl.rl.algorithm import Algorithm, start_of_step
+from jaxrl.rl.roles import Roles, start_of_step
 from jaxrl.rl.rollouts import Rollouts
 from jaxrl.roles import parameters
 from jaxrl.roles.critic import Critic
@@ -87,8 +88,8 @@ def open_job(jax_as_it_was):
 
 @pytest.fixture(scope="module")
 def algorithm(open_job):
-    """algorithm({option: value}) -> Algorithm of a checked config, around one tiny model."""
-    return lambda changes=None: Algorithm(with_options(open_job, config(changes)), 5)
+    """algorithm({option: value}) -> Roles of a checked config, around one tiny model."""
+    return lambda changes=None: Roles(with_options(open_job, config(changes)), 5)
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------
@@ -470,11 +471,11 @@ def test_the_overlong_buffer_as_a_fraction_of_the_longest_answer():
 # -- which tokens the policy learns from -------------------------------------------------------------------------------
 
 
-def parts_of(c, update):
-    """What a step works with, where only the update matters: update(batches) -> metrics."""
+def steps_of(c, update, batch, layout, columns):
+    """The policy's optimizer steps on a batch, where only the update matters: update(batches) -> metrics."""
     policy = SimpleNamespace(put=lambda packed: packed, update=update)
-    rollouts, spec = SimpleNamespace(poll=lambda: None), decided(c)
-    return rl_step.Parts(SimpleNamespace(spec=spec), None, None, policy, rollouts, None)
+    prepared = rl_step.Prepared(rl_step.StepLayout(layout, layout, 0), columns, None, None, None)
+    return rl_step.policy_steps(decided(c), policy, batch, prepared)
 
 
 def packed_weights(changes, batch, columns=None):
@@ -482,7 +483,7 @@ def packed_weights(changes, batch, columns=None):
     traj, given = batch.traj, []
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.sizes, shapes)
-    rl_step.policy_steps(parts_of(config(changes), lambda batches: given.append(list(batches)) or {}), batch, layout, columns or {})
+    steps_of(config(changes), lambda batches: given.append(list(batches)) or {}, batch, layout, columns or {})
     out, micro = {}, layout.minibatches[0].microbatches[0]
     for term, weights in given[0][0].weights.items():
         flat = np.zeros(len(traj.tokens))
@@ -649,12 +650,11 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     state = training.init_state({"w/kernel": jnp.ones(3)}, {}, optax.sgd(1.0))
     opened, policy = with_options(open_job, config(changes)), object.__new__(Policy)
     policy.job = opened
-    reference, run = Reference(opened), SimpleNamespace(step=0)
+    reference, steps = Reference(opened), itertools.count(1)
 
     def after(cursor, value):
-        run.step, run.progress, run.stream = run.step + 1, SimpleNamespace(cursor=cursor), SimpleNamespace(epoch=lambda cursor: cursor / 10)
         policy.held = state.replace(trainable={"w/kernel": jnp.full(3, value)})
-        return reference.after_step(run, policy)["policy/reference_reset"], float(reference.held["w"]["kernel"][0])
+        return reference.after_step(policy, next(steps), cursor / 10)["policy/reference_reset"], float(reference.held["w"]["kernel"][0])
 
     reference.held = {"w": {"kernel": jnp.zeros(3)}}
     assert [after(3, 1.0), after(6, 2.0), after(9, 3.0)] == [(0, 0), (1, 2), (0, 2)]
@@ -663,7 +663,7 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     reference.start(held, said)
     assert [after(10, 4.0), after(12, 5.0), after(33, 6.0)] == [(1, 4), (0, 4), (1, 6)]
     still = Reference(with_options(open_job, config({"algorithm.kl.coef": 0.1})))
-    assert still.after_step(run, policy) == {} and still.arrays() == {} and still.abstract() == {}
+    assert still.after_step(policy, 1, 0.0) == {} and still.arrays() == {} and still.abstract() == {}
 
 
 def test_aggregations_divide_by_what_is_asked():
@@ -680,7 +680,7 @@ def test_aggregations_divide_by_what_is_asked():
             seen.extend(np.unique(np.asarray(b.weights["policy"])).tolist() for b in batches)
             return {}
 
-        rl_step.policy_steps(parts_of(c, update), batch, layout, columns)
+        steps_of(c, update, batch, layout, columns)
         return seen
 
     assert weights("constant") == [pytest.approx([0, 1 / (4 * 12)])]
@@ -968,7 +968,7 @@ def test_the_values_bound_is_the_configs(open_job, monkeypatch):
     critic_of({"critic.value_clip": 0.03}, open_job)
     shared = config({"algorithm.preset": "ppo", "critic.shared": True, "critic.value_clip": 0.04})
     assert losses[0] == training.Value(clip=0.03, chunk=losses[0].chunk, max_grad_norm=1.0)
-    assert Algorithm(with_options(open_job, shared), 5).loss.value_clip == 0.04
+    assert Roles(with_options(open_job, shared), 5).loss.value_clip == 0.04
 
 
 @pytest.mark.parametrize("whose", ["optimizer.max_grad_norm", "critic.optimizer.max_grad_norm"])

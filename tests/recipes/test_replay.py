@@ -20,7 +20,7 @@ from jaxrl.records import anomalies, files
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import numbers, settings
 from jaxrl.rl import recording
-from jaxrl.rl.step_kl import Bounded, k3
+from jaxrl.rl.step_kl import StepLimit, k3
 from jaxrl.types import TrainState
 
 
@@ -254,7 +254,7 @@ def test_a_step_that_cannot_be_scaled_is_refused():
             return np.array([np.nan if moved else -1.0, -2.0, 0.0])
 
     policy = Policy()
-    bounded = Bounded(policy, traj, None, {})
+    bounded = StepLimit(policy, traj, None, {})
     policy.held = after
     assert bounded.keep(0.1) == {"policy/step_kl": 0.0, "policy/step_kl_asked": 1e30, "policy/step_scale": 0.0}
     assert all(equal(np.asarray(policy.held.trainable[k]), np.asarray(x)) for k, x in params.items())

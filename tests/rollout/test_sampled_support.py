@@ -14,7 +14,7 @@ from jaxrl import training
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Rollouts
 from jaxrl.rl.trajectories import collect
 from jaxrl.rollout import EngineContext, EngineInfo, Key, generate, make_engine
@@ -78,7 +78,7 @@ def refused_by(cfg, engine):
     check(cfg)
     job = SimpleNamespace(config=resolve(cfg), model=model())
     if cfg.rollout.top_k > job.model.config.vocab_size:
-        return Algorithm(job, 5)
+        return Roles(job, 5)
     return Rollouts(job.config, SimpleNamespace(peers=None), engine=engine, stream=None, rewards=None, decode=None,
                     steps=1)
 

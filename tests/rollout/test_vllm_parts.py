@@ -26,7 +26,7 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
-from jaxrl.rl import step as rl_step
+from jaxrl.rl import metrics as rl_metrics
 from jaxrl.rollout import EngineContext, EngineLost, chosen_engine, make_engine, weights
 from jaxrl.rollout.vllm import adapter, process, servers, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
@@ -113,13 +113,13 @@ def test_an_engine_that_cannot_be_imported_is_named(path):
 
 def test_the_gap_warns_and_stops(caplog):
     limits = runnable(algorithm__mismatch__warn=0.15, algorithm__mismatch__stop=0.3).algorithm.mismatch
-    rl_step.check_gap(limits, 1, {"gap/mean": 0.12})
+    rl_metrics.check_gap(limits, 1, {"gap/mean": 0.12})
     assert not caplog.records
-    rl_step.check_gap(limits, 2, {"gap/mean": 0.2})
+    rl_metrics.check_gap(limits, 2, {"gap/mean": 0.2})
     assert "step 2" in caplog.text and "algorithm.mismatch.warn=0.15" in caplog.text
     with pytest.raises(RunStopped, match="algorithm.mismatch.stop=0.3"):
-        rl_step.check_gap(limits, 3, {"gap/mean": 0.4})
-    rl_step.check_gap(SimpleNamespace(warn=0, stop=0), 4, {"gap/mean": 9.0})
+        rl_metrics.check_gap(limits, 3, {"gap/mean": 0.4})
+    rl_metrics.check_gap(SimpleNamespace(warn=0, stop=0), 4, {"gap/mean": 9.0})
 
 
 # ---- vLLM's command line and payloads -----------------------------------------------------------------------------------------

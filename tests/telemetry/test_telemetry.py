@@ -512,7 +512,7 @@ def test_a_process_that_a_library_keeps_ends_with_its_status(tmp_path):
     import subprocess
     import sys
 
-    code = ("import atexit, time\nfrom jaxrl import main\nmain.main, main.EXIT_SECONDS = (lambda: 3), 0.5\n"
+    code = ("import atexit, time\nfrom jaxrl import main\nmain.main, main.EXIT_SECONDS = (lambda *_: 3), 0.5\n"
             "atexit.register(time.sleep, 1000)\nmain.command()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 3 and "a library did not let the process end" in done.stderr

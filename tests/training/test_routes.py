@@ -19,7 +19,7 @@ from jaxrl.kernels.experts import reference
 from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.models import build, feed_forward
 from jaxrl.resolve.checks.common import check
-from jaxrl.rl.algorithm import Algorithm
+from jaxrl.rl.roles import Roles
 from jaxrl.rl.trajectories import collect, results_from_bytes, results_to_bytes
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, Turn, generate, make_engine
 from jaxrl.rollout.vllm import adapter
@@ -280,4 +280,4 @@ def test_what_cannot_be_had_is_refused():
     cfg.algorithm.routes = "sampled"
     dense = build(HF, compute_dtype=jnp.float32, scan_layers=False)
     with pytest.raises(ConfigError, match="no experts"):
-        Algorithm(types.SimpleNamespace(config=cfg, model=dense), 1)
+        Roles(types.SimpleNamespace(config=cfg, model=dense), 1)

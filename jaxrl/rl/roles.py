@@ -1,4 +1,4 @@
-"""What the algorithm options come to: the loss, who scores what, and the models beside the policy."""
+"""The sets of parameters of an RL job as its algorithm options ask for them, and what scores under which."""
 
 from __future__ import annotations
 
@@ -18,16 +18,25 @@ from jaxrl.processes.exchange import put
 from jaxrl.rl.rollouts import stale_buckets
 from jaxrl.roles.critic import Critic
 from jaxrl.roles.reference import BaseReference, Reference, precision, trained_at
+from jaxrl.roles.role import Policy
 from jaxrl.rollout import engine_of
 from jaxrl.training.score import make_score
 
 log = logging.getLogger("jaxrl")
 
 
-class Algorithm:
-    """What the options of a job's algorithm need per step: the loss, the scorer, the reference, the critic."""
+class Roles:
+    """Policy, critic and reference of an RL job, the loss and the scorers. A step changes only what the three hold.
+
+    Args:
+      job: of run.setup. total_steps: RL steps of the whole run, for schedules.
+
+    Raises:
+      ConfigError: an algorithm option does not fit the model.
+    """
 
     def __init__(self, job, total_steps: int):
+        self.job, self.total_steps = job, total_steps
         c = self.config = job.config
         vocab = job.model.config.vocab_size
         if c.algorithm.sampled_support and c.rollout.top_k > vocab:
@@ -57,10 +66,13 @@ class Algorithm:
         return make_score(model, temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk,
                           put=functools.partial(job.put, role=role), routes=scored and role == "policy")
 
-    def meet(self, policy) -> None:
-        """Tells the parts whom they stand beside, before they start."""
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """The parameters that learn."""
+        policy = Policy(self.job, self.loss, self.total_steps * self.updates_per_step, self.score)
         if isinstance(self.reference, BaseReference):
             self.reference.policy = policy
+        return policy
 
     @property
     def parts(self) -> list:
@@ -68,7 +80,8 @@ class Algorithm:
         return [part for part in (self.critic, self.reference) if part is not None]
 
     def begin(self, s, engine) -> None:
-        """Says what was decided and is not in the row."""
+        """Prints which corrections are on, and warns where none corrects for older weights. Raises ConfigError for a
+        quantised engine without a correction."""
         mismatch = self.config.algorithm.mismatch
         if mismatch.correction == "none" and engine.info.quantized:
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another "
@@ -83,7 +96,7 @@ class Algorithm:
         if self.old_source == "recompute" and self.updates_per_step == 1:
             s.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
 
-    def columns(self, policy, traj, layout) -> dict[str, np.ndarray]:
+    def columns(self, traj, layout) -> dict[str, np.ndarray]:
         """Token columns [T] of log-probs that the loss or the reward reads; and `routes` [T, n * K], where the update
         is to replay them: sampled ones are replayed by the scoring of old log-probs, too, scored ones are its own."""
         out = {"behaviour": traj.logprobs}
@@ -91,13 +104,13 @@ class Algorithm:
             out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}
         routes = self.config.algorithm.routes
         if routes == "sampled":
-            nothing = np.full((len(traj.tokens), policy.job.model.config.routes), -1, np.int16)
+            nothing = np.full((len(traj.tokens), self.job.model.config.routes), -1, np.int16)
             out["routes"] = traj.columns.get("routes", nothing)
         if self.old_source == "recompute" and routes == "scored":
-            found = policy.score(traj, layout)
+            found = self.policy.score(traj, layout)
             out |= {"old": found["logprob"], "routes": found["routes"]}
         elif self.old_source == "recompute":
-            out["old"] = policy.score(traj, layout, {n: out[n] for n in ("support", "routes") if n in out} or None)
+            out["old"] = self.policy.score(traj, layout, {n: out[n] for n in ("support", "routes") if n in out} or None)
         elif self.old_source == "rollout":
             out["old"] = out["behaviour"]
         if self.reference is not None:
@@ -117,6 +130,10 @@ class Algorithm:
             update += (not self.critic.shared) * epochs * count.update(traj, shared, head=False)
         out = {"flops/score": score, "flops/update": update}
         return out | ({"flops/rollout": count.generation(traj)} if engine_of(self.config).on_mesh else {})
+
+    def after_step(self, step: int, epoch: float) -> dict[str, float]:
+        """Resets the reference where that is due after `step` completed steps, at `epoch` passes over the data."""
+        return {} if self.reference is None else self.reference.after_step(self.policy, step, epoch)
 
     def kl(self, columns):
         """[T] KL that is subtracted from the reward, or None."""

@@ -1,0 +1,56 @@
+"""The loop of every job: restore, introduce, sync weights, evaluate, step until the run ends, finish."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxrl.roles.role import WeightSync
+from jaxrl.run.setup import derived, describe, first_prompt
+from jaxrl.telemetry.flops import Speed
+
+
+class Line(NamedTuple):
+    """What a step logs: metrics per step, means over the last `steps` steps; records of its completions."""
+
+    metrics: dict
+    records: list = []
+    steps: int = 1
+
+
+def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 0, evaluation=None, about: str = "",
+        first_row: str | None = None) -> dict:
+    """Runs a job until it ends or is stopped, and returns the content of summary.json.
+
+    Args:
+      s, job: session and job. policy: roles.role.Policy, not yet started.
+      open_step: speed -> step; called once the policy is restored. step() runs one step, advances the session and
+        returns its Line, {} where no line is due yet, or None if a stop was requested before the update.
+      parts: what a checkpoint holds beside the policy (see Session.restore).
+      publish: (weights, version) -> hands weights to the engine; None = no engine needs them.
+      sync_every: steps between weight syncs; 0 = only before evaluations.
+      evaluation: sync -> what Session takes as `evaluate`; not called without held-out sets.
+      about: further lines for the introduction. first_row: what is printed of the data; default the first prompt.
+    """
+    s.restore(policy, parts)
+    s.introduce(f"{describe(job)}{about and chr(10) + about}", derived(job.config))
+    speed = Speed(job, policy.state.trainable)
+    step = open_step(speed)
+    sync = None if publish is None else WeightSync(s, policy, publish)
+    if sync is not None:
+        sync()
+    s.say(first_prompt(s, job) if first_row is None else first_row)
+    plan = s.given.comparison if "plan" in job.config.recipe.modes else None
+    s.begin(plan and plan(job.config, job, s.step), speed.rates)
+    evaluate = evaluation(sync) if evaluation is not None and job.eval_sets else None
+    s.before_first_step(evaluate)
+    while s.goes_on():
+        line = step()
+        if line is None:
+            break
+        if sync_every and s.step % sync_every == 0:
+            with s.phase("publish"):
+                sync()
+        if line:
+            metrics = line.metrics | (job.engine.metrics() if sync_every else {})
+            s.after_step(metrics, evaluate, policy.export, steps=line.steps, records=line.records)
+    return s.finish(evaluate, policy.export)
