@@ -55,7 +55,7 @@ from jaxrl.checkpoint.files import (
     verify,
 )
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.processes.deadline import leave_with_main_thread, within
+from jaxrl.processes.deadline import leave_with_main_thread, time_limit
 from jaxrl.processes.exchange import put
 from jaxrl.processes.faults import Faults
 from jaxrl.processes.group import peers
@@ -182,7 +182,7 @@ class Checkpointer:
         self._saving, together = step, True
         self._deadline = time.monotonic() + (self._options.timeout_seconds or threading.TIMEOUT_MAX / 2)
         try:
-            with within(self._options.timeout_seconds, self._hanging(step)):
+            with time_limit(self._options.timeout_seconds, self._hanging(step)):
                 self._faults.fire("checkpoint", step, "before")
                 manager = self._open()
                 self._require_space_everywhere(step, leaves)

@@ -17,7 +17,7 @@ import math
 
 from jaxrl.envs import tools as tools_module
 from jaxrl.envs.tools import BadEnvironment, ToolError
-from jaxrl.workers.loading import LARGEST, number
+from jaxrl.workers.loading import MAX_REWARD, number
 
 __all__ = ["BadEnvironment", "Call", "Chat", "Observation", "Row", "Step", "Task", "ToolError", "Turn"]
 
@@ -255,7 +255,7 @@ class Chat:
                 "notes": self._notes, "counts": {"calls": self._calls, "malformed": self._malformed}}
 
 
-def _finite(value, what: str, wanted: str = "a number", most: float = LARGEST) -> float:
+def _finite(value, what: str, wanted: str = "a number", most: float = MAX_REWARD) -> float:
     found = number(value)
     if found is None:
         raise BadEnvironment(f"{what} is of type {type(value).__name__}, expected {wanted}")

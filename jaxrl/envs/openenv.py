@@ -201,7 +201,7 @@ class ServerFull(Exception):
 def _schema(server: str) -> dict[str, str]:
     """Returns name -> type of an action's fields."""
     try:
-        told = json.loads(http_client.answer(f"{_http(server)}/schema", SCHEMA_SECONDS))
+        told = json.loads(http_client.fetch(f"{_http(server)}/schema", SCHEMA_SECONDS))
         fields = told["action"]["properties"]
         return {name: str(kind.get("type", "")) for name, kind in fields.items() if name != "metadata"}
     except Exception as e:

@@ -27,7 +27,7 @@ from jaxrl.envs.specs import as_dict, check_interpreter, specs, without_folders
 from jaxrl.envs.worker import EPISODES_PER_WORKER, TICK_SECONDS, RemoteSeats, Seats, grace_seconds
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.workers.handing import FunctionFolder
-from jaxrl.workers.process import Garbled, Printed, WorkerProcess, environment, shown
+from jaxrl.workers.process import BadReply, PrintedOutput, WorkerProcess, environment, excerpt
 
 log = logging.getLogger("jaxrl.envs")
 START_SECONDS = 300.0   # importing what env.function and env.tools name
@@ -189,7 +189,7 @@ class EpisodePool:
             from jaxrl.workers import ray_process
             ray_process.join(env, "env")
             self.launch = remote_process
-        self.printed, self._last_print = Printed(), time.monotonic()
+        self.printed, self._last_print = PrintedOutput(), time.monotonic()
         self._state = threading.Condition()
         self._numbers = itertools.count(1)
         self._ids: dict[str, Episode] = {}
@@ -388,7 +388,7 @@ class EpisodePool:
             try:
                 for line in lines:
                     self._handle(worker, _decode(line))
-            except Garbled as e:
+            except BadReply as e:
                 self._replace_worker(worker, f"received {e} instead of a reply: an environment must not write to file"
                                      " descriptors that it did not open")
                 continue
@@ -414,7 +414,7 @@ class EpisodePool:
         n, kind, *data = message
         episode = worker.episodes.get(n) if isinstance(n, int) else None
         if episode is None or not _is_reply(kind, data) or kind == "send" and episode.awaits_turn:
-            raise Garbled(shown(json.dumps(message).encode()))
+            raise BadReply(excerpt(json.dumps(message).encode()))
         self._deaths = 0
         if kind == "hung":
             cause = data[0] or "it did not end when it was cancelled"
@@ -437,7 +437,7 @@ class EpisodePool:
         if kind == "fatal":
             raise self._unstartable(data)
         if kind != "ready":
-            raise Garbled(shown(json.dumps(message).encode()))
+            raise BadReply(excerpt(json.dumps(message).encode()))
         if self._sources not in ("", data["sources"]):
             log.warning("a restarted environment worker loaded other code than the run started with (%s): from now on "
                         "episodes run with the new code", self._description)
@@ -544,9 +544,9 @@ def _decode(line: bytes) -> list:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
-        raise Garbled(shown(line)) from None
+        raise BadReply(excerpt(line)) from None
     if not isinstance(message, list) or len(message) < 2:
-        raise Garbled(shown(line))
+        raise BadReply(excerpt(line))
     return message
 
 

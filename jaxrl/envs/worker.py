@@ -31,7 +31,7 @@ import traceback
 from jaxrl import sandbox
 from jaxrl.envs.api import BadEnvironment, MissingColumn, Row, Task
 from jaxrl.workers import streams
-from jaxrl.workers.loading import LoadError, shown
+from jaxrl.workers.loading import LoadError, safe_str
 
 EPISODES_PER_WORKER = 64            # most episodes of a worker at a time
 TICK_SECONDS = 0.25     # between two checks of time limits
@@ -486,7 +486,7 @@ def failure(error: BaseException, phase: str) -> dict:
 def cause(error: BaseException, phase: str) -> str:
     """Returns a short cause such as 'ConnectionError in reset', with the HTTP status if there is one."""
     if isinstance(error, (BadEnvironment, MissingColumn)):
-        return f"{shown(error)} (in {phase})"
+        return f"{safe_str(error)} (in {phase})"
     kind, status = type(error).__name__, getattr(error, "code", None)
     if not isinstance(status, int) or isinstance(error, SystemExit):
         status = getattr(getattr(error, "response", None), "status_code", None)

@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 
-from jaxrl.workers.loading import LARGEST, LoadError, describe, load, number, plain, shown
+from jaxrl.workers.loading import MAX_REWARD, LoadError, describe, load, number, printable, safe_str
 
 EXTRAS = ("token_ids", "context_ids", "finish", "group", "sample")  # of the item, passed to functions that name them
 SHARED = ("user", "format_pattern", "code_score")  # of the run, passed to functions that name them
@@ -81,7 +81,7 @@ class Call:
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         plain = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if not self.by_name:
-            plain = [p for p in plain if p not in parameters[:2]]
+            plain = [p for p in printable if p not in parameters[:2]]
         self.named = {p.name: p.default is p.empty for p in plain if p.name not in self.first}
         self.wants_prompt = self.first[0] in names or self.takes_all
 
@@ -143,7 +143,7 @@ def _outcome(value) -> dict:
     metrics = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, metrics = value
-        metrics = {plain(str(k)): number(v) for k, v in metrics.items()}
+        metrics = {printable(str(k)): number(v) for k, v in metrics.items()}
         wrong = [k for k, v in metrics.items() if v is None]
         if wrong:
             return {"value": None, "outcome": f"error: metric {wrong[0]!r} is not a number", "metrics": {}}
@@ -151,12 +151,12 @@ def _outcome(value) -> dict:
         return {"value": None, "outcome": "none", "metrics": metrics}
     found = number(value)
     if found is None:
-        text = f"error: returned {type(value).__name__} {shown(value)[:80]!r}, expected a number or None"
+        text = f"error: returned {type(value).__name__} {safe_str(value)[:80]!r}, expected a number or None"
         return {"value": None, "outcome": text, "metrics": {}}
     if not math.isfinite(found):
         return {"value": None, "outcome": "nan", "metrics": metrics}
-    if abs(found) > LARGEST:
-        wanted = f"a number of at most {LARGEST:g}, whose square fp32 can hold: scale it"
+    if abs(found) > MAX_REWARD:
+        wanted = f"a number of at most {MAX_REWARD:g}, whose square fp32 can hold: scale it"
         return {"value": None, "outcome": f"error: returned {found:g}, expected {wanted}", "metrics": {}}
     return {"value": found, "outcome": "ok", "metrics": metrics}
 
@@ -164,5 +164,5 @@ def _outcome(value) -> dict:
 def failure(error: BaseException) -> dict:
     """Returns {value, outcome, metrics} of an exception raised by a reward function or a service."""
     if isinstance(error, ServiceError):
-        return {"value": None, "outcome": f"error: {error.cause}: {plain(str(error))}", "metrics": {}}
+        return {"value": None, "outcome": f"error: {error.cause}: {printable(str(error))}", "metrics": {}}
     return {"value": None, "outcome": f"error: {describe(error, OWN_FILES)}", "metrics": {}}

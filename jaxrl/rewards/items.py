@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.workers.loading import LARGEST
+from jaxrl.workers.loading import MAX_REWARD
 
 
 @dataclasses.dataclass
@@ -203,11 +203,12 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
     score = score * reward.scale + reward.bias
     if reward.clip is not None:
         score = np.clip(score, -reward.clip, reward.clip)
-    if (beyond := np.flatnonzero(np.abs(score) > LARGEST)).size:
+    if (beyond := np.flatnonzero(np.abs(score) > MAX_REWARD)).size:
         i = beyond[0]
         parts = ", ".join(f"{name} {values[i]:g}" for name, values in result.parts.items() if not np.isnan(values[i]))
         raise RunStopped(f"the score of completion {i} of the batch is {score[i]:g} ({parts}; reward.scale="
-                         f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {LARGEST:g}, whose square fp32 can "
+                         f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {MAX_REWARD:g}, whose square fp32 "
+                         f"can "
                          "hold; lower reward.weights or reward.scale, or set reward.clip")
     buffer = reward.overlong_buffer if buffer is None else buffer
     if buffer <= 0:

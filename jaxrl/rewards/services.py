@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import judge
-from jaxrl.workers.sources import files_of
+from jaxrl.workers.sources import folder_digest
 
 TABLES = {"remote": "remotes", "judge": "judges"}  # kind, also the name of the first service -> table of further ones
 # Options that do not decide a score themselves; passed separately from those that do.
@@ -82,7 +82,7 @@ def find_services(config, functions, servers: dict[str, Server]) -> ServiceTable
             if not o["servers"]:
                 if name not in servers:
                     raise ConfigError(f"reward {name!r}: no server with {o['model']!r} was started; set its servers")
-                told["digest"] = files_of(o["model"])
+                told["digest"] = folder_digest(o["model"])
                 place |= {"urls": [servers[name].url], "key_env": f"JAXRL_KEY_OF_{name}"}
                 found.env[place["key_env"]] = servers[name].key
         if o["servers"]:

@@ -40,9 +40,9 @@ def main() -> None:
             except LoadError as e:
                 out.send({"fatal": f"reward {name!r} ({spec}) cannot be used: {e}"})
                 return
-        from jaxrl.workers.reached import of_function
+        from jaxrl.workers.reached import function_digest
         from jaxrl.workers.sources import digest
-        kinds = [c.traits() | {"code": of_function(c.fn, spec, before)}
+        kinds = [c.traits() | {"code": function_digest(c.fn, spec, before)}
                  for c, (spec, _) in zip(calls, setup["functions"], strict=True)]
         out.send({"ready": kinds, "sources": digest([c.fn for c in calls], before)})
         for line in lines:

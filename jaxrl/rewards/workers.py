@@ -18,14 +18,14 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.rewards.items import NON_FAILURES, failed_items, is_result
 from jaxrl.workers.process import (
     PRINTED_BYTES,
+    BadReply,
     Channel,
-    Died,
-    Garbled,
-    Late,
-    Printed,
+    PrintedOutput,
+    ReplyTimeout,
+    WorkerDied,
     WorkerProcess,
     environment,
-    shown,
+    excerpt,
 )
 
 log = logging.getLogger("jaxrl.rewards")
@@ -97,7 +97,7 @@ class Workers:
             from jaxrl.workers.ray_process import join
             join(reward, "reward")
         self._seconds_per_job = CHUNK_SECONDS
-        self.printed = Printed()
+        self.printed = PrintedOutput()
         self._processes: dict[int, Channel] = {}
         self._threads = [threading.Thread(target=self._serve, args=(k,), daemon=True, name=f"reward-{k}")
                          for k in range(reward.workers if specs else 0)]
@@ -240,7 +240,7 @@ class Workers:
             deadline = time.monotonic() + START_SECONDS
             worker.send(self._setup, deadline)
             reply = worker.receive(deadline)
-        except (Died, Late, Garbled) as e:
+        except (WorkerDied, ReplyTimeout, BadReply) as e:
             worker.kill()
             if self._closing:
                 raise ConfigError("the reward pool was closed while it started") from None
@@ -248,7 +248,7 @@ class Workers:
                 with self._state:
                     self._state.wait_for(lambda: self._closing, RETRY_SECONDS)
                 return self._start(k, until)
-            why = f"not ready after {START_SECONDS:g} s" if isinstance(e, Late) else f"{e}"
+            why = f"not ready after {START_SECONDS:g} s" if isinstance(e, ReplyTimeout) else f"{e}"
             why = f"a reward worker cannot start: {why} while importing {specs}{self.printed.last()}"
             raise self._unstartable(why) from None
         if "fatal" in reply:
@@ -309,7 +309,7 @@ class Workers:
                     return True
                 k = reply.get("job")
                 if k not in left or not is_result(reply):
-                    raise Garbled(shown(json.dumps(reply).encode()))
+                    raise BadReply(excerpt(json.dumps(reply).encode()))
                 self._record(task, {left.pop(k): reply})
                 if task.mode == "each":
                     deadline = time.monotonic() + self._limit
@@ -317,14 +317,14 @@ class Workers:
                 taken = (time.monotonic() - started) / len(task.jobs)
                 self._seconds_per_job = 0.5 * (self._seconds_per_job + taken)
             return True
-        except Late:
+        except ReplyTimeout:
             self._record_lost_worker(task, left, "timeout")
-        except Died as e:
+        except WorkerDied as e:
             if worker.lost:
                 self._requeue(task, [Task(task.mode, list(left.values()), task.round)])
             elif not self._closing:
                 self._record_lost_worker(task, left, f"error: the worker process died: {e}")
-        except Garbled as e:
+        except BadReply as e:
             self._record_lost_worker(task, left, f"error: received {e} instead of a reply: a reward must not write to"
                                      " file descriptors that it did not open")
         return False
@@ -359,7 +359,7 @@ class Workers:
             return
         results = reply.get("results", ())
         if len(results) != len(task.jobs) or not all(map(is_result, results)):
-            raise Garbled(shown(json.dumps(reply).encode()))
+            raise BadReply(excerpt(json.dumps(reply).encode()))
         self._record(task, dict(zip(task.jobs, results, strict=True)))
 
     def _record(self, task: Task, results: dict) -> None:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from jaxrl.config import adapter_table
-from jaxrl.processes.exchange import owner
+from jaxrl.processes.exchange import owner_process
 from jaxrl.rl.episodes import check_failures, conversations, with_outcomes
 from jaxrl.rl.trajectories import (
     collect,
@@ -96,7 +96,7 @@ def answer(s, job, name: str, batch, sampling, receive=None):
 
     Each process answers and scores the rows it owns, then all hold all of them, in the order of the rows.
     """
-    c, mine = job.config, [(i, e) for i, e in batch if owner(i, s.peers.count) == s.peers.index]
+    c, mine = job.config, [(i, e) for i, e in batch if owner_process(i, s.peers.count) == s.peers.index]
 
     adapter = adapter_table.number_of(c, "eval", name)
 

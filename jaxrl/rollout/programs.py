@@ -22,7 +22,7 @@ from jaxrl.kernels.attention import share, shares_prompts
 from jaxrl.models import unstacked
 from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
-from jaxrl.processes.exchange import localised
+from jaxrl.processes.exchange import as_local_arrays
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import Shapes
 from jaxrl.sharding import ROLLOUT_RULES, data_shards, memory, param_shardings
@@ -184,10 +184,10 @@ class Programs:
         layout = param_shardings(self.joint, self.model.logical_axes(), out, ROLLOUT_RULES)
         theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
         if set(theirs.devices.flat) == set(self.joint.devices.flat):
-            return localised(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
+            return as_local_arrays(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
         there = param_shardings(theirs, self.model.logical_axes(), out, ROLLOUT_RULES)
         copied = self.run(key, cast, (params,), out_shardings=there, mesh=theirs)
-        return localised(memory.moved(copied, layout), self.mesh)
+        return as_local_arrays(memory.moved(copied, layout), self.mesh)
 
     def _shapes_of(self, key: tuple, function, params):
         if key not in self._shapes:

@@ -38,7 +38,7 @@ from jaxrl.checkpoint.uploads import Uploads
 from jaxrl.config.load import get, redacted
 from jaxrl.config.run_length import end, ends
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.processes.deadline import within
+from jaxrl.processes.deadline import time_limit
 from jaxrl.processes.faults import Faults, GracefulStop
 from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
@@ -240,8 +240,8 @@ class Session:
     def interrupted(self) -> bool:
         """Whether a stop has reached this process, by a signal or by word of another; asked while it works alone."""
         if self.stop.reason:
-            self.peers.ask_stop()
-        return bool(self.stop.reason) or self.peers.stop_asked
+            self.peers.request_stop()
+        return bool(self.stop.reason) or self.peers.stop_requested
 
     def stopping(self) -> bool:
         """Whether the run is to stop, the same on all processes: it changes at meetings only. (Alone: at once.)"""
@@ -426,7 +426,7 @@ class Session:
     def _export(self, export, folder) -> None:
         limit = self.spec.checkpoint.timeout_seconds
         late = f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"
-        with self.phase("export"), within(limit, late):
+        with self.phase("export"), time_limit(limit, late):
             export(folder)
         if self.uploads is not None and self.uploads.wants("exports", last=folder.name == "export"):
             self.uploads.add(folder, folder.name, self.step)
@@ -536,7 +536,7 @@ class Session:
 
     def __exit__(self, kind, error, trace):
         seconds = CLOSING_SECONDS if isinstance(error, DiskHangs) else 0
-        with within(seconds, f"stopped: {error}"):  # what is still to be written may hang, too
+        with time_limit(seconds, f"stopped: {error}"):  # what is still to be written may hang, too
             if error is not None and self.telemetry is not None and self.spec.run.mode == "train":
                 self._keep(error)
             self._closers.close(error)

@@ -104,8 +104,8 @@ def test_how_programs_end(pool, tmp_path):
     why = " (in the program)"
     assert outcome == {
         "status": ("env", "the program ended with status 3" + why), "raise": ("env", "the program ended with status 1" + why),
-        "signal": ("env", "the program was ended by SIGKILL" + why), "child": "done", "flood": "done",
-        "memory": ("env", "the program held more memory than env.memory_gb=0.25 allows" + why),
+        "signal": ("env", "the program was killed by SIGKILL" + why), "child": "done", "flood": "done",
+        "memory": ("env", "the program used more memory than env.memory_gb=0.25 allows" + why),
         "sleep": ("late", "a turn took longer than env.step_seconds=20")}
     assert "words words" in ends["status"].data["detail"] and "ValueError: no" in ends["raise"].data["detail"]
     assert json.loads((tmp_path / "flood.json").read_text())["size"] == 1 << 20

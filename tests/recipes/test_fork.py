@@ -128,7 +128,7 @@ def code(folder, text=REWARDS, helper=HELPER, neighbour="", name="short") -> str
     before, spec = set(sys.modules), f"{folder}/rewards.py:{name}"
     importlib.invalidate_caches()
     try:
-        return reached.of_function(loading.load(spec), spec, before)
+        return reached.function_digest(loading.load(spec), spec, before)
     finally:
         sys.path.remove(str(folder))
         for module in set(sys.modules) - before:

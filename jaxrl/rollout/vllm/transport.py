@@ -183,7 +183,7 @@ class Network(Stream):
         self.address = f"{host}:{self._server.port}"
 
     def _admit(self, request: http_server.Request) -> http_server.Reply | None:
-        return None if request.shows(self.key) else http_server.error(401, "the key of this run is missing or wrong")
+        return None if request.has_key(self.key) else http_server.error(401, "the key of this run is missing or wrong")
 
     async def _answer(self, request: http_server.Request) -> http_server.Reply:
         chunk = self._chunks.get(request.path.rpartition("/")[2])
