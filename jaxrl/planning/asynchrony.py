@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.planning import roofline, workload
-from jaxrl.rollout import engine_of, protocol
+from jaxrl.rollout import engine_row, protocol
 from jaxrl.rollout.protocol import Health, Key, Request, Result
 from jaxrl.rollout.queue import RolloutQueue, staleness
 from jaxrl.sharding import ROLLOUT_RULES
@@ -220,7 +220,7 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     if len(lengths) < 2:
         raise ConfigError(f"plan.run={str(folder)!r}: {len(lengths)} steps with rollouts after the first {WARM_UP}; "
                           "name a longer run with log.rollouts=True")
-    engine = engine_of(SimpleNamespace(rollout=SimpleNamespace(**roll)), here=False)
+    engine = engine_row(SimpleNamespace(rollout=SimpleNamespace(**roll)), here=False)
     slots = engine.slots(roll, data["prompts_per_step"] * roll["group_size"])
     of = lambda *names: np.array([sum(t.get(n, 0.0) for n in names) for t in times])  # noqa: E731
     seconds = of("step") - of("eval", "checkpoint", "export")

@@ -20,7 +20,7 @@ from jaxrl.planning import memory, workload
 from jaxrl.planning.workload import SIZES, data_shards
 from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.roles.parameters import DTYPES, source_of
-from jaxrl.rollout.engines import check_served, chosen_engine, engine_of, shared_gpus
+from jaxrl.rollout.engines import check_served, engine_name, engine_row, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.sharding import targets
@@ -117,7 +117,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
         raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and "
                           "only policy and sampler may rest, or roles be streamed; leave the others out to plan")
     spec = resolve(config, Platform(target.kind, target.chip.dtype), hf_config if model is None else None,
-                   engine=chosen_engine(getattr(config, "asked", config), here=False))
+                   engine=engine_name(getattr(config, "asked", config), here=False))
     model = with_kernels(model or _model(spec, hf_config), target)
     mesh = dict(zip(AXES, sharding.mesh_shape(spec.mesh, target.count), strict=True))
     sharding.check_experts(mesh["ep"], model.config.num_experts)
@@ -185,7 +185,7 @@ def _build(description: str, dtype: str, scan: bool, remat: str, attention: str,
 
 def _rollout(config, model, target, mesh: dict):
     """The embedded sampler of one process. rollout.engine=auto counts as it: vLLM is planned for where it is named."""
-    if not config.recipe.samples or not engine_of(config).on_mesh:
+    if not config.recipe.samples or not engine_row(config).on_mesh:
         return None
     if target.hosts == 1:
         inner = rollout_shape(mesh)

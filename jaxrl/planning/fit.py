@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from jaxrl.config.load import editable
 from jaxrl.planning.workload import data_shards, lengths, rows
-from jaxrl.rollout.engines import engine_of, shared_gpus
+from jaxrl.rollout.engines import engine_row, shared_gpus
 
 LONGEST = 1 << 20
 
@@ -43,7 +43,7 @@ def most(fits: Callable[[int], bool], start: int, limit: int) -> int:
 
 def _samples(config) -> bool:
     """Whether the embedded sampler is planned."""
-    return config.recipe.samples and config.plan.part == "job" and engine_of(config).on_mesh
+    return config.recipe.samples and config.plan.part == "job" and engine_row(config).on_mesh
 
 
 def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: int) -> dict:

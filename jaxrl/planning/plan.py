@@ -26,7 +26,7 @@ from jaxrl.planning import asynchrony, compiling, fit, gpu_devices, memory, roof
 from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
 from jaxrl.resolve.spec import resolve
-from jaxrl.rollout import engine_of
+from jaxrl.rollout import engine_row
 from jaxrl.sharding import ROLLOUT_RULES, targets
 
 log = logging.getLogger("jaxrl")
@@ -381,7 +381,7 @@ def out_of_memory(error: BaseException, config) -> RunStopped | None:
     r, tokens = config.rollout, config.train.tokens_per_microbatch
     less = [f"train.tokens_per_microbatch={max(1, tokens // 2)} (now {tokens})"]
     spec = resolve(config)
-    if spec.recipe.samples and engine_of(spec).on_mesh:
+    if spec.recipe.samples and engine_row(spec).on_mesh:
         less.append(f"rollout.slots={max(1, r.slots // 2)} (now {r.slots})" if r.slots
                     else "rollout.slots=32 (now 0: as many as completions)")
     elif spec.recipe.samples and r.placement == "colocated":

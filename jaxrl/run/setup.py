@@ -38,7 +38,7 @@ from jaxrl.rewards import RewardPool
 from jaxrl.rewards.items import trial_items
 from jaxrl.roles.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
 from jaxrl.roles.reward_model import Judge, described
-from jaxrl.rollout import EngineContext, engine_of, make_engine
+from jaxrl.rollout import EngineContext, engine_row, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
@@ -372,9 +372,9 @@ def read_inputs(config, tokenizer=None) -> Inputs:
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
                           "is that of all adapters' tokens; train one adapter at a time")
-    if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
+    if experts and config.lora.publish == "adapter" and engine_row(config).servers and recipe_of(config).samples:
         raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
-                          f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
+                          f"experts are not known to work in {engine_row(config).title}; set lora.publish=merged")
     family = models.FAMILIES[hf_config["model_type"]]
     check_served(config, hf_config, family)
     if not family.classifies and config.run.recipe == "reward_model":
@@ -431,8 +431,8 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
     for role in set(meshes) & {"reference", "sampler"}:  # the others may have models of their own
         sharding.check_experts(meshes[role].shape["ep"], model.config.num_experts, f"mesh.roles.{role}.ep")
     if beyond := model.config.beyond(spec.longest, made_of(spec)):
-        if spec.recipe.samples and not engine_of(spec).beyond_context:
-            raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
+        if spec.recipe.samples and not engine_row(spec).beyond_context:
+            raise ConfigError(f"{beyond}; {engine_row(spec).title} does not serve such sequences")
         log.warning("%s", beyond)
     theirs = [meshes.get(role, mesh) for role in ("policy", "reference", "critic", "teacher")]
     shards, ranks = math.lcm(*map(sharding.data_shards, theirs)), math.lcm(*(m.shape["cp"] for m in theirs))
@@ -454,7 +454,7 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
 def check_roles(config) -> None:
     """Raises ConfigError where something should rest in host memory and the platform has none for it, and for a
     sampler's role with an engine that has devices of its own."""
-    if "sampler" in config.mesh.roles and not engine_of(config).on_mesh:
+    if "sampler" in config.mesh.roles and not engine_row(config).on_mesh:
         raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has devices "
                           "of its own; leave it out, or set rollout.engine=jax")
     asked = ["optimizer.offload"] * config.optimizer.offload

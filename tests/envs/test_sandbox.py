@@ -127,7 +127,7 @@ def test_the_probe_finds_a_sandbox_that_leaks(monkeypatch):
         monkeypatch.setattr(bwrap, "_mounts", change)
         with pytest.raises(sandbox.SandboxError, match=words):
             check(settings, limits, bwrap.run)
-    monkeypatch.setattr(bwrap, "_place", place)
+    monkeypatch.setattr(bwrap, "_mounts", place)
     monkeypatch.setattr(bwrap, "_limited", lambda limits: [])
     with pytest.raises(sandbox.SandboxError, match="more memory"):
         check(settings, dataclasses.replace(limits, processes=10**6), lambda *a: bwrap.run(*a[:3], dataclasses.replace(

@@ -29,7 +29,7 @@ from jaxrl.resolve.checks import common
 from jaxrl.rl.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result
 from jaxrl.rollout.shapes import from_config
-from jaxrl.rollout.vllm.servers import share_of
+from jaxrl.rollout.vllm.servers import servers_of_process
 from jaxrl.telemetry import Telemetry
 from jaxrl.telemetry.profiler import steps_of
 
@@ -244,9 +244,9 @@ def test_facts_leave_out_what_may_differ_between_hosts():
 
 def test_servers_are_dealt_out():
     urls = ("http://a:1/", "http://b:1", "http://c:1")
-    assert [share_of(urls, Peers(i, 2)) for i in range(2)] == [["http://a:1", "http://c:1"], ["http://b:1"]]
+    assert [servers_of_process(urls, Peers(i, 2)) for i in range(2)] == [["http://a:1", "http://c:1"], ["http://b:1"]]
     with pytest.raises(ConfigError, match="rollout.servers=.*3 for 4 processes"):
-        share_of(urls, Peers(0, 4))
+        servers_of_process(urls, Peers(0, 4))
 
 
 def test_a_planned_fault_may_name_its_process():
