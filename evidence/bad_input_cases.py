@@ -615,7 +615,7 @@ def _(p):
 @case(
     "run dir",
     "disk that gets full while training",
-    ("stopped", "3 saves in a row failed", "Free space in", "the run resumes"),
+    ("stopped", "3 saves in a row failed", "Free space in", "rerun the same command"),
     status=1,
     seconds=60.0,
     device="training",

@@ -13,7 +13,7 @@ import pytest
 from jaxrl.envs.proxy import Proxy
 from jaxrl.processes import http_server
 from jaxrl.processes.http_server import Reply, Server
-from jaxrl.report.watch import Watched
+from jaxrl.report.watch import WatchedRuns
 from jaxrl.report.watch import server as watch_server
 from jaxrl.rollout.vllm import transport
 from jaxrl.sandbox import serve
@@ -114,7 +114,7 @@ def weights(tmp_path):
 
 @contextlib.contextmanager
 def watch(tmp_path):
-    class Nothing(Watched):
+    class Nothing(WatchedRuns):
         def content(self):
             raise OSError("no run here")
 

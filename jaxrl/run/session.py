@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.checkpoint.checkpointer import Checkpointer, CheckpointError, DiskHangs, SavesFail
+from jaxrl.checkpoint.checkpointer import Checkpointer, CheckpointError, SavesFailed, SaveTimeout
 from jaxrl.checkpoint.resume import config_changes
 from jaxrl.checkpoint.uploads import Uploads
 from jaxrl.config.load import get, redacted
@@ -448,7 +448,7 @@ class Session:
             if (stopped or c.checkpoint.at_end or best) and self.step > 0:
                 self.save_for_good()
             self.checkpointer.wait()
-        except SavesFail as e:
+        except SavesFailed as e:
             if stopped or not c.checkpoint.export_at_end:
                 raise
             unsaved = e  # an export is smaller, and may lie elsewhere
@@ -535,7 +535,7 @@ class Session:
         return out
 
     def __exit__(self, kind, error, trace):
-        seconds = CLOSING_SECONDS if isinstance(error, DiskHangs) else 0
+        seconds = CLOSING_SECONDS if isinstance(error, SaveTimeout) else 0
         with time_limit(seconds, f"stopped: {error}"):  # what is still to be written may hang, too
             if error is not None and self.telemetry is not None and self.spec.run.mode == "train":
                 self._keep(error)
@@ -545,7 +545,7 @@ class Session:
         """What can be kept of a run that ends by an error. Raises nothing: the user is to see the error."""
         known = self.peers.count == 1 or self._error_agreed  # saving is a thing of all processes
         try:
-            if self._whole and known and self.step > 0 and not isinstance(error, SavesFail):
+            if self._whole and known and self.step > 0 and not isinstance(error, SavesFailed):
                 self.save_for_good()
                 log.error("the run ends by an error; step %d is saved, the same command goes on from it", self.step)
         except Exception as e:

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
-from jaxrl.checkpoint.fingerprints import compared
+from jaxrl.checkpoint.fingerprints import compare_inputs
 from jaxrl.config.lengths import made_of
 from jaxrl.config.load import get
 from jaxrl.config.registry import recipe_of, sequences
@@ -217,7 +217,7 @@ def read_all(s, with_rewards: bool = True) -> Read:
     train_set, eval_sets = load_data(c, given, inputs, pool.tools if pool is not None else ())
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items() if its is not None}
-    read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed, workers)
+    read = compare_inputs(c, s.peers, inputs, train_set, eval_sets, s.resumed, workers)
     stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set, s.held))
     s.reads(stream, read)
     with_rewards = with_rewards and (not c.recipe.pairs or bool(answered(c, eval_sets)))

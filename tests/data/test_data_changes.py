@@ -82,7 +82,7 @@ def test_a_host_that_reads_something_else_is_named(job):
     for name in ("training data", "eval set test", "tokenizer", "chat template", "model config"):
         run.peers = Two(lambda facts, name=name: facts | {name: "else"})
         with pytest.raises(ConfigError, match=rf"of this run differ:\n  - {name}: else on process 1 on b, [^\n]+ on process 0 on a$"):
-            inputs.compared(run.spec, run.peers, *read(run), None)
+            inputs.compare_inputs(run.spec, run.peers, *read(run), None)
 
 
 def test_a_host_whose_rewards_are_written_otherwise_is_named(job, tmp_path):
@@ -91,7 +91,7 @@ def test_a_host_whose_rewards_are_written_otherwise_is_named(job, tmp_path):
     run.peers = Two(lambda facts: facts | {"the code of reward.functions": "else"})
     with RewardPool(job(reward__functions=(f"{tmp_path}/mine.py:score",))) as rewards:
         with pytest.raises(ConfigError, match=r"of this run differ:\n  - the code of reward.functions: else on process 1 on b, \w{16} on process 0"):
-            inputs.compared(run.spec, run.peers, *read(run), None, {"reward.functions": rewards})
+            inputs.compare_inputs(run.spec, run.peers, *read(run), None, {"reward.functions": rewards})
 
 
 def read(run):
@@ -140,7 +140,7 @@ def test_other_inputs_than_the_checkpoints_are_refused_unless_accepted(tmp_path,
             check_inputs(job(), with_rewards=False)
         caplog.clear()
         check_inputs(job(run__accept_changed=(accepted,)), with_rewards=False)
-        assert any(f"other than when the checkpoint was written: {named[accepted]}" in m for m in caplog.messages)
+        assert any(f"changed since the checkpoint was written: {named[accepted]}" in m for m in caplog.messages)
         host(tmp_path, questions(16))
     check_inputs(job(eval__sets=(f"test={tmp_path / 'train.jsonl'}",)), with_rewards=False)  # asked for by an option
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_without_fingerprints_goes_on_with_a_notice(tmp_path, job, 
     old.close()
     with caplog.at_level(logging.WARNING):
         check_inputs(c, with_rewards=False)
-    assert any("was written by an older jaxrl: nobody can tell whether data" in m for m in caplog.messages)
+    assert any("was written by an older jaxrl: which stored no fingerprints: data" in m for m in caplog.messages)
 
 
 def test_what_a_fingerprint_sees(tmp_path):

@@ -181,7 +181,7 @@ def test_sources_have_columns_prompts_and_rewards_of_their_own(files):
     assert (plain.prompt_text, plain.source, plain.rewards) == ("<user>0+1<end><assistant>", "plain", None)
     assert list(mixture.first_rows) == [0, 1, 8, 9, 12, 13]
     assert stream.mix.rows_before(50) == [10, 20, 20]
-    with pytest.raises(DataError, match="hard.where=.*no row among 12.*'tag' holds easy, hard, 3"):
+    with pytest.raises(DataError, match="hard.where=.*no row of 12 matches.*'tag' holds easy, hard, 3"):
         stream_of(files, path=(str(files / "tagged.jsonl"),), sources={"hard": {"where": {"tag": "harder"}, **tagged}})
     with pytest.raises(DataError, match="data.sources.a.path=.*no such file"):
         stream_of(files, sources={"a": {"path": "nowhere.jsonl"}})
