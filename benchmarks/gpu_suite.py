@@ -147,12 +147,14 @@ def stop(process) -> None:
             continue
 
 
-def about_here() -> dict:
-    """The origin of rows from this machine, asked in a process of its own: this one leaves the device to the parts."""
+def about_here(tiny: bool) -> dict:
+    """The origin of rows from this machine, asked in a process of its own: this one leaves the device to the parts. Tiny shapes
+    have a file of their own."""
     done = subprocess.run([sys.executable, __file__, "--origin"], capture_output=True, text=True, env={**os.environ, **SHARED})
     if done.returncode:
         raise SystemExit(f"jax does not start here: {done.stderr[-1500:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    origin = json.loads(done.stdout.splitlines()[-1])
+    return origin | {"device": f"{origin['device']} tiny"} if tiny else origin
 
 
 def run(names, folder: Path, tiny: bool, missing: bool, minutes: float, origin: dict) -> int:
@@ -195,7 +197,9 @@ def main(argv=None) -> int:
     if unknown := [name for name in (*args.parts, *[args.one] * bool(args.one)) if name not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if args.one:
-        return one(args.one, args.file, args.tiny, args.share, json.loads(os.environ["JAXRL_SUITE_ORIGIN"]))
+        code = one(args.one, args.file, args.tiny, args.share, json.loads(os.environ["JAXRL_SUITE_ORIGIN"]))
+        sys.stdout.flush()
+        os._exit(code)  # vLLM's engine in this process may never let it end
     if args.origin:
         print(json.dumps(results.origin(os.environ.get("JAXRL_COMMIT", ""))))
     elif args.list:
@@ -203,9 +207,10 @@ def main(argv=None) -> int:
     elif args.merge:
         merge(args.merge, args.out or results.RESULTS)
     else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`, which ends the part's processes
         with tempfile.TemporaryDirectory() as folder:
             out = args.out or (Path(folder) if args.tiny else results.RESULTS)
-            return int(run(args.parts or PARTS, out, args.tiny, args.missing, args.minutes, about_here()) > 0)
+            return int(run(args.parts or PARTS, out, args.tiny, args.missing, args.minutes, about_here(args.tiny)) > 0)
     return 0
 
 

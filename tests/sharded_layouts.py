@@ -201,7 +201,7 @@ def piled(folder, shape):
     program, of 2 chunks, and of one of 4, for what they depend on."""
     mesh_of(shape)
     mesh, chunk, count, slots, size, width = jax.sharding.get_mesh(), 128, 8, 3, 32, 64
-    rng, shards, tuned.chunk = np.random.default_rng(0), sharding.data_shards(jax.sharding.get_mesh()), lambda slots, experts: chunk
+    rng, shards, tuned.chunk = np.random.default_rng(0), sharding.data_shards(jax.sharding.get_mesh()), lambda *_: chunk
     weights = [rng.normal(size=s).astype(np.float32) / 10 for s in ((count, size, width),) * 2 + ((count, width, size),)]
 
     def inputs(chunks):

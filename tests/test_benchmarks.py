@@ -65,6 +65,10 @@ def test_rows_of_several_runs_merge_into_one_file_of_a_device(suite, tmp_path, c
     assert found[0]["step"] == 1.0 and found[1]["failed"] == "ValueError: no such plane" and found[2]["state"] == rows.DONE
     assert rows.is_done(found, "0.5B", "aaaaaaa") and not rows.is_done(found, "0.5B", "bbbbbbb")
     assert rows.merged(rows.read(later.file), [first.rows[0]])[0]["step"] == 1.0  # an older row replaces none
+    absent = rows.Report("1.5B", later.file, ORIGIN | {"commit": "bbbbbbb"})
+    assert not absent.needs("decoding", "no-such-package") and rows.read(later.file)[-1]["tokens_per_second"] == 64000.0
+    absent.end()
+    assert rows.read(later.file)[-1]["state"] == "not run: not installed: no-such-package"
     page = file.with_suffix(".md").read_text()
     assert "jaxrl, embedded 64,000 (bbbbbbb); vLLM alone not measured" in page and "| steps | step 1 | aaaaaaa |" in page
 

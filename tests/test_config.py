@@ -343,3 +343,11 @@ def test_what_looks_like_a_secret_stands_in_no_text(text):
 @pytest.mark.parametrize("text", INNOCENT)
 def test_texts_without_a_secret_stay_as_they_are(text):
     assert redacted_text(text) == text
+
+
+def test_the_types_of_options_are_generated_from_the_schema():
+    """python -m jaxrl.config.generate"""
+    from jaxrl.config import generate, typed
+
+    assert generate.FILE.read_text("utf-8") == generate.source()
+    assert typed.Algorithm_Kl.__annotations__["coef"] == "float" and typed.Options.__annotations__["algorithm"] == "Algorithm"

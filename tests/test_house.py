@@ -9,6 +9,7 @@ import jaxrl
 
 ROOT = Path(jaxrl.__file__).parent
 LONGEST_FILE, LONGEST_FUNCTION, WIDEST = 600, 60, 120
+GENERATED = "config/typed.py"
 TABLES = {"config/schema.py", "config/schema_algorithm.py", "config/schema_jobs.py", "config/schema_rewards.py", "config/suggest.py",
           "checkpoint/resume.py", "telemetry/names.py", "models/config.py", "models/families.py", "models/parameters.py",
           *(f"migrate/systems/{p.name}" for p in (ROOT / "migrate" / "systems").glob("*.py") if not p.stem.endswith("_meaning"))}
@@ -83,7 +84,7 @@ def test_no_circle_of_imports():
 
 def test_files_and_functions_are_short():
     lines = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in ROOT.rglob("*.py")}
-    assert {name: n for name, n in lines.items() if n > LONGEST_FILE} == {}
+    assert {name: n for name, n in lines.items() if n > LONGEST_FILE and name != GENERATED} == {}
     long = {(name, node.name): node.end_lineno - node.lineno + 1 for name, tree in modules().items()
             for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     assert {key: n for key, n in long.items() if n > LONGEST_FUNCTION} == {}

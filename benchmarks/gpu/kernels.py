@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MINUTES = 2.5   # after them no new row is begun
+MINUTES = 2.2   # after them no new row is begun
 PROCESSES = 4   # that compile correctness cases at once, each with threads
 SUITE = Path(__file__).resolve().parents[1] / "gpu_suite.py"
 

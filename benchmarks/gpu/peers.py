@@ -7,6 +7,7 @@ weights and fused AdamW for the update; bf16 weights for generation.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -111,15 +112,19 @@ def vllm_alone(report, name: str) -> None:
     log-prob for each token as RL needs it."""
     if not report.needs("generation", "vllm"):
         return
-    from vllm import LLM, SamplingParams
-
-    case = CASES[name]
+    case, more = CASES[name], {}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if report.origin["device"].startswith("cpu"):  # vLLM takes a machine with libtpu for a TPU's; compiling takes longer than it saves
+        os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        more = {"enforce_eager": True, "block_size": 32}
     with report.stage("generation"), tempfile.TemporaryDirectory() as folder:
+        from vllm import LLM, SamplingParams
+
         own = described(case.model or name)
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16", **own}))
         started = time.perf_counter()
         llm = LLM(model=folder, load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=case.sequences,
-                  max_model_len=PROMPT + case.answer, enable_prefix_caching=True, seed=0)
+                  max_model_len=PROMPT + case.answer, enable_prefix_caching=True, seed=0, **more)
         report("start", seconds=time.perf_counter() - started)
         prompts = [{"prompt_token_ids": [3 + (7 * row + i) % 200 for i in range(PROMPT)]}
                    for row in range(case.prompts) for _ in range(case.group)]

@@ -3,7 +3,7 @@
 A row is a flat dict: part, name, measured values, then where it comes from (commit, date, device, versions). A part's
 last row is named END and holds its seconds and its state: "done", "not run" with what is not installed here, or why it
 ended early. A row replaces that of the same part, name and commit if it is newer, so that parts may run in any order
-and on several days, and files of several machines of one kind merge.
+and on several days, and files of several machines of one kind merge; what could not be run replaces no measurement.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ def file_of(folder, device: str) -> Path:
     return Path(folder) / f"suite_{'_'.join(device.lower().split())}.jsonl"
 
 
+def rank(row: dict) -> tuple:
+    """Of two rows of one key the higher counts: the newer, but one that measured before one that could not be run."""
+    return not (row.get("not_run") or str(row.get("state", "")).startswith(NOT_RUN)), row["date"]
+
+
 def read(file) -> list[dict]:
     file = Path(file)
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -78,10 +83,10 @@ def key(row: dict) -> tuple:
 
 
 def merged(*lists: list[dict]) -> list[dict]:
-    """The newest row of each part, name and commit, in the order in which they first appear."""
+    """One row of each part, name and commit, in the order in which they first appear."""
     found: dict[tuple, dict] = {}
     for row in (row for rows in lists for row in rows):
-        if key(row) not in found or row["date"] >= found[key(row)]["date"]:
+        if key(row) not in found or rank(row) >= rank(found[key(row)]):
             found[key(row)] = row
     return list(found.values())
 
@@ -175,9 +180,9 @@ def figures(row: dict) -> str:
 
 
 def newest(rows: list[dict]) -> list[dict]:
-    """Of all commits the newest row of each part and name."""
+    """Of all commits one row of each part and name."""
     found: dict[tuple, dict] = {}
-    for row in sorted(rows, key=lambda row: row["date"]):
+    for row in sorted(rows, key=rank):
         found[row["part"], row["name"]] = row
     order = list(dict.fromkeys((row["part"], row["name"]) for row in rows))
     return [found[each] for each in order]

@@ -9,10 +9,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from gpu import rows
 from gpu.cases import ADAPTERS, CASES, job
 from gpu.training import PHASES, WARM, medians, peak
 
 STEPS = 5
+SYNCHRONOUS, AHEAD = "vllm-0.5B", "vllm-ahead"  # parts of the suite
 WAYS = {  # how weights and memory are shared -> options
     "shm": {"rollout.vllm.transport": "shm"},
     "network": {"rollout.vllm.transport": "network"},
@@ -39,6 +41,8 @@ def run(report, name: str, way: str) -> None:
             except Exception:
                 report("server", log=log_of(f"{folder}/run"))
                 raise
+        if way == "ahead":
+            report_beside(report)
 
 
 def job_of(name: str, folder: str, way: str):
@@ -79,14 +83,24 @@ def report_so_far(report, name: str, lines: list[dict], naps: dict) -> None:
     found, median = medians(steps), lambda key: statistics.median(line[key] for line in warm)
     report("steps", steps=len(steps), **found, **peak(), compilations_after_warm_up=int(
         sum(step["compilations"] for step in steps[WARM:])))
-    tokens = statistics.median(line.get("rollout/tokens", CASES[name].sequences * CASES[name].answer) for line in warm)
-    report("rollout", seconds=found["rollout"], tokens_per_second=tokens / found["rollout"])
+    if report.part != AHEAD:  # there it is only what the trainer waited
+        tokens = statistics.median(line.get("rollout/tokens", CASES[name].sequences * CASES[name].answer) for line in warm)
+        report("rollout", seconds=found["rollout"], tokens_per_second=tokens / found["rollout"])
     report("gap", largest_mean=max(line["gap/mean"] for line in lines), largest=max(line["gap/max"] for line in lines))
     report("publish", **{key: median(f"publish/{key}") for key in ("seconds", "gb_per_second", "probe")})
     for what, calls in naps.items():
         if calls:
             report(what, seconds=statistics.median(c["seconds"] for c in calls), calls=len(calls), **{
                 key: calls[-1][key] for key in ("gib_before", "gib_after") if calls[-1][key] is not None})
+
+
+def report_beside(report) -> None:
+    """A step with max_staleness=2 beside the sum of the synchronous phases, where those were measured at this commit."""
+    own = {row["part"]: row for row in rows.read(report.file)
+           if row["name"] == "steps" and row["commit"] == report.origin["commit"] and "step" in row}
+    if {AHEAD, SYNCHRONOUS} <= own.keys():
+        parts = sum(own[SYNCHRONOUS].get(n, 0.0) for n in PHASES if n not in ("other", "step"))
+        report(f"beside {SYNCHRONOUS}", step_of_sum=own[AHEAD]["step"] / parts, step_of_step=own[AHEAD]["step"] / own[SYNCHRONOUS]["step"])
 
 
 def timed_sleep() -> dict[str, list[dict]]:

@@ -36,8 +36,9 @@ def peak() -> dict:
     return {"peak_gib": stats["peak_bytes_in_use"] / 2**30} if "peak_bytes_in_use" in stats else {}
 
 
-def trained(report, name: str, config, traced: bool = True, prefix: str = "") -> list[dict]:
-    """Trains, with rows after every step; the last step is traced and not counted. Returns the seconds of the others."""
+def trained(report, name: str, config, traced: bool = True, prefix: str = "", more=lambda found: None) -> list[dict]:
+    """Trains, with rows after every step, to which more(medians) may add; the last step is traced and not counted. Returns the
+    seconds of the others."""
     import jaxrl
     from jaxrl.config.load import put
 
@@ -52,6 +53,8 @@ def trained(report, name: str, config, traced: bool = True, prefix: str = "") ->
             report(f"{prefix}first step", **{n: steps[0][n] for n in PHASES if n in steps[0]})
         elif step.number < last or not traced:
             report_steps(report, case, steps, prefix)
+            if len(steps) > WARM:
+                more(medians(steps))
 
     jaxrl.train(config, callbacks=[after])
     return steps_of(config.run.dir)[:last - traced]
@@ -70,22 +73,20 @@ def report_steps(report, case, steps: list[dict], prefix: str = "") -> None:
 
 
 def run(report, name: str) -> None:
-    """Steps of a case in turns, one of them traced."""
-    case = CASES[name]
+    """Steps of a case, the last of them traced: a profiler that takes the process along leaves the rows of the others."""
+    with report.stage("predicted"):
+        report("predicted", **predicted(name))
+    decoding = read_of(name) if CASES[name].kind == "samples" else None
     with tempfile.TemporaryDirectory() as folder:
         with report.stage("steps"):
-            steps = trained(report, name, job(name, f"{folder}/run"))
-            if case.kind == "samples":
-                report_decoding(report, name, medians(steps)["rollout"])
+            trained(report, name, job(name, f"{folder}/run"),
+                    more=lambda found: decoding and report_decoding(report, name, found["rollout"], *decoding))
         with report.stage("trace"):
             report_trace(report, f"{folder}/run")
-        with report.stage("predicted"):
-            report("predicted", **predicted(name))
 
 
-def report_decoding(report, name: str, seconds: float) -> None:
-    """A rollout beside what its decode steps have to read, weights and filled cache, at the chip's bandwidth (prompts taken
-    as PROMPT tokens, so somewhat too many)."""
+def read_of(name: str) -> tuple[float, float]:
+    """(bytes that a rollout's decode steps have to read, bytes a second of the chip or 0)."""
     import jax
 
     from jaxrl.sharding import targets
@@ -93,9 +94,15 @@ def report_decoding(report, name: str, seconds: float) -> None:
     case, (_, model) = CASES[name], resolved(name)
     seen, width = sum(PROMPT + t for t in range(1, case.answer)) * case.sequences, model.compute_dtype.itemsize
     cache = 2 * seen * model.config.num_kv_heads * model.config.head_dim * model.config.num_layers
-    read = width * (model.num_parameters * (case.answer - 1) + cache)
     chip = targets.name_of(jax.devices()[0])
     bandwidth = targets.parse(f"{chip}:1").chip.bandwidth if chip else 0
+    return width * (model.num_parameters * (case.answer - 1) + cache), bandwidth
+
+
+def report_decoding(report, name: str, seconds: float, read: float, bandwidth: float) -> None:
+    """A rollout beside what its decode steps have to read, weights and filled cache, at the chip's bandwidth (prompts taken
+    as PROMPT tokens, so somewhat too many)."""
+    case = CASES[name]
     roofline = {"roofline_seconds": read / bandwidth, "share": read / bandwidth / seconds} if bandwidth else {}
     report("decoding", seconds=seconds, ms_a_token=1e3 * seconds / case.answer,
            tokens_per_second=case.sequences * case.answer / seconds, **roofline)

@@ -16,9 +16,9 @@ from jaxrl.kernels.attention.packed import blockwise
 from jaxrl.kernels.experts import tuned
 from jaxrl.kernels.experts.layout import blocks_of
 from jaxrl.kernels.logprob import chunked
-from jaxrl.planning.workload import MOMENTS, SIZES, data_shards, rows, token_shards, weight_bytes
+from jaxrl.planning.workload import MOMENTS, SIZES, chunk_of_experts, data_shards, rows, token_shards, weight_bytes
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
-from jaxrl.training import optimizer, streaming
+from jaxrl.training import optimizer, streaming, update
 
 # Which standing parts each program has as arguments. `publish` makes rollout_weights new, the old copy is dropped.
 ARGUMENTS = {
@@ -207,11 +207,13 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
                                              and t * cfg.vocab_size <= chunked.KEPT_CPU)
         chunk *= 4
         table = cfg.hidden_size * cfg.vocab_size / tp
-        head = kept + (4 if learns else 2) * chunk + table * act + (2 * table * 4 if learns else 0)
+        of_logits, of_table = (1.5, 4) if kind_of_device == "gpu" else (4, 8)
+        head = kept + (of_logits if learns else 2) * chunk + table * act + (of_table * table if learns else 0)
     if not learns:
         return hidden + max(layer + gathered, head)
     saved = _saved(model, t, mesh, act, length)
-    gradients = 0.0 if streams else weight_bytes(model, mesh, TRAIN_RULES, 4)
+    added = streams or (update.IN_PLACE and model.scan_layers and at_once == 1 and config.train.param_dtype == "fp32")
+    gradients = 0.0 if added else weight_bytes(model, mesh, TRAIN_RULES, 4)
     own = layer_weights(model, mesh["ep"]) / tp * 4
     embedding = cfg.hidden_size * cfg.vocab_size / tp * 4 if head else 0.0
     return saved + hidden + max(layer + gathered + own + gradients + embedding, head)
@@ -270,11 +272,13 @@ def _mean_width(cfg) -> float:
 def dispatch(model, t: float, mesh: dict, learns: bool, device: str = "cpu") -> float:
     """Bytes of a chunk of tokens of all devices of ep, of the rows that it is sorted into for this one's experts, of
     the router's probabilities, and of the experts' gradients in fp32. On CPUs rows are computed in fp32, block by
-    block; kernels keep those of a chunk in the compute dtype, with what they multiply, and sum up in fp32."""
+    block; kernels keep those of a chunk in the compute dtype, with what they multiply, and sum up in fp32, on Hopper
+    in registers where all tokens are one chunk."""
     cfg, ep, act = model.config, mesh["ep"], model.compute_dtype.itemsize
     if not cfg.num_experts:
         return 0.0
-    chunk = min(t * ep, tuned.chunk(cfg.experts_per_token, cfg.num_experts))
+    whole = t * ep
+    chunk = min(whole, chunk_of_experts(model, mesh, device))
     block = tuned.block_of(device, model.experts)
     rows = blocks_of(int(chunk), cfg.experts_per_token, cfg.num_experts // ep, block) * block
     of_a_row = 4 * cfg.hidden_size * (2 if learns else 1)
@@ -282,7 +286,8 @@ def dispatch(model, t: float, mesh: dict, learns: bool, device: str = "cpu") -> 
         inside = cfg.expert_size / mesh["tp"] * (3 if learns else 1)
         of_a_row = act * (cfg.hidden_size * (2 if learns else 1) + inside) + 4 * cfg.hidden_size
     sent = chunk * (4 + act) * cfg.hidden_size if ep > 1 else 0  # the tokens, and what goes back to them
-    sums = 3 * cfg.num_experts * cfg.hidden_size * cfg.expert_size / (ep * mesh["tp"]) * 4 * learns
+    sums = 3 * cfg.num_experts * cfg.hidden_size * cfg.expert_size / (ep * mesh["tp"]) * learns
+    sums *= act if tuned.room_of(device, model.experts) and chunk == whole else 4
     return rows * of_a_row + sent * (2 if learns else 1) + 4 * t * cfg.num_experts * 4 + sums
 
 

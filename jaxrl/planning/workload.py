@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from jaxrl.kernels.experts import tuned
-from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
+from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for, targets
 from jaxrl.sharding.mesh import DATA_AXES, row_parts
 from jaxrl.training.layout import make_layout, row_shapes
 from jaxrl.types import Sizes
@@ -146,7 +146,7 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
     moved = factor * tokens * (widths / mesh["tp"] + norms) * act
     weights = weight_bytes(model, mesh, ROLLOUT_RULES, act)
     moved += (factor + 1) * weights
-    more = expert_chunks(model, mesh, tokens) - 1  # each reads the experts anew, and adds to their gradients
+    more = expert_chunks(config, model, mesh, tokens) - 1  # each reads the experts anew, and adds to their gradients
     moved += more * weight_bytes(model, mesh, ROLLOUT_RULES, factor * act + (0 if forward_only else 8), experts=True)
     if not forward_only:
         moved += 4 * weight_bytes(model, mesh, TRAIN_RULES, 4)
@@ -154,12 +154,19 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
     return Work(flops, moved)
 
 
-def expert_chunks(model, mesh: dict, tokens: float) -> int:
+def chunk_of_experts(model, mesh: dict, device: str) -> int:
+    """Tokens of a chunk, at most."""
+    cfg, ep = model.config, mesh["ep"]
+    return tuned.chunk(cfg.experts_per_token, cfg.num_experts, tuned.room_of(device, model.experts),
+                       cfg.num_experts // ep, cfg.hidden_size, cfg.expert_size // mesh["tp"],
+                       model.compute_dtype.itemsize)
+
+
+def expert_chunks(config, model, mesh: dict, tokens: float) -> int:
     """Chunks in which the experts of a layer meet the tokens, so many on each device, that come to them over ep."""
-    cfg = model.config
-    if not cfg.num_experts:
+    if not model.config.num_experts:
         return 1
-    return math.ceil(tokens * mesh["ep"] / tuned.chunk(cfg.experts_per_token, cfg.num_experts))
+    return math.ceil(tokens * mesh["ep"] / chunk_of_experts(model, mesh, targets.parse(config.plan.target).kind))
 
 
 def apply_work(config, model, mesh: dict) -> Work:

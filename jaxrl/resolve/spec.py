@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ml_collections import ConfigDict, FrozenConfigDict
 
@@ -44,8 +44,14 @@ class Platform(NamedTuple):
     dtype: str
 
 
+if TYPE_CHECKING:
+    from jaxrl.config.typed import Options
+else:
+    Options = object
+
+
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class Spec(Options):
     """A job with nothing left to decide. Frozen.
 
     asked: the config as it was given, with the recipe's defaults; checkpoints keep it. options: all options as decided.

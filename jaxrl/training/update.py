@@ -23,6 +23,7 @@ from jaxrl.training import router, several, streaming
 from jaxrl.training.objective import Objective, Outputs
 from jaxrl.training.state import merge
 
+IN_PLACE = jax.__version_info__ >= (0, 11)  # jax 0.10 mixes up gradients where a scan has some with a Ref, some without
 SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by maximum, all others by sum
 
 
@@ -94,8 +95,11 @@ def make_accumulate(scaled):
             return scaled(near | far, frozen, batch, stats)
 
         sums = {k: grads[k] for k in away}
-        (_, new), (g, sums) = jax.value_and_grad(of, (0, 1), has_aux=True)(near, sums)
-        grads = {k: jnp.add(grads[k], x) for k, x in g.items()} | sums
+        loss, backward, new = jax.vjp(of, near, sums, has_aux=True)
+        # The backward pass adds to a Ref where it computes, layer by layer: the gradient of all layers never exists.
+        refs = {k: jax.new_ref(grads[k]) for k, x in near.items() if IN_PLACE and x.dtype == grads[k].dtype}
+        more, sums = backward.with_refs(near | refs, sums)(jnp.ones_like(loss))
+        grads = {k: jax.freeze(refs[k]) if k in refs else grads[k] + more[k] for k in near} | sums
         metrics = {k: combined(k)(metrics[k], new[k]) for k in new}
         return grads, metrics
 

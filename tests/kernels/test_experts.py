@@ -9,6 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxrl.kernels.experts import api, experts, tuned
+from jaxrl.kernels.experts import layout as layout_module
 from jaxrl.kernels.experts.layout import blocks_of, layout
 from jaxrl.models.feed_forward import clamped
 
@@ -73,7 +74,7 @@ def close(got, want, tolerance, what=""):
 def small(monkeypatch):
     """Several blocks per expert and chunks per call."""
     monkeypatch.setattr(tuned, "BLOCK", 4)
-    monkeypatch.setattr(tuned, "chunk", lambda slots, experts: 9)
+    monkeypatch.setattr(tuned, "chunk", lambda *_: 9)
 
 
 RUN = jax.jit(gradients)  # only of tests with `small`, whose sizes it was traced with
@@ -142,7 +143,7 @@ def test_the_tpu_kernels_equal_the_reference_in_float64(monkeypatch):
     """Interpreted: forward and every gradient to 1e-12, for every routing through one program, with tiles that reach beyond
     the last column and experts of several blocks; then with biases and clamped gates."""
     monkeypatch.setattr(tuned, "KERNEL_BLOCK", 8)
-    monkeypatch.setattr(tuned, "chunk", lambda slots, experts: 17)
+    monkeypatch.setattr(tuned, "chunk", lambda *_: 17)
     monkeypatch.setattr(tuned, "TPU_WIDEST", 128)
     monkeypatch.setattr(tuned, "TPU_SUMS", (128, 128))
     with jax.enable_x64(True):
@@ -227,7 +228,7 @@ def put(into, place, own):
 def test_memory_is_static_and_nothing_is_dropped(monkeypatch):
     """One program serves a balanced routing and all tokens to the same experts; its memory is that of a chunk."""
     count, slots, size, width, chunk = 16, 2, 32, 64, 512
-    monkeypatch.setattr(tuned, "chunk", lambda slots, experts: chunk)
+    monkeypatch.setattr(tuned, "chunk", lambda *_: chunk)
 
     def compiled(tokens):
         arrays, dy = inputs(tokens, slots, count, size, width, jnp.float32)
@@ -360,3 +361,28 @@ def test_what_is_refused():
     refused(r"gate is float32\[4, 8, 12\]", gate=arrays["gate"][:4])
     refused("down is bfloat16.*cast it to x's float32", down=arrays["down"].astype(jnp.bfloat16))
     refused(r"x is int32\[23, 8\]", x=arrays["x"].astype(jnp.int32))
+
+
+def test_chunks_on_hopper_hold_a_microbatch_where_their_rows_have_room():
+    """16k tokens of Qwen3-30B-A3B and of eight experts are one chunk, those of DeepSeek-V3's own eight of 256 are not more
+    than the rows that GPU_ROOM holds; elsewhere, and with less room than today's chunk needs, nothing changes."""
+    room = tuned.room_of("gpu")
+    assert room and not any(tuned.room_of(*at) for at in (("cpu",), ("tpu",), ("gpu", "blocks")))
+    assert tuned.chunk(8, 128, room, 128, 2048, 768) == tuned.chunk(4, 8, room, 8, 2048, 768) == 16384
+    assert tuned.chunk(8, 128) == tuned.chunk(8, 128, 1, 128, 2048, 768) == 5120
+    large = tuned.chunk(8, 256, room, 8, 7168, 2048)
+    of_a_row = 2 * (2 * 7168 + 3 * 2048) + 4 * 7168
+    assert large == tuned.chunk(8, 256) or blocks_of(large, 8, 8, 128) * 128 * of_a_row <= room
+    assert blocks_of(16384, 8, 128, 128) * 128 * (2 * (2 * 2048 + 3 * 768) + 4 * 2048) <= room
+
+
+def test_the_layout_of_a_gpu_has_no_loop(monkeypatch):
+    """The same numbers as elsewhere, without the search by halves, whose loop the host launches kernel by kernel."""
+    ids = routes("random", 60, 2, 5)
+    want = layout(ids, 5, 8)
+    assert "while" in str(jax.make_jaxpr(lambda ids: layout(ids, 5, 8))(ids)) or "scan" in str(jax.make_jaxpr(lambda ids: layout(ids, 5, 8))(ids))
+    monkeypatch.setattr(layout_module, "platform", lambda: "gpu")
+    text = str(jax.make_jaxpr(lambda ids: layout(ids, 5, 8))(ids))
+    assert "while" not in text and "scan" not in text
+    for a, b in zip(layout(ids, 5, 8), want, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from test_attention_gpu import MOSAIC, lowered, strict
 from test_experts import NAMES, close, inputs, routes, swiglu
 
+from jaxrl.kernels.attention import gpu_chip
 from jaxrl.kernels.experts import api, experts, gpu, tuned
 from jaxrl.models.feed_forward import clamped
 
@@ -28,14 +29,16 @@ def run(name, activation, ids, arrays, biases, dy):
 
 
 @pytest.mark.mosaic
-@pytest.mark.parametrize("kind, activation", [("empty", swiglu), ("random", LIMIT)])
-def test_kernels_equal_the_reference(kind, activation, monkeypatch):
-    """Two chunks, experts of several blocks, of less than one and of none; an odd number of 64 columns and, at the limit,
-    biases. Within the rounding of bf16 of float64, and of what XLA's blocks round. Then, through the same program,
-    all tokens to one expert."""
-    monkeypatch.setattr(tuned, "chunk", lambda slots, experts: 150)
+@pytest.mark.parametrize("kind, activation, chunk, chips", [("empty", swiglu, 100, 3), ("random", LIMIT, 180, 5)])
+def test_kernels_equal_the_reference(kind, activation, chunk, chips, monkeypatch):
+    """Two chunks, whose gradients are added, and one; fewer multiprocessors than tiles; experts of several blocks, of less
+    than one and of none; an odd number of 64 columns, tiles of one part and of several and, at the limit, biases. Within
+    the rounding of bf16 of float64, and of what XLA's blocks round. Then, through the same program, all tokens to one
+    expert."""
+    monkeypatch.setattr(tuned, "chunk", lambda *_: chunk)
+    monkeypatch.setattr(gpu_chip, "MULTIPROCESSORS", chips)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "gpu", functools.partial(gpu.serving, interpret=strict()))
-    tokens, slots, count, size, width = 220, 2, 4, 128, 192
+    tokens, slots, count, size, width = 180, 2, 4, 256, 192
     arrays, dy = inputs(tokens, slots, count, size, width, jnp.bfloat16)
     arrays |= {name: (arrays[name] / 12).astype(jnp.bfloat16) for name in NAMES[2:]}
     rng = np.random.default_rng(4)
@@ -48,7 +51,7 @@ def test_kernels_equal_the_reference(kind, activation, monkeypatch):
             want = run("reference", activation, ids, *exact)
         for a, b, c in zip(*map(jax.tree.leaves, (got, want, beside)), strict=True):
             close(a, b, 5e-3, kind)
-            close(a, c, 3e-3, kind)
+            close(a, c, 4e-3, kind)
 
 
 @pytest.mark.mosaic

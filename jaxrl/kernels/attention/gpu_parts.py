@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import jaxrl.kernels.mosaic_names  # noqa: F401
+
 LOG2E = math.log2(math.e)
 SEEN = -1e20  # a row's maximum is above this where it saw a key
 PARAMS = plgpu.CompilerParams(approx_math=True)

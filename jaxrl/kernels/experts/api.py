@@ -67,7 +67,8 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
         return reference.experts(*arrays, weights, activation, exchange, matmul)
     run, block = first_that_serves("experts", names, lambda name: IMPLEMENTATIONS[name](
         x_TxD, weights, matmul=matmul, activation=activation))
-    chunk = tuned.chunk(ids_TxK.shape[1], len(gate_ExDxF) * exchange.size)
+    own, size, width = gate_ExDxF.shape
+    chunk = tuned.chunk(ids_TxK.shape[1], own * exchange.size, run.room, own, size, width, x_TxD.dtype.itemsize)
     return walk.experts(walk.Call(run, activation, block, chunk, exchange, matmul), *arrays, *weights)
 
 

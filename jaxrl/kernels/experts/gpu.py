@@ -40,4 +40,4 @@ def _made(interpret) -> Implementation:
 
         return gpu_kernel.sums(interpret, *arguments)
 
-    return grouped.implementation(grouped.Kernels(rows, sums))
+    return grouped.implementation(grouped.Kernels(rows, sums, fresh=True))._replace(room=tuned.GPU_ROOM)

@@ -1,8 +1,12 @@
-"""The two kernels of `experts` on Hopper: a block of threads per tile of a result, in it two warpgroups that multiply,
-64 rows each, and one that lets the copy engine fill a ring of tiles of the operands.
+"""The two kernels of `experts` on Hopper: a block of threads per multiprocessor, in it two warpgroups that multiply, 64
+rows each, and one that lets the copy engine fill a ring of tiles of the operands.
 
-Sums stay in registers over the whole contraction, and what follows them happens there. Blocks of threads whose block of
-rows holds none end at once. No sum crosses blocks of threads: nothing is atomic, every run gives the same bits.
+A block of threads computes one tile of a result after another, those of one expert together, so that its weights stay
+in the L2 cache; the ring goes on from tile to tile, and is filled while the one before is written. Sums stay in
+registers over the whole contraction, and what follows them happens there. A tile is one block of rows and `parts`
+times `columns` columns, each part with sums of its own: of a narrow tile the operands need more of the L2 cache's
+bandwidth than there is (128 x 128: 10.8 TB/s at 700 TFLOP/s; 128 x 256: 8.1). No sum crosses blocks of threads:
+nothing is atomic, every run gives the same bits.
 
 Legend: E experts, R rows of a chunk's blocks, I and O columns in and out, N blocks.
 """
@@ -17,10 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl.kernels.attention import gpu_chip
 from jaxrl.kernels.attention import gpu_parts as gp
 from jaxrl.kernels.attention.gpu_chip import ROWS
 from jaxrl.kernels.experts import tuned
-from jaxrl.kernels.experts.grouped import ROW_SUM, Task
+from jaxrl.kernels.experts.grouped import ROW_SUM, Product, Task
 from jaxrl.kernels.experts.opened import laid_open
 
 CONSUMERS = 2
@@ -29,16 +34,18 @@ DEEP = 64  # of the contraction, per tile of the ring: 128 bytes, the widest swi
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of a call of `rows`."""
+    """The static part of a call of `rows`.
+
+    phases: products that are made side by side from one step's tiles. Products that only add to one sum are phases one
+    after the other, so that a step holds the tiles of one of them.
+    """
 
     task: Task
-    lefts: int
-    across: tuple[bool, ...]  # of each weight
+    phases: tuple[tuple[Product, ...], ...]
     biases: int
     gates: bool
-    steps: int                # tiles of the contraction
-    columns: int              # of a tile of the result
-    stages: int               # tiles in the ring
+    steps: int                # tiles of a phase's contraction
+    sizes: tuned.GpuSizes
     dtype: jnp.dtype
 
     @property
@@ -53,193 +60,278 @@ class Call:
     def sums(self) -> int:
         return 1 + max(p.into for p in self.task.products)
 
+    def lefts(self, phase: int) -> list[int]:
+        return sorted({p.left for p in self.phases[phase]})
+
+    def rights(self, phase: int) -> dict[int, bool]:
+        """{weight: whether it is multiplied across}"""
+        return {p.right: p.across for p in sorted(self.phases[phase], key=lambda p: p.right)}
+
     def scratch(self):
-        stages, columns = self.stages, self.columns
-        beside, row = self.biases + CONSUMERS * self.gates, plgpu.SMEM((CONSUMERS, ROWS), jnp.float32)
+        _, stages, columns, parts = self.sizes
+        beside, row = self.biases * parts + CONSUMERS * self.gates, plgpu.SMEM((CONSUMERS, ROWS), jnp.float32)
+        lefts, rights = self.lefts(0), self.rights(0)
         return dict(
-            left=[gp.swizzled((stages, CONSUMERS, ROWS, DEEP), self.dtype) for _ in range(self.lefts)],
-            right=[gp.swizzled((stages, *((columns, DEEP) if across else (DEEP, columns))), self.dtype)
-                   for across in self.across],
-            bias=[plgpu.SMEM((columns,), self.dtype)] * self.biases, gates=row if self.gates else None,
+            left=[gp.swizzled((stages, CONSUMERS, ROWS, DEEP), self.dtype) for _ in lefts],
+            right=[gp.swizzled((stages, parts, *((columns, DEEP) if across else (DEEP, columns))), self.dtype)
+                   for across in rights.values()],
+            bias=[plgpu.SMEM((parts, columns), self.dtype)] * self.biases, gates=row if self.gates else None,
             out=gp.swizzled((CONSUMERS, ROWS, columns), self.kinds[0]), row_sum=row if self.summed else None,
-            ready=plgpu.Barrier(num_arrivals=self.lefts * CONSUMERS + len(self.across), num_barriers=stages),
+            ready=plgpu.Barrier(num_arrivals=len(lefts) * CONSUMERS + len(rights) * parts, num_barriers=stages),
             free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-            beside=plgpu.Barrier(num_arrivals=beside) if beside else None)
+            beside=plgpu.Barrier(num_arrivals=beside) if beside else None,
+            beside_free=plgpu.Barrier(num_arrivals=CONSUMERS) if beside else None)
 
 
 def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
     """See grouped.Kernels."""
-    first, across = task.products[0], {p.right: p.across for p in task.products}
-    out, blocks = weights[first.right].shape[1 if first.across else 2], lay.experts.size
-    columns, stages = tuned.gpu_sizes(task.name, out)
-    own_call = Call(task, len(lefts), tuple(across[i] for i in range(len(weights))), len(biases), gates_R is not None,
-                    lefts[0].shape[1] // DEEP, columns, stages, lefts[0].dtype)
+    first, blocks = task.products[0], lay.experts.size
+    out = weights[first.right].shape[1 if first.across else 2]
+    apart = len(task.products) > 1 and all(p.into == first.into for p in task.products)
+    sizes = tuned.gpu_sizes(task.name, out)
+    own_call = Call(task, tuple((p,) for p in task.products) if apart else (task.products,), len(biases),
+                    gates_R is not None, lefts[0].shape[1] // DEEP, sizes, lefts[0].dtype)
     operands = [*lefts, *weights, *biases, *(() if gates_R is None else (gates_R.astype(jnp.float32),))]
-    results = [jax.ShapeDtypeStruct((lay.slots.size, out), t) for t in own_call.kinds]
+    results, tiles = [jax.ShapeDtypeStruct((lay.slots.size, out), t) for t in own_call.kinds], out // sizes.width
     if own_call.summed:
-        results.append(jax.ShapeDtypeStruct((out // columns, lay.slots.size), jnp.float32))
+        results.append(jax.ShapeDtypeStruct((tiles, lay.slots.size), jnp.float32))
 
     def kernel(*refs):
         inside, (experts, used, *outs, own) = refs[:len(operands)], refs[len(operands):]
-        block, tile, warpgroup = (lax.axis_index(n) for n in ("block", "tile", "warpgroup"))
-        held, expert = block < used[0], experts[block]
+        split = lambda flat: (lax.div(flat, jnp.int32(tiles)), lax.rem(flat, jnp.int32(tiles)))  # noqa: E731
 
-        @pl.when(held & (warpgroup < CONSUMERS))
-        def _():
-            plgpu.set_max_registers(tuned.GPU_REGISTERS, action="increase")
-            _consume(own_call, outs, own, warpgroup, block, tile)
+        def consume(warpgroup, number, flat, before):
+            block, tile = split(flat)
+            return _consume(own_call, outs, own, warpgroup, number, block, tile)
 
-        @pl.when(held & (warpgroup == CONSUMERS))
-        def _():
-            plgpu.set_max_registers(tuned.GPU_PRODUCER_REGISTERS, action="decrease")
-            _produce(own_call, inside, own, block, expert, tile)
+        def produce(number, flat, before):
+            block, tile = split(flat)
+            return _produce(own_call, inside, own, number, block, experts[block], tile)
+
+        _each(jnp.minimum(used[0], blocks) * tiles, consume, produce)
 
     kernel.__name__ = f"experts_{task.name}"
-    made = _apart(plgpu.kernel(
-        kernel, out_type=results, scratch_types=[own_call.scratch()], grid=(blocks, out // columns),
-        grid_names=("block", "tile"), num_threads=CONSUMERS + 1, thread_name="warpgroup", interpret=interpret,
-        compiler_params=gp.PARAMS)(*operands, lay.experts, lay.used[None]), interpret)
+    made = _apart(_launch(kernel, results, own_call.scratch(), blocks * tiles, interpret)(
+        *operands, lay.experts, lay.used[None]), interpret)
     return (*made[:-1], jnp.sum(made[-1], axis=0)) if own_call.summed else made
 
 
-def _produce(call, refs, own, block, expert, tile):
-    x, w, rest = refs[:call.lefts], refs[call.lefts:][:len(call.across)], refs[call.lefts + len(call.across):]
-    at = pl.ds(tile * call.columns, call.columns)
-    for ref, to in zip(rest, own["bias"], strict=False):
-        plgpu.copy_gmem_to_smem(ref.at[expert, at], to, own["beside"])
-    for c in range(CONSUMERS if call.gates else 0):
-        plgpu.copy_gmem_to_smem(rest[-1].at[_rows(block, c)], own["gates"].at[c], own["beside"])
+def _launch(kernel, results, scratch, most, interpret):
+    """The kernel on as many blocks of threads as there are multiprocessors, or as there are tiles at most."""
+    return plgpu.kernel(kernel, out_type=results, scratch_types=[scratch], grid=(min(gpu_chip.MULTIPROCESSORS, most),),
+                        grid_names=("chip",), num_threads=CONSUMERS + 1, thread_name="warpgroup", interpret=interpret,
+                        compiler_params=gp.PARAMS)
+
+
+def _each(count, consume, produce):
+    """This block of threads' share of `count` tiles: consume(warpgroup, number, tile, before) and produce(number, tile,
+    before), by role, which return `before` of the next tile: the steps that the ring has made."""
+    chip, chips, warpgroup = lax.axis_index("chip"), lax.axis_size("chip"), lax.axis_index("warpgroup")
+    mine = lax.div(count - chip + jnp.int32(chips - 1), jnp.int32(chips))
+
+    def share(one):
+        lax.fori_loop(jnp.int32(0), mine, lambda i, before: one(i, chip + i * chips, before), jnp.int32(0))
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(tuned.GPU_REGISTERS, action="increase")
+        share(lambda *at: consume(warpgroup, *at))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _():
+        plgpu.set_max_registers(tuned.GPU_PRODUCER_REGISTERS, action="decrease")
+        share(produce)
+
+
+def _produce(call, refs, own, number, block, expert, tile):
+    lefts, weights = (1 + max(getattr(p, side) for p in call.task.products) for side in ("left", "right"))
+    x, w, rest = refs[:lefts], refs[lefts:][:weights], refs[lefts + weights:]
+    _, stages, columns, parts = call.sizes
+    steps = call.steps * len(call.phases)
+
+    def at(part):
+        return pl.ds((tile * parts + part) * columns, columns)
+
+    def copy(phase, step, slot):
+        deep, ready = pl.ds(step * DEEP, DEEP), own["ready"].at[slot]
+        for i, to in zip(call.lefts(phase), own["left"], strict=True):
+            for c in range(CONSUMERS):
+                plgpu.copy_gmem_to_smem(x[i].at[_rows(block, c), deep], to.at[slot, c], ready)
+        for (i, across), to in zip(call.rights(phase).items(), own["right"], strict=True):
+            for p in range(parts):
+                source = w[i].at[(expert, at(p), deep) if across else (expert, deep, at(p))]
+                plgpu.copy_gmem_to_smem(source, to.at[slot, p], ready)
 
     def fill(step, slot, reused):
         pl.when(reused)(lambda: plgpu.barrier_wait(own["free"].at[slot]))
-        deep, ready = pl.ds(step * DEEP, DEEP), own["ready"].at[slot]
-        for ref, to in zip(x, own["left"], strict=True):
-            for c in range(CONSUMERS):
-                plgpu.copy_gmem_to_smem(ref.at[_rows(block, c), deep], to.at[slot, c], ready)
-        for ref, to, across in zip(w, own["right"], call.across, strict=True):
-            plgpu.copy_gmem_to_smem(ref.at[(expert, at, deep) if across else (expert, deep, at)], to.at[slot], ready)
+        for phase in range(len(call.phases)):
+            here = lax.div(step, jnp.int32(call.steps)) == phase
+            pl.when(here)(lambda phase=phase: copy(phase, step - phase * call.steps, slot))
 
-    gp.ring(jnp.int32(call.steps), call.stages, fill)
+    gp.ring(jnp.int32(steps), stages, fill, number * steps)
+    if own["beside"] is not None:  # behind the tiles: the consumers still read those of the tile before
+        pl.when(number > 0)(lambda: plgpu.barrier_wait(own["beside_free"]))
+    for ref, to in zip(rest, own["bias"], strict=False):
+        for p in range(parts):
+            plgpu.copy_gmem_to_smem(ref.at[expert, at(p)], to.at[p], own["beside"])
+    for c in range(CONSUMERS if call.gates else 0):
+        plgpu.copy_gmem_to_smem(rest[-1].at[_rows(block, c)], own["gates"].at[c], own["beside"])
+    return (number + 1) * steps
 
 
-def _consume(call, outs, own, warpgroup, block, tile):
+def _consume(call, outs, own, warpgroup, number, block, tile):
     """One consumer's 64 rows of a tile."""
+    _, stages, columns, parts = call.sizes
+    steps, products = call.steps * len(call.phases), call.phases[0]
+    lefts, rights = call.lefts(0), list(call.rights(0))
+
     def multiply(*accs):
         def step(i, _):
-            slot = gp.slot_of(i, call.stages)
+            slot = gp.slot_of(number * steps + i, stages)
             plgpu.barrier_wait(own["ready"].at[slot])
-            for p in call.task.products:
-                right = own["right"][p.right].at[slot]
-                plgpu.wgmma(accs[p.into], own["left"][p.left].at[slot, warpgroup],
-                            right.transpose((1, 0)) if p.across else right)
-            _let_go(i, own["free"], call.stages, len(call.task.products))
+            for p in products:
+                left = own["left"][lefts.index(p.left)].at[slot, warpgroup]
+                for part in range(parts):
+                    right = own["right"][rights.index(p.right)].at[slot, part]
+                    plgpu.wgmma(accs[part * call.sums + p.into], left, right.transpose((1, 0)) if p.across else right)
+            _let_go(i, number * steps + i, own["free"], stages, len(products) * parts)
 
-        lax.fori_loop(jnp.int32(0), jnp.int32(call.steps), step, None)
+        lax.fori_loop(jnp.int32(0), jnp.int32(steps), step, None)
         return tuple(acc[...] for acc in accs)
 
-    shape, gates = (ROWS, call.columns), None
-    sums = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * call.sums)
+    shape, gates, at = (ROWS, columns), None, _rows(block, warpgroup)
+    sums = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * (call.sums * parts))
+    plgpu.barrier_arrive(own["free"].at[gp.slot_of((number + 1) * steps - 1, stages)])
     if own["beside"] is not None:
         plgpu.barrier_wait(own["beside"])
-    biases = [gp.columns(plgpu.load(ref, layout=gp.BY_COLUMN).astype(jnp.float32), shape) for ref in own["bias"]]
     if call.gates:
         gates = gp.rows(plgpu.load(own["gates"].at[warpgroup], layout=gp.BY_ROW), shape)
-    made = list(laid_open(call.task.after, list(sums), biases, gates))
-    at, to = _rows(block, warpgroup), pl.ds(tile * call.columns, call.columns)
+    row_sum = None
+    for part in range(parts):
+        biases = [gp.columns(plgpu.load(ref.at[part], layout=gp.BY_COLUMN).astype(jnp.float32), shape)
+                  for ref in own["bias"]]
+        made = list(laid_open(call.task.after, list(sums[part * call.sums:][:call.sums]), biases, gates))
+        if call.summed:
+            more = made.pop().sum(axis=1)
+            row_sum = more if row_sum is None else row_sum + more
+        to = pl.ds((tile * parts + part) * columns, columns)
+        for value, target in zip(made, outs, strict=False):  # one after the other through the same tile
+            _write(value, own["out"].at[warpgroup], target.at[at, to])
+    if own["beside"] is not None:
+        plgpu.commit_smem()  # the copy engine may overwrite what was read of biases and gates
+        plgpu.barrier_arrive(own["beside_free"])
     if call.summed:
-        own["row_sum"][warpgroup] = made.pop().sum(axis=1)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own["row_sum"].at[warpgroup], outs[-1].at[tile, at])
-    for value, target in zip(made, outs, strict=False):  # one after the other through the same tile
-        own["out"][warpgroup] = value
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own["out"].at[warpgroup], target.at[at, to])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.wait_smem_to_gmem(0)
+        _write(row_sum, own["row_sum"].at[warpgroup], outs[-1].at[tile, at])
+    return (number + 1) * steps
+
+
+def _write(value, tile, target):
+    """Through a tile in shared memory, once what was written through it before has left it."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    tile[...] = value.astype(tile.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, target)
 
 
 def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
     """See grouped.Kernels. Into an array of its own: every expert's tiles are written, those without rows too."""
-    (count, into, out), dtype = sum_ExIxO.shape, left_RxI.dtype
-    columns, stages = tuned.gpu_sizes("sums", out)
-    parts = into // ROWS  # of the left side's columns, a warpgroup each
+    (count, into, out), dtype, fresh = sum_ExIxO.shape, left_RxI.dtype, isinstance(sum_ExIxO, jax.ShapeDtypeStruct)
+    sizes = tuned.gpu_sizes("sums", out)
+    pairs, tiles = -(-into // (ROWS * CONSUMERS)), out // sizes.width
     scratch = dict(
-        left=gp.swizzled((stages, CONSUMERS, DEEP, ROWS), dtype), right=gp.swizzled((stages, DEEP, columns), dtype),
-        total=gp.swizzled((CONSUMERS, ROWS, columns), jnp.float32),
-        ready=plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages), before=plgpu.Barrier(num_arrivals=CONSUMERS))
+        left=gp.swizzled((sizes.stages, CONSUMERS, DEEP, ROWS), dtype),
+        right=gp.swizzled((sizes.stages, sizes.parts, DEEP, sizes.columns), dtype),
+        total=gp.swizzled((CONSUMERS, ROWS, sizes.columns), sum_ExIxO.dtype),
+        ready=plgpu.Barrier(num_arrivals=CONSUMERS + sizes.parts, num_barriers=sizes.stages),
+        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=sizes.stages),
+        before=None if fresh else plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS))
 
-    def kernel(left, right, total, ends, result, own):
-        expert, pair, tile, warpgroup = (lax.axis_index(n) for n in ("expert", "pair", "tile", "warpgroup"))
-        start = jnp.where(expert == 0, 0, ends[jnp.maximum(expert, 1) - 1])
-        stop, at = jnp.minimum(ends[expert], lay.experts.size), pl.ds(tile * columns, columns)
-        steps = jnp.maximum(stop - start, 0) * (call.block // DEEP)
+    def kernel(left, right, *refs):
+        total, (ends, result, own) = None if fresh else refs[0], refs[not fresh:]
 
-        def part(c):
+        def place(flat):
+            """(expert, pair of 64 columns of the left side, tile of the right one, first row, steps)"""
+            expert, rest = lax.div(flat, jnp.int32(pairs * tiles)), lax.rem(flat, jnp.int32(pairs * tiles))
+            start = jnp.where(expert == 0, 0, ends[jnp.maximum(expert, 1) - 1])
+            stop = jnp.minimum(ends[expert], lay.experts.size)
+            steps = jnp.maximum(stop - start, 0) * (call.block // DEEP)
+            return expert, lax.div(rest, jnp.int32(tiles)), lax.rem(rest, jnp.int32(tiles)), start * call.block, steps
+
+        def columns_of(pair, c):
             """A warpgroup's columns of the left side; where one is left over, both warpgroups' are the same."""
-            return pl.ds(jnp.minimum(pair * CONSUMERS + c, parts - 1) * ROWS, ROWS)
+            return pl.ds(jnp.minimum(pair * CONSUMERS + c, into // ROWS - 1) * ROWS, ROWS)
 
-        def fill(step, slot, reused):
-            pl.when(reused)(lambda: plgpu.barrier_wait(own["free"].at[slot]))
-            deep, ready = pl.ds(start * call.block + step * DEEP, DEEP), own["ready"].at[slot]
-            for c in range(CONSUMERS):
-                plgpu.copy_gmem_to_smem(left.at[deep, part(c)], own["left"].at[slot, c], ready)
-            plgpu.copy_gmem_to_smem(right.at[deep, at], own["right"].at[slot], ready)
+        def part_of(tile, part):
+            return pl.ds((tile * sizes.parts + part) * sizes.columns, sizes.columns)
 
-        @pl.when(warpgroup == CONSUMERS)
-        def _():
-            plgpu.set_max_registers(tuned.GPU_PRODUCER_REGISTERS, action="decrease")
-            for c in range(CONSUMERS):
-                plgpu.copy_gmem_to_smem(total.at[expert, part(c), at], own["total"].at[c], own["before"])
-            gp.ring(steps, stages, fill)
+        def produce(number, flat, before):
+            expert, pair, tile, start, steps = place(flat)
 
-        @pl.when(warpgroup < CONSUMERS)
-        def _():
-            plgpu.set_max_registers(tuned.GPU_REGISTERS, action="increase")
-            _add(own, warpgroup, steps, stages)
+            def fill(step, slot, reused):
+                pl.when(reused)(lambda: plgpu.barrier_wait(own["free"].at[slot]))
+                deep, ready = pl.ds(start + step * DEEP, DEEP), own["ready"].at[slot]
+                for c in range(CONSUMERS):
+                    plgpu.copy_gmem_to_smem(left.at[deep, columns_of(pair, c)], own["left"].at[slot, c], ready)
+                for p in range(sizes.parts):
+                    plgpu.copy_gmem_to_smem(right.at[deep, part_of(tile, p)], own["right"].at[slot, p], ready)
 
-            @pl.when(pair * CONSUMERS + warpgroup < parts)
+            gp.ring(steps, sizes.stages, fill, before)
+            return before + steps
+
+        def consume(warpgroup, number, flat, before):
+            expert, pair, tile, _, steps = place(flat)
+            found = _summed(own, warpgroup, before, steps, sizes)
+
+            @pl.when(pair * CONSUMERS + warpgroup < into // ROWS)
             def _():
-                plgpu.copy_smem_to_gmem(own["total"].at[warpgroup], result.at[expert, part(warpgroup), at])
-            plgpu.wait_smem_to_gmem(0)
+                for p, value in enumerate(found):
+                    at, mine = (expert, columns_of(pair, warpgroup), part_of(tile, p)), own["total"].at[warpgroup]
+                    if not fresh:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        plgpu.copy_gmem_to_smem(total.at[at], mine, own["before"].at[warpgroup])
+                        plgpu.barrier_wait(own["before"].at[warpgroup])
+                        value = value + plgpu.load(mine, layout=gp.WGMMA)
+                    _write(value, mine, result.at[at])
+            return before + steps
+
+        _each(jnp.int32(count * pairs * tiles), consume, produce)
 
     kernel.__name__ = "experts_sums"
-    return _apart(plgpu.kernel(
-        kernel, out_type=jax.ShapeDtypeStruct(sum_ExIxO.shape, jnp.float32), scratch_types=[scratch],
-        grid=(count, pl.cdiv(parts, CONSUMERS), out // columns), grid_names=("expert", "pair", "tile"),
-        num_threads=CONSUMERS + 1, thread_name="warpgroup", interpret=interpret, compiler_params=gp.PARAMS,
-    )(left_RxI, right_RxO, sum_ExIxO, lay.ends), interpret)
+    given = (left_RxI, right_RxO, lay.ends) if fresh else (left_RxI, right_RxO, sum_ExIxO, lay.ends)
+    made = jax.ShapeDtypeStruct(sum_ExIxO.shape, sum_ExIxO.dtype)
+    return _apart(_launch(kernel, made, scratch, count * pairs * tiles, interpret)(*given), interpret)
 
 
-def _add(own, warpgroup, steps, stages):
-    """A consumer's part of left^T right, added to its tile in shared memory."""
-    mine = own["total"].at[warpgroup]
-
-    def multiply(acc):
+def _summed(own, warpgroup, before, steps, sizes):
+    """A consumer's part of left^T right, by parts of the tile's columns."""
+    def multiply(*accs):
         def step(i, _):
-            slot = gp.slot_of(i, stages)
+            slot = gp.slot_of(before + i, sizes.stages)
             plgpu.barrier_wait(own["ready"].at[slot])
-            plgpu.wgmma(acc, own["left"].at[slot, warpgroup].transpose((1, 0)), own["right"].at[slot])
-            _let_go(i, own["free"], stages, 1)
+            left = own["left"].at[slot, warpgroup].transpose((1, 0))
+            for part, acc in enumerate(accs):
+                plgpu.wgmma(acc, left, own["right"].at[slot, part])
+            _let_go(i, before + i, own["free"], sizes.stages, sizes.parts)
 
         lax.fori_loop(jnp.int32(0), steps, step, None)
-        return acc[...]
+        return tuple(acc[...] for acc in accs)
 
-    more = pl.run_scoped(multiply, plgpu.ACC(mine.shape, jnp.float32))
-    plgpu.barrier_wait(own["before"])
-    mine[...] = plgpu.load(mine, layout=gp.WGMMA) + more
-    plgpu.commit_smem()
+    found = pl.run_scoped(multiply, *[plgpu.ACC((ROWS, sizes.columns), jnp.float32)] * sizes.parts)
+    last = gp.slot_of(jnp.maximum(before + steps, 1) - 1, sizes.stages)
+    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(own["free"].at[last]))
+    return found
 
 
 def _rows(block, consumer):
     return pl.ds((block * CONSUMERS + consumer) * ROWS, ROWS)
 
 
-def _let_go(i, free, stages, products):
+def _let_go(i, step, free, stages, products):
     """A tile may be filled anew once the products that read it are done: those of the step before this one are, when
-    no more than this one's are under way."""
+    no more than this one's are under way. i: of a result's tile; step: of the ring."""
     plgpu.wgmma_wait(products)
-    pl.when(i > 0)(lambda: plgpu.barrier_arrive(free.at[gp.slot_of(i - 1, stages)]))
+    pl.when(i > 0)(lambda: plgpu.barrier_arrive(free.at[gp.slot_of(jnp.maximum(step, 1) - 1, stages)]))
 
 
 def _apart(made, interpret):

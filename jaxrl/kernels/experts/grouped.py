@@ -56,15 +56,17 @@ class Kernels(NamedTuple):
     mean nothing, on either side.
 
     sums(call, layout, left_RxI, right_RxO, sum_ExIxO) -> sum_ExIxO + the products left^T right of each expert's rows,
-    where rows without a slot are 0.
+    where rows without a slot are 0. fresh: whether it takes a ShapeDtypeStruct for the sum, which then is the products
+    alone, in its dtype.
     """
 
     rows: Callable
     sums: Callable
+    fresh: bool = False
 
 
 def implementation(kernels: Kernels) -> Implementation:
-    return Implementation(functools.partial(forward, kernels), functools.partial(backward, kernels))
+    return Implementation(functools.partial(forward, kernels), functools.partial(backward, kernels), kernels.fresh)
 
 
 def forward(kernels, call, lay, x, gate, up, down, *biases):
@@ -110,8 +112,10 @@ def backward(kernels, call, lay, x, dy, gates_R, weights, sums):
         added = [kernels.sums(call, lay, *pair, s) for pair, s in zip(pairs, sums[:3], strict=True)]
         ones = jnp.ones((len(x_R), ONES), dtype)
         for d, s in zip((da, db, (gates_R[:, None] * dy_R).astype(dtype)), sums[3:], strict=False):
-            none = jnp.zeros((len(s), ONES, s.shape[1]), acc)
-            added.append(s + kernels.sums(call, lay, ones, d, none)[:, 0])
+            fresh = isinstance(s, jax.ShapeDtypeStruct)
+            none = jax.ShapeDtypeStruct if kernels.fresh else jnp.zeros
+            more = kernels.sums(call, lay, ones, d, none((s.shape[0], ONES, s.shape[1]), acc))[:, 0]
+            added.append(more.astype(s.dtype) if fresh else s + more)
         sums = tuple(added)
     return dx, d_gates, sums
 

@@ -3,6 +3,9 @@ and from arithmetic, not by timing."""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from jaxrl.kernels.attention.tpu_parts import VMEM
 
 BLOCK = 64          # rows of a block in XLA
@@ -10,20 +13,33 @@ KERNEL_BLOCK = 128  # of the kernels: the systolic array of v5e and v5p; two war
 PER_EXPERT = 320    # slots per expert of a chunk, where there are as many
 LEAST = 2048        # tokens of a chunk, where there are as many
 
+GPU_PER_EXPERT, GPU_LEAST = 1024, 16384  # the same of Hopper's kernels, within GPU_ROOM
+GPU_ROOM = 4 << 30
+
 TPU_WIDEST = 1024       # columns of a step, at most
 TPU_NUMBERS = 3 << 19   # of a weight in one step, at most: the kernel's code is unrolled over them
 TPU_SUMS = (1024, 512)  # rows and columns of a weight's gradient that one step adds to
 
 GPU_REGISTERS, GPU_PRODUCER_REGISTERS = 240, 24  # of a thread
 GPU = {  # by kernel: columns of a tile, at most, and tiles in the ring
-    "hidden": (128, 3), "out": (128, 4), "inner": (128, 2), "dx": (128, 2), "sums": (128, 4),
+    "hidden": (128, 4), "out": (256, 3), "inner": (128, 2), "dx": (256, 3), "sums": (256, 3),
 }
+GPU_PARTS = ((128, 2), (64, 3), (128, 1), (64, 1))  # (columns of a product, parts of a tile), the widest first
 
 
-def gpu_sizes(kernel: str, out: int) -> tuple[int, int]:
-    """(columns of a tile, tiles in the ring)"""
-    columns, stages = GPU[kernel]
-    return (columns if out % columns == 0 else 64), stages
+class GpuSizes(NamedTuple):
+    """Of a tile of a result: columns in all, tiles in the ring, columns of each part, parts."""
+
+    width: int
+    stages: int
+    columns: int
+    parts: int
+
+
+def gpu_sizes(kernel: str, out: int) -> GpuSizes:
+    widest, stages = GPU[kernel]
+    columns, parts = next(p for p in GPU_PARTS if math.prod(p) <= widest and out % math.prod(p) == 0)
+    return GpuSizes(columns * parts, stages, columns, parts)
 
 
 def block_of(platform: str, implementation: str = "auto") -> int:
@@ -31,10 +47,27 @@ def block_of(platform: str, implementation: str = "auto") -> int:
     return BLOCK if platform == "cpu" or implementation in ("blocks", "reference") else KERNEL_BLOCK
 
 
-def chunk(slots: int, experts: int) -> int:
-    """Tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per chunk."""
+def chunk(slots: int, experts: int, room: int = 0, own: int = 1, size: int = 0, width: int = 0,
+          itemsize: int = 2) -> int:
+    """Tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per chunk.
+
+    Args:
+      slots, experts: of a token; of all devices.
+      room: of `room_of`. own: experts here, of hidden size x width in so many bytes a number.
+    """
     tokens = max(LEAST, -(-PER_EXPERT * experts // slots))
+    if room:
+        of_a_row = itemsize * (2 * size + 3 * width) + 4 * size  # x, dy, what is inside, dx
+        held = (room // of_a_row - own * (KERNEL_BLOCK - 1)) // min(slots, own)
+        tokens = max(tokens, min(held, max(GPU_LEAST, -(-GPU_PER_EXPERT * experts // slots))))
     return max(1, min(tokens, (2**31 - 1) // ((experts + 1) * slots)))  # what layout.py sorts stays an int32
+
+
+def room_of(platform: str, implementation: str = "auto") -> int:
+    """Bytes that a chunk's rows may take in the backward pass of what runs on a platform, where that makes chunks
+    larger; else 0. A chunk costs its experts' half-filled last blocks, their weights read again, and the sums of their
+    gradients read and written in fp32, which a single chunk does not."""
+    return GPU_ROOM if platform == "gpu" and implementation in ("auto", "gpu") else 0
 
 
 def tpu_tasks(size: int, width: int):

@@ -38,11 +38,15 @@ class Implementation(NamedTuple):
 
     weights: gate, up and down, and perhaps a bias of each. x and dy are Rows; results are fp32 or better, and rows
     without a slot mean nothing in them. sums: the weights' gradients so far, fp32 or better, to which the chunk's are
-    added, or () where nobody asks for them.
+    added, or () where nobody asks for them. Where tokens are a single chunk, an implementation with `fresh` is given
+    ShapeDtypeStructs of the weights instead, and returns the chunk's own sums, rounded to the weights' dtype: nothing
+    is read, and half as much is written. room: of tuned.chunk.
     """
 
     forward: Callable
     backward: Callable
+    fresh: bool = False
+    room: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +121,12 @@ def _backward(call, saved, dy_TxD):
         return sums, tuple(map(call.exchange.returned, (added(lay, None, dx).astype(x.dtype), dgates)))
 
     cut = _cut(call, x_TxD)
+    arrays = x_TxD, ids_TxK, gates_TxK, dy_TxD.astype(x_TxD.dtype)
+    if wanted is not None and call.run.fresh and cut.count == 1:
+        sums, (dx, dgates) = one(tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights), arrays)
+        return dx, None, dgates, *sums
     sums = () if wanted is None else tuple(jnp.zeros(w.shape, acc) for w in weights)
-    sums, (dx, dgates) = cut.walk(one, sums, (x_TxD, ids_TxK, gates_TxK, dy_TxD.astype(x_TxD.dtype)))
+    sums, (dx, dgates) = cut.walk(one, sums, arrays)
     dweights = [s.astype(w.dtype) for s, w in zip(sums, weights, strict=True)] if sums else [None] * len(weights)
     return cut.joined(dx), None, cut.joined(dgates), *dweights
 

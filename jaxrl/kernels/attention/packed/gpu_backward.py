@@ -2,7 +2,9 @@
 
 `dq` is laid out like the forward kernel: a tile of queries, a ring of keys and values. `dk` and `dv` turn it round: a
 tile of keys, a ring of queries and output gradients, which runs over the tile's query blocks and over the query heads
-that share the key head. No sum crosses blocks of threads, so nothing is atomic and every run gives the same bits.
+that share the key head, or over equal shares of these, where tiles and key heads alone are too few for the
+multiprocessors (`tuned.key_shares`); then XLA adds the shares' sums. No sum crosses blocks of threads otherwise, so
+nothing is atomic and every run gives the same bits.
 
 With P the weights, S the scores, delta = sum(dout * out): dV = P^T dout, dP = dout V^T, dS = P (dP - delta),
 dQ = scale * dS K, dK = scale * dS^T Q; a soft-cap multiplies dS by 1 - tanh^2.
@@ -22,13 +24,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl.kernels.attention import gpu_parts as gp
 from jaxrl.kernels.attention.gpu_chip import ROWS
+from jaxrl.kernels.attention.packed import tuned
 from jaxrl.kernels.attention.packed.gpu_kernel import launch, part_of, stage_of, steps, visible
 
 
 def stats(out_BxLxHxK, d_out_BxLxHxK, lse_BxHxL):
     """[B, H, 2, L] fp32: lse and delta, what the backward kernels read per query."""
-    delta = jnp.einsum("blhk,blhk->bhl", out_BxLxHxK.astype(jnp.float32), d_out_BxLxHxK.astype(jnp.float32))
-    return jnp.stack([lse_BxHxL, delta], axis=2)
+    delta = jnp.einsum("blhk,blhk->blh", out_BxLxHxK.astype(jnp.float32), d_out_BxLxHxK.astype(jnp.float32))
+    delta = lax.optimization_barrier(delta)  # or XLA adds up within the stack: a thread a row, 3 KB apart, not a warp
+    return jnp.stack([lse_BxHxL, delta.swapaxes(1, 2)], axis=2)
 
 
 def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
@@ -132,45 +136,53 @@ def _d_scores(weights, d_weights, delta, tanh):
 
 
 def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
-    """Returns (dk_BxSxGxK, dv_BxSxGxK, blocks_BxGxN executed or None). plan: transposed, sizes.consumers parts and
-    blocks of sizes.block queries."""
-    *_, groups, size = k_BxSxGxK.shape
-    shared, dtype = np.int32(q_BxLxHxK.shape[2] // groups), q_BxLxHxK.dtype
+    """Returns (dk_BxSxGxK, dv_BxSxGxK, blocks_BxGPxN executed or None), P shares of a key head's query heads. plan:
+    transposed, sizes.consumers parts and blocks of sizes.block queries."""
+    (batch, length, groups, size), dtype = k_BxSxGxK.shape, q_BxLxHxK.dtype
     consumers, queries, warpgroups = sizes.consumers, sizes.block, sizes.consumers * sizes.parts
+    per_group = q_BxLxHxK.shape[2] // groups
+    shares = tuned.key_shares(batch * (length // (consumers * ROWS)) * groups, per_group, sizes)
+    heads = np.int32(per_group // shares)  # of a block of threads
     scratch = dict(
         **{name: gp.swizzled((consumers, ROWS, size), dtype, sizes.parts) for name in ("k", "v")},
         **{name: gp.swizzled((sizes.stages, queries, size), dtype, sizes.parts) for name in ("q", "d_out")},
         stats=plgpu.SMEM((sizes.stages, 2, queries), jnp.float32),
         k_info=plgpu.SMEM((consumers, plan.k_info.shape[1], ROWS), jnp.int32),
         q_info=plgpu.SMEM((sizes.stages, plan.q_info.shape[1], queries), jnp.int32),
+        total=gp.swizzled((consumers, ROWS, size), jnp.float32) if shares > 1 else None,
         stage=gp.staged(warpgroups, ROWS, queries, dtype, op), k_ready=plgpu.Barrier(num_arrivals=3 * consumers),
         done=plgpu.Barrier(num_arrivals=warpgroups), **gp.ring_barriers(warpgroups, sizes.stages, 3, 1))
 
     def consume(warpgroup, where, blocks, outs, own):
         n_full, n, wanted = blocks
-        steps_of = n_full * shared, n * shared, lambda step: wanted(lax.div(step, shared))
+        steps_of = n_full * heads, n * heads, lambda step: wanted(lax.div(step, heads))
         sums, done = _sum_dkv(warpgroup, steps_of, own, op, sizes)
-        _write_dkv(warpgroup, where, sums, outs, own, op, sizes)
+        (_write_dkv if shares == 1 else _write_share)(warpgroup, where, sums, outs, own, op, sizes)
         return done
 
     def produce(where, n, block_of, refs, own):
         q, k, v, d_out, stats, q_info, k_info = refs
-        row, tile, group = where
+        row, tile, share = where
+        group = lax.div(share, jnp.int32(shares))
         for w in range(consumers):
             at = part_of(tile, w, sizes)
             gp.load(own, w, own["k_ready"], k=k.at[row, at, group], v=v.at[row, at, group],
                     k_info=k_info.at[row, :, at])
 
         def fill(step, slot, reused):
-            head, at = group * shared + lax.rem(step, shared), pl.ds(block_of(lax.div(step, shared)) * queries, queries)
+            head, at = share * heads + lax.rem(step, heads), pl.ds(block_of(lax.div(step, heads)) * queries, queries)
             gp.refill(own, slot, reused,
                       dict(q=q.at[row, at, head], stats=stats.at[row, head, :, at], q_info=q_info.at[row, :, at]),
                       dict(d_out=d_out.at[row, at, head]))
 
-        gp.ring(n * shared, sizes.stages, fill)
+        gp.ring(n * heads, sizes.stages, fill)
 
-    return launch(consume, produce, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL),
-                  [jax.ShapeDtypeStruct(k_BxSxGxK.shape, dtype)] * 2, scratch, plan, op, sizes, interpret)
+    made = jax.ShapeDtypeStruct((batch, length, groups * shares, size), dtype if shares == 1 else jnp.float32)
+    *both, done = launch(consume, produce, (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL),
+                         [made] * 2, scratch, plan, op, sizes, interpret)
+    if shares > 1:
+        both = (x.reshape(batch, length, groups, shares, size).sum(axis=3).astype(dtype) for x in both)
+    return *both, done
 
 
 def _sum_dkv(warpgroup, blocks, own, op, sizes):
@@ -245,3 +257,15 @@ def _write_dkv(warpgroup, where, sums, outs, own, op, sizes):
         plgpu.copy_smem_to_gmem(own["k"].at[keys], outs[0].at[row, at, group])
         plgpu.copy_smem_to_gmem(own["v"].at[keys], outs[1].at[row, at, group])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _write_share(warpgroup, where, sums, outs, own, op, sizes):
+    """A share's sums in fp32, one after the other through the same tile."""
+    row, tile, share = where
+    mine, at = own["total"].at[warpgroup], part_of(tile, warpgroup, sizes)
+    for total, out in ((sums[0] * op.scale, outs[0]), (sums[1], outs[1])):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        mine[...] = total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(mine, out.at[row, at, share])
+    plgpu.wait_smem_to_gmem(0)

@@ -1,5 +1,9 @@
 """The frame of the three kernels on Hopper: a block of threads per tile and head, in it warpgroups that multiply and
 one that lets the copy engine fill a ring of tiles of the other side, only those in the tile's list.
+
+Blocks of threads start in the order of the grid, whose last axis runs fastest: the dearest tile of every head first.
+With heads outside, the last head's dearest tile would begin when hardly any other work is left (8k tokens, 12 heads:
+1.15 times the time of work spread evenly, in place of 1.00).
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ def launch(consume, produce, operands, results, scratch, plan, op, sizes, interp
             produce((row, tile, head), n, lambda step: look(step)[0], refs[:inputs], own)
 
     out = plgpu.kernel(
-        kernel, out_type=results, scratch_types=[scratch], grid=(heads, batch * tiles), grid_names=("head", "work"),
+        kernel, out_type=results, scratch_types=[scratch], grid=(batch * tiles, heads), grid_names=("work", "head"),
         num_threads=warpgroups + 1, thread_name="warpgroup", interpret=interpret, compiler_params=gp.PARAMS,
     )(*operands, *plan)
     return *out, *(() if op.count else (None,))

@@ -9,6 +9,7 @@ Hopper's sizes are bound by shared memory (227 KiB) and registers.
 
 from __future__ import annotations
 
+from jaxrl.kernels.attention import gpu_chip
 from jaxrl.kernels.attention.gpu_chip import Sizes
 from jaxrl.kernels.attention.tpu_parts import VMEM
 
@@ -22,6 +23,19 @@ GPU = {  # by kernel and head size
     "queries": {64: Sizes(128, 3), 128: Sizes(128, 2), 192: Sizes(64, 2), 256: Sizes(64, 2, consumers=1)},
     "keys": {64: Sizes(64, 4), 128: Sizes(64, 2), 256: Sizes(64, 2, consumers=1, parts=2)},
 }
+
+
+BLOCKS = 3 * gpu_chip.MULTIPROCESSORS  # of threads, for which `dk` and `dv` share query heads out where there are fewer
+
+
+def key_shares(blocks: int, per_group: int, sizes: Sizes) -> int:
+    """Into how many equal shares the query heads of a key head are dealt, each a block of threads of its own, where one
+    share would make so many blocks: the fewest that make BLOCKS, else one head a share. Causal rows need it most, since
+    the first keys' tile costs twice the mean. Heads in parts have no room for a sum in fp32."""
+    if sizes.parts > 1:
+        return 1
+    fits = [n for n in range(1, per_group + 1) if per_group % n == 0 and blocks * n >= BLOCKS]
+    return fits[0] if fits else per_group
 
 
 def tiles_of(length: int) -> int:
