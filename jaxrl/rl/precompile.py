@@ -102,7 +102,7 @@ class Ahead:
 
     def __init__(self, job, policy, objective):
         self.job, self.policy, self.objective = job, policy, objective
-        self.beside, self.there = compilations.Beside(), set()
+        self.beside, self.there = compilations.BackgroundCompiler(), set()
         away = policy.rests or any(map(memory.rests, jax.tree.leaves(policy.state)))
         self.works = (jax.process_count() == 1 and job.mesh.devices.flat[0].platform in PLATFORMS and not away
                       and policy.program.in_parts != "none")

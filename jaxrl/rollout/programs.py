@@ -125,7 +125,7 @@ class Programs:
         self.shapes, self.mesh, self.dtype, self.joint = shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
         self._shapes: dict[tuple, Any] = {}
-        self.beside = compilations.Beside()
+        self.beside = compilations.BackgroundCompiler()
         tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
         self.by_slot = self._named(DATA_AXES)

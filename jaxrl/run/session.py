@@ -47,8 +47,8 @@ from jaxrl.run.python_api import Given, call_back
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
-from jaxrl.telemetry.health import Divergence, Idle
-from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
+from jaxrl.telemetry.health import Divergence, IdleMechanisms
+from jaxrl.telemetry.profiler import Profiler, memory_steps, traced_steps
 
 log = logging.getLogger("jaxrl")
 SAVE_AGAIN_SECONDS = 60.0  # after the disk refused a save
@@ -195,7 +195,7 @@ class Session:
         self.console.phase(self.phase.current)
         if self.peers.first:
             write_config(self.run_dir, c.asked, numbers)
-            self.idle = Idle(c.chosen())
+            self.idle = IdleMechanisms(c.chosen())
         self.divergence = Divergence(c, c.recipe.samples)
         if self.best is None:
             self._take_best(Best(c))
@@ -215,7 +215,7 @@ class Session:
         c, process, self.rates, self.comparison = self.spec, self.peers.index, rates, comparison
         if comparison is not None and (planned := comparison.start()):
             self.say(planned)
-        steps, memory = steps_of(c.profile, process), memory_of(c.profile, process)
+        steps, memory = traced_steps(c.profile, process), memory_steps(c.profile, process)
         if steps or memory:
             self.profiler = self.own(Profiler(steps, self.run_dir / "profile", memory, c.profile.python))
             self.profiler.at(self.step)

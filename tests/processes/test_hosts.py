@@ -31,7 +31,7 @@ from jaxrl.rollout import Result
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.servers import servers_of_process
 from jaxrl.telemetry import Telemetry
-from jaxrl.telemetry.profiler import steps_of
+from jaxrl.telemetry.profiler import traced_steps
 
 
 def options(**changes):
@@ -271,9 +271,9 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
 def test_only_the_processes_asked_for_are_traced():
     c = default_config()
     c.profile.steps = (2, 3)
-    assert [steps_of(c.profile, i) for i in range(3)] == [(2, 3), (), ()]
+    assert [traced_steps(c.profile, i) for i in range(3)] == [(2, 3), (), ()]
     c.profile.processes = (1, 2)
-    assert [steps_of(c.profile, i) for i in range(3)] == [(), (2, 3), (2, 3)]
+    assert [traced_steps(c.profile, i) for i in range(3)] == [(), (2, 3), (2, 3)]
 
 
 def test_other_processes_warn_under_their_name():
