@@ -175,7 +175,7 @@ def fails(cause: str, answer=lengths, tls=False, url=None, quick=False, **option
                 pool.score(items())
                 raise AssertionError("the run goes on without rewards")
             except RewardFailure as e:
-                assert cause in str(e) and "see to the service behind remote" in str(e)
+                assert cause in str(e) and "fix the service of remote" in str(e)
         return said[0].replace(server.url, "URL").replace(str(url), "URL"), "absent; the run stops where too many are"
 
 

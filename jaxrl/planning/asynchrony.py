@@ -35,8 +35,12 @@ PROMPT = np.ones(1, np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """Seconds. `prompt`: of the engine per answer it begins, during which it decodes nothing. `reward`: after the last
-    completion where nothing is asked for ahead; else rewards run beside generation."""
+    """Speeds of a job in seconds.
+
+    Attributes:
+      prompt: of the engine per completion it starts, during which it decodes nothing.
+      reward: after the last completion if nothing is requested ahead; else rewards run during the rollout.
+    """
 
     slots: int
     fixed: float
@@ -49,9 +53,11 @@ class Speeds:
 
 
 class Engine(protocol.Engine):
-    """An engine in virtual time. beside: it works while the trainer does (devices of its own); else only while polled.
+    """A rollout engine in virtual time.
 
-    length: request -> tokens of its completion. Requests are begun in order as slots come free.
+    Args:
+      beside: it works while the trainer does (on its own devices); else only while polled.
+      length: request -> tokens of its completion. Requests start in order as slots become free.
     """
 
     def __init__(self, speeds: Speeds, length, beside: bool):
@@ -87,7 +93,7 @@ class Engine(protocol.Engine):
         return done
 
     def elapse(self, seconds: float) -> None:
-        """The trainer works for so long."""
+        """Advances the time by a trainer's step."""
         end = self.now + seconds
         if self.beside:
             self._work(end)
@@ -139,11 +145,15 @@ class Engine(protocol.Engine):
 def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: int, max_staleness: int = 0,
              sync_every: int = 1,
              partial: bool = False, beside: bool = True, prompt: float = 0.0) -> dict:
-    """A run without end, looked at for `steps` steps after those in which the pipe fills.
+    """Simulates an endless run and measures `steps` steps after the pipeline has filled.
 
-    lengths: of completions in the order of the data, begun anew where they end. prompt: tokens of one prompt. Returns
-    {"seconds": of each step from the first on; of those looked at: "step_seconds" mean, "trainer", "engine" shares of
-    the time in which each works, "staleness" the highest}.
+    Args:
+      lengths: of completions in the order of the data, repeated.
+      prompt: tokens of one prompt.
+
+    Returns:
+      {"seconds": of each step from the first on; of the measured steps: "step_seconds" mean, "trainer", "engine"
+      shares of the time in which each works, "staleness" the highest}.
     """
     number = lambda request: request.key.prompt * group_size + request.key.sample  # noqa: E731
     length = lambda request: int(lengths[number(request) % len(lengths)])  # noqa: E731
@@ -182,7 +192,9 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A run's own: completion lengths of each step, its seconds (without evaluation, checkpoints, exports), speeds."""
+    """Measurements of a recorded run: completion lengths of each step, its seconds (without evaluation, checkpoints,
+    exports), fitted speeds.
+    """
 
     lengths: list[np.ndarray]
     seconds: np.ndarray
@@ -197,7 +209,7 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
         rollout = fixed * decode steps + each * tokens + prompt * completions
         score + update + other = train + train_token * tokens
 
-    Raises ConfigError for a run that holds neither, or whose times overlap.
+    Raises ConfigError for a run that has neither, or whose times overlap.
     """
     folder = Path(folder)
     try:
@@ -266,7 +278,7 @@ def _decode_steps(lengths, slots: int) -> float:
 
 
 def planned(case, phases: dict) -> Speeds:
-    """Of the target by its roofline. vLLM's servers count as devices of the same kind."""
+    """Returns the Speeds of the target by its roofline. vLLM's servers count as devices of the same kind."""
     c, chip = case.config, case.target.chip
     (inner, shapes, width), servers = case.sampler, case.samplers
     decode, prefill = workload.rollout_work(c, case.model, inner, shapes, servers, width)
@@ -282,7 +294,7 @@ def planned(case, phases: dict) -> Speeds:
 
 
 def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> list[dict]:
-    """One row per staleness: the config's own and those nearby."""
+    """Returns one row per staleness: the config's and those nearby."""
     c = config
     own, every = c.rollout.max_staleness, c.rollout.sync_every
     batch = c.data.prompts_per_step * c.rollout.group_size
@@ -297,8 +309,9 @@ def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> lis
 
 
 def of_case(case, phases: dict) -> dict:
-    """{"basis", "beside", "rows", "balance"} of a plan. balance: of as many devices, those that each side should have
-    so that neither waits, by the seconds each is busy; {} where both share theirs."""
+    """Returns {"basis", "beside", "rows", "balance"} of a plan. balance: how to split the same number of devices so
+    that neither side waits, by the seconds each is busy; {} if both share theirs.
+    """
     c = case.config
     own = bool(c.rollout.servers or c.rollout.vllm.devices) and c.rollout.placement != "colocated"
     beside = case.rollout is None and own
@@ -322,7 +335,7 @@ def of_case(case, phases: dict) -> dict:
 
 
 def table(found: dict) -> list[str]:
-    """Lines of a plan's text."""
+    """Returns the lines of a plan's text."""
     lines = ["", "running ahead, simulated (" + found["basis"] + "; "
              + ("the engine on devices of its own)" if found["beside"] else "the engine on the trainer's devices)"),
              f"  {'max_staleness':>14s}{'step s':>10s}{'trainer':>10s}{'engine':>10s}   busy"]

@@ -68,12 +68,14 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
 
 
 def finish(started, what: str, limit: float) -> dict:
-    """Waits for a compilation and returns its result.
+    """Waits for a compilation and returns its result:
 
     {"programs": {name: {"arguments", "outputs", "alias", "temporaries" (bytes per device), "flops", "seconds",
-    "collectives"}}, "live": {name: bytes per device}, "host": {name: a device's bytes in host memory; on CPUs they are
-    arguments, too}, "rematerialised": warnings of the partitioner, "seconds"}. Raises
-    ConfigError after `limit` seconds, and with the compiler's words where it fails.
+    "collectives"}}, "live": {name: bytes per device}, "host": {name: a device's bytes in host memory; on CPUs they
+    are also arguments}, "rematerialised": warnings of the partitioner, "seconds"}.
+
+    Raises:
+      ConfigError: after `limit` seconds, or with the compiler's message if it fails.
     """
     process, folder, since = started
     with folder:

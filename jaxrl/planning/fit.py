@@ -1,5 +1,6 @@
-"""The largest that fits, and the nearest that does: the counted memory of other configs, scaled by what was compiled
-for this one."""
+"""Finds the largest sizes that fit, and the nearest config that does: counted memory of other configs, scaled by what
+was compiled for this one.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ LONGEST = 1 << 20
 
 
 def changed(config, **values):
-    """A copy with dotted options (written group__name, group__part__name) replaced; static lengths that no longer hold
-    follow the config."""
+    """Returns a copy of a config with dotted options (written group__name, group__part__name) replaced; static
+    lengths that no longer fit follow the config.
+    """
     c = editable(config)
     with c.unlocked():
         for name, value in values.items():
@@ -28,7 +30,7 @@ def changed(config, **values):
 
 
 def most(fits: Callable[[int], bool], start: int, limit: int) -> int:
-    """The largest n <= limit with fits(n), which holds for all below one that it holds for; 0 where not even 1 does."""
+    """Returns the largest n <= limit with fits(n), which must be monotonic; 0 if not even 1 fits."""
     if not fits(1):
         return 0
     low, high = 1, max(2, start)
@@ -47,9 +49,12 @@ def _samples(config) -> bool:
 
 
 def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: int) -> dict:
-    """The largest microbatch, group, slot count and completion that fit, everything else as it is.
+    """Returns the largest microbatch, group, slot count and completion that fit, all else unchanged; None for an
+    option
+    that does not decide memory.
 
-    peak(config) -> bytes on a device. None where the option does not decide memory.
+    Args:
+      peak: config -> bytes on a device.
     """
     shards = data_shards(mesh)
     length = rows(config, shards).shape[1]
@@ -70,15 +75,15 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
 
 
 def expert_splits(mesh: dict, per_host: int, experts: int) -> list[int]:
-    """Larger mesh.ep that a host's devices and the number of experts allow, ascending."""
+    """Returns larger values of mesh.ep that a host's devices and the number of experts allow, ascending."""
     inside = per_host // mesh["tp"] if experts else 0
     return [ep for ep in range(mesh["ep"] + 1, inside + 1) if inside % ep == 0 and experts % ep == 0]
 
 
 def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0) -> Iterator[dict]:
-    """Changes in the order in which a user would rather make them: first what costs time, then what costs samples.
-
-    experts: of a layer of the model."""
+    """Returns changes in order of preference: first those that cost time, then those that cost samples. experts: of a
+    layer of the model.
+    """
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
                if n >= length] or [length]
@@ -127,6 +132,6 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
 
 
 def said(change: dict) -> str:
-    """A change as flags."""
+    """Returns a change as command-line flags."""
     return " ".join(f"--config.{name.replace('__', '.')}={value}" for name, value in change.items())
 

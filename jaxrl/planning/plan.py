@@ -40,7 +40,9 @@ GPU_COMPILED = 0.15  # the same of what jax's CUDA plugin compiles, beside two j
 
 
 def run(config) -> dict:
-    """Prints the plan, writes plan.json, returns it. ConfigError, with the nearest that fits, where it does not."""
+    """Prints the plan, writes plan.json, and returns it. Raises ConfigError, naming the nearest config that fits, if
+    it does not fit.
+    """
     plan = make(config)
     print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
     if config.plan.json:
@@ -53,7 +55,9 @@ def run(config) -> dict:
 
 
 def make(config, search: bool = True) -> dict:
-    """The plan of a config as a JSON-able dict. `search` False: without the largest that fits and without advice."""
+    """Returns the plan of a config as a JSON-able dict. `search` False: without the largest sizes that fit and
+    without advice.
+    """
     started = time.monotonic()
     case = open_case(config)
     cpu, exact, like = _compile(case)
@@ -197,8 +201,9 @@ def _bounds(plan: dict, off: float) -> dict:
 
 
 def times(case: Case, collectives: dict) -> dict:
-    """{"phases", "step_seconds", "tokens_per_second_per_chip", "update_tokens_per_second_per_chip", "mfu",
-    "communication_share"}. `collectives` may be empty: then nothing is communicated."""
+    """Returns {"phases", "step_seconds", "tokens_per_second_per_chip", "update_tokens_per_second_per_chip", "mfu",
+    "communication_share"}. Empty `collectives` mean no communication.
+    """
     c, chip, topology = case.config, case.target.chip, case.target.topology
 
     def network(program, often):
@@ -260,7 +265,9 @@ def _totals(case: Case, phases: dict) -> dict:
 
 
 def lent_memory(case: Case) -> tuple[float, float, float] | None:
-    """Bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, of weights on their way)."""
+    """Returns the bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, weights in
+    transit).
+    """
     if not case.lent:
         return None
     chunk = max(case.config.rollout.vllm.chunk_mb * 1e6, memory.layer_weights(case.model) * 4)
@@ -268,7 +275,7 @@ def lent_memory(case: Case) -> tuple[float, float, float] | None:
 
 
 def too_small(case: Case) -> str:
-    """Why vLLM's part of a shared device is too small for what it must hold, or ""."""
+    """Returns why vLLM's part of a shared device is too small for what it must hold, or ""."""
     if not case.lent:
         return ""
     c, tp = case.config, dict.fromkeys(case.mesh, 1) | {"tp": case.config.rollout.vllm.tensor_parallel}
@@ -283,8 +290,9 @@ def too_small(case: Case) -> str:
 
 
 def counted_peak(case: Case, scale: dict) -> float:
-    """Bytes on a device, counted; temporaries scaled by program, as those that were compiled came out. inf where vLLM's
-    part of the device is too small for vLLM."""
+    """Returns the counted bytes on a device; temporaries are scaled per program by the compiled ones. inf if vLLM's
+    part of the device is too small.
+    """
     if too_small(case):
         return math.inf
     live = memory.standing(case.config, case.model, case.mesh, case.rollout)
@@ -372,7 +380,7 @@ def _hints(case: Case, plan: dict) -> list[str]:
 
 
 def out_of_memory(error: BaseException, config) -> RunStopped | None:
-    """What to say, and how to go on, where a device had no memory for a run; None for other errors. Logs its text."""
+    """Returns the message and remedy if a device ran out of memory in a run; None for other errors. Logs its text."""
     while error is not None and not (isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED.search(str(error))):
         error = error.__cause__
     if error is None:

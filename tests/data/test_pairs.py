@@ -82,7 +82,7 @@ def test_columns_of_pairs_are_mapped(tokenizers, tmp_path):
     ({"prompt": "Q", "chosen": "a"}, "column 'rejected' is missing.*data.rejected_column"),
     ({"prompt": "Q", "rejected": "a"}, "column 'chosen' is missing"), ({"prompt": "Q"}, "column 'chosen' is missing"),
     ({"prompt": "Q", "completion": "a", "label": True}, "preference.loss=dpo compares two.*set preference.loss=kto"),
-    ({"prompt": "Q", "chosen": "a", "rejected": "a"}, "the same answer"),
+    ({"prompt": "Q", "chosen": "a", "rejected": "a"}, "the same completion"),
     ({"prompt": "Q", "chosen": "a", "rejected": [BAD]}, "one is text, the other is not"),
     ({"prompt": "Q", "chosen": [USER, GOOD], "rejected": [ASIDE, USER, BAD]}, "the messages before the completion differ"),
     ({"prompt": "R", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "not those of column 'prompt'"),

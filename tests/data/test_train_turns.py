@@ -109,7 +109,7 @@ def test_held_out_rows_are_as_ever(tokenizers, tmp_path):
 BAD = [  # family, messages, further columns, what is said
     ("hermes", TWO[:3], {}, "end with the role 'user'"),
     ("hermes", TWO[1:], {}, "begin with an assistant message"),
-    ("hermes", [*TWO, said("Seven?")], {}, "messages 3 and 4 are both answers"),
+    ("hermes", [*TWO, said("Seven?")], {}, "messages 3 and 4 are both assistant messages"),
     ("hermes", [user("?"), said("", "{broken"), reply("4"), said("Four.")], {}, "the arguments of 'add' are not JSON"),
     ("hermes", TWO, {"tools": "[{"}, "column 'tools' is not JSON"),
     ("hermes", TWO, {"tools": [3]}, "not a list of JSON schemas"),
