@@ -2,7 +2,7 @@
 
 What is simulated: an engine with so many slots, whose decode steps take `fixed + each * completions` seconds, and a
 trainer whose step takes `train + train_token * tokens`. What is real: which completions are asked for when, what waits
-for what, what a publish does to answers under way. Speeds are those of a recorded run (`recorded`) or of a roofline
+for what, what a publish does to answers under way. Speeds are those of a recorded run (`read_recorded_run`) or of a roofline
 (`planned`); lengths are recorded, given, or the longest.
 """
 
@@ -191,7 +191,7 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """Measurements of a recorded run: completion lengths of each step, its seconds (without evaluation, checkpoints,
     exports), fitted speeds.
     """
@@ -203,7 +203,7 @@ class Recorded:
     group_size: int
 
 
-def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
+def read_recorded_run(folder, steps: slice = slice(WARM_UP, None)) -> RecordedRun:
     """Reads rollouts/ and metrics.jsonl of a synchronous run and fits the speeds, all at least 0, to these steps:
 
         rollout = fixed * decode steps + each * tokens + prompt * completions
@@ -242,7 +242,7 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     train, train_token = _fitted(seconds - of("rollout", "reward", "publish"), np.ones_like(tokens), tokens)
     reward, publish = float(np.median(of("reward"))), float(np.median(of("publish")))
     speeds = Speeds(slots, fixed, each, prompt, reward, train, train_token, publish)
-    return Recorded(lengths, seconds, speeds, data["prompts_per_step"], roll["group_size"])
+    return RecordedRun(lengths, seconds, speeds, data["prompts_per_step"], roll["group_size"])
 
 
 def nonnegative_lstsq(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -308,7 +308,7 @@ def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> lis
     return rows
 
 
-def of_case(case, phases: dict) -> dict:
+def plan_asynchrony(case, phases: dict) -> dict:
     """Returns {"basis", "beside", "rows", "balance"} of a plan. balance: how to split the same number of devices so
     that neither side waits, by the seconds each is busy; {} if both share theirs.
     """
@@ -316,7 +316,7 @@ def of_case(case, phases: dict) -> dict:
     own = bool(c.rollout.servers or c.rollout.vllm.devices) and c.rollout.placement != "colocated"
     beside = case.rollout is None and own
     if c.plan.run:
-        run = recorded(c.plan.run)
+        run = read_recorded_run(c.plan.run)
         speeds, prompt = run.speeds, 0.0
         lengths, basis = np.concatenate(run.lengths), f"speeds and lengths of {c.plan.run}"
     else:

@@ -15,7 +15,7 @@ from jaxrl.rollout.engines import engine_row, shared_gpus
 LONGEST = 1 << 20
 
 
-def changed(config, **values):
+def with_options(config, **values):
     """Returns a copy of a config with dotted options (written group__name, group__part__name) replaced; static
     lengths that no longer fit follow the config.
     """
@@ -29,7 +29,7 @@ def changed(config, **values):
     return c
 
 
-def most(fits: Callable[[int], bool], start: int, limit: int) -> int:
+def largest_n(fits: Callable[[int], bool], start: int, limit: int) -> int:
     """Returns the largest n <= limit with fits(n), which must be monotonic; 0 if not even 1 fits."""
     if not fits(1):
         return 0
@@ -58,19 +58,19 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
     """
     shards = data_shards(mesh)
     length = rows(config, shards).shape[1]
-    fits = lambda **values: peak(changed(config, **values)) <= memory  # noqa: E731
-    row_count = most(lambda n: fits(train__tokens_per_microbatch=n * length), 8, 4096)
+    fits = lambda **values: peak(with_options(config, **values)) <= memory  # noqa: E731
+    row_count = largest_n(lambda n: fits(train__tokens_per_microbatch=n * length), 8, 4096)
     prompt, _ = lengths(config)
     room = max(1, min(LONGEST, max_positions) - prompt)
-    answer = most(lambda n: fits(rollout__max_new_tokens=64 * n), 8, max(1, room // 64))
+    answer = largest_n(lambda n: fits(rollout__max_new_tokens=64 * n), 8, max(1, room // 64))
     out = {"tokens_per_microbatch": row_count * length, "max_new_tokens": 64 * answer, "group_size": None,
            "slots": None}
     if _samples(config):
-        slots = most(lambda n: fits(rollout__slots=n * shards), 8, 4096)
+        slots = largest_n(lambda n: fits(rollout__slots=n * shards), 8, 4096)
         out["slots"] = slots * shards
         by_batch = not config.rollout.slots and config.data.prompts_per_step * config.rollout.group_size < 256
         if by_batch:
-            out["group_size"] = most(lambda n: fits(rollout__group_size=n), config.rollout.group_size, 256)
+            out["group_size"] = largest_n(lambda n: fits(rollout__group_size=n), config.rollout.group_size, 256)
     return out
 
 
@@ -131,7 +131,7 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
         yield {**least, "rollout__max_new_tokens": max(1, answer // part)}
 
 
-def said(change: dict) -> str:
+def as_flags(change: dict) -> str:
     """Returns a change as command-line flags."""
     return " ".join(f"--config.{name.replace('__', '.')}={value}" for name, value in change.items())
 

@@ -86,7 +86,7 @@ def make(config, search: bool = True) -> dict:
     if case.left_out:
         plan["not_planned"] = {"rollout": case.left_out}
     if case.config.recipe.samples and not alone(case.config):
-        plan["asynchrony"] = asynchrony.of_case(case, plan["phases"])
+        plan["asynchrony"] = asynchrony.plan_asynchrony(case, plan["phases"])
     plan["run"] = _run(case.config, plan)
     if case.target.kind == "gpu":
         plan["error"] = _bounds(plan, (GPU_COMPILED if exact else GPU_TEMPORARIES) * temporaries)
@@ -326,16 +326,17 @@ def _nearest(case: Case, peak) -> str:
     experts = case.model.config.num_experts
     for change in fit.alternatives(case.config, case.mesh, case.target.per_host, case.target.kind, experts):
         try:
-            size = peak(fit.changed(case.config, **change))
+            size = peak(fit.with_options(case.config, **change))
         except ConfigError:
             continue  # a mesh that the target cannot have
         if size <= case.usable:
-            return f"The nearest that fits ({gib(size)} counted): {fit.said(change)}"
+            return f"The nearest that fits ({gib(size)} counted): {fit.as_flags(change)}"
     for factor in (2, 4, 8, 16, 32, 64):
         text = f"{case.target.name}:{case.target.count * factor}"
         for ep in (case.mesh["ep"], *fit.expert_splits(case.mesh, targets.parse(text).per_host, experts)):
             try:
-                other = case_of(fit.changed(case.config, plan__target=text, mesh__fsdp=-1, mesh__ep=ep), case.hf_config)
+                other = case_of(fit.with_options(case.config, plan__target=text, mesh__fsdp=-1, mesh__ep=ep),
+                                case.hf_config)
                 size = counted_peak(other, {})
             except ConfigError:
                 continue
@@ -408,7 +409,7 @@ def _remedy(config) -> str:
     if name is None or len(config.mesh.roles):
         return ""
     try:
-        case = open_case(fit.changed(config, plan__target=f"{name}:{jax.device_count()}"))
+        case = open_case(fit.with_options(config, plan__target=f"{name}:{jax.device_count()}"))
         failed = counted_peak(case, {})
         found = _nearest(dataclasses.replace(case, usable=min(case.usable, 0.8 * failed)), lambda c: counted_peak(
             case_of(c, case.hf_config), {}))
