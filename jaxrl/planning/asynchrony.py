@@ -1,9 +1,9 @@
 """A job's clockwork in virtual time: the runs' own admission (rollout/queue.py) between a simulated engine and trainer.
 
-What is simulated: an engine with so many slots, whose decode steps take `fixed + each * completions` seconds, and a
-trainer whose step takes `train + train_token * tokens`. What is real: which completions are asked for when, what waits
-for what, what a publish does to answers under way. Speeds are those of a recorded run (`read_recorded_run`) or of a roofline
-(`planned`); lengths are recorded, given, or the longest.
+Simulated: an engine with a number of slots, whose decode steps take `fixed + each * completions` seconds, and a
+trainer whose step takes `train + train_token * tokens`. Real: which completions are requested when, what waits for
+what, and what a weight sync does to unfinished completions. Speeds are those of a recorded run (`read_recorded_run`)
+or of a roofline (`planned`); lengths are recorded, set, or the longest.
 """
 
 from __future__ import annotations
