@@ -89,6 +89,8 @@ class Chosen(NamedTuple):
 
 
 class Restored(NamedTuple):
+    """A restored checkpoint."""
+
     step: int
     arrays: Any   # the structure that was asked for, every leaf bitwise as saved
     host: dict

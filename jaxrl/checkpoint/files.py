@@ -161,8 +161,10 @@ def size_text(count: int) -> str:
 
 
 def not_orbax(record: logging.LogRecord) -> bool:
+    """Log filter: drops records of Orbax."""
     return "orbax" not in record.pathname
 
 
 def not_tensorstore(record: logging.LogRecord) -> bool:
+    """Log filter: drops TensorStore's reports of failed arrays."""
     return "OCDBT" not in record.getMessage()

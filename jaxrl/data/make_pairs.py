@@ -56,6 +56,7 @@ def make_pairs(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "")
 
 
 def main(argv=None) -> None:
+    """Writes the pairs of the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="rollouts/*.jsonl of a run, or eval/*.jsonl")
     parser.add_argument("--out", required=True, type=Path)

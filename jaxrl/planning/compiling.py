@@ -105,6 +105,7 @@ def _last_words(said: str) -> str:
 
 
 def has_libtpu() -> bool:
+    """Returns whether libtpu is installed."""
     return importlib.util.find_spec("libtpu") is not None
 
 
@@ -112,6 +113,7 @@ def has_libtpu() -> bool:
 
 
 def main(job_file: str, result_file: str) -> None:
+    """Compiles the job of the command line and writes the result."""
     job, result_file = json.loads(Path(job_file).read_text("utf-8")), Path(result_file).absolute()
     os.chdir(job["cwd"])  # where ./file.py of the config is
     since = time.monotonic()

@@ -420,9 +420,12 @@ def _remedy(config) -> str:
 
 
 def predict(config, mesh, model) -> dict[str, float]:
-    """Counted, without a compilation: {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...} for a run's own
-    mesh and model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know,
-    where roles have devices of their own, and with adapters."""
+    """Predicts, by counting and without a compilation, {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...}
+    for
+    a run's mesh and model (a jax Mesh of present devices and a Model).
+
+    {} on devices missing in the table of chips, if roles have their own devices, and with adapters.
+    """
     device = mesh.devices.flat[0]
     name = targets.name_of(device)
     if name is None or len(config.mesh.roles) or model.adapter is not None:

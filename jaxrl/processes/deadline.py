@@ -34,7 +34,7 @@ def leave(text: str, status: int = 1) -> None:
 
 
 def leave_with_main_thread() -> None:
-    """From now on the process exits with its main thread, with status 1; hanging threads are not joined."""
+    """Makes the process exit with its main thread, with status 1; hanging threads are not joined."""
     if _leaving.acquire(blocking=False):
         threading.Thread(target=_follow, name="leave", daemon=True).start()
 

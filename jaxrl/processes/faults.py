@@ -56,6 +56,8 @@ class FaultError(RuntimeError):
 
 
 class Fault(NamedTuple):
+    """One entry of a fault plan."""
+
     component: str
     action: str
     step: int

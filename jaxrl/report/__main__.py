@@ -20,6 +20,7 @@ from jaxrl.report.watch import WatchedRuns, server
 
 
 def main(argv=None) -> int:
+    """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="jaxrl report", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory")

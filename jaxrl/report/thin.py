@@ -41,4 +41,5 @@ def short(x: float) -> float | int | None:
 
 
 def shorts(values) -> list:
+    """Returns `short` of each value."""
     return [short(x) for x in values]

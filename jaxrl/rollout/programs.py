@@ -246,7 +246,7 @@ class Programs:
         return ("extend",), extend, (params, cache, *new), (1,), out
 
     def shared(self, prompts, lengths):
-        """kernels.attention.share of the rows that a decode program gets, or None where it has no use for it."""
+        """Returns kernels.attention.share of a decode program's rows, or None if it does not use shared prompts."""
         return share(prompts, lengths, self.data_shards) if self.shares else None
 
     def decode(self, *args):

@@ -289,7 +289,8 @@ class Engine(abc.ABC):
         """Frees everything; any later call except `health` raises RuntimeError."""
 
     def hold(self, on: bool) -> None:  # noqa: B027
-        """While on, no new completion starts; started ones (health().running) are finished. Only if info has `holds`.
+        """Prevents new completions from starting while on; started ones (health().running) are finished. Only if info
+        has `holds`.
         """
 
     def forget(self, ids: list[str]) -> None:  # noqa: B027

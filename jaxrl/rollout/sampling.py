@@ -180,18 +180,23 @@ def ordered_bits(x):
 
 
 def from_ordered_bits(key):
-    """Inverse of `ordered_bits`."""
+    """Inverts `ordered_bits`."""
     return lax.bitcast_convert_type(key ^ ((key >> 31) & INT_MAX), jnp.float32)
 
 
 def largest_true(key_SxV, weight_SxV, enough, peak_S):
-    """Largest float32 threshold per slot, at most `peak_S`, at which `enough(sum of the weights of the keys at or above
-    it)` is true, -inf where it never is.
+    """Returns the largest float32 threshold per slot, at most `peak_S`, at which `enough(sum of the weights of the
+    keys
+    at or above it)` is true; -inf if it never is.
 
-    key: ordered bits. weight: at least 0, of the dtype of the sum; may be a scalar. `enough` must be increasing. The
-    sum changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest
-    first, with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's graph of launches can
-    hold them.
+    The sum changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest
+    first, with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's launch graph can hold
+    them.
+
+    Args:
+      key_SxV: ordered bits.
+      weight_SxV: at least 0, of the dtype of the sum; may be a scalar.
+      enough: increasing in the sum.
     """
     signed = lambda bits: lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)  # noqa: E731
     found_S = jnp.zeros(peak_S.shape, jnp.uint32)  # above INT_MIN
@@ -234,7 +239,7 @@ def lanes_for(vocab: int) -> int:
 
 
 def fold_lanes(q_SxV):
-    """[S, V] -> [S, M, N]; lane n holds the tokens n, n + N, n + 2 N ...; padding is -inf."""
+    """Folds [S, V] -> [S, M, N]; lane n holds the tokens n, n + N, n + 2 N ...; padding is -inf."""
     slots, vocab = q_SxV.shape
     lanes = lanes_for(vocab)
     rows = -(-vocab // lanes)
@@ -259,7 +264,7 @@ def random_words(seed_S, index_S):
 
 
 def draw(q_SxV, mass_SxN, words_Sx2):
-    """A token by inverse distribution function in two stages: a lane by its mass, then a token within the lane.
+    """Draws a token by inverse distribution function in two stages: a lane by its mass, then a token within the lane.
 
     Two uniforms instead of one per token; no running sum is longer than a lane or the number of lanes.
     """
@@ -272,7 +277,8 @@ def draw(q_SxV, mass_SxN, words_Sx2):
 
 
 def invert(weight_SxN, word_S):
-    """First index whose running sum exceeds u * total, u = word / 2^32. An index of weight 0 is never returned.
+    """Returns the first index whose running sum exceeds u * total, u = word / 2^32. An index of weight 0 is never
+    returned.
 
     Rounding cannot break that promise: an index is eligible only if its weight is positive, and if none passes (u
     rounds to 1) the last eligible one is taken.

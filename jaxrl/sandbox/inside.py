@@ -28,6 +28,7 @@ def function(namespace, name):
 
 
 def outcome(namespace, name, args, kwargs):
+    """Calls a function of the program and returns ["value", plain data], ["raised", exception] or ["opaque", type]."""
     try:
         value = function(namespace, name)(*decode(args), **decode(kwargs))
     except BaseException as error:
@@ -39,6 +40,7 @@ def outcome(namespace, name, args, kwargs):
 
 
 def main():
+    """Runs the program and prints the result of each call."""
     told = json.load(sys.stdin)
     out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # what the program prints is no answer

@@ -26,10 +26,12 @@ class NotCarried(BaseException):
 
 
 def key(name, args, kwargs):
+    """Returns the table key of a call."""
     return json.dumps([name, args, kwargs])
 
 
 def proxy(name, table, asked):
+    """Returns a function that looks its calls up in the table, and adds missing ones to `asked`."""
     def call(*args, **kwargs):
         try:
             given = encode(args), encode(kwargs)
@@ -62,6 +64,7 @@ class Deferred(ast.NodeTransformer):
 
 
 def run(source, name, namespace):
+    """Executes a test's source."""
     tree = ast.fix_missing_locations(Deferred().visit(ast.parse(source, name)))
     exec(compile(tree, name, "exec"), namespace)
 
@@ -86,6 +89,7 @@ def verdict(told, test, table):
 
 
 def main():
+    """Runs the tests and prints each verdict."""
     told = json.load(sys.stdin)
     out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -49,6 +49,7 @@ def answer(request: Request) -> Reply:
 
 
 def main() -> None:
+    """Starts the service from the command line."""
     parser = argparse.ArgumentParser(description="Runs programs of other machines in this machine's sandbox.")
     parser.add_argument("--port", type=int, default=8700)
     parser.add_argument("--at-once", type=int, default=os.cpu_count())

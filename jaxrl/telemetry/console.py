@@ -166,6 +166,7 @@ class PlainConsole(SilentConsole):
 
 
 def sample_verdict(record: dict) -> str:
+    """Returns score, correctness and length cut of a sampled record as text."""
     out = f", score {record['score']:.3g}" if isinstance(record.get("score"), int | float) else ""
     if "accurate" in record:
         out += ", right" if record["accurate"] else ", wrong"
@@ -202,6 +203,7 @@ def completion_text(record: dict) -> str:
 
 
 def shortened(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
+    """Returns a text without control characters, its middle cut if it has more than `limit` characters."""
     text, half = printable(text), limit // 2
     return text if len(text) <= limit else f"{text[:half]} [... {len(text) - limit} characters ...] {text[-half:]}"
 

@@ -300,6 +300,7 @@ def start_queue(name: str, limit: int) -> queue.Queue:
 
 
 def open_console(run_dir, config, silent: bool = False) -> SilentConsole:
+    """Returns the console of a job without steps; a silent one if `silent`."""
     return make_console("off" if silent else config.log.console, 0, f"jaxrl {config.run.recipe} {run_dir}")
 
 

@@ -41,6 +41,7 @@ class Refused(RuntimeError):
 
 
 def version_tuple(text: str) -> tuple[int, int]:
+    """Returns the first two numbers of a version text."""
     numbers = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")[:2]]
     return tuple(numbers + [0] * (2 - len(numbers)))
 
@@ -415,6 +416,7 @@ GAUGES = {
 
 
 def parse_metrics(text: str) -> dict[str, float]:
+    """Returns the GAUGES of a Prometheus page, summed over engines."""
     out = dict.fromkeys(GAUGES.values(), 0.0)
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]

@@ -162,8 +162,9 @@ class VllmEngine(Engine):
         self.fleet.sleep()
 
     def moved(self, params) -> None:
-        """The published weights lie here from now on, in host memory perhaps; servers that join are given them from
-        there."""
+        """Notes where the published weights are now, possibly in host memory; servers that join receive them from
+        there.
+        """
         if self._copy is None:
             self._params = params
 

@@ -30,6 +30,8 @@ AFFINITY_SLACK = 4  # requests by which a group's server may be busier than anot
 
 @dataclasses.dataclass(eq=False)
 class Job:
+    """A request on its way to a server, with its tries."""
+
     request: Request
     attempts: float = 0
     done: bool = False
