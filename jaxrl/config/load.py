@@ -21,7 +21,7 @@ from jaxrl.config.option import Option
 from jaxrl.config.schema import SCHEMA, element_kind, free_tables, options
 from jaxrl.config.schema_algorithm import PRESET_NAMES
 from jaxrl.config.suggest import not_yet, unknown_flag, unknown_option
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, type_of
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of shipped configs: installed, in a checkout
@@ -170,7 +170,7 @@ def config_of(given) -> config_dict.ConfigDict:
     if isinstance(given, config_dict.ConfigDict):
         return given.copy_and_resolve_references()
     if not isinstance(given, dict | None):
-        raise ConfigError(f"config is a {type(given).__name__}: expected the name of a config, options by name, or a "
+        raise ConfigError(f"config is {type_of(given)}: expected the name of a config, options by name, or a "
                           "ConfigDict")
     cfg = default_config()
     for name, value in _by_name(given or {}):

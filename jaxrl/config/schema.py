@@ -29,7 +29,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
-        "accept_changed": O((), "what may hold something else than when the checkpoint was written, though its options are the same:"
+        "accept_changed": O((), "inputs whose content may differ from the checkpoint's:"
                                 f" {', '.join(CHANGEABLE)}; else a resume is refused"),
         "stop_seconds": O(30.0, "after a stop: longest wait for the rewards of an evaluation; a training step's are left at once", bound=">=0"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
@@ -96,8 +96,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "rejected_column": O("rejected", "preferences: the worse answer, likewise"),
         "label_column": O("label", "preferences: whether an answer in data.completion_column is good, true or false"),
         "margin_column": O("margin", "preferences: by how much the chosen answer is better, a number; read where a row has one"),
-        "train_turns": O("last", "SFT on rows of messages: train their last answer (last), or all answers, what stands between them masked,"
-                                 " (all)", choices=("last", "all")),
+        "train_turns": O("last", "SFT on rows of messages, which assistant messages are trained: the last one (last), or all of them, with"
+                                 " everything between masked (all)", choices=("last", "all")),
         "assistant_mask": O("turns", "with data.train_turns=all, how answers are found. turns: each rendered behind what came before, as"
                                      " episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template")),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
@@ -105,7 +105,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
         "chat_template_kwargs": O({}, "extra variables for the chat template, e.g. enable_thinking"),
         "response_prefix": O("", "text the completion is made to start with (part of the prompt, seen by rewards)"),
-        "prompts_per_step": O(64, "prompts per RL step; sequences per step for SFT; rows (pairs) per step for preferences", bound=">0"),
+        "prompts_per_step": O(64, "prompts per RL step; the batch size in SFT (sequences) and preferences (rows or pairs)", bound=">0"),
         "max_prompt_tokens": O(512, "longest prompt in tokens", bound=">0"),
         "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
                              choices=("filter", "truncate_left", "error")),
@@ -137,7 +137,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "engine": O("auto", "jax: the embedded sampler; vllm; auto: vllm where it is installed and there is a GPU, or where"
                             " rollout.servers names servers; or an import path of your own, module:function or ./file.py:function"),
         "group_size": O(8, "samples per prompt", bound=">0"),
-        "max_new_tokens": O(1024, "longest completion in tokens", bound=">0"),
+        "max_new_tokens": O(1024, "longest completion in tokens, sampled or, in SFT and preferences, read from the data", bound=">0"),
         "min_new_tokens": O(0, "end tokens are forbidden before this many", bound=">=0"),
         "temperature": O(1.0, "0 = greedy", bound=">=0"),
         "top_p": O(1.0, "keep the smallest set of tokens whose mass reaches this", bound="(0, 1]"),
@@ -155,7 +155,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + completion, and where XLA decodes long completions also 3/8 of it"),
         "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
                               " sample is bitwise independent of its neighbours; later turns of an episode are then prefilled anew"),
-        "decode_steps": O(16, "most decode steps between two looks of the host", bound=">0"),
+        "decode_steps": O(16, "decode steps per host sync", bound=">0"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
         "timeout_seconds": O(3600.0, "longest wait for one batch of answers", bound=">0"),
@@ -189,7 +189,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "python": O("", "interpreter of the servers' own environment; empty = this one"),
             "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs $VLLM_API_KEY"),
             "port": O(0, "port of the first server, the others follow; 0 = free ones", bound=">=0"),
-            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY, or for servers of ours one made for the run"),
+            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY, or for servers that jaxrl starts one made for the run"),
             "transport": O("auto", "how weights travel: shm (one machine), network, nccl (from GPU to GPU), checkpoint (a folder"
                                    " that servers without jaxrl's plugin reload); auto: shm where it can be, else network, else"
                                    " checkpoint", choices=("auto", "shm", "network", "nccl", "checkpoint")),
@@ -201,7 +201,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "sync_seconds": O(600.0, "longest call of a weight update", bound=">0"),
             "health_seconds": O(10.0, "a server silent for this long, twice, is given up", bound=">0"),
             "retries": O(3, "further tries of a failed request or publish", bound=">=0"),
-            "restarts": O(3, "how often a server of ours is started again", bound=">=0"),
+            "restarts": O(3, "restarts of a server that jaxrl started", bound=">=0"),
             "probe_bound": O(0.0, "largest mean difference in nats between the probe's log-probs and the trainer's; 0 = by dtype:"
                                   " 1e-3 fp32, 0.1 fp16, 0.2 bf16, three times the first one and at most 1 where quantised", bound=">=0"),
             "log_level": O("warning", "level of the servers' logs in <run.dir>/vllm", choices=("debug", "info", "warning", "error")),
@@ -246,11 +246,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_sampled_tokens": O(0, "tokens that an episode samples in all its turns; 0 = no limit of its own", bound=">=0"),
         "max_input_tokens": O(0, "longest prompt of a turn, the conversation so far; 0 = no limit of its own", bound=">=0"),
         "max_observation_tokens": O(1024, "longest new message in tokens; more is cut in the middle", bound=">0"),
-        "max_parallel_calls": O(1, "calls of one turn that are run; further ones are told so", bound=">0"),
+        "max_parallel_calls": O(1, "calls of one turn that run; extra calls get an error reply", bound=">0"),
         "step_seconds": O(60.0, "longest time an environment takes for one turn, the engine's not counted", bound=">0"),
         "episode_seconds": O(600.0, "longest time an environment takes for an episode, the engine's not counted", bound=">0"),
         "retries": O(2, "further tries, with the same seeds, of an episode whose environment failed", bound=">=0"),
-        "late": O("absent", "an episode whose environment ran out of time is absent, or ends there as if cut by the length limit",
+        "late": O("absent", "an episode whose environment timed out: absent drops it, truncated keeps it as if cut by the length limit",
                   choices=("absent", "truncated")),
         "max_failed_fraction": O(0.2, "stop when more than this share of a step's episodes failed by their environment's fault", bound="0..1"),
         "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or begin anew (environments that cannot be"
@@ -377,8 +377,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
                                             " rows, so that a policy that has not moved has ratios of exactly 1 (on the CPU)", bound=">=0"),
         "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one: the longest sequence, or up to 2048 with room"
                               " for more of its group"),
-        "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
-                           " little; 1: whole ones only, one program fewer to compile", choices=(1, 2)),
+        "row_counts": O(2, "sizes of a microbatch that are compiled, per row length: 2 = whole and a quarter, so that the last"
+                           " microbatch wastes little; 1 = whole only, one program fewer to compile", choices=(1, 2)),
         "max_sequence_tokens": O(0, "bound on prompt + completion; 0 = max_prompt_tokens + max_new_tokens", bound=">=0"),
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
@@ -425,7 +425,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "repetition_penalty": O(1.0, "as rollout.repetition_penalty", bound=">0"),
         "frequency_penalty": O(0.0, "as rollout.frequency_penalty"),
         "max_new_tokens": O(0, "0 = rollout.max_new_tokens", bound=">=0"),
-        "stop": O((), "strings that end an answer; empty = rollout.stop"),
+        "stop": O((), "strings that end a completion; empty = rollout.stop"),
         "rewards": O((), "reward functions for evaluation; empty = reward.functions"),
         "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
         "metric": O("", "metric of evaluations that eval.patience and checkpoint.keep_best go by, by its name in metrics.jsonl; higher is"

@@ -22,7 +22,7 @@ LORA = {
                          " models/adapters/initialization.py"),
     "path": O("", "PEFT folder or hub id of an adapter to start from; it says ranks, alphas and modules"),
     "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: apart where the embedded sampler"
-                         " computes below fp32, or vLLM servers of ours are on GPUs and serve it", choices=("auto", "adapter", "merged")),
+                         " computes below fp32, or vLLM servers of jaxrl are on GPUs and serve it", choices=("auto", "adapter", "merged")),
     "export": O("merged", "what is exported: a whole model, or a PEFT folder", choices=("adapter", "merged")),
     "adapters": O({}, "several adapters over one base, each on rows of its own: name -> {sources: names in data.sources; eval: names in"
                       " eval.sets; rank, alpha, and entries of optimizer.* (lr, max_grad_norm ...) of its own}; empty = one adapter"),

@@ -454,7 +454,7 @@ class Migration:
                 kind, note = self.marks.get(s.key) or self.marks.get(name) or (key.kind, key.why)
                 if kind in ("exact", "equivalent") and not targets:
                     asked = any(re.search(rf"(?<![\w.]){re.escape(s.key)}(?![\w.])", text) for text in self.needs_you)
-                    changes = ("inert", "changes nothing, the other keys being what they are")
+                    changes = ("inert", "no effect in this config")
                     kind, note = ("ask", 'said under "Needs you"') if asked else changes
                 out.append(Record(s.key, s.value, s.where, kind, targets, note))
         out += [Record(s.key, s.value, s.where, "unknown", {}, note) for s, note in self.unknown]

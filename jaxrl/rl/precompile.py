@@ -26,8 +26,12 @@ from jaxrl.types import PackedBatch
 
 log = logging.getLogger("jaxrl")
 
-# Where compiling neither runs kernels (as it does on GPUs, to choose among them) nor asks other processes.
-PLATFORMS = ("cpu", "tpu")
+
+def may_precompile(platform: str, processes: int) -> bool:
+    """Whether a process may compile at a time of its own. A GPU's compiler runs kernels to choose among them. XLA lets
+    no other program run beside such a kernel, but the processes of a job share what they find: each waits, up to a
+    day, for what another one may never compile."""
+    return processes == 1 or platform in ("cpu", "tpu")
 
 
 # ---- shapes
@@ -98,13 +102,13 @@ def lowered(update, state, carry, microbatch=None):
 
 class Ahead:
     """Compiles the programs of a policy's update before they are called. Does nothing where several processes share
-    them, on GPUs, and where some of the state is in host memory."""
+    GPUs' programs, and where some of the state is in host memory."""
 
     def __init__(self, job, policy, objective):
         self.job, self.policy, self.objective = job, policy, objective
         self.beside, self.there = compilations.BackgroundCompiler(), set()
         away = policy.rests or any(map(memory.rests, jax.tree.leaves(policy.state)))
-        self.works = (jax.process_count() == 1 and job.mesh.devices.flat[0].platform in PLATFORMS and not away
+        self.works = (may_precompile(job.mesh.devices.flat[0].platform, jax.process_count()) and not away
                       and policy.program.in_parts != "none")
         if self.works:
             whole = self._expected()
@@ -150,5 +154,5 @@ class Ahead:
                 carry = sums(self.job, update, state, one(whole))
                 return lowered(update, state, carry, shape and one(shape)).compile()
         except Exception as e:
-            log.info("the update is compiled where it is called: %s: %s", type(e).__name__, str(e)[:300])
+            log.info("the update could not be compiled ahead of its first call: %s: %s", type(e).__name__, str(e)[:300])
             return e

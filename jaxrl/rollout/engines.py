@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl.config.load import editable
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.user_code import imported
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, type_of
 from jaxrl.rollout.protocol import Engine, EngineInfo
 from jaxrl.rollout.shapes import DEFAULT_SLOTS
 
@@ -170,7 +170,7 @@ def make_engine(context: EngineContext) -> Engine:
                           "(docs/guides/extend.md)")
     made = factory(*given)
     if not isinstance(getattr(made, "info", None), EngineInfo):
-        raise ConfigError(f"rollout.engine={name!r} returned a {type(made).__name__} without `info`: derive "
+        raise ConfigError(f"rollout.engine={name!r} returned {type_of(made)} without `info`: derive "
                           "it from jaxrl.rollout.Engine (docs/guides/extend.md)")
     return made
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl.data import IN_MEMORY
-from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped, type_of
 
 
 class Given(NamedTuple):
@@ -69,7 +69,7 @@ def taken(config, model=None, data=None, rewards=None, tokenizer=None, eval=None
     be."""
     if model is not None:
         if not isinstance(model, str):
-            raise ConfigError(f"model is a {type(model).__name__}: expected a Hugging Face folder or hub id")
+            raise ConfigError(f"model is {type_of(model)}: expected a Hugging Face folder or hub id")
         if config.run.warm_start:
             raise ConfigError(f"model={model!r} beside run.warm_start={config.run.warm_start!r}, which makes the model "
                               "itself: leave one of them out (run.warm_start='')")
@@ -77,7 +77,7 @@ def taken(config, model=None, data=None, rewards=None, tokenizer=None, eval=None
     if tokenizer is not None:
         own = not isinstance(tokenizer, str)
         if own and not (callable(tokenizer) and hasattr(tokenizer, "get_vocab")):
-            raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: expected a folder, a hub id or a tokenizer "
+            raise ConfigError(f"tokenizer is {type_of(tokenizer)}: expected a folder, a hub id or a tokenizer "
                               "of transformers")
         config.model.tokenizer, tokenizer = (IN_MEMORY + "tokenizer", tokenizer) if own else (tokenizer, None)
     if data is not None:
@@ -102,7 +102,7 @@ def taken(config, model=None, data=None, rewards=None, tokenizer=None, eval=None
     callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
     for callback in callbacks:
         if not callable(callback):
-            raise ConfigError(f"callbacks holds a {type(callback).__name__}: expected functions that take one step")
+            raise ConfigError(f"callbacks holds {type_of(callback)}: expected functions that take one step")
     return Given(rewards, data, eval, tokenizer, callbacks, env=env, tools=tools)
 
 

@@ -5,6 +5,7 @@ that long compilations leave to the system; and compiles programs in a backgroun
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,18 +53,18 @@ class Compilations:
 
 
 class BackgroundCompiler:
-    """Compiles programs, by key, in a background thread, in the order in which they were queued. One thread per
-    process, since the main work needs the other cores.
+    """Compiles programs, by key, in background threads, in the order in which they were queued. The process has one
+    thread for every four cores, at most four: the main work needs the other cores.
     """
 
-    _thread = ThreadPoolExecutor(1, BESIDE)
+    _threads = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), BESIDE)
 
     def __init__(self):
         self.coming: dict[Any, Future] = {}
 
     def begin(self, key, compiled, *args) -> None:
         """Queues a program; compiled(*args) returns it."""
-        self.coming[key] = self._thread.submit(compiled, *args)
+        self.coming[key] = self._threads.submit(compiled, *args)
 
     def begun(self, key) -> bool:
         """Returns whether a program is being compiled, or ready."""

@@ -518,7 +518,7 @@ def test_rows_that_a_caller_holds_are_read_like_files(plain, tmp_path):
     sets = load_eval_sets(config, tokenizer, EOS, sets={"own": rows[:2]}, rows=rows)
     assert {name: len(s) for name, s in sets.items()} == {"own": 2, "heldout": 3}
     both = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
-    for wrong, text in ((both, "DatasetDict: expected rows.*one of its splits: train"), ([], "data holds no rows"), (3, "data is a int"),
+    for wrong, text in ((both, "DatasetDict: expected rows.*one of its splits: train"), ([], "data holds no rows"), (3, "data is an int"),
                         (["x"], r"data\[0\]: a row must be a JSON object, not str")):
         with pytest.raises(DataError, match=text):
             load_train(config, tokenizer, EOS, wrong)

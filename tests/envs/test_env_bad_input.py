@@ -100,7 +100,7 @@ CASES = {
     "odd spec": ({"function": "my module:f"}, "env.function: 'my module:f' is neither a name, nor package.module:function"),
     "no module": ({"function": "not_a_module:f"}, "env.function='not_a_module:f': importing not_a_module failed: .*No module named"),
     "no such name": ({"function": "{}/things.py:epsiode"}, "has no function 'epsiode'; it has: .*episode"),
-    "a number": ({"function": "{}/things.py:number"}, "things.py:number is a int, not a function"),
+    "a number": ({"function": "{}/things.py:number"}, "things.py:number has type int; expected a function"),
     "tool and function": ({"function": "guess", "tools": ("m:f",)}, r"env.function='guess' and env.tools=.*pass the tools to chat.send"),
     "tool's name alone": ({"tools": ("f",)}, "env.tools: 'f' names no function; write f:function"),
     "tool twice": ({"tools": ("m:f", "m:f")}, "env.tools names m:f twice; remove one"),

@@ -142,12 +142,12 @@ def test_a_second_ctrl_c_ends_the_process_even_inside_compiled_code():
 def test_a_signal_while_a_run_starts_ends_it_at_once(code):
     process = run(f"""
 import sys
-from jaxrl.processes.faults import GracefulStop, Interrupted
+from jaxrl.processes.faults import GracefulStop, InterruptedAtStart
 try:
     with GracefulStop(starting=True):
         print("ready", flush=True)
         {code}
-except Interrupted as e:
+except InterruptedAtStart as e:
     print(e, "raised", file=sys.stderr)
     sys.exit(128 + e.number)
 """)

@@ -93,11 +93,11 @@ def test_what_is_given_takes_the_place_of_the_config():
 
 @pytest.mark.parametrize("config, given, complaint", [
     ({"optimizer.learning_rate": 1}, {}, "did you mean optimizer.lr"),
-    (3, {}, "config is a int"),
+    (3, {}, "config is an int"),
     ("grpo", {"model": "folder"}, "run.warm_start='grpo_sft', which makes the model itself"),
-    (None, {"model": object()}, "model is a object: expected a Hugging Face folder"),
-    (None, {"tokenizer": 3}, "tokenizer is a int"),
-    (None, {"callbacks": [3]}, "callbacks holds a int"),
+    (None, {"model": object()}, "model is an object: expected a Hugging Face folder"),
+    (None, {"tokenizer": 3}, "tokenizer is an int"),
+    (None, {"callbacks": [3]}, "callbacks holds an int"),
     ({"model.path": "x", "data.path": "given://data"}, {"rewards": ["exact"]}, "rows that were passed from Python; pass them again"),
 ])
 def test_what_cannot_be_meant_is_refused(config, given, complaint):

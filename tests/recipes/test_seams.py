@@ -81,7 +81,7 @@ def test_a_recipe_is_a_file_of_its_own(monkeypatch, tmp_path):
 def test_a_recipe_that_is_none_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("RECIPE = 3\n")
-    for path, why in (("./mine.py:RECIPE", "is a int, not a Recipe"), ("./mine.py:OTHER", "cannot be imported"), ("./no.py:RECIPE", "No such file")):
+    for path, why in (("./mine.py:RECIPE", "is an int, not a Recipe"), ("./mine.py:OTHER", "cannot be imported"), ("./no.py:RECIPE", "No such file")):
         c = tiny_job.get_config("sft")
         c.run.recipe = path
         with pytest.raises(ConfigError, match=f"run.recipe='{path}'.*{why}"):

@@ -13,6 +13,7 @@ from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA, options
 from jaxrl.config.user_code import imported
 from jaxrl.data.mixture import ALGORITHM
+from jaxrl.errors import type_of
 from jaxrl.resolve.checks.data import entry
 from jaxrl.resolve.spec import algorithm_row
 from jaxrl.rollout.engines import CUSTOM_ENGINE, ENGINES, engine_row
@@ -93,7 +94,7 @@ def import_path(name, path, kind=Callable):
     except Exception as e:  # it is the user's code: anything may go wrong in it
         return [f"{name}={path!r} cannot be imported: {type(e).__name__}: {e}"]
     wanted = "a function" if kind is Callable else f"a {kind.__name__}"
-    return [] if isinstance(found, kind) else [f"{name}={path!r} is a {type(found).__name__}, not {wanted}"]
+    return [] if isinstance(found, kind) else [f"{name}={path!r} is {type_of(found)}, not {wanted}"]
 
 
 def _batch_division(cfg, v):
