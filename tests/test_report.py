@@ -171,7 +171,7 @@ def test_a_run_that_goes_on_or_holds_nothing(tmp_path, capsys):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").touch()
     assert content([tmp_path / "new"])["findings"][0][0]["text"].startswith("the run has not finished")
-    assert main([str(tmp_path)]) == 2 and "no run directory" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "is not a run directory" in capsys.readouterr().err
 
 
 def test_completions_are_shown_by_token_where_the_tokens_spell_them(run):

@@ -112,7 +112,7 @@ CASES = {
     "undocumented": ({"tools": ("{}/things.py:undocumented",)}, "tool 'undocumented' has no docstring; add one that says what it does"),
     "unknown type": ({"tools": ("{}/things.py:strange",)}, "a type of its arguments is not defined: name 'Nowhere'"),
     "tool is a class": ({"tools": ("{}/things.py:Game",)}, r"a tool is a plain function \(def ...\) or its schema, got <class"),
-    "no step": ({"function": "{}/things.py:NoStep"}, r"has no method step: the class of an environment has step\(action\) -> Step"),
+    "no step": ({"function": "{}/things.py:NoStep"}, r"has no method step: an environment class needs step\(action\) -> Step"),
     "reset without seed": ({"function": "{}/things.py:NoSeed"}, r"its method is not reset\(row, seed\) -> Observation: too many positional"),
     "unknown option": ({"function": "{}/things.py:Game", "options": {"sise": 3}}, r"env.options=\{'sise': 3\} do not fit .*'sise'"),
     "missing option": ({"function": "{}/things.py:sized"}, r"env.options=\{\} do not fit .*missing a required argument: 'size'"),
@@ -149,7 +149,7 @@ def test_refused_before_a_run(name, folder, monkeypatch):
 def test_a_package_that_is_not_there_is_named(kind, package, tmp_path, monkeypatch):
     (tmp_path / f"{package}.py").write_text("raise ImportError('no')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(ConfigError, match=f"{kind} needs the package {package} .*install it .*env.python"), \
+    with pytest.raises(ConfigError, match=f"{kind} needs the package {package} .*install it.*env.python"), \
             env_cases.pool(kind, workers=1) as p:
         p.ready()
 
