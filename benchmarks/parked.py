@@ -39,7 +39,7 @@ def model_of(size: str):
     return models.build(hf, compute_dtype=jnp.float32, scan_layers=False), hf
 
 
-def engine_of(size: str, args):
+def engine_row(size: str, args):
     """The embedded sampler for episodes of so long conversations, under random weights."""
     import jax
 
@@ -81,7 +81,7 @@ def measured(size: str, args) -> dict:
     """Seconds of a turn both ways, and the prompt tokens that one ran."""
     import numpy as np
 
-    engine, row = engine_of(size, args), {"parameters": model_of(size)[0].num_parameters}
+    engine, row = engine_row(size, args), {"parameters": model_of(size)[0].num_parameters}
     last = {}
     for name, keep, counter in (("prefilled", False, "prefilled_tokens"), ("parked", True, "extended_tokens")):
         before = engine.counters()[counter]

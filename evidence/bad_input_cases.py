@@ -378,7 +378,7 @@ MODELS = {
         ("in/model", NORM, "(31,)", "(32,)"),
     ),
     "truncated safetensors": (truncated, ("in/model/model.safetensors", "cut short", "fetch it again")),
-    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), ("in/model", "holds no readable tokenizer")),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), ("in/model", "has no readable tokenizer")),
 }
 for _name, (_change, _says) in MODELS.items():
     CASES.append(Case("model", _name, _says, lambda p, change=_change: p.model(change)))
@@ -401,7 +401,7 @@ flags(
 )
 flags(
     "tokenizer without a network",
-    ("model.tokenizer='some-org/some-model'", "neither a folder nor a hub id in reach"),
+    ("model.tokenizer='some-org/some-model'", "neither a folder nor a reachable hub id"),
     "model.tokenizer=some-org/some-model",
     group="model",
     env={"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "https://hub.invalid", "HF_HOME": "/nonexistent"},
@@ -419,7 +419,7 @@ flags(
     group="model",
 )
 flags(
-    "unknown end token", ("model.eos_tokens='<nope>'", "special tokens there"), "model.eos_tokens=<nope>", group="model"
+    "unknown end token", ("model.eos_tokens='<nope>'", "its special tokens"), "model.eos_tokens=<nope>", group="model"
 )
 flags(
     "chat template that is not there",
@@ -429,7 +429,7 @@ flags(
 )
 
 
-@case("model", "chat template that fails", ("rows.jsonl:1", "the chat template refuses it", "TemplateSyntaxError"))
+@case("model", "chat template that fails", ("rows.jsonl:1", "the chat template rejects it", "TemplateSyntaxError"))
 def _(p):
     return [f"data.path={p.rows('rows.jsonl', [ROW])}", f"model.chat_template={p.write('bad.jinja', '{% for m in %}')}"]
 
@@ -484,12 +484,12 @@ REWARDS = {
     ),
     "raises always": (
         "def score(prompt, completion, **c):\n    return c['nope']\n",
-        ("score", "KeyError: 'nope'", "reward.py:2", "mend the function", "reward.trial=false"),
+        ("score", "KeyError: 'nope'", "reward.py:2", "fix the function", "reward.trial=false"),
         {},
     ),
     "returns text": (
         "def score(prompt, completion, **c):\n    return 'good'\n",
-        ("score", "returned str 'good'", "expected a number or None", "mend the function"),
+        ("score", "returned str 'good'", "expected a number or None", "fix the function"),
         {},
     ),
     "batched, wrong count": (
@@ -504,7 +504,7 @@ REWARDS = {
     ),
     "fails on what the model answers": (
         "def score(prompt, completion, answer, **c):\n    return {answer: 1.0}[completion]\n",
-        ("score", "KeyError", "reward.max_failed_fraction=0.2", "mend the function"),
+        ("score", "KeyError", "reward.max_failed_fraction=0.2", "fix the function"),
         {"device": "answers", "status": 1, "seconds": 30.0},
     ),
 }
@@ -615,7 +615,7 @@ def _(p):
 @case(
     "run dir",
     "disk that gets full while training",
-    ("stopped", "3 saves in a row failed", "Free space in", "the run resumes"),
+    ("stopped", "3 saves in a row failed", "Free space in", "rerun the same command"),
     status=1,
     seconds=60.0,
     device="training",

@@ -31,7 +31,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.config.load import default_config
-from jaxrl.data.dataset import PromptError
+from jaxrl.data.chat_template import PromptError
 from jaxrl.data.suffixes import QUESTION
 from jaxrl.data.turns import TurnRenderer
 from jaxrl.errors import ConfigError

@@ -150,10 +150,10 @@ def ways(grid: str, longest: int = 6) -> list[list[str]]:
         further = []
         for at, way in level:
             for move in builtin.MOVES:
-                to = builtin.moved(at, move)
+                to = builtin.apply_move(at, move)
                 if to not in seen and "X" not in to:
                     further.append((to, [*way, move]))
-        found = [way for at, way in further if builtin.solved(at)]
+        found = [way for at, way in further if builtin.is_solved(at)]
         if found:
             return found[:8]
         seen |= {at for at, _ in further}
@@ -186,8 +186,8 @@ def lake(file: str, count: int, rng: random.Random) -> list[dict]:
         messages = []
         for move in way[:8]:
             messages += [asks(grid), says(move)]
-            grid = builtin.moved(grid, move)
-            if builtin.solved(grid) or "X" in grid:
+            grid = builtin.apply_move(grid, move)
+            if builtin.is_solved(grid) or "X" in grid:
                 break
         out.append({"prompt": messages})
     return out

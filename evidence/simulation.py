@@ -16,7 +16,7 @@ import tempfile
 import numpy as np
 from common import record, table
 
-from jaxrl.planning.asynchrony import WARM_UP, recorded, simulate
+from jaxrl.planning.asynchrony import WARM_UP, read_recorded_run, simulate
 
 OVERRIDES = ("train.steps=24", "eval.before=false", "eval.after=false", "eval.every_steps=0", "checkpoint.export_at_end=false")
 
@@ -30,7 +30,7 @@ def main() -> int:
             folder = f"{scratch}/run"
             subprocess.run([sys.executable, "-m", "jaxrl.main", "--config=grpo", f"--config.run.dir={folder}",
                             "--config.log.console=plain", *[f"--config.{o}" for o in OVERRIDES]], check=True)
-        fitted, others = recorded(folder, slice(WARM_UP, None, 2)), recorded(folder, slice(WARM_UP + 1, None, 2))
+        fitted, others = read_recorded_run(folder, slice(WARM_UP, None, 2)), read_recorded_run(folder, slice(WARM_UP + 1, None, 2))
     count = len(others.lengths)
     found = simulate(fitted.speeds, np.concatenate(others.lengths), per_step=others.per_step, group_size=others.group_size, steps=count)
     predicted, measured = np.array(found["seconds"][:count]), others.seconds

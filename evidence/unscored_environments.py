@@ -26,7 +26,7 @@ async def library(task, chat):
 def own(completion, **columns):
     """Whether the last turn says what the row wants."""
     if columns.get("tests") is not None:
-        return float(builtin.failing(columns["source"], completion.strip(), json.dumps(columns["tests"])) < 0)
+        return float(builtin.first_failing_test(columns["source"], completion.strip(), json.dumps(columns["tests"])) < 0)
     wanted = columns.get("answer")
     return float(completion.strip() == str(columns["number"] if wanted is None else wanted))
 

@@ -35,7 +35,7 @@ from jaxrl.models.io import hf
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter
-from jaxrl.rollout.vllm.apart import asked_rank
+from jaxrl.rollout.vllm.adapter_folders import configured_rank
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.rollout.vllm.servers import OwnServers
 
@@ -69,7 +69,7 @@ class Host:
 
     def __init__(self, config, folder: Path, own: Path):
         v = config.rollout.vllm
-        key = adapter.key_of(v)
+        key = adapter.server_key(v)
         if not key:
             raise ConfigError("VLLM_API_KEY is not set in the environment: servers need a key that trainers know")
         adapter.warn_of_visible_key()
@@ -84,7 +84,7 @@ class Host:
         m = load_config(config.run.warm_start).model if config.run.warm_start else config.model
         hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False)
         dtype = DTYPES.get(config.rollout.dtype) or DTYPES.get(config.train.compute_dtype, "")
-        rank = asked_rank(config.lora) if config.lora.publish == "adapter" else 0
+        rank = configured_rank(config.lora) if config.lora.publish == "adapter" else 0
         self.servers = OwnServers(config, hf_config, dtype, own, key, lora_rank=rank)
         name, here = reached_at(v.host)
         self.urls = [f"http://{name}:{port}" for port in self.servers.ports]

@@ -20,7 +20,7 @@ from helpers.checkpoint_worker import host, state
 
 from jaxrl.checkpoint import checkpointer as checkpoint
 from jaxrl.checkpoint.checkpointer import FORMAT, Checkpointer, CheckpointError, flatten
-from jaxrl.checkpoint.files import Damaged, crc_of, verify
+from jaxrl.checkpoint.files import DamagedCheckpoint, crc_of, verify
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.processes.faults import FaultError, Faults
@@ -217,7 +217,7 @@ def test_a_damaged_newest_falls_back_loudly(tmp_path, damage, caplog):
     checkpointer = saved(tmp_path, [1, 2, 3])
     newest = checkpointer.directory / "00000003"
     damage(newest)
-    with pytest.raises(Damaged, match=DAMAGE[damage]):
+    with pytest.raises(DamagedCheckpoint, match=DAMAGE[damage]):
         verify(newest)
     fallen = make(tmp_path)
     with caplog.at_level(logging.ERROR, "jaxrl"):

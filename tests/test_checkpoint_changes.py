@@ -5,7 +5,7 @@ import pytest
 from jaxrl.checkpoint.resume import FUTURE, PAST, changes_past, config_changes
 from jaxrl.config.load import default_config, put, redacted
 from jaxrl.config.schema import options
-from jaxrl.data.mixture import FURTHER, OWN
+from jaxrl.data.mixture import OWN, SOURCE_ONLY
 
 
 @pytest.mark.parametrize("name", list(options()) + ["user.anything", "model.config.hidden_size"])
@@ -15,7 +15,7 @@ def test_every_option_is_classified(name):
 
 
 def test_every_entry_of_the_table_is_an_option_or_a_group_with_options():
-    names = [*options(), "user.anything", *(f"data.sources.<name>.{key}" for key in (*FURTHER, *OWN))]
+    names = [*options(), "user.anything", *(f"data.sources.<name>.{key}" for key in (*SOURCE_ONLY, *OWN))]
     for entry in (*FUTURE, *PAST):
         known = any(n.startswith(entry[:-1]) for n in names) if entry.endswith(".*") else entry in names
         assert known, entry

@@ -5,7 +5,7 @@ import pytest
 from test_checkpoint import host, make, same, state, tree
 
 from jaxrl.checkpoint.checkpointer import CheckpointError
-from jaxrl.checkpoint.files import COMMITTED, Damaged, folder_of, in_store, verify
+from jaxrl.checkpoint.files import COMMITTED, DamagedCheckpoint, folder_of, in_store, verify
 from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
@@ -60,7 +60,7 @@ def test_what_is_damaged_in_a_store_is_passed_over(tmp_path):
     run.close()
     big = max((p for p in (folder / "00000002" / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     big.write_bytes(big.read_bytes()[:-1])
-    with pytest.raises(Damaged, match="bytes instead of"):
+    with pytest.raises(DamagedCheckpoint, match="bytes instead of"):
         verify(folder_of(f"{there}/00000002"))
     assert make(tmp_path, dir=there).restore(state(0)).step == 1
     with pytest.raises(CheckpointError, match="is damaged"):

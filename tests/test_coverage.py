@@ -77,7 +77,7 @@ ALIASES = {
     "data/stream.py": {"d": "data"},
     "models/adapters/peft.py": {"options": "lora"},
     "models/adapters/selection.py": {"options": "lora"},
-    "rollout/vllm/apart.py": {"options": "lora"},
+    "rollout/vllm/adapter_folders.py": {"options": "lora"},
     "checkpoint/checkpointer.py": {"_options": "checkpoint"},
     "checkpoint/uploads.py": {"options": "checkpoint.upload", "o": "checkpoint.upload"},
     "telemetry/telemetry.py": {"_log": "log"},

@@ -13,7 +13,7 @@ import pytest
 from jaxrl.envs.proxy import Proxy
 from jaxrl.processes import http_server
 from jaxrl.processes.http_server import Reply, Server
-from jaxrl.report.watch import Watched
+from jaxrl.report.watch import WatchedRuns
 from jaxrl.report.watch import server as watch_server
 from jaxrl.rollout.vllm import transport
 from jaxrl.sandbox import serve
@@ -23,7 +23,7 @@ PATIENCE = 120.0  # seconds after which a test fails; none waits for it otherwis
 
 
 def admit(request):
-    return None if request.shows(KEY) else http_server.error(401, "wrong key")
+    return None if request.has_key(KEY) else http_server.error(401, "wrong key")
 
 
 def echo(request):
@@ -114,7 +114,7 @@ def weights(tmp_path):
 
 @contextlib.contextmanager
 def watch(tmp_path):
-    class Nothing(Watched):
+    class Nothing(WatchedRuns):
         def content(self):
             raise OSError("no run here")
 
@@ -178,7 +178,7 @@ def test_a_head_without_end_is_refused(ours):
     """Told so, and closed at last to whoever does not listen."""
     port, sent, most = ours[0], 0, 1 << 29
     with connect(port) as sock:
-        sock.sendall(b"X" * http_server.LONGEST_HEAD)
+        sock.sendall(b"X" * http_server.MAX_HEAD_BYTES)
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
         with contextlib.suppress(ConnectionError):
             while sent < most:

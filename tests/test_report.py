@@ -20,9 +20,9 @@ import jaxrl.report
 from jaxrl.records import files
 from jaxrl.report import content, page, report_of
 from jaxrl.report.__main__ import main
-from jaxrl.report.samples import EMBEDDED, Speaker
-from jaxrl.report.thin import kept
-from jaxrl.report.watch import Watched, server
+from jaxrl.report.samples import EMBEDDED, TokenTexts
+from jaxrl.report.thin import kept_points
+from jaxrl.report.watch import WatchedRuns, server
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> \u2028 \x00 & &lt; ]]> \ud800"
 SHOWN = HOSTILE.replace("\ud800", "?")
@@ -117,10 +117,10 @@ def test_thinning_keeps_every_extreme_and_the_ends(points):
     draw = np.random.default_rng(points)
     a, b = draw.normal(size=(2, 5000))
     a[1234], b[77] = 40.0, np.nan
-    at = kept([a, b], points)
+    at = kept_points([a, b], points)
     assert len(at) <= 2 * points + 20 and {0, 4999, 1234, 77} <= set(at) and (np.diff(at) > 0).all()
     assert a[at].min() == a.min() and np.nanmax(b[at]) == np.nanmax(b) and np.nanmin(b[at]) == np.nanmin(b)
-    assert kept([np.ones(50)], points).tolist() == [0, 49] and kept([np.zeros(0)], points).tolist() == []
+    assert kept_points([np.ones(50)], points).tolist() == [0, 49] and kept_points([np.zeros(0)], points).tolist() == []
 
 
 def test_runs_that_differ_in_their_seed_are_one_curve_with_a_band(run, tmp_path):
@@ -140,7 +140,7 @@ def test_runs_that_differ_in_their_seed_are_one_curve_with_a_band(run, tmp_path)
 def test_what_deserves_a_look_is_said(run):
     held = content([run])
     said = {f["text"][:40]: f for f in held["findings"][0]}
-    assert "the run ended by an error" in held["findings"][0][0]["text"]
+    assert "the run failed" in held["findings"][0][0]["text"]
     assert any("1 lines of metrics.jsonl" in t for t in said)
     equal, = (f for t, f in said.items() if t.startswith("all rewards within every group"))
     assert (equal["steps"], equal["count"], equal["grave"]) == ("5-7, 90", 4, False) and "group_size (now 2)" in equal["text"]
@@ -171,12 +171,12 @@ def test_a_run_that_goes_on_or_holds_nothing(tmp_path, capsys):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").touch()
     assert content([tmp_path / "new"])["findings"][0][0]["text"].startswith("the run has not finished")
-    assert main([str(tmp_path)]) == 2 and "no run directory" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "is not a run directory" in capsys.readouterr().err
 
 
 def test_completions_are_shown_by_token_where_the_tokens_spell_them(run):
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "arith" / "tokenizer" / "tokenizer.json"))
-    speak = Speaker(jaxrl.report.runs.read_run(run))
+    speak = TokenTexts(jaxrl.report.runs.read_run(run))
     ids = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
     text = "Eva has 2 apples: a) counts 4, b) buys 4"
     record = {"completion": text, "tokens": ids(text), "logprobs": [-0.5] * len(ids(text))}
@@ -227,7 +227,7 @@ def test_characters_of_several_tokens_are_shown_once(tmp_path):
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
     text = "né 🙂 ok"
     ids = tokenizer.encode(text).ids
-    piece, = Speaker(jaxrl.report.runs.read_run(folder)).pieces({"completion": text, "tokens": ids, "logprobs": [-1.0] * len(ids)})
+    piece, = TokenTexts(jaxrl.report.runs.read_run(folder)).pieces({"completion": text, "tokens": ids, "logprobs": [-1.0] * len(ids)})
     assert piece["tokens"] == ["n", "", "é", " ", "", "", "", "🙂", " ", "o", "k"]
 
 
@@ -241,7 +241,7 @@ def test_a_page_that_cannot_be_written_is_said_and_ends_nothing(run, tmp_path, c
 
 def test_watching_follows_a_run_and_answers_this_machine_only(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
-    serving = server(Watched([tmp_path / "run"], None, 5.0), 0)
+    serving = server(WatchedRuns([tmp_path / "run"], None, 5.0), 0)
     assert serving.host == "127.0.0.1"
     serving.start("watch")
     place = f"http://127.0.0.1:{serving.port}"
@@ -272,4 +272,4 @@ def test_a_browser_draws_it_without_complaint(run, tmp_path):
     shown = done.stdout.partition('<script type="application/json"')[0]
     assert "score 9, usual are 1: " in shown and "what each setting gained" in shown
     assert shown.count("<canvas") >= 5 and "alert(1)&lt;/script&gt;" in shown and "<img" not in shown
-    assert "the run ended by an error" in shown and "5-7, 90" in shown and "mean of 2" in shown
+    assert "the run failed" in shown and "5-7, 90" in shown and "mean of 2" in shown

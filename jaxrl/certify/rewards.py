@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl.certify.claims import Broken
-from jaxrl.rewards.items import FINE
+from jaxrl.rewards.items import NON_FAILURES
 
 HOSTILE = {
     "empty": "",
@@ -90,7 +90,7 @@ def hostile(score, item) -> str:
     result = score([dataclasses.replace(item, completion=text) for text in texts])
     for text, outcomes in zip(names, result.outcomes, strict=True):
         for reward, outcome in outcomes.items():
-            if outcome not in FINE:
+            if outcome not in NON_FAILURES:
                 raise Broken(f"reward {reward} of a text of {text}: {outcome[:300]}",
                              {"reward": reward, "what": text, "completion": HOSTILE[text][:200],
                               "characters": len(HOSTILE[text]), "outcome": outcome[:1000]})

@@ -136,7 +136,7 @@ class Rewards:
         spec = resolve(c, engine="jax")
         handed = self.inputs.rewards if self.inputs is not None else None
         named = list(handed if handed is not None else spec.reward.functions)
-        asked = [name for name in services.named(spec.reward) if name in named]
+        asked = [name for name in services.service_options(spec.reward) if name in named]
         named = [name for name in named if name not in asked]
         if not named:
             raise NotApplicable(f"services give them: {', '.join(asked)}" if asked else

@@ -1,3 +1,3 @@
-"""Checkpoints: saved in one commit and restored (checkpointer), their files (files), which options may change when a
-run is resumed (resume), and copies sent elsewhere (uploads).
+"""Checkpoints: save and restore in one commit (checkpointer), their files (files), fingerprints of a run's inputs
+(fingerprints), which options may change on resume (resume), and copies sent elsewhere (uploads).
 """

@@ -38,7 +38,7 @@ import jaxrl
 from jaxrl.checkpoint.files import (
     LEFTOVER,
     MANIFEST,
-    Damaged,
+    DamagedCheckpoint,
     checkpoints_in,
     delete,
     disk_trouble,
@@ -55,16 +55,16 @@ from jaxrl.checkpoint.files import (
     verify,
 )
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.processes.deadline import leave_with_main_thread, within
+from jaxrl.processes.deadline import leave_with_main_thread, time_limit
 from jaxrl.processes.exchange import put
 from jaxrl.processes.faults import Faults
 from jaxrl.processes.group import peers
 
 log = logging.getLogger("jaxrl")
 
-FORMAT = 2        # raised when an older jaxrl could not read what a newer one writes
+FORMAT = 2        # incremented when an older jaxrl could not read a newer one's checkpoints
 UNREAD = re.compile(r"(critic/)?(version|rng)")  # leaves of format 1 that nothing read
-MAX_FAILURES = 3  # failed saves in a row that end the run
+MAX_FAILURES = 3  # consecutive failed saves that end the run
 HOST_FILE = "metadata"  # Orbax's name for what JsonSave writes
 
 
@@ -72,16 +72,16 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be written or used. The message names the path and the remedy."""
 
 
-class SavesFail(RunStopped):
-    """The disk refused MAX_FAILURES saves in a row, or the last save of a run. What is there stays good."""
+class SavesFailed(RunStopped):
+    """The disk refused MAX_FAILURES saves in a row, or the last save of a run. Existing checkpoints stay valid."""
 
 
-class DiskHangs(SavesFail):
-    """A save that did not end within checkpoint.timeout_seconds. Its threads still wait for the disk."""
+class SaveTimeout(SavesFailed):
+    """A save did not end within checkpoint.timeout_seconds. Its threads still wait for the disk."""
 
 
 class Chosen(NamedTuple):
-    """A checkpoint that is whole, before its arrays are read."""
+    """A complete checkpoint whose arrays have not been read yet."""
 
     step: int
     host: dict
@@ -89,6 +89,8 @@ class Chosen(NamedTuple):
 
 
 class Restored(NamedTuple):
+    """A restored checkpoint."""
+
     step: int
     arrays: Any   # the structure that was asked for, every leaf bitwise as saved
     host: dict
@@ -102,10 +104,10 @@ class Checkpointer:
       run_dir: the run directory; nothing is created before the first save.
       config: the whole config; reads the group `checkpoint`.
       faults: planned faults, for tests.
-      before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes
-        visible: whatever must not be older than the checkpoint is flushed here.
-      uploads: what sends checkpoints elsewhere (uploads.py), or None: it is told of each, in the writing thread of
-        process 0. Up to checkpoint.keep that it still has to send outlive those that would be deleted.
+      before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes visible;
+        flushes whatever must not be older than the checkpoint.
+      uploads: sends checkpoints elsewhere (uploads.py), or None. It is told of each in process 0's writing thread. Up
+        to checkpoint.keep checkpoints that are still to be sent are not deleted.
     """
 
     def __init__(self, run_dir, config, faults: Faults | None = None, before_commit: Callable[[], None] = lambda: None,
@@ -120,24 +122,24 @@ class Checkpointer:
         self.committed: int | None = None  # the newest step of this run that is known to be on disk, whole
         self.best: int | None = None       # the step whose checkpoint outlives checkpoint.keep
         self._failures = 0
-        self._told = 0      # of them, those that take_refused() has told
+        self._failures_told = 0      # of them, those that take_refused() has told
         self._refused = ""  # what the disk said to the newest save that failed
         self._saving, self._deadline = -1, 0.0
-        self._chosen: tuple[str, Chosen | None] | None = None  # what choose() found under which policy
+        self._cached_choice: tuple[str, Chosen | None] | None = None  # what choose() found under which policy
         self._stale: list[Path] | None = None  # decided by restore(); None = everything here is of this run
         self._peers = peers()
 
     # ---- what is there
 
     def steps(self) -> list[int]:
-        """Steps of the visible checkpoints, oldest first. Visible means complete when it was committed."""
+        """Returns the steps of the visible checkpoints, oldest first. Visible means complete when it was committed."""
         return [int(p.name) for p in checkpoints_in(self.directory)]
 
     # ---- saving
 
     def require_space(self, arrays) -> None:
         """Raises OSError(ENOSPC) unless the disk has room for twice the arrays (a tree of arrays or abstract ones). A
-        store has.
+        store always has.
 
         Twice, because the new checkpoint is written before the oldest is deleted and the file system needs slack.
         """
@@ -151,18 +153,20 @@ class Checkpointer:
                           "(twice the checkpoint); free some space, lower checkpoint.keep, or choose another run.dir")
 
     def save(self, step: int, arrays, host: dict) -> bool:
-        """Saves one checkpoint. Returns False when the disk refused it or `step` is saved already.
+        """Saves one checkpoint. Returns False if the disk refused it or `step` is saved already.
 
-        Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them;
-        what then fails is reported by the log, and by the next call. Synchronous: returns after the commit.
-        One save runs at a time; a second waits for the first.
+        Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them; a
+        later failure is logged, and raised by the next call. Synchronous: returns after the commit. One save runs at
+        a time; a second waits for the first.
 
         Args:
           arrays: pytree of jax or numpy arrays (empty containers and NamedTuples allowed; no None, no typed keys).
           host: JSON-able dict with string keys. Tuples come back as lists.
+
         Raises:
-          SavesFail: the third failed save in a row; DiskHangs: the one before does not end. TypeError: a leaf that
-          cannot be saved, by name. Whatever else went wrong in the background since the last call.
+          SavesFailed: the third failed save in a row; SaveTimeout: the previous save does not end.
+          TypeError: a leaf that cannot be saved, by name.
+          Any other background failure since the last call.
         """
         self.wait()
         if self._peers.first:
@@ -182,7 +186,7 @@ class Checkpointer:
         self._saving, together = step, True
         self._deadline = time.monotonic() + (self._options.timeout_seconds or threading.TIMEOUT_MAX / 2)
         try:
-            with within(self._options.timeout_seconds, self._hanging(step)):
+            with time_limit(self._options.timeout_seconds, self._hanging(step)):
                 self._faults.fire("checkpoint", step, "before")
                 manager = self._open()
                 self._require_space_everywhere(step, leaves)
@@ -213,26 +217,26 @@ class Checkpointer:
             raise OSError(errno.ENOSPC, found)
 
     def wait(self) -> None:
-        """Blocks until a running save is committed or has failed. Raises as `save` does."""
+        """Waits until a running save is committed or has failed. Raises as `save` does."""
         if self._thread is not None:
             self._thread.join(max(0.0, self._deadline - time.monotonic()))
         self.check()
 
     def require(self, step: int) -> None:
-        """Returns once the checkpoint of `step` is committed. Raises SavesFail where it is not, or as `save` does."""
+        """Returns once the checkpoint of `step` is committed. Raises SavesFailed if it is not, or as `save` does."""
         self.wait()
         if not self._peers.decide(f"checkpoint {step}: is it committed?", lambda: self.committed == step):
-            raise SavesFail(f"checkpoint of step {step} not written ({self._refused or 'it was never begun'}); "
-                            f"{self.newest()}. Free space in {self.directory} and start again: the run goes on "
-                            "from there")
+            raise SavesFailed(f"checkpoint of step {step} not written ({self._refused or 'it was never started'}); "
+                              f"{self.newest()}. Free space in {self.directory} and rerun the same command to resume "
+                              "from there")
 
     def take_refused(self) -> bool:
-        """Whether the disk has refused a save since this was last asked."""
-        before, self._told = self._told, self._failures
+        """Returns whether the disk has refused a save since the last call."""
+        before, self._failures_told = self._failures_told, self._failures
         return self._failures > before
 
     def close(self) -> None:
-        """Waits for a running save and frees Orbax's threads. Raises as `save` does; one that hangs is left alone."""
+        """Waits for a running save and frees Orbax's threads. Raises as `save` does; a hanging save is abandoned."""
         if not self._hangs():
             try:
                 self.wait()
@@ -244,17 +248,18 @@ class Checkpointer:
 
     def _hanging(self, step: int) -> str:
         return (f"checkpoint of step {step} not written within checkpoint.timeout_seconds="
-                f"{self._options.timeout_seconds:g}: the disk under {self.directory} does not answer; {self.newest()}, "
-                "and once it does the same command goes on from there")
+                f"{self._options.timeout_seconds:g}: the disk under {self.directory} does not respond; "
+                f"{self.newest()}. "
+                "Once it does, rerun the same command to resume from there")
 
     def check(self) -> None:
-        """Raises what went wrong in the background, if anything did. Costs nothing; call it every step."""
+        """Raises a background failure, if there was one. Costs nothing; call it every step."""
         error, self._error = self._error, None
         if error is not None:
             raise error
         if self._hangs():
             leave_with_main_thread()
-            raise DiskHangs(self._hanging(self._saving))
+            raise SaveTimeout(self._hanging(self._saving))
 
     def _open(self) -> ocp.CheckpointManager:
         """Removes what killed saves left behind and returns Orbax's manager."""
@@ -288,8 +293,8 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
             if self._peers.first and step not in self.steps():
-                raise SavesFail(f"{self.directory}: the checkpoint of step {step} did not become visible")
-            self.committed, self._failures, self._told = step, 0, 0
+                raise SavesFailed(f"{self.directory}: the checkpoint of step {step} did not become visible")
+            self.committed, self._failures, self._failures_told = step, 0, 0
             self._after(step)
         except BaseException as e:  # noqa: B036  (handed to the main thread by wait())
             self._failed(step, e)
@@ -320,12 +325,13 @@ class Checkpointer:
         self._refused = reason
         text = f"checkpoint of step {step} not written ({reason}); {self.newest()}"
         if self._failures < MAX_FAILURES:
-            log.error("%s; training goes on, failure %d of %d", text, self._failures, MAX_FAILURES)
+            log.error("%s; training continues, failure %d of %d", text, self._failures, MAX_FAILURES)
         else:
-            self._error = SavesFail(f"{text}; {MAX_FAILURES} saves in a row failed. Free space in "
-                                          f"{self.directory} and start again: the run resumes from there")
+            self._error = SavesFailed(f"{text}; {MAX_FAILURES} saves in a row failed. Free space in "
+                                      f"{self.directory} and rerun the same command to resume from there")
 
     def newest(self) -> str:
+        """Returns a text naming the newest checkpoint of this run."""
         return "there is none yet" if self.committed is None else f"the newest one is of step {self.committed}"
 
     def _drop_manager(self) -> None:
@@ -354,22 +360,24 @@ class Checkpointer:
         """Once a run that went back writes again, the later checkpoints of the abandoned line lose their names."""
         for path in self._stale or ():
             if path.exists():
-                log.warning("%s is not part of this run any more; it is now %s", path, set_aside(path))
+                log.warning("%s is no longer part of this run; it is now %s", path, set_aside(path))
         self._stale = None
 
     # ---- restoring
 
     def choose(self, resume: str = "auto") -> Chosen | None:
-        """The newest usable checkpoint, or None when there is nothing to resume. Reads no arrays, touches no device.
+        """Returns the newest usable checkpoint, or None if there is nothing to resume. Reads no arrays, touches no
+        device.
 
         Args:
-          resume: as in `restore`, which then takes this one without looking again.
+          resume: as in `restore`, which then uses this result.
+
         Raises:
-          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; a format
-            that this jaxrl does not know.
+          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; an
+            unknown format.
         """
-        self._chosen = (resume, self._choose_together(resume))
-        return self._chosen[1]
+        self._cached_choice = (resume, self._choose_together(resume))
+        return self._cached_choice[1]
 
     def _choose_together(self, resume: str) -> Chosen | None:
         """What process 0 chooses, on all. Raises CheckpointError where one of them cannot see it."""
@@ -393,7 +401,7 @@ class Checkpointer:
             self._faults.fire("resume", int(path.name), "before")
             try:
                 verify(path)
-            except Damaged as e:
+            except DamagedCheckpoint as e:
                 if only:
                     raise CheckpointError(f"run.resume={resume!r}: the checkpoint {path} is damaged: {e}; name "
                                           "another one, or the run's folder for its newest whole one") from None
@@ -407,19 +415,20 @@ class Checkpointer:
         return None
 
     def restore(self, abstract, resume: str = "auto", *, partial: bool = False) -> Restored | None:
-        """Restores the newest usable checkpoint, or None when there is nothing to resume.
+        """Restores the newest usable checkpoint, or returns None if there is nothing to resume.
 
         Args:
           abstract: tree of `jax.ShapeDtypeStruct` with `sharding` (any mesh), or of arrays. A numpy leaf comes back
             as numpy; a ShapeDtypeStruct without sharding on the first device.
-          resume: `auto`: the newest of this run directory, if any; `must`: the same, or an error; `never`: None;
-            else the path of a run directory or of one checkpoint.
-          partial: leaves that `abstract` lacks are left on disk (evaluation needs no optimizer state).
+          resume: `auto`: the newest of this run directory, if any; `must`: the same, or an error; `never`: None; else
+            the path of a run directory or of one checkpoint.
+          partial: leaves that `abstract` lacks are not read (evaluation needs no optimizer state).
+
         Raises:
           CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; names,
-            shapes or dtypes that differ; a format that this jaxrl does not know.
+            shapes or dtypes that differ; an unknown format.
         """
-        known, self._chosen = self._chosen, None
+        known, self._cached_choice = self._cached_choice, None
         chosen = known[1] if known and known[0] == resume else self._choose_together(resume)
         if chosen is None:
             self._stale = checkpoints_in(self.directory)
@@ -432,16 +441,15 @@ class Checkpointer:
         return restored
 
     def read(self, step: int, abstract):
-        """The arrays of this run's checkpoint of a step, as `abstract` (see `restore`) asks for them; all processes.
-
-        Raises CheckpointError where it is not there, or damaged.
+        """Returns the arrays of this run's checkpoint of a step, as `abstract` (see `restore`) describes them; all
+        processes call it. Raises CheckpointError if it is missing or damaged.
         """
         path = self.path_of(step)
 
         def trouble() -> str:
             try:
                 verify(path)
-            except (Damaged, OSError) as e:
+            except (DamagedCheckpoint, OSError) as e:
                 return first_line(e)
             return ""
 
@@ -460,7 +468,8 @@ class Checkpointer:
         if resume in ("auto", "must"):
             own = checkpoints_in(self.directory)[::-1]
             if resume == "must" and not own:
-                raise CheckpointError(f"run.resume=must: {self.directory} holds no checkpoint; auto would start afresh")
+                raise CheckpointError(f"run.resume=must: {self.directory} has no checkpoint; set run.resume=auto to "
+                                      f"start a new run")
             return own, False
         path = folder_of(resume)
         if not path.is_dir():
@@ -476,16 +485,19 @@ class Checkpointer:
 # ---- trees
 
 def flatten(tree) -> dict[str, Any]:
-    """Array leaves by path, e.g. {"opt_state/0/mu/layer_0/attn/q": ...}. Empty containers have no leaves.
+    """Returns the array leaves by path, e.g. {"opt_state/0/mu/layer_0/attn/q": ...}. Empty containers have no leaves.
 
-    Raises TypeError, by name, for a leaf that is no plain array (None counts as empty; Python numbers, typed PRNG
-    keys and strings are refused) and ValueError when two paths read the same.
+    Raises:
+      TypeError: a leaf is not a plain array, by name (None counts as empty; Python numbers, typed PRNG keys and
+        strings are refused).
+      ValueError: two paths have the same text.
     """
     out = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise TypeError(f"checkpoint: {name} is {type(leaf).__name__}, no array; numbers and text belong in `host`")
+            raise TypeError(f"checkpoint: {name} is {type(leaf).__name__}, not an array; numbers and text belong in "
+                            f"`host`")
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(f"checkpoint: {name} is a typed PRNG key; save jax.random.key_data(key)")
         if name in out:

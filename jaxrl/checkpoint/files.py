@@ -1,8 +1,8 @@
-"""The folders of checkpoints and what may be wrong with them: which there are, their manifests, what a disk says.
+"""Files of checkpoints: which checkpoints exist, their manifests, and disk errors.
 
-On a disk a checkpoint becomes visible by a rename. Stores (`in_store`) have none that is atomic: there it is visible by
+On a disk a checkpoint becomes visible by a rename. Stores (`in_store`) have no atomic rename: there it is visible by
 the file COMMITTED, which Orbax writes last, its files lie under their final name before, and their manifest has sizes
-only, since what was written would have to be fetched again.
+only, since checksums would need the files to be fetched again.
 """
 
 from __future__ import annotations
@@ -25,35 +25,39 @@ LEFTOVER, DELETING, SET_ASIDE = ".orbax-checkpoint-tmp", ".deleting", ".set-asid
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
-class Damaged(Exception):
-    """A checkpoint whose files are not what its manifest says."""
+class DamagedCheckpoint(Exception):
+    """A checkpoint whose files do not match its manifest."""
 
 
 def folder_of(where: str | Path) -> Path:
-    """An address (gs://, s3://; file:// is a disk taken for a store) as a path of Orbax's own, anything else as one of
-    this machine."""
+    """Returns a folder as a path: Orbax's type for an address (gs://, s3://; file:// treats a disk as a store), else
+    a local path.
+    """
     if "://" in str(where):
         return epath.Path(str(where).removeprefix("file://"))
     return Path(where).expanduser().absolute()
 
 
 def in_store(path) -> bool:
+    """Returns whether a path lies in a store."""
     return not isinstance(path, Path)
 
 
 def is_checkpoint(path: Path) -> bool:
+    """Returns whether a folder is a visible checkpoint."""
     named = bool(re.fullmatch(r"\d{8,}", path.name)) and path.is_dir()
     return named and (not in_store(path) or (path / COMMITTED).exists())
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
+    """Returns the visible checkpoints of a folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted((p for p in folder.iterdir() if is_checkpoint(p)), key=lambda p: int(p.name))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what killed saves and deletions left. Only while nothing is being saved."""
+    """Removes what killed saves and deletions left. Only while no save runs."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if in_store(path):
             if re.fullmatch(r"\d{8,}", path.name) and not is_checkpoint(path) and not (path / SET_ASIDE).exists():
@@ -63,7 +67,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Deletes a checkpoint, which stops being one first: a killed deletion must not leave half a visible one."""
+    """Deletes a checkpoint. It becomes invisible first, so that a killed deletion leaves no half checkpoint."""
     if in_store(path):
         (path / COMMITTED).unlink()
         path.rmtree()
@@ -74,7 +78,9 @@ def delete(path: Path) -> None:
 
 
 def set_aside(path: Path) -> str:
-    """Takes a checkpoint its name (in a store: its mark) and nothing else. Returns what it is now."""
+    """Makes a checkpoint invisible (renames it, or in a store removes its mark) without deleting it. Returns its new
+    state.
+    """
     if in_store(path):
         (path / SET_ASIDE).write_text("jaxrl")
         (path / COMMITTED).unlink()
@@ -86,7 +92,7 @@ def set_aside(path: Path) -> str:
 
 
 def manifest_of(folder: Path) -> dict[str, list[int]]:
-    """File -> its size and CRC-32; in a store the CRC is None."""
+    """Returns file -> [size, CRC-32]; in a store the CRC is None."""
     files = (p for p in sorted(_files(folder)) if p.name not in (*LATE_FILES, MANIFEST))
     return {p.relative_to(folder).as_posix(): [_bytes(p), None if in_store(p) else crc_of(p)] for p in files}
 
@@ -101,6 +107,7 @@ def _bytes(path: Path) -> int:
 
 
 def crc_of(path: Path) -> int:
+    """Returns the CRC-32 of a file."""
     value = 0
     with open(path, "rb") as f:
         while block := f.read(1 << 24):
@@ -109,23 +116,25 @@ def crc_of(path: Path) -> int:
 
 
 def verify(path: Path) -> None:
-    """Compares every file of a checkpoint with its manifest. Raises Damaged saying what is wrong."""
+    """Compares every file of a checkpoint with its manifest. Raises DamagedCheckpoint naming the file."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise Damaged(f"{MANIFEST} cannot be read ({first_line(e)})") from None
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({first_line(e)})") from None
     for name, (size, crc) in manifest.items():
         file = path / name
         if not file.is_file():
-            raise Damaged(f"{name} is missing")
+            raise DamagedCheckpoint(f"{name} is missing")
         if (there := _bytes(file)) != size:
-            raise Damaged(f"{name} has {there} bytes instead of {size}")
+            raise DamagedCheckpoint(f"{name} has {there} bytes instead of {size}")
         if crc is not None and crc_of(file) != crc:
-            raise Damaged(f"{name} has other content than was written")
+            raise DamagedCheckpoint(f"{name} has other content than was written")
 
 
 def disk_trouble(error: BaseException | None) -> str:
-    """What the disk said, if a failure is the disk's: an OSError, or TensorStore's text for one; else ''."""
+    """Returns the disk's error message if a failure is the disk's (an OSError, or TensorStore's text for one), else
+    "".
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
             return first_line(error)
@@ -137,11 +146,13 @@ def disk_trouble(error: BaseException | None) -> str:
 
 
 def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, at most 300 characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.splitlines() or [type(error).__name__])[0][:300]
 
 
 def size_text(count: int) -> str:
+    """Returns a number of bytes with its unit."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -150,8 +161,10 @@ def size_text(count: int) -> str:
 
 
 def not_orbax(record: logging.LogRecord) -> bool:
+    """Log filter: drops records of Orbax."""
     return "orbax" not in record.pathname
 
 
 def not_tensorstore(record: logging.LogRecord) -> bool:
+    """Log filter: drops TensorStore's reports of failed arrays."""
     return "OCDBT" not in record.getMessage()

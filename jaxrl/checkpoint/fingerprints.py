@@ -1,6 +1,5 @@
-"""Fingerprints of what a run reads: whether all its processes read the same, and what its checkpoint was made with.
-
-They are of content: neither path, machine nor time of a file is in them, and rows count in their order.
+"""Fingerprints of a run's inputs: whether all processes read the same, and whether a resumed run reads what its
+checkpoint was trained on. They cover content only, not paths, hosts or times; rows count in order.
 """
 
 from __future__ import annotations
@@ -20,20 +19,27 @@ from jaxrl.models.io import hf
 from jaxrl.processes.exchange import check_equal
 
 log = logging.getLogger("jaxrl")
-UNHEARD = ("_name_or_path", "_commit_hash", "transformers_version", hf.SOURCE)  # of a model's config, decide nothing
-BLOCK, BLOCKS = 4096, 64  # bytes of a file of weights that are looked at, evenly spread
+# fields of a model's config that decide nothing
+IGNORED_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version", hf.SOURCE)
+BLOCK, BLOCKS = 4096, 64  # sampled blocks of a weights file: bytes of each, and their number, evenly spread
 
 
-def compared(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
-    """What a checkpoint keeps of what was read: {"prints": fingerprints, "commits": of the hub}.
+def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
+    """Compares the run's inputs across processes and with the checkpoint. Returns {"prints": fingerprints, "commits":
+    of
+    the hub} for the next checkpoint.
 
-    chosen: the checkpoint that is resumed, or None. workers: option -> pool of workers (rewards, episodes), whose key()
-    is of the user's code; a resumed run may have other code. Raises ConfigError where the processes read different
-    things, or others than the checkpoint was made with.
+    Args:
+      chosen: the checkpoint to resume, or None.
+      workers: option -> pool of workers (rewards, episodes), whose key() identifies the user's code; it may change on
+        resume.
+
+    Raises:
+      ConfigError: the processes read different inputs, or others than the checkpoint's.
     """
     prints = fingerprints(config, inputs, train_set, eval_sets)
     read = {"prints": prints, "commits": commits(config, train_set, eval_sets)}
-    if day := data_room.day_of(inputs.tokenizer):
+    if day := data_room.template_date(inputs.tokenizer):
         prints["chat template's day"] = read["day"] = day
     if peers.count > 1:
         code = {f"the code of {option}": pool.key() for option, pool in (workers or {}).items()}
@@ -42,27 +48,29 @@ def compared(config, peers, inputs, train_set, eval_sets, chosen, workers=None) 
         return read
     before = chosen.host.get("read")
     if before is None:
-        log.warning("%s was written by an older jaxrl: nobody can tell whether data and tokenizer are still those it"
-                    " was made with", chosen.path)
+        log.warning("%s was written by an older jaxrl, which stored no fingerprints: data and tokenizer may differ from"
+                    " those it was trained with", chosen.path)
         return read
     _, asked = config_changes(chosen.host["config"], redacted(config))
     refused, taken = input_changes(before["prints"], read["prints"], config.run.accept_changed, asked)
     if refused:
         moved = before["commits"] != read["commits"]
         hub = f". Hub commits then {before['commits']}, now {read['commits']}" if moved else ""
-        raise ConfigError(f"resuming {chosen.path}: what is read is not what it was made with: {'; '.join(refused)}"
-                          f"{hub}. Bring it back, or use another run.dir")
+        raise ConfigError(f"resuming {chosen.path}: its inputs have changed: {'; '.join(refused)}"
+                          f"{hub}. Restore them, or use another run.dir")
     for change in taken:
-        log.warning("other than when the checkpoint was written: %s", change)
+        log.warning("changed since the checkpoint was written: %s", change)
     return read
 
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
-    """Name -> hash of what a checkpoint depends on: data, tokenizer, model config, a reference that is read anew."""
+    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference that is
+    read again.
+    """
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
     if train_set is not None:
         out["training data"] = train_set.fingerprint
-    described = {key: value for key, value in inputs.hf_config.items() if key not in UNHEARD}
+    described = {key: value for key, value in inputs.hf_config.items() if key not in IGNORED_FIELDS}
     out |= data_room.fingerprint(inputs.tokenizer)
     out["model config"] = _hash(json.dumps(described, sort_keys=True, default=str))
     reference = config.reference
@@ -74,20 +82,20 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
 
 
 def reference_print(config) -> str:
-    """Of the weights that the reference begins with; of a random policy the seed they are made from."""
+    """Returns the fingerprint of the reference's initial weights; for a random policy its seed."""
     path, revision = _reference(config)
     return weights_print(path, revision) if path else f"seed {config.run.seed}"
 
 
 def weights_of_hosts(config) -> dict[str, str]:
-    """Name -> hash of the weights that every process reads its part of at the start of a run."""
+    """Returns name -> hash of the weights that every process reads its part of at start-up."""
     critic = config.critic
     named = {"weights of the policy": _policy(config), "weights of the critic": (critic.path, critic.revision)}
     return {name: weights_print(*given) for name, given in named.items() if given[0]}
 
 
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
-    """Name -> hub commits that were read, for those that came from the hub; kept so that a run can be made again."""
+    """Returns name -> hub commits that were read, kept for reproducibility."""
     m = config.model
     named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, data_room.tokenizer_revision(config)),
              "reference": (config.reference.path, config.reference.revision),
@@ -100,7 +108,9 @@ def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
 
 
 def weights_print(path: str, revision: str | None) -> str:
-    """Of all weights in a folder or hub snapshot: sizes, headers and evenly spread blocks, so that it takes no time."""
+    """Returns a hash of all weights in a folder or hub snapshot: sizes, headers and evenly spread blocks, so that it
+    is fast.
+    """
     digest = hashlib.sha256()
     for file in sorted(hf.folder_of(data_room.resolve(path), revision).glob("*.safetensors")):
         size = file.stat().st_size

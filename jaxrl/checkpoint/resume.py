@@ -1,7 +1,7 @@
-"""Which options may change when a run goes on from a checkpoint, as a table.
+"""Table of the options that may change when a run resumes from a checkpoint.
 
-*Past*: the checkpoint was made under the old value, and what it holds (parameters, optimizer state, place in the
-data) means something else under another one. Refused. *Future*: only what is still to come depends on it. Taken.
+*Past*: the checkpoint was written under the old value, and its content (parameters, optimizer state, place in the
+data) means something else under another one. Refused. *Future*: only later steps depend on it. Accepted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ PAST: dict[str, str] = {
 
 
 def changes_past(name: str) -> str | None:
-    """Why a change of this option is refused on resume; None when it is taken. KeyError for an unclassified one."""
+    """Returns why a change of this option is refused on resume; None if it is accepted. Raises KeyError for an
+    unclassified option.
+    """
     parts = name.split(".")
     if parts[:2] == ["data", "sources"]:
         parts[2:3] = ["<name>"]
@@ -77,10 +79,13 @@ def changes_past(name: str) -> str | None:
 
 
 def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
-    """Compares two configs (plain dicts, as `redacted` gives them).
+    """Compares two configs (plain dicts, as `redacted` returns them).
 
-    Returns (refused, taken): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason for
-    the refused. Options that one side lacks (another version of jaxrl) are compared with the schema's default.
+    Options that one side lacks (another version of jaxrl) are compared with the schema's default.
+
+    Returns:
+      (refused, taken): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason if it is
+      refused.
     """
     before, after = _flat(old), _flat(new)
     defaults = {name: _plain(opt.default) for name, opt in options().items()}
@@ -110,12 +115,15 @@ READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("token
 
 
 def input_changes(old: dict, new: dict, accepted=(), asked: list[str] = ()) -> tuple[list[str], list[str]]:
-    """Compares fingerprints of what is read (name -> hash) with a checkpoint's.
+    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. What only one side has is not compared.
 
-    accepted: run.accept_changed. asked: options that differ and may (texts of config_changes); an eval set that differs
-    because other ones were asked for is no news. What only one side has is not compared.
+    Args:
+      accepted: run.accept_changed.
+      asked: accepted option changes (texts of config_changes); an eval set that differs because of them is not
+        reported.
 
-    Returns (refused, taken), one text each.
+    Returns:
+      (refused, taken), one text each.
     """
     refused, taken = [], []
     other_sets = any(text.startswith(("eval.sets:", "eval.max_rows:")) for text in asked)
@@ -141,7 +149,7 @@ def _plain(value):
 
 
 def scheduled(data: dict) -> str:
-    """The option of `data` (plain values) by which rows depend on the step, or ""."""
+    """Returns the option of `data` (plain values) that makes rows depend on the step, or ""."""
     if any(not isinstance(source.get("weight", 1.0), int | float) for source in data.get("sources", {}).values()):
         return "data.sources"
     return "data.difficulty_window" if data.get("difficulty_window") else ""

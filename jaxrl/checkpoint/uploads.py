@@ -1,13 +1,11 @@
-"""Copies of exports and checkpoints elsewhere: in a repository of the Hugging Face hub, or under a prefix of any store
-that fsspec knows (s3://, gs://, file://, ...). In the background of a run, which they neither fail nor delay.
+"""Uploads copies of exports and checkpoints to a repository of the Hugging Face hub, or to a prefix of any store that
+fsspec knows (s3://, gs://, file://, ...), in the background. Uploads neither fail nor delay the run.
 
 Below a prefix files lie as below the run's folder (`export/`, `export_00000020/`, `checkpoints/00000020/`); in a
-repository the export of a run's end lies at the top, as `from_pretrained` looks for it. A folder is whole where its
-`uploaded.json` is, which has size and SHA-256 of every file: a store gets it last (an older one is deleted first), the
-hub in one commit with the files.
-
-Each place has a thread and a queue of its own. What fails is tried again, after 2, 4, 8 ... seconds; what is given up
-is counted, said at the end and listed in summary.json.
+repository the final export lies at the top, where `from_pretrained` looks for it. A folder is complete if it has
+`uploaded.json`, with size and SHA-256 of every file: a store gets it last (an older one is deleted first), the hub in
+one commit with the files. Each place has its own thread and queue. A failed upload is retried after 2, 4, 8 ...
+seconds; one that is given up is counted, logged at the end and listed in summary.json.
 """
 
 from __future__ import annotations
@@ -30,8 +28,9 @@ HUB = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<branch>[^/]+))?/?(?P<belo
 
 
 class Hub:
-    """hf://OWNER/NAME[@BRANCH][/FOLDER]: a model repository, made where there is none. Credentials are the hub's own
-    (HF_TOKEN, `hf auth login`), and so is the server ($HF_ENDPOINT)."""
+    """hf://OWNER/NAME[@BRANCH][/FOLDER]: a model repository, created if necessary. Credentials (HF_TOKEN, `hf auth
+    login`) and server ($HF_ENDPOINT) are the hub library's.
+    """
 
     def __init__(self, url: str, private: bool):
         found = HUB.fullmatch(url)
@@ -41,7 +40,7 @@ class Hub:
         self._private, self._api = private, None
 
     def send(self, folder: Path, name: str, marker: dict) -> None:
-        """One commit with the files and the marker. Large files are sent before; those that are there are not."""
+        """Uploads the files and the marker in one commit. Large files are sent first, unless they exist already."""
         from huggingface_hub import CommitOperationAdd, HfApi
         from huggingface_hub.utils import disable_progress_bars
 
@@ -61,7 +60,7 @@ class Hub:
 
 
 class Store:
-    """A prefix of a file system that fsspec knows. Credentials are the store's own."""
+    """A prefix of a file system that fsspec knows, with that store's credentials."""
 
     def __init__(self, url: str):
         try:
@@ -75,7 +74,7 @@ class Store:
         self.url, self._root = url, root.rstrip("/")
 
     def send(self, folder: Path, name: str, marker: dict) -> None:
-        """The files, then the marker; nothing where the same marker is there already."""
+        """Uploads the files, then the marker; nothing if the same marker exists."""
         top, fs = f"{self._root}/{name}", self._fs
         fs.invalidate_cache()
         if fs.exists(f"{top}/{MARKER}"):
@@ -92,7 +91,9 @@ class Store:
 
 
 def place_of(url: str, private: bool = True) -> Hub | Store:
-    """Where `url` is. Raises ConfigError for what is no address, and for a store whose package is not installed."""
+    """Returns the Hub or Store of an address. Raises ConfigError for an invalid address, or a store whose package is
+    missing.
+    """
     if "://" not in url:
         raise ConfigError(f"checkpoint.upload.to entry {url!r}: expected hf://owner/name, or a prefix such as "
                           "s3://bucket/folder, gs://bucket/folder or file:///folder")
@@ -100,7 +101,7 @@ def place_of(url: str, private: bool = True) -> Hub | Store:
 
 
 def marker_of(folder: Path, step: int) -> dict:
-    """What `uploaded.json` holds: the step, and (size, SHA-256) of every file below the folder."""
+    """Returns the content of `uploaded.json`: the step, and (size, SHA-256) of every file below the folder."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     if not files:
         raise FileNotFoundError(f"{folder} is not there any more")
@@ -117,7 +118,7 @@ def _text(marker: dict) -> bytes:
 
 
 class Uploads:
-    """Sends folders to all places of `checkpoint.upload`. See the module; nothing here raises once it is made.
+    """Sends folders to all places of `checkpoint.upload`; see the module. Its methods do not raise.
 
     Args:
       options: config.checkpoint.upload.
@@ -134,31 +135,34 @@ class Uploads:
             threading.Thread(target=self._serve, args=(place,), name="upload", daemon=True).start()
 
     def wants(self, kind: str, last: bool) -> bool:
-        """Whether a folder of this kind ("exports", "checkpoints") is to be sent; last: of the run's end."""
+        """Returns whether a folder of this kind ("exports", "checkpoints") is to be sent; last: whether it is the
+        run's final one.
+        """
         o = self.options
         return {"none": False, "final": last, "all": True}[o.exports if kind == "exports" else o.checkpoints]
 
     def add(self, folder: Path, name: str, step: int) -> None:
-        """Sends a folder, which stays as it is from now on, under `name`. Returns at once."""
+        """Queues a folder, which must not change from now on, under `name`. Returns at once."""
         with self._change:
             for queue in self._queues.values():
                 queue.append((Path(folder), name, step))
             self._change.notify_all()
 
     def holds(self, folder: Path) -> bool:
-        """Whether the folder is still to be sent somewhere."""
+        """Returns whether the folder is still to be sent somewhere."""
         with self._change:
             return any(folder == waiting for queue in self._queues.values() for waiting, _, _ in queue)
 
     def metrics(self) -> dict[str, float]:
-        """Folders times places so far: sent, given up, and still to be sent."""
+        """Returns folders times places so far: sent, given up, and still to be sent."""
         with self._change:
             return {"upload/done": float(self._done), "upload/failed": float(len(self._problems)),
                     "upload/waiting": float(sum(map(len, self._queues.values())))}
 
     def end(self, seconds: float) -> dict:
-        """What summary.json says of uploads, once all is sent or given up, or after so many seconds; what is not sent
-        is logged, too."""
+        """Waits up to `seconds` until everything is sent or given up. Returns the entry of summary.json; unsent
+        folders are logged too.
+        """
         with self._change:
             self._change.wait_for(lambda: not any(self._queues.values()), seconds)
             left = [f"{name} to {url}" for url, queue in self._queues.items() for _, name, _ in queue]
@@ -168,7 +172,7 @@ class Uploads:
         return out
 
     def close(self) -> None:
-        """Begins nothing more. What is under way ends with the process."""
+        """Starts no further upload. A running one ends with the process."""
         with self._change:
             self._closed = True
             self._change.notify_all()
@@ -212,6 +216,6 @@ class Uploads:
         with self._change:
             said, self._said = self._said, True
         if not said:
-            log.warning("upload of %s to %s failed (%s); it is tried %d times in all, and the run goes on. Further "
-                        "failures are counted (upload/failed) and said at the end", name, url, problem,
+            log.warning("upload of %s to %s failed (%s); it is tried %d times in total, and the run continues. "
+                        "Further failures are counted (upload/failed) and logged at the end", name, url, problem,
                         self.options.attempts)

@@ -1,10 +1,12 @@
-"""A cache of tokenised data sets (`data.cache`): the second start of a run reads neither rows nor templates anew.
+"""Cache of tokenized data sets (`data.cache`): a restart reads neither rows nor templates again.
 
-An entry is a folder named by a hash of all that decides what is in it: the rows (the bytes of files; the content of
-what has none), the tokenizer with its chat template, the options that reading depends on, this code and the libraries
-it calls. Nothing is ever told by names or times, so an entry that fits is the same data. It is written by the process
-that holds its lock, under another name, and renamed when it is whole; its arrays are mapped into memory, and rows are
-read off it when they are asked for.
+`loading` calls it. An entry is a folder named by a hash of everything that decides its content: the rows (bytes of
+local
+files, values of everything else), the tokenizer with its chat template, the options that reading depends on, this
+package's reading code, and the versions of the libraries it calls. File names and times play no part, so a matching
+entry is the same data. The process that holds the entry's lock writes it under a temporary name and renames it when
+it is
+complete. Arrays are memory-mapped; rows are read on demand.
 """
 
 from __future__ import annotations
@@ -21,38 +23,46 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.data.dataset import Dataset, Tables, day_of
+from jaxrl.data.chat_template import template_date
+from jaxrl.data.dataset import Dataset, Tables
 from jaxrl.data.sources import SUFFIXES, ArrowTable, resolve
 from jaxrl.records import sealed
 
 try:
     import fcntl
-except ImportError:  # not on Windows: every process writes for itself, and the first to be done keeps its own
+except ImportError:  # not on Windows: every process writes an entry, and the first to finish keeps it
     fcntl = None
 
 log = logging.getLogger(__name__)
-AUTO = "~/.cache/jaxrl/data"
-# Options that say how rows are drawn and watched, not what they are.
-APART = ("prompts_per_step", "epochs", "shuffle", "seed", "workers", "prefetch", "drop_last", "cache", "sources",
-         "exhausted", "path")
-SCORED = ("kind", "steps_column", "labels_column", "separator")  # of reward_model: how its rows are read
+DEFAULT_FOLDER = "~/.cache/jaxrl/data"
+# Options that say how rows are drawn and monitored, not what they contain.
+IGNORED_OPTIONS = ("prompts_per_step", "epochs", "shuffle", "seed", "workers", "prefetch", "drop_last", "cache",
+                   "sources", "exhausted", "path")
+REWARD_MODEL_OPTIONS = ("kind", "steps_column", "labels_column", "separator")  # of reward_model: how its rows are read
 ARRAYS = ("offsets", "ids", "mask", "masked", "rows", "cut")
 LISTS = ("filtered", "filtered_rows", "unknown", "shortened", "split")
 
 
-class Unread(Tables):
-    """Rows of local files that are read when somebody asks for them. read() -> Tables."""
+class LazyTables(Tables):
+    """Rows of local files, read on first access.
+
+    Args:
+      paths: files, as `data.path` names them.
+      limit: number of rows to keep, 0 for all.
+      read: () -> Tables.
+    """
 
     def __init__(self, paths, limit: int, read):
         self._read, self._whole, self._paths, self._limit = read, None, paths, limit
-        self.said = self.look()
+        self.contents = self.digests()
 
-    def look(self) -> list:
-        """What the files hold now."""
+    def digests(self) -> list:
+        """Returns the row limit and each file's path and SHA-256 digest, as they are now."""
         return [self._limit, *([shown, sealed.file_digest(Path(resolve(shown)))] for shown in self._paths)]
 
     @property
     def whole(self) -> Tables:
+        """All rows; the first access reads the files."""
         if self._whole is None:
             self._whole = self._read()
         return self._whole
@@ -68,63 +78,72 @@ class Unread(Tables):
         return self.whole[i]
 
 
-def unread(config, paths, limit: int, read) -> Tables:
-    """Rows for a cache: Unread where all paths are files here, else read at once."""
+def lazy_tables(config, paths, limit: int, read) -> Tables:
+    """Returns rows that are read on first access if `data.cache` is set and every path is a local file; else reads
+    them now.
+    """
     local = all(Path(resolve(p)).suffix.lower() in SUFFIXES and Path(resolve(p)).is_file() for p in paths)
-    return Unread(paths, limit, read) if config.data.cache and local else read()
+    return LazyTables(paths, limit, read) if config.data.cache and local else read()
 
 
 class Cache:
-    """The entry of one data set. Args: what it is made of; see `loading._load`. numbers: rows that are taken, or
-    None."""
+    """Reads and writes the cache entry of one data set.
+
+    Args:
+      tables: the rows before tokenization.
+      numbers: row numbers in use, None for all.
+      how: further values that decide the content; see `loading._load`.
+    """
 
     def __init__(self, config, tokenizer, tables, numbers, **how):
         folder = config.data.cache
-        self.root = Path(AUTO if folder == "auto" else folder).expanduser()
+        self.root = Path(DEFAULT_FOLDER if folder == "auto" else folder).expanduser()
         options = {group: json.loads(config[group].to_json_best_effort()) for group in ("data", "env")}
-        said = {"data": {k: v for k, v in options["data"].items() if k not in APART}, "env": options["env"],
-                "scored": [config.reward_model[name] for name in SCORED],
-                "lengths": [config.rollout.max_new_tokens, config.train.max_sequence_tokens],
-                "eos": list(config.model.eos_tokens), "recipe": config.run.recipe, "how": how,
-                "losses": list(config.preference.loss),  # whether a row may have a label instead of a pair
-                "rows": _rows_digest(tables), "numbers": None if numbers is None else list(map(int, numbers)),
-                "tokenizer": _tokenizer_digest(tokenizer), "code": _code_digest()}
-        self.key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+        contents = {"data": {k: v for k, v in options["data"].items() if k not in IGNORED_OPTIONS},
+                    "env": options["env"], "scored": [config.reward_model[name] for name in REWARD_MODEL_OPTIONS],
+                    "lengths": [config.rollout.max_new_tokens, config.train.max_sequence_tokens],
+                    "eos": list(config.model.eos_tokens), "recipe": config.run.recipe, "how": how,
+                    "losses": list(config.preference.loss),  # whether a row may have a label instead of a pair
+                    "rows": _rows_digest(tables), "numbers": None if numbers is None else list(map(int, numbers)),
+                    "tokenizer": _tokenizer_digest(tokenizer), "code": _code_digest()}
+        self.key = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
         self.folder, self.tables = self.root / self.key, tables
 
     def read(self, name: str, reader, bad) -> Dataset | None:
-        """The data set, or None where there is no entry that can be read."""
+        """Returns the cached data set, or None if there is no readable entry. An unreadable entry is deleted with a
+        warning.
+        """
         if not self.folder.is_dir():
             return None
         try:
             meta, arrays = sealed.opened((self.folder / "meta.json").read_text("utf-8")), {}
             for key, digest in meta["digests"].items():
                 if sealed.file_digest(self.folder / key) != digest:
-                    raise ValueError(f"{key} is not what was written")
+                    raise ValueError(f"{key} does not match its digest")
             for key in ARRAYS:
                 arrays[key] = np.load(self.folder / f"{key}.npy", mmap_mode="r")
-            dataset = Dataset(name, Held(self.folder, meta["commits"]), reader, bad)
+            dataset = Dataset(name, CachedRows(self.folder, meta["commits"]), reader, bad)
         except (OSError, ValueError, KeyError) as e:
-            log.warning("%s: the cached entry %s cannot be read and is made anew: %s", name, self.folder, e)
+            log.warning("%s: the cache entry %s cannot be read and is rebuilt: %s", name, self.folder, e)
             shutil.rmtree(self.folder, ignore_errors=True)
             return None
         for key in LISTS:
             setattr(dataset, key, [tuple(v) if isinstance(v, list) else v for v in meta[key]])
         bad.count, bad.messages, dataset.truncated = meta["bad"], meta["messages"], meta["truncated"]
-        dataset.content, dataset.asked = Digest(meta["content"]), meta["asked"]
+        dataset.content, dataset.rows_read = KnownDigest(meta["content"]), meta["asked"]
         dataset.take(arrays)
         log.info("%s: %d rows from the cache %s", name, len(dataset), self.folder)
         return dataset
 
     def write(self, dataset: Dataset) -> None:
-        """Keeps a data set; a disk that refuses is only warned of."""
+        """Writes a data set to the cache. A failing disk causes a warning only."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            with _alone(self.root / f"{self.key}.lock") as mine:
-                if mine and not self.folder.exists() and unchanged(self.tables):
+            with _try_lock(self.root / f"{self.key}.lock") as mine:
+                if mine and not self.folder.exists() and is_unchanged(self.tables):
                     self._write(dataset)
         except OSError as e:
-            log.warning("%s: not kept in data.cache=%s: %s", dataset.name, self.root, e)
+            log.warning("%s: not written to data.cache=%s: %s", dataset.name, self.root, e)
 
     def _write(self, dataset: Dataset) -> None:
         draft = self.root / f"{self.key}.{os.getpid()}.draft"
@@ -136,7 +155,7 @@ class Cache:
             _write_rows(draft, dataset)
             meta = {key: getattr(dataset, key) for key in LISTS} | {
                 "bad": dataset.bad.count, "messages": dataset.bad.messages, "truncated": dataset.truncated,
-                "content": dataset.content.hexdigest(), "commits": dataset.commits, "asked": dataset.asked,
+                "content": dataset.content.hexdigest(), "commits": dataset.commits, "asked": dataset.rows_read,
                 "digests": {p.name: sealed.file_digest(p) for p in draft.iterdir()}}
             (draft / "meta.json").write_text(sealed.sealed(meta), "utf-8")
             for path in draft.iterdir():
@@ -149,8 +168,8 @@ class Cache:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-class Held(Tables):
-    """Rows of an entry, by the numbers they had: what a Dataset asks its tables for."""
+class CachedRows(Tables):
+    """Rows of a cache entry, indexed by their row number in the source. A Dataset uses it as its tables."""
 
     def __init__(self, folder: Path, commits: list[str]):
         self._commits, self._size = commits, 0
@@ -172,8 +191,8 @@ class Held(Tables):
         return row, where
 
 
-class Digest:
-    """A hash that is known already."""
+class KnownDigest:
+    """A hash whose value was computed earlier; has `hexdigest` only."""
 
     def __init__(self, text: str):
         self._text = text
@@ -183,7 +202,7 @@ class Digest:
 
 
 def _write_rows(folder: Path, dataset: Dataset) -> None:
-    """Rows that the data set may ask its tables for: what is kept, and the first with unknown text."""
+    """Writes the rows a data set may ask its tables for: the kept ones, and the first that holds an unknown token."""
     numbers = np.unique(np.append(dataset.arrays["rows"], [i for i, _ in dataset.unknown[:1]]).astype(np.int64))
     texts = [json.dumps(dataset.tables[int(i)]).encode() for i in numbers]
     np.save(folder / "numbers.npy", numbers)
@@ -192,8 +211,8 @@ def _write_rows(folder: Path, dataset: Dataset) -> None:
 
 
 @contextlib.contextmanager
-def _alone(path: Path):
-    """Whether this process has the lock; it does not wait for it."""
+def _try_lock(path: Path):
+    """Yields whether this process acquired the lock; never waits."""
     if fcntl is None:
         yield True
         return
@@ -206,15 +225,15 @@ def _alone(path: Path):
         yield True
 
 
-def unchanged(tables) -> bool:
-    """Whether files are still those that were looked at before they were read."""
-    return not isinstance(tables, Unread) or tables.look() == tables.said
+def is_unchanged(tables) -> bool:
+    """Returns whether the source files still have the content they had before they were read."""
+    return not isinstance(tables, LazyTables) or tables.digests() == tables.contents
 
 
 def _rows_digest(tables) -> list:
-    """What the rows say, in order, and where they say they stand: of files their bytes."""
-    if isinstance(tables, Unread):
-        return ["files", *tables.said]
+    """Returns digests of the rows in order, with their places; local files are digested as bytes."""
+    if isinstance(tables, LazyTables):
+        return ["files", *tables.contents]
     return [_part_digest(part) for part in tables.parts]
 
 
@@ -231,17 +250,16 @@ def _part_digest(part) -> str:
 
 
 def _tokenizer_digest(tokenizer) -> list:
-    """All that turns text into ids: the whole tokenizer where it can be written down, else every entry and the ids of
-    a text."""
+    """Returns everything that turns text into ids: the whole tokenizer if it can be serialized, else its vocabulary."""
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
     special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
     return [hashlib.sha256(whole.encode()).hexdigest(), special, str(tokenizer.chat_template), type(tokenizer).__name__,
-            tokenizer.clean_up_tokenization_spaces, day_of(tokenizer)]
+            tokenizer.clean_up_tokenization_spaces, template_date(tokenizer)]
 
 
 @functools.cache
 def _code_digest() -> str:
-    """This code that reads, renders and tokenises, and the libraries it calls."""
+    """Returns a hash of the code that reads, renders and tokenizes, and of the versions of the libraries it calls."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted([*root.glob("data/*.py"), *root.glob("envs/parsers*.py")]):
         digest.update(path.read_bytes())

@@ -1,26 +1,24 @@
-"""Rows of data as a run takes them: columns, chat templates, token ids.
+"""Rows of data as examples: columns, chat templates, token ids.
 
-`dataset[i]` is one Example. How data sets are made of files, with limits and held-out shares: `loading.py`.
+`dataset[i]` is one Example. `loading` builds data sets from files, with length limits and held-out shares.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-import datetime
-import functools
 import hashlib
-import json
 import logging
 import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.data.chat_template import EXTRA_FIELDS, PromptError, Template, check_messages, check_tools
 from jaxrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
-RESERVED = {  # names under which rewards and environments get something else than a column -> what they get
+RESERVED = {  # argument names of rewards and environments that are not columns -> what they hold
     "prompt": "the prompt", "completion": "the completion", "prompts": "the prompts", "completions": "the completions",
     "token_ids": "the completion's ids", "context_ids": "the ids before it", "finish": "why it ended",
     "group": "the number of its group", "sample": "its number in the group", "user": "the options of reward.user",
@@ -32,14 +30,20 @@ RESERVED = {  # names under which rewards and environments get something else th
 class Example:
     """One row, ready to use.
 
-    prompt_ids: [P] int32, P <= data.max_prompt_tokens. prompt_text: what they spell. prompt: the row's own text or
-    messages. answer: the reference answer. columns: what rewards receive by name: every column of the row but the
-    prompt and the completion, and `answer`. where: the place, "file:line". target_ids: supervised jobs only, [C] int32,
-    the completion (of a pair the chosen one) as the chat template writes it behind the prompt, with its end of turn
-    (its text and the end token where there is no template), or with data.train_turns=all the turns and what stands
-    between them. trained: [C] bool, which of them are the model's; None:
-    all. rejected_ids: as target_ids, the rejected completion of a pair; None without one. source: of data.sources, ""
-    where there are none. rewards: names of the functions that judge it; None: all, or those of `reward.column`.
+    Attributes:
+      prompt_ids: [P] int32, P <= data.max_prompt_tokens.
+      prompt_text: the text of `prompt_ids`.
+      prompt: the row's text or messages.
+      answer: the reference answer.
+      columns: what rewards receive by name: every column except prompt and completion, plus `answer`.
+      where: the row's place, "file:line".
+      target_ids: [C] int32, supervised jobs only: the completion (of a pair the chosen one) as the chat template
+        writes it after the prompt, with its end-of-turn token. Without a chat template: its text and the end token.
+        With data.train_turns=all: every later turn and the text between them.
+      trained: [C] bool, which target tokens the model learns; None for all.
+      rejected_ids: as target_ids, for the rejected completion of a pair; else None.
+      source: name in data.sources, "" without sources.
+      rewards: names of the reward functions that score it; None for all, or those of `reward.column`.
     """
 
     prompt_ids: np.ndarray
@@ -55,25 +59,24 @@ class Example:
     rewards: tuple[str, ...] | None = None
 
 
-MORE = ("tool_calls", "reasoning_content", "thinking")  # what an assistant's message has beside its content
-
-
-def answer_of(message: dict):
-    """The text of an assistant's message, or the message where it has calls, thoughts or whatever else."""
-    kept = {k: v for k, v in message.items() if k != "train" and (v or k not in MORE)}
+def assistant_content(message: dict):
+    """Returns an assistant message's text, or the whole message if it has more (tool calls, thinking)."""
+    kept = {k: v for k, v in message.items() if k != "train" and (v or k not in EXTRA_FIELDS)}
     return kept["content"] if set(kept) <= {"role", "content"} else kept
 
 
 def prompt_column(row: dict, name: str) -> str:
-    """The column that holds a row's prompt: that of data.prompt_column, or `messages` where rows with the default name,
-    "prompt", have no such column."""
+    """Returns the name of the column that holds a row's prompt: data.prompt_column, or `messages` if that option has
+    its default and the row has no "prompt".
+    """
     return "messages" if name == "prompt" and row.get(name) is None and row.get("messages") is not None else name
 
 
 class Tables:
-    """Rows of several sources, one after the other: `tables[i]` is (row, its place, as "file:line").
+    """Rows of several sources in sequence: `tables[i]` is (row, place as "file:line").
 
-    parts: sequences of such pairs; what came from the hub has `commits`.
+    Args:
+      parts: sequences of such pairs; parts loaded from the hub have `commits`.
     """
 
     def __init__(self, parts: list):
@@ -84,7 +87,7 @@ class Tables:
 
     @property
     def commits(self) -> list[str]:
-        """Hub commits behind the rows, each once."""
+        """Hub commits of the rows, without duplicates."""
         return list(dict.fromkeys(commit for part in self._parts for commit in getattr(part, "commits", ())))
 
     @property
@@ -100,10 +103,15 @@ class Tables:
 
 
 class Row(NamedTuple):
-    """What `Reader` reads. completion: the text that is trained on, the assistant's message where that is more than a
-    text (calls, thoughts), or None. messages: with data.train_turns=all, the whole conversation, whose answers behind
-    the prompt are trained on. tools: the schemas that the template is told. rejected: of a pair, whose chosen answer is
-    the completion."""
+    """One row as `Reader` returns it.
+
+    Attributes:
+      completion: the text to train on, the whole assistant message if it has tool calls or thinking, or None.
+      messages: with data.train_turns=all, the whole conversation; every assistant message after the prompt is trained
+        on.
+      tools: the JSON schemas passed to the chat template.
+      rejected: the rejected completion of a pair, whose chosen one is `completion`.
+    """
 
     prompt: Any
     text: str
@@ -115,9 +123,17 @@ class Row(NamedTuple):
     rejected: str | dict | None = None
 
 
-class Kept(NamedTuple):
-    """Of a row, by its number: ids of its prompt, ids of the target or None, which of those are trained on or None:
-    all, ids of the rejected completion or None. piece: the prompt is not what the row's text spells."""
+class TokenizedRow(NamedTuple):
+    """Token ids of one row within the length limits.
+
+    Attributes:
+      row: the row's number in its tables.
+      prompt: ids of the prompt.
+      target: ids of the completion, or None.
+      trained: which target ids are trained on; None for all.
+      rejected: ids of the rejected completion, or None.
+      piece: whether the prompt differs from the row's text.
+    """
 
     row: int
     prompt: Any
@@ -128,8 +144,12 @@ class Kept(NamedTuple):
 
 
 class Reader:
-    """Reads one row by `data.*`. targets: 'none', 'optional' or 'required' (a completion to train on). tools: as of a
-    Template."""
+    """Reads rows according to `data.*`; calling it with a raw row returns a Row.
+
+    Args:
+      targets: whether rows have a completion to train on: 'none', 'optional' or 'required'.
+      tools: as for Template.
+    """
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         data = config.data
@@ -137,22 +157,22 @@ class Reader:
         self.with_tools = self.template.chat and not tools  # else an environment's
         self.all_turns = data.train_turns == "all" and targets == "required"
         self.prompt, self.answer, self.completion = data.prompt_column, data.answer_column, data.completion_column
-        self.pattern, self._renamed, self._said = None, set(), False
+        self.pattern, self._renamed, self._warned = None, set(), False
         if data.answer_pattern:
             try:
                 self.pattern = re.compile(data.answer_pattern)
             except re.error as e:
-                raise ConfigError(f"data.answer_pattern={data.answer_pattern!r} is no regex: {e}") from None
+                raise ConfigError(f"data.answer_pattern={data.answer_pattern!r} is not a valid regex: {e}") from None
             if self.pattern.groups < 1:
-                raise ConfigError(f"data.answer_pattern={data.answer_pattern!r} has no group: put what is to be cut "
-                                  "out in parentheses, e.g. '#### (.*)'")
+                raise ConfigError(f"data.answer_pattern={data.answer_pattern!r} has no group: put the part to "
+                                  "extract in parentheses, e.g. '#### (.*)'")
 
     def __call__(self, row: dict[str, Any]) -> Row:
-        """Raises PromptError saying what is wrong with the row."""
+        """Returns the Row of a raw row. Raises PromptError naming the column, the value and the remedy."""
         column = prompt_column(row, self.prompt)
         prompt, completion, messages = row.get(column), None, None
         if prompt is None:
-            raise missing(row, self.prompt, "data.prompt_column")
+            raise missing_column(row, self.prompt, "data.prompt_column")
         if not isinstance(prompt, str):
             try:
                 prompt = check_messages(prompt)
@@ -163,14 +183,14 @@ class Reader:
         elif self.targets != "none":
             prompt, completion = self._completion(row, prompt)
         elif isinstance(prompt, list):
-            prompt = self._asked(prompt, column)
+            prompt = self._sampled_prompt(prompt, column)
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             raise PromptError("the messages before the completion end with an assistant turn; put it and the"
                               " completion into one message (data.response_prefix starts every completion)")
         columns = self._columns(row, column)
         answer = None
         if self.answer:
-            answer = nested(row, self.answer)
+            answer = column_value(row, self.answer)
             if answer is None or self.pattern is not None:
                 answer = self._answer(row, answer)
             columns["answer"] = answer
@@ -178,22 +198,22 @@ class Reader:
         text = self.template.render(prompt, **({"tools": tools} if tools else {}))
         return Row(prompt, text, answer, columns, completion, messages, tools)
 
-    def _asked(self, messages, column) -> list[dict]:
-        """What is asked by messages that may end with answers of the assistant, which a run that samples its own leaves
-        out."""
+    def _sampled_prompt(self, messages, column) -> list[dict]:
+        """Returns the messages without trailing assistant messages, which a run that samples completions leaves out."""
         last = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
         if not last:
             raise PromptError("the messages hold an assistant turn and nothing before it")
-        if last < len(messages) and not self._said:
-            self._said = True
-            log.warning("column %r: messages that end with an answer of the assistant: it is left out of the prompt,"
-                        " since this run samples its own (data.response_prefix starts every completion; run.recipe=sft"
-                        " trains on answers)", column)
+        if last < len(messages) and not self._warned:
+            self._warned = True
+            log.warning("column %r: the messages end with an assistant message; it is left out of the prompt because"
+                        " this run samples completions (data.response_prefix starts every completion; run.recipe=sft"
+                        " trains on assistant messages)", column)
         return messages[:last]
 
     def _columns(self, row, prompt) -> dict[str, Any]:
-        """What rewards receive of a row: every column but prompt and completion, those of a reserved name with an
-        underscore behind it."""
+        """Returns what rewards receive of a row: every column except prompt and completion; a reserved name gets an
+        underscore appended.
+        """
         out = {}
         for name, value in row.items():
             if name in (prompt, self.completion):
@@ -211,7 +231,7 @@ class Reader:
         return out
 
     def _conversation(self, row, messages):
-        """(messages before the first answer, all messages)."""
+        """Returns (messages before the first assistant message, all messages)."""
         completion = row.get(self.completion)
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
@@ -221,48 +241,49 @@ class Reader:
             flag = message.get("train", message["role"] == "assistant")
             if not isinstance(flag, bool) or (flag and message["role"] != "assistant"):
                 raise PromptError(f"message {i} ({message['role']}) has train={flag!r}: it is true or false, and only "
-                                  "answers of the assistant are trained on")
+                                  "assistant messages are trained on")
         roles = [message["role"] for message in messages]
         if roles[-1] != "assistant":
-            raise PromptError(f"the messages end with the role {roles[-1]!r}, not with an answer of the assistant to"
+            raise PromptError(f"the messages end with the role {roles[-1]!r}, not with an assistant message to"
                               " train on (data.train_turns=all)")
         if roles[0] == "assistant":
-            raise PromptError("the messages begin with an answer of the assistant and nothing before it")
+            raise PromptError("the messages begin with an assistant message; put a user message before it")
         return messages[:roles.index("assistant")], messages
 
     def _completion(self, row, prompt):
-        """(prompt without the target, target text or None)."""
+        """Returns (prompt without the completion, completion or None)."""
         completion = row.get(self.completion)
         if completion is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             if len(prompt) == 1:
                 raise PromptError("the messages hold an assistant turn and nothing before it")
             if prompt[-1].get("train", True) is not True:
-                raise PromptError("the last answer has train=false: nothing is left to train on "
+                raise PromptError("the last assistant message has train=false: no message is left to train on "
                                   "(data.train_turns=last)")
-            return prompt[:-1], answer_of(prompt[-1])
+            return prompt[:-1], assistant_content(prompt[-1])
         if completion is None and self.targets == "optional":
             return prompt, None
         if completion is None:
-            raise missing(row, self.completion, "data.completion_column")
+            raise missing_column(row, self.completion, "data.completion_column")
         if isinstance(completion, list | dict):
             messages = check_messages([completion] if isinstance(completion, dict) else completion)
             if len(messages) > 1 or messages[0]["role"] != "assistant":
                 raise PromptError(f"column {self.completion!r} (data.completion_column) holds messages of "
                                   f"{', '.join(m['role'] for m in messages)}, expected one of the assistant; "
-                                  "data.train_turns=all trains on every answer of a conversation")
-            completion = answer_of(messages[0])
+                                  "data.train_turns=all trains on every assistant message of a conversation")
+            completion = assistant_content(messages[0])
         if not isinstance(completion, str | dict):
             raise PromptError(f"column {self.completion!r} holds {type(completion).__name__}, expected text")
         if isinstance(completion, dict) and not self.template.chat:
-            raise PromptError(f"the answer has {' and '.join(k for k in completion if k not in ('role', 'content'))}, "
-                              "which only a chat template can write: give model.chat_template=FILE, and leave "
+            raise PromptError(f"the completion has "
+                              f"{' and '.join(k for k in completion if k not in ('role', 'content'))}, "
+                              "which only a chat template can write: set model.chat_template=FILE, and leave "
                               "data.chat=auto")
         return prompt, completion
 
     def _answer(self, row, answer):
-        """What data.answer_pattern cuts out of a reference answer; None where SFT has none."""
+        """Returns what data.answer_pattern extracts from a reference answer; None if a supervised row has none."""
         if answer is None and self.targets == "none":
-            raise PromptError(f"{missing(row, self.answer, 'data.answer_column')}, or '' where there are none")
+            raise PromptError(f"{missing_column(row, self.answer, 'data.answer_column')}, or '' where there are none")
         if answer is None:
             return None
         match = self.pattern.search(str(answer))
@@ -273,16 +294,22 @@ class Reader:
 
 
 class Dataset:
-    """Examples by index: `len(ds)`, `ds[i]`. Ids are made once, at the start; the rest of a row when it is asked for.
+    """Examples by index: `len(dataset)`, `dataset[i]`. Token ids are computed once at start-up; the rest of a row is
+    read on access.
 
-    name. bad: BadRows of what could not be read. filtered: places ("file:line") left out for their length.
-    filtered_rows: their row numbers. filtered_fraction: their share. unknown: (row number, share of its tokens) of
-    prompts with text that the tokenizer has no token for. truncated: how many prompts were cut on the left.
-    prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
-    where there is none. shortened, split: places of rows whose completion was cut, or went into several. heldout: the
-    carved-out eval set or None. fingerprint: hash of what the rows say, in order (prompt, completion, reference answer
-    and the columns that rewards receive), and their count. It depends neither on the file's name, kind and time nor on
-    tokenizer and limits.
+    Attributes:
+      name: "train", "heldout" or the name of an eval set.
+      bad: BadRows, the rows that could not be read.
+      filtered: places ("file:line") of the rows dropped for their length; filtered_rows: their row numbers;
+        filtered_fraction: their share.
+      unknown: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
+      truncated: number of prompts cut on the left.
+      prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
+      where there is none.
+      shortened, split: places of rows whose completion was cut, or split into several rows.
+      heldout: the held-out Dataset, or None.
+      fingerprint: hash of the rows' content in order (prompt, completion, reference answer and the columns rewards
+        receive) and their count. Independent of file name, file format, time, tokenizer and limits.
     """
 
     def __init__(self, name: str, tables: Tables, reader: Reader, bad):
@@ -291,12 +318,12 @@ class Dataset:
         self.filtered: list[str] = []
         self.filtered_rows: list[int] = []
         self.unknown: list[tuple[int, float]] = []
-        self.asked = 0  # rows that were looked at
+        self.rows_read = 0  # number of rows read
         self.shortened: list[str] = []
         self.split: list[str] = []
 
-    def fill(self, kept: list[Kept], limit: int) -> None:
-        """Takes what is kept. Prompts keep their last `limit` ids."""
+    def fill(self, kept: list[TokenizedRow], limit: int) -> None:
+        """Stores tokenized rows. Prompts keep their last `limit` ids."""
         none = np.zeros(0, np.int32)
         pieces = [none if ids is None else np.asarray(ids, np.int32) for one in kept
                   for ids in (one.prompt[-limit:], one.target, one.rejected)]
@@ -313,7 +340,9 @@ class Dataset:
             "cut": np.array([one.piece or len(one.prompt) > limit for one in kept], bool)})
 
     def take(self, arrays: dict[str, np.ndarray]) -> None:
-        """Takes all ids as arrays, as `fill` makes them: offsets [3 N + 1] into ids and mask, masked, rows, cut [N]."""
+        """Stores all ids as arrays, as `fill` builds them: offsets [3 N + 1] into ids and mask; masked, rows and cut
+        [N].
+        """
         self.arrays = arrays
         self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(arrays["offsets"]).reshape(-1, 3).T
         self.filtered_fraction = len(self.filtered) / (len(self.filtered) + len(np.unique(arrays["rows"])))
@@ -333,7 +362,9 @@ class Dataset:
                        trained, rejected if len(rejected) else None)
 
     def numbers(self, column: str) -> np.ndarray:
-        """[N] float64: what a column of each row holds. Raises ConfigError naming a row where it is no number."""
+        """Returns a column as [N] float64. Raises ConfigError naming the first row whose value is not a finite
+        number.
+        """
         out = np.zeros(len(self))
         for i, row in enumerate(self.arrays["rows"]):
             raw, where = self.tables[int(row)]
@@ -347,36 +378,33 @@ class Dataset:
         return out
 
     @property
-    def firsts(self) -> range:
-        """Numbers of the first rows, to try functions on."""
+    def first_rows(self) -> range:
+        """Indices of the first rows, used to try out reward functions."""
         return range(min(2, len(self)))
 
     @property
     def fingerprint(self) -> str:
+        """Hash of the rows' content and their count; see the class."""
         return f"{self.content.hexdigest()[:16]}, {len(self) + len(self.filtered)} rows"
 
     @property
     def commits(self) -> list[str]:
-        """Hub commits that the rows came from; none for files, folders and rows in memory."""
+        """Hub commits of the rows; empty for files, folders and rows in memory."""
         return self.tables.commits
 
     def describe(self) -> str:
-        """One line: rows, lengths, and what was left out or cut."""
+        """Returns one line: number of rows, lengths, and how many rows were dropped, cut or split."""
         n = self.prompt_lengths
         text = f"{self.name}: {len(self)} rows, prompts {n.min()} to {n.max()} tokens (mean {n.mean():.1f})"
-        for count, what in ((len(self.filtered), "left out for their length"), (self.truncated, "cut on the left"),
+        for count, what in ((len(self.filtered), "dropped for their length"), (self.truncated, "cut on the left"),
                             (len(self.shortened), "completions cut"), (len(self.split), "rows split"),
                             (self.bad.count, "bad rows skipped")):
             text += f", {count} {what}" if count else ""
         return text
 
 
-class PromptError(ValueError):
-    """A prompt that cannot be rendered; becomes a bad row."""
-
-
-def nested(row, name: str):
-    """What a column holds; where there is no column a.b, field b of column a."""
+def column_value(row, name: str):
+    """Returns a column's value; for a name a.b without such a column, field b of column a."""
     if name in row or "." not in name:
         return row.get(name)
     for part in name.split("."):
@@ -384,192 +412,8 @@ def nested(row, name: str):
     return row
 
 
-def missing(row, name: str, option: str) -> PromptError:
+def missing_column(row, name: str, option: str) -> PromptError:
+    """Returns the PromptError for a column that is missing or empty in a row; `option` names the option to change."""
     state = "is empty in" if name in row else "is missing in"
     return PromptError(f"column {name!r} {state} this row; columns found: {', '.join(map(str, row))}; "
                        f"{option} names the column to read")
-
-
-def day_of(tokenizer, day: str = "") -> str:
-    """The day, such as "2026-11-26", that a tokenizer's chat template writes wherever it asks for the time; "" where it
-    does not. It is the one given, else today, from the first call on: of a run its first day, which its checkpoints
-    keep.
-    """
-    template = getattr(tokenizer, "chat_template", None)
-    if not isinstance(template, str) or "strftime_now" not in template:
-        return ""
-    if day or not getattr(tokenizer, "day", ""):
-        tokenizer.day = day or datetime.date.today().isoformat()
-    return tokenizer.day
-
-
-def dated(template: str, day: str) -> str:
-    """The template with a `strftime_now` of its own, that of the begin of a day. (transformers 5.24 takes no functions
-    beside the messages.)"""
-    when = datetime.datetime.fromisoformat(day)
-    directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAwdbBmyYHIpMSfjUWcxXZzeDFTRGVu"]
-    edits = "".join(f" | replace({d!r}, {when.strftime(d)!r})" for d in directives)
-    return "{%- macro strftime_now(format) -%}{{ format" + edits + " }}{%- endmacro %}{{ '' }}" + template
-
-
-class Template:
-    """Turns a raw prompt (text or chat messages) into the text the model sees, and texts into ids.
-
-    With a chat template: the template renders it (plain text becomes one user turn; `data.system_prompt` goes first
-    unless the messages bring their own system turn) and writes its own special tokens. Without one: the text as it
-    is, after `data.system_prompt` and a blank line, behind whatever the tokenizer puts at the start of a text (never
-    what it puts at the end). `data.response_prefix` is appended in both cases. tools: JSON schemas that the template is
-    told.
-    """
-
-    def __init__(self, config, tokenizer, tools=()):
-        data, self.tokenizer = config.data, tokenizer
-        has = bool(getattr(tokenizer, "chat_template", None))
-        if data.chat == "true" and not has:
-            raise ConfigError("data.chat=true, but the tokenizer has no chat template: give model.chat_template=FILE, "
-                              "or data.chat=false")
-        self.chat = has and data.chat != "false"
-        self.system, self.prefix = data.system_prompt, data.response_prefix
-        self.generation_prompt = data.add_generation_prompt
-        self.kwargs = data.chat_template_kwargs.to_dict() | ({"tools": list(tools)} if tools else {})
-        if day := day_of(tokenizer):
-            self.kwargs["chat_template"] = dated(tokenizer.chat_template, day)
-        self.start = () if self.chat else _leading_ids(tokenizer)
-        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)  # so some name it that have a token for every text
-        self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
-
-    def unknown_in(self, text: str) -> str:
-        """The first piece of a text that the tokenizer has no token for; the begin where it cannot tell which."""
-        try:
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        except NotImplementedError:
-            return text[:60]
-        places = zip(found["input_ids"], found["offset_mapping"], strict=True)
-        return next((text[a:b] for token, (a, b) in places if token == self.no_token), text[:60])
-
-    def render(self, prompt: str | list[dict], **kwargs) -> str:
-        """The text of a prompt. kwargs: as of `conversation`. Raises PromptError where there is none."""
-        if not self.chat:
-            if not isinstance(prompt, str):
-                raise PromptError("chat messages need a chat template: give model.chat_template=FILE"
-                                  + (" and leave data.chat=auto" if self.tokenizer.chat_template else ""))
-            return (self.system + "\n\n" if self.system else "") + prompt + self.prefix
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return self.conversation(messages, self.generation_prompt, **kwargs) + self.prefix
-
-    def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
-        """What the chat template writes for messages, the arguments of their calls as it wants them. kwargs: of the
-        template, over data.chat_template_kwargs. Raises PromptError."""
-        return self._written([self._adapted(m) for m in messages], generation_prompt, **kwargs)
-
-    @functools.cached_property
-    def wants_text(self) -> bool:
-        """Whether the template writes a call's arguments as it is given them, and so wants JSON text."""
-        call = {"id": "ABCDEFGH1", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        try:
-            return "{'x': 'y'}" in self._written(messages, False)
-        except PromptError as e:
-            refused = str(e)
-        call["function"]["arguments"] = '{"x": "y"}'
-        try:
-            self._written(messages, False)
-        except PromptError:
-            return False
-        return bool(refused)
-
-    def _adapted(self, message: dict) -> dict:
-        """The message, the arguments of whose calls are objects or JSON text as the template wants them."""
-        if not (isinstance(message, dict) and message.get("tool_calls")):
-            return message
-        if not isinstance(message["tool_calls"], list):
-            raise PromptError("tool_calls is no list of calls")
-        calls = []
-        for call in message["tool_calls"]:
-            function = call.get("function") if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise PromptError('tool_calls: a call is {"type": "function", "function": {"name", "arguments"}}')
-            arguments = function.get("arguments") or {}
-            if isinstance(arguments, str) and not self.wants_text:
-                try:
-                    arguments = json.loads(arguments)
-                except ValueError as e:
-                    raise PromptError(f"tool_calls: the arguments of {function['name']!r} are no JSON: {e}") from None
-            elif not isinstance(arguments, str) and self.wants_text:
-                arguments = json.dumps(arguments)
-            calls.append({**call, "function": {**function, "arguments": arguments}})
-        return {**message, "tool_calls": calls}
-
-    def _written(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
-        if self.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt,
-                                                      **{**self.kwargs, **kwargs})
-        except Exception as e:  # a template may raise anything about the messages it is given
-            raise PromptError(f"the chat template refuses it: {type(e).__name__}: {e}") from None
-
-    def marked(self, messages: list[dict], **kwargs) -> tuple[list[int], list[int]]:
-        """(ids of a conversation, 1 for each inside {% generation %} ... {% endgeneration %}). As `conversation`."""
-        messages = [self._adapted(m) for m in messages]
-        if self.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
-        try:
-            found = self.tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, **{**self.kwargs, **kwargs})
-        except Exception as e:
-            raise PromptError(f"the chat template refuses it: {type(e).__name__}: {e}") from None
-        return list(found["input_ids"]), list(found["assistant_masks"])
-
-    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        return [[*self.start, *ids] for ids in self.encode(texts)]
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text alone, nothing added."""
-        if not texts:
-            return []
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
-                              return_token_type_ids=False)["input_ids"]
-
-
-def check_messages(value) -> list[dict]:
-    """Chat messages with text contents (lists of text parts are joined). Raises PromptError saying what is wrong."""
-    if not isinstance(value, list) or not value:
-        raise PromptError(f"expected text or a list of chat messages, found {type(value).__name__}"
-                          if value != [] else "the list of chat messages is empty")
-    out = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise PromptError(f"message {i} is not {{role: ..., content: ...}}")
-        message = {k: v for k, v in message.items() if v is not None or k == "content"}
-        content = message.get("content")
-        if content is None and any(message.get(field) for field in MORE):
-            content = ""
-        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-            content = "".join(p["text"] for p in content)
-        if not isinstance(content, str):
-            raise PromptError(f"message {i} ({message['role']}) has no text content")
-        out.append({**message, "content": content})
-    return out
-
-
-def check_tools(value) -> list[dict]:
-    """JSON schemas of tools, as a list or as JSON text. Raises PromptError."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as e:
-            raise PromptError(f"column 'tools' is no JSON: {e}") from None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise PromptError("column 'tools' is no list of JSON schemas; give it another name if it is something else")
-    return value
-
-
-def _leading_ids(tokenizer) -> tuple[int, ...]:
-    """Special tokens the tokenizer puts before a text (a begin token, usually), without those it puts after."""
-    bare = tokenizer("x", add_special_tokens=False)["input_ids"]
-    full = tokenizer("x")["input_ids"]
-    for at in range(len(full) - len(bare) + 1):
-        if bare and full[at:at + len(bare)] == bare:
-            return tuple(full[:at])
-    return ()

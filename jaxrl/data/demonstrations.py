@@ -1,12 +1,12 @@
-"""Conversations to train on: which tokens of a rendered conversation are the model's own.
+"""Conversations to train on: which tokens of a rendered conversation are trained.
 
-data.assistant_mask says how they are found. `turns`: every answer is rendered behind the messages before it, and what
-stands between two answers is what an episode would put there; so templates that rewrite earlier turns (drop their
-thoughts, say) are trained on as they are sampled from. `template`: the conversation is rendered once, and the template
-itself marks the answers by {% generation %}.
+`data.assistant_mask` selects the method. `turns`: every assistant message is rendered after the messages before it,
+and the tokens between two of them are those an episode would put there; so templates that rewrite earlier turns (drop
+their thinking, for example) are trained on exactly as they are sampled. `template`: the conversation is rendered
+once, and the template marks the assistant messages with {% generation %}.
 
-Either way the generation prompt is masked and the end token of a turn is trained on; a message with train=false is read
-and not learnt.
+In both cases the generation prompt is masked and a turn's end token is trained on. A message with train=false is
+context only.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import re
 
 import numpy as np
 
-from jaxrl.data.dataset import PromptError, Row
+from jaxrl.data.chat_template import PromptError
+from jaxrl.data.dataset import Row
 from jaxrl.data.suffixes import QUESTION
-from jaxrl.data.turns import TurnRenderer, rest_of
+from jaxrl.data.turns import TurnRenderer, continuation_ids
 from jaxrl.errors import ConfigError
 
 
 class Demonstrations:
-    """Rows with `messages` (data.train_turns=all) as token ids. Raises ConfigError where the chat template cannot."""
+    """Tokenizes rows with `messages` (data.train_turns=all). Raises ConfigError if the chat template cannot render
+    them.
+    """
 
     def __init__(self, config, tokenizer, tools=()):
         self.config, self.tokenizer = config, tokenizer
@@ -31,13 +34,13 @@ class Demonstrations:
         self.marked = config.data.assistant_mask == "template"
         if not self.marked:
             self.first.check(bool(tools))
-        elif "generation" not in _tags(tokenizer.chat_template):
+        elif "generation" not in _jinja_tags(tokenizer.chat_template):
             raise ConfigError("data.assistant_mask=template: the chat template has no {% generation %} ... "
                               "{% endgeneration %}; set data.assistant_mask=turns")
         self._by_tools = {"null": self.first}
 
     def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], list[int], np.ndarray]:
-        """(prompt, ids behind it, [C] bool which of those are trained on). Raises PromptError."""
+        """Returns (prompt ids, ids after the prompt, [C] bool which of those are trained on). Raises PromptError."""
         renderer = self._renderer(row.tools)
         own = [message.get("train", True) for message in row.messages]
         messages = [{k: v for k, v in m.items() if k != "train"} for m in row.messages]
@@ -48,7 +51,7 @@ class Demonstrations:
             after = next((k for k in range(at + 1, len(messages)) if messages[k]["role"] == "assistant"), len(messages))
             between = messages[at + 1:after]
             if not between and after < len(messages):
-                raise PromptError(f"messages {at} and {after} are both answers of the assistant, nothing between them")
+                raise PromptError(f"messages {at} and {after} are both assistant messages with none between them")
             said = renderer.turn(messages[:at], messages[at], between)
             ids += said
             trained += [own[at]] * len(said)
@@ -57,38 +60,41 @@ class Demonstrations:
                 ids += behind
                 trained += [False] * len(behind)
             at = after
-        return prompt, *_upto(ids[len(prompt):], np.array(trained, bool))
+        return prompt, *_until_last_trained(ids[len(prompt):], np.array(trained, bool))
 
     def _by_marks(self, renderer: TurnRenderer, row: Row, messages, own):
-        """As the template marks them. What a message spells must not become a control token, which rendering whole
-        cannot prevent."""
+        """Returns the same as `__call__`, with the mask from the template. Rendering the whole conversation cannot
+        keep control tokens in message text apart, so those are rejected.
+        """
         for i, message in enumerate(messages):
-            if message["role"] != "assistant" and (token := renderer.control_in(message["content"])):
+            if message["role"] != "assistant" and (token := renderer.control_token_in(message["content"])):
                 raise PromptError(f"message {i} ({message['role']}) spells the control token {token!r}, which would "
-                                  "become one; data.assistant_mask=turns keeps them apart")
-        ids, mask = renderer.template.marked(messages, **({"tools": row.tools} if row.tools else {}))
+                                  "become one; set data.assistant_mask=turns, which keeps them apart")
+        ids, mask = renderer.template.render_with_mask(messages, **({"tools": row.tools} if row.tools else {}))
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = _runs(mask)
+        spans = _true_runs(mask)
         if not all(own[i] for i in answers):
             if len(spans) != len(answers):
-                raise PromptError(f"the chat template marks {len(spans)} pieces of {len(answers)} answers: which of "
-                                  "them has train=false cannot be told; set data.assistant_mask=turns")
+                raise PromptError(f"the chat template marks {len(spans)} spans for {len(answers)} assistant messages, "
+                                  f"so train=false "
+                                  "cannot be matched to a span; set data.assistant_mask=turns")
             spans = [span for span, i in zip(spans, answers, strict=True) if own[i]]
         trained = np.zeros(len(ids), bool)
         opening = renderer.tokens.written(_opening(renderer))
         for start, end in spans:
             if opening and ids[start:start + len(opening)] == opening:
                 start += len(opening)
-            inside, behind = ids[end - 1] in renderer.own_ends, ids[end:end + 1]
-            ended = inside or not renderer.own_ends.isdisjoint(behind)
+            inside, behind = ids[end - 1] in renderer.end_of_turn_ids, ids[end:end + 1]
+            ended = inside or not renderer.end_of_turn_ids.isdisjoint(behind)
             trained[start:end + (ended and not inside)] = True
             if not ended and not behind:  # the template writes no end: the tokenizer's
                 ids, trained = [*ids, self.tokenizer.eos_token_id], np.append(trained, True)
             elif not ended:
                 said = self.tokenizer.decode(ids[start:end])[-40:]
-                raise PromptError(f"no end token stands behind the answer {said!r} that the template marks: the model "
+                raise PromptError(f"no end token follows the assistant message {said!r} that the template marks: the "
+                                  f"model "
                                   "would never learn to end it; set data.assistant_mask=turns")
-        ids, trained = _upto(ids, trained)
+        ids, trained = _until_last_trained(ids, trained)
         first = int(np.argmax(trained))
         return ids[:first], ids[first:], trained[first:]
 
@@ -99,59 +105,70 @@ class Demonstrations:
         return self._by_tools[key]
 
 
-class Answers:
-    """Answers as the chat template writes them behind their prompts (data.train_turns=last, pairs, held-out rows):
-    `answers(row, answer)` is (text before the answer, text up to its end token, ids behind that). Where there is no
-    chat template a prompt is followed by the answer's own text and `eos_id`."""
+class CompletionRenderer:
+    """Renders completions after their prompts as the chat template writes them (data.train_turns=last, pairs, held-
+    out
+    rows).
+
+    Without a chat template a prompt is followed by the completion's text and `eos_id`.
+    """
 
     def __init__(self, config, tokenizer, template, eos_id: int):
         self.template, self.eos = template, [int(eos_id)]
         self.renderer = TurnRenderer(config, tokenizer) if template.chat else None
 
     def __call__(self, row: Row, answer) -> tuple[str, str, list[int]]:
-        """Raises PromptError."""
+        """Returns (text before the completion, text up to and including the completion, ids to append). Raises
+        PromptError.
+        """
         if self.renderer is None:
             return "", answer, self.eos
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         if isinstance(answer, str):
             answer = {"role": "assistant", "content": self.template.prefix + answer}
-        before, body, end = self.renderer.spoken(messages, answer, tools=row.tools)
+        before, body, end = self.renderer.render_turn(messages, answer, tools=row.tools)
         return before, body, end
 
     def ids(self, texts, known: dict[str, list[int]]) -> list[np.ndarray]:
-        """[C] int32 each: ids of answers, of what a call gave for each, tokenised together. known: ids of prompts."""
+        """Returns the [C] int32 ids of each completion, tokenized in one call.
+
+        Args:
+          texts: results of `__call__`.
+          known: prompt text -> ids that are already known.
+        """
         encode = self.template.encode
         heads = known | {"": []}
         new = [before for before, *_ in texts if before not in heads]
         heads |= zip(new, encode(new), strict=True)
         out = []
         for (before, body, end), whole in zip(texts, encode([body for _, body, _ in texts]), strict=True):
-            said = rest_of(heads[before], whole, before, body, lambda text: encode([text])[0])
+            said = continuation_ids(heads[before], whole, before, body, lambda text: encode([text])[0])
             out.append(np.array(said if said[-1:] == end else [*said, *end], np.int32))
         return out
 
 
-def _upto(ids: list[int], trained: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Both up to the last token that is trained on. Raises PromptError where there is none."""
+def _until_last_trained(ids: list[int], trained: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Returns ids and mask up to the last trained token. Raises PromptError if no token is trained."""
     if not trained.any():
-        raise PromptError("no token of this conversation is trained on: no answer is marked, or all have train=false")
+        raise PromptError("no token of this conversation is trained on: no assistant message is marked, or all have "
+                          "train=false")
     last = int(np.flatnonzero(trained)[-1]) + 1
     return ids[:last], trained[:last]
 
 
 def _opening(renderer: TurnRenderer) -> str:
-    """The generation prompt."""
+    """Returns the template's generation prompt."""
     template = renderer.template
     whole, alone = template.conversation([QUESTION], True), template.conversation([QUESTION], False)
     return whole[len(alone):] if whole.startswith(alone) else ""
 
 
-def _runs(mask) -> list[tuple[int, int]]:
-    """(begin, end) of each run of True."""
+def _true_runs(mask) -> list[tuple[int, int]]:
+    """Returns (begin, end) of each run of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, np.int8), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _tags(template) -> set[str]:
-    """Names of the Jinja tags in a chat template."""
+def _jinja_tags(template) -> set[str]:
+    """Returns the names of the Jinja tags in a chat template."""
     return set(re.findall(r"\{%-?\s*(\w+)", str(template)))

@@ -1,4 +1,4 @@
-"""Data sets of a run: read, tokenised, held to the length limits, with a held-out share and named eval sets."""
+"""Loads a run's data sets: read, tokenized, within the length limits, with a held-out share and named eval sets."""
 
 from __future__ import annotations
 
@@ -10,29 +10,39 @@ from functools import partial
 import numpy as np
 
 from jaxrl.config.registry import from_rows, recipe_of
-from jaxrl.data.cache import Cache, unread
-from jaxrl.data.dataset import MORE, Dataset, Kept, PromptError, Reader, Row, Tables, prompt_column
-from jaxrl.data.demonstrations import Answers, Demonstrations
-from jaxrl.data.mixture import Mixture, config_of, rows_where
-from jaxrl.data.overlong import Limits, fitted
-from jaxrl.data.pairs import PairReader, carved_by
+from jaxrl.data.cache import Cache, lazy_tables
+from jaxrl.data.chat_template import EXTRA_FIELDS, PromptError
+from jaxrl.data.dataset import Dataset, Reader, Row, Tables, TokenizedRow, prompt_column
+from jaxrl.data.demonstrations import CompletionRenderer, Demonstrations
+from jaxrl.data.mixture import Mixture, select_rows, source_config
+from jaxrl.data.overlong import Limits, fit_completion
+from jaxrl.data.pairs import PairReader, holdout_prompt
 from jaxrl.data.scored import Steps, scored_reader
-from jaxrl.data.sources import GIVEN, BadRows, DataError, check_path, from_memory, read
+from jaxrl.data.sources import IN_MEMORY, BadRows, DataError, check_path, from_memory, read
 from jaxrl.data.stream import data_seed
 from jaxrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
-MOST_NESTED = 100  # levels of lists and tables in a row
+MAX_NESTING = 100  # levels of lists and tables in a row
 CHUNK = 1024  # rows tokenised in one call
 
 
 def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()) -> Dataset:
-    """The training set: `rows` (a list of dicts or a datasets.Dataset) where a caller gives some, else that of
-    `data.path`; read as `data.*` says. `eos_id` ends SFT targets (run.recipe=sft needs it; rl ignores it). `tools`:
-    JSON schemas that the chat template is told.
+    """Loads the training set, `rows` or `data.path`, according to `data.*`.
 
-    With `data.eval_fraction` a share or number of the rows becomes `.heldout` instead; rows with equal prompts stay on
-    one side, so no held-out prompt is trained on. With `data.sources` it is a Mixture. Errors: DataError / ConfigError.
+    With `data.eval_fraction`, a share or number of the rows becomes `.heldout`; rows with equal prompts stay on one
+    side, so no held-out prompt is trained on.
+
+    Args:
+      eos_id: token that ends supervised completions; required by run.recipe=sft, ignored by rl.
+      rows: a list of dicts or a datasets.Dataset; None reads `data.path`.
+      tools: JSON schemas passed to the chat template.
+
+    Returns:
+      A Dataset, or a Mixture with `data.sources`.
+
+    Raises:
+      DataError, ConfigError: no usable rows, or options that do not fit the data.
     """
     data = config.data
     if data.sources:
@@ -48,16 +58,16 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()
 
 
 def _load_sources(config, tokenizer, eos_id, rows, tools) -> Mixture:
-    """The sets of data.sources, each read as its own entries say."""
+    """Loads the sets of data.sources, each with its options."""
     parts, rewards, known = {}, {}, {}
     for name in sorted(config.data.sources):
-        given, own = config.data.sources[name], config_of(config, name)
+        given, own = config.data.sources[name], source_config(config, name)
         d, bad = own.data, BadRows(own.data.bad_rows)
         key = ("path" in given, d.path, d.split, d.subset, d.revision, d.max_rows, d.bad_rows)
-        if key not in known:  # rows told apart by `where` are read once
+        if key not in known:  # sources that differ in `where` only share one read
             known[key], *_ = _train_rows(own, bad, None if "path" in given else rows)
         tables = known[key]
-        numbers = rows_where(tables, given["where"], name) if given.get("where") else None
+        numbers = select_rows(tables, given["where"], name) if given.get("where") else None
         parts[name] = _load(name, own, tokenizer, eos_id, tables, bad, numbers, targets="required", tools=tools)
         if given.get("rewards"):
             rewards[name] = (given["rewards"],) if isinstance(given["rewards"], str) else tuple(given["rewards"])
@@ -65,17 +75,19 @@ def _load_sources(config, tokenizer, eos_id, rows, tools) -> Mixture:
 
 
 def _train_rows(config, bad, rows=None):
-    """(tables of data.path or of rows given, numbers of the rows to train on, of the held-out ones)."""
+    """Returns (tables of data.path or of the rows in memory, numbers of the rows to train on, numbers of the held-out
+    rows).
+    """
     data = config.data
     if rows is not None:
         tables = from_memory(rows, bad, field="data", limit=data.max_rows)
     else:
-        tables = unread(config, data.path, data.max_rows, partial(
+        tables = lazy_tables(config, data.path, data.max_rows, partial(
             read, data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
             limit=data.max_rows))
     if not data.eval_fraction:
         return tables, None, []
-    prompt = (lambda row: carved_by(row, data)) if recipe_of(config).pairs else (
+    prompt = (lambda row: holdout_prompt(row, data)) if recipe_of(config).pairs else (
         lambda row: row.get(prompt_column(row, data.prompt_column)))
     return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))
 
@@ -87,26 +99,34 @@ def _load_heldout(config, tokenizer, eos_id, tables, rows, tools) -> Dataset:
 
 def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None, sets=None, rows=None,
                    tools=()) -> dict[str, Dataset]:
-    """The sets of `eval.sets`, then those of `sets` (name -> rows, as for load_train), and 'heldout' if
-    `data.eval_fraction` > 0 (`train.heldout`, or carved out again, of `rows` where the training rows were given).
+    """Loads the sets of `eval.sets`, then those of `sets`, and 'heldout' if `data.eval_fraction` > 0.
 
-    Rows keep their order and none is left out or repeated, except as `data.overlong_prompt` says (counted and
-    reported). In SFT a set's completion column is read where there is one.
+    Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` says (counted and reported).
+    Supervised jobs read a set's completion column where it has one.
+
+    Args:
+      train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training rows are in
+        memory.
+      sets: name -> rows, as for `load_train`.
+
+    Returns:
+      name -> Dataset.
     """
     data, limit = config.data, config.eval.max_rows
     out: dict[str, Dataset] = {}
     for name, path, split in _eval_sources(config):
-        if path == GIVEN + name and name in (sets or {}):
+        if path == IN_MEMORY + name and name in (sets or {}):
             continue
         bad = BadRows(data.bad_rows)
-        tables = unread(config, (path,), limit, partial(
+        tables = lazy_tables(config, (path,), limit, partial(
             read, path, bad, field=f"eval.sets {name}", splits=(split,), subset=data.subset, revision=data.revision,
             limit=limit))
         out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
     for name, given in (sets or {}).items():
         if name in out or (name == "heldout" and data.eval_fraction) or not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(f"eval: the set's name {name!r} is taken, or is not made of letters, digits, '_', '.' and"
-                              " '-'")
+            raise ConfigError(f"eval: the set's name {name!r} is used twice, or has characters other than letters, "
+                              f"digits,"
+                              " '_', '.' and '-'; rename the set")
         bad = BadRows(data.bad_rows)
         tables = from_memory(given, bad, field=f"eval {name}", limit=limit)
         out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
@@ -119,7 +139,7 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
 
 
 def _eval_sources(config) -> list[tuple[str, str, str]]:
-    """(name, path, split) of each entry of eval.sets."""
+    """Returns (name, path, split) of each entry of eval.sets."""
     out: list[tuple[str, str, str]] = []
     for entry in config.eval.sets:
         name, eq, path = entry.partition("=")
@@ -134,11 +154,13 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 
 
 def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
-    """Raises one DataError for all entries of data.path and eval.sets whose local files or rows are not there."""
+    """Checks that all local files and in-memory rows of data.path and eval.sets exist. Raises one DataError for all
+    problems.
+    """
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
     named = [(path, "data.path") for path in config.data.path if wanted]
     named += [(path, f"data.sources.{name}.path") for name, given in config.data.sources.items()
-              if "path" in given and config.run.mode != "eval" for path in config_of(config, name).data.path]
+              if "path" in given and config.run.mode != "eval" for path in source_config(config, name).data.path]
     named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config) if name not in sets_given]
     problems = []
     for path, field in named:
@@ -151,19 +173,24 @@ def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
 
 
 def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """(train rows, held-out rows), in file order: whole groups of equal prompts, drawn until share or number is met.
-    prompt: row -> its prompt."""
+    """Returns (train rows, held-out rows) in file order: whole groups of equal prompts, drawn until the share or
+    number
+    is reached.
+
+    Args:
+      prompt: row -> its prompt.
+    """
     groups: dict[str, list[int]] = {}
     for i in range(len(tables)):
         try:
             key = json.dumps(prompt(tables[i][0]), sort_keys=True)
-        except (RecursionError, ValueError):  # a bad row, as will be said when it is read
+        except (RecursionError, ValueError):  # a bad row, which is reported when it is read
             key = f"row {i}"
         groups.setdefault(key, []).append(i)
     keys, wanted, taken = list(groups), round(fraction * len(tables) if fraction < 1 else fraction), set()
     if not 0 < wanted < len(tables) or len(keys) < 2:
         raise ConfigError(f"data.eval_fraction={fraction} of {len(tables)} rows ({len(keys)} different prompts) leaves "
-                          "nothing on one side")
+                          "one side empty; choose another fraction or number")
     for k in np.random.default_rng([seed, 0x68656C64]).permutation(len(keys))[:-1]:
         if len(taken) >= wanted:
             break
@@ -173,7 +200,12 @@ def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int
 
 def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="optional",
           tools=()) -> Dataset:
-    """The data set of some rows (numbers; None = all). targets: as for a Reader, where a run trains on completions."""
+    """Loads the data set of some rows.
+
+    Args:
+      rows: row numbers, None for all.
+      targets: as for Reader, in jobs that train on completions.
+    """
     targets = targets if from_rows(config) else "none"
     if targets != "none" and eos_id is None:
         raise ValueError("eos_id is needed to end SFT targets")
@@ -194,10 +226,10 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
 
 
 def _tokenise(ds: Dataset, config, tokenizer, eos_id, rows, tools) -> None:
-    """Fills a data set with the ids of its rows (numbers; None = all)."""
+    """Fills a data set with the ids of its rows (numbers; None for all)."""
     targets, r = ds.reader.targets, config.rollout
     turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else Steps(ds.reader.template)
-    answers = None if targets == "none" else Answers(config, tokenizer, ds.reader.template, eos_id)
+    answers = None if targets == "none" else CompletionRenderer(config, tokenizer, ds.reader.template, eos_id)
     limits = Limits(config.data.max_prompt_tokens, r.max_new_tokens, config.train.max_sequence_tokens,
                     config.data.overlong_prompt, config.data.overlong_completion if targets == "required" else "filter")
     kept, rows = [], list(range(len(ds.tables)) if rows is None else rows)
@@ -208,29 +240,29 @@ def _tokenise(ds: Dataset, config, tokenizer, eos_id, rows, tools) -> None:
         long += f", rollout.max_new_tokens={limits.target}" if targets != "none" else ""
         why = (ds.bad.messages + [f"{w}: {long}; raise it" for w in ds.filtered])[:3]
         raise DataError(f"{ds.name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
-    ds.asked = len(rows)
+    ds.rows_read = len(rows)
     ds.fill(kept, limits.prompt)
 
 
 def _content(row: Row) -> bytes:
-    """What a row says, for the fingerprint. Raises PromptError for what can be neither tokenised nor written down."""
+    """Returns a row's content for the fingerprint. Raises PromptError if it can be neither tokenized nor serialized."""
     try:
         said = [row.prompt, row.completion, row.answer, row.columns, *([row.messages] if row.messages else [])]
         said += [row.rejected] if row.rejected is not None else []
-        if _depth(said) > MOST_NESTED:
+        if _depth(said) > MAX_NESTING:
             raise RecursionError
         return json.dumps(said, sort_keys=True, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
-        raise PromptError(f"half a surrogate pair, {e.object[e.start]!r}, which no text may hold, behind "
+        raise PromptError(f"half a surrogate pair, {e.object[e.start]!r}, which is not valid text, after "
                           f"{e.object[max(0, e.start - 20):e.start]!r}") from None
     except RecursionError:
-        raise PromptError(f"nested deeper than {MOST_NESTED} levels") from None
+        raise PromptError(f"nested deeper than {MAX_NESTING} levels") from None
     except ValueError as e:
-        raise PromptError(f"a value that cannot be written down: {e}") from None
+        raise PromptError(f"a value that cannot be serialized as JSON: {e}") from None
 
 
 def _depth(value) -> int:
-    """Levels of lists and tables in a value."""
+    """Returns the nesting depth of lists and dicts in a value."""
     level, deep = [value], 0
     while level := [part for v in level if isinstance(v, dict | list)
                     for part in (v.values() if isinstance(v, dict) else v)]:
@@ -239,9 +271,15 @@ def _depth(value) -> int:
 
 
 def _chunk(ds: Dataset, limits: Limits, numbers: list[int], answers, turns) -> list:
-    """Reads and tokenises some rows; applies the length limits. Returns what Dataset.fill takes. answers: Answers,
-    where rows have completions. turns: (row with messages, prompt ids) -> (prompt ids, ids behind them, which of these
-    count)."""
+    """Reads and tokenizes some rows and applies the length limits.
+
+    Args:
+      answers: CompletionRenderer, if rows have completions.
+      turns: (row with messages, prompt ids) -> (prompt ids, ids after the prompt, which of these are trained on).
+
+    Returns:
+      TokenizedRows for `Dataset.fill`.
+    """
     rows, template, texts = [], ds.reader.template, []
     for i in numbers:
         where = f"row {i}"
@@ -280,10 +318,10 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], answers, turns) -> l
         target = None if target is None else np.asarray(target, np.int32)
         problem = limits.overlong(prompt, target) or limits.overlong(prompt, rejected, "rejected completion")
         if problem is None:
-            kept.append(Kept(i, prompt, target, trained, rejected, piece=prompt != rendered))
-        elif pieces := fitted(limits, prompt, target, trained):
+            kept.append(TokenizedRow(i, prompt, target, trained, rejected, piece=prompt != rendered))
+        elif pieces := fit_completion(limits, prompt, target, trained):
             (ds.shortened if limits.completion == "truncate" else ds.split).append(where)
-            kept += [Kept(i, *piece, piece=k > 0 or prompt != rendered) for k, piece in enumerate(pieces)]
+            kept += [TokenizedRow(i, *piece, piece=k > 0 or prompt != rendered) for k, piece in enumerate(pieces)]
         elif limits.policy == "error":
             raise DataError(f"{where}: {problem}; raise the limit, or set data.overlong_prompt to 'filter' or "
                             "'truncate_left'")
@@ -294,18 +332,18 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], answers, turns) -> l
 
 
 def _check_known(template, ids, name: str, text: str) -> None:
-    """Raises PromptError where the model would learn to write the token for unknown text."""
+    """Raises PromptError if the model would be trained to write the token for unknown text."""
     if template.no_token is not None and template.no_token in ids:
         raise PromptError(f"the tokenizer has no token for {template.unknown_in(text)!r} in the {name}: the model"
                           f" would learn to write {template.tokenizer.unk_token!r}")
 
 
 def _check_turns(template, row: Row, target, trained) -> None:
-    """The same of the answers of a conversation."""
+    """Raises PromptError as `_check_known` does, for the assistant messages of a conversation."""
     if template.no_token is None or template.no_token not in np.asarray(target)[np.asarray(trained, bool)]:
         return
     for i, message in enumerate(row.messages):
-        for field in ("content", *MORE) if message["role"] == "assistant" else ():
+        for field in ("content", *EXTRA_FIELDS) if message["role"] == "assistant" else ():
             value = message.get(field) or ""
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             _check_known(template, template.encode([text])[0], f"{field} of message {i}", text)
@@ -313,27 +351,28 @@ def _check_turns(template, row: Row, target, trained) -> None:
 
 
 def _report(ds: Dataset, limit: int) -> None:
-    rows = ds.asked
+    rows = ds.rows_read
     if ds.bad.count:
-        log.warning("%s: %d of %d rows are bad and skipped; the first: %s", ds.name, ds.bad.count, rows,
+        log.warning("%s: %d of %d rows are bad and skipped; the first ones: %s", ds.name, ds.bad.count, rows,
                     "; ".join(ds.bad.messages[:3]))
     if ds.unknown:
         template, (raw, where) = ds.reader.template, ds.tables[ds.unknown[0][0]]
         log.warning("%s: %d of %d prompts hold text that the tokenizer has no token for, e.g. %r in %s; the model sees"
-                    " %r instead, on average for %.0f %% of these prompts' tokens. Take data or a model that know each"
-                    " other", ds.name, len(ds.unknown), rows, template.unknown_in(ds.reader(raw).text), where,
-                    template.tokenizer.unk_token, 100 * np.mean([share for _, share in ds.unknown]))
+                    " %r instead, on average for %.0f %% of these prompts' tokens. Use a tokenizer that covers this"
+                    " text, or other data", ds.name, len(ds.unknown), rows,
+                    template.unknown_in(ds.reader(raw).text), where, template.tokenizer.unk_token,
+                    100 * np.mean([share for _, share in ds.unknown]))
     shown = ", ".join(ds.filtered[:5]) + (", ..." if len(ds.filtered) > 5 else "")
     if len(ds.filtered) > 0.05 * rows:
-        log.warning("%s: %d of %d rows (%.0f %%) are too long and left out (data.max_prompt_tokens=%d): %s; a higher "
+        log.warning("%s: %d of %d rows (%.0f %%) are too long and dropped (data.max_prompt_tokens=%d): %s; a higher "
                     "limit keeps them", ds.name, len(ds.filtered), rows, 100 * len(ds.filtered) / rows, limit, shown)
     elif ds.filtered:
-        log.info("%s: %d of %d rows are too long and left out: %s", ds.name, len(ds.filtered), rows, shown)
+        log.info("%s: %d of %d rows are too long and dropped: %s", ds.name, len(ds.filtered), rows, shown)
     for places, what in ((ds.shortened, "cut"), (ds.split, "split into several rows")):
         if places:
             log.log(logging.WARNING if len(places) > 0.05 * rows else logging.INFO, "%s: %d of %d completions are too "
                     "long and %s (data.overlong_completion): %s", ds.name, len(places), rows, what,
                     ", ".join(places[:5]) + (", ..." if len(places) > 5 else ""))
     if ds.truncated > 0.05 * rows:
-        log.warning("%s: %d of %d prompts are cut on the left to data.max_prompt_tokens=%d; a cut question is another "
-                    "question", ds.name, ds.truncated, rows, limit)
+        log.warning("%s: %d of %d prompts are cut on the left to data.max_prompt_tokens=%d; the model sees "
+                    "incomplete prompts", ds.name, ds.truncated, rows, limit)

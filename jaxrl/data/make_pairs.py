@@ -1,9 +1,9 @@
-"""Makes rows of preferences of completions that were scored: a run's rollouts, or what an evaluation wrote.
+"""Builds preference pairs from scored completions: a run's rollouts, or the records of an evaluation.
 
     python -m jaxrl.data.make_pairs runs/mine/eval/step_00000000_train.jsonl --out pairs.jsonl
 
-Of the completions to one prompt those with the highest scores are chosen, against those with the lowest. How such
-completions come about: docs/guides/preferences.md.
+The completions of a prompt with the highest scores are paired with those with the lowest. How to sample such
+completions: docs/guides/preferences.md.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import json
 from pathlib import Path
 
 
-def pairs_of(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "") -> tuple[list[dict], dict[str, int]]:
-    """Rows {prompt, chosen, rejected, margin, answer} of records as rollouts and evaluations write them, in the order
-    in which the prompts first come.
+def make_pairs(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "") -> tuple[list[dict], dict[str, int]]:
+    """Builds rows {prompt, chosen, rejected, margin, answer} from records of rollouts or evaluations, in the order of
+    the prompts' first record.
 
-    The k-th pair of a prompt is its k-th best completion and its k-th worst, for k up to `per_prompt` and while their
-    scores differ by more than `gap`; of equal scores the earlier completion counts as the better choice for either
-    side. Left out are completions without a score, those that the length limit cut (an end token would be
-    taught where there was none), and all but the first of those with equal texts.
+    The k-th pair of a prompt is its k-th best and k-th worst completion, for k up to `per_prompt` and while their
+    scores differ by more than `gap`. Ties prefer the earlier completion on either side. Dropped are completions
+    without a score, completions cut by the length limit (training would add an end token they do not have), and all
+    but the first of completions with equal texts.
 
     Args:
-      reward: the name of the reward that is the score; empty = the run's own, all of them together.
+      per_prompt: maximum number of pairs of one prompt.
+      gap: minimum difference (exclusive) between the scores of a pair.
+      reward: name of the reward that is the score; empty for the run's total score.
 
     Returns:
-      (rows, {what was left out: how many completions; "prompts", "prompts without a pair": how many prompts}).
+      (rows, counts): counts of dropped completions by reason, of "prompts" and of "prompts without a pair".
     """
     groups: dict[str, tuple[dict, dict[str, float]]] = {}
     counts = {"without a score": 0, "cut by the length limit": 0, "equal texts": 0}
@@ -54,6 +56,7 @@ def pairs_of(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "") -
 
 
 def main(argv=None) -> None:
+    """Writes the pairs of the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="rollouts/*.jsonl of a run, or eval/*.jsonl")
     parser.add_argument("--out", required=True, type=Path)
@@ -62,7 +65,7 @@ def main(argv=None) -> None:
     parser.add_argument("--reward", default="", help="name of the reward that decides; default: the sum of all")
     args = parser.parse_args(argv)
     records = (json.loads(line) for file in args.files for line in file.read_text("utf-8").splitlines())
-    rows, counts = pairs_of(records, args.per_prompt, args.gap, args.reward)
+    rows, counts = make_pairs(records, args.per_prompt, args.gap, args.reward)
     args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     print(f"{len(rows)} pairs in {args.out}; " + ", ".join(f"{n} {what}" for what, n in counts.items()))
 

@@ -1,10 +1,10 @@
-"""Which data set each position of a mixed order takes, by weights that may change with the step.
+"""Chooses the data set of each position in a mixed order, by weights that may change with the step.
 
-Every position adds to each source's claim its share and takes 1 from the claim of the source that is served. Who is
-served: of the sources whose claim is at least 1 / (2 K - 2), the one whose claim would be the first to reach
-1 - 1 / (2 K - 2) (Tijdeman, "The chairman assignment problem", 1980). With K sources and constant weights, what a
-source was given is then never 1 - 1 / (2 K - 2) rows or more off its share of any number of first positions, and never
-2 rows off over any window. Claims are integers, so that every machine comes to the same order.
+At every position each source's claim grows by its share, and the claim of the source that is served falls by 1.
+Served is, of the sources whose claim is at least 1 / (2 K - 2), the one whose claim would reach 1 - 1 / (2 K - 2)
+first (Tijdeman, "The chairman assignment problem", 1980). With K sources and constant weights, the rows served from a
+source are then never 1 - 1 / (2 K - 2) or more off its share of any number of first positions, and never 2 rows off
+over any window. Claims are integers, so every machine computes the same order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fractions import Fraction
 
 import numpy as np
 
-MOST = 10**6  # shares are held as integers that add up to at most this
-CHUNK = 4096  # positions worked out at once
+MOST = 10**6  # shares are integers whose sum is at most this
+CHUNK = 4096  # positions computed at once
 
 
 def weight_at(weight, step: int) -> float:
-    """A weight at a step: a number, or (step, weight) points with straight lines between them, constant outside."""
+    """Returns a weight at a step: a constant, or (step, weight) points interpolated linearly and constant outside."""
     if isinstance(weight, int | float):
         return float(weight)
     steps, values = zip(*weight, strict=True)
@@ -29,8 +29,9 @@ def weight_at(weight, step: int) -> float:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Integers in the proportion of weights, as small as can be; rounded to millionths where that takes more. [] where
-    all weights are 0."""
+    """Returns the smallest integers in the proportion of the weights, rounded to millionths if exact ones would be
+    larger; [] if all weights are 0.
+    """
     exact = [Fraction(str(w)) for w in weights]
     total = sum(exact)
     if not total:
@@ -46,16 +47,16 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 class Claims:
-    """What each source is owed, in parts of `sum(shares)`; `serve` says whose turn it is."""
+    """Rows owed to each source, in units of 1 / `sum(shares)`; `serve` returns the next source."""
 
     def __init__(self, count: int):
         self.owed, self.whole = [0.0] * count, 1
 
     def scale(self, parts: list[int]) -> None:
-        """Takes shares whose sum may be another than before."""
+        """Sets new shares, whose sum may differ from before."""
         self.parts, whole = parts, sum(parts)
         self.owed = [round(c * whole / self.whole) for c in self.owed]
-        self.owed[int(np.argmax(parts))] -= sum(self.owed)  # rounding must owe nobody anything
+        self.owed[int(np.argmax(parts))] -= sum(self.owed)  # rounding must not change the total
         self.whole = whole
         self.alive = [k for k, part in enumerate(parts) if part]
         margin = 2 * len(self.alive) - 2
@@ -63,7 +64,7 @@ class Claims:
         self.due = whole - self.least if margin else whole
 
     def serve(self) -> int:
-        """The source of the next position."""
+        """Returns the source of the next position."""
         best, first, owed, parts = -1, math.inf, self.owed, self.parts
         for k in self.alive:
             owed[k] += parts[k]
@@ -76,38 +77,42 @@ class Claims:
 
 
 class Stretch:
-    """A stretch of positions, worked out as far as somebody asked: source and row number of each.
+    """Source and row number of each position in a range, computed on demand.
 
-    parts(i): shares at its i-th position (a list that stays the same object while they do). period: after so many
-    positions all repeats, and each source has been given its share of them (0: never). given: rows of each source
-    before the stretch.
+    Args:
+      start: first position of the range.
+      rows_before: [K] rows each source gave before the range.
+      parts: i -> shares at the i-th position of the range; the same list object while they do not change.
+      period: number of positions after which the pattern repeats, each source having received its share; 0 for never.
     """
 
-    def __init__(self, start: int, given: Sequence[int], parts, period: int = 0):
-        self.start, self.given, self.parts, self.period = start, np.array(given, np.int64), parts, period
-        self._claims, self._counts, self._now = Claims(len(given)), [0] * len(given), None
-        self._chunks: list[tuple[np.ndarray, np.ndarray, list[int]]] = []  # sources, rows, rows given before the chunk
+    def __init__(self, start: int, rows_before: Sequence[int], parts, period: int = 0):
+        self.start, self.rows_before, self.parts, self.period = start, np.array(rows_before, np.int64), parts, period
+        self._claims, self._counts, self._now = Claims(len(rows_before)), [0] * len(rows_before), None
+        self._chunks: list[tuple[np.ndarray, np.ndarray, list[int]]] = []  # sources, rows, rows before the chunk
 
     def at(self, i: int) -> tuple[int, int]:
-        """(source, how many rows it had been given before) of the stretch's i-th position."""
+        """Returns (source, rows it gave before) of the range's i-th position."""
         turns, i = divmod(i, self.period) if self.period else (0, i)
         self._reach(i + 1)
         sources, rows, _ = self._chunks[i // CHUNK]
         k = int(sources[i % CHUNK])
         each = int(self.parts(0)[k]) if self.period else 0
-        return k, int(self.given[k]) + turns * each + int(rows[i % CHUNK])
+        return k, int(self.rows_before[k]) + turns * each + int(rows[i % CHUNK])
 
     def before(self, i: int) -> np.ndarray:
-        """[K] rows that each source was given before the stretch's i-th position."""
+        """Returns [K] rows that each source gave before the range's i-th position."""
         turns, i = divmod(i, self.period) if self.period else (0, i)
         self._reach(i + 1)
         each = np.array(self.parts(0), np.int64) * turns if self.period else 0
         sources, _, counts = self._chunks[i // CHUNK]
-        return self.given + each + counts + np.bincount(sources[:i % CHUNK], minlength=len(self.given))
+        return self.rows_before + each + counts + np.bincount(sources[:i % CHUNK], minlength=len(self.rows_before))
 
     def row(self, k: int, wanted: int) -> int | None:
-        """The position in the stretch at which source k is given its row number `wanted`; None where it never is."""
-        wanted -= int(self.given[k])
+        """Returns the position within the range at which source k gives its row number `wanted`, or None if it never
+        does.
+        """
+        wanted -= int(self.rows_before[k])
         each = int(self.parts(0)[k])
         if not self.period or not each:
             return None
@@ -131,13 +136,17 @@ class Stretch:
 
 
 class Mix:
-    """position -> (source, which of its rows in turn): a function of the weights, the rows per step and the sizes
+    """Maps a position to (source, index among that source's rows); a function of weights, rows per step and sizes
     alone.
 
-    weights: of K sources, each as `weight_at` takes it; the step of position p is p // per_step. limits: rows that each
-    source has to give in all. exhausted: what happens when one has given them: 'repeat' (limits do not count), 'stop'
-    (the order ends where it would be asked for more) or 'others' (its weight goes to the others; the order ends when
-    all have given theirs). Where weights settle (the end of a schedule, a source that is exhausted) claims begin anew.
+    Where weights become constant (the end of a schedule, an exhausted source) claims restart from 0.
+
+    Args:
+      weights: one per source, as `weight_at` takes it; the step of position p is p // per_step.
+      limits: total rows each source has to give.
+      exhausted: what happens once a source has given them: 'repeat' ignores the limits, 'stop' ends the order where
+        the source would be asked for one more, 'others' gives its weight to the other sources and ends the order when
+        all are exhausted.
     """
 
     def __init__(self, weights: Sequence, per_step: int, limits: Sequence[int], exhausted: str = "repeat"):
@@ -147,19 +156,19 @@ class Mix:
         self._parts: dict[tuple, list[int]] = {}
         self._lock = threading.RLock()  # rows are prepared by threads
         self._stretches: list[Stretch] = []
-        self.end: int | None = None  # behind the last position, once known
+        self.end: int | None = None  # one past the last position, once known
         self._begin(0, [0] * len(weights))
         while self._follow():
             pass
 
     def place(self, position: int) -> tuple[int, int]:
-        """(source, how many rows it gave before). IndexError behind the end."""
+        """Returns (source, rows it gave before). Raises IndexError past the end."""
         with self._lock:
             stretch = self._of(position)
             return stretch.at(position - stretch.start)
 
-    def given(self, position: int) -> list[int]:
-        """Rows that each source gave before a position."""
+    def rows_before(self, position: int) -> list[int]:
+        """Returns the number of rows each source gave before a position."""
         with self._lock:
             stretch = self._of(max(0, position - 1))
             return stretch.before(position - stretch.start).tolist()
@@ -169,16 +178,16 @@ class Mix:
             raise IndexError(position)
         return next(s for s in reversed(self._stretches) if s.start <= position)
 
-    def _weights(self, step: int, given) -> list[float]:
-        closed = [self.exhausted == "others" and n >= most for n, most in zip(given, self.limits, strict=True)]
+    def _weights(self, step: int, rows_before) -> list[float]:
+        closed = [self.exhausted == "others" and n >= most for n, most in zip(rows_before, self.limits, strict=True)]
         return [0.0 if over else weight_at(w, step) for w, over in zip(self.weights, closed, strict=True)]
 
-    def _begin(self, start: int, given) -> bool:
-        """A stretch from `start` on; False where nobody has a weight any more."""
+    def _begin(self, start: int, rows_before) -> bool:
+        """Starts a range at `start`; returns False if no source has weight left."""
         if start >= self._settled:
-            parts = shares(self._weights(self._settled // self.per_step, given))
+            parts = shares(self._weights(self._settled // self.per_step, rows_before))
             if parts:
-                self._stretches.append(Stretch(start, given, lambda i: parts, sum(parts)))
+                self._stretches.append(Stretch(start, rows_before, lambda i: parts, sum(parts)))
             return bool(parts)
 
         known: dict[int, list[int]] = {}
@@ -186,16 +195,16 @@ class Mix:
         def at(i):
             step = (start + i) // self.per_step
             if step not in known:
-                found = shares([round(w, 6) for w in self._weights(step, given)])
+                found = shares([round(w, 6) for w in self._weights(step, rows_before)])
                 known[step] = self._parts.setdefault(tuple(found), found)
             return known[step]
 
         if at(0):
-            self._stretches.append(Stretch(start, given, at))
+            self._stretches.append(Stretch(start, rows_before, at))
         return bool(at(0))
 
     def _follow(self) -> bool:
-        """Closes the last stretch where it does not go on for ever, and begins the next; False at the last one."""
+        """Closes the last range if it ends, and starts the next one; returns False at the last range."""
         last = self._stretches[-1]
         over = self._over(last)
         if over is not None and self.exhausted == "stop":
@@ -211,15 +220,17 @@ class Mix:
         return True
 
     def _over(self, last: Stretch) -> int | None:
-        """The position from which on a source has nothing left ('stop': at which it would be asked for more)."""
+        """Returns the position from which a source has no rows left (with 'stop': at which it would be asked for one
+        more), or None.
+        """
         if self.exhausted == "repeat":
             return None
         more = self.exhausted == "others"
         if last.period:
             found = [last.row(k, most - more) for k, most in enumerate(self.limits)
-                     if last.given[k] < most + (not more)]
+                     if last.rows_before[k] < most + (not more)]
             return min((last.start + i + more for i in found if i is not None), default=None)
-        counts = np.array(last.given)
+        counts = np.array(last.rows_before)
         for i in range(self._settled - last.start):
             k, _ = last.at(i)
             counts[k] += 1

@@ -1,4 +1,4 @@
-"""Several data sets as one: `data.sources`."""
+"""Several data sets as one (`data.sources`): options per source, row filters and the combined data set."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from jaxrl.config.load import editable
 from jaxrl.data.dataset import Dataset, Example, Tables
 from jaxrl.data.sources import DataError
 
-# Options of `data` that a source may have of its own, and what only a source has.
+# Options of `data` that a source may override, and options that only a source has.
 OWN = ("path", "subset", "split", "revision", "prompt_column", "answer_column", "answer_pattern", "completion_column",
        "chosen_column", "rejected_column", "label_column", "margin_column", "train_turns", "assistant_mask",
        "system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs", "max_rows", "overlong_prompt",
        "overlong_completion", "bad_rows")
-FURTHER = ("weight", "where", "rewards", "algorithm", "coef")
-# Options of `algorithm` that a source's table `algorithm` may hold: all that make scores to advantages, on the host.
+SOURCE_ONLY = ("weight", "where", "rewards", "algorithm", "coef")
+# Options that a source's table `algorithm` may override: those that turn scores into advantages, on the host.
 ALGORITHM = ("advantage", "advantage_mean", "advantage_std", "whiten", "advantage_low", "advantage_high", "gamma",
              "turn_gamma", "anchor_coef")
 
 
 class Mixture:
-    """Data sets by name, in the order of their names; rows are numbered through, first set first. What a Dataset has,
-    summed up; an Example knows its source and which reward functions judge it."""
+    """Several data sets as one, in the order of their names; rows are numbered through, first set first.
+
+    Has the attributes of a Dataset, combined. Its Examples carry their source and the names of the reward functions
+    that score them.
+    """
 
     def __init__(self, parts: dict[str, Dataset], rewards: dict[str, tuple[str, ...]]):
         self.parts, self.heldout, self.name = parts, None, "train"
@@ -44,47 +47,51 @@ class Mixture:
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of each source."""
+        """Number of rows of each source."""
         return [len(part) for part in self._sets]
 
     @property
-    def firsts(self) -> list[int]:
-        """Numbers of the first rows of every source, to try functions on."""
-        return [start + i for start, part in zip(self.starts, self._sets, strict=False) for i in part.firsts]
+    def first_rows(self) -> list[int]:
+        """Indices of the first rows of every source, used to try out reward functions."""
+        return [start + i for start, part in zip(self.starts, self._sets, strict=False) for i in part.first_rows]
 
     @property
     def bad(self):
-        """Counts of the rows that could not be read."""
-        return BadInAll(sum(part.bad.count for part in self._sets), [m for p in self._sets for m in p.bad.messages])
+        """Count and messages of the rows that could not be read."""
+        return BadRowTotals(sum(part.bad.count for part in self._sets), [m for p in self._sets for m in p.bad.messages])
 
     @property
     def filtered_fraction(self) -> float:
+        """Share of the rows dropped for their length."""
         left_out = sum(len(part.filtered) for part in self._sets)
         return left_out / (left_out + len(self))
 
     @property
     def fingerprint(self) -> str:
+        """Hash of the sources' fingerprints, and their names."""
         named = "; ".join(f"{name}: {part.fingerprint}" for name, part in self.parts.items())
         return f"{hashlib.sha256(named.encode()).hexdigest()[:16]}, {', '.join(self._names)}"
 
     @property
     def commits(self) -> list[str]:
+        """Hub commits of the rows, without duplicates."""
         return list(dict.fromkeys(commit for part in self._sets for commit in part.commits))
 
     def describe(self) -> str:
+        """Returns one line per source; see `Dataset.describe`."""
         return "\n".join(part.describe() for part in self._sets)
 
 
 @dataclasses.dataclass(frozen=True)
-class BadInAll:
-    """As BadRows, of several sources."""
+class BadRowTotals:
+    """Count and messages of bad rows, summed over sources."""
 
     count: int
     messages: list[str]
 
 
-def config_of(config, name: str):
-    """The config as one source has it: its own entries over those of `data`."""
+def source_config(config, name: str):
+    """Returns the config of one source: its entries override those of `data`."""
     out = editable(config)
     for key, value in config.data.sources[name].items():
         if key in ("path", "split") and isinstance(value, str):
@@ -96,8 +103,12 @@ def config_of(config, name: str):
     return out
 
 
-def rows_where(tables: Tables, where, name: str):
-    """Numbers of the rows whose columns hold what `where` names (column -> a value or several, compared as text)."""
+def select_rows(tables: Tables, where, name: str):
+    """Returns the numbers of the rows that match a source's filter. Raises DataError if none does.
+
+    Args:
+      where: column -> a value or several, compared as text.
+    """
     wanted = {column: [str(v) for v in (values if isinstance(values, list | tuple) else [values])]
               for column, values in where.items()}
     kept = [i for i in range(len(tables))
@@ -105,7 +116,7 @@ def rows_where(tables: Tables, where, name: str):
     if not kept:
         column = next(iter(wanted))
         found = list(dict.fromkeys(str(tables[i][0].get(column)) for i in range(len(tables))))
-        raise DataError(f"data.sources.{name}.where={ {c: list(v) for c, v in wanted.items()} }: no row among"
-                        f" {len(tables)} is such; column {column!r} holds {', '.join(found[:8])}"
+        raise DataError(f"data.sources.{name}.where={ {c: list(v) for c, v in wanted.items()} }: no row of"
+                        f" {len(tables)} matches; column {column!r} holds {', '.join(found[:8])}"
                         + (", ..." if len(found) > 8 else ""))
     return kept

@@ -1,7 +1,7 @@
-"""Orders in which one data set gives its rows: row numbers by how many it gave before.
+"""Orders in which a data set gives its rows: maps the number of rows given so far to a row number.
 
-`endless` is the shuffle of every run. The others are curricula: `Epochs` from easy to hard, or without rows that are
-solved too often or too seldom; `Windows` with other rows from some steps on.
+`shuffled_epochs` is the default. The others are curricula: `Epochs` sorts each epoch from easy to hard, or drops rows
+that are solved too often or too rarely; `Windows` changes the rows at given steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from jaxrl.errors import ConfigError, RunStopped
 WINDOW = re.compile(r"(\d+):(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 
 
-def endless(rows: int, seed):
-    """Row numbers 0 .. rows - 1 by position, epoch after epoch, each in an order of its own. seed: an integer or
-    several; False: in file order."""
+def shuffled_epochs(rows: int, seed):
+    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch, each shuffled anew.
+
+    Args:
+      seed: an integer or several; False keeps the file order.
+    """
     import grain
 
     order = grain.MapDataset.range(rows)
@@ -29,8 +32,8 @@ def endless(rows: int, seed):
     return order.repeat(None)
 
 
-def windows(texts: Sequence[str]) -> list[tuple[int, float, float]]:
-    """(first step, lowest, highest) of entries such as '200:2..5'. Raises ValueError naming what is wrong."""
+def parse_windows(texts: Sequence[str]) -> list[tuple[int, float, float]]:
+    """Parses entries such as '200:2..5' into (first step, lowest, highest). Raises ValueError naming the entry."""
     out = []
     for text in texts:
         found = WINDOW.fullmatch(text)
@@ -46,16 +49,18 @@ def windows(texts: Sequence[str]) -> list[tuple[int, float, float]]:
 
 
 class Epochs:
-    """Rows epoch after epoch, each epoch in an order drawn from (seed, epoch).
+    """Row numbers epoch after epoch, each epoch in an order drawn from (seed, epoch).
 
-    difficulty: [rows], sorts an epoch from low to high, equal ones in the order drawn. keep() -> [rows] bool: asked
-    when an epoch begins (when its first row is asked for) which rows it has; epochs that have begun are a part of the
-    run's state. None: all, and a position alone tells its row.
+    Args:
+      difficulty: [rows], sorts an epoch from low to high; ties stay in the drawn order.
+      keep: () -> [rows] bool, the rows of an epoch; called when the epoch's first row is requested. Started epochs
+        are part of the run's state. None keeps all rows, and the position alone determines the row.
     """
 
     def __init__(self, rows: int, seed, difficulty=None, keep: Callable[[], np.ndarray] | None = None):
         self.rows, self._seed, self._difficulty, self._keep = rows, seed, difficulty, keep
-        self.begun: list[tuple[int, int, np.ndarray]] = [(0, 0, np.ones(rows, bool))]  # number, first position, rows
+        # number, first position, rows
+        self.started_epochs: list[tuple[int, int, np.ndarray]] = [(0, 0, np.ones(rows, bool))]
         self._orders: dict[int, np.ndarray] = {}
 
     def __getitem__(self, position: int) -> int:
@@ -63,27 +68,27 @@ class Epochs:
             number, at = divmod(position, self.rows)
             return int(self._order(number, None)[at])
         while position >= self._end():
-            number, _, _ = self.begun[-1]
+            number, _, _ = self.started_epochs[-1]
             kept = self._keep()
             if not kept.any():
-                raise RunStopped("no row is left: the pass rate of every one lies outside data.pass_rate_min and "
+                raise RunStopped("no row is left: every pass rate lies outside data.pass_rate_min and "
                                  "pass_rate_max; widen them")
-            self.begun.append((number + 1, self._end(), kept))
-        number, first, kept = next(e for e in reversed(self.begun) if e[1] <= position)
+            self.started_epochs.append((number + 1, self._end(), kept))
+        number, first, kept = next(e for e in reversed(self.started_epochs) if e[1] <= position)
         return int(self._order(number, kept)[position - first])
 
     def _end(self) -> int:
-        _, first, kept = self.begun[-1]
+        _, first, kept = self.started_epochs[-1]
         return first + int(kept.sum())
 
     def forget(self, position: int) -> None:
-        """Nothing before this position will be asked for again."""
-        while len(self.begun) > 1 and self.begun[1][1] <= position:
-            self._orders.pop(self.begun.pop(0)[0], None)
+        """Drops the state of epochs that end before a position, which is not requested again."""
+        while len(self.started_epochs) > 1 and self.started_epochs[1][1] <= position:
+            self._orders.pop(self.started_epochs.pop(0)[0], None)
 
     def _order(self, number: int, kept) -> np.ndarray:
         order = self._orders.get(number)
-        if order is None:  # threads may come here at once, and find the same
+        if order is None:  # threads may run this concurrently; they compute the same
             if len(self._orders) > 2:
                 self._orders.clear()
             order = np.arange(self.rows)
@@ -97,10 +102,14 @@ class Epochs:
 
 
 class Windows:
-    """Rows whose difficulty lies in a window that moves: from each stage's first position on only its rows are given,
-    shuffled, epoch after epoch.
+    """Row numbers whose difficulty lies in a moving window: each stage gives its rows only, shuffled, epoch after
+    epoch.
 
-    stages: (first position, lowest, highest), the first one at 0. Raises ConfigError for a window without rows.
+    Args:
+      stages: (first position, lowest, highest); the first stage begins at 0.
+
+    Raises:
+      ConfigError: a window has no rows.
     """
 
     def __init__(self, difficulty: np.ndarray, seed, stages: Sequence[tuple[int, float, float]],
@@ -113,7 +122,8 @@ class Windows:
                                   f"there are {difficulty.min():g} to {difficulty.max():g}")
             self._begins.append(first)
             self._rows.append(inside)
-            self._orders.append(endless(len(inside), seed is not False and [*np.atleast_1d(seed).tolist(), number]))
+            stage_seed = seed is not False and [*np.atleast_1d(seed).tolist(), number]
+            self._orders.append(shuffled_epochs(len(inside), stage_seed))
 
     def __getitem__(self, position: int) -> int:
         k = bisect.bisect_right(self._begins, position) - 1

@@ -1,4 +1,4 @@
-"""Rows that are longer than a run takes: left out, cut, or split into several."""
+"""Rows longer than the limits: dropped, cut, or split into several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import numpy as np
 
 
 class Limits(NamedTuple):
-    """Tokens of a prompt, of a target, of both (0: as the two say); data.overlong_prompt, data.overlong_completion."""
+    """Length limits in tokens and the policies for longer rows.
+
+    Attributes:
+      prompt, target: most tokens of a prompt, of a completion.
+      total: most tokens of both together; 0 for prompt + target.
+      policy: data.overlong_prompt.
+      completion: data.overlong_completion.
+    """
 
     prompt: int
     target: int
@@ -17,11 +24,11 @@ class Limits(NamedTuple):
     completion: str = "filter"
 
     def room(self, prompt: int) -> int:
-        """Most tokens of a target behind a prompt of so many."""
+        """Returns the most completion tokens that fit after a prompt of `prompt` tokens."""
         return min(self.target, self.total - prompt) if self.total else self.target
 
     def overlong(self, prompt, target, what: str = "completion") -> str | None:
-        """Why a row is too long, or None. A prompt may be cut on the left where data.overlong_prompt says so."""
+        """Returns why a row is too long, or None. With data.overlong_prompt=truncate_left a long prompt is accepted."""
         if len(prompt) > self.prompt and self.policy != "truncate_left":
             return f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens={self.prompt}"
         if target is None:
@@ -35,19 +42,27 @@ class Limits(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Of a row: ids of what is read, ids behind it, [C] bool which of those are trained on (None: all)."""
+    """One training row cut from an overlong one.
+
+    Attributes:
+      prompt: ids of the context.
+      target: ids after it.
+      trained: [C] bool, which target ids are trained on; None for all.
+    """
 
     prompt: list[int]
     target: np.ndarray
     trained: np.ndarray | None
 
 
-def fitted(limits: Limits, prompt: list[int], target, trained) -> list[Piece]:
-    """What is trained on of a row whose completion is too long, as data.overlong_completion says; [] where that leaves
-    nothing (no room behind the prompt, nothing trained in what is kept).
+def fit_completion(limits: Limits, prompt: list[int], target, trained) -> list[Piece]:
+    """Cuts or splits a row whose completion is too long, according to data.overlong_completion.
 
-    truncate: the first tokens that fit. split: each token of the target is in exactly one piece, behind as many of the
-    tokens before it as a prompt may have (half of a row at most where train.max_sequence_tokens bounds it).
+    truncate: keeps the first tokens that fit. split: each target token is in exactly one piece, after as many of the
+    preceding tokens as a prompt may have (at most half a row if train.max_sequence_tokens bounds it).
+
+    Returns:
+      The pieces; [] if there is no room after the prompt, or no trained token in what is kept.
     """
     room = limits.room(min(len(prompt), limits.prompt))
     if room <= 0 or limits.completion == "filter" or (len(prompt) > limits.prompt and limits.policy != "truncate_left"):

@@ -1,14 +1,15 @@
-"""Rows of preferences: a prompt with a chosen and a rejected answer, or with one answer and a label (good or not).
+"""Rows of preferences: a prompt with a chosen and a rejected completion, or with one completion and a label (good or
+not).
 
-Read are, each answer as text or as chat messages:
+Accepted formats, each completion as text or as chat messages:
 
-    {"prompt": ..., "chosen": ..., "rejected": ...}     the answers alone, or as messages with the prompt before them
-    {"chosen": ..., "rejected": ...}                    both begin with the prompt: the messages that they share, or of
-                                                        texts the words
+    {"prompt": ..., "chosen": ..., "rejected": ...}     completions alone, or as messages that include the prompt
+    {"chosen": ..., "rejected": ...}                    both begin with the prompt: the messages they share, or the
+                                                        words if they are texts
     {"prompt": ..., "completion": ..., "label": true}
 
-An Example then has `target_ids` (chosen, or the completion) and `rejected_ids` (None where there is a label), and in
-its columns the label as a bool and the margin, where a row has one, as a float.
+An Example has `target_ids` (chosen, or the completion) and `rejected_ids` (None with a label); its columns hold the
+label as a bool, and the margin, if the row has one, as a float.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import math
 import os
 
 from jaxrl.algorithms.preference import LOSSES
-from jaxrl.data.dataset import PromptError, Reader, Row, answer_of, check_messages, missing, prompt_column
+from jaxrl.data.chat_template import PromptError, check_messages
+from jaxrl.data.dataset import Reader, Row, assistant_content, missing_column, prompt_column
 
 
 class PairReader(Reader):
-    """A Reader of such rows. targets: 'required', or 'optional' for held-out sets, whose rows may be prompts alone."""
+    """Reads preference rows.
+
+    Args:
+      targets: 'required', or 'optional' for held-out sets, whose rows may be prompts alone.
+    """
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, targets, tools)
@@ -29,11 +35,11 @@ class PairReader(Reader):
         self.labels = all(name in LOSSES and LOSSES[name].answers for name in self.losses)
 
     def __call__(self, row: dict) -> Row:
-        """Raises PromptError saying what is wrong with the row."""
+        """Returns the Row of a raw row. Raises PromptError naming the column and the remedy."""
         data, rejected = self.data, None
         plain = {name: row[name] for name in row if name not in (data.chosen_column, data.rejected_column)}
         if is_pair(row, data):
-            plain[data.prompt_column], plain[data.completion_column], rejected = separated(row, data)
+            plain[data.prompt_column], plain[data.completion_column], rejected = split_pair(row, data)
         elif self.targets == "optional" and not is_labelled(row, data):
             plain.pop(data.completion_column, None)
         else:
@@ -46,30 +52,33 @@ class PairReader(Reader):
     def _label(self, row: dict) -> bool:
         data = self.data
         if not self.labels:
-            raise missing(row, data.chosen_column, "data.chosen_column") if not is_labelled(row, data) else PromptError(
-                f"one answer with a label (data.label_column), but preference.loss={', '.join(self.losses)} compares "
-                f"two: give {data.chosen_column!r} and {data.rejected_column!r}, or set preference.loss=kto")
+            if not is_labelled(row, data):
+                raise missing_column(row, data.chosen_column, "data.chosen_column")
+            raise PromptError(
+                f"one completion with a label (data.label_column), but preference.loss={', '.join(self.losses)} "
+                f"compares two: provide {data.chosen_column!r} and {data.rejected_column!r}, or set "
+                "preference.loss=kto")
         for option in ("completion_column", "label_column"):
             if row.get(data[option]) is None:
-                raise missing(row, data[option], f"data.{option}")
+                raise missing_column(row, data[option], f"data.{option}")
         return label_of(row[data.label_column], data.label_column)
 
 
 def is_labelled(row: dict, data) -> bool:
-    """Whether a row has an answer with a label."""
+    """Returns whether a row has a completion with a label."""
     return row.get(data.completion_column) is not None and row.get(data.label_column) is not None
 
 
 def is_pair(row: dict, data) -> bool:
-    """Whether a row has a chosen or a rejected answer. data: config.data, which names the columns."""
+    """Returns whether a row has a chosen or a rejected completion. data: config.data, which names the columns."""
     return row.get(data.chosen_column) is not None or row.get(data.rejected_column) is not None
 
 
-def separated(row: dict, data) -> tuple:
-    """(prompt, chosen answer, rejected answer) of a pair: texts, or messages that are more. Raises PromptError."""
+def split_pair(row: dict, data) -> tuple:
+    """Returns (prompt, chosen completion, rejected completion) of a pair as texts or messages. Raises PromptError."""
     for option in ("chosen_column", "rejected_column"):
         if row.get(data[option]) is None:
-            raise missing(row, data[option], f"data.{option}")
+            raise missing_column(row, data[option], f"data.{option}")
     chosen, rejected, prompt = row[data.chosen_column], row[data.rejected_column], row.get(data.prompt_column)
     names = f"columns {data.chosen_column!r} and {data.rejected_column!r}"
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -78,76 +87,77 @@ def separated(row: dict, data) -> tuple:
         (before, chosen), (other, rejected) = _answer(chosen, data.chosen_column), _answer(rejected,
                                                                                            data.rejected_column)
         if before != other:
-            raise PromptError(f"{names}: the messages before the answer differ; expected one prompt and one answer "
-                              "each")
-        prompt = prompt_of(prompt, before, data.prompt_column)
+            raise PromptError(f"{names}: the messages before the completion differ; expected the same prompt "
+                              "and one completion each")
+        prompt = pair_prompt(prompt, before, data.prompt_column)
     elif prompt is None:
         prompt, chosen, rejected = shared_text(chosen, rejected, data.prompt_column)
     if chosen == rejected:
-        raise PromptError(f"{names} hold the same answer, from which nothing can be learnt")
+        raise PromptError(f"{names} hold the same completion; drop the row")
     return prompt, chosen, rejected
 
 
 def _answer(messages, name: str) -> tuple[list[dict], str]:
-    """(messages before the last one, the last one as `answer_of` has it, which is the assistant's)."""
+    """Returns (messages before the last, the last message's content as `assistant_content` returns it)."""
     try:
         messages = check_messages(messages)
     except PromptError as e:
         raise PromptError(f"column {name!r}: {e}") from None
     if messages[-1]["role"] != "assistant":
-        raise PromptError(f"column {name!r} ends with the role {messages[-1]['role']!r}, not with an answer of the "
-                          "assistant")
-    return messages[:-1], answer_of(messages[-1])
+        raise PromptError(f"column {name!r} ends with the role {messages[-1]['role']!r}, expected the "
+                          "assistant's")
+    return messages[:-1], assistant_content(messages[-1])
 
 
-def carved_by(row: dict, data):
-    """The prompt of a row: rows of one prompt are either trained on or held out."""
+def holdout_prompt(row: dict, data):
+    """Returns the prompt that decides on which side of the held-out split a row falls; None if it cannot be read."""
     if row.get(data.prompt_column) is not None or not is_pair(row, data):
         return row.get(prompt_column(row, data.prompt_column))
     try:
-        return separated(row, data)[0]
-    except PromptError:  # as will be said when it is read
+        return split_pair(row, data)[0]
+    except PromptError:  # reported when the row is read
         return None
 
 
-def prompt_of(prompt, before: list[dict], name: str):
-    """The prompt of a row whose answers are messages with `before` in front of them."""
+def pair_prompt(prompt, before: list[dict], name: str):
+    """Returns the prompt of a row whose completions are messages with `before` in front of them."""
     if not before:
         if prompt is None:
             raise PromptError(f"there is no prompt: neither a column {name!r} (data.prompt_column) nor messages before "
-                              "the answer")
+                              "the completion")
         return prompt
     if isinstance(prompt, str):
         same = any(message["content"].strip() == prompt.strip() for message in before)
     else:
         same = prompt is None or check_messages(prompt) == before
     if not same:
-        raise PromptError(f"the messages before the answer are not those of column {name!r} (data.prompt_column)")
+        raise PromptError(f"the messages before the completion are not those of column {name!r} (data.prompt_column)")
     return before
 
 
 def shared_text(chosen: str, rejected: str, name: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of two texts that begin with the prompt: the words they share. White space at its end
-    belongs to the answers, as tokenizers have it."""
+    """Splits two texts that begin with the prompt into (prompt, chosen, rejected): the prompt is the words they
+    share. Trailing white space goes to the completions, as tokenizers expect.
+    """
     end = len(os.path.commonprefix([chosen, rejected]))
     while end and not chosen[end - 1].isspace():
         end -= 1
     prompt = chosen[:end].rstrip()
     if not prompt:
         raise PromptError(f"there is no prompt: neither a column {name!r} (data.prompt_column) nor a common beginning "
-                          "of both answers")
+                          "of both completions")
     return prompt, chosen[len(prompt):], rejected[len(prompt):]
 
 
 def label_of(value, name: str) -> bool:
-    """A label as a bool. Raises PromptError for anything but a bool, 0 and 1."""
+    """Returns a label as a bool. Raises PromptError unless it is a bool, 0 or 1."""
     if not isinstance(value, bool | int | float) or value not in (0, 1):
         raise PromptError(f"column {name!r} (data.label_column) holds {value!r}, expected true or false")
     return bool(value)
 
 
 def margin_of(value, name: str) -> float:
-    """A margin as a float. Raises PromptError for anything but a finite number."""
+    """Returns a margin as a float. Raises PromptError unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise PromptError(f"column {name!r} (data.margin_column) holds {value!r}, expected a number")
     return float(value)

@@ -1,10 +1,11 @@
-"""Rows that reward models are trained on: pairs of answers (as data/pairs.py reads them), or answers in labelled steps.
+"""Rows that reward models are trained on: pairs of completions (as `data/pairs.py` reads them), or completions in
+labelled steps.
 
     {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}
     {"prompt": ..., "completions": ["first step", "second step"], "labels": [true, false]}
 
-An Example of the second kind has as `target_ids` all steps, each with the separator behind it, as `trained` which of
-these tokens end a step, and in its columns `labels`, one number per step.
+An Example of the second kind has all steps as `target_ids`, each followed by the separator, marks in `trained` the
+tokens that end a step, and has one number per step in the column `labels`.
 """
 
 from __future__ import annotations
@@ -13,42 +14,43 @@ import math
 
 import numpy as np
 
-from jaxrl.data.dataset import PromptError, Reader, Row, missing
+from jaxrl.data.chat_template import PromptError
+from jaxrl.data.dataset import Reader, Row, missing_column
 from jaxrl.data.pairs import PairReader, is_pair
 
 
 def scored_reader(config):
-    """The class that reads the rows of reward_model.kind."""
+    """Returns the Reader class for reward_model.kind."""
     return StepReader if config.reward_model.kind == "steps" else ComparedReader
 
 
 class ComparedReader(PairReader):
-    """A PairReader of rows that are pairs, held-out ones too."""
+    """Reads rows that must be pairs, also in held-out sets."""
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, "required", tools)
 
     def __call__(self, row: dict) -> Row:
         if not is_pair(row, self.data):
-            why = missing(row, self.data.rejected_column, "data.rejected_column")
+            why = missing_column(row, self.data.rejected_column, "data.rejected_column")
             raise PromptError(f"a reward model learns from pairs: {why}")
         return super().__call__(row)
 
 
 class StepReader(Reader):
-    """A Reader of answers in labelled steps; Row.messages are the steps."""
+    """Reads completions in labelled steps; Row.messages are the steps."""
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, "none", tools)
         self.options = config.reward_model
 
     def __call__(self, row: dict) -> Row:
-        """Raises PromptError saying what is wrong with the row."""
+        """Returns the Row of a raw row. Raises PromptError naming the column and the expected value."""
         o = self.options
         steps, labels = (self._list(row, o[name], f"reward_model.{name}") for name in ("steps_column", "labels_column"))
         if not all(isinstance(step, str) for step in steps) or not all(step + o.separator for step in steps):
-            raise PromptError(f"column {o.steps_column!r} (reward_model.steps_column): every step must be a text that "
-                              "is not empty")
+            raise PromptError(f"column {o.steps_column!r} (reward_model.steps_column): every step must be "
+                              "non-empty text")
         if not all(isinstance(x, bool | int | float) and math.isfinite(x) and 0 <= x <= 1 for x in labels):
             raise PromptError(f"column {o.labels_column!r} (reward_model.labels_column) holds {labels!r}, expected "
                               "true, false or probabilities")
@@ -61,27 +63,26 @@ class StepReader(Reader):
                             messages=[{"role": "assistant", "content": step + o.separator} for step in steps])
 
     def _answer(self, row, answer):
-        """As of a Reader; such rows need none."""
+        """Returns the reference answer as Reader does, or None if the row has none."""
         return None if answer is None else super()._answer(row, answer)
 
     @staticmethod
     def _list(row, name: str, option: str) -> list:
         if row.get(name) is None:
-            raise missing(row, name, option)
+            raise missing_column(row, name, option)
         if not isinstance(row[name], list) or not row[name]:
-            raise PromptError(f"column {name!r} ({option}) holds {row[name]!r}, expected a list that is not empty")
+            raise PromptError(f"column {name!r} ({option}) holds {row[name]!r}, expected a non-empty list")
         return row[name]
 
 
 class Steps:
-    """Ids of the steps of a row, each tokenised alone, so that a step ends where a token does. template:
-    dataset.Template."""
+    """Tokenizes each step of a row alone, so that steps end at token boundaries. template: a Template."""
 
     def __init__(self, template):
         self.template = template
 
     def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], list[int], np.ndarray]:
-        """(prompt, ids behind it, which of them end a step). Raises PromptError."""
+        """Returns (prompt ids, ids after the prompt, which of those end a step). Raises PromptError."""
         pieces = self.template.encode([message["content"] for message in row.messages])
         if not all(pieces):
             raise PromptError("a step has no tokens")

@@ -1,8 +1,8 @@
-"""Reading rows: JSONL, JSON, CSV, Parquet, and data sets in the Hugging Face formats.
+"""Reads rows: JSONL, JSON, CSV, Parquet, and data sets in the Hugging Face formats.
 
-Every reader gives a sequence of (row as a plain dict, the place it came from): "file:line"; Parquet and HF data sets
-have no lines, there it is the 1-based row. A row that cannot be read goes to `BadRows`, which stops or counts as
-`data.bad_rows` says.
+Every reader returns a sequence of (row as a plain dict, its place): "file:line", or the 1-based row for Parquet and
+Hugging Face data sets, which have no lines. Rows that cannot be read go to `BadRows`, which raises or counts
+according to `data.bad_rows`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxrl.errors import ConfigError, type_of
 
 log = logging.getLogger(__name__)
 EMBEDDED = Path(__file__).parent / "embedded"
-GIVEN = "given://"  # begins the name of what a caller holds in memory
+IN_MEMORY = "given://"  # prefix of names that stand for objects passed from Python
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 EXPECTED = "expected rows, a list of dicts or a datasets.Dataset"
 
@@ -37,10 +37,10 @@ class DataError(ConfigError):
 
 
 def resolve(path: str) -> str:
-    """The path a data file or tokenizer folder really has.
+    """Returns the real path of a data file or tokenizer folder.
 
-    'jaxrl://x' means the file x that ships inside the package. A path that exists as written wins, everything else
-    (hub ids, gs:// and s3:// URLs, files that are missing) comes back unchanged.
+    'jaxrl://x' is the file x shipped with the package. An existing path, a hub id, a gs:// or s3:// URL and a missing
+    file are returned unchanged.
     """
     if not path.startswith("jaxrl://") or Path(path).exists():
         return path
@@ -52,10 +52,12 @@ def resolve(path: str) -> str:
 
 
 def offline_if_unreachable() -> bool:
-    """Puts the hub's libraries into offline mode if its host cannot even be resolved; True if so.
+    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved; returns whether
+    it
+    did.
 
-    They then use their cache, or fail at once, instead of retrying for most of a minute per file. Nothing is changed
-    behind a proxy, which resolves names itself.
+    Offline, they use their cache or fail at once, instead of retrying for most of a minute per file. With a proxy
+    nothing is changed, since the proxy resolves names.
     """
     import huggingface_hub.constants
     if any(os.environ.get(n) or os.environ.get(n.upper()) for n in ("https_proxy", "http_proxy", "all_proxy")):
@@ -67,15 +69,17 @@ def offline_if_unreachable() -> bool:
     except OSError as e:
         import datasets
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
-            log.warning("%s cannot be reached (%s): only what is in its local cache can be loaded", host.hostname, e)
+            log.warning("%s cannot be reached (%s): only files in the local cache can be loaded", host.hostname, e)
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         return True
 
 
 class BadRows:
-    """Collects rows that cannot be used. mode 'error': `add` raises DataError; 'skip': it counts.
+    """Collects rows that cannot be used. Mode 'error': `add` raises DataError; mode 'skip': it counts.
 
-    `messages` holds the first `KEEP` texts, `count` all of them.
+    Attributes:
+      count: number of bad rows.
+      messages: the first `KEEP` messages.
     """
 
     KEEP = 100
@@ -84,6 +88,7 @@ class BadRows:
         self.mode, self.count, self.messages = mode, 0, []
 
     def add(self, where: str, problem: str) -> None:
+        """Records a bad row at `where` ("file:line"). Raises DataError in mode 'error'."""
         message = f"{where}: {problem}"
         if self.mode == "error":
             raise DataError(f"{message} (data.bad_rows='skip' leaves such rows out and counts them)")
@@ -93,10 +98,10 @@ class BadRows:
 
 
 class ArrowTable:
-    """(row, place) pairs of an Arrow table (Parquet, HF data sets), made of Python values only when they are asked for.
+    """(row, place) pairs of an Arrow table (Parquet, Hugging Face data sets), converted to Python values on access.
 
-    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are left out. Arrow gives
-    every struct of a column all keys that any of them has, null where a row never had it: see `_of_arrow`.
+    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are dropped. Arrow gives
+    every struct of a column all keys that any of them has, with null for absent ones: see `_from_arrow`.
     """
 
     def __init__(self, table: pa.Table, name: str, commits=()):
@@ -104,25 +109,25 @@ class ArrowTable:
         _check_columns(table.schema, name)
         binary = [f.name for f in table.schema if _holds_binary(f.type)]
         if binary:
-            log.warning("%s: binary columns are left out: %s", name, ", ".join(binary))
+            log.warning("%s: binary columns are dropped: %s", name, ", ".join(binary))
         self._table, self._name = table.drop_columns(binary), name
 
     def __len__(self) -> int:
         return self._table.num_rows
 
     def digest(self, into) -> None:
-        """Adds all that the rows say, and their place, to a hash."""
+        """Adds the rows' content and their place to a hash."""
         into.update(json.dumps([self._name, list(self.commits)]).encode())
         with pa.ipc.new_stream(pa.PythonFile(_Hashed(into), "w"), self._table.schema) as stream:
             stream.write_table(self._table)
 
     def __getitem__(self, i: int) -> tuple[dict[str, Any], str]:
-        row = {f.name: _of_arrow(self._table.column(f.name)[i].as_py(), f.type) for f in self._table.schema}
+        row = {f.name: _from_arrow(self._table.column(f.name)[i].as_py(), f.type) for f in self._table.schema}
         return row, f"{self._name}:{i + 1}"
 
 
 class _Hashed(io.RawIOBase):
-    """A file that keeps a hash of what is written to it."""
+    """A file object that feeds what is written into a hash."""
 
     def __init__(self, digest):
         self._digest = digest
@@ -152,12 +157,12 @@ def _plain(value):
 
 
 def _check_columns(schema, name: str) -> None:
-    """Raises DataError naming a column, or a key of a nested column, that is there twice."""
+    """Raises DataError naming a column, or a key of a nested column, that occurs twice."""
     def check(fields, path):
         names = [f.name for f in fields]
         for field in fields:
             if names.count(field.name) > 1:
-                raise DataError(f"{name}: the column {path + field.name!r} is there {names.count(field.name)} times: "
+                raise DataError(f"{name}: the column {path + field.name!r} occurs {names.count(field.name)} times: "
                                 "rename or drop one")
             kind = _stored_as(field.type)
             check([kind.field(i) for i in range(kind.num_fields)], f"{path}{field.name}.")
@@ -169,42 +174,49 @@ def _stored_as(kind: pa.DataType) -> pa.DataType:
     return _stored_as(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
-def _of_arrow(value, kind: pa.DataType | None = None):
-    """A value of an Arrow column as a JSON line would have it.
+def _from_arrow(value, kind: pa.DataType | None = None):
+    """Returns a value of an Arrow column as a JSON line would have it.
 
-    Left out of a struct: keys whose value is null, since Arrow keeps no difference between null and a key that the row
-    never had. Kept: `content` of a message (a struct with a `role`), and keys of Arrow's type null, which only a null
-    that somebody wrote can make. Nulls of lists, of maps and of whole columns stay. kind None: not known.
+    Dropped from a struct: keys whose value is null, since Arrow does not distinguish null from an absent key. Kept:
+    `content` of a message (a struct with a `role`), and keys of Arrow's type null, which only an explicit null
+    creates. Nulls in lists, in maps and in whole columns stay. kind: the column's type, None if unknown.
     """
     kind = None if kind is None else _stored_as(kind)
     if isinstance(value, dict):
         kinds = {f.name: f.type for f in kind} if kind is not None and pa.types.is_struct(kind) else {}
         message = value.get("role") is not None
-        return {str(k): _of_arrow(v, kinds.get(k)) for k, v in value.items() if v is not None
+        return {str(k): _from_arrow(v, kinds.get(k)) for k, v in value.items() if v is not None
                 or (message and k == "content") or (k in kinds and pa.types.is_null(kinds[k]))}
     if isinstance(value, list) and (kind is None or not pa.types.is_map(kind)):
-        return [_of_arrow(v, getattr(kind, "value_type", None)) for v in value]
+        return [_from_arrow(v, getattr(kind, "value_type", None)) for v in value]
     return _plain(value)
 
 
 def _unique(pairs: list) -> dict:
-    """A JSON object's dict, for `object_pairs_hook`. Raises Doubled naming a key that is there twice."""
+    """Returns the dict of a JSON object (an `object_pairs_hook`). Raises DuplicateKey naming a key that occurs twice.
+    """
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
-        raise Doubled(f"the key {next(n for n in names if names.count(n) > 1)!r} is there more than once")
+        raise DuplicateKey(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs more than once")
     return out
 
 
-class Doubled(ValueError):
+class DuplicateKey(ValueError):
     """A JSON object that has a key twice."""
 
 
 def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = "", revision: str | None = None,
          limit: int = 0) -> Tables:
-    """Reads several sources into one table, in order. `limit` > 0 keeps the first rows of the whole.
+    """Reads several sources into one table, in order.
 
-    `splits`, `subset` and `revision` apply to folders and hub ids. `field` names the option in messages.
+    Args:
+      field: option name for messages.
+      splits, subset, revision: for folders and hub ids.
+      limit: keeps the first rows of the whole; 0 for all.
+
+    Raises:
+      DataError: a source cannot be read, or none has a usable row.
     """
     parts, left = [], limit or sys.maxsize
     for path in (paths,) if isinstance(paths, str) else paths:
@@ -216,19 +228,23 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
     if left == (limit or sys.maxsize):
         why = "".join(f"\n  {m}" for m in bad.messages[:3])
         shown = paths if isinstance(paths, str) else ", ".join(paths)
-        raise DataError(f"{field}={shown}: no rows that can be read; put at least one into it{why}")
+        raise DataError(f"{field}={shown}: no readable rows; add at least one{why}")
     return Tables(parts)
 
 
 def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
-    """Rows that a caller holds: an iterable of dicts, or a `datasets.Dataset`. `limit` > 0 keeps the first.
+    """Returns the rows a caller passes: an iterable of dicts or a `datasets.Dataset`.
 
-    Values without a JSON form become text. `field` names the argument; a row's place is "<field>[3]", from 0.
+    Values without a JSON form become text.
+
+    Args:
+      field: argument name for messages; a row's place is "<field>[3]", counted from 0.
+      limit: keeps the first rows; 0 for all.
     """
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
         remedy = f"; give one of its splits: {', '.join(map(str, rows.keys()))}" if hasattr(rows, "keys") else ""
         raise DataError(f"{field} is {type_of(rows)}: {EXPECTED}{remedy}")
-    if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; its binary columns are left out
+    if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; its binary columns are dropped
         parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field)]
     else:
         arrow = hasattr(rows, "with_format")  # a datasets.IterableDataset, whose rows come from Arrow
@@ -239,18 +255,18 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
         values = itertools.islice(values, limit or None)
         kinds = rows.features.arrow_schema if arrow and rows.features else ()
         kinds = {f.name: f.type for f in kinds}
-        values = ((_streamed(row, kinds) if arrow else row, where) for row, where in values)
-        parts = [_rows(((_held(row), where) for row, where in values), bad, sys.maxsize)]
+        values = ((_plain_arrow_row(row, kinds) if arrow else row, where) for row, where in values)
+        parts = [_rows(((_plain_row(row), where) for row, where in values), bad, sys.maxsize)]
     if not len(parts[0]):
         raise DataError(f"{field} holds no rows" + "".join(f"\n  {m}" for m in bad.messages[:3]))
     return Tables(parts)
 
 
-def _streamed(row, kinds: dict):
-    return {k: _of_arrow(v, kinds.get(k)) for k, v in row.items()}
+def _plain_arrow_row(row, kinds: dict):
+    return {k: _from_arrow(v, kinds.get(k)) for k, v in row.items()}
 
 
-def _held(row):
+def _plain_row(row):
     try:
         return _plain(row) if isinstance(row, dict) else row
     except RecursionError as e:
@@ -258,9 +274,9 @@ def _held(row):
 
 
 def check_path(path: str, field: str) -> None:
-    """Raises DataError for what is plainly no source: a local file that is missing or of an unknown kind."""
-    if path.startswith(GIVEN):
-        raise DataError(f"{field}={path}: rows that a call from Python held; give them again,"
+    """Raises DataError if a path is clearly no source: a missing local file, or one of an unknown kind."""
+    if path.startswith(IN_MEMORY):
+        raise DataError(f"{field}={path}: rows that were passed from Python; pass them again,"
                         " jaxrl.train(..., data=, eval=), or name a file, a folder or a hub id")
     found = resolve(path)
     suffix, exists = Path(found).suffix.lower(), Path(found).exists()
@@ -311,7 +327,7 @@ def _parquet(f, shown: str) -> pa.Table:
         raise DataError(f"{shown}: cannot be read as Parquet: {e}") from None
 
 
-# Of a file's kind: generators of (row, place); what cannot be read is Unreadable in the row's place.
+# One generator of (row, place) per file format; an Unreadable takes the place of a row that cannot be read.
 
 
 def _jsonl(f, shown: str):
@@ -319,15 +335,15 @@ def _jsonl(f, shown: str):
         if line.strip():
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_unique)
-            except Doubled as e:
+            except DuplicateKey as e:
                 row = Unreadable(str(e))
-            except (ValueError, RecursionError) as e:  # bytes that are no UTF-8, no JSON, a number without end
+            except (ValueError, RecursionError) as e:  # not UTF-8, not JSON, or an endless number
                 row = Unreadable(f"not JSON: {_reason(e)}")
             yield row, f"{shown}:{number}"
 
 
 def _json(f, shown: str):
-    """A list of objects, an object that holds one such list, or JSON lines under another name."""
+    """Reads a list of objects, an object that holds one such list, or JSON lines under another suffix."""
     data = f.read()
     try:
         text = data.decode("utf-8-sig")
@@ -340,7 +356,7 @@ def _json(f, shown: str):
         raise DataError(f"{shown}:1: expected a JSON list of objects")
     try:
         whole = json.loads(text, object_pairs_hook=_unique)
-    except Doubled as e:
+    except DuplicateKey as e:
         try:
             json.loads(text)
         except ValueError:
@@ -368,18 +384,17 @@ def _json_list(text: str, at: int, shown: str):
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as e:
-            raise DataError(f"{shown}:{e.lineno}: not JSON: {e.msg}; nothing after it can be read") from None
+            raise DataError(f"{shown}:{e.lineno}: not JSON: {e.msg}; the rest of the file cannot be read") from None
         except RecursionError as e:
-            raise DataError(f"{shown}:{line}: not JSON: {_reason(e)}; nothing after it can be read") from None
-        except ValueError as e:  # a number without end: read over it, so that the rows after it can be had
-            # or over an object that has a key twice
+            raise DataError(f"{shown}:{line}: not JSON: {_reason(e)}; the rest of the file cannot be read") from None
+        except ValueError as e:  # an endless number or a duplicate key: skipped, so that the rows after it are read
             _, at = json.JSONDecoder(parse_int=str).raw_decode(text, at)
             value = Unreadable(_reason(e))
         yield value, f"{shown}:{line}"
 
 
 class Unreadable(str):
-    """In a row's place: what is wrong with it."""
+    """Takes the place of a row that cannot be read; the text is the reason."""
 
 
 def _reason(error: Exception) -> str:
@@ -404,7 +419,7 @@ def _rows(values, bad: BadRows, limit: int) -> list:
 
 def _csv(f, shown: str):
     csv.field_size_limit(2**31 - 1)
-    # What is not UTF-8 becomes surrogates, so that reading can go on behind it.
+    # Bytes that are not UTF-8 become surrogates, so that reading can continue after them.
     reader = csv.DictReader(io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline=""), strict=True)
     try:
         header = reader.fieldnames or []  # reads the first line
@@ -414,7 +429,7 @@ def _csv(f, shown: str):
         raise DataError(f"{shown}:1: not UTF-8; is it a text file?")
     doubled = next((name for name in header if header.count(name) > 1), None)
     if doubled is not None:
-        raise DataError(f"{shown}:1: the column {doubled!r} is there {header.count(doubled)} times: rename or drop one")
+        raise DataError(f"{shown}:1: the column {doubled!r} occurs {header.count(doubled)} times: rename or drop one")
     while True:
         where = f"{shown}:{reader.line_num + 1}"
         try:
@@ -434,7 +449,7 @@ def _csv(f, shown: str):
 
 
 def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
-    """A `save_to_disk` folder, a folder of data files, or a hub id, through `datasets`."""
+    """Reads a `save_to_disk` folder, a folder of data files, or a hub id, through `datasets`."""
     import datasets
     local = Path(path)
     if not local.is_dir():
@@ -448,7 +463,7 @@ def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
                 loaded = datasets.load_dataset(path, subset or None, split=split, revision=revision)
         except Exception as e:  # the library raises many kinds; each one means "this source cannot be read"
             remedy = "check the path, data.subset and the split" if local.is_dir() else (
-                "no such file or folder here, and as a hub id it cannot be loaded: check the name, data.subset, "
+                "neither a local file or folder nor a loadable hub id: check the name, data.subset, "
                 "the split, data.revision and the network")
             raise DataError(f"{field}={shown} (split {split}): {remedy}: {type(e).__name__}: {e}") from None
         if isinstance(loaded, datasets.DatasetDict):

@@ -15,28 +15,32 @@ from jaxrl.config.registry import recipe_of
 from jaxrl.data.dataset import Dataset, Example
 from jaxrl.data.mixing import Mix
 from jaxrl.data.mixture import Mixture
-from jaxrl.data.order import Epochs, Windows, endless, windows
+from jaxrl.data.order import Epochs, Windows, parse_windows, shuffled_epochs
 from jaxrl.data.pass_rates import PassRates
 from jaxrl.errors import ConfigError
 
 log = logging.getLogger("jaxrl")
-CHECKED = 256  # rows from one look for a stop to the next
-MOST_PASSES = 10  # over the data in one step
+ROWS_PER_STOP_CHECK = 256  # rows read between two checks for a stop request
+MAX_PASSES_PER_STEP = 10  # passes over the data in one step
 
 
 def data_seed(config) -> int:
-    """Seed of the shuffle and of the carve-out."""
+    """Returns the seed of the shuffle and of the held-out split: data.seed, or run.seed if that is None."""
     return config.run.seed if config.data.seed is None else config.data.seed
 
 
 class Interrupted(Exception):
-    """A stop was asked for while the rows of a step were being gathered; nothing of it counts."""
+    """A stop was requested while the rows of a step were being read. The incomplete step is discarded."""
 
 
 class Curriculum(NamedTuple):
-    """column: of each row's difficulty, a number; "" = none: the rows are in the order drawn. windows: (first step,
-    lowest, highest) of the rows that are given; none: all, from easy to hard. keep(source number) -> [rows] bool, the
-    rows of an epoch that begins; None: all."""
+    """Options that order the rows of an epoch.
+
+    Attributes:
+      column: column with each row's difficulty, a number; "" keeps the drawn order.
+      windows: (first step, lowest, highest) difficulty of the rows in use; empty for all rows, from easy to hard.
+      keep: source number -> [rows] bool, the rows of an epoch that starts; None for all.
+    """
 
     column: str = ""
     windows: tuple = ()
@@ -44,20 +48,27 @@ class Curriculum(NamedTuple):
 
 
 class Stream:
-    """Rows in training order. Position p (an integer >= 0) means row p of one endless sequence of epochs.
+    """Rows in training order. Position p (an integer >= 0) is row p of an endless sequence of epochs.
 
-    Epoch e is positions [e n, (e + 1) n), each row once, in an order drawn anew from (seed, e) by Grain's index
-    shuffle: any position is found without walking there, so a cursor alone resumes exactly. Steps run across the
-    edges of epochs. With `epochs` > 0 the stream ends at epochs * n; what is then left over for the last step is
-    dropped (`drop_last`) or a smaller step. `workers` > 0 threads prepare the next `prefetch` steps ahead; the rows
-    are the same.
+    Epoch e is positions [e n, (e + 1) n): each row once, in an order drawn from (seed, e) by Grain's index shuffle.
+    Every position is computed directly, so a cursor alone resumes exactly. Steps run across epoch boundaries.
 
-    Of a Mixture the positions go to its sources by `weights` (mixing.Mix), and each source has epochs and an order of
-    its own: what position p takes still follows from p alone. `exhausted`: as of a Mix, after `epochs` passes over a
-    source; with 'repeat' epochs count as many rows as all sources hold.
+    In a Mixture the positions are shared among its sources by `weights` (mixing.Mix), and each source has its own
+    epochs and order; what position p takes still depends on p alone.
 
-    curriculum: what orders the rows of an epoch; see Curriculum. With windows and with rows left out an epoch may have
-    fewer rows than the data; `epochs` counts as many rows as so many whole passes hold.
+    Args:
+      per_step: prompts per step.
+      epochs: the stream ends at epochs * n rows; 0 for never. With a Mixture and exhausted='repeat', n counts the
+        rows of all sources. With a curriculum an epoch may have fewer rows than the data, but `epochs` still counts
+        whole passes.
+      drop_last: drops an incomplete last step instead of making it smaller.
+      workers: threads that prepare the next `prefetch` steps; the rows are the same.
+      weights: one per source, as `mixing.weight_at` takes it.
+      exhausted: as for Mix, after `epochs` passes over a source.
+      curriculum: order of the rows within an epoch.
+
+    Raises:
+      ConfigError: an epoch has fewer rows than one step needs.
     """
 
     def __init__(self, dataset: Dataset | Mixture, per_step: int, seed: int, shuffle: bool = True, epochs: int = 0,
@@ -90,23 +101,28 @@ class Stream:
 
     @classmethod
     def from_config(cls, config, dataset: Dataset, held: Callable = lambda name: None) -> Stream:
-        """held(name) -> what the checkpoint that is resumed holds of a part, or None."""
+        """Builds the stream of `data.*`.
+
+        Args:
+          held: part name -> its entry in the resumed checkpoint, or None.
+        """
         d, rows = config.data, len(dataset)
         if d.prompts_per_step > rows:
             each = d.prompts_per_step / rows
             sequences = d.prompts_per_step * (config.rollout.group_size if recipe_of(config).samples else 1)
             size = (f"data.prompts_per_step={d.prompts_per_step} is {each:,.4g} times the {rows} rows of the data:"
-                    f" every prompt would come {each:,.4g} times in one step of {sequences:,} sequences with up to"
-                    f" {sequences * longest_sequence(config):,} tokens, all of which a process holds at once")
-            if each > MOST_PASSES:
-                raise ConfigError(f"{size}; at most {MOST_PASSES} passes over the data fit a step: lower it")
-            log.warning("%s; lower it to have each prompt once", size)
+                    f" every prompt would occur {each:,.4g} times in one step of {sequences:,} sequences with up to"
+                    f" {sequences * longest_sequence(config):,} tokens, all in the memory of one process")
+            if each > MAX_PASSES_PER_STEP:
+                raise ConfigError(f"{size}; a step may take at most {MAX_PASSES_PER_STEP} passes over the data: lower "
+                                  f"it")
+            log.warning("%s; lower it so that each prompt occurs once", size)
         weights = [d.sources[name].get("weight", 1.0) for name in getattr(dataset, "parts", ())]
         rates = None
         if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
             rates = PassRates(getattr(dataset, "sizes", [rows]), d.pass_rate_min, d.pass_rate_max,
                               lambda: held(PassRates.name))
-        curriculum = Curriculum(d.difficulty, tuple(windows(d.difficulty_window)), rates and rates.keep)
+        curriculum = Curriculum(d.difficulty, tuple(parse_windows(d.difficulty_window)), rates and rates.keep)
         out = cls(dataset, d.prompts_per_step, data_seed(config), d.shuffle, d.epochs, d.drop_last, d.workers,
                   d.prefetch, weights, d.exhausted, curriculum if any(curriculum) else None)
         if rates is not None:
@@ -114,30 +130,30 @@ class Stream:
         return out
 
     def _ordered(self, dataset, seed: int, shuffle: bool, curriculum) -> list:
-        """The order of each source, or of the one data set. Of sources of equal size none is to be in the order of
-        another."""
+        """Returns the order of each source, or of the only data set. Sources of equal size get different orders."""
         parts = dataset.parts if self.mix is not None else {"the data": dataset}
         out = []
         for k, (name, part) in enumerate(parts.items()):
             own = False if not shuffle else [seed, zlib.crc32(name.encode())] if len(parts) > 1 else seed
             if curriculum is None:
-                out.append(endless(len(part), own))
+                out.append(shuffled_epochs(len(part), own))
                 continue
             difficulty = part.numbers(curriculum.column) if curriculum.column else None
             if curriculum.windows:
-                stages = [(self._given(step * self.per_step, k), low, high) for step, low, high in curriculum.windows]
+                stages = [(self._rows_before(step * self.per_step, k), low, high)
+                          for step, low, high in curriculum.windows]
                 out.append(Windows(difficulty, own, stages, name))
             else:
                 out.append(Epochs(len(part), own, difficulty, curriculum.keep and (lambda k=k: curriculum.keep(k))))
         return out
 
-    def _given(self, position: int, source: int) -> int:
-        """Rows that a source gave before a position."""
+    def _rows_before(self, position: int, source: int) -> int:
+        """Returns the number of rows a source gave before a position."""
         position = min(position, self.end)
-        return position if self.mix is None else self.mix.given(position)[source]
+        return position if self.mix is None else self.mix.rows_before(position)[source]
 
     def row(self, position: int) -> int:
-        """The number of the row at a position."""
+        """Returns the number of the row at a position."""
         if self.mix is None:
             return int(self.orders[0][position])
         source, count = self.mix.place(position)
@@ -145,12 +161,19 @@ class Stream:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps from position 0 to the end, None if endless."""
+        """Number of steps from position 0 to the end; None if endless."""
         return None if self.end == sys.maxsize else -(-self.end // self.per_step)
 
     def take(self, cursor: int, count: int = 0) -> tuple[list[tuple[int, Example]], int]:
-        """`count` rows from `cursor` on (0 = a whole step): [(position, example)] and the next cursor. Fewer at the end
-        of the stream, none when it is exhausted. Raises Interrupted where `self.interrupted()` turned true."""
+        """Returns ([(position, example)], next cursor) of the rows from `cursor` on.
+
+        Args:
+          count: number of rows, 0 for a whole step. Fewer are returned at the end of the stream, none once it is
+            exhausted.
+
+        Raises:
+          Interrupted: `self.interrupted()` became true.
+        """
         stop = min(cursor + (int(count) or self.per_step), self.end)
         if self._workers == 0:
             return [(p, self._examples[p]) for p in self.unless_interrupted(range(cursor, stop))], max(cursor, stop)
@@ -164,44 +187,55 @@ class Stream:
         return out, self._at
 
     def unless_interrupted(self, items):
-        """The items of a long loop; raises Interrupted once `self.interrupted()`, asked every CHECKED of them."""
+        """Yields the items of a long loop; raises Interrupted if `self.interrupted()`, checked every
+        ROWS_PER_STOP_CHECK items.
+        """
         for i, item in enumerate(items):
-            if i % CHECKED == CHECKED - 1 and self.interrupted():
+            if i % ROWS_PER_STOP_CHECK == ROWS_PER_STOP_CHECK - 1 and self.interrupted():
                 raise Interrupted
             yield item
 
     def exhausted(self, cursor: int) -> bool:
-        """Whether no further step starts at `cursor`: nothing is left, or less than a whole step under `drop_last`.
-        Steps that take more rows than a step has (dynamic sampling) come here before `total_steps`."""
+        """Returns whether no further step starts at `cursor`: no rows are left, or fewer than a step with
+        `drop_last`.
+
+        Steps that take extra rows (dynamic sampling) reach this before `total_steps`.
+        """
         return self.end - cursor < self._least
 
-    def measured(self, rates: dict[int, float], cursor: int) -> dict[str, float]:
-        """Takes the pass rates of rows by their position; `cursor`: the run's from now on. Returns metrics; {} where
-        none are kept."""
+    def record_pass_rates(self, rates: dict[int, float], cursor: int) -> dict[str, float]:
+        """Stores pass rates by position and returns the data metrics; {} if pass rates are not in use.
+
+        Args:
+          rates: position -> pass rate of its row.
+          cursor: the run's cursor from now on.
+        """
         if self.pass_rates is None:
             return {}
         for position, rate in rates.items():
             self.pass_rates.rates[self.row(position)] = rate
         for k, order in enumerate(self.orders):
-            order.forget(self._given(cursor, k))
+            order.forget(self._rows_before(cursor, k))
         return self.pass_rates.metrics()
 
     def sources(self, cursor: int) -> dict[str, tuple[float, float]]:
-        """Source -> (its share of the last step's rows before `cursor`, passes over it); {} where there are none."""
+        """Returns source -> (share of the rows in the last step before `cursor`, passes over it so far); {} without
+        sources.
+        """
         if self.mix is None or not cursor:
             return {}
         cursor = min(cursor, self.end)
         earlier = max(0, cursor - self.per_step)
-        now, then = self.mix.given(cursor), self.mix.given(earlier)
+        now, then = self.mix.rows_before(cursor), self.mix.rows_before(earlier)
         rows = zip(self.dataset.parts, now, then, self.dataset.sizes, strict=True)
         return {name: ((n - before) / (cursor - earlier), n / size) for name, n, before, size in rows}
 
     def epoch(self, cursor: int) -> float:
-        """Passes over the data up to `cursor`, e.g. 1.5."""
+        """Returns the number of passes over the data up to `cursor`, for example 1.5."""
         return cursor / self.rows
 
     def close(self) -> None:
-        """Ends the threads that read ahead."""
+        """Stops the threads that read ahead."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None

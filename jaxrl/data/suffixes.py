@@ -1,8 +1,9 @@
-"""What a chat template writes behind an assistant's turn: the turn's end, new messages, the next generation prompt.
+"""What a chat template writes after an assistant's turn: the end of turn, new messages, the next generation prompt.
 
-A template is asked once per shape of the new messages (their roles and what fields they have): it renders a short
-conversation in which the assistant's turn and every field of the new messages are sentinels. What it writes behind the
-assistant's sentinel does not depend on what it does to earlier turns, such as deleting their thoughts.
+`turns` calls it. The template is asked once per shape of the new messages (their roles and fields): it renders a
+short conversation in which the assistant's turn and every field of the new messages are sentinels. What it writes
+after the assistant's sentinel does not depend on how it rewrites earlier turns, for example by deleting their
+thinking.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import json
 import re
 from collections.abc import Callable
 
-from jaxrl.data.dataset import PromptError, Template
+from jaxrl.data.chat_template import PromptError, Template
 from jaxrl.data.tokens import Tokens
 
-SENTINEL = re.compile(r"QZ([abcni])(\d{3})ZXQ")  # nine letters and digits: what some templates want of a call's id
+SENTINEL = re.compile(r"QZ([abcni])(\d{3})ZXQ")  # nine letters and digits, the call id that some templates require
 MOST_MESSAGES = 999
-PAD, NASTY = "\t \t", '"\\\n\té<&\'{%'  # what shows whether a template trims contents or writes them as JSON
-AS_WRITTEN = {  # what templates do to contents -> the same by us
+PAD, NASTY = "\t \t", '"\\\n\té<&\'{%'  # reveal whether a template trims contents or writes them as JSON
+CONTENT_EDITS = {  # how a template writes contents -> the same transformation
     "as it is": lambda text: text,
     "as JSON": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     "as ASCII JSON": lambda text: json.dumps(text)[1:-1],
@@ -28,19 +29,28 @@ EARLIER = (QUESTION, {"role": "assistant", "content": "Hello."})
 
 
 def sentinel(kind: str, index: int = 0) -> str:
-    """kind: a the assistant's turn, c and b where a content begins and ends, n a tool's name, i a call's id."""
+    """Returns a placeholder text.
+
+    Args:
+      kind: a for the assistant's turn, c and b for the begin and end of a content, n for a tool's name, i for a
+        call's id.
+    """
     return f"QZ{kind}{index:03d}ZXQ"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What comes behind a turn, for messages of one shape.
+    """What follows an assistant's turn, for new messages of one shape.
 
-    close: ids from where a turn's own text is over up to its end token, which is the last. own_end: whether the
-    template writes that token as the turn's end (else it is the first of what follows, or the tokenizer's end token).
-    end: the end token's text. pieces: what follows: texts of the template, and (message, field) for what is filled in.
-    edit: what the template does to each message's content. text: all of it, with sentinels. tail: what the template
-    writes behind a turn's own text where nothing follows.
+    Attributes:
+      close: ids from the end of the turn's text up to and including its end token.
+      own_end: whether the template writes that token as the turn's end; else it is the first token of what follows,
+        or the tokenizer's end token.
+      end: text of the end token.
+      pieces: what follows: texts of the template, and (message, field) to fill in.
+      edit: the template's transformation of each message's content.
+      text: all of it, with sentinels.
+      tail: what the template writes after a turn's text if nothing follows.
     """
 
     close: tuple[int, ...]
@@ -57,29 +67,32 @@ class Suffixes:
 
     def __init__(self, template: Template, tokens: Tokens):
         self.template, self.tokens = template, tokens
-        self.arguments_as_text = False  # of calls, for templates that want JSON text
-        self.reads: Callable[[str, int], bool] | None = None  # whether a text holds exactly so many whole calls
+        self.arguments_as_text = False  # whether the template expects call arguments as JSON text
+        self.is_calls: Callable[[str, int], bool] | None = None  # whether a text is exactly so many complete calls
         self._shapes: dict[tuple, Shape] = {}
 
     def of(self, messages: list[dict]) -> Shape:
-        """Raises PromptError where the template cannot write such messages behind a turn."""
+        """Returns the Shape of new messages. Raises PromptError if the template cannot write them after a turn."""
         return self.shape(tuple((m["role"], "name" in m, "tool_call_id" in m) for m in messages))
 
     def shape(self, key) -> Shape:
-        """The same by (role, whether it has a name, whether it has the id of a call) of each message."""
+        """Returns the Shape for a key: (role, has a name, has a call id) of each message. Raises PromptError as `of`.
+        """
         if key not in self._shapes:
-            self._shapes[key] = self._made(key)
+            self._shapes[key] = self._build(key)
         return self._shapes[key]
 
-    def written_call(self, calls: int) -> tuple[str, list[int]]:
-        """(a question and calls as the template writes them, places at which the assistant's turn may begin)."""
+    def render_calls(self, calls: int) -> tuple[str, list[int]]:
+        """Returns (a question and calls as the template writes them, positions at which the assistant's turn may
+        begin).
+        """
         text = self.template.conversation([QUESTION, self.turn(calls)], False)
         prompt = self.template.conversation([QUESTION], True)
-        behind = text.rfind(QUESTION["content"], 0, text.find(sentinel("n"))) + len(QUESTION["content"])
-        return text, [len(prompt)] * text.startswith(prompt) + [behind]
+        at = text.rfind(QUESTION["content"], 0, text.find(sentinel("n"))) + len(QUESTION["content"])
+        return text, [len(prompt)] * text.startswith(prompt) + [at]
 
     def turn(self, calls: int, **fields) -> dict:
-        """An assistant's message that ends with the sentinel: a text, or calls (it is the last one's argument)."""
+        """Returns an assistant's message that ends with the sentinel: a text, or calls (the last call's argument)."""
         if not calls:
             return {"role": "assistant", "content": sentinel("a"), **fields}
         def call(i, value):
@@ -90,10 +103,16 @@ class Suffixes:
         made = [call(i, sentinel("a") if i == calls - 1 else "1") for i in range(calls)]
         return {"role": "assistant", "content": "", "tool_calls": made, **fields}
 
-    def behind(self, key, calls: int, history=(QUESTION,), generation_prompt: bool | None = None, more=(), **fields
-               ) -> str:
-        """The text behind the assistant's sentinel. key: roles and fields of the new messages. more: further
-        messages. fields: of the assistant's message."""
+    def text_after(self, key, calls: int, history=(QUESTION,), generation_prompt: bool | None = None, more=(), **fields
+                   ) -> str:
+        """Returns the text after the assistant's sentinel.
+
+        Args:
+          key: roles and fields of the new messages.
+          calls: number of tool calls in the assistant's turn; 0 for a text.
+          more: further messages.
+          fields: further fields of the assistant's message.
+        """
         new = []
         for i, (role, named, answers) in enumerate(key):
             content = PAD + sentinel("c", i) + NASTY + sentinel("b", i) + PAD
@@ -107,34 +126,35 @@ class Suffixes:
             raise PromptError(f"the chat template writes an assistant's turn of {what} {found} times")
         return text.partition(sentinel("a"))[2] + (self.template.prefix if generation_prompt else "")
 
-    def _made(self, key) -> Shape:
+    def _build(self, key) -> Shape:
         if len(key) > MOST_MESSAGES:
             raise PromptError(f"{len(key)} new messages at once; at most {MOST_MESSAGES}")
         calls, refused = sum(role == "tool" for role, *_ in key), None
-        for count in dict.fromkeys((calls, min(calls, 1))):  # some write one call at most, but several replies
+        # some templates write one call at most, but several replies
+        for count in dict.fromkeys((calls, min(calls, 1))):
             try:
                 return self._shape(key, count)
             except PromptError as e:
                 refused = refused or e
-        raise PromptError(f"{', '.join(role for role, *_ in key)} behind an assistant's turn: {refused}")
+        raise PromptError(f"{', '.join(role for role, *_ in key)} after an assistant's turn: {refused}")
 
     def _shape(self, key, calls: int) -> Shape:
-        text = self.behind(key, calls)
-        alone = self.behind((), calls, generation_prompt=False)
+        text = self.text_after(key, calls)
+        alone = self.text_after((), calls, generation_prompt=False)
         start, end, stop, own = self._end(text, alone, calls)
         pieces, edit = self._pieces(text[stop:], len(key))
         close = self.tokens.written(text[start:stop] if stop > start else end)
         return Shape(tuple(close), own, end, pieces, edit, text, alone[start:])
 
     def _end(self, text: str, alone: str, calls: int) -> tuple[int, str, int, bool]:
-        """Where the turn's own text is over, the end token's text, the place behind it, whether it is the turn's own.
+        """Returns (end of the turn's text, text of the end token, position after it, whether it belongs to the turn).
 
-        alone: the same turn with nothing behind it. What both begin with is how the template ends the turn; the
-        tokenizer's end token in it, else its last control token, is the turn's end token. Where it holds none, the
-        control token that begins the next message ends the turn (it is what such models stop at), and where there is
-        none either, the tokenizer's end token does.
+        `alone` is the same turn with nothing after it. Their common prefix is how the template ends the turn: the
+        tokenizer's end token in it, else its last control token, is the turn's end token. Without one, the control
+        token that begins the next message ends the turn (such models stop at it); without that, the tokenizer's end
+        token.
         """
-        start = self._calls_end(calls) if calls and self.reads else 0
+        start = self._calls_end(calls) if calls and self.is_calls else 0
         control = sorted(self.tokens.control.values(), key=len, reverse=True)
         found = list(re.finditer("|".join(map(re.escape, control)), text)) if control else []
         shorter = min(len(text), len(alone))
@@ -152,14 +172,14 @@ class Suffixes:
         return start, end, start, False
 
     def _calls_end(self, calls: int) -> int:
-        """How far behind the sentinel the last call ends."""
-        text, begins = self.written_call(calls)
+        """Returns how far after the sentinel the last call ends, in characters."""
+        text, begins = self.render_calls(calls)
         place = text.find(sentinel("a")) + len(sentinel("a"))
-        ends = (k for k in range(place, len(text) + 1) if any(self.reads(text[at:k], calls) for at in begins))
+        ends = (k for k in range(place, len(text) + 1) if any(self.is_calls(text[at:k], calls) for at in begins))
         return next(ends, place) - place
 
     def _pieces(self, text: str, count: int):
-        """A text behind the end token, split at its sentinels; what was done to the contents."""
+        """Splits the text after the end token at its sentinels. Returns (pieces, transformation of each content)."""
         found = [m.group(1, 2) for m in SENTINEL.finditer(text) if m[1] in "cb"]
         if found != [(kind, f"{i:03d}") for i in range(count) for kind in "cb"]:
             raise PromptError("the chat template does not write each new message's content once and in order")
@@ -178,12 +198,14 @@ class Suffixes:
         return tuple(p for p in pieces if p), tuple(self._editor(*e) for e in edits)
 
     def _edit(self, text: str, i: int):
-        """(edit, whether white space before the content stays, whether that behind it stays)."""
+        """Returns (transformation, whether leading white space of the content stays, whether trailing white space
+        stays).
+        """
         before, _, rest = text.partition(sentinel("c", i))
-        inside, _, behind = rest.partition(sentinel("b", i))
-        for edit in AS_WRITTEN.values():
+        inside, _, after = rest.partition(sentinel("b", i))
+        for edit in CONTENT_EDITS.values():
             if inside == edit(NASTY):
-                return edit, before.endswith(edit(PAD)), behind.startswith(edit(PAD))
+                return edit, before.endswith(edit(PAD)), after.startswith(edit(PAD))
         raise PromptError(f"the chat template writes a content as neither text nor JSON: {NASTY!r} as {inside[:60]!r}")
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The tokenizer: loaded, with the config's overrides, and its fingerprint."""
+"""Loads the tokenizer with the config's overrides, fingerprints it, and decodes completions."""
 
 from __future__ import annotations
 
@@ -9,51 +9,57 @@ import os
 import string
 from pathlib import Path
 
-from jaxrl.data.sources import GIVEN, offline_if_unreachable, resolve
+from jaxrl.data.sources import IN_MEMORY, offline_if_unreachable, resolve
 from jaxrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
-TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.model.v*", "tekken.json")  # of any kind that transformers reads
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.model.v*", "tekken.json")  # every format that transformers reads
 
 
 def load_tokenizer(config):
-    """The Hugging Face tokenizer of `model.tokenizer` (or `model.path`), with the config's overrides applied.
+    """Loads the Hugging Face tokenizer of `model.tokenizer` (or `model.path`) and applies the config's overrides.
 
-    `model.chat_template` (a Jinja file) replaces the template; `model.pad_token` and the first of `model.eos_tokens`
+    `model.chat_template` (a Jinja file) replaces the template. `model.pad_token` and the first of `model.eos_tokens`
     replace the special tokens and must be single tokens of the vocabulary. A tokenizer without a pad token pads with
-    its end token. Its ids are those of the folder's tokenizer.json (see `opened`). Remote code runs only with
-    `model.trust_remote_code`. Errors: ConfigError.
+    its end token. Ids are those of the folder's tokenizer.json (see `open_tokenizer`). Remote code runs only with
+    `model.trust_remote_code`.
+
+    Raises:
+      ConfigError: the source has no readable tokenizer, or an override does not fit it.
     """
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     shown = config.model.tokenizer or config.model.path
     if not shown:
         raise ConfigError("model.tokenizer and model.path are empty: name a folder or hub id that holds a tokenizer")
-    if shown.startswith(GIVEN):
-        raise ConfigError(f"{field}={shown}: a tokenizer that a call from Python held; give it again,"
+    if shown.startswith(IN_MEMORY):
+        raise ConfigError(f"{field}={shown}: a tokenizer that was passed from Python; pass it again,"
                           " jaxrl.train(..., tokenizer=), or name a folder or hub id")
     source = resolve(shown)
     local = Path(source).is_dir()
     if not local:
         offline_if_unreachable()
-    nothing = (f"{field}={shown!r} holds no tokenizer: name a folder or hub id that holds the model's own in"
-               " model.tokenizer")
+    nothing = (f"{field}={shown!r} has no tokenizer: set model.tokenizer to a folder or hub id that has the"
+               " model's tokenizer")
     if local and not any(any(Path(source).glob(name)) for name in TOKENIZER_FILES):
         raise ConfigError(nothing)
     try:
-        tokenizer = opened(source, revision=tokenizer_revision(config) or "main",
-                           trust_remote_code=config.model.trust_remote_code)
+        tokenizer = open_tokenizer(source, revision=tokenizer_revision(config) or "main",
+                                   trust_remote_code=config.model.trust_remote_code)
     except ConfigError:
         raise
     except Exception as e:  # transformers raises OSError, ValueError, KeyError, ... for the same few mistakes
-        what = "holds no readable tokenizer" if local else "is neither a folder nor a hub id in reach"
+        what = "has no readable tokenizer" if local else "is neither a folder nor a reachable hub id"
         raise ConfigError(f"{field}={shown!r} {what}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):  # transformers' for a hub id without one
+    # what transformers returns for a hub id without a tokenizer
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ConfigError(nothing)
-    return prepared(config, tokenizer)
+    return apply_overrides(config, tokenizer)
 
 
-def prepared(config, tokenizer):
-    """The tokenizer, changed in place: `model.chat_template`, overrides of special tokens. Errors: ConfigError."""
+def apply_overrides(config, tokenizer):
+    """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and returns it.
+    Raises ConfigError.
+    """
     if config.model.chat_template:
         path = Path(resolve(config.model.chat_template))
         if not path.is_file():
@@ -64,7 +70,9 @@ def prepared(config, tokenizer):
 
 
 def tokenizer_revision(config) -> str | None:
-    """The hub revision of the tokenizer: its own, or the model's where it lies with the model."""
+    """Returns the hub revision of the tokenizer: model.tokenizer_revision, or model.revision if it belongs to the
+    model.
+    """
     return config.model.tokenizer_revision or (None if config.model.tokenizer else config.model.revision)
 
 
@@ -74,8 +82,9 @@ PROBES = (PROBE.partition(" <|im")[0], " leading and  double  spaces ", "a", str
 
 
 def fingerprint(tokenizer) -> dict[str, str]:
-    """Hashes of what decides how messages become ids: 'tokenizer' (vocabulary, special tokens, the ids of a text of
-    many scripts) and 'chat template'."""
+    """Returns hashes of what decides how messages become ids: 'tokenizer' (vocabulary, special tokens, the ids of a
+    sample text in many scripts) and 'chat template'.
+    """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
     found = {"tokenizer": [vocabulary, special, tokenizer(PROBE)["input_ids"]],
@@ -84,35 +93,43 @@ def fingerprint(tokenizer) -> dict[str, str]:
             for name, value in found.items()}
 
 
-def opened(source: str, **options):
-    """The tokenizer of a folder or hub id, whose ids are those of its tokenizer.json, where it has one.
+def open_tokenizer(source: str, **options):
+    """Loads the tokenizer of a folder or hub id so that its ids are those of its tokenizer.json, if it has one.
 
-    AutoTokenizer takes a class by the model's type, which may build another tokenizer than the file holds (transformers
-    5: Qwen2Tokenizer for any folder of a qwen2 model). Where its ids of a probe text are not the file's, the file is
-    read by itself. options: of from_pretrained. Raises ConfigError where no class gives the file's ids, and what
-    from_pretrained raises.
+    AutoTokenizer picks a class by the model's type, which may build a different tokenizer than the file describes
+    (transformers 5: Qwen2Tokenizer for any folder of a qwen2 model). If its ids of a sample text differ from the
+    file's, the file is loaded directly.
+
+    Args:
+      options: arguments of from_pretrained.
+
+    Raises:
+      ConfigError: no class gives the file's ids. Also what from_pretrained raises.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
-    tokenizer = reader_of(source).from_pretrained(source, **options)
+    tokenizer = tokenizer_class(source).from_pretrained(source, **options)
     file = cached_file(source, "tokenizer.json", revision=options.get("revision"),
                        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
     if file is None or (other := _difference(tokenizer, file)) is None:
         return tokenizer
     found = PreTrainedTokenizerFast.from_pretrained(source, **options)
     if (still := _difference(found, file)) is not None:
-        raise ConfigError(f"{source}: transformers' {type(tokenizer).__name__} and tokenizer.json make other ids of"
+        raise ConfigError(f"{source}: transformers' {type(tokenizer).__name__} and tokenizer.json give different ids "
+                          f"for"
                           f" one text, {still[0]!r}: {still[1][:8]} and {still[2][:8]}; save the tokenizer again with"
                           " save_pretrained, so that both agree")
-    log.warning("%s: transformers takes %s for it by the model's type, which makes other ids than its tokenizer.json"
-                " (of %r: %s for %s); tokenizer.json is read", source, type(tokenizer).__name__,
+    log.warning("%s: transformers picks %s by the model's type, whose ids differ from those of tokenizer.json"
+                " (for %r: %s instead of %s); tokenizer.json is used", source, type(tokenizer).__name__,
                 *(part[:8] for part in other))
     return found
 
 
 def _difference(tokenizer, file: str) -> tuple[str, list[int], list[int]] | None:
-    """(A text, the tokenizer's ids of it, those of a tokenizer.json), or None where they agree, there and back."""
+    """Returns (text, the tokenizer's ids, the ids of a tokenizer.json) of the first sample that differs, or None.
+    Encoding and decoding are compared.
+    """
     from tokenizers import Tokenizer
 
     own = Tokenizer.from_file(file)
@@ -130,9 +147,15 @@ def _difference(tokenizer, file: str) -> tuple[str, list[int], list[int]] | None
 
 
 def completion_texts(tokenizer, ends=()):
-    """ids of completions -> their texts, as rewards, records, judges and environments see them: every token that was
-    sampled, special ones too (`<think>` is one in some vocabularies), but the end of a turn and padding. ends: ids that
-    end an answer; special ones among them and the tokenizer's own end and padding are left out, wherever they stand.
+    """Returns a function that decodes the ids of completions into the texts that rewards, records, judges and
+    environments see.
+
+    The texts keep every sampled token, including special ones (`<think>` is one in some vocabularies), except
+    end-of-turn tokens and padding.
+
+    Args:
+      ends: ids that end a completion; the special ones among them and the tokenizer's end and pad tokens are dropped
+        wherever they occur.
     """
     special = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
     out = {i for i in (tokenizer.eos_token_id, tokenizer.pad_token_id) if i is not None}
@@ -145,11 +168,12 @@ def completion_texts(tokenizer, ends=()):
     return texts
 
 
-def reader_of(source: str):
-    """The class of transformers that reads a tokenizer: AutoTokenizer, which imports torch where that is installed, or,
-    for a folder of nothing but a tokenizer of no particular model, the class that it would take."""
+def tokenizer_class(source: str):
+    """Returns the transformers class that loads a tokenizer: AutoTokenizer, which imports torch if it is installed,
+    or directly the class it would pick for a folder that holds nothing but a generic tokenizer.
+    """
     folder, known = Path(source), {}
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: nothing here needs it
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # about a missing torch, which is not needed here
     own = all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if own and not (folder / "config.json").exists():
         known = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -168,8 +192,8 @@ def _override_tokens(config, tokenizer) -> None:
     overrides += [("model.eos_tokens", token) for token in config.model.eos_tokens]
     for field, token in overrides:
         if token not in vocabulary:
-            raise ConfigError(f"{field}={token!r} is not one token of the tokenizer ({len(vocabulary)} entries); "
-                              f"special tokens there: {', '.join(map(str, tokenizer.all_special_tokens)) or 'none'}")
+            raise ConfigError(f"{field}={token!r} is not a single token of the tokenizer ({len(vocabulary)} entries); "
+                              f"its special tokens: {', '.join(map(str, tokenizer.all_special_tokens)) or 'none'}")
     if config.model.eos_tokens:
         tokenizer.eos_token = config.model.eos_tokens[0]
     if config.model.pad_token:

@@ -1,5 +1,6 @@
-"""Texts to ids with control tokens only where they are meant: what a template writes may hold them, what stands in a
-message may not."""
+"""Encodes texts with control tokens only where they are meant: in a template's text, never in the content of a
+message.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +9,17 @@ import json
 
 from jaxrl.errors import ConfigError
 
-MARKER = "\n[...]\n"  # where the middle of a text was cut out
-LONGEST_TOKEN = 64  # characters; texts are cut to so many per token before anything else
+MARKER = "\n[...]\n"  # replaces the middle of a truncated text
+LONGEST_TOKEN = 64  # characters; texts are cut to this many per token before they are encoded
 
 
 class Tokens:
-    """control: id -> text of every token that may come from templates alone: special tokens (but the one for unknown
-    text), and other added tokens that the chat template or `marks` name, such as `<tool_call>`."""
+    """Encodes template and message texts.
+
+    Attributes:
+      control: id -> text of every token that only templates may write: special tokens (except the one for unknown
+        text), and other added tokens that the chat template or `marks` name, such as `<tool_call>`.
+    """
 
     def __init__(self, tokenizer, marks=()):
         self.tokenizer = tokenizer
@@ -44,16 +49,17 @@ class Tokens:
         return plain
 
     def written(self, text: str) -> list[int]:
-        """Ids of a template's own text."""
+        """Returns the ids of a template's text."""
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False,
                               return_token_type_ids=False)["input_ids"]
 
     def plain(self, text: str) -> list[int]:
-        """Ids of a message's text: what looks like a control token is spelled in others."""
+        """Returns the ids of a message's text; what looks like a control token is spelled with other tokens."""
         found = self._plain.encode(text, add_special_tokens=False)
         if self.control.keys().isdisjoint(found.ids):
             return found.ids
-        out: list[int] = []  # a vocabulary of whole words may hold such a token as a word, too: spelled by characters
+        # a word-level vocabulary may also have such a token as a word, which is then spelled by characters
+        out: list[int] = []
         for i, (start, stop) in zip(found.ids, found.offsets, strict=True):
             if i in self.control:
                 spelled = self._plain.encode_batch(list(text[start:stop]), add_special_tokens=False)
@@ -62,11 +68,12 @@ class Tokens:
                 out.append(i)
         return out
 
-    def joined(self, pieces: list[tuple[str, bool]]) -> list[int]:
-        """Ids of pieces (text, whether a template wrote it) one behind the other, no control token out of a message.
+    def encode_pieces(self, pieces: list[tuple[str, bool]]) -> list[int]:
+        """Returns the ids of consecutive pieces (text, whether a template wrote it), with no control token from a
+        message.
 
-        They are tokenised as one text, as the template's rendering would be, unless that finds control tokens which
-        are not the template's own: then each piece alone.
+        The pieces are tokenized as one text, as the template's rendering would be. If that yields control tokens that
+        are not the template's, each piece is tokenized alone.
         """
         ids = self.written("".join(text for text, _ in pieces))
         own = [i for text, ours in pieces if ours for i in self.written(text) if i in self.control]
@@ -75,7 +82,7 @@ class Tokens:
         return [i for text, ours in pieces for i in (self.written(text) if ours else self.plain(text))]
 
     def cut(self, text: str, limit: int) -> str:
-        """The text, or its head and tail with MARKER between them: at most `limit` tokens of its own (0: any)."""
+        """Returns the text, or its head and tail with MARKER between them, of at most `limit` tokens (0: no limit)."""
         if limit <= 0:
             return text
         if len(text) > LONGEST_TOKEN * limit:

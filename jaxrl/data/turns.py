@@ -1,7 +1,8 @@
-"""Conversations of several turns as token ids: what was sampled stays, only new messages are rendered behind it.
+"""Multi-turn conversations as token ids: sampled ids stay as they are, only new messages are rendered after them.
 
-A conversation is never tokenised again: re-rendering what a model said gives other tokens than it sampled. The next
-prompt is the recorded ids, then whatever of the turn's end is missing, then the new messages and the generation prompt.
+A conversation is never tokenized again, since re-rendering a completion gives other tokens than were sampled. The
+next prompt is the recorded ids, then what is missing of the turn's end, then the new messages and the generation
+prompt.
 """
 
 from __future__ import annotations
@@ -15,26 +16,34 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from jaxrl.data.dataset import PromptError, Template, check_messages
+from jaxrl.data.chat_template import PromptError, Template, check_messages
 from jaxrl.data.suffixes import EARLIER, QUESTION, Shape, Suffixes, sentinel
 from jaxrl.data.tokenizer import completion_texts
 from jaxrl.data.tokens import Tokens
-from jaxrl.envs.parsers import PARSERS, Call, Parser, types_of
+from jaxrl.envs.parsers import PARSERS, Call, Parser, argument_types
 from jaxrl.errors import ConfigError
 
 THINK = ("<think>", "</think>")
 HIDDEN = re.compile(r"QZc(\d{3,})ZXQ")
-STAND_INS = (*range(0xE000, 0xF8FF), *range(0xF0000, 0xFFFFE))  # of private use, which stand for a marker's token
+STAND_INS = (*range(0xE000, 0xF8FF), *range(0xF0000, 0xFFFFE))  # private-use characters that stand for marker tokens
 USER, TOOL = ("user", False, False), ("tool", True, True)
 
 
 class TurnRenderer:
-    """Renders messages behind recorded ids, and reads turns.
+    """Renders messages after recorded ids, and parses sampled turns.
 
-    tools: JSON schemas that the chat template is told. tokens: of another renderer of the same tokenizer. stop_ids: end
-    tokens beside the tokenizer's: that with which the template ends a turn, and with env.max_parallel_calls=1 that
-    which ends a call, so that a model that goes on after a call cannot invent its result. Errors: ConfigError where
-    there is no chat template or no fast tokenizer, PromptError where the template refuses messages.
+    Args:
+      tools: JSON schemas passed to the chat template.
+      tokens: Tokens of another renderer with the same tokenizer, to share.
+
+    Attributes:
+      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn, and with
+        env.max_parallel_calls=1 the one that ends a call, so that a model cannot continue and invent the call's
+        result.
+
+    Raises:
+      ConfigError: there is no chat template or no fast tokenizer.
+      PromptError: the template rejects messages.
     """
 
     def __init__(self, config, tokenizer, tools=(), tokens: Tokens | None = None):
@@ -46,19 +55,25 @@ class TurnRenderer:
                               " model.chat_template=FILE and leave data.chat=auto")
         marks = (*THINK, *(mark for parser in PARSERS.values() for mark in parser.marks))
         self.tokens = tokens or Tokens(tokenizer, marks)
-        self.types, self.inline = types_of(self.tools), config.env.observations == "inline"
+        self.types, self.inline = argument_types(self.tools), config.env.observations == "inline"
         self._suffixes = Suffixes(self.template, self.tokens)
         self._reads_calls = bool(self.tools) or config.env.parser != "auto"
         self._alone = {mark: self.tokens.added[mark] for mark in marks if mark in self.tokens.added
                        and self.tokens.written(mark) == [self.tokens.added[mark]]}
-        self.parser = self._found_parser()
+        self.parser = self._choose_parser()
         self._thinks = self.template.render([QUESTION]).rstrip().endswith(THINK[0])
 
     # What comes before a turn.
 
     def first(self, messages, tools=None) -> np.ndarray:
-        """[P] int32: a whole conversation (text: one user turn), ending with the generation prompt. tools: of this
-        conversation, None = the renderer's. No control token comes out of a message that is not the assistant's."""
+        """Returns the [P] int32 ids of a whole conversation (a text is one user turn), ending with the generation
+        prompt.
+
+        No control token comes from a message that is not the assistant's.
+
+        Args:
+          tools: JSON schemas of this conversation; None for the renderer's.
+        """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         hidden: list[str] = []
         kept = [self._hide(m, hidden) for m in messages]
@@ -71,7 +86,9 @@ class TurnRenderer:
         return np.array([*ids, *self.tokens.written(text[at:])], np.int32)
 
     def _hide(self, message: dict, hidden: list[str]) -> dict:
-        """The message with sentinels where its content spells control tokens, which go to `hidden`."""
+        """Returns the message with sentinels in place of control tokens in its content; the originals are appended to
+        `hidden`.
+        """
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
             return message
@@ -79,28 +96,33 @@ class TurnRenderer:
         def stand_in(match):
             hidden.append(match.group())
             return sentinel("c", len(hidden) - 1)
-        return {**message, "content": self._spelled_control.sub(stand_in, _clean(content))}
+        return {**message, "content": self._spelled_control.sub(stand_in, _without_surrogates(content))}
 
     @cached_property
     def _spelled_control(self) -> re.Pattern:
-        """Whatever must not reach the template as it is: control tokens, and what looks like a stand-in for one."""
+        """Pattern of what must not reach the template unchanged: control tokens, and texts that look like a sentinel.
+        """
         literals = sorted(self.tokens.control.values(), key=len, reverse=True)
         return re.compile("|".join([*map(re.escape, literals), HIDDEN.pattern]))
 
-    def control_in(self, text: str) -> str:
-        """A control token that a text spells; "" where there is none."""
+    def control_token_in(self, text: str) -> str:
+        """Returns a control token that a text spells; "" if there is none."""
         return next((token for token in self.tokens.control.values() if token in text), "")
 
     def extend(self, history: np.ndarray, messages, limit: int = 0) -> np.ndarray:
-        """[A] int32: what comes behind recorded ids so that the next turn follows: what is missing of the last turn's
-        end, the new messages, the generation prompt.
+        """Returns the [A] int32 ids to append to recorded ids so that the next turn follows: the missing part of the
+        last turn's end, the new messages, the generation prompt.
 
-        history: prompt and turns so far, ending with what was sampled. messages: [{"role", "content"}], those of role
-        `tool` with `name` and `tool_call_id`; a text is one user turn. limit: tokens of a content, more is cut in the
-        middle (0: any). With env.observations=inline and a turn that was not ended: the contents alone.
+        With env.observations=inline and a turn that did not end: the contents alone.
+
+        Args:
+          history: ids of prompt and turns so far, ending with sampled ids.
+          messages: [{"role", "content"}], those of role `tool` with `name` and `tool_call_id`; a text is one user
+            turn.
+          limit: most tokens of a content, whose middle is cut; 0 for no limit.
         """
         messages = _messages(messages)
-        contents = [self.tokens.cut(_clean(m["content"]), limit) for m in messages]
+        contents = [self.tokens.cut(_without_surrogates(m["content"]), limit) for m in messages]
         if self.inline and not (len(history) and int(history[-1]) in self.end_ids):
             return np.array([i for content in contents for i in self.tokens.plain(content)], np.int32)
         shape = self._suffixes.of(messages)
@@ -111,18 +133,23 @@ class TurnRenderer:
             elif piece[1] == "content":
                 pieces.append((shape.edit[piece[0]](contents[piece[0]]), False))
             else:
-                pieces.append((_clean(messages[piece[0]][piece[1]]), False))
-        behind = self.tokens.joined(pieces)[1:]
+                pieces.append((_without_surrogates(messages[piece[0]][piece[1]]), False))
+        behind = self.tokens.encode_pieces(pieces)[1:]
         return np.array([*_missing(history, shape.close), *behind], np.int32)
 
     # What a turn says.
 
     def read(self, ids, tools=None) -> dict:
-        """{"text", "thinking", "calls": [{"id", "name", "arguments": dict or None, "error"}]} of sampled ids. Never
-        raises: what cannot be read as a call is one with `error`; the turn's text with all its calls is then there as
-        `written`. tools: schemas of this conversation, None = the renderer's."""
+        """Parses sampled ids into {"text", "thinking", "calls": [{"id", "name", "arguments": dict or None,
+        "error"}]}.
+
+        Never raises. A call that cannot be parsed has `error`; the turn's whole text is then in `written`.
+
+        Args:
+          tools: JSON schemas of this conversation; None for the renderer's.
+        """
         thinking, text, marks = self._parts(ids)
-        calls, whole, types = [], text, types_of(tools) if tools else self.types
+        calls, whole, types = [], text, argument_types(tools) if tools else self.types
         if self.parser is not None and (tools or self._reads_calls):
             outside, calls = self.parser.read(text, tuple(marks.get(m, m) for m in self.parser.marks), types)
             text = outside if calls else text
@@ -130,11 +157,12 @@ class TurnRenderer:
         own = Counter(call.id for call in calls)
         said = hashlib.sha256(np.asarray(ids, np.int64).tobytes()) if calls else None
         return {"text": _spelled(text, marks), "thinking": _spelled(thinking, marks), **told,
-                "calls": [_reported(call, i, said, marks, own) for i, call in enumerate(calls)]}
+                "calls": [_call_record(call, i, said, marks, own) for i, call in enumerate(calls)]}
 
     def message(self, ids, tools=None) -> dict:
-        """A turn as the assistant's message of a history that is rendered as a whole (`first`). Calls that cannot be
-        read stay in the content as they were written."""
+        """Returns a sampled turn as the assistant's message for a history that is rendered as a whole (`first`).
+        Calls that cannot be parsed stay in the content unchanged.
+        """
         turn = self.read(ids, tools)
         content, calls = turn["text"], turn["calls"]
         if "written" in turn:
@@ -150,25 +178,35 @@ class TurnRenderer:
         return out
 
     def turn(self, messages, answer: dict, following=(), tools=None) -> list[int]:
-        """Ids of a turn as the template writes it behind messages, with its end token. As `spoken`."""
-        before, body, end = self.spoken(messages, answer, following, tools)
+        """Returns the ids of an assistant's message as the template writes it after `messages`, with its end token.
+        Arguments as for `render_turn`.
+        """
+        before, body, end = self.render_turn(messages, answer, following, tools)
         written = self.tokens.written
-        return [*rest_of(written(before), written(body), before, body, written), *end]
+        return [*continuation_ids(written(before), written(body), before, body, written), *end]
 
-    def spoken(self, messages, answer: dict, following=(), tools=None) -> tuple[str, str, list[int]]:
-        """(text before a turn, the same with the turn as the template writes it, ids behind it): up to its end token,
-        which the text has or, where the template writes none, the ids: the tokenizer's, or what begins the following
-        messages if model.eos_tokens names that. tools: of this conversation, None = the renderer's. Raises PromptError
-        where the template does not write the turn behind its own generation prompt.
+    def render_turn(self, messages, answer: dict, following=(), tools=None) -> tuple[str, str, list[int]]:
+        """Returns (text before a turn, text including the turn, ids to append).
+
+        The text ends with the turn's end token if the template writes one. Else the ids hold it: the tokenizer's, or
+        the token that begins the following messages if model.eos_tokens names it.
+
+        Args:
+          answer: the assistant's message.
+          following: messages after the turn.
+          tools: JSON schemas of this conversation; None for the renderer's.
+
+        Raises:
+          PromptError: the template does not write the turn after its own generation prompt.
         """
         kwargs = {} if tools is None else {"tools": list(tools) or None}
         before = self.template.conversation(messages, self.template.generation_prompt, **kwargs) + self.template.prefix
         text = self.template.conversation([*messages, answer], False, **kwargs)
         if not text.startswith(before):
-            raise PromptError("the chat template does not write the turn behind what a turn begins with,"
-                              f" {before[-40:]!r}: {text[len(before) - 40:][:80]!r}; what would be trained on is not"
-                              " what is sampled: take another model.chat_template, or data.chat_template_kwargs with"
-                              " which it does")
+            raise PromptError("the chat template does not write the turn after its generation prompt,"
+                              f" {before[-40:]!r}: {text[len(before) - 40:][:80]!r}; training would see other"
+                              " tokens than sampling: use another model.chat_template, or data.chat_template_kwargs"
+                              " that change this")
         calls = (TOOL,) * len(answer.get("tool_calls") or ())
         shape = self._suffixes.of(_messages(following)) if following else self._suffixes.shape(calls or (USER,))
         place = text.rfind(shape.end, len(before)) + len(shape.end)
@@ -179,7 +217,7 @@ class TurnRenderer:
         return before, text.removesuffix(shape.tail), [shape.close[-1] if follows or eos is None else eos]
 
     def _parts(self, ids) -> tuple[str, str, dict[str, str]]:
-        """(thoughts, the rest, marker -> how it appears in both) of sampled ids without their end tokens."""
+        """Returns (thinking, the rest, marker -> how it appears in both) of sampled ids without their end tokens."""
         ids = [int(i) for i in ids]
         while ids and ids[-1] in self.end_ids:
             ids.pop()
@@ -211,31 +249,33 @@ class TurnRenderer:
     def _texts(self):
         return completion_texts(self.tokenizer, self.end_ids)
 
-    # What the template and the tokenizer decide.
+    # Properties of the template and the tokenizer.
 
-    def _found_parser(self) -> Parser | None:
-        """How calls are written: `env.parser`, or the parser that reads back what the template writes; None where no
-        parser does or the template writes none. Finds out, too, whether it wants a call's arguments as text."""
+    def _choose_parser(self) -> Parser | None:
+        """Returns the parser of tool calls: `env.parser`, or the one that parses what the template writes; None if no
+        parser does or the template writes no calls. Also determines whether the template expects call arguments as
+        text.
+        """
         named = self.config.env.parser
         candidates = list(PARSERS.values()) if named == "auto" else [PARSERS[named]]
         for as_text in (False, True):
             self._suffixes.arguments_as_text = as_text
             try:
-                text, begins = self._suffixes.written_call(1)
+                text, begins = self._suffixes.render_calls(1)
             except PromptError:
                 continue
             last = text.find(sentinel("a"))
             ends = [k for k in range(last, len(text)) for c in self.tokens.control.values() if text.startswith(c, k)]
             for parser in candidates:
-                if any(_whole(parser, text[at:k], 1) for k in [*ends, len(text)] for at in begins):
-                    self._suffixes.reads = partial(_whole, parser)
+                if any(_is_whole_calls(parser, text[at:k], 1) for k in [*ends, len(text)] for at in begins):
+                    self._suffixes.is_calls = partial(_is_whole_calls, parser)
                     return parser
         self._suffixes.arguments_as_text = False
         return None if named == "auto" else PARSERS[named]
 
     @cached_property
     def _thinking_field(self) -> str | None:
-        """The message's field from which the template writes thoughts; None: they stand in the content."""
+        """The message field from which the template writes thinking; None if thinking is part of the content."""
         for field in ("reasoning_content", "thinking"):
             message = {"role": "assistant", "content": "Hello.", field: sentinel("a")}
             try:
@@ -247,33 +287,34 @@ class TurnRenderer:
 
     @cached_property
     def _ends(self) -> list[Shape]:
-        """How turns end, texts and calls, as far as the template can write them."""
+        """How turns end, for texts and calls, as far as the template can write them."""
         found = []
         for key in ((USER,), (TOOL,)) if self.parser is not None else ((USER,),):
             try:
                 found.append(self._suffixes.shape(key))
             except PromptError:
-                continue  # check() says so where it matters
+                continue  # check() raises if it matters
         return found
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a turn: the tokenizer's and the config's, and the template's."""
-        return self.own_ends | {shape.close[-1] for shape in self._ends}
+        """Tokens that end a turn: the tokenizer's, the config's and the template's."""
+        return self.end_of_turn_ids | {shape.close[-1] for shape in self._ends}
 
     @cached_property
-    def own_ends(self) -> frozenset[int]:
-        """Those of them that stand at the end of a turn, not at the begin of what follows."""
+    def end_of_turn_ids(self) -> frozenset[int]:
+        """Stop tokens that close a turn, excluding those that open the next message."""
         own = [self.tokenizer.convert_tokens_to_ids(token) for token in self.config.model.eos_tokens]
         own += [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         return frozenset([*own, *(shape.close[-1] for shape in self._ends if shape.own_end)])
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        return self.stops(False)
+        """Stop tokens in addition to the tokenizer's; see the class."""
+        return self.stop_ids_with(False)
 
-    def stops(self, tools: bool) -> tuple[int, ...]:
-        """The same where a conversation has tools of its own."""
+    def stop_ids_with(self, tools: bool) -> tuple[int, ...]:
+        """Returns `stop_ids` for a conversation that has its own tools (`tools` true) or not."""
         out = [shape.close[-1] for shape in self._ends if shape.own_end]
         reads = tools or self._reads_calls
         if self.parser is not None and reads and self.config.env.max_parallel_calls == 1:
@@ -281,11 +322,16 @@ class TurnRenderer:
             out += [self._alone[mark]] if mark in self._alone else []
         return tuple(dict.fromkeys(i for i in out if i != self.tokenizer.eos_token_id))
 
-    # Whether it can work.
+    # Checks at start-up.
 
     def check(self, tools: bool) -> None:
-        """Renders conversations in which every piece is known, and says what the template cannot do. tools: also calls
-        and their replies, several at once with env.max_parallel_calls > 1. Raises ConfigError."""
+        """Renders test conversations and checks that the template can write them. Raises ConfigError with the reason
+        and
+        remedies.
+
+        Args:
+          tools: also check calls and their replies, several at once with env.max_parallel_calls > 1.
+        """
         self._reads_calls = self._reads_calls or tools
         name = f"model.chat_template={self.config.model.chat_template}" if self.config.model.chat_template else (
             f"the chat template of {self.config.model.tokenizer or self.config.model.path}")
@@ -295,7 +341,7 @@ class TurnRenderer:
             if tools:
                 doing = "a tool call"
                 if self.parser is None:
-                    raise PromptError("no parser (" + ", ".join(PARSERS) + ") reads back the call that it writes, or it"
+                    raise PromptError("no parser (" + ", ".join(PARSERS) + ") parses the call that it writes, or it"
                                       " writes none")
                 doing = "a tool call and its reply"
                 self._check_shape((TOOL,))
@@ -307,52 +353,61 @@ class TurnRenderer:
             if doing != "a text":
                 remedies += ["replies as user messages (an env.function instead of env.tools)"]
                 remedies += ["env.parser=" + "|".join(PARSERS) if self.parser is None else "env.max_parallel_calls=1"]
-            raise ConfigError(f"{name}: several turns do not work with it ({doing}): {e}. Take "
+            raise ConfigError(f"{name}: several turns do not work with it ({doing}): {e}. Use "
                               + ", or ".join(remedies)) from None
 
     def _check_shape(self, key) -> None:
-        """Raises PromptError where what comes behind a turn depends on more than the new messages, or is not what the
-        template writes before an assistant's turn."""
+        """Raises PromptError if what follows a turn depends on more than the new messages, or is not what the
+        template writes before an assistant's turn.
+        """
         suffixes, shape = self._suffixes, self._suffixes.shape(key)
         calls = sum(role == "tool" for role, *_ in key)
         longer = (*EARLIER, QUESTION)
         thought = f"{THINK[0]}\nHm.\n{THINK[1]}\n\n"
-        if suffixes.behind(key, calls, longer) != shape.text:
-            raise PromptError("what it writes behind a turn depends on how many turns came before")
+        if suffixes.text_after(key, calls, longer) != shape.text:
+            raise PromptError("what it writes after a turn depends on the number of earlier turns")
         if not calls:
             said = {"content": thought + sentinel("a")}
-            if suffixes.behind(key, 0, **said) != shape.text:
-                raise PromptError("what it writes behind a turn with thoughts differs from that behind one without")
+            if suffixes.text_after(key, 0, **said) != shape.text:
+                raise PromptError("what it writes after a turn depends on whether the turn has thinking")
         alone = self.template.conversation([QUESTION], False)
         prompt = self.template.conversation([QUESTION], self.template.generation_prompt)
         opening = prompt.removeprefix(alone) + self.template.prefix
         if not shape.text.endswith(opening):
             answer = {"role": "assistant", "content": sentinel("n", 998)}
-            written = suffixes.behind(key, calls, generation_prompt=False, more=(answer,))
+            written = suffixes.text_after(key, calls, generation_prompt=False, more=(answer,))
             if written.partition(answer["content"])[0] + self.template.prefix != shape.text:
-                raise PromptError("it ends with no generation prompt behind new messages, though it has one:"
+                raise PromptError("it writes no generation prompt after new messages, though it has one:"
                                   f" {opening!r}")
         if not calls and not _missing(np.zeros(1, np.int32) - 1, shape.close):
             raise PromptError("a turn that is cut by the length limit cannot be closed")
 
 
 def end_of_turn(config, tokenizer) -> int | None:
-    """The token with which the chat template ends an assistant's turn; None where there is no template, or none that
-    writes one."""
+    """Returns the token with which the chat template ends an assistant's turn; None without a template, or if it
+    writes none.
+    """
     if not Template(config, tokenizer).chat:
         return None
     renderer = TurnRenderer(config, tokenizer)
     return next((shape.close[-1] for shape in renderer._ends if shape.own_end), None)
 
 
-def rest_of(head: list[int], whole: list[int], before: str, body: str, written) -> list[int]:
-    """Ids of what a text says behind another that it begins with, given the ids of both: those of the whole text where
-    they begin with those of the other, else those of the rest by itself. written: text -> ids."""
+def continuation_ids(head: list[int], whole: list[int], before: str, body: str, written) -> list[int]:
+    """Returns the ids of the part of a text after its prefix: the whole text's ids after the prefix's if they begin
+    with
+    those, else the ids of the rest encoded alone.
+
+    Args:
+      head: ids of `before`, the prefix.
+      whole: ids of `body`, the text.
+      written: text -> ids.
+    """
     return whole[len(head):] if whole[:len(head)] == head else written(body[len(before):])
 
 
 def _missing(history, close: tuple[int, ...]) -> tuple[int, ...]:
-    """What of a turn's end is not at the end of the recorded ids."""
+    """Returns the part of a turn's end that is not yet at the end of the recorded ids."""
     if len(history) and int(history[-1]) == close[-1]:
         return ()
     tail = [int(i) for i in history[-len(close):]]
@@ -360,8 +415,10 @@ def _missing(history, close: tuple[int, ...]) -> tuple[int, ...]:
     return close[next(overlaps, 0):]
 
 
-def _whole(parser: Parser, text: str, calls: int) -> bool:
-    """Whether a text is `calls` calls as Suffixes.turn has them, and nothing else where no marker tells them."""
+def _is_whole_calls(parser: Parser, text: str, calls: int) -> bool:
+    """Returns whether a text is exactly `calls` calls as `Suffixes.turn` builds them, with nothing outside them
+    unless markers delimit the calls.
+    """
     outside, found = parser.read(text)
     if outside and parser.marks[0] not in text:
         return False
@@ -370,7 +427,7 @@ def _whole(parser: Parser, text: str, calls: int) -> bool:
 
 
 def _messages(messages) -> list[dict]:
-    """New messages as the renderer takes them. Raises PromptError."""
+    """Returns new messages as the renderer takes them. Raises PromptError."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     elif isinstance(messages, dict):
@@ -384,8 +441,8 @@ def _messages(messages) -> list[dict]:
     return out
 
 
-def _clean(text: str) -> str:
-    """The text without halves of surrogate pairs, which no tokenizer takes."""
+def _without_surrogates(text: str) -> str:
+    """Returns the text without unpaired surrogates, which no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -395,9 +452,12 @@ def _spelled(text: str, marks: dict[str, str]) -> str:
     return text
 
 
-def _reported(call: Call, i: int, said, marks, own: Counter) -> dict:
-    """What an episode is told of a call: its own id where no other call has it, else one made of the turn's tokens,
-    nine letters and digits, as some templates want it. said: hash of the turn's tokens."""
+def _call_record(call: Call, i: int, said, marks, own: Counter) -> dict:
+    """Returns a call as an episode receives it.
+
+    Its id is the call's own if no other call has it, else one derived from the turn's tokens: nine letters and
+    digits, as some templates require. said: hash of the turn's tokens.
+    """
     arguments = call.arguments
     if arguments is not None:
         arguments = json.loads(_spelled(json.dumps(arguments, ensure_ascii=False), marks))

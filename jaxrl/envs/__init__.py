@@ -1,6 +1,7 @@
-"""Environments: what an episode is written with (docs/guides/environments.md), and the processes that run episodes.
+"""Environments: the API that episodes are written with (docs/guides/environments.md), and the processes that run
+them.
 
-Standard library only: workers import this package, some of them with another interpreter that has no jax.
+Standard library only: workers import this package, some of them in another interpreter without jax.
 """
 
 from jaxrl.envs.api import Call, Chat, Observation, Step, Task, ToolError, Turn

@@ -1,7 +1,7 @@
-"""From what env.function and env.tools name to something that plays an episode. Standard library only.
+"""Turns what env.function, env.tools, env.mcp or env.program name into an EpisodeRunner. Standard library only.
 
-`find` returns a Play. Classes become episodes by `Stepped`, tools by `Driver`; gym:<id> and textarena:<id> are classes
-like a user's (envs/libraries.py), and so is a session of env.servers (envs/openenv.py).
+Workers call `load_runner`. Classes run by `StepRunner`, tools by `ToolRunner`. gym:<id> and textarena:<id> are
+classes like a user's (envs/libraries.py), and so is a session of env.servers (envs/openenv.py).
 """
 
 from __future__ import annotations
@@ -11,48 +11,50 @@ import contextlib
 import inspect
 
 from jaxrl.envs.api import Action, BadEnvironment, Observation, Step
-from jaxrl.envs.play import Play
-from jaxrl.envs.tools import by_name
-from jaxrl.workers.loading import LoadError, describe, load, number
+from jaxrl.envs.runner import EpisodeRunner
+from jaxrl.envs.tools import tools_by_name
+from jaxrl.workers.loading import LoadError, load, number
 
 
-def find(setup: dict) -> Play:
-    """The Play that a worker's setup names; a static method `prepare` of a class is called first. Raises LoadError."""
+def load_runner(setup: dict) -> EpisodeRunner:
+    """Returns the EpisodeRunner that a worker's setup names, after calling a class's static method `prepare`. Raises
+    LoadError.
+    """
     if setup["tools"] or setup["mcp"]:
-        return Driver(setup)
+        return ToolRunner(setup)
     if setup["program"]:
-        from jaxrl.envs.program import Program
-        return Program(setup)
+        from jaxrl.envs.program import ProgramRunner
+        return ProgramRunner(setup)
     spec, options = setup["function"], setup["options"]
     kind, _, name = spec.partition(":")
     if kind in ("gym", "textarena"):
         from jaxrl.envs import libraries
-        return Stepped(libraries.find(kind, name, options), spec, {}, setup["max_turns"])
+        return StepRunner(libraries.make_factory(kind, name, options), spec, {}, setup["max_turns"])
     if setup["servers"]:
         from jaxrl.envs import openenv
-        made = openenv.find(setup["servers"], options, setup["limits"]["step_seconds"])
-        return Stepped(made, spec, {}, setup["max_turns"])
+        made = openenv.make_factory(setup["servers"], options, setup["limits"]["step_seconds"])
+        return StepRunner(made, spec, {}, setup["max_turns"])
     found = load(spec)
     if isinstance(inspect.getattr_static(found, "prepare", None), staticmethod):
         found.prepare()
     if inspect.isclass(found):
         _check_class(found, spec)
         _check_options(found, (), options, spec)
-        return Stepped(found, spec, options, setup["max_turns"])
+        return StepRunner(found, spec, options, setup["max_turns"])
     first = list(inspect.signature(found).parameters.values())[:2]
     if len(first) == 2 and all(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
                                for p in first):
         _check_options(found, (None, None), options, spec)
-        return Episode(found, options)
+        return FunctionRunner(found, options)
     _check_options(found, (), options, spec)
-    return Stepped(found, spec, options, setup["max_turns"])
+    return StepRunner(found, spec, options, setup["max_turns"])
 
 
 def _check_class(found, spec: str) -> None:
     for name, wanted in (("reset", "reset(row, seed) -> Observation"), ("step", "step(action) -> Step")):
         method = getattr(found, name, None)
         if not callable(method):
-            raise LoadError(f"{spec} has no method {name}: the class of an environment has {wanted}")
+            raise LoadError(f"{spec} has no method {name}: an environment class needs {wanted}")
         try:
             inspect.signature(method).bind(*[None] * (3 if name == "reset" else 2))
         except TypeError as e:
@@ -63,13 +65,13 @@ def _check_options(found, args: tuple, options: dict, spec: str) -> None:
     try:
         inspect.signature(found).bind(*args, **options)
     except TypeError as e:
-        what = ("the function of an episode has parameters (task, chat)" if args or not inspect.isclass(found)
-                else "they are the arguments of the class")
-        raise LoadError(f"env.options={options} do not fit {spec}: {e}; {what}, env.options go to it by name") from None
+        what = ("an episode function has the parameters (task, chat)" if args or not inspect.isclass(found)
+                else "env.options are the class's arguments")
+        raise LoadError(f"env.options={options} do not fit {spec}: {e}; {what}, options are passed by name") from None
 
 
-class Episode(Play):
-    """A function (task, chat), asynchronous or plain."""
+class FunctionRunner(EpisodeRunner):
+    """Runs a function (task, chat), asynchronous or plain, as an episode."""
 
     def __init__(self, fn, options: dict):
         self._fn, self._options, self.functions, self.name = fn, options, [fn], getattr(fn, "__name__", "episode")
@@ -80,9 +82,11 @@ class Episode(Play):
         return self._fn(task, chat, **self._options)
 
 
-class Driver(Play):
-    """env.tools and env.mcp: the row's prompt, then calls and their answers, until an answer has no calls. Servers are
-    started for each episode, or (env.mcp_session=worker) once."""
+class ToolRunner(EpisodeRunner):
+    """Runs env.tools and env.mcp: the row's prompt, then tool calls and replies, until a turn has no calls.
+
+    Servers start once per episode, or once per worker with env.mcp_session=worker.
+    """
 
     name = "episode"
 
@@ -92,9 +96,9 @@ class Driver(Play):
         told = []
         if self._servers:
             from jaxrl.envs import mcp
-            self.files, told = mcp.files(self._servers), mcp.listed(self._servers)
+            self.files, told = mcp.command_files(self._servers), mcp.list_tools(self._servers)
         try:
-            self._tools = by_name([*self.functions, *told])
+            self._tools = tools_by_name([*self.functions, *told])
         except TypeError as e:
             raise LoadError(str(e)) from None
         self.tools = [tool.schema for tool in self._tools.values()]
@@ -110,33 +114,37 @@ class Driver(Play):
 
     @contextlib.asynccontextmanager
     async def _remote(self, running):
-        """The servers' tools."""
+        """Yields the servers' tools."""
         if not self._servers:
             yield []
             return
         from jaxrl.envs import mcp
         if self._shared:
-            if self._opening is None or mcp.broken(self._opening):
-                self._opening = asyncio.ensure_future(mcp.opened(self._servers))
+            if self._opening is None or mcp.needs_restart(self._opening):
+                self._opening = asyncio.ensure_future(mcp.open_servers(self._servers))
             running.phase = "starting its servers"
             servers = await asyncio.shield(self._opening)
         else:
             running.phase = "starting its servers"
-            servers = await mcp.opened(self._servers)
+            servers = await mcp.open_servers(self._servers)
         running.phase = self.name
         try:
-            found = [mcp.Remote(server, schema) for server in servers for schema in server.tools]
+            found = [mcp.McpTool(server, schema) for server in servers for schema in server.tools]
             if [tool.schema for tool in found] != self.tools[len(self.functions):]:
-                raise BadEnvironment("its servers list other tools than at the start")
+                raise BadEnvironment("its servers list different tools than at start-up")
             yield found
         finally:
             if not self._shared:
-                await mcp.closed(servers)
+                await mcp.close_servers(servers)
 
 
-class Stepped(Play):
-    """A class, or a function that makes an object, with reset(row, seed) and step(action), asynchronous or plain; a
-    new object for each episode, `close()` at its end if it has that. The score is the sum of the steps' rewards."""
+class StepRunner(EpisodeRunner):
+    """Runs a class, or a function that returns an object, with reset(row, seed) and step(action), asynchronous or
+    plain.
+
+    Each episode gets a new object; its `close()`, if any, is called at the end. The score is the sum of the steps'
+    rewards.
+    """
 
     name = "making it"
 
@@ -147,7 +155,7 @@ class Stepped(Play):
     async def run(self, task, chat, running):
         environment = await running.call(self._make, "making it", **self._options)
         if not (hasattr(environment, "reset") and hasattr(environment, "step")):
-            raise BadEnvironment(f"it is made of type {type(environment).__name__}, which has no reset and step")
+            raise BadEnvironment(f"it is of type {type(environment).__name__}, which has no reset and step")
         try:
             seen = _observation(await running.call(environment.reset, "reset", task.row, task.seed), "reset")
             for _ in range(self._max_turns):
@@ -155,7 +163,7 @@ class Stepped(Play):
                     chat.state(seen.state)
                 turn = await chat.send(seen.text, tools=seen.tools)
                 if turn.finish == "length" and not turn.text and not turn.calls:
-                    break  # the model had no turn
+                    break  # no turns or tokens are left
                 step = _step(await running.call(environment.step, "step", Action(turn)))
                 chat.reward(step.reward)
                 chat.note(**step.notes)
@@ -185,10 +193,3 @@ def _step(given) -> Step:
     if number(given.reward) is None:
         raise BadEnvironment(f"the reward of a step is of type {type(given.reward).__name__}, expected a number")
     return given
-
-
-def explained(error: Exception) -> str:
-    """Of a library that does not load or make something."""
-    with contextlib.suppress(Exception):
-        return describe(error)
-    return type(error).__name__

@@ -1,11 +1,12 @@
-"""What episodes are written with. Standard library only.
+"""The API that episodes are written with. Standard library only.
 
     async def episode(task, chat):
         turn = await chat.send(task.prompt)
         return float(turn.text == task.row["answer"])
 
-An episode returns its score, a dict of numbers (`env` is the score, the others are reported), or None: no score, unless
-`chat.reward` was called, whose numbers are added to it. It may be a plain `def`; `chat.send` and `turn.run` then block.
+An episode returns its score, a dict of numbers (`env` is the score, the others are reported), or None for no score.
+Rewards passed to `chat.reward` are added to the score. It may be a plain `def`; `chat.send` and `turn.run` then
+block.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import math
 
 from jaxrl.envs import tools as tools_module
 from jaxrl.envs.tools import BadEnvironment, ToolError
-from jaxrl.workers.loading import LARGEST, number
+from jaxrl.workers.loading import MAX_REWARD, number
 
 __all__ = ["BadEnvironment", "Call", "Chat", "Observation", "Row", "Step", "Task", "ToolError", "Turn"]
 
 
 class MissingColumn(KeyError):
-    """A row without a column that an environment wants."""
+    """A row lacks a column that an environment reads."""
 
     def __str__(self):
         return self.args[0]
 
 
 class Row(dict):
-    """A row's columns; one that is missing is named with those that are there."""
+    """A row's columns. Reading a missing one raises MissingColumn, which lists the existing ones."""
 
     def __missing__(self, name):
         raise MissingColumn(f"the row has no column {name!r}; it has: {', '.join(map(str, self)) or 'none'}")
@@ -39,8 +40,11 @@ class Row(dict):
 class Task:
     """What an episode is about.
 
-    row: the data row's columns. prompt: text or messages, as the data has them. seed: the same for all members of a
-    group and for each further try; everything random of an environment comes from it. user: config.user.
+    Attributes:
+      row: columns of the data row.
+      prompt: text or messages, as in the data.
+      seed: seed of everything random in the environment; equal for all completions of a prompt group and for retries.
+      user: config.user.
     """
 
     row: dict
@@ -51,7 +55,7 @@ class Task:
 
 @dataclasses.dataclass
 class Call:
-    """A tool call of the model. arguments: None where it could not be read, `error` then says why."""
+    """A tool call of the model. arguments: None if they could not be parsed; `error` then gives the reason."""
 
     id: str
     name: str
@@ -61,10 +65,14 @@ class Call:
 
 @dataclasses.dataclass
 class Turn:
-    """What the model said.
+    """One turn of the model.
 
-    text: without its thoughts and calls. thinking: its thoughts. calls: in their order. finish: "stop", or "length"
-    where it was cut; a turn of "length" without text and calls is what follows when turns or tokens are used up.
+    Attributes:
+      text: the completion without thinking and calls.
+      thinking: the thinking.
+      calls: tool calls, in order.
+      finish: "stop", or "length" if it was cut. A turn with "length", no text and no calls means that turns or tokens
+        are used up.
     """
 
     text: str
@@ -74,15 +82,18 @@ class Turn:
     _run: object = dataclasses.field(default=None, repr=False, compare=False)
 
     def run(self):
-        """Runs the calls with the tools that were given to `chat.send`: the messages that answer them, in their order
-        (`await turn.run()`; in a plain def without await). At most env.max_parallel_calls are run, at once where they
-        are asynchronous; a call that cannot be read, of an unknown tool or with arguments that do not fit is answered
-        so and counted as malformed. A ToolError's text is the answer; any other exception goes on to the episode."""
+        """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order.
+
+        Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run, concurrently
+        if they are asynchronous. A call that cannot be parsed, names an unknown tool or has unfitting arguments gets
+        an error reply and counts as malformed. A ToolError's text is the reply; any other exception propagates to the
+        episode.
+        """
         return self._run(self)
 
 
 class Action(str):
-    """What the model said, as a class's `step` gets it: its text, the whole turn as `turn`."""
+    """The model's turn as a class's `step` receives it: its text, with the whole turn as `turn`."""
 
     turn: Turn
 
@@ -94,8 +105,14 @@ class Action(str):
 
 @dataclasses.dataclass
 class Observation:
-    """What an environment shows: text (a user's message) or messages. state: names the state that the next turn is
-    decided in, for advantages that compare equal states; "" = none. tools: functions or schemas, None = as before."""
+    """What an environment shows.
+
+    Attributes:
+      text: text (a user's message) or messages.
+      state: name of the state in which the next turn is decided, for advantages that compare equal states; "" for
+        none.
+      tools: functions or schemas; None keeps the present ones.
+    """
 
     text: str | dict | list
     state: str = ""
@@ -104,8 +121,14 @@ class Observation:
 
 @dataclasses.dataclass
 class Step:
-    """What an action led to: what is seen next (None where done), the reward of the turn, whether the episode is over.
-    notes: numbers to be reported."""
+    """Result of an action.
+
+    Attributes:
+      observation: what the model sees next; None if done.
+      reward: reward of the turn.
+      done: whether the episode is over.
+      notes: numbers to report.
+    """
 
     observation: Observation | str | dict | list | None = None
     reward: float = 0.0
@@ -114,12 +137,12 @@ class Step:
 
 
 class Chat:
-    """The model, as an episode talks to it.
+    """The model as an episode talks to it.
 
     Args:
-      host: what runs the episode: exchange(payload) sends messages and returns the turn, `call(fn, **arguments)` calls
-        a tool; both are awaited.
-      parallel: calls of a turn that are run.
+      host: runs the episode: `exchange(payload)` sends messages and returns the turn, `call(fn, **arguments)` calls a
+        tool; both are awaited.
+      parallel: most calls of a turn that are run.
     """
 
     def __init__(self, host, parallel: int):
@@ -129,14 +152,16 @@ class Chat:
         self._notes, self._calls, self._malformed = {}, 0, 0
 
     async def send(self, messages, tools=None, stop=(), max_tokens: int = 0) -> Turn:
-        """Says something and waits for the model's turn.
+        """Sends messages and returns the model's turn.
 
         Args:
-          messages: text (a user's message), a message {"role", "content"} or a list of them: only what is new.
-          tools: functions (see envs/tools.py) or schemas that the model may call from now on; None = as before.
-          stop: texts that end this turn. max_tokens: of this turn, below rollout.max_new_tokens; 0 = that.
+          messages: only new ones: text (a user's message), a message {"role", "content"} or a list of them.
+          tools: functions (see envs/tools.py) or schemas that the model may call from now on; None keeps the present
+            ones.
+          stop: texts that end this turn.
+          max_tokens: of this turn, below rollout.max_new_tokens; 0 for that limit.
         """
-        return self._received(await self._host.exchange(self._payload(messages, tools, stop, max_tokens)))
+        return self._to_turn(await self._host.exchange(self._payload(messages, tools, stop, max_tokens)))
 
     def reward(self, value: float) -> None:
         """Adds to the reward of the model's last turn, and so to the score."""
@@ -146,25 +171,27 @@ class Chat:
         self._rewarded = True
 
     def state(self, key) -> None:
-        """Names the state that the coming turn is decided in: text, or what JSON can hold."""
+        """Names the state in which the coming turn is decided: text, or what JSON can hold."""
         self._anchor = key if isinstance(key, str) else json.dumps(key, sort_keys=True)
 
     def note(self, **values: float) -> None:
-        """Numbers to be reported, as means over episodes."""
+        """Records numbers to report, as means over episodes."""
         self._notes |= {name: _finite(value, "chat.note", most=math.inf) for name, value in values.items()}
 
     def rewrite(self, messages) -> None:
-        """The conversation is from now on these messages; the next `send` adds to them. What was sampled before is
-        trained as a sequence of its own."""
+        """Replaces the conversation by these messages; the next `send` adds to them. What was sampled before is
+        trained as a separate sequence.
+        """
         self._history = _messages(messages)
 
     # -- the worker's side ---------------------------------------------------------------------------------------
 
     def _payload(self, messages, tools, stop, max_tokens) -> dict:
         if self._sending:
-            raise BadEnvironment("chat.send was called while another one waits; a conversation has one turn at a time")
+            raise BadEnvironment("chat.send was called while another one is pending; a conversation has one turn at a "
+                                 "time")
         if tools is not None:
-            self._tools = tools_module.by_name(tools)
+            self._tools = tools_module.tools_by_name(tools)
         stop = [stop] if isinstance(stop, str) else list(stop)
         if not all(isinstance(s, str) and s for s in stop):
             raise BadEnvironment("chat.send: stop must be texts")
@@ -178,7 +205,7 @@ class Chat:
         self._reward, self._anchor, self._history, self._sending = 0.0, "", None, True
         return payload
 
-    def _received(self, turn: dict) -> Turn:
+    def _to_turn(self, turn: dict) -> Turn:
         self._sending = False
         self._turns += 1
         calls = [Call(**call) for call in turn["calls"]]
@@ -186,29 +213,29 @@ class Chat:
         return Turn(turn["text"], turn["thinking"], calls, turn["finish"], self._run)
 
     async def _run(self, turn: Turn) -> list[dict]:
-        answers = await self._host.together([self._answer(k, call) for k, call in enumerate(turn.calls)])
-        return list(map(tools_module.message, turn.calls, answers))
+        answers = await self._host.gather([self._run_call(k, call) for k, call in enumerate(turn.calls)])
+        return list(map(tools_module.tool_message, turn.calls, answers))
 
-    async def _answer(self, k: int, call: Call) -> str:
-        """What a call comes to, as text."""
+    async def _run_call(self, k: int, call: Call) -> str:
+        """Returns the reply to a call, as text."""
         if k >= self._parallel:
-            return tools_module.further(self._parallel)
-        tool, arguments = self._ready(call)
+            return tools_module.too_many_calls_text(self._parallel)
+        tool, arguments = self._match_tool(call)
         if tool is None:
             self._malformed += 1
             return arguments
         try:
-            return tools_module.as_text(call.name, await self._host.call(tool.fn, f"tool {call.name}", **arguments))
+            return tools_module.result_text(call.name, await self._host.call(tool.fn, f"tool {call.name}", **arguments))
         except ToolError as e:
             return str(e)
 
-    def _ready(self, call: Call):
-        """(tool, its arguments), or (None, the answer) where there is nothing to call."""
+    def _match_tool(self, call: Call):
+        """Returns (tool, its arguments), or (None, the reply) if there is nothing to call."""
         if not isinstance(call.arguments, dict):
             return None, tools_module.MALFORMED
         tool = self._tools.get(call.name)
         if tool is None:
-            return None, tools_module.unknown(self._tools)
+            return None, tools_module.unknown_tool_text(self._tools)
         if tool.fn is None:
             raise BadEnvironment("turn.run was called for a tool of which chat.send got only the schema")
         try:
@@ -217,7 +244,7 @@ class Chat:
             return None, str(e)
 
     def _result(self, value) -> dict:
-        """What the episode came to; see `EpisodePool`. Raises BadEnvironment."""
+        """Returns the episode's result; see `EpisodePool.events`. Raises BadEnvironment."""
         rewards = {}
         if isinstance(value, dict):
             rewards = {str(name): _finite(v, "a value of the dict it returned") for name, v in value.items()}
@@ -228,7 +255,7 @@ class Chat:
                 "notes": self._notes, "counts": {"calls": self._calls, "malformed": self._malformed}}
 
 
-def _finite(value, what: str, wanted: str = "a number", most: float = LARGEST) -> float:
+def _finite(value, what: str, wanted: str = "a number", most: float = MAX_REWARD) -> float:
     found = number(value)
     if found is None:
         raise BadEnvironment(f"{what} is of type {type(value).__name__}, expected {wanted}")
@@ -240,7 +267,7 @@ def _finite(value, what: str, wanted: str = "a number", most: float = LARGEST) -
 
 
 def _messages(given, empty: bool = True) -> list[dict]:
-    """Messages as a list of {"role", "content", ...}."""
+    """Returns messages as a list of {"role", "content", ...}."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     given = [given] if isinstance(given, dict) else given
@@ -248,7 +275,7 @@ def _messages(given, empty: bool = True) -> list[dict]:
         raise BadEnvironment(f"messages are of type {type(given).__name__}, expected text, a dict or a list of dicts")
     for one in given:
         if not isinstance(one, dict) or not isinstance(one.get("role"), str) or "content" not in one:
-            raise BadEnvironment("a message is no dict with role and content")
+            raise BadEnvironment("a message is not a dict with role and content")
     if not given and not empty:
         raise BadEnvironment("chat.send has no message")
     return list(given)

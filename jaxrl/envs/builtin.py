@@ -1,13 +1,13 @@
-"""The environments that ship, small enough to train from nothing on two cores, one for each way to write one:
+"""Environments that ship with jaxrl, small enough to train from scratch on two cores, one per way to write one:
 
-calc      a tool, `env.tools=jaxrl.envs.builtin:calculate`, with reward.functions that score the answer; or all in one,
-          `env.function=calc`
+calc      a tool, `env.tools=jaxrl.envs.builtin:calculate`, with reward.functions that score the completion; or all in
+          one, `env.function=calc`
 library   an episode function with a tool that knows the row's facts, `env.function=library`
 guess     a class with reset and step, `env.function=guess`
-lake      the same with states that are met again, `env.function=lake`: mazes with holes to fall into, or a box to push
-repair    what the model writes is run, `env.function=repair`: small functions that do not do what they are called
+lake      a class whose states recur, `env.function=lake`: mazes with holes to avoid, or a box to push
+repair    runs what the model writes, `env.function=repair`: small functions that do not do what their name says
 
-Their rows are `jaxrl://<name>/train.jsonl`, made by evidence/env_data.py; their runs configs/env.py:<name>.
+Rows: `jaxrl://<name>/train.jsonl`, made by evidence/env_data.py. Configs: configs/env.py:<name>.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def calculate(expression: str) -> str:
 
 
 async def calc(task, chat) -> float:
-    """A sum, with `calculate` as a tool. 1 for the row's `answer`, else 0."""
-    return await _answered(task, chat, calculate)
+    """Episode: a sum, with `calculate` as a tool. Returns 1 for the row's `answer`, else 0."""
+    return await _score_with_tool(task, chat, calculate)
 
 
-async def _answered(task, chat, tool) -> float:
+async def _score_with_tool(task, chat, tool) -> float:
     turn = await chat.send(task.prompt, tools=[tool])
     while turn.calls:
         turn = await chat.send(await turn.run())
@@ -56,8 +56,7 @@ ENTRIES = {"city": ("cairo", "delhi", "lima", "oslo", "paris", "quito", "rome", 
 
 
 def facts(seed: int) -> dict[tuple[str, str], str]:
-    """(person, entry) -> what the library says: everybody's boss, friend, teacher, city and pet, drawn anew for each
-    seed."""
+    """Returns (person, entry) -> value: everybody's boss, friend, teacher, city and pet, drawn by seed."""
     rng = random.Random(f"library/{seed}")
     drawn = {(person, relation): rng.choice([p for p in PEOPLE if p != person])
              for person in PEOPLE for relation in RELATIONS}
@@ -65,10 +64,11 @@ def facts(seed: int) -> dict[tuple[str, str], str]:
 
 
 async def library(task, chat) -> float:
-    """'city of boss of friend of ann': from ann to another person, from that one to a third, then the city, each by a
-    look-up. The question says how many relations are to be followed. 1 for the right answer, else 0.
+    """Episode: 'city of boss of friend of ann' needs a look-up per relation, then one of the city. Returns 1 for the
+    right answer, else 0.
 
-    A row has `seed`, which decides the facts, and `answer`. Who guesses is right in one of eight.
+    The prompt says how many relations to follow. A row has `seed`, which decides the facts, and `answer`. A guess is
+    right in one of eight cases.
     """
     known = facts(int(task.row["seed"]))
 
@@ -83,15 +83,15 @@ async def library(task, chat) -> float:
             raise ToolError("unknown")
         return known[name, entry]
 
-    return await _answered(task, chat, look_up)
+    return await _score_with_tool(task, chat, look_up)
 
 
 # --------------------------------------------------------------------------------------------------------------- guess
 
 class Guess:
-    """A number from 1 to 32 is sought; each guess is answered with `higher` or `lower`. 1 for a hit, else 0.
+    """Environment: find a number from 1 to 32; each guess gets `higher` or `lower`. Reward 1 for a hit, else 0.
 
-    A row has `number`. env.max_turns is how many guesses may be made. The state is what is left: '17-32'.
+    A row has `number`. env.max_turns is the number of guesses. The state is the remaining range, for example '17-32'.
     """
 
     def reset(self, row, seed):
@@ -117,14 +117,15 @@ class Guess:
 # ---------------------------------------------------------------------------------------------------------------- lake
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-ASIDE = {"up": ("left", "right"), "down": ("left", "right"), "left": ("up", "down"), "right": ("up", "down")}
+SIDEWAYS = {"up": ("left", "right"), "down": ("left", "right"), "left": ("up", "down"), "right": ("up", "down")}
 
 
-def moved(grid: str, move: str) -> str:
-    """The map after a move: lines of `.` free, `#` wall, `O` hole, `G` goal, `B` box, `T` target, `P` player; `*` a box
-    and `+` the player on a target, `W` the player at the goal, `X` one who fell into a hole.
+def apply_move(grid: str, move: str) -> str:
+    """Returns the map after a move.
 
-    Walls and the edge stop a move; a box is pushed where the place behind it is free or a target.
+    Cells: `.` free, `#` wall, `O` hole, `G` goal, `B` box, `T` target, `P` player; `*` a box and `+` the player on a
+    target, `W` the player at the goal, `X` a player who fell into a hole. Walls and the edge stop a move; a box is
+    pushed if the cell beyond it is free or a target.
     """
     cells = [list(line) for line in grid.split("\n")]
     row, column = next((r, line.index(c)) for r, line in enumerate(cells) for c in "P+" if c in line)
@@ -144,17 +145,19 @@ def moved(grid: str, move: str) -> str:
     return "\n".join(map("".join, cells))
 
 
-def solved(grid: str) -> bool:
-    """Whether the player is at the goal, or every box on a target."""
+def is_solved(grid: str) -> bool:
+    """Returns whether the player is at the goal, or every box is on a target."""
     return "W" in grid or "*" in grid and "B" not in grid
 
 
 class Lake:
-    """A map to walk, as FrozenLake (to the goal, past the holes) and Sokoban (boxes onto targets) have them. 1 once it
-    is solved, else 0; a hole ends the episode.
+    """Environment: a map to walk, as in FrozenLake (to the goal, avoiding holes) and Sokoban (boxes onto targets).
+    Reward 1 once solved, else 0; a hole ends the episode.
 
-    A row has `map`. slip: the chance that a move goes to one of its sides instead, drawn from the episode's seed. The
-    map is the state's anchor.
+    A row has `map`. The map is the state's anchor.
+
+    Args:
+      slip: probability that a move goes sideways instead, drawn from the episode's seed.
     """
 
     def __init__(self, slip: float = 0.0):
@@ -168,29 +171,30 @@ class Lake:
         move = action.strip()
         if move in MOVES:
             if self.rng.random() < self.slip:
-                move = self.rng.choice(ASIDE[move])
-            self.grid = moved(self.grid, move)
-        done = solved(self.grid) or "X" in self.grid
-        return Step(Observation(self.grid, state=self.grid), float(solved(self.grid)), done)
+                move = self.rng.choice(SIDEWAYS[move])
+            self.grid = apply_move(self.grid, move)
+        done = is_solved(self.grid) or "X" in self.grid
+        return Step(Observation(self.grid, state=self.grid), float(is_solved(self.grid)), done)
 
 
 # -------------------------------------------------------------------------------------------------------------- repair
 
 @functools.lru_cache(maxsize=4096)
-def failing(source: str, expression: str, tests: str) -> int:
-    """The first of a repaired function's unit tests, as JSON, that it fails; -1 = none. (Members of a group often say
-    the same: it is run once.)"""
+def first_failing_test(source: str, expression: str, tests: str) -> int:
+    """Returns the index of the first unit test (JSON) that a repaired function fails; -1 for none. Cached, since
+    members of a prompt group often write the same expression.
+    """
     head, _, _ = source.rpartition(" return ")
     passed = grade(f"{head} return {expression}", tests).passed
     return -1 if all(passed) else passed.index(False)
 
 
 class Repair:
-    """A function whose name says what it should do, and whose one expression does something else: 'def add(x,y):' and
-    ' return x*y'. The model says the expression that belongs there; the row's unit tests are run on it in the sandbox.
-    1 once all are passed, else 0; another try is told a test that failed.
+    """Environment: a function whose only expression does not do what its name says, for example 'def add(x,y):' and '
+    return x*y'. The model writes the right expression, and the row's unit tests run on it in the sandbox. Reward 1
+    once all pass, else 0; the next turn shows a failed test.
 
-    A row has `source`, and `tests`, of reward code's forms, with fn_name.
+    A row has `source`, and `tests` in the formats of reward `code`, with fn_name.
     """
 
     prepare = staticmethod(sandbox.prepare)
@@ -200,7 +204,7 @@ class Repair:
         return Observation(self.source)
 
     def step(self, action):
-        test = failing(self.source, action.strip(), json.dumps(self.tests))
+        test = first_failing_test(self.source, action.strip(), json.dumps(self.tests))
         if test < 0:
             return Step(reward=1.0, done=True)
         arguments = ",".join(map(str, self.tests["inputs"][test]))

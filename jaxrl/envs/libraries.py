@@ -1,10 +1,10 @@
-"""Environments of other packages as classes with reset and step over text: gymnasium and textarena, which are imported
-only here. Standard library otherwise.
+"""Environments of gymnasium and textarena as classes with reset and step over text. Only this module imports those
+packages.
 
 gym:<id>        one agent, actions Discrete, MultiDiscrete, MultiBinary, Box or Text. env.options are those of
-                gymnasium.make; one more, `prompt`, replaces the first lines, which say what the actions are. The reward
-                of a turn is the step's. An answer without an action is told so and changes nothing.
-textarena:<id>  one player. env.options are those of textarena.make. The reward is the game's, of its last turn.
+                gymnasium.make, plus `prompt`, which replaces the first lines that describe the actions. The reward of
+                a turn is the step's. A turn without a valid action gets an error text and changes nothing.
+textarena:<id>  one player. env.options are those of textarena.make. The reward is the game's, given to its last turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxrl.envs.api import Step
 from jaxrl.workers.loading import LoadError, describe
 
 INVALID = "There is no valid action in this answer."
-NAMES = {  # of actions that are mere numbers in gymnasium
+ACTION_NAMES = {  # names of actions that are plain numbers in gymnasium
     "FrozenLake": ("left", "down", "right", "up"),
     "CliffWalking": ("up", "right", "down", "left"),
     "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
@@ -26,14 +26,14 @@ NAMES = {  # of actions that are mere numbers in gymnasium
 }
 
 
-def find(kind: str, name: str, options: dict):
-    """A function without arguments that makes an environment. It is tried once. Raises LoadError."""
+def make_factory(kind: str, name: str, options: dict):
+    """Returns a function without arguments that creates an environment, after trying it once. Raises LoadError."""
     package, adapter = {"gym": ("gymnasium", Gym), "textarena": ("textarena", Arena)}[kind]
     try:
         __import__(package)
     except ImportError as e:
-        raise LoadError(f"{kind}:{name} needs the package {package} ({e}); install it beside jaxrl, or name the "
-                        "interpreter of an environment that has it in env.python") from None
+        raise LoadError(f"{kind}:{name} needs the package {package} ({e}); install it, or set env.python to "
+                        "the interpreter of an environment that has it") from None
 
     def make():
         return adapter(name, options)
@@ -44,12 +44,12 @@ def find(kind: str, name: str, options: dict):
     except LoadError:
         raise
     except Exception as e:
-        raise LoadError(f"{kind}:{name} cannot be made with env.options={options}: {describe(e)}") from None
+        raise LoadError(f"{kind}:{name} cannot be created with env.options={options}: {describe(e)}") from None
     return make
 
 
 class Gym:
-    """One environment of gymnasium. What is seen: its drawing as text where it has one, and its observation."""
+    """One gymnasium environment. The observation is its text rendering, if any, and the observation itself."""
 
     def __init__(self, name: str, options: dict):
         import gymnasium
@@ -62,13 +62,14 @@ class Gym:
         self._space, self._ansi = self._env.action_space, self._env.render_mode == "ansi"
         self._kind, self._invalid = type(self._space).__name__, 0
         if self._kind not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
-            raise LoadError(f"gym:{name} has actions of kind {self._kind}, which no answer is read as; write a class "
-                            "with reset and step around it")
-        self._names = NAMES.get(spec.name, ()) if self._kind == "Discrete" else ()
+            raise LoadError(f"gym:{name} has actions of kind {self._kind}, which cannot be parsed from text; wrap it "
+                            f"in "
+                            "a class with reset and step")
+        self._names = ACTION_NAMES.get(spec.name, ()) if self._kind == "Discrete" else ()
 
     def reset(self, row, seed):
         seen, _ = self._env.reset(seed=seed % 2**31)
-        return f"{self._says() if self._prompt is None else self._prompt}\n\n{self._shown(seen)}"
+        return f"{self._instructions() if self._prompt is None else self._prompt}\n\n{self._observation_text(seen)}"
 
     def step(self, action):
         found = self._action(action)
@@ -76,15 +77,16 @@ class Gym:
             self._invalid += 1
             return Step(INVALID, 0.0, False, {"invalid": self._invalid})
         seen, reward, terminated, truncated, _ = self._env.step(found)
-        return Step(self._shown(seen), float(reward), bool(terminated or truncated), {"invalid": self._invalid})
+        return Step(self._observation_text(seen), float(reward), bool(terminated or truncated),
+                    {"invalid": self._invalid})
 
     def close(self):
         self._env.close()
 
     trial = close
 
-    def _says(self) -> str:
-        """What the actions are."""
+    def _instructions(self) -> str:
+        """Returns the description of the actions."""
         if self._kind == "Discrete":
             first = int(self._space.start)
             kinds = [f"{first + k}" + (f" ({self._names[k]})" if k < len(self._names) else "")
@@ -95,11 +97,11 @@ class Gym:
         return f"Answer with one action each turn, a JSON list of shape {list(self._space.shape)}: {self._space}."
 
     def _action(self, text: str):
-        """The last action that an answer names, or None."""
+        """Returns the last action that a turn names, or None."""
         if self._kind == "Text":
             return str(text) if self._space.contains(str(text)) else None
         if self._kind == "Discrete":
-            found = chosen(text, self._names)
+            found = last_choice(text, self._names)
             number = None if found is None else int(self._space.start) * isinstance(found, str) + (
                 self._names.index(found) if isinstance(found, str) else found)
             return number if number is not None and self._space.contains(number) else None
@@ -112,17 +114,17 @@ class Gym:
             return value if numpy.isfinite(value).all() and self._space.contains(value) else None
         return None
 
-    def _shown(self, seen) -> str:
+    def _observation_text(self, seen) -> str:
         text = str(seen.tolist() if hasattr(seen, "tolist") else seen)
         if not self._ansi:
             return text
-        # What is drawn in colours, the agent among it, is put in brackets.
+        # Coloured cells, such as the agent's, are put in brackets.
         drawn = re.sub(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", r"[\1]", str(self._env.render()))
         return f"{re.sub(chr(27) + r'.[0-9;]*m', '', drawn).strip()}\nobservation: {text}"
 
 
-def chosen(text: str, names: tuple[str, ...]) -> int | str | None:
-    """The last number or name in a text, None where there is none. A number of more than 19 digits is another one."""
+def last_choice(text: str, names: tuple[str, ...]) -> int | str | None:
+    """Returns the last number or name in a text, or None. Numbers are cut after 19 digits."""
     words = "|".join(map(re.escape, names)) or "(?!)"
     found = re.findall(rf"(?<![\w.-])(?:-?\d++(?![\w.]*\d)|{words})(?!\w)", text.lower())
     if not found:
@@ -137,23 +139,23 @@ def _render_modes(gymnasium, spec) -> list[str]:
 
 
 class Arena:
-    """One game of textarena with one player. What is seen: what the game has said since the last turn."""
+    """One textarena game with one player. The observation is what the game has written since the last turn."""
 
     def __init__(self, name: str, options: dict):
         import textarena
         self._env = self._game = textarena.make(name, **options)
-        while isinstance(self._game, textarena.Wrapper):  # some show all that was said before once more
+        while isinstance(self._game, textarena.Wrapper):  # some wrappers repeat everything shown before
             self._game = self._game.env
         self._own, self._name = textarena.core.ObservationType.PLAYER_ACTION, name
 
     def reset(self, row, seed):
         self._env.reset(num_players=1, seed=seed)
-        return self._said()
+        return self._new_text()
 
     def step(self, action):
         done, _ = self._env.step(action=str(action))
         if not done:
-            return Step(self._said())
+            return Step(self._new_text())
         rewards, info = self._env.close()
         info = (info or {}).get(0, {})
         return Step(None, float((rewards or {}).get(0, 0.0)), True, {"invalid": float(bool(info.get("invalid_move")))})
@@ -162,8 +164,8 @@ class Arena:
         try:
             self._env.reset(num_players=1, seed=0)
         except AssertionError as e:
-            raise LoadError(f"textarena:{self._name} is no game of one player: {e}") from None
+            raise LoadError(f"textarena:{self._name} is not a one-player game: {e}") from None
 
-    def _said(self) -> str:
+    def _new_text(self) -> str:
         _, said = self._game.get_observation()
         return "\n".join(text for _, text, kind in said if kind is not self._own).strip() or "(nothing)"

@@ -1,7 +1,7 @@
 """Servers of the Model Context Protocol as tools: a small client over standard streams or streamable HTTP.
 
-Of the protocol (revision 2025-06-18) what tools need: initialize, tools/list, tools/call. A result with `isError`, and
-invalid parameters, are told to the model, as a ToolError is; whatever else goes wrong is the environment's fault.
+Implements what tools need of the protocol (revision 2025-06-18): initialize, tools/list, tools/call. A result with
+`isError` and invalid parameters are reported to the model like a ToolError; any other failure is the environment's.
 Standard library only.
 """
 
@@ -24,18 +24,23 @@ from jaxrl.workers import supervisor
 from jaxrl.workers.loading import LoadError
 
 VERSION = "2025-06-18"
-LONGEST = 1 << 24        # bytes of a message
-FIRST_SECONDS = 60.0     # a server that has not told its tools so long after it was started
-BYE_SECONDS = 2.0        # for a server to end, once its input is closed
+MAX_MESSAGE_BYTES = 1 << 24        # bytes of a message
+LIST_SECONDS = 60.0     # for a server to start and list its tools
+SHUTDOWN_SECONDS = 2.0        # for a server to exit after its input is closed
 INVALID = -32602         # JSON-RPC: invalid parameters
-PAGES = 1000             # of tools/list
+MAX_PAGES = 1000             # most pages of tools/list
 
 
 class Server:
-    """A connection to one server. given: an http(s) URL, or a command line. `open`, then `tools` (schemas of the model)
-    and `call`; `close` at the end. What the server says beside answers is read and dropped; what it asks is refused.
+    """A connection to one server: `open`, then `tools` (schemas for the model) and `call`; `close` at the end.
 
-    Raises BadEnvironment.
+    Notifications of the server are dropped, its requests are refused.
+
+    Args:
+      given: an http(s) URL, or a command line.
+
+    Raises:
+      BadEnvironment: the server cannot be reached or breaks the protocol.
     """
 
     def __init__(self, given: str):
@@ -46,17 +51,19 @@ class Server:
 
     @property
     def broken(self) -> bool:
+        """Whether the connection failed, so that the server must be restarted."""
         return self._wire.fault is not None
 
     async def open(self) -> Server:
+        """Connects, lists the tools, and returns the server."""
         await self._wire.open(self.name)
         try:
             told = await self._ask("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {
                 "name": "jaxrl", "version": "1"}})
             self._wire.version = str(told.get("protocolVersion") or VERSION)
-            await self._wire.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
+            await self._wire.notify({"jsonrpc": "2.0", "method": "notifications/initialized"})
             page: dict = {}
-            for _ in range(PAGES):
+            for _ in range(MAX_PAGES):
                 told = await self._ask("tools/list", page)
                 self.tools += [self._schema(tool) for tool in told.get("tools") or ()]
                 if not told.get("nextCursor"):
@@ -68,7 +75,7 @@ class Server:
         return self
 
     async def call(self, name: str, arguments: dict) -> str:
-        """What the tool says: its texts; of structured content without a text its JSON. Raises ToolError."""
+        """Returns the tool's texts, or the JSON of structured content without text. Raises ToolError."""
         told = await self._ask("tools/call", {"name": name, "arguments": arguments})
         parts = told.get("content") or []
         texts = [part.get("text") if part.get("type") == "text" else f"({part.get('type')} content)" for part in parts]
@@ -80,6 +87,7 @@ class Server:
         return text
 
     async def close(self) -> None:
+        """Ends the session."""
         await self._wire.close()
 
     async def _ask(self, method: str, params: dict) -> dict:
@@ -89,10 +97,10 @@ class Server:
             error = answer["error"] if isinstance(answer["error"], dict) else {}
             if method == "tools/call" and error.get("code") == INVALID:
                 raise ToolError(str(error.get("message", "invalid parameters")))
-            raise BadEnvironment(f"{self.name} answered {method} with error {error.get('code')}: "
+            raise BadEnvironment(f"{self.name} replied to {method} with error {error.get('code')}: "
                                  f"{str(error.get('message'))[:200]}")
         if not isinstance(answer.get("result"), dict):
-            raise BadEnvironment(f"{self.name} answered {method} without a result")
+            raise BadEnvironment(f"{self.name} replied to {method} without a result")
         return answer["result"]
 
     def _schema(self, tool) -> dict:
@@ -104,8 +112,8 @@ class Server:
             "name": tool["name"], "description": str(tool.get("description") or ""), "parameters": kind}}
 
 
-class Remote(Tool):
-    """A server's tool. Its arguments are the server's to check."""
+class McpTool(Tool):
+    """A server's tool. The server checks its arguments."""
 
     def __init__(self, server: Server, schema: dict):
         self.schema, self.name = schema, schema["function"]["name"]
@@ -119,68 +127,70 @@ class Remote(Tool):
         return {"arguments": given}
 
 
-async def opened(given: list[str]) -> list[Server]:
-    """Connections to all of them; none where one fails."""
+async def open_servers(given: list[str]) -> list[Server]:
+    """Connects to all servers; closes them again if one fails."""
     servers = []
     try:
         for one in given:
             servers.append(await Server(one).open())
     except BaseException:
-        await closed(servers)
+        await close_servers(servers)
         raise
     return servers
 
 
-async def closed(servers: list[Server]) -> None:
+async def close_servers(servers: list[Server]) -> None:
+    """Closes the connections."""
     await asyncio.gather(*(server.close() for server in servers))
 
 
-def broken(opening: asyncio.Future) -> bool:
-    """Whether servers that several episodes share have to be started anew."""
+def needs_restart(opening: asyncio.Future) -> bool:
+    """Returns whether servers shared by several episodes have to be restarted."""
     if not opening.done():
         return False
     return opening.cancelled() or opening.exception() is not None or any(s.broken for s in opening.result())
 
 
-def files(servers: list[str]) -> list[str]:
-    """Those that their command lines name."""
+def command_files(servers: list[str]) -> list[str]:
+    """Returns the files named in the servers' command lines."""
     return [word for one in servers if not is_url(one) for word in shlex.split(one) if os.path.isfile(word)]
 
 
 def is_url(given: str) -> bool:
+    """Returns whether a server is given as an http(s) URL."""
     return given.startswith(("http://", "https://"))
 
 
-def listed(servers: list[str]) -> list[dict]:
-    """The tools of these servers, each started once and ended. Raises LoadError."""
+def list_tools(servers: list[str]) -> list[dict]:
+    """Starts and stops each server once and returns the schemas of their tools. Raises LoadError."""
     async def told():
-        found = await opened(servers)
-        await closed(found)
+        found = await open_servers(servers)
+        await close_servers(found)
         return [schema for server in found for schema in server.tools]
 
     try:
-        return asyncio.run(asyncio.wait_for(told(), FIRST_SECONDS))
+        return asyncio.run(asyncio.wait_for(told(), LIST_SECONDS))
     except TimeoutError:
-        raise LoadError(f"its servers have not told their tools after {FIRST_SECONDS:g} s") from None
+        raise LoadError(f"its servers did not list their tools within {LIST_SECONDS:g} s") from None
     except BadEnvironment as e:
         raise LoadError(str(e)) from None
 
 
-# -- wires: open, ask (a message with a number -> its answer), tell, close ------------------------------------------
+# -- transports: open, ask (a numbered message -> its reply), notify, close -------------------------------------------
 
 
 def _message(name: str, data) -> dict:
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
-        raise BadEnvironment(f"{name} wrote no JSON: {bytes(data)[:60].decode('utf-8', 'replace')!r}") from None
+        raise BadEnvironment(f"{name} wrote invalid JSON: {bytes(data)[:60].decode('utf-8', 'replace')!r}") from None
     if not isinstance(message, dict):
-        raise BadEnvironment(f"{name} wrote no JSON-RPC message")
+        raise BadEnvironment(f"{name} wrote JSON that is not a JSON-RPC message")
     return message
 
 
 def _refusal(message: dict) -> dict | None:
-    """The answer to what a server asks."""
+    """Returns the reply to a server's request, None if the message is not one."""
     if "method" not in message or message.get("id") is None:
         return None
     if message["method"] == "ping":
@@ -189,7 +199,7 @@ def _refusal(message: dict) -> dict | None:
 
 
 class Stdio:
-    """A process of its own, a message per line. On Linux nothing that it starts outlives it."""
+    """A server process, one message per line. On Linux no child process outlives it."""
 
     version = VERSION
 
@@ -200,10 +210,10 @@ class Stdio:
     async def open(self, name: str) -> None:
         self._name = name
         if shutil.which(self._words[0]) is None:
-            raise BadEnvironment(f"{name}: there is no program {self._words[0]!r}")
+            raise BadEnvironment(f"{name}: program {self._words[0]!r} not found; install it or correct the path")
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", supervisor.__file__, "0", *self._words, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=LONGEST)
+            stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_MESSAGE_BYTES)
         self._reader = asyncio.ensure_future(self._read())
 
     async def ask(self, message: dict, number: int) -> dict:
@@ -211,13 +221,13 @@ class Stdio:
             raise BadEnvironment(self.fault)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await self.tell(message)
+            await self.notify(message)
             return await answer
         finally:
             self._waiting.pop(number, None)
 
-    async def tell(self, message: dict) -> None:
-        with contextlib.suppress(ConnectionError):  # its end is noticed where it is read from
+    async def notify(self, message: dict) -> None:
+        with contextlib.suppress(ConnectionError):  # the reader notices the end
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             await self._process.stdin.drain()
 
@@ -226,7 +236,7 @@ class Stdio:
             while line := await self._process.stdout.readline():
                 message = _message(self._name, line)
                 if (refusal := _refusal(message)) is not None:
-                    await self.tell(refusal)
+                    await self.notify(refusal)
                 answer = self._waiting.get(message.get("id")) if "method" not in message else None
                 if answer is not None and not answer.done():
                     answer.set_result(message)
@@ -234,7 +244,7 @@ class Stdio:
         except BadEnvironment as e:
             self.fault = str(e)
         except ValueError:
-            self.fault = f"{self._name} wrote a line of more than {LONGEST} bytes"
+            self.fault = f"{self._name} wrote a line of more than {MAX_MESSAGE_BYTES} bytes"
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(BadEnvironment(self.fault))
@@ -246,7 +256,7 @@ class Stdio:
             self._process.stdin.close()
         ended = asyncio.ensure_future(self._process.wait())
         try:
-            await asyncio.wait({ended}, timeout=BYE_SECONDS)
+            await asyncio.wait({ended}, timeout=SHUTDOWN_SECONDS)
         finally:
             if not ended.done():
                 with contextlib.suppress(OSError):
@@ -259,8 +269,9 @@ class Stdio:
 
 
 class Http:
-    """Streamable HTTP: each message a POST, answered by JSON or by an event stream; a session where the server has
-    them."""
+    """Streamable HTTP: each message is a POST, answered by JSON or an event stream, with a session if the server has
+    them.
+    """
 
     def __init__(self, url: str):
         self._url, self._session, self.version, self.fault = urlsplit(url), "", "", None
@@ -269,34 +280,34 @@ class Http:
         self._name = name
 
     async def ask(self, message: dict, number: int) -> dict:
-        async with self._sent("POST", message) as (status, headers, parts):
+        async with self._request("POST", message) as (status, headers, parts):
             if status == 404 and self._session:
                 self.fault = f"{self._name} has lost the session"
                 raise BadEnvironment(self.fault)
             if status != 200:
-                raise BadEnvironment(f"{self._name} answered {message['method']} with HTTP {status}")
+                raise BadEnvironment(f"{self._name} replied to {message['method']} with HTTP {status}")
             self._session = headers.get("mcp-session-id", self._session)
             stream = headers.get("content-type", "").startswith("text/event-stream")
-            async for data in (_events(parts) if stream else _whole(parts)):
+            async for data in (_events(parts) if stream else _whole_body(parts)):
                 told = _message(self._name, data)
                 if "method" not in told and told.get("id") == number:
                     return told
-        raise BadEnvironment(f"{self._name} did not answer {message['method']}")
+        raise BadEnvironment(f"{self._name} did not reply to {message['method']}")
 
-    async def tell(self, message: dict) -> None:
-        async with self._sent("POST", message) as (status, _, _):
+    async def notify(self, message: dict) -> None:
+        async with self._request("POST", message) as (status, _, _):
             if status not in (200, 202, 204):
-                raise BadEnvironment(f"{self._name} answered {message.get('method')} with HTTP {status}")
+                raise BadEnvironment(f"{self._name} replied to {message.get('method')} with HTTP {status}")
 
     async def close(self) -> None:
-        if self._session:  # a server need not have an end to its sessions
+        if self._session:  # a server need not support DELETE
             with contextlib.suppress(BadEnvironment, TimeoutError):
-                async with asyncio.timeout(BYE_SECONDS), self._sent("DELETE", None):
+                async with asyncio.timeout(SHUTDOWN_SECONDS), self._request("DELETE", None):
                     self._session = ""
 
     @contextlib.asynccontextmanager
-    async def _sent(self, method: str, message: dict | None):
-        """(status, headers, parts of the body) of a request."""
+    async def _request(self, method: str, message: dict | None):
+        """Yields (status, headers, parts of the body) of a request."""
         url, data = self._url, b"" if message is None else json.dumps(message).encode()
         secure = url.scheme == "https"
         path = (url.path or "/") + (f"?{url.query}" if url.query else "")
@@ -308,7 +319,7 @@ class Http:
         writer = None
         try:
             reader, writer = await asyncio.open_connection(
-                url.hostname, url.port or (443 if secure else 80), limit=LONGEST,
+                url.hostname, url.port or (443 if secure else 80), limit=MAX_MESSAGE_BYTES,
                 ssl=ssl.create_default_context() if secure else None)
             writer.write("\r\n".join([*head, "", ""]).encode() + data)
             await writer.drain()
@@ -323,7 +334,7 @@ class Http:
 
 
 async def _parts(reader, headers: dict):
-    """A body as it comes."""
+    """Yields a body as it arrives."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield await reader.readexactly(size)
@@ -335,12 +346,12 @@ async def _parts(reader, headers: dict):
             yield data
 
 
-async def _whole(parts):
+async def _whole_body(parts):
     yield b"".join([part async for part in parts])
 
 
 async def _events(parts):
-    """Data of server-sent events."""
+    """Yields the data of server-sent events."""
     buffer, data = b"", []
     async for part in parts:
         *lines, buffer = (buffer + part).split(b"\n")

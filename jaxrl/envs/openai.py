@@ -1,7 +1,7 @@
-"""OpenAI's chat completions as an episode reads and answers them: bodies in, replies out, no network.
+"""OpenAI's chat completions format: parses request bodies and builds replies for an episode; no network.
 
-What a request says is brought into one form first, so that a conversation that comes back (every call sends all of it)
-can be compared with what was said before. Standard library only.
+`proxy` and `program` call it. Requests are normalized first, so that a conversation that comes back (every call sends
+all of it) can be compared with what was sampled before. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import json
 import math
 
 MODEL = "policy"  # what /v1/models lists; a request may name any
-TAKEN = {"messages": list, "model": str, "tools": list, "tool_choice": (str, dict), "stop": (str, list),
-         "max_tokens": int, "max_completion_tokens": int, "stream": bool, "stream_options": dict}
-# Of the run's own configuration (rollout.*), whatever a request asks for.
-OVERRIDDEN = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int,
-              "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float}
-WITHOUT_EFFECT = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool,
+USED_FIELDS = {"messages": list, "model": str, "tools": list, "tool_choice": (str, dict), "stop": (str, list),
+               "max_tokens": int, "max_completion_tokens": int, "stream": bool, "stream_options": dict}
+# Set by the run's configuration (rollout.*), whatever a request asks for.
+OVERRIDDEN_FIELDS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int,
+                     "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float}
+IGNORED_FIELDS = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool,
                   "reasoning_effort": str, "verbosity": str, "safety_identifier": str, "prompt_cache_key": str,
                   "prompt_cache_retention": str}
-TYPES = TAKEN | OVERRIDDEN | WITHOUT_EFFECT
+TYPES = USED_FIELDS | OVERRIDDEN_FIELDS | IGNORED_FIELDS
 WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list",
          dict: "an object"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-DEEPEST = 100  # lists and objects inside of each other
+MAX_DEPTH = 100  # nesting of lists and objects
 DEFAULTS = {"n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "modalities": (["text"],),
-            "response_format": ({"type": "text"},)}  # fields that are refused unless they say what is done anyway
+            "response_format": ({"type": "text"},)}  # fields that are refused unless they have the default value
 
 
-class Refused(Exception):
-    """A request that is answered with an HTTP status and the reason."""
+class RequestError(Exception):
+    """A request that gets an HTTP error status and the reason."""
 
     def __init__(self, text: str, status: int = 400, kind: str = "invalid_request_error"):
         super().__init__(text)
@@ -37,9 +37,15 @@ class Refused(Exception):
 
 
 @dataclasses.dataclass
-class Asked:
-    """A request. messages: see `_message`. tools: schemas. max_tokens: 0 = no limit of its own. usage: whether a
-    stream ends with the numbers of tokens."""
+class ChatRequest:
+    """A parsed request.
+
+    Attributes:
+      messages: see `_message`.
+      tools: JSON schemas.
+      max_tokens: 0 for no limit of its own.
+      usage: whether a stream ends with token counts.
+    """
 
     messages: list[dict]
     tools: list[dict]
@@ -50,17 +56,17 @@ class Asked:
     model: str
 
 
-def parse(body: bytes | str):
-    """The JSON of a request, with finite numbers. Raises Refused."""
+def parse_body(body: bytes | str):
+    """Returns the JSON of a request, with finite numbers only. Raises RequestError."""
     try:
         found = json.loads(body, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
-        raise Refused("the body is no JSON") from None
+        raise RequestError("the body is not JSON") from None
     inside, depth = [found], 0
     while inside := [one for outer in inside if isinstance(outer, (dict, list))
                      for one in (outer.values() if isinstance(outer, dict) else outer)]:
-        if (depth := depth + 1) > DEEPEST:
-            raise Refused(f"the body is nested more than {DEEPEST} levels deep")
+        if (depth := depth + 1) > MAX_DEPTH:
+            raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
     return found
 
 
@@ -70,40 +76,42 @@ def _finite(text: str) -> float:
     return number
 
 
-def read(body) -> Asked:
-    """Raises Refused where it asks for what there is not."""
+def read_request(body) -> ChatRequest:
+    """Parses a request's body. Raises RequestError for unsupported fields and wrong types."""
     if not isinstance(body, dict):
-        raise Refused("the body is no JSON object")
+        raise RequestError("the body is not a JSON object")
     for name, value in body.items():
         if name in TYPES:
             _get(body, name, TYPES[name])
         elif value is not None and not any(value == one and type(value) is type(one)
                                            for one in DEFAULTS.get(name, ())):
-            raise Refused(f"{name}={_short(value)}: not supported while an episode is sampled for training")
+            raise RequestError(f"{name}={_short(value)}: not supported while an episode is sampled for training")
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     for k, text in enumerate(stop):
         if not text or not isinstance(text, str):
-            raise Refused(f"stop[{k}]={_short(text)}: expected text")
+            raise RequestError(f"stop[{k}]={_short(text)}: expected text")
     for name in ("max_completion_tokens", "max_tokens"):
         if (body.get(name) or 0) < 0:
-            raise Refused(f"{name}={body[name]}: expected a whole number above 0")
+            raise RequestError(f"{name}={body[name]}: expected a whole number above 0")
     usage = _get(body.get("stream_options") or {}, "include_usage", bool, "stream_options.")
-    return Asked(_messages(body.get("messages")), _tools(body), stop,
-                 body.get("max_completion_tokens") or body.get("max_tokens") or 0, bool(body.get("stream")),
-                 bool(usage), body.get("model") or MODEL)
+    return ChatRequest(_messages(body.get("messages")), _tools(body), stop,
+                       body.get("max_completion_tokens") or body.get("max_tokens") or 0, bool(body.get("stream")),
+                       bool(usage), body.get("model") or MODEL)
 
 
 def _get(given: dict, name: str, types, place: str = "", needed: bool = False):
-    """The value of a field, None where it is null or not there. Raises Refused for another type.
+    """Returns a field's value, None if it is null or absent. Raises RequestError for another type.
 
-    Args: types: one of WORDS or several; float takes whole numbers, too. place: what the message puts before the name.
+    Args:
+      types: one or several keys of WORDS; float includes whole numbers.
+      place: prefix of the name in messages.
     """
     value, types = given.get(name), types if isinstance(types, tuple) else (types,)
     wanted = types + (int,) * (float in types)
     if value is None and not needed or type(value) in wanted:
         return value
-    raise Refused(f"{place}{name}={_short(value)}: expected {' or '.join(WORDS[one] for one in types)}")
+    raise RequestError(f"{place}{name}={_short(value)}: expected {' or '.join(WORDS[one] for one in types)}")
 
 
 def _short(value) -> str:
@@ -113,39 +121,41 @@ def _short(value) -> str:
 def _tools(body: dict) -> list[dict]:
     tools, choice, names = body.get("tools") or [], body.get("tool_choice") or "auto", set()
     if choice not in ("auto", "none", "required"):
-        raise Refused(f"tool_choice={_short(choice)}: the policy chooses; leave it out")
+        raise RequestError(f"tool_choice={_short(choice)}: the policy chooses; leave it out")
     for k, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") not in ("function", None):
-            raise Refused(f'tools[{k}]={_short(tool)}: expected {{"type": "function", "function": {{"name": ...}}}}')
+            raise RequestError(f'tools[{k}]={_short(tool)}: expected '
+                               f'{{"type": "function", "function": {{"name": ...}}}}')
         function = _get(tool, "function", dict, f"tools[{k}].", needed=True)
         name = _get(function, "name", str, f"tools[{k}].function.", needed=True)
         for field, kind in (("description", str), ("parameters", dict), ("strict", bool)):
             _get(function, field, kind, f"tools[{k}].function.")
         if name in names:
-            raise Refused(f"tools[{k}].function.name={_short(name)}: two tools have this name")
+            raise RequestError(f"tools[{k}].function.name={_short(name)}: two tools have this name")
         names.add(name)
-    # A reply cannot be forced to be a call; `required` is taken for what the program would like.
+    # A reply cannot be forced to be a call; `required` is treated as a preference.
     return [] if choice == "none" else tools
 
 
 def _messages(given) -> list[dict]:
     if not given:
-        raise Refused("messages: expected a list of messages")
+        raise RequestError("messages: expected a list of messages")
     out, names = [], {}
     for i, message in enumerate(given):
         if not isinstance(message, dict):
-            raise Refused(f"messages[{i}]={_short(message)}: expected an object")
+            raise RequestError(f"messages[{i}]={_short(message)}: expected an object")
         out.append(_message(f"messages[{i}].", message, names))
         names |= {call["id"]: call["function"]["name"] for call in out[-1].get("tool_calls", ())}
     return out
 
 
 def _message(place: str, given: dict, names: dict[str, str]) -> dict:
-    """{"role", "content"}, of a tool's reply also `name` and `tool_call_id`, of the model's turn also `tool_calls` with
-    arguments as objects where it has them."""
+    """Returns {"role", "content"}; for a tool's reply also `name` and `tool_call_id`, for the model's turn also
+    `tool_calls` with arguments as objects, if any.
+    """
     role = ROLES.get(_get(given, "role", str, place, needed=True))
     if role is None:
-        raise Refused(f"{place}role={_short(given['role'])}: expected {', '.join(ROLES)}")
+        raise RequestError(f"{place}role={_short(given['role'])}: expected {', '.join(ROLES)}")
     out = {"role": role, "content": _text(place, _get(given, "content", (str, list), place))}
     name = _get(given, "name", str, place)
     if role == "tool":
@@ -161,32 +171,33 @@ def _text(place: str, content: str | list | None) -> str:
     for k, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, dict) or type(part.get("text")) is not str:
             kind = part.get("type") if isinstance(part, dict) else part
-            raise Refused(f"{place}content[{k}]: a part of type {_short(kind)}; only text is read")
+            raise RequestError(f"{place}content[{k}]: a part of type {_short(kind)}; only text is supported")
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
 def _call(place: str, given) -> dict:
     if not isinstance(given, dict):
-        raise Refused(f"{place}={_short(given)}: expected {{'id', 'function': {{'name', 'arguments': JSON}}}}")
+        raise RequestError(f"{place}={_short(given)}: expected {{'id', 'function': {{'name', 'arguments': JSON}}}}")
     function = _get(given, "function", dict, f"{place}.", needed=True)
     name = _get(function, "name", str, f"{place}.function.", needed=True)
     arguments = _get(function, "arguments", (str, dict), f"{place}.function.") or "{}"
     try:
-        arguments = parse(arguments) if isinstance(arguments, str) else arguments
-    except Refused:
+        arguments = parse_body(arguments) if isinstance(arguments, str) else arguments
+    except RequestError:
         arguments = None
     if not isinstance(arguments, dict):
-        raise Refused(f"{place}.function.arguments={_short(function['arguments'])}: expected an object as JSON")
+        raise RequestError(f"{place}.function.arguments={_short(function['arguments'])}: expected an object as JSON")
     return {"id": _get(given, "id", str, f"{place}.") or "", "type": "function",
             "function": {"name": name, "arguments": arguments}}
 
 
-# -- what was said before ----------------------------------------------------------------------------------------------
+# -- continuing a conversation -----------------------------------------------------------------------------------------
 
 
-def follows(asked: list[dict], known: list[dict]) -> list[dict] | None:
-    """The new messages of a conversation that goes on from the known one; None where it does not: something else was
-    said before, or the model is to have said something that it did not."""
+def new_messages(asked: list[dict], known: list[dict]) -> list[dict] | None:
+    """Returns the new messages of a conversation that continues the known one; None if it does not: earlier messages
+    differ, or it contains an assistant message that was not sampled.
+    """
     new = asked[len(known):]
     if not new or any(message["role"] == "assistant" for message in new):
         return None
@@ -194,7 +205,7 @@ def follows(asked: list[dict], known: list[dict]) -> list[dict] | None:
 
 
 def _same(message: dict) -> dict:
-    """What of a message has to be equal. Programs strip what the model said; what it sampled is on record."""
+    """Returns the part of a message that has to be equal. Programs strip completions; the sampled ids are recorded."""
     if message["role"] != "assistant":
         return message
     return message | {"content": message["content"].strip()}
@@ -203,9 +214,15 @@ def _same(message: dict) -> dict:
 # -- replies -----------------------------------------------------------------------------------------------------------
 
 
-def said(turn: dict, stop: list[str]) -> dict:
-    """A turn of the model as a message of the API. turn: what the trainer replies. A turn with a call that cannot be
-    read is its text as it was written. A stop text ends the content and is not part of it."""
+def assistant_message(turn: dict, stop: list[str]) -> dict:
+    """Returns the model's turn as a message of the API.
+
+    A turn with a call that cannot be parsed is returned as its text. A stop text ends the content and is not part of
+    it.
+
+    Args:
+      turn: the trainer's reply.
+    """
     text, calls = turn["text"], turn["calls"]
     if "written" in turn:
         text, calls = turn["written"], []
@@ -220,14 +237,14 @@ def said(turn: dict, stop: list[str]) -> dict:
     return out
 
 
-def remembered(message: dict) -> dict:
-    """The same as `Asked.messages` has it when it comes back."""
+def as_request_message(message: dict) -> dict:
+    """Returns an assistant message in the form of `ChatRequest.messages`, as it will come back."""
     return _message("", message, {})
 
 
-def completion(id: str, created: int, asked: Asked, turn: dict) -> dict:
-    """The body of an answer."""
-    message = said(turn, asked.stop)
+def completion_body(id: str, created: int, asked: ChatRequest, turn: dict) -> dict:
+    """Returns the body of a reply."""
+    message = assistant_message(turn, asked.stop)
     why = turn["finish"] if turn["finish"] == "length" else "tool_calls" if "tool_calls" in message else "stop"
     before, sampled = turn["tokens"]
     return {"id": id, "object": "chat.completion", "created": created, "model": asked.model,
@@ -235,8 +252,8 @@ def completion(id: str, created: int, asked: Asked, turn: dict) -> dict:
             "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}}
 
 
-def chunks(whole: dict, usage: bool) -> list[dict]:
-    """The same answer as a stream's objects."""
+def stream_chunks(whole: dict, usage: bool) -> list[dict]:
+    """Returns the objects of a reply's stream."""
     head = {"id": whole["id"], "object": "chat.completion.chunk", "created": whole["created"], "model": whole["model"]}
     choice = whole["choices"][0]
     message = choice["message"]
@@ -250,5 +267,6 @@ def chunks(whole: dict, usage: bool) -> list[dict]:
     return out + [head | {"choices": [], "usage": whole["usage"]}] * usage
 
 
-def error(refused: Refused) -> dict:
+def error_body(refused: RequestError) -> dict:
+    """Returns the body of an error reply."""
     return {"error": {"message": str(refused), "type": refused.kind, "param": None, "code": None}}

@@ -1,10 +1,10 @@
-"""Services of OpenEnv as environments (env.function=openenv): a WebSocket to one of env.servers is a session, whose
-environment has reset, step and state. Standard library only.
+"""OpenEnv services as environments (env.function=openenv). A WebSocket to one of env.servers is a session with an
+environment that has reset, step and state. Standard library only.
 
-Messages are JSON: {"type": "reset" | "step" | "state" | "close", "data": ...}; the server answers {"type":
+Messages are JSON: {"type": "reset" | "step" | "state" | "close", "data": ...}; the server replies {"type":
 "observation", "data": {"observation": {...}, "reward", "done"}}, {"type": "state", ...} or {"type": "error", "data":
-{"message", "code"}}. An action is an object, whose fields the server tells at /schema. One that does not fit it is the
-policy's fault; every other error, and whatever is not such an answer, is the environment's.
+{"message", "code"}}. An action is an object whose fields the server describes at /schema. An action that does not fit
+counts against the policy; every other error or malformed reply counts as the environment's failure.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from jaxrl.processes import http_client
 from jaxrl.workers.loading import LoadError, describe, number
 
 INVALID = "There is no valid action in this answer."
-SCHEMA_SECONDS = 20.0  # for a server to tell what its actions are
-FULL_SECONDS = 0.5     # between two looks at servers that have no room
+SCHEMA_SECONDS = 20.0  # for a server to reply with its action schema
+RETRY_SECONDS = 0.5     # between two tries at servers without free sessions
 OPTIONS = ("action", "observation", "state", "prompt", "reset")
 KINDS = {"integer": int, "number": float, "boolean": bool}
 WORDS = {int: r"(?<![\w.])-?\d++(?![\w.]*\d)", float: r"-?\d+(?:\.\d+)?", bool: r"true|false"}
-BRACES = 100       # at the end of an answer from which an object is read
-LARGEST, LONGEST = 2.0**63, 400  # of numbers that an answer names: amount and characters
+MAX_BRACES = 100       # most opening braces tried, from the end of a turn
+MAX_NUMBER, MAX_DIGITS = 2.0**63, 400  # limits of a number in a turn: absolute value and characters
 
 
-def find(servers: list[str], options: dict, step_seconds: float):
-    """A function without arguments that makes an environment. Every server is asked for its schema once, and they have
-    to be equal. Raises LoadError."""
+def make_factory(servers: list[str], options: dict, step_seconds: float):
+    """Returns a function without arguments that creates an environment. Asks every server for its schema; the schemas
+    must be equal. Raises LoadError.
+    """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
-        raise LoadError(f"env.options.{unknown[0]}: openenv has {', '.join(OPTIONS)}")
+        raise LoadError(f"env.options.{unknown[0]}: unknown option; openenv has {', '.join(OPTIONS)}")
     told = {server: _schema(server) for server in servers}
     first = told[servers[0]]
     for server, fields in told.items():
         if fields != first:
-            raise LoadError(f"{server} has other actions than {servers[0]} ({_named(fields)}; {_named(first)}); "
+            raise LoadError(f"{server} has other actions than {servers[0]} ({_field_list(fields)}; "
+                            f"{_field_list(first)}); "
                             "env.servers are replicas of one environment")
     if (name := options.get("action", "")) and name not in first:
-        raise LoadError(f"env.options.action={name!r}: an action of {servers[0]} has the fields {_named(first)}")
+        raise LoadError(f"env.options.action={name!r}: an action of {servers[0]} has the fields {_field_list(first)}")
     turns = itertools.count()
 
     def make():
@@ -53,8 +55,9 @@ def find(servers: list[str], options: dict, step_seconds: float):
 
 
 class OpenEnv:
-    """A session. What is seen: the field of the observation that `observation` names, or its only one, else all as
-    JSON. The options are told in docs/guides/environments.md."""
+    """One session. The observation is the field that option `observation` names, or the only field, else all fields
+    as JSON. Options: docs/guides/environments.md.
+    """
 
     def __init__(self, servers: list[str], turn: int, fields: dict, options: dict, patience: float):
         self._servers = [servers[(turn + k) % len(servers)] for k in range(len(servers))]
@@ -68,7 +71,7 @@ class OpenEnv:
         if told["done"]:
             raise BadEnvironment(f"{self._server}: the episode is over before its first action")
         says = self._options.get("prompt")
-        says = self._says() if says is None else says
+        says = self._instructions() if says is None else says
         seen = self._text(told["observation"])
         return Observation(f"{says}\n\n{seen}" if says else seen, await self._anchor())
 
@@ -79,7 +82,7 @@ class OpenEnv:
         if told is None:
             self._invalid += 1
             return Step(Observation(INVALID, await self._anchor()), 0.0, False, {"invalid": self._invalid})
-        told = self._checked(told)
+        told = self._check_observation(told)
         seen = None if told["done"] else Observation(self._text(told["observation"]), await self._anchor())
         return Step(seen, told["reward"], told["done"], {"invalid": self._invalid})
 
@@ -88,10 +91,10 @@ class OpenEnv:
         if wire is not None:
             wire.close()
 
-    # -- the wire ----------------------------------------------------------------------------------------------------
+    # -- transport ---------------------------------------------------------------------------------------------------
 
     async def _open(self, reset: dict) -> dict:
-        """A session of the first server that has room, and what it says to `reset`."""
+        """Opens a session on the first server with a free one, and returns its reply to `reset`."""
         loop, errors = asyncio.get_running_loop(), []
         until = loop.time() + self._patience
         while True:
@@ -100,18 +103,18 @@ class OpenEnv:
                 self._server = server
                 try:
                     self._wire = await WebSocket.open(_socket(self._server))
-                    return self._checked(await self._ask(reset, "observation"))
-                except Full as e:
+                    return self._check_observation(await self._ask(reset, "observation"))
+                except ServerFull as e:
                     full, errors = True, [str(e)]
                 except OSError as e:
                     errors.append(f"{self._server}: {str(e) or type(e).__name__}")
                 await self.close()
             if not full or loop.time() > until:
                 raise BadEnvironment(errors[-1])
-            await asyncio.sleep(FULL_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(self, message: dict, kind: str, refused: bool = False) -> dict | None:
-        """The data of the answer; None for an action that does not fit, where that may be (`refused`)."""
+        """Returns the data of a reply; None for an action that does not fit, if `refused` allows that."""
         try:
             await self._wire.send(json.dumps(message))
             said = await self._wire.receive()
@@ -120,21 +123,22 @@ class OpenEnv:
         try:
             told = json.loads(said)
         except (ValueError, RecursionError):
-            raise BadEnvironment(f"{self._server} wrote no JSON: {said[:60]!r}") from None
+            raise BadEnvironment(f"{self._server} wrote invalid JSON: {said[:60]!r}") from None
         data = told.get("data") if isinstance(told, dict) else None
         if isinstance(data, dict) and told.get("type") == kind:
             return data
         if not isinstance(data, dict) or told.get("type") != "error":
-            raise BadEnvironment(f"{self._server} answered {message['type']} with {said[:60]!r}")
+            raise BadEnvironment(f"{self._server} replied to {message['type']} with {said[:60]!r}")
         code = data.get("code")
         if code == "CAPACITY_REACHED":
-            raise Full(f"{self._server} has no room for another session (max_sessions={data.get('max_sessions')}): set "
-                       "env.in_flight to what env.servers can hold, or their max_concurrent_envs higher")
+            raise ServerFull(f"{self._server} has no room for another session "
+                             f"(max_sessions={data.get('max_sessions')}): lower "
+                             "env.in_flight to what env.servers can hold, or raise their max_concurrent_envs")
         if code == "VALIDATION_ERROR" and refused:
             return None
         raise BadEnvironment(f"{self._server}: {code}: {str(data.get('message'))[:200]}")
 
-    def _checked(self, told: dict) -> dict:
+    def _check_observation(self, told: dict) -> dict:
         reward = told.get("reward")
         value = 0.0 if reward is None else number(reward)
         if not isinstance(told.get("observation"), dict) or not isinstance(told.get("done"), bool) or value is None:
@@ -143,7 +147,7 @@ class OpenEnv:
         return told | {"reward": value}
 
     async def _anchor(self) -> str:
-        """The field of the state that `state` names, as text."""
+        """Returns the field of the state that option `state` names, as text; "" without that option."""
         name = self._options.get("state", "")
         if not name:
             return ""
@@ -154,8 +158,8 @@ class OpenEnv:
 
     # -- text and actions --------------------------------------------------------------------------------------------
 
-    def _says(self) -> str:
-        return "" if self._field else f"Answer with a JSON object each turn, of the fields {_named(self._fields)}."
+    def _instructions(self) -> str:
+        return "" if self._field else f"Answer with a JSON object each turn, of the fields {_field_list(self._fields)}."
 
     def _text(self, seen: dict) -> str:
         name = self._options.get("observation", "")
@@ -164,11 +168,12 @@ class OpenEnv:
         return _as_text(seen[name] if name else next(iter(seen.values())) if len(seen) == 1 else seen) or "(nothing)"
 
     def _action(self, text: str) -> dict | None:
-        """The object that an answer means: its text in the field that takes it (of numbers the last one), or the last
-        object that it holds. None where there is none."""
+        """Parses a turn into an action: its text in the only field (numbers: the last one), or the last object it
+        contains. None if there is none.
+        """
         if not self._field:
             begin = len(text)
-            for _ in range(BRACES):
+            for _ in range(MAX_BRACES):
                 if (begin := text.rfind("{", 0, begin)) < 0:
                     break
                 try:
@@ -185,22 +190,22 @@ class OpenEnv:
         found = re.findall(WORDS[kind], text.lower())
         if not found or kind is bool:
             return {self._field: found[-1] == "true"} if found else None
-        fits = len(found[-1]) <= LONGEST and abs(float(found[-1])) < LARGEST
+        fits = len(found[-1]) <= MAX_DIGITS and abs(float(found[-1])) < MAX_NUMBER
         return {self._field: kind(found[-1])} if fits else None
 
 
-class Full(Exception):
-    """A server has no room for another session."""
+class ServerFull(Exception):
+    """A server has no free session."""
 
 
 def _schema(server: str) -> dict[str, str]:
-    """Name and kind of an action's fields."""
+    """Returns name -> type of an action's fields."""
     try:
-        told = json.loads(http_client.answer(f"{_http(server)}/schema", SCHEMA_SECONDS))
+        told = json.loads(http_client.fetch(f"{_http(server)}/schema", SCHEMA_SECONDS))
         fields = told["action"]["properties"]
         return {name: str(kind.get("type", "")) for name, kind in fields.items() if name != "metadata"}
     except Exception as e:
-        raise LoadError(f"{server} does not tell its actions at /schema, as a server of OpenEnv does: "
+        raise LoadError(f"{server} does not describe its actions at /schema, as an OpenEnv server does: "
                         f"{describe(e)}") from None
 
 
@@ -212,7 +217,7 @@ def _socket(server: str) -> str:
     return re.sub(r"^http", "ws", server).rstrip("/") + "/ws"
 
 
-def _named(fields: dict) -> str:
+def _field_list(fields: dict) -> str:
     return ", ".join(f"{name} ({kind})" if kind else name for name, kind in fields.items()) or "none"
 
 

@@ -1,9 +1,9 @@
-"""How models write tool calls, and how they are read back. Standard library only; nothing of what a model wrote is run.
+"""Parsers of the tool-call formats of models. Standard library only; model output is never executed.
 
-A parser is told how its markers appear in the text it is given: as they are spelled, or, where they are single tokens
-of the tokenizer, as characters that stand for those tokens alone (`data/turns.py`), so that a marker that was merely
-spelled is text. Whatever cannot be read becomes a call with `error`; no parser raises, and each takes time in
-proportion to the text (evidence/absent.py).
+A parser is given its markers as they appear in the text: as spelled, or, if they are single tokens of the tokenizer,
+as characters that stand for those tokens (`data/turns.py`), so that a marker that was merely spelled stays text. A
+call that cannot be parsed has `error`. Parsers never raise, and take time proportional to the text
+(evidence/absent.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ import json
 import re
 from collections.abc import Callable
 
-LONGEST_PYTHON = 100_000  # characters of a pythonic call
+MAX_PYTHON_CHARS = 100_000  # most characters of a pythonic call
 SPACE = re.compile(r"\s*")
 FUNCTION, PARAMETER = re.compile(r"<function=([^<>\n]+)>"), re.compile(r"\s*<parameter=([^<>\n]+)>")
 
 
 @dataclasses.dataclass
 class Call:
-    """One tool call. arguments: by name, or None where `error` says why they could not be read. id: the model's own, or
-    empty."""
+    """One tool call.
+
+    Attributes:
+      arguments: by name; None if they could not be parsed, `error` then gives the reason.
+      id: the model's id, or empty.
+    """
 
     name: str
     arguments: dict | None
@@ -32,9 +36,14 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Parser:
-    """marks: the markers as they are spelled; the one named by `end` closes a call (-1: none does).
-    form(text, marks as they appear in it, types) -> (the text without its calls, calls); types: tool name -> argument
-    name -> JSON type, for formats that do not write types down."""
+    """A tool-call format.
+
+    Attributes:
+      marks: the markers as spelled.
+      end: index of the marker that closes a call, -1 for none.
+      form: (text, markers as they appear in it, types) -> (text without its calls, calls). types: tool name ->
+        argument name -> JSON type, for formats that do not write types.
+    """
 
     name: str
     marks: tuple[str, ...]
@@ -42,7 +51,7 @@ class Parser:
     form: Callable[[str, tuple[str, ...], dict[str, dict[str, str]]], tuple[str, list[Call]]]
 
     def read(self, text: str, marks: tuple[str, ...] = (), types: dict | None = None) -> tuple[str, list[Call]]:
-        """As `form`; arguments are what JSON can say, those that it cannot say are an error."""
+        """Parses a text as `form` does; arguments that JSON cannot represent become an error."""
         outside, calls = self.form(text, marks or self.marks, types or {})
         return outside, [_plain(call) for call in calls]
 
@@ -53,11 +62,13 @@ def _plain(call: Call) -> Call:
     try:
         return dataclasses.replace(call, arguments=json.loads(json.dumps(call.arguments, allow_nan=False)))
     except (TypeError, ValueError, RecursionError):
-        return Call(call.name, None, "an argument is no plain value")
+        return Call(call.name, None, "an argument is not a plain value")
 
 
-def types_of(tools) -> dict[str, dict[str, str]]:
-    """Tool name -> argument name -> JSON type, of JSON schemas ({"type": "function", "function": {...}} or bare)."""
+def argument_types(tools) -> dict[str, dict[str, str]]:
+    """Returns tool name -> argument name -> JSON type, from JSON schemas ({"type": "function", "function": {...}} or
+    bare).
+    """
     out = {}
     for tool in tools or ():
         function = tool.get("function", tool)
@@ -68,7 +79,7 @@ def types_of(tools) -> dict[str, dict[str, str]]:
 
 
 def _json(text: str, start: int = 0) -> tuple[object, int]:
-    """The JSON value at a place of the text, and where it ends. Raises ValueError for what is none."""
+    """Returns the JSON value at a position of the text, and its end. Raises ValueError if there is none."""
     def no_constant(name):
         raise ValueError(f"{name} is no JSON")
     try:
@@ -78,12 +89,12 @@ def _json(text: str, start: int = 0) -> tuple[object, int]:
 
 
 def _skip(text: str, at: int) -> int:
-    """The next place that is no white space."""
+    """Returns the next position that is not white space."""
     return SPACE.match(text, at).end()
 
 
 def _from_json(value, keys: tuple[str, ...]) -> Call:
-    """The call that a JSON value says; keys: what the arguments may be called."""
+    """Returns the call of a JSON value. keys: accepted names of the arguments."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return Call("", None, 'a call is a JSON object with "name" and "' + keys[0] + '"')
     arguments = next((value[key] for key in keys if key in value), {})
@@ -91,14 +102,16 @@ def _from_json(value, keys: tuple[str, ...]) -> Call:
         try:
             arguments = _json(arguments)[0]
         except ValueError:
-            pass  # said below: no object
+            pass  # reported below
     if not isinstance(arguments, dict):
         return Call(value["name"], None, f'"{keys[0]}" is no JSON object')
     return Call(value["name"], arguments, id=value["id"] if isinstance(value.get("id"), str) else "")
 
 
 def _blocks(text: str, begin: str, end: str, read) -> tuple[str, list[Call]]:
-    """Calls between two markers, each read alone; the text around them. read: text between -> its calls."""
+    """Parses the calls between two markers, each alone. Returns (text around them, calls). read: text between -> its
+    calls.
+    """
     outside, calls, at = [], [], 0
     while (start := text.find(begin, at)) >= 0:
         outside.append(text[at:start])
@@ -131,7 +144,7 @@ def _qwen(text, marks, types):
             found, end = _json(value.strip())
             return found if end == len(value.strip()) else value
         except ValueError:
-            return value  # a tool's own check of its arguments answers this
+            return value  # checking the arguments reports this
 
     def read(inside):
         inside, close = inside.strip(), "</function>"
@@ -179,7 +192,7 @@ def _mistral(text, marks, types):
                 values, end = _json(part, at)
                 calls += [_from_json(value, ("arguments",)) for value in values] or [Call("", None, "an empty list")]
             else:
-                name, found, end = _named(part, at, args, call_id)
+                name, found, end = _name_and_id(part, at, args, call_id)
                 value, end = _json(part, _skip(part, end))
                 calls.append(dataclasses.replace(_from_json({"name": name, "arguments": value}, ("arguments",)),
                                                  id=found))
@@ -189,8 +202,8 @@ def _mistral(text, marks, types):
     return first.strip(), calls
 
 
-def _named(part: str, at: int, args: str, call_id: str) -> tuple[str, str, int]:
-    """name, [CALL_ID] where there is one, and where the arguments begin: name[ARGS]{...} or name{...}."""
+def _name_and_id(part: str, at: int, args: str, call_id: str) -> tuple[str, str, int]:
+    """Returns (name, [CALL_ID] if any, start of the arguments) of name[ARGS]{...} or name{...}."""
     stops = [place for mark in (args, call_id, "{") if (place := part.find(mark, at)) >= 0]
     if not stops:
         raise ValueError("a call is a JSON list, or a name and its arguments")
@@ -203,7 +216,7 @@ def _named(part: str, at: int, args: str, call_id: str) -> tuple[str, str, int]:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """true, false and null, which models write for True, False and None."""
+    """Replaces true, false and null, which models write for True, False and None."""
 
     def visit_Name(self, node):
         names = {"true": True, "false": False, "null": None}
@@ -226,8 +239,8 @@ def _python_call(node) -> Call:
 
 def _python_list(text: str) -> list[Call]:
     try:
-        if len(text) > LONGEST_PYTHON:
-            raise ValueError(f"longer than {LONGEST_PYTHON} characters")
+        if len(text) > MAX_PYTHON_CHARS:
+            raise ValueError(f"longer than {MAX_PYTHON_CHARS} characters")
         tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List) or not tree.elts:
             raise ValueError("calls stand in a list: [name(argument=value)]")
@@ -245,7 +258,7 @@ def _pythonic(text, marks, types):
     return "", _python_list(text)
 
 
-# In the order in which `auto` tries them: what is told apart by markers before what is told by its form alone.
+# In the order in which `auto` tries them: formats with markers before those recognized by their form alone.
 PARSERS = {parser.name: parser for parser in (
     Parser("qwen", ("<tool_call>", "</tool_call>"), 1, _qwen),
     Parser("hermes", ("<tool_call>", "</tool_call>"), 1, _hermes),

@@ -1,10 +1,9 @@
-"""The trainer's side of episodes: worker processes that run them, killed and started again as need be.
+"""The trainer's side of episodes: worker processes that run them, killed and restarted when necessary.
 
-What the engine of episodes gets from here are events (see `EpisodePool.events`). Whose fault a failure is:
-
-  env        an exception that is no ToolError, a result of a wrong type, a worker that its code ended
-  late       env.step_seconds or env.episode_seconds
-  neighbour  its worker was killed for another episode of the 64 it runs
+The episode engine (`rollout/episodes.py`) receives events (see `EpisodePool.events`). Faults of a failure:
+  env        an exception other than ToolError, a result of a wrong type, a worker killed by its code
+  late       env.step_seconds or env.episode_seconds exceeded
+  neighbour  its worker was killed because of another of the 64 episodes it runs
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ import time
 from collections import deque
 from typing import Any
 
-from jaxrl.envs.specs import interpreter, names, plain, specs
-from jaxrl.envs.worker import AT_ONCE, TICK_SECONDS, RemoteSeats, Seats, grace
+from jaxrl.envs.specs import as_dict, check_interpreter, specs, without_folders
+from jaxrl.envs.worker import EPISODES_PER_WORKER, TICK_SECONDS, RemoteSeats, Seats, grace_seconds
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.workers.handing import FunctionFolder
-from jaxrl.workers.process import Garbled, Printed, WorkerProcess, environment, shown
+from jaxrl.workers.process import BadReply, PrintedOutput, WorkerProcess, environment, excerpt
 
 log = logging.getLogger("jaxrl.envs")
 START_SECONDS = 300.0   # importing what env.function and env.tools name
-SAID_SECONDS = 10.0     # between two looks at what workers printed
-SAID_LINES = 20         # of it that are said each time
-STRIKES = 3             # deaths of its workers that nobody explains after which an episode is taken for their cause
-IDLE_DEATHS = 5         # deaths of workers in a row, without an event between them, that stop the run
-KEYS = {  # of what events hold
+PRINT_SECONDS = 10.0     # between two logs of what workers printed
+PRINT_LINES = 20         # most lines logged each time
+STRIKES = 3             # unexplained deaths of its workers after which an episode is considered their cause
+IDLE_DEATHS = 5         # consecutive deaths of workers without an event that stop the run
+EVENT_KEYS = {  # keys of each event's data
     "send": {"messages", "rewrite", "tools", "stop", "max_tokens", "reward", "anchor", "train", "seconds"},
     "done": {"value", "rewards", "reward", "rewarded", "notes", "counts", "seconds"},
     "failed": {"cause", "detail", "fault", "reward"},
@@ -45,7 +44,7 @@ KEYS = {  # of what events hold
 
 @dataclasses.dataclass
 class Event:
-    """What an episode says. See `EpisodePool.events`."""
+    """An event of an episode. See `EpisodePool.events`."""
 
     id: str
     kind: str
@@ -54,19 +53,19 @@ class Event:
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """A try at an episode. worker: None while it waits for a place."""
+    """One attempt at an episode. worker: None while it waits for a free seat."""
 
     id: str
     n: int
     task: str                # as JSON
     worker: Worker | None = None
     seat: int = -1
-    asks: bool = False       # it waits for a turn of the model
+    awaits_turn: bool = False       # waits for the model's turn
     cancelled: bool = False
 
 
 class LocalProcess(WorkerProcess):
-    """A worker process of this machine. seats: the table that it shares."""
+    """A worker process on this host. seats: the shared table."""
 
     def __init__(self, pool: EpisodePool):
         self._table, env = tempfile.TemporaryFile(), pool.env
@@ -82,7 +81,7 @@ class LocalProcess(WorkerProcess):
 
 
 def remote_process(pool: EpisodePool):
-    """One of another host."""
+    """Returns a worker process on another host."""
     from jaxrl.workers.ray_process import RemoteProcess
     seats, env = RemoteSeats(), pool.env
     named = {name: os.environ[name] for name in pool.variables if name in os.environ}
@@ -93,22 +92,23 @@ def remote_process(pool: EpisodePool):
 
 
 class Worker:
-    """A worker process, and which episodes it runs."""
+    """A worker process and the episodes it runs."""
 
     def __init__(self, pool: EpisodePool):
         self.process = pool.launch(pool)
         self.seats = self.process.seats
         self.into, self.out_of = self.process.descriptors
         self.deadline = time.monotonic() + START_SECONDS
-        self.ready, self.unread = False, b""
+        self.ready, self.partial_line = False, b""
         self.unsent = bytearray(pool.setup.encode() + b"\n")
-        self.free, self.episodes = list(range(AT_ONCE)), {}
+        self.free, self.episodes = list(range(EPISODES_PER_WORKER)), {}
 
     def put(self, order: list) -> None:
+        """Queues a message to the worker."""
         self.unsent += json.dumps(order).encode() + b"\n"
 
     def write(self) -> bool:
-        """Sends what it takes. False where there is more."""
+        """Sends as much as the pipe takes. Returns False if more is left."""
         try:
             while self.unsent:
                 del self.unsent[:os.write(self.into, self.unsent[:1 << 20])]
@@ -119,7 +119,7 @@ class Worker:
         return True
 
     def read(self) -> tuple[list[bytes], bool]:
-        """(whole lines that have come, whether it lives)."""
+        """Returns (complete lines received, whether the worker is alive)."""
         parts, alive = [], True
         try:
             while data := os.read(self.out_of, 1 << 20):
@@ -129,63 +129,67 @@ class Worker:
             pass
         except OSError:
             alive = False
-        *lines, self.unread = (self.unread + b"".join(parts)).split(b"\n")
+        *lines, self.partial_line = (self.partial_line + b"".join(parts)).split(b"\n")
         return lines, alive
 
     def running(self) -> list[Episode]:
-        """Whose code is running at this moment."""
+        """Returns the episodes whose code is running now."""
         return [e for e in self.episodes.values() if self.seats.since[e.seat]]
 
     def end(self) -> None:
+        """Kills the worker."""
         self.process.kill()
 
 
 class EpisodePool:
-    """Worker processes that run episodes, at most 64 each at once; what is beyond waits.
+    """Worker processes that run episodes, at most 64 each at a time; further ones wait.
 
-    Workers start in the background as soon as the pool exists; `ready()` returns when they are ready.
+    Workers start in the background when the pool is created; `ready()` returns when they are ready.
 
     Args:
-      env: config.env. Beside specs, env.function may be a function or class and env.tools may hold functions; those of
-        a notebook are written to a file as reward functions are. user: config.user, `task.user` of episodes. run_dir:
-        where those files go; "" or a URL: a temporary folder. sandbox: config.sandbox.
+      env: config.env. env.function may also be a function or class and env.tools may hold functions; those defined in
+        a notebook are written to a file as reward functions are.
+      user: config.user, `task.user` of episodes.
+      run_dir: where those files go; "" or a URL for a temporary folder.
+      sandbox: config.sandbox.
 
-    tools: JSON schemas of env.tools, [] before `ready()`.
+    Attributes:
+      tools: JSON schemas of env.tools, [] before `ready()`.
 
     Raises:
-      ConfigError: what can be seen without a worker.
+      ConfigError: what can be detected without a worker.
     """
 
     def __init__(self, env, user=None, run_dir: str = "", sandbox=None):
         self.env, self.tools, self.launch = env, [], LocalProcess
-        self.python = env.python if env.executor == "ray" else interpreter(env.python)
-        self.memory_gb = 0.0 if env.program else env.memory_gb  # a program has its own
+        self.python = env.python if env.executor == "ray" else check_interpreter(env.python)
+        self.memory_gb = 0.0 if env.program else env.memory_gb  # a program has its own limit
         self._folder = FunctionFolder(run_dir, "env_functions")
         what = specs(env, self._folder)
         setup = what | {
-            "options": plain(env.options), "threads": bool(env.threads), "user": plain(user or {}),
+            "options": as_dict(env.options), "threads": bool(env.threads), "user": as_dict(user or {}),
             "max_turns": env.max_turns, "max_parallel_calls": env.max_parallel_calls, "crash": env.crash,
-            "mcp_session": env.mcp_session, "sandbox": plain(sandbox or {}),
+            "mcp_session": env.mcp_session, "sandbox": as_dict(sandbox or {}),
             "memory_gb": env.memory_gb, "must_score": not getattr(env, "judged", False),
             "limits": {"step_seconds": env.step_seconds, "episode_seconds": env.episode_seconds}}
         self.variables = (*env.variables, setup["sandbox"].get("key_env", ""))
         try:
             self.setup = json.dumps(setup)
         except (TypeError, ValueError) as e:
-            raise ConfigError(f"env.options={setup['options']}: workers get it as JSON, which cannot hold it: {e}; "
-                              "give plain values") from None
-        self._decides, self._sources = setup | names(what), ""
-        for name in ("memory_gb", "servers"):  # where services are is not what they are
+            raise ConfigError(f"env.options={setup['options']}: cannot be passed to workers as JSON: {e}; "
+                              "use plain values") from None
+        self._decides, self._sources = setup | without_folders(what), ""
+        for name in ("memory_gb", "servers"):  # the place of a service does not decide results
             del self._decides[name]
-        self._named = what["function"] or " ".join(what["program"]) or ", ".join([*what["tools"], *what["mcp"]])
+        self._description = what["function"] or " ".join(what["program"]) or ", ".join([*what["tools"], *what["mcp"]])
         missing = [name for name in env.variables if name not in os.environ]
         if missing:
-            log.warning("env.variables names variables that are not set here: %s", ", ".join(missing))
+            log.warning("env.variables names variables that are not set on this host: %s", ", ".join(missing))
         if env.executor == "ray":
             from jaxrl.workers import ray_process
             ray_process.join(env, "env")
             self.launch = remote_process
-        self.printed, self._said = Printed(), time.monotonic()
+        self.printed, self._last_print = PrintedOutput(), time.monotonic()
         self._state = threading.Condition()
         self._numbers = itertools.count(1)
         self._ids: dict[str, Episode] = {}
@@ -206,50 +210,59 @@ class EpisodePool:
     # -- the caller's side ---------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Returns when every worker is ready; raises ConfigError if one cannot be."""
+        """Returns when every worker is ready; raises ConfigError if one cannot start."""
         with self._state:
             while not (self._started and all(w.ready for w in self._workers)) and not (self._fatal or self._closing):
                 self._state.wait(0.5)
             self._raise()
 
     def key(self) -> str:
-        """What decides episodes beside the model: the environment's code and the options that reach it. Equal on all
-        machines where these are. Waits for the workers, which tell the code."""
+        """Returns a digest of everything except the model that decides episodes: the environment's code and the
+        options that reach it. Equal on all hosts where these are equal. Waits for the workers, which compute the
+        code digest.
+        """
         self.ready()
         decides = json.dumps(self._decides | {"sources": self._sources}, sort_keys=True)
         return hashlib.sha256(decides.encode()).hexdigest()[:16]
 
     def start(self, id: str, task: dict) -> None:
-        """Begins an episode: {"row": columns, "prompt": text or messages, "seed": int}. Arrays become lists; what
-        has no JSON form is a ConfigError."""
+        """Starts an episode.
+
+        Args:
+          task: {"row": columns, "prompt": text or messages, "seed": int}. Arrays become lists.
+
+        Raises:
+          ConfigError: a value has no JSON form.
+        """
         try:
             episode = Episode(id, next(self._numbers), json.dumps(task, default=_as_list))
         except (TypeError, ValueError, RecursionError) as e:
-            raise ConfigError(f"data: a value of a row has no JSON form and cannot be handed to environments: {e}; its "
+            raise ConfigError(f"data: a value of a row has no JSON form and cannot be passed to environments: {e}; its "
                               f"columns: {', '.join(map(str, task['row']))}") from None
         with self._state:
             if id in self._ids:
-                raise ValueError(f"episode {id!r} runs already")
+                raise ValueError(f"episode {id!r} is already running")
             self._ids[id] = episode
             self._waiting.append(episode)
             self._assign()
             self._wake()
 
     def reply(self, id: str, turn: dict) -> None:
-        """Answers a "send": {"text", "thinking", "calls": [{"id", "name", "arguments", "error"}], "finish"}. Ignored
-        where the episode is over, as after a loss of its worker."""
+        """Replies to a "send" event with the model's turn: {"text", "thinking", "calls": [{"id", "name", "arguments",
+        "error"}], "finish"}. Ignored if the episode is over, for example after its worker was lost.
+        """
         with self._state:
             episode = self._ids.get(id)
             if episode is None:
                 return
-            if not episode.asks:
-                raise ValueError(f"episode {id!r} does not wait for a turn")
-            episode.asks = False
+            if not episode.awaits_turn:
+                raise ValueError(f"episode {id!r} is not waiting for a turn")
+            episode.awaits_turn = False
             episode.worker.put(["turn", episode.n, turn])
             self._wake()
 
     def cancel(self, ids: list[str]) -> None:
-        """Ends these episodes; nothing more is heard of them."""
+        """Ends these episodes; they produce no further events."""
         with self._state:
             gone = set(ids)
             self._events = deque(e for e in self._events if e.id not in gone)
@@ -266,19 +279,24 @@ class EpisodePool:
             self._wake()
 
     def events(self, timeout_s: float) -> list[Event]:
-        """What episodes have said since the last call; waits so long for the first.
+        """Returns the events since the last call; waits up to `timeout_s` seconds for the first one.
 
-        send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None, "stop":
-                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state
-                in which the coming turn is decided, "train": whether it is a turn of the episode, "seconds": the
-                environment's}
+        send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None,
+        "stop":
+                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the
+                state
+                in which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the
+                environment}
         done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":
                 whether chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}
-        failed  {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, that
-                the last turn had until then}
+        failed  {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
+        the
+                last turn so far}
 
-        Every started episode ends with one of the latter two, unless it was cancelled. Raises RunStopped (ConfigError
-        before the first worker was ready) where workers cannot work.
+        Every started episode ends with done or failed, unless it was cancelled.
+
+        Raises:
+          RunStopped: workers cannot work (ConfigError before the first worker was ready).
         """
         deadline = time.monotonic() + timeout_s
         with self._state:
@@ -292,7 +310,7 @@ class EpisodePool:
             return out
 
     def close(self) -> None:
-        """Ends the workers. Safe to call twice."""
+        """Stops the workers. Safe to call twice."""
         atexit.unregister(self.close)
         with self._state:
             if self._closing:
@@ -304,7 +322,7 @@ class EpisodePool:
         for fd in (self._wake_out, self._wake_in):
             os.close(fd)
         self._selector.close()
-        self._say()
+        self._log_printed()
         self.printed.file.close()
         self._folder.cleanup()
 
@@ -316,7 +334,7 @@ class EpisodePool:
 
     def _raise(self) -> None:
         if self._closing:
-            raise RuntimeError("the pool of episodes is closed")
+            raise RuntimeError("the episode pool is closed")
         if self._fatal is not None:
             raise self._fatal
 
@@ -325,13 +343,13 @@ class EpisodePool:
             self._woken = True
             os.write(self._wake_in, b"x")
 
-    # -- the thread that speaks with the workers ---------------------------------------------------------------------
+    # -- the thread that talks to the workers ------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
             with self._state:
                 for _ in range(self.env.workers):
-                    self._begin()
+                    self._start_worker()
                 self._started = True
             look, tick = time.monotonic(), min(TICK_SECONDS, 0.25 * self.env.step_seconds)
             while not self._closing and self._fatal is None:
@@ -343,8 +361,8 @@ class EpisodePool:
                     self._exchange()
                     if time.monotonic() - look >= tick:
                         look = time.monotonic()
-                        self._look()
-        except Exception as e:  # nothing may end this thread in silence: the caller would wait for ever
+                        self._check_workers()
+        except Exception as e:  # this thread must not end silently: the caller would wait forever
             with self._state:
                 self._fatal = self._fatal or e
                 self._state.notify_all()
@@ -354,29 +372,29 @@ class EpisodePool:
             for worker in self._workers:
                 worker.end()
 
-    def _begin(self) -> None:
+    def _start_worker(self) -> None:
         try:
             worker = Worker(self)
         except OSError as e:
-            raise RunStopped(f"a worker for environments cannot be started: {e}") from None
+            raise RunStopped(f"an environment worker cannot be started: {e}") from None
         self._workers.append(worker)
         self._selector.register(worker.out_of, selectors.EVENT_READ, worker)
 
     def _exchange(self) -> None:
-        """Reads and writes all that can be."""
+        """Reads and writes everything possible without blocking."""
         before = len(self._events)
         for worker in list(self._workers):
             lines, alive = worker.read()
             try:
                 for line in lines:
-                    self._take(worker, _decoded(line))
-            except Garbled as e:
-                self._lose(worker, f"instead of a reply came {e}: an environment must not write to file descriptors"
-                           " that it did not open")
+                    self._handle(worker, _decode(line))
+            except BadReply as e:
+                self._replace_worker(worker, f"received {e} instead of a reply: an environment must not write to file"
+                                     " descriptors that it did not open")
                 continue
             if not alive:
                 why = worker.process.how()
-                self._lose(worker, f"its worker ended: {why}", [] if worker.process.lost else None)
+                self._replace_worker(worker, f"its worker ended: {why}", [] if worker.process.lost else None)
         self._assign()
         for worker in self._workers:
             if worker.unsent:
@@ -389,53 +407,53 @@ class EpisodePool:
         if len(self._events) > before:
             self._state.notify_all()
 
-    def _take(self, worker: Worker, message: list) -> None:
+    def _handle(self, worker: Worker, message: list) -> None:
         if not worker.ready:
-            self._greeting(worker, message)
+            self._handle_first_message(worker, message)
             return
         n, kind, *data = message
         episode = worker.episodes.get(n) if isinstance(n, int) else None
-        if episode is None or not _is_reply(kind, data) or kind == "send" and episode.asks:
-            raise Garbled(shown(json.dumps(message).encode()))
+        if episode is None or not _is_reply(kind, data) or kind == "send" and episode.awaits_turn:
+            raise BadReply(excerpt(json.dumps(message).encode()))
         self._deaths = 0
         if kind == "hung":
             cause = data[0] or "it did not end when it was cancelled"
-            self._lose(worker, cause, [episode], "late" if data[0] else "env")
+            self._replace_worker(worker, cause, [episode], "late" if data[0] else "env")
             return
         if kind != "send":
             del worker.episodes[n]
             heapq.heappush(worker.free, episode.seat)
         if episode.cancelled or kind == "gone":
             return
-        episode.asks = kind == "send"
+        episode.awaits_turn = kind == "send"
         if kind != "send":
             del self._ids[episode.id]
         if kind == "done":
             self._strikes.pop(episode.id, None)
         self._events.append(Event(episode.id, kind, data[0]))
 
-    def _greeting(self, worker: Worker, message: list) -> None:
+    def _handle_first_message(self, worker: Worker, message: list) -> None:
         kind, data = message
         if kind == "fatal":
             raise self._unstartable(data)
         if kind != "ready":
-            raise Garbled(shown(json.dumps(message).encode()))
+            raise BadReply(excerpt(json.dumps(message).encode()))
         if self._sources not in ("", data["sources"]):
-            log.warning("a worker was started anew and found other code than the run began with (%s): from here on "
-                        "episodes run with the code of now", self._named)
+            log.warning("a restarted environment worker loaded other code than the run started with (%s): from now on "
+                        "episodes run with the new code", self._description)
         worker.ready, self.tools, self._sources = True, data["tools"], data["sources"]
         self._state.notify_all()
 
     def _unstartable(self, why: str) -> Exception:
-        """A mistake in the config, unless workers could start before."""
+        """Returns a ConfigError, or RunStopped if workers of this run could start before."""
         field = f"env.function={self._decides['function']!r}" if self.env.function else (
             f"env.program={self.env.program!r}" if self.env.program else
             "env.tools" if len(self.env.tools) else f"env.mcp={tuple(self.env.mcp)}")
         text = f"{field}: {why}{self.printed.last()}"
-        return RunStopped(f"{text}\nWorkers of this run could start before") if self._sources else ConfigError(text)
+        return RunStopped(f"{text}\nWorkers of this run started before") if self._sources else ConfigError(text)
 
     def _assign(self) -> None:
-        """Gives episodes that wait to the workers that have the fewest."""
+        """Assigns waiting episodes to the workers with the fewest."""
         while self._waiting:
             worker = min((w for w in self._workers if w.ready and w.free), key=lambda w: len(w.episodes), default=None)
             if worker is None:
@@ -446,91 +464,94 @@ class EpisodePool:
             worker.seats.since[episode.seat] = 0.0
             worker.unsent += f'["start",{episode.n},{episode.seat},{episode.task}]\n'.encode()
 
-    def _look(self) -> None:
-        """Ends workers in which something hangs; says what was printed."""
-        now, limit = time.monotonic(), self.env.step_seconds + grace(self.env.step_seconds)
+    def _check_workers(self) -> None:
+        """Replaces workers that hang and logs what was printed."""
+        now, limit = time.monotonic(), self.env.step_seconds + grace_seconds(self.env.step_seconds)
         for worker in list(self._workers):
             if not worker.ready:
                 if now > worker.deadline:
-                    raise self._unstartable(f"a worker is not ready after {START_SECONDS:g} s; what the module does"
-                                            " when it is imported takes too long, or waits for something")
+                    raise self._unstartable(f"a worker is not ready after {START_SECONDS:g} s: importing the module"
+                                            " takes too long or blocks")
                 continue
             since = {e: worker.seats.since[e.seat] for e in worker.episodes.values()}
             hung = [e for e, t in since.items() if t and now - t > limit]
-            beat = worker.seats.since[AT_ONCE]
+            beat = worker.seats.since[EPISODES_PER_WORKER]
             if hung:
                 cause = f"it blocked its worker for longer than env.step_seconds={self.env.step_seconds:g}"
-                self._lose(worker, cause, hung, "late")
+                self._replace_worker(worker, cause, hung, "late")
             elif worker.episodes and beat and now - beat > limit:
-                self._lose(worker, "the loop of its worker stood still")
+                self._replace_worker(worker, "its worker's event loop was blocked")
         self.printed.bound()
-        if now - self._said >= SAID_SECONDS:
-            self._say()
+        if now - self._last_print >= PRINT_SECONDS:
+            self._log_printed()
 
-    def _lose(self, worker: Worker, why: str, guilty: list[Episode] | None = None, fault: str = "env") -> None:
-        """A worker is of no use any more. guilty: for whom it is ended; None: for the one whose code was running."""
+    def _replace_worker(self, worker: Worker, why: str, guilty: list[Episode] | None = None,
+                        fault: str = "env") -> None:
+        """Kills a worker and starts another. guilty: the episodes that caused it; None for the one whose code was
+        running.
+        """
         if not worker.ready and not worker.process.lost:
-            raise self._unstartable(f"{why} while importing {self._named}")
+            raise self._unstartable(f"{why} while importing {self._description}")
         if guilty is None:
             guilty = worker.running()
-            if len(guilty) != 1:  # one of several, or nobody: who is there again and again
-                guilty = [e for e in guilty or worker.episodes.values() if self._struck(e)]
+            if len(guilty) != 1:  # several or none: the one that is there repeatedly
+                guilty = [e for e in guilty or worker.episodes.values() if self._add_strike(e)]
         self._selector.unregister(worker.out_of)
         if worker.into in self._selector.get_map():
             self._selector.unregister(worker.into)
         worker.end()
         self._workers.remove(worker)
         lost = {e.id for e in worker.episodes.values() if not e.cancelled}
-        self._events = deque(e for e in self._events if e.id not in lost)  # what they asked for
+        self._events = deque(e for e in self._events if e.id not in lost)  # pending requests of lost episodes
         for episode in sorted(worker.episodes.values(), key=lambda e: e.n):
             if episode.cancelled:
                 continue
             del self._ids[episode.id]
-            data = {"cause": "the worker was ended for another episode", "detail": why, "fault": "neighbour"}
+            data = {"cause": "the worker was killed because of another episode", "detail": why, "fault": "neighbour"}
             if episode in guilty:
                 data = {"cause": why, "detail": "", "fault": fault}
             self._events.append(Event(episode.id, "failed", data | {"reward": 0.0}))
         self._state.notify_all()
         self._deaths += 1
         if self._deaths > IDLE_DEATHS * self.env.workers:
-            raise RunStopped(f"workers for environments ({self._named}) end again and again before an episode says "
-                             f"anything: {why}{self.printed.last()}")
-        self._begin()
+            raise RunStopped(f"environment workers ({self._description}) die repeatedly before any episode makes "
+                             f"progress: {why}{self.printed.last()}")
+        self._start_worker()
 
-    def _struck(self, episode: Episode) -> bool:
+    def _add_strike(self, episode: Episode) -> bool:
         if episode.cancelled:
             return False
         self._strikes[episode.id] = self._strikes.get(episode.id, 0) + 1
         return self._strikes[episode.id] >= STRIKES
 
-    def _say(self) -> None:
-        self._said = time.monotonic()
+    def _log_printed(self) -> None:
+        self._last_print = time.monotonic()
         lines = self.printed.lines()
-        for line in lines[:SAID_LINES]:
+        for line in lines[:PRINT_LINES]:
             log.info("printed by an environment: %s", line[:500])
-        if len(lines) > SAID_LINES:
-            log.info("... and %d more lines", len(lines) - SAID_LINES)
+        if len(lines) > PRINT_LINES:
+            log.info("... and %d more lines", len(lines) - PRINT_LINES)
 
 
 def _is_reply(kind, data: list) -> bool:
-    """Whether it is what a worker sends."""
-    if kind in KEYS:
-        return len(data) == 1 and isinstance(data[0], dict) and data[0].keys() == KEYS[kind]
+    """Returns whether a message has the form of a worker's."""
+    if kind in EVENT_KEYS:
+        return len(data) == 1 and isinstance(data[0], dict) and data[0].keys() == EVENT_KEYS[kind]
     return (kind, len(data)) in (("gone", 0), ("hung", 1))
 
 
-def _decoded(line: bytes) -> list:
+def _decode(line: bytes) -> list:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
-        raise Garbled(shown(line)) from None
+        raise BadReply(excerpt(line)) from None
     if not isinstance(message, list) or len(message) < 2:
-        raise Garbled(shown(line))
+        raise BadReply(excerpt(line))
     return message
 
 
 def _as_list(value):
-    """Of an array or its scalars, without importing numpy."""
+    """Returns an array or array scalar as a list or number, without importing numpy."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} {str(value)[:40]!r}")

@@ -1,8 +1,8 @@
-"""env.program: a command line that talks to OpenAI's API, as an episode. Standard library only.
+"""env.program: runs a command line that talks to OpenAI's API as an episode. Standard library only.
 
-It gets the row as JSON on standard input, `{column}`s of its words filled in, the API in OPENAI_BASE_URL and
-OPENAI_API_KEY, and a working folder of its own. What it came to is said by env.score, or else by a file `reward.json`
-in that folder, which holds what an episode function returns.
+The program gets the row as JSON on standard input, `{column}` in its arguments replaced, the API in OPENAI_BASE_URL
+and OPENAI_API_KEY, and a temporary working folder. Its result comes from env.score, or else from a file `reward.json`
+in that folder with what an episode function would return.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ from pathlib import Path
 
 from jaxrl.envs import openai
 from jaxrl.envs.api import BadEnvironment, Chat
-from jaxrl.envs.openai import Refused
-from jaxrl.envs.play import Play
-from jaxrl.envs.proxy import Line, Pending, Proxy
+from jaxrl.envs.openai import RequestError
+from jaxrl.envs.proxy import CallQueue, PendingCall, Proxy
+from jaxrl.envs.runner import EpisodeRunner
 from jaxrl.workers import supervisor
 from jaxrl.workers.loading import LoadError, load
 
 REWARD = "reward.json"
-OUTPUT = 1 << 20      # bytes of each of its streams that are kept: the last ones
-PATIENCE = 3          # calls that are refused when turns or tokens are used up, before the program is ended
-TOLD = 2000           # characters of standard error that a failure tells
+MAX_OUTPUT_BYTES = 1 << 20      # last bytes kept of each output stream
+PATIENCE = 3          # calls refused after turns or tokens are used up, before the program is killed
+STDERR_CHARS = 2000           # characters of standard error in a failure's detail
 FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclasses.dataclass
-class Ran:
-    """A program that has ended, as `env.score(task, ran)` gets it.
+class ProgramResult:
+    """A finished program, as `env.score(task, ran)` receives it.
 
-    exit: its status, negative where a signal ended it. stdout, stderr: text, of each the last MiB. messages: the
-    conversation as its last trained call and the reply to it left it. folder: where it ran.
+    Attributes:
+      exit: its status, negative for a signal.
+      stdout, stderr: text, the last MiB of each.
+      messages: the conversation up to its last trained call and the reply to it.
+      folder: its working folder.
     """
 
     exit: int
@@ -52,41 +55,46 @@ class Ran:
 
 
 class ProgramChat(Chat):
-    """The model as the proxy talks to it: requests with whole conversations."""
+    """The model as the proxy talks to it: requests carry whole conversations."""
 
     def __init__(self, host, parallel: int):
         super().__init__(host, parallel)
-        self.known: list[dict] = []   # what was said so far, as requests tell it
-        self._shown: list[dict] = []  # tools of the present sequence
+        self.known: list[dict] = []   # messages so far, in the form of requests
+        self._shown: list[dict] = []  # tools of the current sequence
         self.over, self._raw = False, {}
 
-    async def ask(self, asked: openai.Asked, train: bool) -> dict:
-        """The model's turn. What goes on from the latest trained turn is put behind it; anything else opens a
-        sequence of its own. Calls that are not trained are no part of the conversation."""
+    async def ask(self, asked: openai.ChatRequest, train: bool) -> dict:
+        """Returns the model's turn for a request. A request that continues the latest trained turn is appended to it;
+        any other starts a separate sequence. Untrained calls are not part of the conversation.
+        """
         new = None
         if train and self.known and asked.tools == self._shown:
-            new = openai.follows(asked.messages, self.known)
+            new = openai.new_messages(asked.messages, self.known)
         if new is None and (self.known or not train):
             self.rewrite(asked.messages)
         messages = [] if self._history is not None else new or asked.messages
         payload = self._payload(messages, asked.tools, asked.stop, asked.max_tokens)
-        turn = self._received(await self._host.exchange(payload | {"train": train}))
+        turn = self._to_turn(await self._host.exchange(payload | {"train": train}))
         raw = self._raw
         if train:
             self._malformed += sum(call.arguments is None for call in turn.calls)
             self._shown = asked.tools
-            self.known = [*asked.messages, openai.remembered(openai.said(raw, asked.stop))]
+            self.known = [*asked.messages, openai.as_request_message(openai.assistant_message(raw, asked.stop))]
             self.over = raw.get("over", False)
         return raw
 
-    def _received(self, turn: dict):
+    def _to_turn(self, turn: dict):
         self._raw = turn
-        return super()._received(turn)
+        return super()._to_turn(turn)
 
 
-class Program(Play):
-    """The Play. setup: `program` (words), `score`, `train_calls` (specs or ""), `crash`, `must_score`,
-    `memory_gb` of one program with all it started."""
+class ProgramRunner(EpisodeRunner):
+    """Runs programs as episodes.
+
+    Args:
+      setup: `program` (words), `score`, `train_calls` (specs or ""), `crash`, `must_score`, and `memory_gb`, the
+        limit of one program with its child processes.
+    """
 
     name = "starting it"
 
@@ -103,7 +111,7 @@ class Program(Play):
         self.functions = [fn for fn in (self._score, self._train) if fn is not None]
         self.files = [word for word in self._words if os.path.isfile(word)]
         if shutil.which(self._words[0]) is None:
-            raise LoadError(f"there is no program {self._words[0]!r}")
+            raise LoadError(f"program {self._words[0]!r} not found; install it or correct the path")
         self._proxy = Proxy()
 
     def chat(self, running, parallel: int) -> Chat:
@@ -114,7 +122,7 @@ class Program(Play):
         folder = Path(tempfile.mkdtemp(prefix="jaxrl_episode_"))
         try:
             with self._proxy.open() as (key, line):
-                process = Process(words, folder, task, self._memory, self._proxy.url(), key)
+                process = ProgramProcess(words, folder, task, self._memory, self._proxy.url(), key)
                 try:
                     await process.start()
                     running.phase = "the program"
@@ -125,8 +133,8 @@ class Program(Play):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _serve(self, line: Line, process: Process, chat: ProgramChat, running) -> None:
-        """Answers calls until the program has ended, or asks on though nothing is left."""
+    async def _serve(self, line: CallQueue, process: ProgramProcess, chat: ProgramChat, running) -> None:
+        """Replies to calls until the program ends, or keeps calling although no turns or tokens are left."""
         pending, refused = None, 0
         try:
             while refused < PATIENCE:
@@ -137,41 +145,41 @@ class Program(Play):
                     return
                 pending = call.result()
                 try:
-                    answer = await self._answered(pending, chat, running)
+                    answer = await self._reply(pending, chat, running)
                     if not pending.answer.done():
                         pending.answer.set_result(answer)
-                except Refused as e:
+                except RequestError as e:
                     pending.answer.set_exception(e)
                     refused += chat.over
         finally:
             line.close(pending)
 
-    async def _answered(self, pending: Pending, chat: ProgramChat, running) -> dict:
+    async def _reply(self, pending: PendingCall, chat: ProgramChat, running) -> dict:
         if chat.over:
-            raise Refused("the turns or tokens of this episode are used up", kind="context_length_exceeded")
+            raise RequestError("the turns or tokens of this episode are used up", kind="context_length_exceeded")
         train = pending.train
         if train and self._train is not None:
             train = bool(await running.call(self._train, "env.train_calls", pending.body))
         turn = await chat.ask(pending.asked, train)
         id = f"chatcmpl-{running.n}-{chat._turns}"
-        return openai.completion(id, int(time.time()), pending.asked, turn)
+        return openai.completion_body(id, int(time.time()), pending.asked, turn)
 
-    async def _outcome(self, task, chat, running, process: Process, folder: Path):
-        """What the episode returns."""
-        ran = Ran(process.status, *map(_text, process.printed), chat.known, folder)
+    async def _outcome(self, task, chat, running, process: ProgramProcess, folder: Path):
+        """Returns the episode's result."""
+        ran = ProgramResult(process.status, *map(_text, process.printed), chat.known, folder)
         if ran.exit and not chat.over and not self._scored:
             error = BadEnvironment(f"the program {self._how(ran.exit)}")
-            error.add_note(f"It wrote last to standard error:\n{ran.stderr[-TOLD:]}")
+            error.add_note(f"End of standard error:\n{ran.stderr[-STDERR_CHARS:]}")
             raise error
         if self._score is not None:
             return await running.call(self._score, "env.score", task, ran)
         try:
             return json.loads((folder / REWARD).read_text("utf-8"))
         except (ValueError, RecursionError):
-            raise BadEnvironment(f"{REWARD} holds no JSON") from None
+            raise BadEnvironment(f"{REWARD} is not JSON") from None
         except OSError:
             if ran.exit:
-                return 0.0  # turns and tokens were used up, or env.crash=scored
+                return 0.0  # turns or tokens were used up, or env.crash=scored
             if self._must_score and not chat.over:
                 raise BadEnvironment(f"the program ended without {REWARD}, there is no env.score, and no "
                                      "reward.functions") from None
@@ -179,12 +187,12 @@ class Program(Play):
 
     def _how(self, status: int) -> str:
         if status == supervisor.TOO_LARGE:
-            return f"held more memory than env.memory_gb={self._memory_gb:g} allows"
-        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            return f"used more memory than env.memory_gb={self._memory_gb:g} allows"
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-class Process:
-    """A program with all that it starts. On Linux a supervisor stands before it, which ends whatever is left."""
+class ProgramProcess:
+    """A program with its child processes. On Linux a supervisor process kills whatever is left."""
 
     def __init__(self, words: list[str], folder: Path, task, memory: int, url: str, key: str):
         self._words, self._folder, self._memory = words, folder, memory
@@ -197,6 +205,7 @@ class Process:
         self.ended: asyncio.Future | None = None
 
     async def start(self) -> None:
+        """Starts the program."""
         given = self._folder / "task.json"
         given.write_text(json.dumps(self._task), "utf-8")
         with given.open("rb") as stdin:
@@ -210,7 +219,7 @@ class Process:
         self.ended = asyncio.ensure_future(self._process.wait())
 
     async def end(self) -> None:
-        """Returns when it and all it started are gone."""
+        """Returns when the program and its child processes have ended."""
         if self._process is None:
             return
         if not self.ended.done():
@@ -233,10 +242,10 @@ class Process:
 
 
 async def _drain(stream, kept: bytearray) -> None:
-    """Reads all; the last of it is kept."""
+    """Reads a stream to its end and keeps the last MAX_OUTPUT_BYTES."""
     while data := await stream.read(1 << 16):
         kept += data
-        del kept[:-OUTPUT]
+        del kept[:-MAX_OUTPUT_BYTES]
 
 
 def _text(data: bytearray) -> str:
@@ -244,7 +253,7 @@ def _text(data: bytearray) -> str:
 
 
 def _field(name: str, task) -> str:
-    """What stands for `{name}` in a word: the prompt, the seed or a column; what is no text as JSON."""
+    """Returns the value of `{name}` in an argument: the prompt, the seed or a column, as JSON if it is not text."""
     known = {"prompt": task.prompt, "seed": task.seed}
     value = known[name] if name in known else task.row[name]
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,9 +1,9 @@
-"""The loopback server of a worker that speaks OpenAI's API: each episode has a key, each call is a turn of it.
+"""A worker's loopback server that speaks OpenAI's API: each episode has a key, each call is one of its turns.
 
     GET  /v1/models
     POST /v1/chat/completions     plain, or with "stream": true as server-sent events
 
-Whatever else is asked for is refused with the reason. Standard library only.
+Any other request is refused with the reason. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,59 +14,59 @@ import json
 import secrets
 
 from jaxrl.envs import openai
-from jaxrl.envs.openai import Asked, Refused
+from jaxrl.envs.openai import ChatRequest, RequestError
 from jaxrl.processes.http_server import Reply, Request, Server
 
-LONGEST_BODY, CONNECTIONS = 1 << 26, 1024  # bytes; open at once
+LONGEST_BODY, CONNECTIONS = 1 << 26, 1024  # bytes; simultaneous connections
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
-TRAIN = "x-jaxrl-train"                 # `false`: a side call, answered by the policy and not trained
-RETRY = "x-stainless-retry-count"       # of OpenAI's SDKs
+TRAIN = "x-jaxrl-train"                 # `false`: a side call, sampled from the policy and not trained
+RETRY = "x-stainless-retry-count"       # sent by OpenAI's SDKs
 
 
-class Pending:
-    """A call. answer: a future of the body."""
+class PendingCall:
+    """A call that waits for its reply. answer: a future of the reply's body."""
 
-    def __init__(self, asked: Asked, body: dict, train: bool, answer: asyncio.Future):
+    def __init__(self, asked: ChatRequest, body: dict, train: bool, answer: asyncio.Future):
         self.asked, self.body, self.train, self.answer = asked, body, train, answer
 
 
-class Line:
-    """The calls of one episode, in the order in which they came."""
+class CallQueue:
+    """The calls of one episode, in order of arrival."""
 
     def __init__(self):
-        self.calls: asyncio.Queue[Pending] = asyncio.Queue()
-        self._latest: Pending | None = None
+        self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
+        self._latest: PendingCall | None = None
 
-    async def ask(self, body: dict, train: bool, retry: bool) -> tuple[Asked, dict]:
-        """The answer, when the episode has it. What an SDK sends once more is the latest call, not another one."""
+    async def ask(self, body: dict, train: bool, retry: bool) -> tuple[ChatRequest, dict]:
+        """Returns (request, reply) once the episode has it. A retry by an SDK is the latest call, not a new one."""
         latest = self._latest
         if not (retry and latest is not None and latest.body == body):
             answer = asyncio.get_running_loop().create_future()
-            answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whether or not somebody waits still
-            latest = self._latest = Pending(openai.read(body), body, train, answer)
+            answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whether or not the caller still waits
+            latest = self._latest = PendingCall(openai.read_request(body), body, train, answer)
             self.calls.put_nowait(latest)
         return latest.asked, await asyncio.shield(latest.answer)
 
-    def close(self, waiting: Pending | None) -> None:
-        """Nothing is answered any more."""
+    def close(self, waiting: PendingCall | None) -> None:
+        """Refuses pending and further calls."""
         left = [] if waiting is None else [waiting]
         while not self.calls.empty():
             left.append(self.calls.get_nowait())
         for pending in left:
             if not pending.answer.done():
-                pending.answer.set_exception(Refused("the episode is over"))
+                pending.answer.set_exception(RequestError("the episode is over"))
 
 
 class Proxy:
-    """The server. `open` gives an episode its line and key. It is started by the first one."""
+    """The server. `open` gives an episode its queue and key. The first episode starts it."""
 
     def __init__(self):
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, CallQueue] = {}
         self._server: Server | None = None
         self._serving: asyncio.Task | None = None
 
     def url(self) -> str:
-        """The base of the API."""
+        """Returns the base URL of the API."""
         if self._server is None:
             self._server = Server("127.0.0.1", 0, self._answer, self._admit, longest_body=LONGEST_BODY,
                                   connections=CONNECTIONS, refuse=_refusal)
@@ -75,8 +75,8 @@ class Proxy:
 
     @contextlib.contextmanager
     def open(self):
-        """(key, line) of an episode, as long as it runs."""
-        key, line = f"sk-{secrets.token_urlsafe(24)}", Line()
+        """Yields (key, queue) of an episode while it runs."""
+        key, line = f"sk-{secrets.token_urlsafe(24)}", CallQueue()
         self._lines[key] = line
         try:
             yield key, line
@@ -86,9 +86,9 @@ class Proxy:
     def _admit(self, request: Request) -> Reply | None:
         path = _path(request)
         if request.bearer not in self._lines:
-            return _refusal(401, "no episode has this key; OPENAI_API_KEY of the program's environment is its own")
+            return _refusal(401, "no episode has this key; use OPENAI_API_KEY of the program's environment")
         if path != CHAT and path != MODELS and not path.startswith(f"{MODELS}/"):
-            return _refusal(404, f"{path}: only {CHAT} and {MODELS} are here")
+            return _refusal(404, f"{path}: only {CHAT} and {MODELS} exist")
         if path == CHAT and request.method != "POST":
             return _refusal(405, f"{request.method} {path}: expected POST")
         return None
@@ -102,13 +102,13 @@ class Proxy:
             return _reply(200, model | {"id": path.removeprefix(f"{MODELS}/")})
         try:
             if (line := self._lines.get(request.bearer)) is None:
-                raise Refused("the episode is over", 401)
+                raise RequestError("the episode is over", 401)
             train = request.headers.get(TRAIN, "").lower() not in ("false", "0", "no")
             retry = request.headers.get(RETRY, "0") not in ("", "0")
-            asked, answer = await line.ask(openai.parse(request.body), train, retry)
-        except Refused as e:
-            return _reply(e.status, openai.error(e))
-        return _stream(openai.chunks(answer, asked.usage)) if asked.stream else _reply(200, answer)
+            asked, answer = await line.ask(openai.parse_body(request.body), train, retry)
+        except RequestError as e:
+            return _reply(e.status, openai.error_body(e))
+        return _stream(openai.stream_chunks(answer, asked.usage)) if asked.stream else _reply(200, answer)
 
 
 def _path(request: Request) -> str:
@@ -116,7 +116,7 @@ def _path(request: Request) -> str:
 
 
 def _refusal(status: int, text: str) -> Reply:
-    return _reply(status, openai.error(Refused(text)))
+    return _reply(status, openai.error_body(RequestError(text)))
 
 
 def _reply(status: int, body: dict) -> Reply:

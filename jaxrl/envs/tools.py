@@ -1,7 +1,7 @@
-"""Tools: plain typed functions that a model may call. Their JSON schema, checking arguments, running calls.
+"""Tools: plain typed functions that a model may call. Builds their JSON schema, checks arguments, formats replies.
 
-Standard library only. The schema is what transformers' `get_json_schema` makes of the same function: its name, the
-docstring up to the first section, the types of the arguments and their descriptions in the section `Args:`.
+Standard library only. The schema equals that of transformers' `get_json_schema`: the function's name, the docstring
+up to the first section, the types of the arguments and their descriptions in the section `Args:`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SECTIONS = ("Args:", "Returns:", "Raises:")
 
 
 class ToolError(Exception):
-    """A tool's refusal: its text is what the model is told. (Any other exception is the environment's fault.)"""
+    """A tool's refusal, whose text the model receives. Any other exception is the environment's fault."""
 
 
 class BadEnvironment(Exception):
-    """An environment that does not keep to its interface. The text, which has no values in it, is the cause."""
+    """An environment that violates its interface. The text contains no data values and is used as the cause."""
 
 
 class BadArguments(Exception):
-    """Arguments that do not fit a tool. The text is for the model."""
+    """Arguments that do not fit a tool. The model receives the text."""
 
 
 class Tool:
-    """A function that can be called, or (fn None) the schema of one whose calls the episode runs by itself."""
+    """A callable tool, or (fn None) the schema of one whose calls the episode runs itself."""
 
     def __init__(self, given):
         if isinstance(given, dict):
@@ -47,7 +47,9 @@ class Tool:
         self.name = self.schema["function"]["name"]
 
     def arguments(self, given: dict) -> dict:
-        """As the function takes them: 3.0 for an integer is 3, 3 for a number 3.0. Raises BadArguments."""
+        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a number 3.0. Raises
+        BadArguments.
+        """
         parameters = self.schema["function"]["parameters"]
         known, out = parameters["properties"], {}
         wrong = [f"{name!r} is missing" for name in parameters.get("required", ()) if name not in given]
@@ -63,8 +65,8 @@ class Tool:
         return out
 
 
-def by_name(given) -> dict[str, Tool]:
-    """Tools by their names. Raises TypeError where two have the same."""
+def tools_by_name(given) -> dict[str, Tool]:
+    """Returns name -> Tool. Raises TypeError if two have the same name."""
     tools = {}
     for tool in (one if isinstance(one, Tool) else Tool(one) for one in given):
         if tool.name in tools:
@@ -73,23 +75,23 @@ def by_name(given) -> dict[str, Tool]:
     return tools
 
 
-def unknown(tools) -> str:
-    """The answer to a call of a tool that there is not."""
+def unknown_tool_text(tools) -> str:
+    """Returns the reply to a call of an unknown tool."""
     return f"There is no such tool. There are: {', '.join(tools)}." if tools else "There are no tools."
 
 
-def further(most: int) -> str:
-    """The answer to calls beyond env.max_parallel_calls."""
+def too_many_calls_text(most: int) -> str:
+    """Returns the reply to calls beyond env.max_parallel_calls."""
     return f"This call was not run: at most {most} of a turn {'is' if most == 1 else 'are'}."
 
 
-def message(call, text: str) -> dict:
-    """The tool's message that answers a call."""
+def tool_message(call, text: str) -> dict:
+    """Returns the tool message that replies to a call."""
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
 
 
-def as_text(name: str, value) -> str:
-    """What a tool returned, as text: a string as it is, all else as JSON. Raises BadEnvironment."""
+def result_text(name: str, value) -> str:
+    """Returns a tool's result as text: a string unchanged, anything else as JSON. Raises BadEnvironment."""
     if isinstance(value, str):
         return value
     try:
@@ -103,7 +105,9 @@ def as_text(name: str, value) -> str:
 
 
 def schema(fn) -> dict:
-    """{"type": "function", "function": {name, description, parameters[, return]}}. Raises TypeError with a remedy."""
+    """Returns {"type": "function", "function": {name, description, parameters[, return]}} of a function. Raises
+    TypeError with a remedy.
+    """
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:
@@ -113,7 +117,7 @@ def schema(fn) -> dict:
     properties, required = {}, []
     for key, parameter in inspect.signature(fn).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(f"tool {name!r}: parameter {key!r} cannot be given by name; write plain parameters")
+            raise TypeError(f"tool {name!r}: parameter {key!r} cannot be passed by name; use plain parameters")
         if key not in hints:
             raise TypeError(f"tool {name!r}: parameter {key!r} has no type; write {key}: str, int, float, bool or"
                             " list[...]")
@@ -133,7 +137,7 @@ def schema(fn) -> dict:
 
 
 def _doc(name: str, text: str) -> tuple[str, dict[str, str], str]:
-    """(description, arguments' descriptions, what is returned) of a docstring."""
+    """Returns (description, descriptions of the arguments, description of the result) of a docstring."""
     parts, current = {"": []}, ""
     for line in text.strip().splitlines():
         if line.strip() in SECTIONS:
@@ -142,7 +146,7 @@ def _doc(name: str, text: str) -> tuple[str, dict[str, str], str]:
             parts[current].append(line)
     description = "\n".join(parts[""]).strip()
     if not description:
-        raise TypeError(f"tool {name!r} has no docstring that says what it does; the model reads it")
+        raise TypeError(f"tool {name!r} has no docstring; add one that says what it does, the model reads it")
     described, key = {}, None
     for line in filter(str.strip, parts.get("Args:", ())):
         if found := re.match(r"\s*(\w+)(?: *\([^)]*\))?:\s*(.*)", line):
@@ -155,7 +159,7 @@ def _doc(name: str, text: str) -> tuple[str, dict[str, str], str]:
 
 
 def _described(text: str) -> dict:
-    """A description, and what may be chosen where it ends with (choices: [...])."""
+    """Returns the schema part of a description, with the allowed values if it ends with (choices: [...])."""
     found = re.search(r"\(choices:\s*(.*?)\)\s*$", text, re.IGNORECASE)
     if not found:
         return {"description": text}
@@ -164,7 +168,7 @@ def _described(text: str) -> dict:
 
 
 def _type(hint, where: str) -> dict:
-    """JSON schema of a type; `where` empty: of a result, whose kind is anything."""
+    """Returns the JSON schema of a type. where: prefix of messages, "" for a result, which may be anything."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is typing.Any:
         return {}
@@ -202,7 +206,7 @@ def _union(kinds: list[dict], nullable: bool) -> dict:
 
 
 def fit(value, kind: dict):
-    """`value` as a schema wants it. Raises BadArguments that says what it wants."""
+    """Returns `value` converted to a schema's type. Raises BadArguments naming the expected type."""
     if value is None and (kind.get("nullable") or kind.get("type") == "null"):
         return None
     if "enum" in kind:
@@ -210,7 +214,7 @@ def fit(value, kind: dict):
             if choice == value and isinstance(choice, bool) == isinstance(value, bool):
                 return choice
         raise BadArguments(f"one of {', '.join(map(json.dumps, kind['enum']))}")
-    options = kind.get("anyOf") or [kind | {"type": t} for t in _names(kind)]
+    options = kind.get("anyOf") or [kind | {"type": t} for t in _type_names(kind)]
     for option in options:
         if (fitting := _fit(value, option, len(options) > 1)) is not None:
             return fitting[0]
@@ -219,14 +223,16 @@ def fit(value, kind: dict):
     raise BadArguments(" or ".join(dict.fromkeys(str(o.get("type", "another value")) for o in options)))
 
 
-def _names(kind: dict) -> list[str]:
+def _type_names(kind: dict) -> list[str]:
     names = kind.get("type", [])
-    # an integer is a number, too: it is tried first, so that it stays what it is
+    # an integer is also a number: it is tried first, so that it stays an integer
     return sorted([names] if isinstance(names, str) else names, key=lambda name: name == "number")
 
 
 def _fit(value, kind: dict, strict: bool) -> tuple | None:
-    """(the value,) where it is of this kind. strict: 3.0 is no integer, because it may be another kind."""
+    """Returns (value,) if it is of this kind, else None. strict: 3.0 is not an integer, because it may be another
+    kind.
+    """
     name = kind.get("type")
     if isinstance(name, list) or "anyOf" in kind or "enum" in kind:
         try:
@@ -241,7 +247,7 @@ def _fit(value, kind: dict, strict: bool) -> tuple | None:
             return None
         try:
             return (float(value),)
-        except OverflowError:  # an integer beyond every float
+        except OverflowError:  # an integer beyond the float range
             return None
     if name == "array" and isinstance(value, list):
         wanted = kind.get("prefixItems", [kind.get("items", {})] * len(value))

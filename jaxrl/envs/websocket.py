@@ -1,4 +1,4 @@
-"""A client of WebSocket (RFC 6455) for texts, as small as environments' services need it. Standard library only."""
+"""A minimal WebSocket client (RFC 6455) for text messages, for environment services. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import os
 import ssl
 from urllib.parse import urlsplit
 
-LONGEST = 1 << 26  # bytes of a message
-GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of the RFC
-MORE, TEXT, CLOSE, PING, PONG = 0, 1, 8, 9, 10  # kinds of frames
+MAX_MESSAGE_BYTES = 1 << 26  # bytes of a message
+GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # fixed by the RFC
+CONTINUATION, TEXT, CLOSE, PING, PONG = 0, 1, 8, 9, 10  # kinds of frames
 
 
-class Closed(ConnectionError):
-    """The other side has ended the connection, or does not keep to the protocol."""
+class ConnectionClosed(ConnectionError):
+    """The other side closed the connection or broke the protocol."""
 
 
 class WebSocket:
-    """A connection. `open`, then `send` and `receive` texts; `close` at the end."""
+    """A connection: `open`, then `send` and `receive` texts; `close` at the end."""
 
     def __init__(self, reader, writer):
         self._reader, self._writer = reader, writer
 
     @classmethod
     async def open(cls, url: str) -> WebSocket:
-        """url: ws or wss. Raises OSError."""
+        """Connects to a ws or wss URL. Raises OSError."""
         parts = urlsplit(url)
         secure = parts.scheme == "wss"
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -39,38 +39,39 @@ class WebSocket:
                     "Connection: Upgrade", f"Sec-WebSocket-Key: {key.decode()}", "Sec-WebSocket-Version: 13"]
             writer.write("\r\n".join([*head, "", ""]).encode())
             await writer.drain()
-            first, *lines = (await _exactly(reader.readuntil(b"\r\n\r\n"))).decode("latin-1").split("\r\n")
+            first, *lines = (await _read_exactly(reader.readuntil(b"\r\n\r\n"))).decode("latin-1").split("\r\n")
             headers = {n.strip().lower(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
             if first.split(" ")[1:2] != ["101"]:
-                raise Closed(f"no WebSocket is there: {' '.join(first.split(' ')[:2])[:40]!r}")
+                raise ConnectionClosed(f"no WebSocket at this address: {' '.join(first.split(' ')[:2])[:40]!r}")
             wanted = base64.b64encode(hashlib.sha1(key + GUID).digest()).decode()
             if headers.get("sec-websocket-accept") != wanted:
-                raise Closed("it does not accept as RFC 6455 says")
+                raise ConnectionClosed("the handshake violates RFC 6455")
         except BaseException:
             writer.close()
             raise
         return cls(reader, writer)
 
     async def send(self, text: str) -> None:
+        """Sends a text."""
         self._frame(TEXT, text.encode())
         await self._writer.drain()
 
     async def receive(self) -> str:
-        """The next message. Raises Closed."""
-        message = None  # of a text in several frames what has come
+        """Returns the next message. Raises ConnectionClosed."""
+        message = None  # the frames of a text received so far
         while True:
-            first, second = await _exactly(self._reader.readexactly(2))
+            first, second = await _read_exactly(self._reader.readexactly(2))
             kind, length = first & 15, second & 127
             if length > 125:
-                length = int.from_bytes(await _exactly(self._reader.readexactly(2 if length == 126 else 8)), "big")
-            begins = {TEXT: message is None, MORE: message is not None}.get(kind, kind in (CLOSE, PING, PONG))
+                length = int.from_bytes(await _read_exactly(self._reader.readexactly(2 if length == 126 else 8)), "big")
+            begins = {TEXT: message is None, CONTINUATION: message is not None}.get(kind, kind in (CLOSE, PING, PONG))
             if second & 128 or first & 0x70 or not begins:
-                raise Closed("it sent what is no frame of a text")
-            if len(message or b"") + length > LONGEST:
-                raise Closed(f"it sent a message of more than {LONGEST} bytes")
-            data = await _exactly(self._reader.readexactly(length))
+                raise ConnectionClosed("it sent a frame that is not part of a text")
+            if len(message or b"") + length > MAX_MESSAGE_BYTES:
+                raise ConnectionClosed(f"it sent a message of more than {MAX_MESSAGE_BYTES} bytes")
+            data = await _read_exactly(self._reader.readexactly(length))
             if kind == CLOSE:
-                raise Closed("it has closed the connection")
+                raise ConnectionClosed("it has closed the connection")
             if kind == PING:
                 self._frame(PONG, data)
             elif kind != PONG:
@@ -79,13 +80,13 @@ class WebSocket:
                     return message.decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Waits for nothing."""
+        """Closes the connection without waiting."""
         with contextlib.suppress(OSError, RuntimeError):
             self._frame(CLOSE, (1000).to_bytes(2, "big"))
         self._writer.close()
 
     def _frame(self, kind: int, data: bytes) -> None:
-        """A whole message, masked as those of clients must be."""
+        """Sends a message in one frame, masked as the protocol requires of clients."""
         size = len(data)
         code, width = (size, 0) if size < 126 else (126, 2) if size < 1 << 16 else (127, 8)
         head = bytes([128 | kind, 128 | code]) + size.to_bytes(8, "big")[8 - width:]
@@ -94,8 +95,8 @@ class WebSocket:
         self._writer.write(head + mask + masked.to_bytes(size, "big"))
 
 
-async def _exactly(reading) -> bytes:
+async def _read_exactly(reading) -> bytes:
     try:
         return await reading
     except (EOFError, asyncio.LimitOverrunError, ConnectionError):
-        raise Closed("the connection broke") from None
+        raise ConnectionClosed("the connection broke") from None

@@ -1,14 +1,15 @@
 """An environment worker: runs up to 64 episodes at once. JSON lines over pipes; standard library only, never jax.
 
-Protocol (one JSON value per line; n is the number of a try at an episode, seat its place in the table of `Seats`):
-  in   {function, tools, options, ...}                                    once, see pool._setup
+Protocol (one JSON value per line; n numbers an attempt at an episode, seat is its place in the table of `Seats`):
+  in   {function, tools, options, ...}                                    once, see EpisodePool
   out  ["ready", {tools, sources}] or ["fatal", message]
   in   ["start", n, seat, task] | ["turn", n, turn] | ["cancel", n]
   out  [n, "send" | "done" | "failed", data], [n, "gone"] after a cancel, [n, "hung", cause] for one that does not end
 
-Asynchronous episodes are tasks of one loop. A plain episode has a thread, of which one runs at a time; a class's plain
-methods and plain tools run on the loop, one at a time too; each with random numbers of its own. With env.threads they
-run beside each other in threads. What is running since when stands in shared memory: the pool kills what hangs.
+Asynchronous episodes are tasks of one event loop. Each plain episode has a thread, of which one runs at a time; plain
+methods of classes and plain tools run on the loop, also one at a time; each episode has its own random state. With
+env.threads they run concurrently in threads. Shared memory holds which code runs since when; the pool kills what
+hangs.
 """
 
 from __future__ import annotations
@@ -30,65 +31,69 @@ import traceback
 from jaxrl import sandbox
 from jaxrl.envs.api import BadEnvironment, MissingColumn, Row, Task
 from jaxrl.workers import streams
-from jaxrl.workers.loading import LoadError, shown
+from jaxrl.workers.loading import LoadError, safe_str
 
-AT_ONCE = 64            # episodes of a worker
-TICK_SECONDS = 0.25     # between two looks at who is late
-DETAIL = 4000           # characters of a traceback that are kept
-FORKED = False          # whether this process is a fork of a worker: it ends where it comes back from the user's code
+EPISODES_PER_WORKER = 64            # most episodes of a worker at a time
+TICK_SECONDS = 0.25     # between two checks of time limits
+MAX_TRACEBACK_CHARS = 4000           # last characters of a traceback that are kept
+FORKED = False          # whether this process is a fork of a worker, which exits when the user's code returns
 
 
-def grace(step_seconds: float) -> float:
-    """Seconds beyond a limit in which what runs may still end by itself."""
+def grace_seconds(step_seconds: float) -> float:
+    """Returns the seconds after a limit within which running code may still end by itself."""
     return 1.0 + min(0.25 * step_seconds, 10.0)
 
 
-class Late(BaseException):
-    """The episode ran out of time. Not an Exception: user's code must not take it for one of its own."""
+class EpisodeTimeout(BaseException):
+    """The episode ran out of time. Not an Exception, so that user code does not catch it."""
 
 
-class Gone(BaseException):
-    """Nobody wants the episode any more."""
+class EpisodeCancelled(BaseException):
+    """The episode was cancelled."""
 
 
 class Seats:
-    """Shared memory of a worker and the pool: per seat since when (time.monotonic) its code is running, 0 = it is not;
-    behind them when the loop was last seen alive."""
+    """Shared memory of a worker and the pool: per seat the time (time.monotonic) since which its code runs, 0 if it
+    does not; last, the loop's heartbeat.
+    """
 
-    BYTES = 8 * (AT_ONCE + 1)
+    BYTES = 8 * (EPISODES_PER_WORKER + 1)
 
     def __init__(self, fd: int):
-        os.lseek(fd, self.BYTES, os.SEEK_SET)  # who writes to all descriptors there are does not write to the table
+        os.lseek(fd, self.BYTES, os.SEEK_SET)  # code that writes to every open descriptor does not hit the table
         self.since = memoryview(mmap.mmap(fd, self.BYTES)).cast("d")
 
     def beat(self) -> None:
-        self.since[AT_ONCE] = time.monotonic()
+        """Sets the loop's heartbeat."""
+        self.since[EPISODES_PER_WORKER] = time.monotonic()
 
     def ages(self) -> dict[int, float]:
-        """Seconds since then, for another host, whose clock is another."""
+        """Returns seat -> seconds since its time, for another host with another clock."""
         now = time.monotonic()
         return {seat: now - since for seat, since in enumerate(self.since) if since}
 
 
 class RemoteSeats:
-    """The same of a worker on another host, as its actor told it last."""
+    """The Seats of a worker on another host, as its actor last reported them."""
 
     def __init__(self):
-        self.since = [0.0] * (AT_ONCE + 1)
+        self.since = [0.0] * (EPISODES_PER_WORKER + 1)
 
     def told(self, ages: dict[int, float]) -> None:
+        """Stores the ages that the actor reports."""
         now = time.monotonic()
-        for seat in range(AT_ONCE + 1):
+        for seat in range(EPISODES_PER_WORKER + 1):
             self.since[seat] = now - ages[seat] if seat in ages else 0.0
 
 
 class GlobalRandom:
-    """The process's random numbers as one episode sees them, whatever others draw in between."""
+    """The process's random state as one episode sees it, independent of draws by others."""
 
     def __init__(self, seed: int):
         self._seed, self._python, self._numpy = seed, None, None
 
     def enter(self) -> None:
+        """Restores the episode's random state."""
         if self._python is None:
             random.seed(self._seed)
         else:
@@ -100,6 +105,7 @@ class GlobalRandom:
                 numpy.set_state(self._numpy)
 
     def leave(self) -> None:
+        """Saves the episode's random state."""
         self._python = random.getstate()
         if (numpy := _numpy_random()) is not None:
             self._numpy = numpy.get_state()
@@ -110,62 +116,65 @@ def _numpy_random():
     return found if hasattr(found, "set_state") else None
 
 
-class Running:
-    """A try at an episode: what it may do (the host of its Chat), and its clock."""
+class Attempt:
+    """One attempt at an episode: the host of its Chat, and its clock."""
 
     def __init__(self, server: Server, n: int, seat: int, task: dict):
         self.server, self.n, self.seat, self.seed = server, n, seat, task["seed"]
         self.task = Task(Row(task["row"]), task["prompt"], task["seed"], server.user)
         self.random, self.phase = GlobalRandom(task["seed"]), ""
-        self.waiting = None   # for the model's turn: a future, or a queue
+        self.waiting = None   # future of the model's turn
         self.late, self.gone, self.stopping, self.cancelled = "", False, False, 0.0
-        self.seconds, self.outside = 0.0, []  # of the turns before; since when threads of it run
+        self.seconds, self.thread_starts = 0.0, []  # seconds of earlier turns; start times of its threads
         self._clock()
 
-    # -- time: the environment's own, neither the model's nor that of other episodes on the loop
+    # -- time spent in the environment, without the model's and that of other episodes on the loop
 
     def _clock(self) -> None:
         self.began, self.busy, self.running = time.monotonic(), self.server.busy, 0.0
 
-    def spent(self) -> float:
-        """Seconds of this turn."""
-        if self.server.play.blocking:
+    def seconds_spent(self) -> float:
+        """Returns the seconds of this turn."""
+        if self.server.runner.blocking:
             return self.running
         return max(self.running, time.monotonic() - self.began - (self.server.busy - self.busy) + self.running)
 
     def check(self) -> None:
-        """Notes that it is late."""
-        spent, limits = self.spent(), self.server.limits
-        if not self.late and spent > limits["step_seconds"]:
+        """Sets `late` if a time limit is exceeded."""
+        seconds_spent, limits = self.seconds_spent(), self.server.limits
+        if not self.late and seconds_spent > limits["step_seconds"]:
             self.late = f"a turn took longer than env.step_seconds={limits['step_seconds']:g}"
-        elif not self.late and self.seconds + spent > limits["episode_seconds"]:
+        elif not self.late and self.seconds + seconds_spent > limits["episode_seconds"]:
             self.late = f"it took longer than env.episode_seconds={limits['episode_seconds']:g}"
 
     def enter(self) -> None:
+        """Marks the start of the episode's code in the shared table."""
         self.entered = self.server.seats.since[self.seat] = time.monotonic()
 
     def leave(self) -> None:
+        """Marks the end of the episode's code and adds its time."""
         if FORKED:
             os._exit(1)
-        now = self.server.seats.since[AT_ONCE] = time.monotonic()
+        now = self.server.seats.since[EPISODES_PER_WORKER] = time.monotonic()
         took = now - self.entered
         self.running += took
-        if not self.server.play.blocking:
+        if not self.server.runner.blocking:
             self.server.busy += took
-        self.server.seats.since[self.seat] = min(self.outside, default=0.0)
+        self.server.seats.since[self.seat] = min(self.thread_starts, default=0.0)
 
     # -- the host of a Chat
 
-    def _sent(self, payload: dict) -> None:
+    def _send_payload(self, payload: dict) -> None:
         self.check()
         if self.late:
-            raise Late
-        spent = self.spent()
-        self.seconds += spent
-        self.server.send([self.n, "send", payload | {"seconds": spent}])
+            raise EpisodeTimeout
+        seconds_spent = self.seconds_spent()
+        self.seconds += seconds_spent
+        self.server.send([self.n, "send", payload | {"seconds": seconds_spent}])
 
     async def exchange(self, payload: dict) -> dict:
-        self._sent(payload)
+        """Sends a payload to the trainer and returns the model's turn."""
+        self._send_payload(payload)
         self.waiting = self.server.loop.create_future()
         turn = await self.waiting
         self.waiting = None
@@ -173,7 +182,7 @@ class Running:
         return turn
 
     async def call(self, fn, phase: str, *args, **kwargs):
-        """What a function of the user returns, run as env.threads says; a coroutine is awaited."""
+        """Calls a user's function according to env.threads and returns its result; a coroutine is awaited."""
         before, self.phase = self.phase, phase
         try:
             if inspect.iscoroutinefunction(fn):
@@ -188,7 +197,7 @@ class Running:
                     self.random.leave()
             found = await found if hasattr(found, "__await__") else found
         except Exception:
-            self.phase = phase  # calls that ran beside it may have changed it
+            self.phase = phase  # concurrent calls may have changed it
             raise
         self.phase = before
         return found
@@ -200,20 +209,20 @@ class Running:
             except StopIteration as e:  # which no future can hold
                 raise RuntimeError("StopIteration") from e
 
-        self.outside.append(since := time.monotonic())
+        self.thread_starts.append(since := time.monotonic())
         try:
             return await self.server.loop.run_in_executor(self.server.executor, run)
         finally:
-            self.outside.remove(since)
+            self.thread_starts.remove(since)
 
-    async def together(self, coroutines) -> list:
-        """Their results, when all are there; raises what one raised."""
+    async def gather(self, coroutines) -> list:
+        """Returns the results of coroutines once all are done; raises the first exception."""
         if len(coroutines) == 1:
             return [await coroutines[0]]
 
         async def outcome(coroutine):
             try:
-                return await Driven(self, coroutine), None
+                return await TimedCoroutine(self, coroutine), None
             except BaseException as e:  # (a SystemExit would end the loop)
                 return None, e
 
@@ -223,17 +232,17 @@ class Running:
                 raise error
         return [value for value, _ in outcomes]
 
-    # -- what becomes of it
+    # -- result
 
     def end(self, value=None, error: BaseException | None = None) -> list:
-        """The message that ends it."""
+        """Returns the message that ends the attempt."""
         if self.gone:
             return [self.n, "gone"]
         self.check()
         if self.late:
             return [self.n, "failed", {"cause": self.late, "detail": f"it was at {self.phase}", "fault": "late",
                                        "reward": self.chat._reward}]
-        self.seconds += self.spent()
+        self.seconds += self.seconds_spent()
         try:
             if error is None:
                 return [self.n, "done", self.chat._result(value) | {"seconds": self.seconds}]
@@ -242,12 +251,12 @@ class Running:
         return [self.n, "failed", failure(error, self.phase)]
 
 
-class BlockingRunning(Running):
-    """Of a plain function: it has a thread, and what is awaited elsewhere blocks it."""
+class BlockingAttempt(Attempt):
+    """An attempt at a plain function's episode, in its own thread; awaiting blocks it."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.waiting, self.replies, self.asks = None, queue.SimpleQueue(), False
+        self.waiting, self.replies, self.awaits_turn = None, queue.SimpleQueue(), False
 
     def enter(self) -> None:
         if not self.server.threads:
@@ -265,12 +274,12 @@ class BlockingRunning(Running):
     async def exchange(self, payload: dict) -> dict:
         self.leave()
         try:
-            self._sent(payload)
+            self._send_payload(payload)
             turn = self.replies.get()
         finally:
             self.enter()
         if self.gone:
-            raise Gone
+            raise EpisodeCancelled
         return turn
 
     async def call(self, fn, phase: str, *args, **kwargs):
@@ -281,7 +290,7 @@ class BlockingRunning(Running):
         self.phase = before
         return found
 
-    async def together(self, coroutines) -> list:
+    async def gather(self, coroutines) -> list:
         return [await c for c in coroutines]
 
 
@@ -289,10 +298,10 @@ async def _awaited(awaitable):
     return await awaitable
 
 
-class Driven:
-    """A coroutine whose every step is noted as its episode's: a table shows the pool whose code is running."""
+class TimedCoroutine:
+    """A coroutine whose every step is recorded as its episode's in the shared table."""
 
-    def __init__(self, running: Running, coroutine):
+    def __init__(self, running: Attempt, coroutine):
         self._running, self._coroutine = running, coroutine
 
     def __await__(self):
@@ -308,29 +317,29 @@ class Driven:
             try:
                 error = None
                 yield future
-            except BaseException as e:  # a cancellation, or what the future holds: the coroutine's to deal with
+            except BaseException as e:  # a cancellation or the future's exception, handled by the coroutine
                 error = e
 
 
 class Server:
-    """The loop of a worker. play: what an episode is, of adapters.find."""
+    """The event loop of a worker. runner: of adapters.load_runner."""
 
-    def __init__(self, play, setup: dict, streams: tuple[int, int], seats: Seats):
-        self.play, self.limits, self.user, self.threads = play, setup["limits"], setup["user"], setup["threads"]
+    def __init__(self, runner, setup: dict, streams: tuple[int, int], seats: Seats):
+        self.runner, self.limits, self.user, self.threads = runner, setup["limits"], setup["user"], setup["threads"]
         self.parallel, self.seats, self.busy = setup["max_parallel_calls"], seats, 0.0
-        self.baton = threading.Lock()  # of plain episodes: who has it runs
-        self.executor = concurrent.futures.ThreadPoolExecutor(AT_ONCE * max(1, self.parallel))
+        self.baton = threading.Lock()  # held by the plain episode that runs
+        self.executor = concurrent.futures.ThreadPoolExecutor(EPISODES_PER_WORKER * max(1, self.parallel))
         self._in, self._out = streams
         self._selector = selectors.DefaultSelector()
         self.loop = asyncio.SelectorEventLoop(self._selector)
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, Attempt] = {}
         self._tasks: dict[int, asyncio.Task] = {}
         self._buffer, self._unsent, self._lock = b"", [], threading.Lock()
         self._encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
         self._thread = threading.get_ident()
 
     def serve(self) -> None:
-        """Until the parent is gone."""
+        """Runs until the parent is gone."""
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_child)
         asyncio.set_event_loop(self.loop)
@@ -339,16 +348,16 @@ class Server:
         self.loop.run_forever()
 
     def _in_child(self) -> None:
-        """A fork has no part in the protocol, the table and this process's selector."""
+        """Detaches a forked child from the protocol, the table and this process's selector."""
         global FORKED
         FORKED = True
-        self.seats.since = [0.0] * (AT_ONCE + 1)
+        self.seats.since = [0.0] * (EPISODES_PER_WORKER + 1)
         self._selector.close()
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def send(self, message: list) -> None:
-        """Any thread's. Lines that come together are written together."""
+        """Queues a message, from any thread. Messages that come together are written together."""
         line = self._encode(message).encode("utf-8", "replace")
         with self._lock:
             first = not self._unsent
@@ -384,9 +393,9 @@ class Server:
             {"start": self._start, "turn": self._turn, "cancel": self._cancel}[order](n, *rest)
 
     def _start(self, n: int, seat: int, task: dict) -> None:
-        running = self._running[n] = (BlockingRunning if self.play.blocking else Running)(self, n, seat, task)
-        running.phase, running.chat = self.play.name, self.play.chat(running, self.parallel)
-        if self.play.blocking:
+        running = self._running[n] = (BlockingAttempt if self.runner.blocking else Attempt)(self, n, seat, task)
+        running.phase, running.chat = self.runner.name, self.runner.chat(running, self.parallel)
+        if self.runner.blocking:
             threading.Thread(target=self._run_thread, args=(running,), daemon=True).start()
         else:
             self._tasks[n] = self.loop.create_task(self._run(running))
@@ -395,42 +404,42 @@ class Server:
         running = self._running.get(n)
         if running is None:
             return
-        if self.play.blocking:
+        if self.runner.blocking:
             running.replies.put(turn)
         elif running.waiting is not None and not running.waiting.done():
             running.waiting.set_result(turn)
 
     def _cancel(self, n: int) -> None:
         running = self._running.get(n)
-        if running is None:  # its end is on the way
+        if running is None:  # it has already ended
             return
         running.gone = running.stopping = True
-        if self.play.blocking:
+        if self.runner.blocking:
             running.replies.put(None)
         else:
             self._stop(running)
 
-    async def _run(self, running: Running) -> None:
+    async def _run(self, running: Attempt) -> None:
         value, error = None, None
         try:
-            value = await Driven(running, self.play.run(running.task, running.chat, running))
+            value = await TimedCoroutine(running, self.runner.run(running.task, running.chat, running))
         except BaseException as e:
             error = e
-        self._over(running, value, error)
+        self._finish(running, value, error)
 
-    def _run_thread(self, running: BlockingRunning) -> None:
+    def _run_thread(self, running: BlockingAttempt) -> None:
         value, error = None, None
         try:
             running.enter()
             try:
-                value = self.play.run(running.task, running.chat, running)
+                value = self.runner.run(running.task, running.chat, running)
             finally:
                 running.leave()
         except BaseException as e:
             error = e
-        self.loop.call_soon_threadsafe(self._over, running, value, error)
+        self.loop.call_soon_threadsafe(self._finish, running, value, error)
 
-    def _over(self, running: Running, value, error) -> None:
+    def _finish(self, running: Attempt, value, error) -> None:
         self._running.pop(running.n, None)
         self._tasks.pop(running.n, None)
         message = running.end(value, error)
@@ -440,7 +449,9 @@ class Server:
             self.send([running.n, "failed", failure(e, running.phase)])
 
     def _tick(self) -> None:
-        """Cancels what is late, and says what does not end though it was cancelled. (What blocks is the pool's.)"""
+        """Cancels attempts that are late, and reports those that do not end after cancelling. (The pool handles
+        blocked loops.)
+        """
         self.seats.beat()
         for n in list(self._tasks):
             running = self._running[n]
@@ -451,29 +462,31 @@ class Server:
                 self._stop(running)
         self.loop.call_later(min(TICK_SECONDS, 0.25 * self.limits["step_seconds"]), self._tick)
 
-    def _stop(self, running: Running) -> None:
-        """Cancels it, once none of its threads runs: those would run on."""
+    def _stop(self, running: Attempt) -> None:
+        """Cancels an attempt once none of its threads runs, since those would continue."""
         now = time.monotonic()
-        if running.outside or running.cancelled < 0:
+        if running.thread_starts or running.cancelled < 0:
             return
         if not running.cancelled:
             running.cancelled = now
             self._tasks[running.n].cancel()
-        elif now - running.cancelled > grace(self.limits["step_seconds"]):
+        elif now - running.cancelled > grace_seconds(self.limits["step_seconds"]):
             running.cancelled = -1.0
             self.send([running.n, "hung", running.late])
 
 
 def failure(error: BaseException, phase: str) -> dict:
-    """Data of a "failed": `cause` short, so that equal ones can be counted, `detail` the traceback's end."""
+    """Returns the data of a "failed": `cause` short, so that equal ones can be counted, `detail` the end of the
+    traceback.
+    """
     text = "".join(traceback.format_exception(error))
-    return {"cause": cause(error, phase), "detail": text[-DETAIL:], "fault": "env", "reward": 0.0}
+    return {"cause": cause(error, phase), "detail": text[-MAX_TRACEBACK_CHARS:], "fault": "env", "reward": 0.0}
 
 
 def cause(error: BaseException, phase: str) -> str:
-    """'ConnectionError in reset', with an HTTP status where it has one."""
+    """Returns a short cause such as 'ConnectionError in reset', with the HTTP status if there is one."""
     if isinstance(error, (BadEnvironment, MissingColumn)):
-        return f"{shown(error)} (in {phase})"
+        return f"{safe_str(error)} (in {phase})"
     kind, status = type(error).__name__, getattr(error, "code", None)
     if not isinstance(status, int) or isinstance(error, SystemExit):
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -481,7 +494,7 @@ def cause(error: BaseException, phase: str) -> str:
 
 
 def main() -> None:
-    """Serves until standard input ends, which it does when the parent goes, however it goes."""
+    """Serves episodes until standard input ends, which it does when the parent exits in any way."""
     from jaxrl.envs import adapters
     from jaxrl.workers.sources import digest
     streams.begin("environment")
@@ -492,8 +505,8 @@ def main() -> None:
     before = set(sys.modules)
     sandbox.configure(setup["sandbox"])
     try:
-        play = adapters.find(setup)
-        first = ["ready", {"tools": play.tools, "sources": digest(play.functions, before, play.files)}]
+        runner = adapters.load_runner(setup)
+        first = ["ready", {"tools": runner.tools, "sources": digest(runner.functions, before, runner.files)}]
     except LoadError as e:
         first = ["fatal", f"{e}"]
     if os.getpid() != owner:
@@ -503,7 +516,7 @@ def main() -> None:
         return
     code = 1
     try:
-        Server(play, setup, (to_read, to_write), seats).serve()
+        Server(runner, setup, (to_read, to_write), seats).serve()
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
     except BaseException:
@@ -523,7 +536,7 @@ def _closed(fd: int) -> bool:
 
 
 def _first_line(fd: int) -> bytes:
-    """No more than that is taken of the stream."""
+    """Reads the first line of a stream, and no more."""
     out = bytearray()
     while not out.endswith(b"\n"):
         data = os.read(fd, 1 << 16)

@@ -1,2 +1,3 @@
-"""The parts of planning/plan.py, in the order it uses them: targets, workload, programs, compiling, collectives,
-roofline, fit."""
+"""Parts of planning/plan.py (run.mode=plan), in the order it uses them: targets, workload, programs, compiling,
+collectives, roofline, fit.
+"""

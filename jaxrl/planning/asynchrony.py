@@ -1,9 +1,9 @@
 """A job's clockwork in virtual time: the runs' own admission (rollout/queue.py) between a simulated engine and trainer.
 
-What is simulated: an engine with so many slots, whose decode steps take `fixed + each * completions` seconds, and a
-trainer whose step takes `train + train_token * tokens`. What is real: which completions are asked for when, what waits
-for what, what a publish does to answers under way. Speeds are those of a recorded run (`recorded`) or of a roofline
-(`planned`); lengths are recorded, given, or the longest.
+Simulated: an engine with a number of slots, whose decode steps take `fixed + each * completions` seconds, and a
+trainer whose step takes `train + train_token * tokens`. Real: which completions are requested when, what waits for
+what, and what a weight sync does to unfinished completions. Speeds are those of a recorded run (`read_recorded_run`)
+or of a roofline (`planned`); lengths are recorded, set, or the longest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.planning import roofline, workload
-from jaxrl.rollout import engine_of, protocol
+from jaxrl.rollout import engine_row, protocol
 from jaxrl.rollout.protocol import Health, Key, Request, Result
 from jaxrl.rollout.queue import RolloutQueue, staleness
 from jaxrl.sharding import ROLLOUT_RULES
@@ -35,8 +35,12 @@ PROMPT = np.ones(1, np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """Seconds. `prompt`: of the engine per answer it begins, during which it decodes nothing. `reward`: after the last
-    completion where nothing is asked for ahead; else rewards run beside generation."""
+    """Speeds of a job in seconds.
+
+    Attributes:
+      prompt: of the engine per completion it starts, during which it decodes nothing.
+      reward: after the last completion if nothing is requested ahead; else rewards run during the rollout.
+    """
 
     slots: int
     fixed: float
@@ -49,9 +53,11 @@ class Speeds:
 
 
 class Engine(protocol.Engine):
-    """An engine in virtual time. beside: it works while the trainer does (devices of its own); else only while polled.
+    """A rollout engine in virtual time.
 
-    length: request -> tokens of its completion. Requests are begun in order as slots come free.
+    Args:
+      beside: it works while the trainer does (on its own devices); else only while polled.
+      length: request -> tokens of its completion. Requests start in order as slots become free.
     """
 
     def __init__(self, speeds: Speeds, length, beside: bool):
@@ -87,7 +93,7 @@ class Engine(protocol.Engine):
         return done
 
     def elapse(self, seconds: float) -> None:
-        """The trainer works for so long."""
+        """Advances the time by a trainer's step."""
         end = self.now + seconds
         if self.beside:
             self._work(end)
@@ -139,11 +145,15 @@ class Engine(protocol.Engine):
 def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: int, max_staleness: int = 0,
              sync_every: int = 1,
              partial: bool = False, beside: bool = True, prompt: float = 0.0) -> dict:
-    """A run without end, looked at for `steps` steps after those in which the pipe fills.
+    """Simulates an endless run and measures `steps` steps after the pipeline has filled.
 
-    lengths: of completions in the order of the data, begun anew where they end. prompt: tokens of one prompt. Returns
-    {"seconds": of each step from the first on; of those looked at: "step_seconds" mean, "trainer", "engine" shares of
-    the time in which each works, "staleness" the highest}.
+    Args:
+      lengths: of completions in the order of the data, repeated.
+      prompt: tokens of one prompt.
+
+    Returns:
+      {"seconds": of each step from the first on; of the measured steps: "step_seconds" mean, "trainer", "engine"
+      shares of the time in which each works, "staleness" the highest}.
     """
     number = lambda request: request.key.prompt * group_size + request.key.sample  # noqa: E731
     length = lambda request: int(lengths[number(request) % len(lengths)])  # noqa: E731
@@ -181,8 +191,10 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A run's own: completion lengths of each step, its seconds (without evaluation, checkpoints, exports), speeds."""
+class RecordedRun:
+    """Measurements of a recorded run: completion lengths of each step, its seconds (without evaluation, checkpoints,
+    exports), fitted speeds.
+    """
 
     lengths: list[np.ndarray]
     seconds: np.ndarray
@@ -191,13 +203,13 @@ class Recorded:
     group_size: int
 
 
-def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
+def read_recorded_run(folder, steps: slice = slice(WARM_UP, None)) -> RecordedRun:
     """Reads rollouts/ and metrics.jsonl of a synchronous run and fits the speeds, all at least 0, to these steps:
 
         rollout = fixed * decode steps + each * tokens + prompt * completions
         score + update + other = train + train_token * tokens
 
-    Raises ConfigError for a run that holds neither, or whose times overlap.
+    Raises ConfigError for a run that has neither, or whose times overlap.
     """
     folder = Path(folder)
     try:
@@ -220,7 +232,7 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     if len(lengths) < 2:
         raise ConfigError(f"plan.run={str(folder)!r}: {len(lengths)} steps with rollouts after the first {WARM_UP}; "
                           "name a longer run with log.rollouts=True")
-    engine = engine_of(SimpleNamespace(rollout=SimpleNamespace(**roll)), here=False)
+    engine = engine_row(SimpleNamespace(rollout=SimpleNamespace(**roll)), here=False)
     slots = engine.slots(roll, data["prompts_per_step"] * roll["group_size"])
     of = lambda *names: np.array([sum(t.get(n, 0.0) for n in names) for t in times])  # noqa: E731
     seconds = of("step") - of("eval", "checkpoint", "export")
@@ -230,7 +242,7 @@ def recorded(folder, steps: slice = slice(WARM_UP, None)) -> Recorded:
     train, train_token = _fitted(seconds - of("rollout", "reward", "publish"), np.ones_like(tokens), tokens)
     reward, publish = float(np.median(of("reward"))), float(np.median(of("publish")))
     speeds = Speeds(slots, fixed, each, prompt, reward, train, train_token, publish)
-    return Recorded(lengths, seconds, speeds, data["prompts_per_step"], roll["group_size"])
+    return RecordedRun(lengths, seconds, speeds, data["prompts_per_step"], roll["group_size"])
 
 
 def nonnegative_lstsq(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -266,7 +278,7 @@ def _decode_steps(lengths, slots: int) -> float:
 
 
 def planned(case, phases: dict) -> Speeds:
-    """Of the target by its roofline. vLLM's servers count as devices of the same kind."""
+    """Returns the Speeds of the target by its roofline. vLLM's servers count as devices of the same kind."""
     c, chip = case.config, case.target.chip
     (inner, shapes, width), servers = case.sampler, case.samplers
     decode, prefill = workload.rollout_work(c, case.model, inner, shapes, servers, width)
@@ -282,7 +294,7 @@ def planned(case, phases: dict) -> Speeds:
 
 
 def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> list[dict]:
-    """One row per staleness: the config's own and those nearby."""
+    """Returns one row per staleness: the config's and those nearby."""
     c = config
     own, every = c.rollout.max_staleness, c.rollout.sync_every
     batch = c.data.prompts_per_step * c.rollout.group_size
@@ -296,14 +308,15 @@ def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> lis
     return rows
 
 
-def of_case(case, phases: dict) -> dict:
-    """{"basis", "beside", "rows", "balance"} of a plan. balance: of as many devices, those that each side should have
-    so that neither waits, by the seconds each is busy; {} where both share theirs."""
+def plan_asynchrony(case, phases: dict) -> dict:
+    """Returns {"basis", "beside", "rows", "balance"} of a plan. balance: how to split the same number of devices so
+    that neither side waits, by the seconds each is busy; {} if both share theirs.
+    """
     c = case.config
     own = bool(c.rollout.servers or c.rollout.vllm.devices) and c.rollout.placement != "colocated"
     beside = case.rollout is None and own
     if c.plan.run:
-        run = recorded(c.plan.run)
+        run = read_recorded_run(c.plan.run)
         speeds, prompt = run.speeds, 0.0
         lengths, basis = np.concatenate(run.lengths), f"speeds and lengths of {c.plan.run}"
     else:
@@ -322,7 +335,7 @@ def of_case(case, phases: dict) -> dict:
 
 
 def table(found: dict) -> list[str]:
-    """Lines of a plan's text."""
+    """Returns the lines of a plan's text."""
     lines = ["", "running ahead, simulated (" + found["basis"] + "; "
              + ("the engine on devices of its own)" if found["beside"] else "the engine on the trainer's devices)"),
              f"  {'max_staleness':>14s}{'step s':>10s}{'trainer':>10s}{'engine':>10s}   busy"]

@@ -1,4 +1,4 @@
-"""A job on a target: the config with nothing left to the platform, the model, the meshes."""
+"""A job on a target: the fully resolved config, the model, the meshes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxrl.planning import memory, workload
 from jaxrl.planning.workload import SIZES, data_shards
 from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.roles.parameters import DTYPES, source_of
-from jaxrl.rollout.engines import check_served, chosen_engine, engine_of, shared_gpus
+from jaxrl.rollout.engines import check_served, engine_name, engine_row, shared_gpus
 from jaxrl.rollout.shapes import from_config
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.sharding import targets
@@ -34,10 +34,17 @@ CONTEXT, ASLEEP = 1 << 30, 2 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`mesh` holds axis sizes; `rollout` is (mesh of one process's sampler, its Shapes, bytes of its dtype) or None
-    where the completions come from elsewhere; `memory` and `usable` are bytes of one device, `lent` those that vLLM's
-    server takes of it in turns (rollout.placement=colocated; 0 = none); `left_out` says why completions are not
-    planned, `adapters` that the job has adapters: the full training is planned instead."""
+    """A job to plan.
+
+    Attributes:
+      mesh: axis sizes.
+      rollout: (mesh of one process's sampler, its Shapes, bytes of its dtype), or None if the completions come from
+        elsewhere.
+      memory, usable: bytes of one device.
+      lent: bytes of it that vLLM's server takes in turns (rollout.placement=colocated; 0 = none).
+      left_out: why completions are not planned.
+      adapters: the job has adapters; the full training is planned instead.
+    """
 
     config: Any
     target: targets.Target
@@ -64,7 +71,8 @@ class Case:
 
     @property
     def samplers(self) -> int:
-        """Engines that share a step's completions: the embedded sampler of each process, or vLLM's servers."""
+        """Number of engines that share a step's completions: the embedded sampler of each process, or vLLM's servers.
+        """
         c = self.config
         if self.rollout is not None:
             return self.target.hosts
@@ -72,7 +80,7 @@ class Case:
 
     @functools.cached_property
     def sampler(self) -> tuple[dict, Any, int]:
-        """(mesh, shapes, bytes of a weight) of one of them. vLLM's servers count as devices of the target's kind."""
+        """(mesh, shapes, bytes of a weight) of one engine. vLLM's servers count as devices of the target's kind."""
         c = self.config
         if self.rollout is not None:
             return self.rollout
@@ -89,7 +97,7 @@ class Case:
 
 
 def open_case(config) -> Case:
-    """Raises ConfigError for a target, model or mesh that cannot be."""
+    """Builds the case of a config. Raises ConfigError for an impossible target, model or mesh."""
     targets.parse(config.plan.target)
     config, adapters = _with_warm_start(config), config.lora.rank > 0
     if adapters:
@@ -105,7 +113,11 @@ def open_case(config) -> Case:
 
 
 def case_of(config, hf_config: dict, model=None) -> Case:
-    """The case of a config whose model description is read; `model` where a run has built it."""
+    """Returns the case of a config whose model description is read.
+
+    Args:
+      model: the model, if a run has built it.
+    """
     target = targets.parse(config.plan.target)
     if set(config.mesh.roles.get("policy", ())) - {"rest"} in ({"devices"}, {"processes"}, {"devices", "processes"}):
         config = config.copy_and_resolve_references()  # the target's chips are the policy's
@@ -117,7 +129,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
         raise ConfigError(f"mesh.roles={dict(config.mesh.roles)}: a plan has every role on the policy's devices, and "
                           "only policy and sampler may rest, or roles be streamed; leave the others out to plan")
     spec = resolve(config, Platform(target.kind, target.chip.dtype), hf_config if model is None else None,
-                   engine=chosen_engine(getattr(config, "asked", config), here=False))
+                   engine=engine_name(getattr(config, "asked", config), here=False))
     model = with_kernels(model or _model(spec, hf_config), target)
     mesh = dict(zip(AXES, sharding.mesh_shape(spec.mesh, target.count), strict=True))
     sharding.check_experts(mesh["ep"], model.config.num_experts)
@@ -130,7 +142,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
 
 
 def alone(config) -> bool:
-    """Whether the trainer is planned without its engine."""
+    """Returns whether the trainer is planned without its engine."""
     return config.plan.part == "training"
 
 
@@ -155,7 +167,7 @@ def _with_warm_start(config):
 
 
 def with_kernels(model, target):
-    """The model as it is counted: `attention` is what `auto` takes on the target. (Programs are the config's.)"""
+    """Returns the model for counting: `attention` is what `auto` picks on the target. (Programs use the config's.)"""
     if model.attention != "auto" or target.kind == "cpu":
         return model
     size = model.config.row_head_size
@@ -185,7 +197,7 @@ def _build(description: str, dtype: str, scan: bool, remat: str, attention: str,
 
 def _rollout(config, model, target, mesh: dict):
     """The embedded sampler of one process. rollout.engine=auto counts as it: vLLM is planned for where it is named."""
-    if not config.recipe.samples or not engine_of(config).on_mesh:
+    if not config.recipe.samples or not engine_row(config).on_mesh:
         return None
     if target.hosts == 1:
         inner = rollout_shape(mesh)
@@ -202,7 +214,7 @@ def _rollout(config, model, target, mesh: dict):
 
 
 def device_memory(config, target) -> tuple[float, float]:
-    """(bytes of a device, bytes that the job may use). CPU devices share this machine's memory."""
+    """Returns (bytes of a device, bytes that the job may use). CPU devices share this host's memory."""
     if target.kind == "cpu":
         share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / target.count
         return share, share

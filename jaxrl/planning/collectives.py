@@ -25,7 +25,9 @@ _OPCODE = re.compile(r"(?:^|\s)([a-z][a-z0-9\-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One kind of one group: `count` runs that together handle `bytes` of whole (gathered, unreduced) arrays."""
+    """Collectives of one kind over one group: `count` runs that together handle `bytes` of whole (gathered,
+    unreduced) arrays.
+    """
 
     kind: str
     group: int       # devices that take part
@@ -42,7 +44,8 @@ class Collective:
 
 
 def read(text: str, per_host: int) -> list[Collective]:
-    """The collectives of a compiled program. `per_host`: devices with neighbouring numbers that share a host."""
+    """Returns the collectives of a compiled program. `per_host`: devices with neighbouring numbers that share a host.
+    """
     entry, bodies = _computations(text)
     found = _walk(entry, bodies, per_host, {})
     return sorted((Collective(*key, *sums) for key, sums in found.items()), key=lambda c: -c.sent)
@@ -110,7 +113,7 @@ def _branches(rest: str) -> list[str]:
 
 
 def trips(rest: str, condition: dict[str, str]) -> int:
-    """How often a loop runs: what the compiler says, else the largest integer its condition compares with."""
+    """Returns how often a loop runs: the compiler's figure, else the largest integer its condition compares with."""
     known = re.search(r'known_trip_count[^\d]*(\d+)', rest)
     if known:
         return int(known[1])
@@ -119,7 +122,7 @@ def trips(rest: str, condition: dict[str, str]) -> int:
 
 
 def array_bytes(text: str) -> int:
-    """Bytes of all arrays named in a type: 'f32[4,8]' or '(bf16[2], s32[])'."""
+    """Returns the bytes of all arrays named in a type: 'f32[4,8]' or '(bf16[2], s32[])'."""
     total = 0
     for kind, dims in _ARRAY.findall(text):
         bits = BITS.get(kind) or int(re.sub(r"\D.*", "", kind[1:]) or 8)
@@ -177,7 +180,7 @@ def _was_bf16(name: str, bodies, body: dict[str, str]) -> bool:
 
 
 def replica_groups(rest: str) -> np.ndarray:
-    """[groups, devices of a group], from any of the notations of XLA's text."""
+    """Returns [groups, devices of a group], from any of the notations of XLA's text."""
     found = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", rest)
     if found:
         return np.array([[int(d) for d in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", found[1])])

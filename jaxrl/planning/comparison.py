@@ -1,4 +1,4 @@
-"""Predicted next to measured: what a plan says of a training run, beside what the run's own clock and devices say."""
+"""Compares a plan's predictions of a training run with the run's measured times and memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WARM_UP = 2  # lines of metrics that hold compilations
 
 
 def comparison(spec, job, step: int) -> PlanComparison:
-    """Of a run that begins after `step` completed steps."""
+    """Returns the PlanComparison of a run that starts after `step` completed steps."""
     return PlanComparison(spec, job, step)
 
 
 class PlanComparison:
     """Keeps the median seconds of each phase and the highest device memory, next to `plan.predict`.
 
-    Predictions take every prompt and answer at its longest and count temporaries; nothing is compiled for them. Of CPUs
-    memory alone is predicted, and nothing where devices are unknown to the table of chips or roles have devices of
-    their own.
+    Predictions are upper bounds at maximum lengths, with counted temporaries; nothing is compiled for them. On CPUs
+    only memory is predicted, and nothing if devices are missing in the table of chips or roles have their own
+    devices.
     """
 
     def __init__(self, config, job, step: int):
@@ -38,14 +38,14 @@ class PlanComparison:
             log.warning("no prediction beside this run: %r", e)
 
     def start(self) -> str:
-        """The line before the first step; "" where nothing is predicted."""
+        """Returns the line before the first step; "" if nothing is predicted."""
         if not self.predicted:
             return ""
         return (f"planned   {_said(self.predicted)}; upper bound at maximum lengths "
                 "(docs/guides/plan.md)")
 
     def add(self, step: int, phases: dict[str, float]) -> None:
-        """Seconds by phase since the last call, of the steps up to `step`."""
+        """Adds the seconds by phase since the last call, for the steps up to `step`."""
         count, self._step, self._lines = step - self._step, step, self._lines + 1
         if count > 0 and self._lines > WARM_UP:
             for name in PHASES:
@@ -53,7 +53,9 @@ class PlanComparison:
                     self._seconds.setdefault(name, []).append(phases[name] / count)
 
     def measured(self) -> dict[str, float]:
-        """{"peak_bytes" where the device tells, "<phase>_seconds", "step_seconds" their sum}: medians after warm-up."""
+        """Returns {"peak_bytes" if the device reports it, "<phase>_seconds", "step_seconds" their sum}: medians after
+        warm-up.
+        """
         out = {f"{name}_seconds": statistics.median(values) for name, values in self._seconds.items()}
         if out:
             out["step_seconds"] = sum(out.values())
@@ -63,7 +65,7 @@ class PlanComparison:
         return out
 
     def end(self) -> str:
-        """The two lines after the last step; "" where they would have nothing in common."""
+        """Returns the two lines after the last step; "" if they have nothing in common."""
         found = self.measured()
         if not set(self.predicted) & set(found):
             return ""

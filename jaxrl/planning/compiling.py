@@ -68,12 +68,14 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
 
 
 def finish(started, what: str, limit: float) -> dict:
-    """Waits for a compilation and returns its result.
+    """Waits for a compilation and returns its result:
 
     {"programs": {name: {"arguments", "outputs", "alias", "temporaries" (bytes per device), "flops", "seconds",
-    "collectives"}}, "live": {name: bytes per device}, "host": {name: a device's bytes in host memory; on CPUs they are
-    arguments, too}, "rematerialised": warnings of the partitioner, "seconds"}. Raises
-    ConfigError after `limit` seconds, and with the compiler's words where it fails.
+    "collectives"}}, "live": {name: bytes per device}, "host": {name: a device's bytes in host memory; on CPUs they
+    are also arguments}, "rematerialised": warnings of the partitioner, "seconds"}.
+
+    Raises:
+      ConfigError: after `limit` seconds, or with the compiler's message if it fails.
     """
     process, folder, since = started
     with folder:
@@ -103,6 +105,7 @@ def _last_words(said: str) -> str:
 
 
 def has_libtpu() -> bool:
+    """Returns whether libtpu is installed."""
     return importlib.util.find_spec("libtpu") is not None
 
 
@@ -110,6 +113,7 @@ def has_libtpu() -> bool:
 
 
 def main(job_file: str, result_file: str) -> None:
+    """Compiles the job of the command line and writes the result."""
     job, result_file = json.loads(Path(job_file).read_text("utf-8")), Path(result_file).absolute()
     os.chdir(job["cwd"])  # where ./file.py of the config is
     since = time.monotonic()

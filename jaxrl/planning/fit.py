@@ -1,5 +1,6 @@
-"""The largest that fits, and the nearest that does: the counted memory of other configs, scaled by what was compiled
-for this one."""
+"""Finds the largest sizes that fit, and the nearest config that does: counted memory of other configs, scaled by what
+was compiled for this one.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ from collections.abc import Callable, Iterator
 
 from jaxrl.config.load import editable
 from jaxrl.planning.workload import data_shards, lengths, rows
-from jaxrl.rollout.engines import engine_of, shared_gpus
+from jaxrl.rollout.engines import engine_row, shared_gpus
 
 LONGEST = 1 << 20
 
 
-def changed(config, **values):
-    """A copy with dotted options (written group__name, group__part__name) replaced; static lengths that no longer hold
-    follow the config."""
+def with_options(config, **values):
+    """Returns a copy of a config with dotted options (written group__name, group__part__name) replaced; static
+    lengths that no longer fit follow the config.
+    """
     c = editable(config)
     with c.unlocked():
         for name, value in values.items():
@@ -27,8 +29,8 @@ def changed(config, **values):
     return c
 
 
-def most(fits: Callable[[int], bool], start: int, limit: int) -> int:
-    """The largest n <= limit with fits(n), which holds for all below one that it holds for; 0 where not even 1 does."""
+def largest_n(fits: Callable[[int], bool], start: int, limit: int) -> int:
+    """Returns the largest n <= limit with fits(n), which must be monotonic; 0 if not even 1 fits."""
     if not fits(1):
         return 0
     low, high = 1, max(2, start)
@@ -43,42 +45,45 @@ def most(fits: Callable[[int], bool], start: int, limit: int) -> int:
 
 def _samples(config) -> bool:
     """Whether the embedded sampler is planned."""
-    return config.recipe.samples and config.plan.part == "job" and engine_of(config).on_mesh
+    return config.recipe.samples and config.plan.part == "job" and engine_row(config).on_mesh
 
 
 def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: int) -> dict:
-    """The largest microbatch, group, slot count and completion that fit, everything else as it is.
+    """Returns the largest microbatch, group, slot count and completion that fit, all else unchanged; None for an
+    option
+    that does not decide memory.
 
-    peak(config) -> bytes on a device. None where the option does not decide memory.
+    Args:
+      peak: config -> bytes on a device.
     """
     shards = data_shards(mesh)
     length = rows(config, shards).shape[1]
-    fits = lambda **values: peak(changed(config, **values)) <= memory  # noqa: E731
-    row_count = most(lambda n: fits(train__tokens_per_microbatch=n * length), 8, 4096)
+    fits = lambda **values: peak(with_options(config, **values)) <= memory  # noqa: E731
+    row_count = largest_n(lambda n: fits(train__tokens_per_microbatch=n * length), 8, 4096)
     prompt, _ = lengths(config)
     room = max(1, min(LONGEST, max_positions) - prompt)
-    answer = most(lambda n: fits(rollout__max_new_tokens=64 * n), 8, max(1, room // 64))
+    answer = largest_n(lambda n: fits(rollout__max_new_tokens=64 * n), 8, max(1, room // 64))
     out = {"tokens_per_microbatch": row_count * length, "max_new_tokens": 64 * answer, "group_size": None,
            "slots": None}
     if _samples(config):
-        slots = most(lambda n: fits(rollout__slots=n * shards), 8, 4096)
+        slots = largest_n(lambda n: fits(rollout__slots=n * shards), 8, 4096)
         out["slots"] = slots * shards
         by_batch = not config.rollout.slots and config.data.prompts_per_step * config.rollout.group_size < 256
         if by_batch:
-            out["group_size"] = most(lambda n: fits(rollout__group_size=n), config.rollout.group_size, 256)
+            out["group_size"] = largest_n(lambda n: fits(rollout__group_size=n), config.rollout.group_size, 256)
     return out
 
 
 def expert_splits(mesh: dict, per_host: int, experts: int) -> list[int]:
-    """Larger mesh.ep that a host's devices and the number of experts allow, ascending."""
+    """Returns larger values of mesh.ep that a host's devices and the number of experts allow, ascending."""
     inside = per_host // mesh["tp"] if experts else 0
     return [ep for ep in range(mesh["ep"] + 1, inside + 1) if inside % ep == 0 and experts % ep == 0]
 
 
 def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0) -> Iterator[dict]:
-    """Changes in the order in which a user would rather make them: first what costs time, then what costs samples.
-
-    experts: of a layer of the model."""
+    """Returns changes in order of preference: first those that cost time, then those that cost samples. experts: of a
+    layer of the model.
+    """
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
                if n >= length] or [length]
@@ -126,7 +131,7 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
         yield {**least, "rollout__max_new_tokens": max(1, answer // part)}
 
 
-def said(change: dict) -> str:
-    """A change as flags."""
+def as_flags(change: dict) -> str:
+    """Returns a change as command-line flags."""
     return " ".join(f"--config.{name.replace('__', '.')}={value}" for name, value in change.items())
 

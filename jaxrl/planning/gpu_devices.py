@@ -1,5 +1,4 @@
-"""H100 and H200 devices that are not here, for which jax's CUDA plugin compiles: no GPU, driver or CUDA library is
-asked."""
+"""Simulated H100 and H200 devices for which jax's CUDA plugin compiles, without GPU, driver or CUDA library."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 
 
 def compiles(chip: str) -> bool:
-    """Whether programs for this chip can be compiled here."""
+    """Returns whether programs for this chip can be compiled here."""
     return chip in CHIPS and importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
 def devices(chip: str, hosts: int = 1, per_host: int = 1) -> list:
-    """Devices to make a mesh of."""
+    """Returns devices to build a mesh of."""
     from jax.experimental import topologies
 
     name, memory, bandwidth = CHIPS[chip]

@@ -78,14 +78,14 @@ def peaks(live: dict, programs: dict, resting=(), lent: tuple[float, float, floa
 
 
 def away(phase: str, resting) -> tuple[str, ...]:
-    """Live parts that are not on the device in a phase, but for the arguments of its programs."""
+    """Returns the live parts that are not on the device in a phase, except the arguments of its programs."""
     sampler = SAMPLER if "sampler" in resting and phase in ("score", "update") else ()
     policy = POLICY if "policy" in resting and phase == "rollout" else ()
     return MOMENTARY + sampler + policy
 
 
 def by_phase(peaks: dict[str, float]) -> dict[str, float]:
-    """Phase -> the highest of its programs."""
+    """Returns phase -> the highest of its programs."""
     out: dict[str, float] = {}
     for name in sorted(peaks, key=list(PHASE_OF).index):
         out[PHASE_OF[name]] = max(out.get(PHASE_OF[name], 0.0), peaks[name])
@@ -94,7 +94,7 @@ def by_phase(peaks: dict[str, float]) -> dict[str, float]:
 
 def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
           vllm: float = 0.0) -> dict[str, float]:
-    """Bytes by what they are for at the peak; the rest, results that replace nothing and padding, is `other`."""
+    """Returns the bytes by purpose at the peak; the rest, results that replace nothing and padding, is `other`."""
     out: dict[str, float] = {"vllm": vllm} if vllm else {}
     for name, size in live.items():
         if name not in away(PHASE_OF[program], resting) or name in ARGUMENTS.get(program, ()):
@@ -108,10 +108,12 @@ def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
 
 
 def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) -> dict[str, float]:
-    """The live parts of a job that are on the device, by name, from the parameter table alone. Frozen parameters count
-    as trained ones; of parts in host memory, what is too small for it is left out.
+    """Returns the live parts of a job on the device, by name, from the parameter table alone. Frozen parameters count
+    as
+    trained ones; of parts in host memory, those too small for it are ignored.
 
-    rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
+    Args:
+      rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
     """
     size = SIZES[config.train.param_dtype]
     one = weight_bytes(model, mesh, TRAIN_RULES, 1)
@@ -131,7 +133,7 @@ def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) ->
 
 
 def in_host(config) -> set[str]:
-    """Live parts that are in a host memory of its own throughout."""
+    """Returns the live parts that are always in host memory."""
     if targets.parse(config.plan.target).kind == "cpu":
         return set()
     learn = ("params", "gradients", "optimizer")
@@ -175,7 +177,9 @@ def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once
 
 
 def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
-    """Counted temporaries of `update`, `critic` or a scoring pass on a microbatch of `shape` (rows, row length)."""
+    """Returns the counted temporaries of `update`, `critic` or a scoring pass on a microbatch of `shape` (rows, row
+    length).
+    """
     cfg, tp, act = model.config, mesh["tp"], model.compute_dtype.itemsize
     count, length = shape
     t = count * length / token_shards(mesh)
@@ -292,13 +296,13 @@ def dispatch(model, t: float, mesh: dict, learns: bool, device: str = "cpu") -> 
 
 
 def layer_weights(model, ep: int = 1) -> float:
-    """Parameters of one layer, with a device's share of its experts, so many of which share them."""
+    """Returns the parameters of one layer, with a device's share of its experts."""
     return sum(math.prod(e.shape) / (ep if e.row.stacked else 1)
                for e in model.entries if e.path[0].startswith("layer")) / model.config.num_layers
 
 
 def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dict]:
-    """{"arguments": 0, "outputs", "alias", "temporaries"} of the named programs, counted."""
+    """Returns {"arguments": 0, "outputs", "alias", "temporaries"} of the named programs, counted."""
     shape = rows(config, data_shards(mesh)).shape
     scored = rows(config, data_shards(mesh), config.train.score_tokens_per_microbatch).shape
     inner, shapes, width = rollout or (None, None, 0)
@@ -348,7 +352,7 @@ def _apply(config, model, mesh: dict, name: str) -> float:
 
 
 def program_names(config, rollout) -> list[str]:
-    """The programs of a job that plan looks at, by name."""
+    """Returns the names of the programs of a job that the plan considers."""
     names = ["update", "update_apply"]
     if config.recipe.samples and config.algorithm.old_logprobs == "recompute":
         names.append("score")

@@ -26,7 +26,7 @@ from jaxrl.planning import asynchrony, compiling, fit, gpu_devices, memory, roof
 from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
 from jaxrl.resolve.spec import resolve
-from jaxrl.rollout import engine_of
+from jaxrl.rollout import engine_row
 from jaxrl.sharding import ROLLOUT_RULES, targets
 
 log = logging.getLogger("jaxrl")
@@ -40,7 +40,9 @@ GPU_COMPILED = 0.15  # the same of what jax's CUDA plugin compiles, beside two j
 
 
 def run(config) -> dict:
-    """Prints the plan, writes plan.json, returns it. ConfigError, with the nearest that fits, where it does not."""
+    """Prints the plan, writes plan.json, and returns it. Raises ConfigError, naming the nearest config that fits, if
+    it does not fit.
+    """
     plan = make(config)
     print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
     if config.plan.json:
@@ -53,7 +55,9 @@ def run(config) -> dict:
 
 
 def make(config, search: bool = True) -> dict:
-    """The plan of a config as a JSON-able dict. `search` False: without the largest that fits and without advice."""
+    """Returns the plan of a config as a JSON-able dict. `search` False: without the largest sizes that fit and
+    without advice.
+    """
     started = time.monotonic()
     case = open_case(config)
     cpu, exact, like = _compile(case)
@@ -82,7 +86,7 @@ def make(config, search: bool = True) -> dict:
     if case.left_out:
         plan["not_planned"] = {"rollout": case.left_out}
     if case.config.recipe.samples and not alone(case.config):
-        plan["asynchrony"] = asynchrony.of_case(case, plan["phases"])
+        plan["asynchrony"] = asynchrony.plan_asynchrony(case, plan["phases"])
     plan["run"] = _run(case.config, plan)
     if case.target.kind == "gpu":
         plan["error"] = _bounds(plan, (GPU_COMPILED if exact else GPU_TEMPORARIES) * temporaries)
@@ -197,8 +201,9 @@ def _bounds(plan: dict, off: float) -> dict:
 
 
 def times(case: Case, collectives: dict) -> dict:
-    """{"phases", "step_seconds", "tokens_per_second_per_chip", "update_tokens_per_second_per_chip", "mfu",
-    "communication_share"}. `collectives` may be empty: then nothing is communicated."""
+    """Returns {"phases", "step_seconds", "tokens_per_second_per_chip", "update_tokens_per_second_per_chip", "mfu",
+    "communication_share"}. Empty `collectives` mean no communication.
+    """
     c, chip, topology = case.config, case.target.chip, case.target.topology
 
     def network(program, often):
@@ -260,7 +265,9 @@ def _totals(case: Case, phases: dict) -> dict:
 
 
 def lent_memory(case: Case) -> tuple[float, float, float] | None:
-    """Bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, of weights on their way)."""
+    """Returns the bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, weights in
+    transit).
+    """
     if not case.lent:
         return None
     chunk = max(case.config.rollout.vllm.chunk_mb * 1e6, memory.layer_weights(case.model) * 4)
@@ -268,7 +275,7 @@ def lent_memory(case: Case) -> tuple[float, float, float] | None:
 
 
 def too_small(case: Case) -> str:
-    """Why vLLM's part of a shared device is too small for what it must hold, or ""."""
+    """Returns why vLLM's part of a shared device is too small for what it must hold, or ""."""
     if not case.lent:
         return ""
     c, tp = case.config, dict.fromkeys(case.mesh, 1) | {"tp": case.config.rollout.vllm.tensor_parallel}
@@ -283,8 +290,9 @@ def too_small(case: Case) -> str:
 
 
 def counted_peak(case: Case, scale: dict) -> float:
-    """Bytes on a device, counted; temporaries scaled by program, as those that were compiled came out. inf where vLLM's
-    part of the device is too small for vLLM."""
+    """Returns the counted bytes on a device; temporaries are scaled per program by the compiled ones. inf if vLLM's
+    part of the device is too small.
+    """
     if too_small(case):
         return math.inf
     live = memory.standing(case.config, case.model, case.mesh, case.rollout)
@@ -318,16 +326,17 @@ def _nearest(case: Case, peak) -> str:
     experts = case.model.config.num_experts
     for change in fit.alternatives(case.config, case.mesh, case.target.per_host, case.target.kind, experts):
         try:
-            size = peak(fit.changed(case.config, **change))
+            size = peak(fit.with_options(case.config, **change))
         except ConfigError:
             continue  # a mesh that the target cannot have
         if size <= case.usable:
-            return f"The nearest that fits ({gib(size)} counted): {fit.said(change)}"
+            return f"The nearest that fits ({gib(size)} counted): {fit.as_flags(change)}"
     for factor in (2, 4, 8, 16, 32, 64):
         text = f"{case.target.name}:{case.target.count * factor}"
         for ep in (case.mesh["ep"], *fit.expert_splits(case.mesh, targets.parse(text).per_host, experts)):
             try:
-                other = case_of(fit.changed(case.config, plan__target=text, mesh__fsdp=-1, mesh__ep=ep), case.hf_config)
+                other = case_of(fit.with_options(case.config, plan__target=text, mesh__fsdp=-1, mesh__ep=ep),
+                                case.hf_config)
                 size = counted_peak(other, {})
             except ConfigError:
                 continue
@@ -372,7 +381,7 @@ def _hints(case: Case, plan: dict) -> list[str]:
 
 
 def out_of_memory(error: BaseException, config) -> RunStopped | None:
-    """What to say, and how to go on, where a device had no memory for a run; None for other errors. Logs its text."""
+    """Returns the message and remedy if a device ran out of memory in a run; None for other errors. Logs its text."""
     while error is not None and not (isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED.search(str(error))):
         error = error.__cause__
     if error is None:
@@ -381,7 +390,7 @@ def out_of_memory(error: BaseException, config) -> RunStopped | None:
     r, tokens = config.rollout, config.train.tokens_per_microbatch
     less = [f"train.tokens_per_microbatch={max(1, tokens // 2)} (now {tokens})"]
     spec = resolve(config)
-    if spec.recipe.samples and engine_of(spec).on_mesh:
+    if spec.recipe.samples and engine_row(spec).on_mesh:
         less.append(f"rollout.slots={max(1, r.slots // 2)} (now {r.slots})" if r.slots
                     else "rollout.slots=32 (now 0: as many as completions)")
     elif spec.recipe.samples and r.placement == "colocated":
@@ -400,7 +409,7 @@ def _remedy(config) -> str:
     if name is None or len(config.mesh.roles):
         return ""
     try:
-        case = open_case(fit.changed(config, plan__target=f"{name}:{jax.device_count()}"))
+        case = open_case(fit.with_options(config, plan__target=f"{name}:{jax.device_count()}"))
         failed = counted_peak(case, {})
         found = _nearest(dataclasses.replace(case, usable=min(case.usable, 0.8 * failed)), lambda c: counted_peak(
             case_of(c, case.hf_config), {}))
@@ -411,9 +420,12 @@ def _remedy(config) -> str:
 
 
 def predict(config, mesh, model) -> dict[str, float]:
-    """Counted, without a compilation: {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...} for a run's own
-    mesh and model (a jax Mesh of present devices and a Model); {} on devices that the table of chips does not know,
-    where roles have devices of their own, and with adapters."""
+    """Predicts, by counting and without a compilation, {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...}
+    for
+    a run's mesh and model (a jax Mesh of present devices and a Model).
+
+    {} on devices missing in the table of chips, if roles have their own devices, and with adapters.
+    """
     device = mesh.devices.flat[0]
     name = targets.name_of(device)
     if name is None or len(config.mesh.roles) or model.adapter is not None:

@@ -136,7 +136,7 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
 
 
 class Lowered(Programs):
-    """The sampler's programs; calling one lowers it and answers with shapes."""
+    """The sampler's programs; calling one lowers it and returns shapes."""
 
     def __init__(self, model, shapes, mesh, dtype, keep):
         super().__init__(model, shapes, mesh, dtype, mesh)
@@ -196,7 +196,7 @@ def _sampler(out: Lowering, job, weights, mesh, keep):
 
 
 def device_bytes(tree, in_host: bool = False) -> int:
-    """Bytes of a tree on the device that holds the most of it. in_host: of its part of what is in host memory."""
+    """Returns the bytes of a tree on the device that holds the most of it. in_host: of its part in host memory."""
     return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
                for leaf in jax.tree.leaves(tree) if leaf is not None and memory.rests(leaf) == in_host)
 

@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""Formats a plan as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MEANING = {"vllm": "vLLM's part", "publish": "rollout copy", "kv_cache": "KV cac
 
 
 def table(plan: dict) -> str:
-    """All a person needs of a plan, in about forty lines."""
+    """Returns the plan's text, about forty lines."""
     d = plan["per_device"]
     active = f" ({plan['active_parameters'] / 1e9:.2f} B for one token)" if "active_parameters" in plan else ""
     lines = [f"plan for {plan['target']}: mesh " + " x ".join(f"{a}={n}" for a, n in plan["mesh"].items())

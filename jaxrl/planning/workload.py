@@ -1,6 +1,7 @@
-"""What one step of a job asks of a device, counted from the config: rows, operations, bytes. No compilation, no device.
+"""Counts what one step of a job needs on a device, from the config: rows, operations, bytes. No compilation, no
+device.
 
-Every prompt and completion is taken at its longest, as memory must be.
+Every prompt and completion is taken at its maximum length, as memory must be.
 
 Legend: D hidden size, V vocabulary, H query heads, K head size, P longest prompt, A longest completion.
 """
@@ -29,7 +30,7 @@ LAID_OUT = 32  # groups whose layout is computed; more are in proportion
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Packed rows of one optimizer step, and what is in them."""
+    """Packed rows of one optimizer step, and their content."""
 
     shape: tuple[int, int]   # rows and row length of a whole microbatch, over all data shards
     microbatches: int
@@ -50,12 +51,13 @@ def data_shards(mesh: dict) -> int:
 
 
 def token_shards(mesh: dict) -> int:
-    """Parts that the tokens of a microbatch are split into: its rows, and each of them over cp."""
+    """Returns the number of parts that the tokens of a microbatch are split into: its rows, and each of them over cp.
+    """
     return data_shards(mesh) * mesh["cp"]
 
 
 def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = False) -> int:
-    """Bytes of the model's weights on one device, or of its experts' alone. mesh: sizes of AXES."""
+    """Returns the bytes of the model's weights on one device, or of its experts alone. mesh: sizes of AXES."""
     shape, total = SimpleNamespace(shape=mesh), 0
     for entry in model.entries:
         if experts and not entry.row.stacked:
@@ -68,15 +70,16 @@ def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = 
 
 
 def lengths(config) -> tuple[int, int]:
-    """(longest prompt, longest completion) that fit one sequence together."""
+    """Returns (longest prompt, longest completion) that fit one sequence together."""
     total = config.longest
     prompt = min(config.data.max_prompt_tokens, total - 1)
     return prompt, min(config.rollout.max_new_tokens, total - prompt)
 
 
 def rows(config, shards: int, tokens: int = 0) -> Rows:
-    """Lays out one optimizer step of longest sequences, as the run does it; `tokens` instead of
-    train.tokens_per_microbatch."""
+    """Lays out one optimizer step of longest sequences, as the run does; `tokens` replaces
+    train.tokens_per_microbatch.
+    """
     prompt, answer = lengths(config)
     shapes = row_shapes(config.train.row_lengths, prompt + answer, tokens or config.train.tokens_per_microbatch, shards,
                         config.train.row_counts, row_parts(config.mesh))
@@ -98,18 +101,22 @@ def rows(config, shards: int, tokens: int = 0) -> Rows:
 
 
 def passes(model) -> int:
-    """Forward passes that one microbatch costs, the backward pass as two: 4 where all is computed again, else 3."""
+    """Returns the forward passes that one microbatch costs, the backward pass counting as two: 4 with full
+    recomputation, else 3.
+    """
     return 4 if model.remat in ("full", "offload") else 3
 
 
 def split_flops(model, context: float) -> tuple[float, float]:
-    """(all layers', the head's) operations of the forward pass of one token that sees `context` tokens."""
+    """Returns (all layers', the head's) operations of the forward pass of one token that sees `context` tokens."""
     head = 2 * model.config.hidden_size * model.config.vocab_size
     return model.flops_per_token(max(1, round(context))) - head, head
 
 
 def useful_flops(config, model) -> float:
-    """Operations of forward and backward pass that training needs: no recomputation, padding or masked pairs."""
+    """Returns the operations of forward and backward pass that training needs: no recomputation, padding or masked
+    pairs.
+    """
     prompt, answer = lengths(config)
     rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions
     prompts = config.data.prompts_per_step if rl and config.train.share_prompts else sequences
@@ -120,7 +127,9 @@ def useful_flops(config, model) -> float:
 
 
 def seen(config, model, length: int) -> float:
-    """Keys that attention computes per query of a packed row: all of the row in XLA, the sequence's in a kernel."""
+    """Returns the keys that attention computes per query of a packed row: the whole row in XLA, the sequence's in a
+    kernel.
+    """
     if model.attention in XLA:
         return length
     prompt, answer = lengths(config)
@@ -170,7 +179,7 @@ def expert_chunks(config, model, mesh: dict, tokens: float) -> int:
 
 
 def apply_work(config, model, mesh: dict) -> Work:
-    """The optimizer step: parameters and moments read and written, gradients read."""
+    """Returns the work of the optimizer step: parameters and moments read and written, gradients read."""
     size = SIZES[config.train.param_dtype]
     moments = MOMENTS.get(config.optimizer.name, 2)
     weights = weight_bytes(model, mesh, TRAIN_RULES, 1)
@@ -183,9 +192,12 @@ def publish_work(config, model, mesh: dict, size: int) -> Work:
 
 
 def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tuple[Work, Work]:
-    """(one decode step, one prefill call) of the embedded sampler on one device of one process.
+    """Returns (one decode step, one prefill call) of the embedded sampler on one device of one process.
 
-    mesh: of one process's devices. shapes: its rollout.shapes.Shapes. size: bytes of a weight or cache entry.
+    Args:
+      mesh: of one process's devices.
+      shapes: its rollout.shapes.Shapes.
+      size: bytes of a weight or cache entry.
     """
     prompt, answer = lengths(config)
     cfg, shards = model.config, data_shards(mesh)

@@ -1,1 +1,1 @@
-"""What several processes of one run say to each other."""
+"""Communication between the processes of one run, and HTTP."""

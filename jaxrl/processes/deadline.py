@@ -1,4 +1,4 @@
-"""Leaving a process that a disk does not let go: threads that wait in the system can neither be ended nor joined."""
+"""Ends a process that a disk blocks: threads waiting in system calls can neither be stopped nor joined."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _leaving = threading.Lock()
 
 
 @contextlib.contextmanager
-def within(seconds: float, text: str):
-    """What is done inside has so many seconds (0: no limit). After that the process says `text` and ends with status 1:
-    a call that hangs in the system gives nothing else a chance."""
+def time_limit(seconds: float, text: str):
+    """Limits the block to `seconds` (0: no limit). After that the process prints `text` and exits with status 1,
+    since a call that hangs in the system allows nothing else.
+    """
     timer = threading.Timer(seconds, leave, (text,)) if seconds else None
     if timer is not None:
         timer.daemon = True
@@ -27,13 +28,13 @@ def within(seconds: float, text: str):
 
 
 def leave(text: str, status: int = 1) -> None:
-    """Ends the process from any thread, after a last line."""
+    """Ends the process from any thread, after printing a last line."""
     os.write(2, f"\njaxrl: {text}\n".encode())
     os._exit(status)
 
 
 def leave_with_main_thread() -> None:
-    """From now on the process ends with its main thread, with status 1; threads that hang are not waited for."""
+    """Makes the process exit with its main thread, with status 1; hanging threads are not joined."""
     if _leaving.acquire(blocking=False):
         threading.Thread(target=_follow, name="leave", daemon=True).start()
 

@@ -1,6 +1,6 @@
-"""What processes tell each other in bulk: all completions to every process, arrays in parts, and whether all are equal.
+"""Bulk communication between processes: all completions to every process, arrays in parts, and checks for equality.
 
-The completions of a step are sampled and scored where their prompts belong (`owner`), then gathered, so that every
+The completions of a step are sampled and scored on their prompts' owner (`owner_process`), then gathered, so that every
 process holds the whole batch as host arrays in one order that does not depend on how many processes there are.
 Advantages, layout and packing then run everywhere alike, and each process gives its devices their rows (`put`).
 
@@ -31,14 +31,14 @@ from jaxrl.processes.group import Peers
 from jaxrl.sharding import memory
 from jaxrl.sharding.rules import ROLLOUT_RULES, TRAIN_RULES, param_shardings
 
-CHUNK = 1 << 20  # bytes of every process that travel at once
-# Options that may differ between hosts: where things are, and who the process is.
+CHUNK = 1 << 20  # bytes of each process per transfer
+# Options that may differ between hosts: places, and the identity of the process.
 PER_HOST = ("launch.coordinator", "launch.process", "run.compile_cache", "rollout.vllm.devices", "rollout.vllm.env",
             "rollout.vllm.host", "rollout.vllm.port", "rollout.vllm.python", "rollout.vllm.weights_host")
 
 
-def owner(position: int, count: int) -> int:
-    """The process that samples and scores the group at a position of the data."""
+def owner_process(position: int, count: int) -> int:
+    """Returns the process that samples and scores the prompt group at a position of the data."""
     return position % count
 
 
@@ -46,7 +46,7 @@ def owner(position: int, count: int) -> int:
 
 
 def encode(meta, arrays: dict[str, np.ndarray]) -> bytes:
-    """JSON and arrays as bytes: the length of a JSON head, the head, then the arrays one after the other."""
+    """Returns JSON and arrays as bytes: the length of a JSON head, the head, then the arrays in order."""
     arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
     head = json.dumps({"meta": meta, "arrays": [[name, a.dtype.str, list(a.shape)] for name,
                                                 a in arrays.items()]}).encode()
@@ -54,7 +54,7 @@ def encode(meta, arrays: dict[str, np.ndarray]) -> bytes:
 
 
 def decode(data: bytes):
-    """(meta, arrays) of `encode`."""
+    """Returns (meta, arrays) of `encode`."""
     (size,) = struct.unpack_from("<Q", data)
     head, at = json.loads(data[8:8 + size]), 8 + size
     arrays = {}
@@ -66,7 +66,9 @@ def decode(data: bytes):
 
 
 def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
-    """Every process's payload, by process. A late process is waited for, and named, before the devices are busy."""
+    """Returns every process's payload, by process. A late process is waited for, and named, before the devices are
+    busy.
+    """
     if peers.count == 1:
         return [payload]
     sizes = peers.meet(what, len(payload))
@@ -105,14 +107,15 @@ def _everywhere(piece: np.ndarray) -> np.ndarray:
 
 
 def put(tree, sharding):
-    """Host arrays that every process holds -> global arrays; a process sends its own devices their parts only."""
+    """Turns host arrays that every process holds into global arrays; each process sends its devices their parts only.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__), tree)
 
 
 def to_host(array) -> np.ndarray:
-    """The whole array in host memory on every process; collective where other processes hold parts of it."""
+    """Returns the whole array in host memory on every process; collective if other processes hold parts of it."""
     if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(_replicate(NamedSharding(array.sharding.mesh, P()))(array))
@@ -124,12 +127,15 @@ def _replicate(sharding):
 
 
 def local_mesh(mesh: Mesh) -> Mesh:
-    """This process's devices of a mesh as a mesh of the same axes: all of them along dp, whole ep x tp groups, fsdp 1;
+    """Returns this process's devices of a mesh as a mesh of the same axes: all along dp, whole ep x tp groups, fsdp
+    1;
     cp is more of fsdp (sharding.rollout_mesh).
 
-    What is split over ep and tp alone (DESIGN: the rollout layout) lies on a device in the same way under both.
+    Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same way under both
+    meshes.
 
-    Raises ConfigError where such a group crosses processes.
+    Raises:
+      ConfigError: such a group crosses processes.
     """
     if not mesh.is_multi_process:
         return mesh
@@ -148,12 +154,12 @@ def _copies(mesh: Mesh):
 
 
 def copy_crosses(mesh: Mesh) -> bool:
-    """Whether devices of several processes hold one copy of the rollout weights, an ep x tp group."""
+    """Returns whether devices of several processes hold one copy of the rollout weights, an ep x tp group."""
     return any(len({d.process_index for d in group.flat}) > 1 for group in _copies(mesh))
 
 
-def localised(tree, mesh: Mesh):
-    """Global arrays in the rollout layout as arrays of the local mesh, without a copy: the same buffers, renamed."""
+def as_local_arrays(tree, mesh: Mesh):
+    """Returns global arrays in the rollout layout as arrays of the local mesh, without a copy: the same buffers."""
     def one(array):
         if getattr(array, "is_fully_addressable", True):  # a plan has shapes in their place
             return array
@@ -165,9 +171,11 @@ def localised(tree, mesh: Mesh):
 
 
 def local_copies(mesh: Mesh, logical_axes, params, dtype):
-    """(program, mesh): program(params) is a copy in `dtype` that this process can use without the others, on that mesh
-    of its own devices: split over ep and tp where these stay inside the process, else whole on each device. Calling it
-    is collective."""
+    """Returns (program, mesh): program(params) is a copy in `dtype` that this process can use without the others.
+
+    It lies on that mesh of its devices: split over ep and tp if these stay within the process, else whole on each
+    device. Calling the program is collective.
+    """
     if copy_crosses(mesh):
         own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         here, rules = Mesh(np.array(own).reshape(-1, *(1 for _ in mesh.axis_names[1:])), mesh.axis_names,
@@ -180,14 +188,14 @@ def local_copies(mesh: Mesh, logical_axes, params, dtype):
                             else jnp.copy(a), memory.fetched(tree))
 
     program = jax.jit(cast, out_shardings=param_shardings(mesh, logical_axes, params, rules))
-    return lambda tree: localised(program(tree), here), here
+    return lambda tree: as_local_arrays(program(tree), here), here
 
 
 # ---- are all equal?
 
 
 def facts(config: dict) -> dict[str, str]:
-    """What must be equal on all hosts, by name: options, versions, the code of jaxrl. config: as of `redacted`."""
+    """Returns what must be equal on all hosts, by name: options, versions, jaxrl's code. config: as of `redacted`."""
     out = {}
 
     def walk(node, prefix):
@@ -219,4 +227,4 @@ def check_equal(peers: Peers, found: dict[str, str]) -> None:
         lines += [f"  - {name}: {theirs.get(name, 'absent')} on {peers.who(i)}, {ours.get(name, 'absent')} on "
                   f"{peers.who(0)}"
                   for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
-    raise ConfigError("the processes of this run are not alike:\n" + "\n".join(lines[:20]))
+    raise ConfigError("the processes of this run differ:\n" + "\n".join(lines[:20]))

@@ -52,10 +52,12 @@ ACTIONS: dict[str, str] = {
 
 
 class FaultError(RuntimeError):
-    """Raised by a planned `raise`."""
+    """Raised by the planned action `raise`."""
 
 
 class Fault(NamedTuple):
+    """One entry of a fault plan."""
+
     component: str
     action: str
     step: int
@@ -66,9 +68,10 @@ class Fault(NamedTuple):
 
 
 def parse_plan(plan: Iterable[str]) -> tuple[Fault, ...]:
-    """Reads and checks `faults.plan`. Raises ConfigError naming the entry and the known names.
+    """Parses and checks `faults.plan`. Raises ConfigError naming the entry and the known names.
 
-    A comma inside an entry survives the command line's splitting at commas: a piece without '@' continues the last one.
+    A comma inside an entry survives the command line's splitting at commas: a piece without '@' continues the last
+    one.
     """
     entries: list[str] = []
     for piece in plan:
@@ -104,13 +107,13 @@ def _parse(entry: str) -> Fault:
         return Fault(component, action, int(keys["step"]), phase, float(keys.get("seconds", 1)),
                      int(keys.get("process", -1)), entry)
     except KeyError:
-        raise ConfigError(f"faults.plan: {entry!r} names no step; add step=N") from None
+        raise ConfigError(f"faults.plan: {entry!r} has no step; add step=N") from None
     except ValueError as e:
         raise ConfigError(f"faults.plan: {entry!r}: {e}") from None
 
 
 class Faults:
-    """The plan of one process. `fire` is called at the named points and does nothing unless an entry matches."""
+    """The fault plan of one process. `fire` is called at the named points and does nothing unless an entry matches."""
 
     def __init__(self, plan: Iterable[str] = (), process: int = 0):
         self._pending: dict[tuple[str, int, str], list[Fault]] = {}
@@ -120,7 +123,9 @@ class Faults:
             self._pending.setdefault((fault.component, fault.step, fault.phase), []).append(fault)
 
     def fire(self, component: str, step: int, phase: str = "") -> None:
-        """Reaches a point. Raises KeyError for a point that `POINTS` does not list (a mistake in jaxrl itself)."""
+        """Runs the faults planned for a point. Raises KeyError for a point missing from `POINTS` (a mistake in jaxrl
+        itself).
+        """
         phases = POINTS[component]
         phase = phase or (phases[0] if phases else "")
         if phases and phase not in phases:
@@ -143,7 +148,7 @@ def _act(fault: Fault) -> None:
         time.sleep(fault.seconds)
 
 
-class Interrupted(KeyboardInterrupt):
+class InterruptedAtStart(KeyboardInterrupt):
     """A signal that came before there was anything to save."""
 
     def __init__(self, number: int):
@@ -152,20 +157,21 @@ class Interrupted(KeyboardInterrupt):
 
 
 class GracefulStop:
-    """While active, SIGTERM, SIGINT, SIGUSR1 and SIGHUP only set a flag; the run saves and leaves at its next look.
+    """While active, SIGTERM, SIGINT, SIGUSR1 and SIGHUP only set a flag; the run saves and exits when it next checks
+    it.
 
         with GracefulStop() as stop:
             ... if stop.requested: break
 
     A second Ctrl-C ends the process at once, even inside compiled code, with status 130 and a last line that ends in
-    `newest()`. Repeated other signals change nothing: schedulers send them more than once. SIGHUP stays ignored under
-    nohup.
+    `newest()`. Other repeated signals change nothing, since schedulers send them more than once. SIGHUP stays ignored
+    under nohup.
 
-    While `starting` is True there is nothing to save: a signal raises Interrupted, and ends the process (128 + its
-    number) where the main thread does not come out of compiled code within LEAVE_SECONDS.
+    While `starting` is True there is nothing to save: a signal raises InterruptedAtStart, and ends the process (128 +
+    its number) if the main thread does not return from compiled code within LEAVE_SECONDS.
 
-    Outside the main thread Python forbids handlers; then only `request()` sets the flag. The old handlers come back at
-    exit.
+    Outside the main thread Python forbids handlers; then only `request()` sets the flag. The previous handlers are
+    restored at exit.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -198,9 +204,9 @@ class GracefulStop:
         name = signal.Signals(number).name
         first, self.reason = not self.reason, self.reason or name
         if self.starting and first:
-            raise Interrupted(number)
+            raise InterruptedAtStart(number)
         if first:
-            _say(f"{name}: saving, then leaving" + " (Ctrl-C again leaves at once)" * (number == signal.SIGINT))
+            _say(f"{name}: saving, then exiting" + " (Ctrl-C again exits at once)" * (number == signal.SIGINT))
 
     def _watch(self, pipe: int) -> None:
         """A thread of its own: Python's handlers wait for compiled code to return, the bytes in this pipe do not."""
@@ -209,7 +215,7 @@ class GracefulStop:
             for number in numbers:
                 interrupts += number == signal.SIGINT
                 if number == signal.SIGINT and interrupts > 1:
-                    _leave("Ctrl-C again: left at once", self.newest(), number)
+                    _leave("Ctrl-C again: exited at once", self.newest(), number)
                 if number in self._old and self.starting and not self.reason:
                     timer = threading.Timer(self.LEAVE_SECONDS, self._left, (number,))
                     timer.daemon = True
@@ -218,14 +224,15 @@ class GracefulStop:
 
     def _left(self, number: int) -> None:
         if not self.reason:
-            _leave(f"{signal.Signals(number).name} while the run starts: left at once", self.newest(), number)
+            _leave(f"{signal.Signals(number).name} while the run starts: exited at once", self.newest(), number)
 
     def started(self) -> None:
-        """From now on there is something to save. Raises Interrupted where a signal came before, and its exception got
-        lost (Python drops those that are raised in callbacks of its garbage collector)."""
+        """Marks that there is something to save. Raises InterruptedAtStart if a signal came before and its exception
+        was lost (Python drops exceptions raised in garbage-collector callbacks).
+        """
         self.starting = False
         if self.requested:
-            raise Interrupted(signal.Signals[self.reason])
+            raise InterruptedAtStart(signal.Signals[self.reason])
 
     def request(self, reason: str) -> None:
         """Sets the flag, as a signal would. The first reason is kept."""
@@ -233,12 +240,13 @@ class GracefulStop:
 
     @property
     def requested(self) -> bool:
+        """Whether a stop was requested."""
         return bool(self.reason)
 
     def wait(self, seconds: float) -> bool:
-        """Sleeps up to `seconds`, at most 0.1 s longer once a stop is asked for. Returns the flag.
+        """Sleeps up to `seconds`, at most 0.1 s longer than the request of a stop. Returns the flag.
 
-        It polls: a handler that sets a `threading.Event` deadlocks when it interrupts that event's own lock.
+        It polls: a handler that sets a `threading.Event` deadlocks when it interrupts that event's lock.
         """
         end = time.monotonic() + seconds
         while not self.requested and (left := end - time.monotonic()) > 0:

@@ -1,8 +1,8 @@
-"""The processes of a run from their first connection until jax has joined them.
+"""Connects the processes of a run before jax joins them.
 
-jax itself ends the process when another one is missing or dies, and does not say which. So every process first greets
-process 0 on the port that jax's coordinator takes afterwards, and these connections stay open until jax is up: a
-process that ends meanwhile ends its connection, and the others stop and name it.
+jax ends the process when another one is missing or dies, without naming it. So every process first greets process 0
+on the port that jax's coordinator uses afterwards, and these connections stay open until jax is up: a process that
+ends meanwhile closes its connection, and the others stop and name it. `group` calls it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from jaxrl.errors import RunStopped
 
-GREETING = "jaxrl"
-RETURN_SECONDS = 10.0  # in which a process whose connection broke may greet again
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a host that went down is noticed after 20 s
+GREETING_WORD = "jaxrl"
+RETURN_SECONDS = 10.0  # within which a process whose connection broke may reconnect
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a host that went down is detected after 20 s
 
 
 class PeerLost(RunStopped):
@@ -30,35 +30,41 @@ class PeerLost(RunStopped):
 
 
 class Place(NamedTuple):
-    """Where this process stands. coordinator: host:port of process 0, empty where jax finds it by itself."""
+    """This process's rank and coordinator. coordinator: host:port of process 0, empty if jax finds it itself."""
 
     source: str
     coordinator: str
     processes: int
     process: int
-    hosts: tuple[str, ...] = ()  # by process, where the environment tells
+    hosts: tuple[str, ...] = ()  # by process, if the environment has them
 
 
-def meet_first(place: Place, seconds: float) -> Joining:
+def greet_all(place: Place, seconds: float) -> JoinWatch:
     """Waits until every process has greeted process 0.
 
-    Returns what watches over them until jax has joined them: a context to do that in.
+    Returns:
+      A context that watches them until jax has joined them.
 
-    Raises PeerLost naming who did not come within `seconds`, or came and was lost.
+    Raises:
+      PeerLost: names who did not connect within `seconds`, or was lost.
     """
     if place.process:
         return _greet(place, seconds)
     host, _, port = place.coordinator.rpartition(":")
-    address = listens_on(host.strip("[]"))
+    address = listen_address(host.strip("[]"))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, int(port)), family=family, backlog=max(128, place.processes)) as server:
         return _Gathering(place, seconds).all(server)
 
 
-def listens_on(host: str) -> str:
-    """The address on which process 0 is reached by the coordinator's name: its ports, which ask nobody for a key, are
-    then open in that network alone. Empty = all addresses, where the name leads elsewhere: to something in front of
-    this machine, or, as some /etc/hosts have it, from this machine to loopback."""
+def listen_address(host: str) -> str:
+    """Returns the address on which process 0 is reached by the coordinator's name, so that its ports, which need no
+    key,
+    are open in that network only.
+
+    Empty = all addresses, if the name leads elsewhere: to something in front of this host or, as in some /etc/hosts,
+    from this host to loopback.
+    """
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -90,7 +96,7 @@ class _Gathering:
         self._names = dict(enumerate(place.hosts))
         self._ready = selectors.DefaultSelector()
 
-    def all(self, server: socket.socket) -> Joining:
+    def all(self, server: socket.socket) -> JoinWatch:
         place = self._place
         try:
             with self._ready:
@@ -103,9 +109,9 @@ class _Gathering:
             self._stop_for_lost(0.0)
             missing = sorted(set(range(1, place.processes)) - self._here.keys())
             if missing:
-                self._stop(_absent([self._name(i) for i in missing], place.processes, self._seconds))
+                self._stop(_absent_text([self._name(i) for i in missing], place.processes, self._seconds))
             self._tell("go")
-            return Joining(self._here, self._name)
+            return JoinWatch(self._here, self._name)
         except BaseException:
             self._close(*self._here.values())
             raise
@@ -141,7 +147,8 @@ class _Gathering:
         except OSError:
             return False
         process = int(words[1]) if len(words) == 4 and re.fullmatch("[0-9]{1,9}", words[1]) else 0
-        if not 0 < process < self._place.processes or [words[0], words[2]] != [GREETING, str(self._place.processes)]:
+        if not 0 < process < self._place.processes or [words[0], words[2]] != [GREETING_WORD,
+                                                                               str(self._place.processes)]:
             return False
         if process in self._here:  # it comes again: its last connection is none any more
             self._forget(self._here.pop(process))
@@ -182,14 +189,14 @@ class _Gathering:
 # ---- the others
 
 
-def _greet(place: Place, seconds: float) -> Joining:
+def _greet(place: Place, seconds: float) -> JoinWatch:
     host, _, port = place.coordinator.rpartition(":")
     end, name = time.monotonic() + seconds, re.sub(r"\s", "", socket.gethostname()) or "-"
     while (left := end - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=min(left, 5.0))
             try:
-                connection.sendall(f"{GREETING} {place.process} {place.processes} {name}".encode())
+                connection.sendall(f"{GREETING_WORD} {place.process} {place.processes} {name}".encode())
                 connection.settimeout(left + 5.0)
                 _keep_alive(connection)
                 answer = _line(connection)
@@ -202,19 +209,23 @@ def _greet(place: Place, seconds: float) -> Joining:
         if answer.startswith("stop "):
             connection.close()
             raise PeerLost(answer[5:])
-        return Joining({0: connection}, lambda process: f"0 ({place.coordinator})")
+        return JoinWatch({0: connection}, lambda process: f"0 ({place.coordinator})")
     raise PeerLost(f"process 0 does not answer at {place.coordinator} within launch.connect_seconds={seconds:g}: it is "
-                   "not running, or this host cannot reach it (name, firewall, launch.coordinator)")
+                   "not running, or this host cannot reach it (check name, firewall, launch.coordinator)")
 
 
 # ---- until jax is up
 
 
-class Joining:
-    """Watches the greeted processes' connections while jax joins them. One that ends before it says that it is up ends
-    this process, with its name on standard error: the main thread waits inside of jax and cannot be told.
+class JoinWatch:
+    """Watches the connections of the greeted processes while jax joins them.
 
-    connections: process -> its connection; process 0 has all, the others that of process 0. name: of a process.
+    A connection that ends before its process reports that jax is up ends this process, with the other's name on
+    standard error, since the main thread waits inside jax.
+
+    Args:
+      connections: process -> its connection; process 0 has all, the others that of process 0.
+      name: process -> its name.
     """
 
     def __init__(self, connections: dict[int, socket.socket], name):
@@ -222,7 +233,7 @@ class Joining:
         self._closing, self._wakes = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="joining")
 
-    def __enter__(self) -> Joining:
+    def __enter__(self) -> JoinWatch:
         self._thread.start()
         return self
 
@@ -276,13 +287,13 @@ class Joining:
 
 
 def _lost(names: list[str]) -> str:
-    return (f"process {', '.join(names)} was lost while the processes came together: it was killed, it failed (look at "
+    return (f"process {', '.join(names)} was lost while the processes connected: it was killed, it failed (see "
             "its log), or its host went down")
 
 
-def _absent(names: list[str], processes: int, seconds: float) -> str:
+def _absent_text(names: list[str], processes: int, seconds: float) -> str:
     return (f"{len(names)} of {processes} processes did not come within launch.connect_seconds={seconds:g}: "
-            f"{', '.join(names)}. Start them (they may have failed before: look at their logs), or wait longer")
+            f"{', '.join(names)}. Start them (they may have failed: see their logs), or raise launch.connect_seconds")
 
 
 def _say(connection: socket.socket, line: str) -> None:

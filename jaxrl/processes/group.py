@@ -1,11 +1,10 @@
-"""Processes that train together: finding each other, joining jax's coordinator, and learning who is gone.
+"""The processes that train together: finds them, joins jax's coordinator, and detects lost ones.
 
-One process per host is usual. Where they are is read from explicit options, the local launcher's variables, Slurm, a
-Kubernetes JobSet or a TPU pod (`find`). `start` brings them together within a time limit and names whoever is missing
-or lost meanwhile (greeting.py);
-from then on a watch in every process notices one that died or gave up, says which, and ends the others.
-
-Everything else is jax.distributed's: its coordinator lives in process 0 and its key-value store carries our messages.
+Usually one process per host. Their places come from explicit options, the local launcher's variables, Slurm, a
+Kubernetes JobSet or a TPU pod (`find_place`). `start` connects them within a time limit and names those that are
+missing or lost meanwhile (greeting.py); from then on a watch in every process detects one that died or gave up, names
+it, and ends the others. Everything else is jax.distributed's: its coordinator lives in process 0, and its key-value
+store carries our messages.
 """
 
 from __future__ import annotations
@@ -22,18 +21,20 @@ import time
 import jax
 
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.processes.greeting import PeerLost, Place, listens_on, meet_first
+from jaxrl.processes.greeting import PeerLost, Place, greet_all, listen_address
 
 log = logging.getLogger("jaxrl")
 PORT = 8476
-GRACE_SECONDS = 10.0  # from the news that a process is gone to the end of those that cannot end themselves
+GRACE_SECONDS = 10.0  # from the loss of a process to the end of those that cannot exit by themselves
 
 
-# ---- where we are
+# ---- place of this process
 
 
-def find(options, environ=os.environ) -> Place | None:
-    """The place of this process by `config.launch`; None = it is alone. ConfigError for half of a description."""
+def find_place(options, environ=os.environ) -> Place | None:
+    """Reads this process's rank and coordinator from `config.launch` or the environment; None for a single-process
+    run. Raises ConfigError if only some of them are set.
+    """
     choice = options.hosts
     if choice == "auto":
         explicit = options.coordinator or options.processes > 1 or "JAXRL_COORDINATOR" in environ
@@ -81,7 +82,7 @@ def _slurm(options, environ) -> Place:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']."""
+    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']."""
     out = []
     for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         for part in ranges.split(",") if ranges else [""]:
@@ -107,15 +108,17 @@ def _kubernetes(options, environ) -> Place:
 
 
 class Peers:
-    """The processes of the run as one of them sees them. With one process nothing waits and nothing is sent.
+    """The processes of the run as seen by one of them. With one process nothing waits and nothing is sent.
 
-    index, count: as jax's. names: host by process.
+    Attributes:
+      index, count: as jax's.
+      names: host by process.
     """
 
     def __init__(self, index=0, count=1, client=None, wait_seconds=3600.0, names=("",)):
         self.index, self.count, self.wait_seconds, self.names = index, count, wait_seconds, list(names)
         self.failure: PeerLost | ConfigError | None = None  # set by the watch
-        self.stop_asked = False  # by another process; the watch sees it
+        self.stop_requested = False  # by another process; set by the watch
         self._client, self._meetings, self._stop_posted = client, 0, False
         self._watch: Watch | None = None
 
@@ -125,15 +128,17 @@ class Peers:
         return self.index == 0
 
     def who(self, process: int) -> str:
+        """Returns "process N", with its host if known."""
         return f"process {process}" + (f" on {self.names[process]}" if self.names[process] else "")
 
     def meet(self, what: str, value=None) -> list:
-        """Everyone's `value` (JSON-able), by process. Returns when all have come, at the same `what`.
+        """Returns every process's `value` (JSON-able), by process, once all have reached the same `what`.
 
-        `what` is a stamp, such as "the completions of step 3, weights 3": that processes stand at different places is
-        an error in jaxrl and never a hang.
+        `what` is a stamp such as "the completions of step 3, weights 3": processes at different places are an error
+        in jaxrl and never a hang.
 
-        Raises PeerLost naming who is somewhere else, late by launch.wait_seconds, or gone.
+        Raises:
+          PeerLost: names who is somewhere else, later than launch.wait_seconds, or gone.
         """
         if self.count == 1:
             return [value]
@@ -152,7 +157,7 @@ class Peers:
         return [v for _, v in found]
 
     def decide(self, what: str, choose, *arguments):
-        """What choose(*arguments) returns on process 0 (JSON-able), on every process."""
+        """Returns on every process what choose(*arguments) returns on process 0 (JSON-able)."""
         return self.meet(what, choose(*arguments) if self.first else None)[0]
 
     def _collect(self, key: str, what: str) -> list:
@@ -178,12 +183,12 @@ class Peers:
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise PeerLost(
-                        f"{self.who(0)}, which coordinates, does not answer at {what!r}: {_first_line(e)}") from None
+                        f"{self.who(0)}, the coordinator, does not answer at {what!r}: {_first_line(e)}") from None
             if time.monotonic() > end:
-                raise PeerLost(f"{self.who(0)} says nothing at {what!r}")
+                raise PeerLost(f"{self.who(0)} does not answer at {what!r}")
 
-    def ask_stop(self) -> None:
-        """Tells the others that a stop was asked of this process; they see it within a beat."""
+    def request_stop(self) -> None:
+        """Tells the other processes that this one was asked to stop; they see it within one heartbeat."""
         if self.count > 1 and not self._stop_posted:
             self._stop_posted = True
             self._client.key_value_set(f"jaxrl/stop/{self.index}", "", allow_overwrite=True)
@@ -191,18 +196,20 @@ class Peers:
     # ---- failures
 
     def raise_failure(self) -> None:
-        """Raises what the watch has found."""
+        """Raises the failure that the watch has detected."""
         if self.failure is not None:
             raise self.failure
 
     def report(self, error: BaseException) -> None:
-        """Tells the others why this process ends. Called once, on the way out."""
+        """Tells the other processes why this one ends. Called once, on exit."""
         if self.count > 1 and error is not self.failure:
             text = f"{type(error).__name__}: {error}" if not isinstance(error, RunStopped | ConfigError) else str(error)
             self._post(self.index, "config" if isinstance(error, ConfigError) else "stopped", text)
 
     def explain(self, error: BaseException) -> BaseException:
-        """`error`, or the reason behind it: a collective breaks at once where a process is gone; who is known later."""
+        """Returns the reason for `error`, or the error itself: a collective fails at once when a process is gone, and
+        which one is known later.
+        """
         if self.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError | OSError | RuntimeError):
             return error
         if isinstance(error, RunStopped | ConfigError):
@@ -221,7 +228,7 @@ class Peers:
             log.debug("the coordinator is gone: %s", _first_line(e))
 
     def leave(self, status: int) -> None:
-        """Ends this process: in order after a good end, else at once, after the others could read why."""
+        """Ends this process: in order after success, else at once, after the others could read why."""
         if self.count == 1:
             return
         sys.stdout.flush()
@@ -244,10 +251,10 @@ class Peers:
 
 
 class Watch(threading.Thread):
-    """Says that this process lives, and notices those that do not, or that gave up.
+    """Sends this process's heartbeat, and detects processes that died or gave up.
 
-    Process 0 looks at the beats and posts who has been silent for `patience` seconds; all look at the posts. A process
-    whose main thread cannot leave (it waits in a collective) is ended GRACE_SECONDS later.
+    Process 0 reads the heartbeats and posts who has been silent for `patience` seconds; all processes read the posts.
+    A process whose main thread cannot exit (it waits in a collective) is ended GRACE_SECONDS later.
     """
 
     def __init__(self, peers: Peers, patience: float):
@@ -259,10 +266,11 @@ class Watch(threading.Thread):
         self._lost: set[int] = set()
 
     def stop(self) -> None:
+        """Stops the watch."""
         self._stop_asked.set()
 
     def silent(self) -> list[int]:
-        """Processes without a beat for `patience` seconds. Only process 0 knows."""
+        """Returns the processes without a heartbeat for `patience` seconds. Only process 0 knows."""
         now = time.monotonic()
         return [i for i, (_, since) in self._beats.items() if now - since > self.patience]
 
@@ -276,7 +284,7 @@ class Watch(threading.Thread):
                 if peers.first:
                     self._listen(client.key_value_dir_get("jaxrl/alive/"))
                 posts = {int(k.rsplit("/", 1)[1]): json.loads(v) for k, v in client.key_value_dir_get("jaxrl/failed/")}
-                peers.stop_asked |= bool(client.key_value_dir_get("jaxrl/stop/"))
+                peers.stop_requested |= bool(client.key_value_dir_get("jaxrl/stop/"))
             except jax.errors.JaxRuntimeError:
                 continue  # jax's own watch ends this process if the coordinator stays away
             posts.pop(peers.index, None)
@@ -309,20 +317,22 @@ _peers = Peers()
 
 
 def peers() -> Peers:
-    """The group this process belongs to; a group of one before `start`, or where it stays alone."""
+    """Returns the group this process belongs to; a group of one before `start` or in a single-process run."""
     return _peers
 
 
 def start(config) -> None:
-    """Joins the processes of a run, before the first device use; does nothing where this one is alone, or has joined.
+    """Joins the processes of a run before the first use of devices; does nothing in a single-process run or if joined
+    already.
 
-    Raises PeerLost naming who is missing after launch.connect_seconds.
+    Raises:
+      PeerLost: names who is missing after launch.connect_seconds.
     """
     global _peers
     options = config.launch
     if _peers.count > 1:
         return
-    place = None if jax.distributed.is_initialized() else find(options)  # a caller may have joined already
+    place = None if jax.distributed.is_initialized() else find_place(options)  # a caller may have joined already
     if place is not None:
         _join(place, options)
     from jax._src.distributed import global_state  # the key-value store has no public name
@@ -343,10 +353,10 @@ def _join(place: Place, options) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     common = dict(heartbeat_timeout_seconds=int(1.5 * options.heartbeat_seconds + 5), shutdown_timeout_seconds=30)
     if place.coordinator:
-        joining = meet_first(place, options.connect_seconds)
+        joining = greet_all(place, options.connect_seconds)
         left = max(10, int(options.connect_seconds - (time.monotonic() - begun)))
         host, _, port = place.coordinator.rpartition(":")
-        address = "" if place.process else listens_on(host.strip("[]"))
+        address = "" if place.process else listen_address(host.strip("[]"))
         bind = f"[{address}]:{port}" if ":" in address else f"{address}:{port}" if address else None
         with joining:
             jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=left,

@@ -1,5 +1,5 @@
-"""One request over HTTP by the rule of ours: no redirects (a key would go elsewhere, and another's answer would be
-believed), a deadline over the whole answer, a limit of its size. Standard library only: workers import it.
+"""Sends one HTTP request: no redirects (a key would go elsewhere, and another server's reply would be trusted), a
+deadline for the whole reply, and a size limit. Standard library only: workers import it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 
-LONGEST = 1 << 26  # bytes of an answer
+MAX_REPLY_BYTES = 1 << 26  # bytes of a reply
 
 
 class _Here(urllib.request.HTTPRedirectHandler):
@@ -16,16 +16,19 @@ class _Here(urllib.request.HTTPRedirectHandler):
         return None  # which leaves the answer an HTTPError of its own status
 
 
-def answer(request: urllib.request.Request | str, seconds: float, longest: int = LONGEST) -> bytes:
-    """The body of an answer.
+def fetch(request: urllib.request.Request | str, seconds: float, longest: int = MAX_REPLY_BYTES) -> bytes:
+    """Returns the body of a reply.
 
     Args:
-      request: or a URL.
-      seconds: from now to its last byte.
+      request: a request or a URL.
+      seconds: until the last byte.
       longest: bytes.
 
-    Raises urllib.error.HTTPError for a status that is none of success, redirects included; TimeoutError; ValueError
-    where it is longer; OSError and http.client's errors where there is none.
+    Raises:
+      urllib.error.HTTPError: a status other than success, including redirects.
+      TimeoutError: no complete reply in time.
+      ValueError: the reply is longer.
+      OSError and http.client's errors: no reply.
     """
     deadline = time.monotonic() + seconds
     parts, size = [], 0
@@ -34,7 +37,7 @@ def answer(request: urllib.request.Request | str, seconds: float, longest: int =
             parts.append(part)
             size += len(part)
             if size > longest:
-                raise ValueError(f"an answer of more than {longest} bytes")
+                raise ValueError(f"a reply of more than {longest} bytes")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no whole answer within {seconds:g} s")
+                raise TimeoutError(f"no complete reply within {seconds:g} s")
     return b"".join(parts)

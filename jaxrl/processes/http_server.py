@@ -1,9 +1,10 @@
-"""One HTTP/1.1 server for every port that jaxrl answers itself: the weights of a trainer, `sandbox.serve`,
-`report --watch` and the API of `env.program`.
+"""HTTP/1.1 server of every port that jaxrl serves itself: a trainer's weights, `sandbox.serve`, `report --watch` and
+the
+API of `env.program`.
 
-A request is admitted or refused by its head, before a byte of its body is read. Heads and bodies have a size limit and
-a deadline. Connections are counted; one that has not sent a whole head holds a file descriptor and no thread, and gives
-way to a new one when the server is full. Standard library only: workers import it.
+A request is admitted or refused by its head, before its body is read. Heads and bodies have a size limit and a
+deadline. Connections are counted; one that has not sent a complete head uses a file descriptor but no thread, and is
+closed for a new one when the server is full. Standard library only: workers import it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 log = logging.getLogger("jaxrl")
-LONGEST_HEAD = 1 << 16   # bytes; also of the lengths and trailers of a chunked body
+MAX_HEAD_BYTES = 1 << 16   # bytes; also of the lengths and trailers of a chunked body
 HEAD_SECONDS = 30.0      # from the connection, or the first byte of a later request, to the end of the head
 BODY_SECONDS = 120.0     # for the whole body
 SEND_SECONDS = 60.0      # for each SLICE of a reply
@@ -34,7 +35,7 @@ LINGER_BYTES = 1 << 26   # up to so much
 
 
 class Request(NamedTuple):
-    """version: "HTTP/1.1". headers: names in lower case. body: empty while the request is being admitted."""
+    """A request. version: "HTTP/1.1". headers: names in lower case. body: empty while the request is being admitted."""
 
     method: str
     path: str
@@ -54,13 +55,13 @@ class Request(NamedTuple):
         kind, _, key = self.headers.get("authorization", "").partition(" ")
         return key.strip() if kind.lower() == "bearer" else ""
 
-    def shows(self, key: str) -> bool:
-        """Whether it has this key, compared in constant time."""
+    def has_key(self, key: str) -> bool:
+        """Returns whether the request carries this key, compared in constant time."""
         return hmac.compare_digest(self.bearer.encode(), key.encode())
 
 
 class Reply(NamedTuple):
-    """headers: lines `Name: value`, without those of body, length and connection."""
+    """A reply. headers: lines `Name: value`, without those of body, length and connection."""
 
     status: int
     body: bytes | bytearray = b""
@@ -69,21 +70,22 @@ class Reply(NamedTuple):
 
 
 def error(status: int, text: str) -> Reply:
-    """A refusal as {"error": text}."""
+    """Returns an error reply {"error": text}."""
     return Reply(status, json.dumps({"error": text}).encode())
 
 
 class Server:
-    """A listening server; `run`, `start` or `serve` makes it answer.
+    """A listening server; `run`, `start` or `serve` handles requests.
 
     Args:
       host, port: where it listens; "" = all addresses, port 0 = a free one (see `self.port`).
       admit: called with a request without its body. Returns None, or the reply that refuses it.
       answer: called with the whole admitted request, returns the reply: a coroutine function, or a function that runs
         in a thread.
-      longest_body: bytes. connections: open at once, at most half of the process's open files. threads: calls of
-        `answer` at once, where it is no coroutine function; further ones wait.
-      refuse: makes the replies to requests that no `admit` sees: malformed, too large, late.
+      longest_body: bytes.
+      connections: open at once, at most half of the process's open files.
+      threads: concurrent calls of `answer` if it is not a coroutine function; further ones wait.
+      refuse: builds the replies to requests that never reach `admit`: malformed, too large, late.
     """
 
     def __init__(self, host: str, port: int, answer: Callable, admit: Callable[[Request], Reply | None], *,
@@ -105,18 +107,18 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
-        """Answers until `close`, or Ctrl-C."""
+        """Handles requests until `close`, or Ctrl-C."""
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(self.serve())
 
     def start(self, name: str) -> Server:
-        """Answers in a thread of that name."""
+        """Handles requests in a thread of that name."""
         self._thread = threading.Thread(target=self.run, daemon=True, name=name)
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Ends all connections. Any thread may call it, and twice."""
+        """Closes all connections. Any thread may call it, also twice."""
         with self._lock:
             self._closed = True
             if self._loop is None:
@@ -128,7 +130,7 @@ class Server:
             self._thread.join()
 
     async def serve(self) -> None:
-        """Answers, as a task of the caller's loop, until it is cancelled."""
+        """Handles requests as a task of the caller's loop until it is cancelled."""
         with self._lock:
             if self._closed:
                 return
@@ -155,7 +157,7 @@ class Server:
             sock.close()
             return
         self._waiting[sock] = None
-        task = self._open[sock] = self._loop.create_task(self._converse(sock))
+        task = self._open[sock] = self._loop.create_task(self._serve_connection(sock))
         task.add_done_callback(lambda _: self._drop(sock))
 
     def _evict(self) -> bool:
@@ -172,7 +174,7 @@ class Server:
         self._open.pop(sock, None)
         sock.close()
 
-    async def _converse(self, sock: socket.socket) -> None:
+    async def _serve_connection(self, sock: socket.socket) -> None:
         reader = _Reader(self._loop, sock)
         with contextlib.suppress(OSError, EOFError):  # gone, late or silent
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -200,12 +202,12 @@ class Server:
         bodiless = request is not None and request.method == "HEAD"
         await self._send(sock, reply._replace(body=b"") if bodiless else reply, close)
         if unread:
-            await self._throw_away(sock)
+            await self._discard_rest(sock)
         return not close
 
     async def _with_body(self, sock, reader: _Reader, request: Request, size: int | None) -> Request:
         if (size or 0) > self._longest_body:
-            raise _Bad(413, f"a body of {size} bytes; the most is {self._longest_body}")
+            raise _Bad(413, f"a body of {size} bytes; at most {self._longest_body} are accepted")
         if size != 0 and request.headers.get("expect", "").lower() == "100-continue":
             await self._loop.sock_sendall(sock, b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
@@ -248,7 +250,7 @@ class Server:
             async with asyncio.timeout(SEND_SECONDS):
                 await self._loop.sock_sendall(sock, part)
 
-    async def _throw_away(self, sock: socket.socket) -> None:
+    async def _discard_rest(self, sock: socket.socket) -> None:
         """What is still on its way: closing before it has come would take the reply away from the other side."""
         self._waiting[sock] = None
         sock.shutdown(socket.SHUT_WR)
@@ -280,9 +282,9 @@ class _Reader:
     async def until(self, mark: bytes) -> bytes:
         """What comes before the mark, of at most LONGEST_HEAD bytes."""
         start = 0
-        while (at := self._data.find(mark, start, LONGEST_HEAD)) < 0:
-            if len(self._data) >= LONGEST_HEAD:
-                raise _Bad(431, f"no head within {LONGEST_HEAD} bytes")
+        while (at := self._data.find(mark, start, MAX_HEAD_BYTES)) < 0:
+            if len(self._data) >= MAX_HEAD_BYTES:
+                raise _Bad(431, f"no head within {MAX_HEAD_BYTES} bytes")
             start = max(0, len(self._data) - len(mark))
             await self._more()
         return self._taken(at + len(mark))[:at]
@@ -327,7 +329,7 @@ def _request(head: bytes) -> Request:
     first, *lines = head.decode("latin-1").lstrip("\r\n").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[0].isalpha() or not re.fullmatch(r"HTTP/1\.[0-9]", words[2]):
-        raise _Bad(400, f"no request of HTTP/1.1: {first[:80]!r}")
+        raise _Bad(400, f"not an HTTP/1.1 request: {first[:80]!r}")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
-from jaxrl.processes.exchange import owner
+from jaxrl.processes.exchange import owner_process
 from jaxrl.rl.evaluation import publish_latest
 from jaxrl.rl.trajectories import collect, exchange_results, make_requests, sampling_params
 from jaxrl.rollout import generate
@@ -32,7 +32,7 @@ def report(s, job) -> dict:
 
     def ask(name, how):
         asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
-        mine = [a for a in asked if owner(a.group, peers.count) == peers.index]
+        mine = [a for a in asked if owner_process(a.group, peers.count) == peers.index]
         found = s.together(f"answers {name}", lambda: generate(job.engine, mine, c.rollout.timeout_seconds))
         known, _ = exchange_results(s, f"sizes of completions {name}", found, [[]] * len(found))
         return collect(asked, [known[a.id][0] for a in asked])

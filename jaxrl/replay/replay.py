@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.checkpoint.files import Damaged, checkpoints_in, folder_of, verify
+from jaxrl.checkpoint.files import DamagedCheckpoint, checkpoints_in, folder_of, verify
 from jaxrl.checkpoint.resume import config_changes
 from jaxrl.config.load import editable, flat, put, redacted
 from jaxrl.config.schema import options
@@ -187,7 +187,7 @@ class Plan:
         if path not in self._verified:
             try:
                 self._verified[path] = verify(path) is None
-            except Damaged as e:
+            except DamagedCheckpoint as e:
                 log.error("%s is damaged and is not used: %s", path, e)
                 self._verified[path] = False
         return self._verified[path]

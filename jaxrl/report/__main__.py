@@ -16,10 +16,11 @@ import sys
 from jaxrl.__main__ import run
 from jaxrl.errors import ConfigError
 from jaxrl.report.page import write_report
-from jaxrl.report.watch import Watched, server
+from jaxrl.report.watch import WatchedRuns, server
 
 
 def main(argv=None) -> int:
+    """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="jaxrl report", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory")
@@ -45,7 +46,7 @@ def main(argv=None) -> int:
 
 
 def _watch(args) -> int:
-    watched = Watched(args.runs, args.steps, args.every)
+    watched = WatchedRuns(args.runs, args.steps, args.every)
     watched.content()  # a wrong directory is said here
     serving = server(watched, args.port)
     print(f"http://127.0.0.1:{serving.port}/ shows {', '.join(args.runs)}; Ctrl-C ends it", flush=True)

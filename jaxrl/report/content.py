@@ -1,4 +1,4 @@
-"""All that a page shows, as one JSON-able table."""
+"""Builds the content of a report as one JSON-able table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jaxrl
 from jaxrl.config.load import default_config, get, options
 from jaxrl.diff import WHERE
 from jaxrl.report import curves, timeline
-from jaxrl.report.explained import explained, tried
+from jaxrl.report.explained import explained_steps, tried_changes
 from jaxrl.report.findings import findings
 from jaxrl.report.runs import Run, labels, read_run
 from jaxrl.report.samples import samples
@@ -17,12 +17,14 @@ FACTS = ("run.recipe", "algorithm.preset", "model.path", "rollout.engine", "run.
 
 
 def content(folders, steps: list[int] | None = None, watch: float = 0.0) -> dict:
-    """The page's data of these run directories.
+    """Returns the page's data of these run directories.
 
     Args:
-      steps: of which training steps completions are shown; None: some, evenly spaced.
-      watch: seconds between two looks at runs that go on; 0: the page stays as it is.
-    Raises ConfigError where a folder holds no run.
+      steps: training steps whose completions are shown; None for some, evenly spaced.
+      watch: seconds between refreshes of runs that are in progress; 0 for a static page.
+
+    Raises:
+      ConfigError: a folder is not a run directory.
     """
     folders = list({str(f): f for f in folders})
     runs = [read_run(folder) for folder in folders]
@@ -36,8 +38,8 @@ def content(folders, steps: list[int] | None = None, watch: float = 0.0) -> dict
         "runs": [_run(run) for run in runs], "groups": [_group(runs, members) for members in grouped],
         "charts": charts, "sections": curves.sections(charts), "phases": [timeline.phases(run) for run in runs],
         "plan": [timeline.plan(run) for run in runs], "findings": [findings(run) for run in runs],
-        "explained": [explained(run) for run in runs], "tried": [tried(run) for run in runs],
-        "samples": samples(runs, steps), "differ": _differences(runs), "options": [_chosen(run) for run in runs],
+        "explained": [explained_steps(run) for run in runs], "tried": [tried_changes(run) for run in runs],
+        "samples": samples(runs, steps), "differ": _differences(runs), "options": [_options(run) for run in runs],
     }
 
 
@@ -66,21 +68,22 @@ def _differences(runs: list[Run]) -> list[list]:
     """[[option or version, a value per run], ...] of those in which runs differ; places and logs are left out."""
     tables = [run.config | {f"version of {k}": v for k, v in run.versions.items()} for run in runs]
     names = sorted({n for t in tables for n in t if not n.startswith(WHERE)})
-    return [[n, *(_said(t.get(n)) for t in tables)] for n in names if len({_said(t.get(n)) for t in tables}) > 1]
+    return [[n, *(_option_text(t.get(n)) for t in tables)]
+            for n in names if len({_option_text(t.get(n)) for t in tables}) > 1]
 
 
-def _chosen(run: Run) -> list[list]:
+def _options(run: Run) -> list[list]:
     """[[option, value, whether it is another than the default]] of a run's config."""
     known, defaults = options(), default_config()
     out = []
     for name, value in sorted(run.config.items()):
         # What is no option is an entry of a table, or a table without any.
-        default = _said(get(defaults, name)) if name in known else "(empty)"
-        out.append([name, _said(value), _said(value) != default])
+        default = _option_text(get(defaults, name)) if name in known else "(empty)"
+        out.append([name, _option_text(value), _option_text(value) != default])
     return out
 
 
-def _said(value) -> str:
+def _option_text(value) -> str:
     if value is None:
         return "none"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Metrics over steps: one curve per run, or of runs that differ in their seed alone a mean and the band around it."""
+"""Metrics over steps: one curve per run, or a mean with a band for runs that differ in their seed only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxrl.diff import WHERE
 from jaxrl.report.runs import Run
-from jaxrl.report.thin import kept, shorts
+from jaxrl.report.thin import kept_points, shorts
 from jaxrl.telemetry.names import METRICS, describe
 
-POINTS = 60_000  # of all curves together: about a megabyte
-FEWEST, MOST = 60, 1200  # of one curve
+POINTS = 60_000  # most points of all curves together: about a megabyte
+MIN_POINTS, MAX_POINTS = 60, 1200  # fewest and most points of one curve
 STRETCHES = 100  # means that are drawn over a curve of more than twice as many points
 
 # Titles and metrics, as patterns in the order in which they are shown; all others stand under "All other metrics".
@@ -43,11 +43,12 @@ UNITS = (
     ("gap/stale_*", "nats"), ("gap/k3", "nats"), ("old_gap/max", "nats"), ("distill/*", "nats"),
     ("publish/seconds", "s"), ("publish/gb_per_second", "GB/s"), ("data/epoch", "passes"), ("data/samples", "samples"),
 )
-ASIDE = ("run.seed", "run.resume")  # options in which runs of one curve may differ
-LEFT_OUT = ("time/wall",)
+IGNORED_OPTIONS = ("run.seed", "run.resume")  # options in which runs of one curve may differ
+IGNORED_METRICS = ("time/wall",)
 
 
 def unit(name: str) -> str:
+    """Returns a metric's unit, by the first pattern that matches its name."""
     found = next((u for pattern, u in UNITS if fnmatch.fnmatchcase(name, pattern)), None)
     if found is None:
         found = "%" if any(m.name == name and m.format == "percent" for m in METRICS) else ""
@@ -55,22 +56,24 @@ def unit(name: str) -> str:
 
 
 def groups(runs: list[Run]) -> list[list[int]]:
-    """Indices of runs that differ in run.seed (and in places and logs, which change no result) alone."""
+    """Returns lists of indices of runs that differ only in run.seed (and in paths and logging, which change no
+    result).
+    """
     out: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         own = str(run.config.get("run.dir") or "\0")
         say = lambda v, own=own: v.replace(own, "<run.dir>") if isinstance(v, str) else v  # noqa: E731
-        same = {k: say(v) for k, v in run.config.items() if not k.startswith(WHERE) and k not in ASIDE}
+        same = {k: say(v) for k, v in run.config.items() if not k.startswith(WHERE) and k not in IGNORED_OPTIONS}
         key = json.dumps(same, sort_keys=True, default=str) if same else f"{i}"
         out.setdefault(key, []).append(i)
     return list(out.values())
 
 
 def charts(runs: list[Run], grouped: list[list[int]]) -> dict[str, dict]:
-    """Metric -> {doc, unit, lines: [{g: group, x: steps, y: values, lo, hi: of several runs}]}."""
-    names = [name for name in dict.fromkeys(n for run in runs for n in run.series) if name not in LEFT_OUT]
+    """Returns metric -> {doc, unit, lines: [{g: group, x: steps, y: values, lo, hi: of several runs}]}."""
+    names = [name for name in dict.fromkeys(n for run in runs for n in run.series) if name not in IGNORED_METRICS]
     curves = sum(sum(any(name in runs[i].series for i in g) for g in grouped) for name in names)
-    points = int(np.clip(POINTS / max(1, curves), FEWEST, MOST))
+    points = int(np.clip(POINTS / max(1, curves), MIN_POINTS, MAX_POINTS))
     out = {}
     for name in sorted(names):
         lines = [{"g": g} | line for g, members in enumerate(grouped)
@@ -86,7 +89,7 @@ def _line(columns: list[tuple[np.ndarray, np.ndarray]], points: int) -> dict:
         return {}
     if len(columns) == 1:
         steps, values = columns[0]
-        at = kept([values], points)
+        at = kept_points([values], points)
         return {"x": shorts(steps[at]), "y": shorts(values[at])} | _trend(steps, values)
     shared = columns[0][0]
     for steps, _ in columns[1:]:
@@ -95,7 +98,7 @@ def _line(columns: list[tuple[np.ndarray, np.ndarray]], points: int) -> dict:
         return {}
     values = np.stack([v[np.searchsorted(s, shared)] for s, v in columns])
     mean, low, high = values.mean(0), values.min(0), values.max(0)
-    at = kept([mean, low, high], points)
+    at = kept_points([mean, low, high], points)
     return {"x": shorts(shared[at]), "y": shorts(mean[at]), "lo": shorts(low[at]), "hi": shorts(high[at]),
             "of": len(columns)} | _trend(shared, mean)
 
@@ -111,7 +114,7 @@ def _trend(steps: np.ndarray, values: np.ndarray) -> dict:
 
 
 def sections(names) -> list[list]:
-    """[[title, [metric, ...]], ...] of those that are there; the last holds all the rest."""
+    """Returns [[title, [metric, ...]], ...] of the existing metrics; the last section has all the rest."""
     left, out = list(names), []
     for title, patterns in SECTIONS:
         own = list(dict.fromkeys(n for p in patterns for n in left if fnmatch.fnmatchcase(n, p)))

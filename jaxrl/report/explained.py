@@ -8,14 +8,15 @@ from jaxrl.records.anomalies import Anomaly
 from jaxrl.report.runs import Run
 from jaxrl.telemetry.run_dir import read_json
 
-STEPS, ANSWERS, GROUPS, TEXT = 12, 8, 8, 600  # shown at most: steps of a run, answers and groups of one, characters
+STEPS, COMPLETIONS, GROUPS, TEXT = 12, 8, 8, 600  # shown at most: steps of a run, answers and groups of one, characters
 NUMBERS = ("score", "advantage", "length", "gap", "change", "share")
 TRIED = ("step", "angle", "kl", "outside_clip", "predicted", "realised", "others")
 
 
-def explained(run: Run) -> list[dict]:
-    """[{step, why, replay, anomalies: texts, facts, groups: [[group, share]], answers}] of the newest steps of
-    <run>/explain; an answer has a `reason` where it stands out. What cannot be read is left out."""
+def explained_steps(run: Run) -> list[dict]:
+    """Returns [{step, why, replay, anomalies: texts, facts, groups: [[group, share]], answers}] of the newest steps
+    of <run>/explain; a completion has a `reason` if it stands out. Unreadable files are skipped.
+    """
     found = [read_json(path) for path in sorted((run.folder / "explain").glob("step_*.json"))[-STEPS:]]
     return [_step(told) for told in found if isinstance(told.get("step"), int) and "groups" in told]
 
@@ -23,7 +24,7 @@ def explained(run: Run) -> list[dict]:
 def _step(told: dict) -> dict:
     rows, seen = [], set()
     for answer in [a for name in ("suspects", "heaviest", "answers") for a in told.get(name, [])]:  # the guilty first
-        if (key := (answer.get("group"), answer.get("sample"))) not in seen and len(rows) < ANSWERS:
+        if (key := (answer.get("group"), answer.get("sample"))) not in seen and len(rows) < COMPLETIONS:
             seen.add(key)
             rows.append({"group": key[0], "sample": key[1], "text": str(answer.get("text", ""))[:TEXT],
                          "reason": "; ".join(answer.get("reasons", ())), **{n: number(answer.get(n)) for n in NUMBERS}})
@@ -41,16 +42,17 @@ def _said(a: dict) -> str:
     return Anomaly(a.get("step", 0), str(a.get("name")), str(a.get("called")), value, usual, away).text
 
 
-def tried(run: Run) -> list[dict]:
-    """[{step, rows: [{setting, step, angle, kl, outside_clip, predicted, realised, others}]}] of the newest replay.try;
-    the first row is the run's own."""
+def tried_changes(run: Run) -> list[dict]:
+    """Returns [{step, rows: [{setting, step, angle, kl, outside_clip, predicted, realised, others}]}] of the newest
+    replay.try; the first row is the run itself.
+    """
     row = lambda held: {"setting": str(held.get("setting")), **{n: number(held.get(n)) for n in TRIED}}  # noqa: E731
     return [{"step": told.get("step"), "rows": [row(held) for held in told.get("rows", [])]}
             for told in run.summary.get("tried") or []]
 
 
 def number(value, absent=None):
-    """A finite float of what JSON holds, or `absent`."""
+    """Returns a JSON value as a finite float, or `absent`."""
     try:
         return found if value is not None and math.isfinite(found := float(value)) else absent
     except (TypeError, ValueError):

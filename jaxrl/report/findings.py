@@ -1,4 +1,4 @@
-"""What deserves a look: what a run would have warned about had it looked at every step, and what its files lack."""
+"""Findings of a report: what the run's warnings would have been at every step, and what its files lack."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ SETTLED = 10     # steps after which no program should be compiled any more
 
 
 def findings(run: Run) -> list[dict]:
-    """[{grave, text, steps}], the grave ones first."""
+    """Returns [{grave, text, steps}], grave ones first."""
     found = [*_ending(run), *_rules(run), *_numbers(run), *_programs(run), *_planned(run)]
     return sorted(found, key=lambda f: not f["grave"])
 
 
 def _ending(run: Run):
     if run.summary.get("error"):
-        yield finding(f"the run ended by an error: {run.summary['error']}")
+        yield finding(f"the run failed: {run.summary['error']}")
     elif run.summary.get("ended_by"):
-        yield finding(f"the run was ended by {run.summary['ended_by']}", grave=False)
+        yield finding(f"the run was stopped by {run.summary['ended_by']}", grave=False)
     elif not run.summary.get("finished"):
-        yield finding("the run has not finished: it goes on, was stopped or killed", grave=False)
+        yield finding("the run has not finished: it is running, was stopped or was killed", grave=False)
     if run.summary.get("diverged"):
         yield finding(f"training diverged: {run.summary['diverged']}; lower optimizer.lr")
     if run.broken:
-        yield finding(f"{run.broken} lines of metrics.jsonl cannot be read and are left out", grave=run.broken > 1)
+        yield finding(f"{run.broken} lines of metrics.jsonl cannot be read and are skipped", grave=run.broken > 1)
     if not run.series:
         yield finding("there are no metrics yet", grave=False)
 
@@ -94,11 +94,12 @@ def _planned(run: Run):
 
 
 def finding(text: str, steps=(), of: int = 0, grave: bool = True) -> dict:
+    """Returns one finding with its steps as ranges."""
     return {"text": text, "grave": grave, "steps": ranges(steps), "count": len(steps), "of": of}
 
 
 def ranges(steps) -> str:
-    """[1, 2, 3, 7] -> '1-3, 7'; of many the first few and the last."""
+    """Returns steps as text: [1, 2, 3, 7] -> '1-3, 7'; of many ranges the first few and the last."""
     out: list[list[int]] = []
     for step in map(int, steps):
         if out and step == out[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""One HTML file with everything in it: data, style, code, the plot library. It asks the network for nothing."""
+"""Writes a report as one self-contained HTML file: data, style, code, the plot library. It makes no network request."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ run.</p></noscript>
 
 
 def embedded(data: dict) -> str:
-    """JSON for a script element. What models write may hold `</script>`: no "<" is left that could begin a tag; half a
-    character, which UTF-8 cannot write, becomes a question mark."""
+    """Returns JSON for a script element. Model output may contain `</script>`: no "<" is left that could begin a tag;
+    unpaired surrogates become question marks.
+    """
     text = json.dumps(jsonable(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace").decode().replace("<", "\\u003c")
 
 
 def page(data: dict) -> str:
-    """The whole document.
+    """Returns the whole document.
 
-    Texts of runs reach the page as JSON and are shown as text nodes. Beside that the document's policy runs only the
-    scripts whose digests it names and loads nothing, so that a text that did become markup could neither run nor call
-    home.
+    Texts of runs reach the page as JSON and are shown as text nodes. In addition the document's policy runs only the
+    scripts whose digests it names and loads nothing, so that injected markup could neither run nor connect.
     """
     scripts, styles = ([(ASSETS / name).read_text("utf-8") for name in names] for names in (SCRIPTS, STYLES))
     asks = "'self'" if data["watch"] else "'none'"
@@ -61,7 +61,9 @@ def _digest(text: str) -> str:
 
 
 def report_of(run_dir) -> None:
-    """The page of a run that ends. A page that cannot be made is said, and changes nothing of how the run ends."""
+    """Writes the report of a finished run. If it cannot be written, a warning is logged; the exit status does not
+    change.
+    """
     try:
         write_report([run_dir])
     except Exception as e:
@@ -70,7 +72,7 @@ def report_of(run_dir) -> None:
 
 
 def write_report(folders, out=None, steps: list[int] | None = None) -> Path:
-    """Writes the page of these runs, whole or not at all, and returns its path (default: report.html in the first)."""
+    """Writes the page of these runs atomically and returns its path (default: report.html in the first)."""
     folders = list(folders)
     path = Path(out) if out else Path(folders[0]) / "report.html"
     write_atomic(path, page(content(folders, steps)))

@@ -1,4 +1,4 @@
-"""Run directories, read as far as they can be: a run that was killed or still goes on has a report, too."""
+"""Reads run directories as far as possible: killed and running runs have reports too."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from jaxrl.telemetry.sinks import CLOCKED
 
 @dataclasses.dataclass
 class Run:
-    """What a run directory holds.
+    """Content of a run directory.
 
-    `series`: metric -> (steps, values), float64 [n] each, in the order of steps; names as in telemetry/names.py, so
-    that seconds of phases are time/<phase>. `broken`: lines of metrics.jsonl that could not be read.
+    Attributes:
+      series: metric -> (steps, values), float64 [n] each, in the order of steps; names as in telemetry/names.py, so
+        that seconds of phases are time/<phase>.
+      broken: number of unreadable lines of metrics.jsonl.
     """
 
     folder: Path
@@ -31,11 +33,11 @@ class Run:
     broken: int = 0
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, values) of a metric; both empty where there is none."""
+        """Returns (steps, values) of a metric; both empty if there is none."""
         return self.series.get(name, (np.zeros(0), np.zeros(0)))
 
     def rows(self, file: Path) -> list[dict]:
-        """Records of a file of rollouts/ or eval/; lines that cannot be read are left out."""
+        """Returns the records of a file of rollouts/ or eval/; unreadable lines are skipped."""
         out = []
         for text in file.read_text("utf-8", errors="replace").split("\n"):
             try:
@@ -47,12 +49,12 @@ class Run:
 
 
 def read_run(folder) -> Run:
-    """Raises ConfigError where the folder holds neither config.json nor metrics.jsonl."""
+    """Reads a run directory. Raises ConfigError if it has neither config.json nor metrics.jsonl."""
     folder = Path(folder)
     lines = folder / "metrics.jsonl"
     held, summary = read_json(folder / "config.json"), read_json(folder / "summary.json")
     if not held and not lines.exists():
-        raise ConfigError(f"{folder}: no run directory; name the folder that holds config.json and metrics.jsonl")
+        raise ConfigError(f"{folder} is not a run directory; name the folder that has config.json and metrics.jsonl")
     series, broken = _series(lines) if lines.exists() else ({}, 0)
     versions = {k: str(v) for k, v in held.get("versions", {}).items()}
     return Run(folder, folder.resolve().name, flat(held.get("config", {})), versions, summary, series, broken)
@@ -81,7 +83,7 @@ def _series(path: Path) -> tuple[dict, int]:
 
 
 def labels(runs: list[Run]) -> list[str]:
-    """Short names that tell the runs apart: the folder's, with as many parents before it as that takes."""
+    """Returns short names that distinguish the runs: the folder's, with as many parent folders as necessary."""
     parts = [run.folder.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]

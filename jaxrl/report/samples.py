@@ -1,4 +1,4 @@
-"""Completions for the page: some of some steps, token by token where the run's tokenizer is at hand."""
+"""Selects completions for the report, token by token if the run's tokenizer is available."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from jaxrl.report.thin import short, shorts
 
 STEPS = 8                # of training, evenly spaced, the first and the last among them
 CHARACTERS = 900_000     # of all runs' completions together
-LONGEST = 20_000         # characters of one text, half from its beginning and half from its end
+MAX_TEXT_CHARS = 20_000         # characters of one text, half from its beginning and half from its end
 MOST_TOKENS = 4_000      # of one completion
 EMBEDDED = Path(jaxrl.__file__).parent / "data" / "embedded"
 
 
 def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
-    """[{run, what: "training" or "held-out <set>", step, of: how many there are, rows}]: whole groups while there is
-    room, those whose completions were rewarded differently first.
+    """Returns [{run, what: "training" or "held-out <set>", step, of: total number, rows}]: whole prompt groups while
+    there is room, groups with different rewards first.
 
     Args:
-      steps: those of training that are asked for; None: evenly spaced ones.
+      steps: requested training steps; None for evenly spaced ones.
     """
     chosen = [(i, *place) for i, run in enumerate(runs) for place in _places(run, steps)]
-    speak, out = [Speaker(run) for run in runs], []
+    speak, out = [TokenTexts(run) for run in runs], []
     for number, (i, what, step, file) in enumerate(chosen):
         room = (CHARACTERS - sum(part["size"] for part in out)) // (len(chosen) - number)
         records = runs[i].rows(file)
-        known = of_tokens(runs[i], step) if what == "training" else {}
+        known = token_values(runs[i], step) if what == "training" else {}
         records = [r | {"columns": known.get((r.get("group"), r.get("sample")), {})} for r in records]
         rows, used = _rows(records, room, speak[i])
         out.append({"run": i, "what": what, "step": step, "of": len(records), "rows": rows, "size": used})
     return [{k: v for k, v in part.items() if k != "size"} for part in out if part["rows"]]
 
 
-def of_tokens(run: Run, step: int) -> dict[tuple, dict[str, list]]:
-    """(group, sample) -> {advantages, gaps: of its sampled tokens, in order} of a recorded step (jaxrl.replay).
-
-    {} where there is no whole record. A gap is the proximal policy's log-prob less the sampler's, where the trainer
-    scored it."""
+def token_values(run: Run, step: int) -> dict[tuple, dict[str, list]]:
+    """Returns (group, sample) -> {advantages, gaps: per sampled token, in order} of a recorded step (jaxrl.replay);
+    {} without a complete record. A gap is the proximal policy's log-prob minus the engine's, if the trainer scored
+    it.
+    """
     try:
         path = files.steps(run.folder / files.FOLDER).get(step)
         arrays = files.read(path).arrays if path else {}
@@ -85,7 +85,7 @@ def _places(run: Run, asked: list[int] | None) -> list[tuple[str, int, Path]]:
         (f"held-out {name}".strip(), step, path) for name, step, path in shown]
 
 
-def _rows(records: list[dict], room: int, speak: Speaker) -> tuple[list[dict], int]:
+def _rows(records: list[dict], room: int, speak: TokenTexts) -> tuple[list[dict], int]:
     grouped: dict[object, list[dict]] = {}
     for record in records:
         grouped.setdefault(record.get("group"), []).append(record)
@@ -102,7 +102,7 @@ def _rows(records: list[dict], room: int, speak: Speaker) -> tuple[list[dict], i
     return rows, used
 
 
-def _row(record: dict, speak: Speaker) -> dict:
+def _row(record: dict, speak: TokenTexts) -> dict:
     reward = record.get("reward") if isinstance(record.get("reward"), dict) else {}
     row = {"group": record.get("group"), "sample": record.get("sample"), "prompt": _cut(record.get("prompt", "")),
            "finish": record.get("finish"), "length": len(record.get("tokens") or ()),
@@ -122,14 +122,15 @@ def _number(value):
 
 def _cut(text) -> str:
     text = text if isinstance(text, str) else str(text)
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else (
-        f"{text[:half]}\n[... {len(text) - LONGEST} characters left out ...]\n{text[-half:]}")
+    half = MAX_TEXT_CHARS // 2
+    return text if len(text) <= MAX_TEXT_CHARS else (
+        f"{text[:half]}\n[... {len(text) - MAX_TEXT_CHARS} characters left out ...]\n{text[-half:]}")
 
 
-class Speaker:
-    """Tokens of a run as text, by the tokenizer that lies in its export, in its model's folder or among what was
-    downloaded; without one, completions are shown as plain text."""
+class TokenTexts:
+    """Texts of a run's tokens, by the tokenizer in its export, in its model's folder or in the download cache;
+    without one, completions are shown as plain text.
+    """
 
     def __init__(self, run: Run):
         self._tokenizer = None
@@ -142,9 +143,10 @@ class Speaker:
                 self._tokenizer = None
 
     def pieces(self, record: dict) -> list[dict]:
-        """What follows the prompt: [{text, trained, turn, reward}], and where tokens spell exactly this text
-        {tokens: [text], logprobs: [nats]} instead of text, and of recorded steps {advantages, gaps}. `trained` is False
-        for what was put between turns."""
+        """Returns what follows the prompt: [{text, trained, turn, reward}], and if tokens spell exactly this text
+        {tokens: [text], logprobs: [nats]} instead of text, and for recorded steps {advantages, gaps}. `trained` is
+        False for text inserted between turns.
+        """
         told = record.get("episode")
         if not isinstance(told, list) or not told:
             told = [{"text": record.get("completion", ""), "trained": True}]
@@ -164,7 +166,7 @@ class Speaker:
         ids, values = record.get("tokens") or [], record.get("logprobs") or []
         if not ids or len(ids) != len(values) or len(ids) > MOST_TOKENS:
             return None
-        if "episode" not in record and self._said(ids) != record.get("completion"):
+        if "episode" not in record and self._decode(ids) != record.get("completion"):
             return None
         out, at = [], 0
         for piece in (p for p in told if p.get("trained")):
@@ -182,7 +184,7 @@ class Speaker:
             out.append({"tokens": texts, "logprobs": shorts(values[start:at])} | more)
         return out if at == len(ids) else None
 
-    def _said(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         """The completion that ids are of: without special tokens at its end."""
         decode = self._tokenizer.decode
         while ids and not decode(ids[-1:], skip_special_tokens=True):
@@ -203,7 +205,9 @@ class Speaker:
 
 
 def tokenizer_file(run: Run) -> Path | None:
-    """The newest that lies in the run's own folder; else that of model.tokenizer or model.path."""
+    """Returns the newest tokenizer file in the run's folder, else that of model.tokenizer or model.path; None if
+    there is none.
+    """
     own = [*sorted(run.folder.glob("export*/tokenizer.json"), reverse=True),
            *run.folder.glob("*/export/tokenizer.json")]
     if own:

@@ -1,18 +1,18 @@
-"""Fewer points of a curve without losing what stands out of it."""
+"""Thins out a curve without losing its extremes."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def kept(columns: list[np.ndarray], points: int) -> np.ndarray:
-    """Indices, ascending, of the points that stay.
+def kept_points(columns: list[np.ndarray], points: int) -> np.ndarray:
+    """Returns the ascending indices of the points to keep.
 
     Args:
       columns: arrays [n] that are drawn over the same steps.
-      points: about how many may stay. With more, the n points are cut into equal stretches, of each of which the
-        smallest and the largest value of every column stay and the first point that is not finite, and of all the first
-        and the last point: no spike, no dip and no gap is lost, only how often they came.
+      points: about how many to keep. If there are more, the n points are cut into equal ranges; kept are the smallest
+        and largest value of every column in each, the first point that is not finite, and the first and last point
+        overall: no spike, dip or gap is lost, only its frequency.
     """
     n = len(columns[0])
     if all(np.array_equal(c, np.full(n, c[0]), equal_nan=True) for c in columns if n):  # a line has two ends
@@ -33,7 +33,7 @@ def kept(columns: list[np.ndarray], points: int) -> np.ndarray:
 
 
 def short(x: float) -> float | int | None:
-    """A number of five digits for the page; None for what is not finite."""
+    """Returns a number with five digits for the page; None if it is not finite."""
     if not np.isfinite(x):
         return None
     x = float(f"{x:.5g}")
@@ -41,4 +41,5 @@ def short(x: float) -> float | int | None:
 
 
 def shorts(values) -> list:
+    """Returns `short` of each value."""
     return [short(x) for x in values]

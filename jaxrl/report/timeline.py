@@ -1,4 +1,4 @@
-"""Where the seconds of steps went, and what a plan had said of them."""
+"""Seconds of each step by phase, and the plan's predictions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BINS, SLOWEST = 300, 8
 
 
 def phases(run: Run) -> dict:
-    """{names, x, y: [seconds per step by phase], median, slow}: {} where no time was kept.
+    """Returns {names, x, y: [seconds per step by phase], median, slow}; {} without times.
 
-    Of many steps, equal stretches are put together as their mean (`per`: how many), so that the seconds still add up;
-    the slowest steps are told one by one.
+    Many steps are combined into equal ranges with their mean (`per`: how many), so that the seconds still add up; the
+    slowest steps are listed one by one.
     """
     steps, total = run.column("time/step")
     fine = (steps > 0) & np.isfinite(total)  # line 0 is the evaluation before the first step
@@ -43,7 +43,7 @@ def phases(run: Run) -> dict:
 
 
 def plan(run: Run) -> list[list]:
-    """[[what, unit, planned, measured], ...] of summary.json, of what both say something about."""
+    """Returns [[what, unit, planned, measured], ...] of summary.json, for what both have."""
     planned, measured = run.summary.get("planned") or {}, run.summary.get("measured") or {}
     rows = []
     for name in sorted(planned.keys() | measured.keys(), key=lambda n: (n != "step_seconds", n)):

@@ -1,4 +1,4 @@
-"""The page of runs that go on, served on this machine alone."""
+"""Serves the page of runs in progress, on this host only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ LOOPBACK = "127.0.0.1"
 READ = ("metrics.jsonl", "summary.json", "config.json", "rollouts", "eval")
 
 
-class Watched:
-    """The content of runs, made anew when a file of theirs has changed."""
+class WatchedRuns:
+    """The content of runs, rebuilt when one of their files has changed."""
 
     def __init__(self, folders, steps, seconds: float):
         self._folders, self._steps, self._seconds = [Path(f) for f in folders], steps, seconds
         self._lock, self._seen, self._content = threading.Lock(), None, None
 
     def content(self) -> dict:
+        """Returns the page's data."""
         with self._lock:
             files = [f / name for f in self._folders for name in READ]
             seen = [(p.stat().st_mtime_ns, p.stat().st_size) for p in files if p.exists()]
@@ -29,9 +30,10 @@ class Watched:
             return self._content
 
 
-def server(watched: Watched, port: int) -> Server:
-    """On 127.0.0.1; port 0 takes a free one. It answers / and /data.json, to those that ask for this machine by name:
-    a page of elsewhere whose host name leads here is refused."""
+def server(watched: WatchedRuns, port: int) -> Server:
+    """Returns a server on 127.0.0.1; port 0 picks a free one. It serves / and /data.json, only to requests that name
+    this host: a foreign page whose host name resolves here is refused.
+    """
     def admit(request: Request) -> Reply | None:
         if request.headers.get("host", "") not in (f"{LOOPBACK}:{made.port}", f"localhost:{made.port}"):
             return _text(403, "ask for localhost")

@@ -23,7 +23,7 @@ from jaxrl.config import lengths
 from jaxrl.config.load import editable, get, put
 from jaxrl.config.registry import Recipe, recipe_of
 from jaxrl.config.schema import options
-from jaxrl.rollout.engines import chosen_engine, engine_of
+from jaxrl.rollout.engines import engine_name, engine_row
 from jaxrl.rollout.vllm.options import lora_rank
 from jaxrl.sharding.mesh import row_parts
 from jaxrl.training.layout import row_unit
@@ -174,7 +174,7 @@ def resolve(config, platform: Platform | None = None, hf_config: dict | None = N
         if origin != "config":
             decide(f"algorithm.{name}", value, origin)
     if asked.rollout.engine == "auto":
-        engine = engine or (config.rollout.engine if isinstance(config, Spec) else chosen_engine(asked))
+        engine = engine or (config.rollout.engine if isinstance(config, Spec) else engine_name(asked))
         decide("rollout.engine", engine, "this machine")
     gives = "env.function" if c.env.function else "env.program" if c.env.program else ""
     if gives and c.reward.functions == options()["reward.functions"].default:
@@ -208,14 +208,14 @@ def _of_platform(c, recipe: Recipe, platform: Platform, hf_config: dict, decide)
         decide("rollout.dtype", t.compute_dtype, "train.compute_dtype")
     if lora_on(c):
         if c.lora.publish == "auto":
-            apart = c.rollout.dtype != "fp32" if engine_of(c).on_mesh else kind == "gpu" and serves_apart(c)
+            apart = c.rollout.dtype != "fp32" if engine_row(c).on_mesh else kind == "gpu" and serves_apart(c)
             why = "lora.adapters" if c.lora.adapters else f"rollout.dtype {c.rollout.dtype}, {kind}"
             decide("lora.publish", "adapter" if apart or c.lora.adapters else "merged", why)
         if c.lora.base_dtype == "auto":
             decide("lora.base_dtype", t.compute_dtype, "train.compute_dtype")
     if c.algorithm.mismatch.correction == "auto":
         now = not (c.rollout.max_staleness or c.rollout.sync_every > 1)
-        exact = c.rollout.dtype == "fp32" and engine_of(c).info.exact and now and t.matmul == "default"
+        exact = c.rollout.dtype == "fp32" and engine_row(c).info.exact and now and t.matmul == "default"
         none = exact or c.algorithm.old_logprobs == "rollout"
         decide("algorithm.mismatch.correction", "none" if none else "token_tis", "engine")
     if not t.row_lengths:
@@ -251,7 +251,7 @@ def serves_apart(c) -> bool:
     twice = 2 if c.lora.init.startswith(("pissa", "olora")) else 1
     plain = not (c.lora.path or c.lora.dora or c.lora.modules_to_save or c.rollout.partial or c.rollout.servers
                  or c.lora.base != "none")
-    return engine_of(c).starts_servers and plain and bool(lora_rank(twice * max(ranks)))
+    return engine_row(c).starts_servers and plain and bool(lora_rank(twice * max(ranks)))
 
 
 def lora_on(config) -> bool:

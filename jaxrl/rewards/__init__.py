@@ -1,20 +1,20 @@
-"""Rewards: names, verifiers, the pool of worker processes, shaping.
+"""Rewards: reward functions by name, verifiers, the pool of worker processes, reward shaping.
 
-A worker imports this package too, so nothing is imported here until it is asked for (numpy, jax and the config stay
-in the parent).
+Workers import this package too, so submodules are imported on first use (numpy, jax and the config stay in the
+parent).
 """
 
 import importlib
 
 _LAZY = {
     "register_reward": "builtin",
-    "registered": "builtin",
+    "registered_rewards": "builtin",
     "RewardItem": "items",
     "RewardPool": "pool",
     "RewardResult": "items",
     "RewardFailure": "pool",
     "shape": "items",
-    "address": "items",
+    "item_hash": "items",
 }
 __all__ = sorted(_LAZY)
 

@@ -1,4 +1,4 @@
-"""How far a judge agrees with rows that people have labelled."""
+"""Measures how well a judge agrees with rows labelled by people (`reward.judge.labelled`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import NamedTuple
 from jaxrl.errors import ConfigError
 from jaxrl.rewards.items import RewardItem
 
-SHOWN = 3  # rows that differ
+MAX_ROWS_SHOWN = 3  # rows listed in the message
 
 
 class Agreement(NamedTuple):
-    """Of a judge with labelled rows.
+    """Agreement of a judge with labelled rows.
 
-    share: of all rows, those that judge and label put on the same side of the middle of the scale (itself its upper
-    side). difference: mean of |judge - label| over the rows that were judged, in points of the scale. absent: rows that
-    were not judged, which agree with nothing; why: the first reason. differ: (row, label, judge's score), the furthest
-    apart first.
+    Attributes:
+      share: of all rows, those whose judge score and label lie on the same side of the scale's middle (the middle
+        counts as the upper side).
+      difference: mean of |judge - label| over the scored rows, in points of the scale.
+      absent: number of rows without a judge score, which agree with nothing; why: the first reason.
+      differ: (row, label, judge's score), largest difference first.
     """
 
     name: str
@@ -30,8 +32,13 @@ class Agreement(NamedTuple):
     why: str = ""
 
     @classmethod
-    def of(cls, name: str, o: dict, labels: list[float], results: list[dict]) -> Agreement:
-        """Raises ConfigError where the share is below min_agreement. results: as workers give them."""
+    def from_results(cls, name: str, o: dict, labels: list[float], results: list[dict]) -> Agreement:
+        """Compares labels with the results of workers. Raises ConfigError if the share is below min_agreement.
+
+        Args:
+          o: the judge's options.
+          results: {value, outcome, metrics} per row; values are shares of the scale.
+        """
         lowest, highest = o["lowest"], o["highest"]
         middle = 0.5 * (lowest + highest)
         scores = [None if r["value"] is None else lowest + r["value"] * (highest - lowest) for r in results]
@@ -41,14 +48,14 @@ class Agreement(NamedTuple):
         difference = sum(abs(label - s) for _, label, s in both) / len(both) if both else float("nan")
         why = next((r["outcome"] for r in results if r["value"] is None), "")
         found = cls(name, len(labels), share, difference, len(labels) - len(both),
-                    tuple(row for row in apart[:SHOWN] if row[1] != row[2]), why)
+                    tuple(row for row in apart[:MAX_ROWS_SHOWN] if row[1] != row[2]), why)
         if share < o["min_agreement"]:
-            raise ConfigError(f"{found.text()}\nthat is below min_agreement={o['min_agreement']:g}: change prompt, "
-                              "rubric or model of the judge, or the bound")
+            raise ConfigError(f"{found.text()}\nbelow min_agreement={o['min_agreement']:g}: change the judge's prompt, "
+                              "rubric or model, or lower the bound")
         return found
 
     def text(self) -> str:
-        """For a person."""
+        """Returns a summary for the console."""
         out = (f"judge {self.name!r} and {self.rows} labelled rows: {self.share:.1%} on the same side of the scale's "
                f"middle, {self.difference:.2f} points apart on average")
         if self.differ:
@@ -56,8 +63,8 @@ class Agreement(NamedTuple):
         return out + (f"; {self.absent} not judged ({self.why})" if self.absent else "")
 
 
-def labelled(o: dict) -> tuple[list[RewardItem], list[float]]:
-    """(items, labels) of the rows of `labelled`. Raises ConfigError."""
+def read_labelled_rows(o: dict) -> tuple[list[RewardItem], list[float]]:
+    """Returns (items, labels) of the rows of `labelled`. Raises ConfigError naming file and line."""
     where, items, labels = o["labelled"], [], []
     try:
         lines = Path(where).expanduser().read_text("utf-8").splitlines()
@@ -78,5 +85,5 @@ def labelled(o: dict) -> tuple[list[RewardItem], list[float]]:
         items.append(RewardItem(prompt=prompt, completion=completion, columns=row))
         labels.append(label)
     if not labels:
-        raise ConfigError(f"labelled={where!r} has no rows")
+        raise ConfigError(f"labelled={where!r} has no rows; add some")
     return items, labels

@@ -1,4 +1,4 @@
-"""Rewards beside generation: a thread that scores what is finished, all that waits at once."""
+"""Scores completions during the rollout: a thread scores finished groups, all that are waiting at once."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ from collections import deque
 
 
 class BackgroundScorer:
-    """Groups of completions, each with a `position`, scored in the order they come. score: fills a list of them."""
+    """Scores groups of completions in the order they arrive.
+
+    Args:
+      score: function that scores a list of groups in place. Each group has a `position`.
+    """
 
     def __init__(self, score):
         self._score, self._state = score, threading.Condition()
-        self._queue, self._open = deque(), set()  # groups not yet begun; those without an outcome, by position
+        self._queue, self._open = deque(), set()  # groups not yet started; positions without an outcome
         self._error, self._closing = None, False
         self._thread = threading.Thread(target=self._work, daemon=True, name="rewards-ahead")
         self._thread.start()
 
     def add(self, group) -> None:
+        """Queues a group for scoring."""
         with self._state:
             self._queue.append(group)
             self._open.add(group.position)
             self._state.notify_all()
 
     def wait(self, groups, stop=lambda: False) -> bool:
-        """Until these have their outcomes; False if `stop` turned true before. Raises what scoring raised."""
+        """Waits until the groups are scored; returns False if `stop()` became true first. Raises what scoring raised.
+        """
         wanted = {g.position for g in groups}
         with self._state:
             while self._error is None and self._open & wanted:
@@ -35,7 +41,7 @@ class BackgroundScorer:
         return True
 
     def close(self) -> None:
-        """No further group is begun. What is being scored ends with the reward pool."""
+        """Stops after the current groups, which end with the reward pool."""
         with self._state:
             self._closing = True
             self._state.notify_all()

@@ -1,11 +1,11 @@
-"""Names of reward functions, and the built-in ones: math, exact, boxed, choice, format, code. Each of these gives 1.0
-or 0.0 (code also shares), or None without a reference answer.
+"""Registry of reward functions, and the built-in ones: math, exact, boxed, choice, format, code.
 
-Standard library only, but for `math`, which loads math-verify (and sympy) in the workers that need it.
+Each built-in gives 1.0 or 0.0 (code also shares), or None without a reference answer. Standard library only, except
+`math`, which loads math-verify (and sympy) in the workers that use it.
 
-What a completion causes is a wrong answer, never a missing score: reading it takes time in proportion to its length,
-what cannot be computed is 0.0, and what takes longer than LIMIT seconds of processor time (sympy, a catastrophic
-pattern) is, too. What the reference answer causes is raised.
+A malformed completion scores 0.0, it is never a missing score: it is read in time proportional to its length, and
+what cannot be computed, or takes more than LIMIT seconds of processor time (sympy, a catastrophic pattern), scores
+0.0. Errors caused by the reference answer are raised.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from fractions import Fraction
 from jaxrl import sandbox
 from jaxrl.sandbox.grading import grade
 
-LIMIT = 2.0  # seconds of processor time for one completion, in the worker's main thread; at most SHARE of the run's
-SHARE = 0.2  # reward.timeout_seconds, which are of the wall: a busy machine must not make a wrong answer a late one
-READ = 8000  # characters that `math` reads: from the last box on, or at the end of a completion without one
+LIMIT = 2.0  # seconds of processor time for one completion, in the worker's main thread; at most SHARE of
+SHARE = 0.2  # reward.timeout_seconds, which is wall time: on a busy machine a wrong completion must not time out
+MAX_CHARS_READ = 8000  # characters that `math` reads: from the last \\boxed on, or the end of a completion without one
 _FUNCTIONS: dict[str, Callable] = {}
 
 
 def register_reward(name: str):
-    """Decorator: makes a reward function known as `name` in `reward.functions`.
+    """Decorator: registers a reward function as `name` for `reward.functions`.
 
     The function takes (prompt, completion, **columns) for one completion, or (prompts, completions, **columns) for a
-    whole batch, sync or async, and may name further arguments: token_ids, finish, group, sample, user (config.user).
-    It returns a float, None (this function has nothing to say about this row), or (float, {metric: number}); in a
-    batch a list of these. It runs in worker processes, so it must be importable there.
+    batch, sync or async. It may name further arguments: token_ids, finish, group, sample, user (config.user). It
+    returns a float, None (no score for this row), or (float, {metric: number}); for a batch a list of these. It runs
+    in worker processes, so it must be importable there.
+
+    Raises:
+      ValueError: another function has this name.
     """
     def add(fn):
         known = _FUNCTIONS.get(name)
@@ -44,39 +47,39 @@ def register_reward(name: str):
     return add
 
 
-def registered() -> dict[str, Callable]:
-    """name -> function: the built-in ones and what this process registered."""
+def registered_rewards() -> dict[str, Callable]:
+    """Returns name -> function of the built-in rewards and those registered in this process."""
     return dict(_FUNCTIONS)
 
 
 @register_reward("math")
 def math_reward(prompt, completion, answer):
-    """Mathematical equality of the completion's final expression (a box, else the last expression) and `answer`.
+    """Scores the mathematical equality of the completion's final expression (a box, else the last expression) and
+    `answer`.
 
-    An answer of letters alone, two or more, is a word (or words) and compared as text, whatever its case, not as a
-    product of variables; up to three small consonants (`xy`) are a product, and `pi` and its like are names. Of two
-    numbers neither may be farther from the other than 1e-5 of it: math-verify (0.9.0) compares six decimals, which
-    makes small numbers equal.
+    An answer of two or more letters alone is a word (or words) and compared as text, ignoring case, not as a product
+    of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers must
+    also agree within a relative 1e-5: math-verify (0.9.0) compares six decimals, which makes small numbers equal.
     """
     if answer is None:
         return None
     answer = str(answer)
-    if word := _word(answer):
-        return float(_word(_final(completion)) == word)
+    if word := _answer_words(answer):
+        return float(_answer_words(_final_text(completion)) == word)
     math_verify = load_math_verify()
-    gold = _gold(answer)
+    gold = _parsed_answer(answer)
     if not gold:  # not mathematics: compare as text
         return boxed_reward(prompt, completion, answer)
-    with limited() as limit:
-        said = math_verify.parse(_readable(_tail(completion)), parsing_timeout=None)
+    with time_limited() as limit:
+        said = math_verify.parse(_readable(_last_part(completion)), parsing_timeout=None)
         if not all(map(_computable, said)) or not math_verify.verify(gold, said, timeout_seconds=None):
             return 0.0
-        return float(_close(gold[0], said[0]))
+        return float(_nearly_equal(gold[0], said[0]))
     return limit.score
 
 
 class _Expired(BaseException):
-    """A completion took LIMIT seconds. No library catches it by `except Exception`."""
+    """A completion used LIMIT seconds. Not an Exception, so that libraries do not catch it."""
 
 
 class _Limit:
@@ -84,9 +87,11 @@ class _Limit:
 
 
 @contextlib.contextmanager
-def limited():
-    """Within it what a completion causes ends the block: an error, and LIMIT seconds of processor time in the main
-    thread. What follows the block then gives the score of a wrong answer, `limit.score`."""
+def time_limited():
+    """Ends the block on any error and after LIMIT seconds of processor time in the main thread.
+
+    The code after the block then returns the score of a wrong completion, `limit.score`.
+    """
     timed = hasattr(signal, "SIGVTALRM") and threading.current_thread() is threading.main_thread()
 
     running = [True]
@@ -97,7 +102,7 @@ def limited():
 
     before = signal.signal(signal.SIGVTALRM, expire) if timed else None
     if timed:
-        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT, 0.1)  # again, for whoever catches everything
+        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT, 0.1)  # repeats, for code that catches everything
     try:
         try:
             yield _Limit
@@ -113,19 +118,20 @@ def limited():
 
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|textrm|mbox)\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’.-]+[^\W\d_]+)*\.?")
-_NAMES = {"pi", "infty", "infinity", "inf", "oo"}  # of mathematics
+_NAMES = {"pi", "infty", "infinity", "inf", "oo"}  # names of mathematics, not words
 
 
-def _word(text: str) -> str:
-    """The words that a text is, in one spelling; "" where it is anything else."""
+def _answer_words(text: str) -> str:
+    """Returns an answer that consists of words, in one spelling; "" for anything else."""
     text = _TEXT.sub(r"\1", text[:200].strip().strip("$").strip()) if len(text) <= 200 else ""
     plain = " ".join(text.split()).rstrip(".")
     named = plain.casefold() in _NAMES or re.fullmatch("[b-df-hj-np-tv-z]{1,3}", plain)
     return plain.casefold() if _WORDS.fullmatch(plain) and not named else ""
 
 
-def _final(completion: str) -> str:
-    """What a completion answers, as text: its last box, what follows the last "answer is", or its last line."""
+def _final_text(completion: str) -> str:
+    """Returns a completion's final answer as text: its last box, what follows the last "answer is", or its last line.
+    """
     content = last_boxed(completion)
     if content is not None:
         return content
@@ -134,23 +140,26 @@ def _final(completion: str) -> str:
     return said.strip("*_ \t.\"'()")
 
 
-def _tail(completion: str) -> str:
-    """The part of a completion that is read, its last box at the begin."""
+def _last_part(completion: str) -> str:
+    """Returns the part of a completion that is parsed, starting at its last box."""
     box = _last_box(completion)
-    start = len(completion) - READ if box is None else min(box[0] - len("\\boxed{"), len(completion) - READ // 2)
-    return completion[max(0, start):][:READ]
+    start = len(completion) - MAX_CHARS_READ if box is None else min(box[0] - len("\\boxed{"),
+                                                                     len(completion) - MAX_CHARS_READ // 2)
+    return completion[max(0, start):][:MAX_CHARS_READ]
 
 
 def _readable(text: str) -> str:
-    r"""The text without `\$`, which is money, and with 1e-5 as 1 \times 10^{-5}, which math-verify (0.9.0) reads as a
-    product with Euler's number."""
+    r"""Returns the text without `\$` (money), and with 1e-5 as 1 \times 10^{-5}, which math-verify (0.9.0) reads as a
+    product with Euler's number.
+    """
     text = text.replace("\\$", "")
     return re.sub(r"(?<![\w.\\])(\d{1,40}(?:\.\d{1,40})?)[eE]([+-]?\d{1,4})(?![\w.])", r"\1 \\times 10^{\2}", text)
 
 
 def _computable(expression) -> bool:
-    """Whether no power and no factorial in it is a number of more than some ten thousand digits, which sympy would
-    compute in one go, whatever the time."""
+    """Returns whether no power or factorial has more than some ten thousand digits, which sympy would compute in one
+    uninterruptible call.
+    """
     from sympy import Basic, Integer, Number, Pow, factorial, preorder_traversal
 
     if not isinstance(expression, Basic):
@@ -170,8 +179,10 @@ def _computable(expression) -> bool:
     return True
 
 
-def _close(a, b) -> bool:
-    """Whether two expressions that math-verify takes for equal are, where both are numbers."""
+def _nearly_equal(a, b) -> bool:
+    """Returns whether two expressions that math-verify considers equal agree within a relative 1e-5, if both are
+    numbers.
+    """
     if not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):
         return True
     a, b = a.evalf(20), b.evalf(20)
@@ -179,11 +190,11 @@ def _close(a, b) -> bool:
 
 
 def load_math_verify():
-    """Imports math-verify; workers that serve `math` do it before they report ready."""
+    """Imports math-verify. Workers that serve `math` call it before they report ready."""
     import logging
 
     import math_verify
-    for name in ("math_verify.parser", "math_verify.grader"):  # they warn that their own time limit is off
+    for name in ("math_verify.parser", "math_verify.grader"):  # they warn that their time limit is off
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return math_verify
 
@@ -192,7 +203,7 @@ math_reward.prepare = load_math_verify
 
 
 @functools.lru_cache(maxsize=4096)
-def _gold(answer: str):
+def _parsed_answer(answer: str):
     parse, answer = load_math_verify().parse, _readable(answer)
     answer = answer.replace("$", "") if answer.count("$") % 2 else answer  # money
     answer = r"\pi" if answer.strip().casefold() == "pi" else answer
@@ -202,19 +213,21 @@ def _gold(answer: str):
 
 @register_reward("exact")
 def exact_reward(prompt, completion, answer):
-    """The whole completion equals `answer`, up to surrounding white space."""
+    """Scores whether the whole completion equals `answer`, ignoring surrounding white space."""
     return None if answer is None else float(completion.strip() == str(answer).strip())
 
 
 @register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
-    r"""The last \boxed{...} holds `answer`, as text (spaces ignored) or as a number (18 = 18.0 = 36/2)."""
+    r"""Scores whether the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18 = 18.0 =
+    36/2).
+    """
     if answer is None:
         return None
     content = last_boxed(completion)
     if content is None:
         return 0.0
-    found, wanted = _normal(content), _normal(str(answer))
+    found, wanted = _normalize(content), _normalize(str(answer))
     if found == wanted:
         return 1.0
     a, b = _number(found), _number(wanted)
@@ -222,14 +235,14 @@ def boxed_reward(prompt, completion, answer):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} with balanced braces, or None."""
+    r"""Returns the content of the last \boxed{...} with balanced braces, or None."""
     found = _last_box(text)
     return None if found is None else text[slice(*found)]
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
-    r"""(begin, end) of the content of the last \boxed{...} with balanced braces, or None. One pass."""
-    opened: list[int] = []  # of each brace that is open, where a box's content begins, or -1
+    r"""Returns (begin, end) of the content of the last \boxed{...} with balanced braces, or None. One pass."""
+    opened: list[int] = []  # per open brace: where a box's content begins, or -1
     last = None
     for match in re.finditer(r"(\\boxed)?\{|\}", text):
         if match.group() != "}":
@@ -239,7 +252,7 @@ def _last_box(text: str) -> tuple[int, int] | None:
     return last
 
 
-def _normal(text: str) -> str:
+def _normalize(text: str) -> str:
     text = re.sub(r"\s|\\[,!; ]|\$", "", text)
     return text.replace(",", "") if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", text) else text
 
@@ -252,17 +265,17 @@ def _number(text: str) -> Fraction | None:
 
 @register_reward("choice")
 def choice_reward(prompt, completion, answer):
-    r"""The chosen letter equals `answer` (a letter, also as '(B)').
+    r"""Scores whether the chosen letter equals `answer` (a letter, also as '(B)').
 
-    The letter is, first found: the last \boxed{B}; the last 'answer is B', 'Answer: (B)', 'option B'; a completion that
-    begins with the letter alone ('B', '(B)', 'B. because').
+    The letter is the first match of: the last \boxed{B}; the last 'answer is B', 'Answer: (B)', 'option B'; a
+    completion that begins with the letter alone ('B', '(B)', 'B. because').
     """
     if answer is None:
         return None
     wanted = _letter(str(answer))
     if wanted is None:
         raise ValueError(f"reward 'choice' needs a letter as reference answer, the row has {answer!r}")
-    return float(_chosen(completion) == wanted)
+    return float(_chosen_letter(completion) == wanted)
 
 
 def _letter(text: str) -> str | None:
@@ -270,7 +283,7 @@ def _letter(text: str) -> str | None:
     return match.group(1).upper() if match else None
 
 
-def _chosen(completion: str) -> str | None:
+def _chosen_letter(completion: str) -> str | None:
     content = last_boxed(completion)
     if content is not None:
         return _letter(content)
@@ -283,20 +296,22 @@ def _chosen(completion: str) -> str | None:
 
 @register_reward("format")
 def format_reward(prompt, completion, format_pattern):
-    """The whole completion matches `reward.format_pattern` ('.' matches line ends too)."""
+    """Scores whether the whole completion matches `reward.format_pattern` ('.' also matches line ends)."""
     pattern = re.compile(format_pattern, re.DOTALL)
-    with limited() as limit:
+    with time_limited() as limit:
         return float(pattern.fullmatch(completion) is not None)
     return limit.score
 
 
 @register_reward("code")
 def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_point=None):
-    """Scores the program in a completion by the row's unit tests, in the sandbox (forms: docs/guides/rewards.md).
+    """Scores the program in a completion by the row's unit tests, in the sandbox (formats: docs/guides/rewards.md).
 
-    The program is the last block between ``` fences, else the whole completion. The tests stand in the column `tests`,
-    else in `answer`. code_score: "all" = 1.0 for all of them, else 0.0; "fraction" = the share that is passed. A limit
-    that the program runs into fails its tests; where the sandbox fails, there is no score.
+    The program is the last block between ``` fences, else the whole completion. The tests are in the column `tests`,
+    else in `answer`. A resource limit fails the program's tests; a sandbox failure gives no score.
+
+    Args:
+      code_score: "all" = 1.0 if every test passes, else 0.0; "fraction" = share of passed tests.
     """
     tests = answer if tests is None else tests
     if tests is None:
@@ -311,6 +326,6 @@ code_reward.prepare = sandbox.prepare
 
 
 def code_block(text: str) -> str:
-    """The last block between lines of ```, one that is not closed included; the whole text where there is none."""
+    """Returns the last block between ``` lines, including an unclosed one; the whole text if there is none."""
     blocks = re.findall(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", text, re.DOTALL | re.MULTILINE)
     return blocks[-1] if blocks else text

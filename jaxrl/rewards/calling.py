@@ -1,6 +1,6 @@
-"""Worker side: finding a reward function, handing it its arguments, reading what it returns.
+"""Worker side: loads a reward function, passes its arguments, reads its return value.
 
-Standard library only. A spec is a registered name, 'package.module:function' or '/path/file.py:function', or the name
+Standard library only. A spec is a registered name, 'package.module:function', '/path/file.py:function', or the name
 of a service (see services.py).
 """
 
@@ -11,15 +11,20 @@ import inspect
 import math
 import os
 
-from jaxrl.workers.loading import LARGEST, LoadError, describe, load, number, plain, shown
+from jaxrl.workers.loading import MAX_REWARD, LoadError, describe, load, number, printable, safe_str
 
-EXTRAS = ("token_ids", "context_ids", "finish", "group", "sample")  # of the item, for functions that name them
-SHARED = ("user", "format_pattern", "code_score")  # of the run, for functions that name them
-OWN = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))  # whose lines say nothing of an error
+EXTRAS = ("token_ids", "context_ids", "finish", "group", "sample")  # of the item, passed to functions that name them
+SHARED = ("user", "format_pattern", "code_score")  # of the run, passed to functions that name them
+OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))  # left out of tracebacks
 
 
 class ServiceError(Exception):
-    """A service gave no score. cause: one word, which is counted. again: another try may do; after: so many seconds."""
+    """A service gave no score.
+
+    Attributes:
+      cause: one word, counted in the metrics.
+      again: whether a retry may succeed; after: seconds to wait before it, None for the default.
+    """
 
     def __init__(self, cause: str, text: str, again: bool = False, after: float | None = None):
         super().__init__(text)
@@ -27,26 +32,35 @@ class ServiceError(Exception):
 
 
 def load_function(spec: str, setup: dict):
-    """The function behind a spec. setup: of the worker. Raises LoadError with the reason."""
+    """Returns the function of a spec. Raises LoadError with the reason.
+
+    Args:
+      setup: the worker's first message; see worker.py.
+    """
     if spec in setup.get("services", ()):
         options = setup["services"][spec]
         return importlib.import_module(f"jaxrl.rewards.{options['kind']}").make(options, setup["places"][spec])
     if ":" in spec:
         return load(spec)
     from jaxrl.rewards import builtin
-    if spec not in builtin.registered():
+    if spec not in builtin.registered_rewards():
         raise LoadError(f"there is no built-in reward {spec!r}")
     builtin.LIMIT = min(builtin.LIMIT, builtin.SHARE * setup.get("limit", math.inf))
-    return builtin.registered()[spec]
+    return builtin.registered_rewards()[spec]
 
 
 class Call:
-    """A reward function with its calling convention, read off its signature.
+    """A reward function with its calling convention, read from its signature.
 
-    batched: a parameter is named `completions`; asynchronous: a coroutine function. Prompt and completion go by name
-    where the signature has `completion(s)`, else as the first two positional arguments. Columns go by name: all of
-    them to `**columns`, else only those that are named. EXTRAS and SHARED are passed only to functions naming them.
-    size: completions of one call of a batched function, 0 = all there are; seconds: its time limit, 0 = the run's.
+    Prompt and completion are passed by name if the signature has `completion(s)`, else as the first two positional
+    arguments. Columns are passed by name: all of them to `**columns`, else only named ones. EXTRAS and SHARED are
+    passed only to functions that name them.
+
+    Attributes:
+      batched: a parameter is named `completions`.
+      asynchronous: it is a coroutine function.
+      size: completions per call of a batched function, 0 for all.
+      seconds: its time limit, 0 for the run's.
     """
 
     def __init__(self, spec: str, name: str, setup: dict):
@@ -56,7 +70,7 @@ class Call:
             self.fn.prepare()
         try:
             parameters = list(inspect.signature(self.fn).parameters.values())
-        except (TypeError, ValueError):  # some builtins have no signature
+        except (TypeError, ValueError):  # some built-in callables have no signature
             parameters = []
         names = [p.name for p in parameters]
         self.batched = "completions" in names
@@ -67,24 +81,24 @@ class Call:
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         plain = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if not self.by_name:
-            plain = [p for p in plain if p not in parameters[:2]]
+            plain = [p for p in printable if p not in parameters[:2]]
         self.named = {p.name: p.default is p.empty for p in plain if p.name not in self.first}
         self.wants_prompt = self.first[0] in names or self.takes_all
 
-    def kind(self) -> dict:
-        """What the trainer's side knows of it."""
+    def traits(self) -> dict:
+        """Returns what the parent process knows of the function."""
         return {"batched": self.batched, "asynchronous": self.asynchronous, "size": self.size, "seconds": self.seconds,
                 "context": "context_ids" in self.named}
 
     def arguments(self, prompt, completion, columns: dict, extras: dict, shared: dict):
-        """(args, kwargs). Raises TypeError naming an argument that is nowhere to be found."""
+        """Returns (args, kwargs) of a call. Raises TypeError naming an argument that is not available."""
         kwargs = {k: v for k, v in columns.items() if k not in self.first} if self.takes_all else {}
         available = {**columns, **extras, **shared}
         for name, required in self.named.items():
             if name in available:
                 kwargs[name] = available[name]
             elif required:
-                raise TypeError(f"it asks for {name!r}, which is neither a data column "
+                raise TypeError(f"it has the parameter {name!r}, which is neither a data column "
                                 f"({', '.join(columns) or 'none'}) nor one of "
                                 f"{', '.join((*self.first, *EXTRAS, 'user'))}")
         if not self.by_name:
@@ -94,14 +108,14 @@ class Call:
             kwargs[self.first[0]] = prompt
         return (), kwargs
 
-    def one(self, item: dict, shared: dict):
-        """Calls for one item; a coroutine if asynchronous."""
+    def call_one(self, item: dict, shared: dict):
+        """Calls the function for one item; returns a coroutine if it is asynchronous."""
         extras = {k: item[k] for k in EXTRAS if k in item}
         args, kwargs = self.arguments(item["prompt"], item["completion"], item["columns"], extras, shared)
         return self.fn(*args, **kwargs)
 
-    def many(self, items: list[dict], shared: dict):
-        """Calls for a batch; a column that some items lack is None there."""
+    def call_batch(self, items: list[dict], shared: dict):
+        """Calls the function for a batch. A column that some items lack is None for them."""
         names = dict.fromkeys(name for item in items for name in item["columns"])
         columns = {n: [item["columns"].get(n) for item in items] for n in names}
         extras = {k: [item[k] for item in items] for k in EXTRAS if k in items[0]}
@@ -111,16 +125,17 @@ class Call:
 
 
 def outcome(value) -> dict:
-    """What a function returned for one item, as {value, outcome, metrics}. value is None unless outcome is 'ok'.
+    """Returns {value, outcome, metrics} of a function's return value for one item. value is None unless outcome is
+    'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is no number, and one beyond LARGEST -> 'error: ...'.
+    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond LARGEST -> 'error: ...'.
     Never raises.
     """
     if isinstance(value, ServiceError):
         return failure(value)
     try:
         return _outcome(value)
-    except Exception as e:  # an integer beyond every float, an object that cannot be shown
+    except Exception as e:  # an integer beyond the float range, an object whose repr fails
         return failure(e)
 
 
@@ -128,7 +143,7 @@ def _outcome(value) -> dict:
     metrics = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, metrics = value
-        metrics = {plain(str(k)): number(v) for k, v in metrics.items()}
+        metrics = {printable(str(k)): number(v) for k, v in metrics.items()}
         wrong = [k for k, v in metrics.items() if v is None]
         if wrong:
             return {"value": None, "outcome": f"error: metric {wrong[0]!r} is not a number", "metrics": {}}
@@ -136,17 +151,18 @@ def _outcome(value) -> dict:
         return {"value": None, "outcome": "none", "metrics": metrics}
     found = number(value)
     if found is None:
-        text = f"error: returned {type(value).__name__} {shown(value)[:80]!r}, expected a number or None"
+        text = f"error: returned {type(value).__name__} {safe_str(value)[:80]!r}, expected a number or None"
         return {"value": None, "outcome": text, "metrics": {}}
     if not math.isfinite(found):
         return {"value": None, "outcome": "nan", "metrics": metrics}
-    if abs(found) > LARGEST:
-        wanted = f"a number of at most {LARGEST:g}, whose square fp32 can hold: scale it"
+    if abs(found) > MAX_REWARD:
+        wanted = f"a number of at most {MAX_REWARD:g}, whose square fp32 can hold: scale it"
         return {"value": None, "outcome": f"error: returned {found:g}, expected {wanted}", "metrics": {}}
     return {"value": found, "outcome": "ok", "metrics": metrics}
 
 
 def failure(error: BaseException) -> dict:
+    """Returns {value, outcome, metrics} of an exception raised by a reward function or a service."""
     if isinstance(error, ServiceError):
-        return {"value": None, "outcome": f"error: {error.cause}: {plain(str(error))}", "metrics": {}}
-    return {"value": None, "outcome": f"error: {describe(error, OWN)}", "metrics": {}}
+        return {"value": None, "outcome": f"error: {error.cause}: {printable(str(error))}", "metrics": {}}
+    return {"value": None, "outcome": f"error: {describe(error, OWN_FILES)}", "metrics": {}}

@@ -1,7 +1,8 @@
-"""Asking a service over HTTP, in a reward worker: tries, waits, one deadline for all of it, and what went wrong as a
-cause that can be counted. The standard library and httpx.
+"""Calls a service over HTTP from a reward worker: retries, pauses, one deadline, and failures as causes that are
+counted.
 
-A secret is read from the environment variable that the options name. It goes into one header and into no message.
+Standard library and httpx. A secret is read from the environment variable that the options name. It is sent in one
+header and appears in no message.
 """
 
 from __future__ import annotations
@@ -21,24 +22,30 @@ import httpx
 
 from jaxrl.rewards.calling import ServiceError
 
-AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses that another try may change
-LONGEST = 1 << 26        # bytes of an answer
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-GRACE_SECONDS = 10.0     # beyond the deadline, before the worker is killed
+RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # statuses that are retried
+MAX_REPLY_BYTES = 1 << 26        # bytes of a reply
+FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
+GRACE_SECONDS = 10.0     # after the deadline, before the worker is killed
 
 
 class Budget:
-    """The time of one question, and the last failure in it."""
+    """Time left for one request, and the last failure within it."""
 
     def __init__(self, seconds: float):
         self.until, self.last = time.monotonic() + seconds, None
 
     def left(self) -> float:
+        """Returns the remaining seconds."""
         return self.until - time.monotonic()
 
 
 class Service:
-    """What speaks to a service. Args: o, the options of a reward.remote or reward.judge; place: {urls, key_env}."""
+    """Client of a service.
+
+    Args:
+      o: options of a reward.remote or reward.judge.
+      place: {urls, key_env}.
+    """
 
     def __init__(self, o: dict, place: dict):
         self.o, self.urls = o, [url.rstrip("/") for url in place["urls"]]
@@ -47,15 +54,17 @@ class Service:
         self._tls = None
 
     def client(self) -> httpx.AsyncClient:
-        """To be opened for one batch of work. Redirections are not followed: the secret goes where it was sent."""
+        """Returns an HTTP client for one batch of work. Redirects are not followed, so that the secret stays with its
+        server.
+        """
         if self._tls is None:
             self._tls = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
         headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         return httpx.AsyncClient(headers=headers, verify=self._tls, timeout=None, limits=limits)
 
-    async def within(self, work):
-        """What `work(budget)` gives, or the ServiceError that ended it, at the deadline at the latest."""
+    async def run_until_deadline(self, work):
+        """Returns the result of `work(budget)`, or the ServiceError that ended it, at the deadline at the latest."""
         seconds = self.o["deadline_seconds"]
         budget = Budget(seconds)
         try:
@@ -64,15 +73,19 @@ class Service:
         except ServiceError as e:
             return e
         except TimeoutError:
-            before = f" (the last try: {budget.last.cause}: {budget.last})" if budget.last else ""
-            return ServiceError("slow", f"no answer within deadline_seconds={seconds:g}{before}")
-        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as e:  # of a form not foreseen
-            return ServiceError("type", f"an answer that cannot be read: {type(e).__name__}: {str(e)[:100]}")
+            before = f" (last try: {budget.last.cause}: {budget.last})" if budget.last else ""
+            return ServiceError("slow", f"no reply within deadline_seconds={seconds:g}{before}")
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as e:  # an unexpected reply format
+            return ServiceError("type", f"a reply that cannot be read: {type(e).__name__}: {str(e)[:100]}")
 
     async def ask(self, client, budget: Budget, urls: list[str], body, kind: str = "application/json", headers=None):
-        """The JSON answer to a POST, with tries at the URLs in turns. All tries carry one Idempotency-Key.
+        """Returns the JSON reply to a POST, retrying the URLs in turn. All tries carry one Idempotency-Key.
 
-        body: JSON-able, or bytes of another `kind`. Raises ServiceError.
+        Args:
+          body: JSON-able, or bytes of content type `kind`.
+
+        Raises:
+          ServiceError: no usable reply within the tries and the budget.
         """
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": kind, "Idempotency-Key": uuid.uuid4().hex} | (headers or {})
@@ -84,9 +97,9 @@ class Service:
                 if not e.again or attempt == self.o["retries"]:
                     raise
                 pause = FIRST_PAUSE * 2**attempt * random.uniform(0.5, 1.0) if e.after is None else e.after
-                pause = min(pause, LONGEST_PAUSE) if e.after is None else pause
+                pause = min(pause, MAX_PAUSE) if e.after is None else pause
                 if pause >= budget.left():
-                    raise ServiceError(e.cause, f"{e}, and no time is left for another try") from None
+                    raise ServiceError(e.cause, f"{e}, and no time is left for a retry") from None
                 await asyncio.sleep(pause)
 
     async def _once(self, client, url: str, content: bytes, headers: dict):
@@ -95,30 +108,32 @@ class Service:
             async with client.stream("POST", url, content=content, headers=headers) as reply:
                 async for chunk in reply.aiter_bytes():
                     data += chunk
-                    if len(data) > LONGEST:
-                        raise ServiceError("long", f"{where} answers with more than {LONGEST >> 20} MB")
+                    if len(data) > MAX_REPLY_BYTES:
+                        raise ServiceError("long", f"{where} replies with more than {MAX_REPLY_BYTES >> 20} MB")
                 status, after = reply.status_code, retry_after(reply.headers.get("retry-after"))
         except httpx.HTTPError as e:
-            cause = cause_of(e)
+            cause = error_cause(e)
             raise ServiceError(cause, f"{where}: {self._clean(str(e) or type(e).__name__)}",
                                again=cause != "tls") from None
         if status not in (200, 201):
             said = self._clean(bytes(data[:200]).decode("utf-8", "replace"))
-            raise ServiceError(f"http_{status}", f"{where} answers with status {status}: {said}",
-                               again=status in AGAIN, after=after)
+            raise ServiceError(f"http_{status}", f"{where} replies with status {status}: {said}",
+                               again=status in RETRY_STATUSES, after=after)
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
             said = self._clean(bytes(data[:60]).decode("utf-8", "replace"))
-            raise ServiceError("json", f"{where} answers with what is no JSON: {said!r}") from None
+            raise ServiceError("json", f"{where} replies with text that is not JSON: {said!r}") from None
 
     def _clean(self, text: str) -> str:
         text = text.replace(self._secret, "<redacted>") if self._secret else text
         return " ".join(text.split())
 
 
-def cause_of(error: BaseException) -> str:
-    """Of an httpx.HTTPError: tls, host (its name is unknown), refused (no connection), broken (it was lost)."""
+def error_cause(error: BaseException) -> str:
+    """Returns the cause of an httpx.HTTPError: tls, host (unknown name), refused (no connection), broken (connection
+    lost).
+    """
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
@@ -130,7 +145,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def retry_after(text: str | None) -> float | None:
-    """Seconds of a Retry-After header: a number or a date; None where it is neither."""
+    """Returns the seconds of a Retry-After header, a number or a date; None if it is neither."""
     if text is None:
         return None
     try:
@@ -143,14 +158,14 @@ def retry_after(text: str | None) -> float | None:
         return None
 
 
-def at(urls: list[str], turn: int, path: str = "") -> list[str]:
-    """The URLs from the `turn`-th on, around; those without a path get `path`."""
+def rotate_urls(urls: list[str], turn: int, path: str = "") -> list[str]:
+    """Returns the URLs starting with the `turn`-th; those without a path get `path`."""
     turned = [urls[(turn + i) % len(urls)] for i in range(len(urls))]
     return [url if "/" in url.partition("://")[2] else url + path for url in turned]
 
 
-def field(said, name: str, kind, where: str):
-    """An entry of an answer, of this type. Raises ServiceError: key (it is not there), type."""
+def get_field(said, name: str, kind, where: str):
+    """Returns an entry of a reply. Raises ServiceError with cause `key` (absent) or `type` (not a `kind`)."""
     if not isinstance(said, dict) or name not in said:
         has = ", ".join(map(str, said)) if isinstance(said, dict) else type(said).__name__
         raise ServiceError("key", f"{where} has no {name!r}; it has: {has[:100]}")
@@ -159,8 +174,8 @@ def field(said, name: str, kind, where: str):
     return said[name]
 
 
-def counted(values: list, count: int, where: str) -> list:
-    """A list that must have so many entries. Raises ServiceError: count."""
+def check_count(values: list, count: int, where: str) -> list:
+    """Returns a list that must have `count` entries. Raises ServiceError with cause `count`."""
     if len(values) != count:
         raise ServiceError("count", f"{where} has {len(values)} entries for {count} completions")
     return values

@@ -1,6 +1,5 @@
-"""What goes into a reward pool and comes out of it, how it is counted, and how it becomes one score per completion.
-
-Legend: N completions.
+"""Items and results of a reward pool, their metrics, and the shaped score per completion. N is the number of
+completions.
 """
 
 from __future__ import annotations
@@ -15,16 +14,21 @@ from typing import Any
 import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.workers.loading import LARGEST
+from jaxrl.workers.loading import MAX_REWARD
 
 
 @dataclasses.dataclass
 class RewardItem:
-    """One completion to be scored. All values must have a JSON form (numpy scalars and arrays are converted).
+    """One completion to score. All values must have a JSON form (numpy scalars and arrays are converted).
 
-    prompt: text or messages as the data has them. completion: text. columns: the row's columns, `answer` among them.
-    finish: 'stop', 'length' or 'abort'. token_ids: of the completion; context_ids: of all before it. functions: names
-    of those that judge it; None: all, or those of reward.column.
+    Attributes:
+      prompt: text or messages, as in the data.
+      completion: text.
+      columns: the row's columns, including `answer`.
+      finish: 'stop', 'length' or 'abort'.
+      group, sample: number of the prompt group, and of the completion within it.
+      token_ids: ids of the completion; context_ids: ids of everything before it.
+      functions: names of the reward functions that score it; None for all, or those of reward.column.
     """
 
     prompt: Any
@@ -42,9 +46,13 @@ class RewardItem:
 class RewardResult:
     """Scores of N completions, in the order of the items.
 
-    total: [N] float64, weighted sum of the present parts, NaN = absent (unshaped: see `shape`). parts: name -> [N]
-    float64. outcomes: per completion {name: outcome}, only functions that apply to the row. item_metrics: per
-    completion {name: {metric: value}}. metrics: means and shares over the step, no times. by: the pool's `key()`.
+    Attributes:
+      total: [N] float64, weighted sum of the present parts before shaping (see `shape`); NaN = absent.
+      parts: name -> [N] float64, NaN = absent.
+      outcomes: per completion {name: outcome}, only functions that apply to the row.
+      item_metrics: per completion {name: {metric: value}}.
+      metrics: means and shares over the step, without times.
+      by: the pool's `key()`.
     """
 
     total: np.ndarray
@@ -55,42 +63,53 @@ class RewardResult:
     by: str = ""
 
     def records(self) -> list[dict]:
-        """Per completion a JSON-able {parts, outcomes, metrics, by}: what `RewardPool.score(recorded=...)` takes."""
+        """Returns one JSON-able {parts, outcomes, metrics, by} per completion, as `RewardPool.score(recorded=...)`
+        takes it.
+        """
         return [{"parts": {n: float(self.parts[n][i]) if o == "ok" else None for n, o in outcomes.items()},
                  "outcomes": outcomes, "metrics": self.item_metrics[i], "by": self.by}
                 for i, outcomes in enumerate(self.outcomes)]
 
 
-FINE = ("ok", "none")  # outcomes that are no failures
-CAUSE = re.compile(r"error: ([a-z]\w*): ")  # of a service's failure; those of functions begin with an exception's name
+NON_FAILURES = ("ok", "none")  # outcomes that are not failures
+# cause of a service's failure; failures of functions begin with an exception's name
+CAUSE = re.compile(r"error: ([a-z]\w*): ")
 
 
 def failed_items(results: dict) -> set[int]:
-    """Items of {(item, function): result} with a failed part."""
-    return {i for (i, _), r in results.items() if r["outcome"] not in FINE}
+    """Returns the items of {(item, function): result} that have a failed part."""
+    return {i for (i, _), r in results.items() if r["outcome"] not in NON_FAILURES}
 
 
 def is_result(reply) -> bool:
-    """Whether a worker's reply is {value, outcome, metrics}, as calling.outcome makes it."""
+    """Returns whether a worker's reply has the form {value, outcome, metrics} of `calling.outcome`."""
     if not isinstance(reply, dict) or not isinstance(reply.get("metrics"), dict):
         return False
     outcome = reply.get("outcome")
     return isinstance(reply.get("value"), float) if outcome == "ok" else isinstance(outcome, str)
 
 
-def as_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
-    """What workers are told of the i-th item. without: what none of their functions asks for."""
+def item_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
+    """Returns the JSON of the i-th item for workers.
+
+    Args:
+      without: attributes that none of their functions needs.
+
+    Raises:
+      ConfigError: a value has no JSON form.
+    """
     try:
         told = {name: value for name, value in vars(item).items() if name not in ("functions", *without)}
         return json.dumps(told, default=_to_json)
     except (TypeError, ValueError, RecursionError) as e:
-        raise ConfigError(f"item {i}: a value has no JSON form and cannot be handed to reward functions: {e}; columns: "
+        raise ConfigError(f"item {i}: a value has no JSON form and cannot be passed to reward functions: {e}; columns: "
                           f"{', '.join(item.columns)}") from None
 
 
-def address(item: RewardItem) -> int:
-    """64 bits of all that functions may be told of a completion: text, tokens, prompt, the row's columns, group and
-    sample. Equal items have equal addresses, others the same one by chance in 2^64."""
+def item_hash(item: RewardItem) -> int:
+    """Returns a 64-bit hash of everything functions may see of a completion: text, tokens, prompt, columns, group and
+    sample.
+    """
     told = {name: value for name, value in vars(item).items() if name != "functions"}
     for name in ("token_ids", "context_ids"):
         told[name] = np.asarray(told[name], np.int64).tolist()
@@ -106,11 +125,13 @@ def _to_json(value):
     raise TypeError(f"{type(value).__name__} {str(value)[:40]!r}")
 
 
-def metrics_of(total, outcomes, item_metrics) -> dict[str, float]:
-    """Shares over (completion, function) pairs; `failed_fraction` over completions; functions' own metrics as means."""
+def reward_metrics(total, outcomes, item_metrics) -> dict[str, float]:
+    """Returns shares over (completion, function) pairs, `failed_fraction` and `absent_fraction` over completions, and
+    the means of the functions' metrics.
+    """
     flat = [o for per_item in outcomes for o in per_item.values()]
     pairs, n = max(1, len(flat)), max(1, len(outcomes))
-    failed = sum(any(o not in FINE for o in per_item.values()) for per_item in outcomes)
+    failed = sum(any(o not in NON_FAILURES for o in per_item.values()) for per_item in outcomes)
     out = {
         "reward/failed_fraction": failed / n,
         "reward/absent_fraction": float(np.isnan(total).sum()) / n,
@@ -135,7 +156,7 @@ def metrics_of(total, outcomes, item_metrics) -> dict[str, float]:
 
 
 def weighted_sum(parts: dict[str, np.ndarray], weights: dict[str, float], count: int) -> np.ndarray:
-    """[N] float64: sum of weight x part over the parts that are present (not NaN); NaN where none is."""
+    """Returns [N] float64: the sum of weight x part over the present parts (not NaN); NaN if none is present."""
     total, present = np.zeros(count), np.zeros(count, bool)
     for name, values in parts.items():
         here = ~np.isnan(values)
@@ -145,9 +166,13 @@ def weighted_sum(parts: dict[str, np.ndarray], weights: dict[str, float], count:
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty: float) -> np.ndarray:
-    """[N]: 0 up to max_tokens - buffer, then linear, `penalty` at max_tokens and beyond (arXiv 2503.14476, eq. 13).
+    """Returns [N] penalties to subtract: 0 up to max_tokens - buffer, then linear, `penalty` from max_tokens on
+    (arXiv
+    2503.14476, eq. 13).
 
-    Subtracted from the score. buffer 0 = off.
+    Args:
+      lengths: [N] tokens.
+      buffer: tokens; 0 disables the penalty.
     """
     if buffer <= 0:
         return np.zeros(len(lengths))
@@ -155,18 +180,22 @@ def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty:
 
 
 def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int | None = None) -> np.ndarray:
-    """Shaped scores [N] float64 of a RewardResult; a score that is absent (NaN) stays absent throughout.
+    """Returns the shaped scores [N] float64 of a RewardResult. Absent scores (NaN) stay absent.
 
-    In this order: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where `truncated`; 3. times scale;
-    4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty. (Then reward.norm_mean and norm_std,
-    over the whole batch; see rl/rollouts.)
-
-    Raises RunStopped for a score beyond LARGEST, as weights and scale can make it: advantages in fp32 would be 0.
+    In this order: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where `truncated`; 3. times scale; 4.
+    plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty. reward.norm_mean and norm_std follow,
+    over the whole batch (rl/rollouts).
 
     Args:
-      result: RewardResult. lengths: [N] tokens of the completions. truncated: [N] bool, cut by the length limit.
-      reward: config.reward. max_new_tokens: the limit the completions were sampled under. buffer: of the overlong
-        penalty, in tokens; None = reward.overlong_buffer.
+      result: RewardResult.
+      lengths: [N] tokens of the completions.
+      truncated: [N] bool, cut by the length limit.
+      reward: config.reward.
+      max_new_tokens: the limit the completions were sampled with.
+      buffer: of the overlong penalty, in tokens; None for reward.overlong_buffer.
+
+    Raises:
+      RunStopped: a score is beyond LARGEST, through weights or scale; its advantages in fp32 would be 0.
     """
     score = np.array(result.total, np.float64)
     if reward.zero_without_end:
@@ -174,11 +203,12 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
     score = score * reward.scale + reward.bias
     if reward.clip is not None:
         score = np.clip(score, -reward.clip, reward.clip)
-    if (beyond := np.flatnonzero(np.abs(score) > LARGEST)).size:
+    if (beyond := np.flatnonzero(np.abs(score) > MAX_REWARD)).size:
         i = beyond[0]
         parts = ", ".join(f"{name} {values[i]:g}" for name, values in result.parts.items() if not np.isnan(values[i]))
         raise RunStopped(f"the score of completion {i} of the batch is {score[i]:g} ({parts}; reward.scale="
-                         f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {LARGEST:g}, whose square fp32 can "
+                         f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {MAX_REWARD:g}, whose square fp32 "
+                         f"can "
                          "hold; lower reward.weights or reward.scale, or set reward.clip")
     buffer = reward.overlong_buffer if buffer is None else buffer
     if buffer <= 0:
@@ -187,10 +217,11 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
-    """The first two rows (of every source) as if their reference answers were completions; for trying reward functions.
+    """Returns the first two rows (of every source) with their reference answers as completions, for trying out reward
+    functions.
     """
     items = []
-    for i in dataset.firsts:
+    for i in dataset.first_rows:
         example = dataset[i]
         columns = {"answer": example.answer, **example.columns}
         text = prefix + ("" if example.answer is None else str(example.answer))

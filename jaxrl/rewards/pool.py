@@ -1,15 +1,14 @@
-"""The pool: scores completions in spawned worker processes, under a wall-clock limit that kills.
+r"""The reward pool: scores completions in spawned worker processes, with a wall-clock limit after which a worker is
+killed.
 
-Outcomes, per completion and function (also what the journal of a step keeps):
-
+Outcomes, per completion and function (also recorded in the step's journal):
   ok          a finite number
-  none        the function returned None: it has nothing to say about this row; not a failure
+  none        the function returned None, no score for this row; not a failure
   nan         NaN or infinite                       \
-  error: ...  it raised, returned no number, died    > failures; counted against reward.max_failed_fraction
-  timeout     it ran longer than the limit          /
-
+  error: ...  raised, returned no number, or died    > failures; counted against reward.max_failed_fraction
+  timeout     ran longer than the limit             /
 Only 'ok' gives a number; every other outcome leaves that part absent (NaN, not 0). A completion whose parts are all
-absent has no score at all (NaN).
+absent has no score (NaN).
 """
 
 from __future__ import annotations
@@ -30,35 +29,44 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import services
-from jaxrl.rewards.agreement import Agreement, labelled
-from jaxrl.rewards.items import CAUSE, FINE, RewardItem, RewardResult, as_json, failed_items, metrics_of, weighted_sum
+from jaxrl.rewards.agreement import Agreement, read_labelled_rows
+from jaxrl.rewards.items import (
+    CAUSE,
+    NON_FAILURES,
+    RewardItem,
+    RewardResult,
+    failed_items,
+    item_json,
+    reward_metrics,
+    weighted_sum,
+)
 from jaxrl.rewards.specs import FunctionFolder, check_specs, short_names, to_spec
 from jaxrl.rewards.workers import RewardFailure, Workers
 
 log = logging.getLogger("jaxrl.rewards")
-TIMEOUT_NOTE_SECONDS = 600.0  # between two warnings that rewards time out
+TIMEOUT_NOTE_SECONDS = 600.0  # between two warnings about timeouts
 
 
 class RewardPool:
     """Worker processes that score completions.
 
-    Workers start in the background as soon as the pool exists. `wait()` returns when they are ready or raises
-    ConfigError (a function that cannot be imported, say); `score()` waits by itself.
+    Workers start in the background when the pool is created. `wait()` returns when they are ready or raises
+    ConfigError (for example, a function that cannot be imported); `score()` waits by itself.
 
     Args:
-      config: `reward.*` is read; `user` and the folder `run.dir` (for functions written in a notebook) too.
+      config: `reward.*`, `user`, and the folder `run.dir` (for functions written in a notebook).
       functions: specs or Python callables that replace `reward.functions`.
-      names: specs that replace `reward.functions` (`eval.rewards`, say).
-      servers: services.Server of the run's own, by the name of their judge.
+      names: specs that replace `reward.functions` (for example `eval.rewards`).
+      servers: services.Server of the run's judges, by name.
     """
 
     def __init__(self, config, functions=None, names=None, servers=None):
-        self._reward, self._own = config.reward, names is None
+        self._reward, self._from_config = config.reward, names is None
         reward = config.reward
         given = functions if functions is not None else names if names is not None else reward.functions
         self._folder = FunctionFolder(config.run.dir)
         named = {f for f in given if isinstance(f, str)}
-        self._services = services.find(config, named, servers or {})
+        self._services = services.find_services(config, named, servers or {})
         told, places, env = self._services
         self.specs = [to_spec(f, self._folder, told) for f in given]
         self.names = short_names(given, self.specs)
@@ -72,27 +80,30 @@ class RewardPool:
                    "memory_gb": reward.memory_gb}
         self._decides = decides
         self._busy = threading.Lock()
-        self._noted = -TIMEOUT_NOTE_SECONDS
+        self._last_timeout_note = -TIMEOUT_NOTE_SECONDS
         missing = [name for name in reward.env if name not in os.environ]
         if missing:
-            log.warning("reward.env names variables that are not set here: %s", ", ".join(missing))
+            log.warning("reward.env names variables that are not set on this host: %s", ", ".join(missing))
         self._workers = Workers(reward, self.specs, self.names, setup | {"places": places}, decides, env)
         atexit.register(self.close)
 
     def wait(self) -> None:
-        """Returns when every worker is ready; raises ConfigError if one cannot be."""
+        """Returns when every worker is ready; raises ConfigError if one cannot start."""
         self._workers.ready()
 
     def key(self) -> str:
-        """What decides scores beside the completions: the functions' code and the options that reach them. Equal on all
-        machines where these are. Waits for the first worker, which tells the code."""
+        """Returns a digest of everything except the completions that decides scores: the functions' code and the
+        options that reach them. Equal on all hosts where these are equal. Waits for the first worker, which
+        computes the code digest.
+        """
         if self.specs:
             self._workers.ready(1)
         return self._workers.key
 
     def keys(self) -> dict[str, str]:
-        """Name of a function -> what decides its scores beside what it is told of a completion: its own code
-        (workers.reached) and the options that reach it. Other functions are not in it. Waits as `key` does."""
+        """Returns function name -> digest of what decides its scores apart from the item: its code (workers.reached)
+        and the options that reach it, not other functions. Waits as `key` does.
+        """
         if self.specs:
             self._workers.ready(1)
         told = {n: x for n, x in self._decides.items() if n not in ("functions", "services", "column")}
@@ -103,30 +114,34 @@ class RewardPool:
         return out
 
     def batched(self) -> set[str]:
-        """Names of the functions that see several completions at once. Waits as `key` does."""
+        """Returns the names of the functions that take several completions at once. Waits as `key` does."""
         if self.specs:
             self._workers.ready(1)
         return {name for name, kind in zip(self.names, self._workers.kinds or (), strict=True) if kind["batched"]}
 
     def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False,
               stop: Callable[[], bool] = lambda: False) -> RewardResult | None:
-        """Scores items. Results are in the order of the items whatever finishes first. One call at a time has the
-        workers; one whose items are all recorded needs none. None where `stop` (asked about twice a second) turned true
-        before the end: what the workers are at then is of no use to anyone.
+        """Scores items. Results are in the order of the items, whichever finishes first.
+
+        One call at a time uses the workers; a call whose items are all recorded needs none.
 
         Args:
           items: completions.
           recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not called again
-            and their outcome is taken as it was, a timeout included. (Whose `by` is another key was given by other
-            code.)
-          part: they are a part of a step's completions, to which reward.max_failed_fraction is not applied yet.
+            and their outcome is reused, including a timeout. A record whose `by` is another key comes from other
+            code.
+          part: the items are part of a step's completions; reward.max_failed_fraction is not applied yet.
+          stop: checked about twice a second.
+
+        Returns:
+          The result, or None if `stop()` became true before the end; the workers' unfinished work is then discarded.
 
         Raises:
           RewardFailure: more than reward.max_failed_fraction of the items have a failed part, or a batched function
-            returned something else than one score per item.
+            did not return one score per item.
           ConfigError: no worker can be started, a value has no JSON form, reward.column names an unknown function.
         """
-        applied = self._applied(items)
+        applied = self._functions_of_items(items)
         known = {}
         for i, record in enumerate(recorded or ()):
             outcomes = {} if record is None else record["outcomes"]
@@ -142,53 +157,56 @@ class RewardPool:
             if done and len(failed_items(known)) > most_failed:
                 raise RewardFailure(self._failure_text(known, len(items)))
             if jobs:
-                self._tell(jobs if done else (), known)
+                self._log_problems(jobs if done else (), known)
         return self._result(applied, known) if done else None
 
     def trial(self, items: list[RewardItem]) -> None:
-        """Calls every function on a few items, before a run depends on them. Keeps no scores.
+        """Calls every function on a few items before a run depends on them. Keeps no scores.
 
-        Raises ConfigError naming each function that fails on all items it applies to (see `score` for the rest).
+        Raises:
+          ConfigError: names each function that fails on all items it applies to; see `score` for other causes.
         """
         results: dict[tuple[int, int], dict] = {}
-        jobs = [(i, f) for i, functions in enumerate(self._applied(items)) for f in functions]
+        jobs = [(i, f) for i, functions in enumerate(self._functions_of_items(items)) for f in functions]
         with self._busy:
             try:
                 self._workers.run(self._texts(items, range(len(items))), jobs, results, len(items))
             except RewardFailure as e:
-                raise ConfigError(f"reward.functions, tried on the first rows: {e}") from None
+                raise ConfigError(f"reward.functions, trial on the first rows: {e}") from None
             lines = []
             for f, name in enumerate(self.names):
                 mine = [r for (_, g), r in sorted(results.items()) if g == f]
-                if mine and all(r["outcome"] not in FINE for r in mine):
+                if mine and all(r["outcome"] not in NON_FAILURES for r in mine):
                     lines.append(f"  {name}: {mine[0]['outcome']}")
                 answer = next((item.columns.get("answer") for item in items), None)
                 text = answer is None or isinstance(answer, str)
                 if not text and mine and not any(r["value"] for r in mine):
-                    log.warning("reward %s gives 0 to the reference answers themselves, %r for one, which is of type %s"
-                                " and equal to no text: compare with str(answer)", name, answer, type(answer).__name__)
+                    log.warning("reward %s scores the reference answers themselves 0, for example %r: it is of type %s,"
+                                " which equals no text; compare with str(answer)", name, answer, type(answer).__name__)
             if lines:
                 raise ConfigError(self._trial_text(lines))
 
     def agreements(self) -> list[Agreement]:
-        """Of its judges with the labelled rows that reward.judge.labelled names: for a person, before training.
+        """Returns the agreement of each judge with its labelled rows (reward.judge.labelled), to show before
+        training.
 
-        Raises ConfigError: the rows cannot be read; a judge agrees with fewer than its min_agreement.
+        Raises:
+          ConfigError: the rows cannot be read, or a judge agrees with fewer than its min_agreement.
         """
         out = []
-        for name, (_, o) in services.named(self._reward).items():
+        for name, (_, o) in services.service_options(self._reward).items():
             if name not in self._services.options or not o.get("labelled"):
                 continue
-            items, labels = labelled(o)
+            items, labels = read_labelled_rows(o)
             f, results = self.names.index(name), {}
             with self._busy:
                 jobs = [(i, f) for i in range(len(items))]
                 self._workers.run(self._texts(items, range(len(items))), jobs, results, len(items))
-            out.append(Agreement.of(name, o, labels, [results[job] for job in jobs]))
+            out.append(Agreement.from_results(name, o, labels, [results[job] for job in jobs]))
         return out
 
     def close(self) -> None:
-        """Ends the workers. Safe to call twice."""
+        """Stops the workers. Safe to call twice."""
         atexit.unregister(self.close)
         self._workers.close()
         self._folder.cleanup()
@@ -200,24 +218,25 @@ class RewardPool:
         self.close()
 
     def _texts(self, items: list[RewardItem], wanted) -> list[str]:
-        """The items as JSON, of those that are wanted."""
+        """Returns the JSON of the items that are needed, "" for the others."""
         if wanted and self.specs:  # without functions there is no worker to wait for
             self._workers.ready(1)
         without = () if any(kind["context"] for kind in self._workers.kinds or ()) else ("context_ids",)
-        return [as_json(item, i, without) if i in wanted else "" for i, item in enumerate(items)]
+        return [item_json(item, i, without) if i in wanted else "" for i, item in enumerate(items)]
 
     # -- one score() -----------------------------------------------------------------------------------------------
 
-    def _applied(self, items: list[RewardItem]) -> list[list[int]]:
-        """Functions that apply to each item: all, or those that its source has or its `reward.column` names (a name, a
-        list, or 'a,b')."""
+    def _functions_of_items(self, items: list[RewardItem]) -> list[list[int]]:
+        """Returns the functions that apply to each item: all, or those its source has or its `reward.column` names (a
+        name, a list, or 'a,b').
+        """
         column, known = self._reward.column, {name: f for f, name in enumerate(self.names)}
         if not column and all(item.functions is None for item in items):
             return [list(known.values())] * len(items)
         out = []
         for i, item in enumerate(items):
             if item.functions is not None or not column:
-                out.append(self._of_source(item.functions, known))
+                out.append(self._source_functions(item.functions, known))
                 continue
             value = item.columns.get(column)
             wanted = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or ())
@@ -227,9 +246,11 @@ class RewardPool:
             out.append(sorted({known[n] for n in wanted}))
         return out
 
-    def _of_source(self, wanted, known: dict[str, int]) -> list[int]:
-        """Functions by name; where a pool has others than reward.functions (eval.rewards), those it has of them."""
-        if wanted is None or not self._own:
+    def _source_functions(self, wanted, known: dict[str, int]) -> list[int]:
+        """Returns functions by name. A pool with other functions than reward.functions (eval.rewards) uses those of
+        them it has.
+        """
+        if wanted is None or not self._from_config:
             return list(known.values())
         if unknown := [name for name in wanted if name not in known]:
             raise ConfigError(f"data.sources: rewards names {unknown[0]!r}, which is not among reward.functions: "
@@ -251,18 +272,18 @@ class RewardPool:
                     item_metrics[i][name] = r["metrics"]
         total = weighted_sum(parts, self.weights, n)
         by = (self._workers.key or self.key()) if results else ""
-        return RewardResult(total, parts, outcomes, item_metrics, metrics_of(total, outcomes, item_metrics), by)
+        return RewardResult(total, parts, outcomes, item_metrics, reward_metrics(total, outcomes, item_metrics), by)
 
-    # -- what is said ------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, jobs, results: dict) -> None:
-        """Now and then that jobs ran into the limit; and what reward functions printed, 20 lines per step."""
+    def _log_problems(self, jobs, results: dict) -> None:
+        """Logs timeouts from time to time, and what reward functions printed, at most 20 lines per step."""
         late = [self.names[f] for i, f in jobs if results[i, f]["outcome"] == "timeout"]
-        if late and time.monotonic() - self._noted >= TIMEOUT_NOTE_SECONDS:
-            self._noted = time.monotonic()
-            log.warning("rewards: %d of %d calls ran into reward.timeout_seconds=%g (%s) and have no score; each costs"
-                        " its worker that long and a new start", len(late), len(jobs), self._reward.timeout_seconds,
-                        ", ".join(dict.fromkeys(late)))
+        if late and time.monotonic() - self._last_timeout_note >= TIMEOUT_NOTE_SECONDS:
+            self._last_timeout_note = time.monotonic()
+            log.warning("rewards: %d of %d calls exceeded reward.timeout_seconds=%g (%s) and have no score; each one"
+                        " blocks its worker that long and restarts it", len(late), len(jobs),
+                        self._reward.timeout_seconds, ", ".join(dict.fromkeys(late)))
         lines = self._workers.printed.lines()
         for line in lines[:20]:
             log.info("printed by a reward function: %s", line)
@@ -273,17 +294,17 @@ class RewardPool:
         by_name: dict[str, Counter] = {}
         texts: dict[tuple[int, str], str] = {}
         for (_, f), r in sorted(results.items()):
-            if r["outcome"] not in FINE:
-                cause = CAUSE.match(r["outcome"])  # texts of one cause differ, by the server say
+            if r["outcome"] not in NON_FAILURES:
+                cause = CAUSE.match(r["outcome"])  # texts of one cause may differ, for example by server
                 text = texts.setdefault((f, cause[1] if cause else r["outcome"]), r["outcome"])
                 by_name.setdefault(self.names[f], Counter())[text] += 1
         lines = [f"  {name}: " + ", ".join(f"{outcome} (x{n})" for outcome, n in kinds.most_common(3))
                  for name, kinds in by_name.items()]
-        remedy = "mend the function, or let it return None for rows it cannot judge"
+        remedy = "fix the function, or let it return None for rows it cannot score"
         if asked := [name for name in by_name if name in self._services.options]:
-            remedy = f"see to the service behind {', '.join(asked)} and resume"
+            remedy = f"fix the service of {', '.join(asked)} and resume"
         if any("timeout" in kinds for kinds in by_name.values()):
-            remedy += f"; raise reward.timeout_seconds={self._reward.timeout_seconds:g} if it needs longer"
+            remedy += f"; raise reward.timeout_seconds={self._reward.timeout_seconds:g} if it needs more time"
         return (f"rewards failed for {len(failed_items(results))} of {count} completions so far, more than "
                 f"reward.max_failed_fraction={self._reward.max_failed_fraction:g} allows:\n" + "\n".join(lines)
                 + f"\n{remedy}{self._workers.printed.last()}")
@@ -293,7 +314,7 @@ class RewardPool:
         lines = lines + [f"  (workers do not see the variable {n} of this environment unless reward.env names it)"
                          for n in missing if n in os.environ and n not in self._reward.env]
         slow = f" or raise reward.timeout_seconds={self._reward.timeout_seconds:g}," if "timeout" in known else ""
-        return ("reward.functions fail on the first rows, tried with the reference answers as completions:\n"
+        return ("reward.functions fail on the first rows, with the reference answers as completions:\n"
                 + "\n".join(lines)
-                + f"\nmend the function or its service,{slow} or set reward.trial=false if it is right to fail there"
+                + f"\nfix the function or its service,{slow} or set reward.trial=false if it should fail there"
                 + self._workers.printed.last())

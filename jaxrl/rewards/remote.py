@@ -1,8 +1,8 @@
-"""The reward `remote`: batches of completions to a service, scores back. One function for each format of the wire.
+"""The reward `remote`: sends batches of completions to a service and receives scores. One function per wire format.
 
-Every key of reward.remote.score_key is a part: clipped to part_min..part_max and times its weight; their sum is clipped
-to clip_min..clip_max and times scale (the order of Cosmos-RL's remote_calculator.py, where a function's keys are one
-part). A part that is no finite number fails the completion: it has no score, which is not 0.
+Every key of reward.remote.score_key is a part: clipped to part_min..part_max and multiplied by its weight. Their sum
+is clipped to clip_min..clip_max and multiplied by scale (the order of Cosmos-RL's remote_calculator.py, where a
+function's keys are one part). A part that is not a finite number fails the completion: its score is absent, not 0.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import urllib.parse
 import uuid
 
 from jaxrl.rewards.calling import ServiceError
-from jaxrl.rewards.http import Budget, Service, at, counted, field
+from jaxrl.rewards.http import Budget, Service, check_count, get_field, rotate_urls
 from jaxrl.workers.loading import number
 
 POLL_SECONDS = 0.25
-PENDING = ("http_202", "http_204", "http_404", "http_409", "http_425")  # cosmos: not computed yet
+PENDING = ("http_202", "http_204", "http_404", "http_409", "http_425")  # cosmos: the score is not computed yet
 FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
@@ -33,14 +33,15 @@ class Remote(Service):
         self._batches = 0
 
     async def __call__(self, prompts, completions, *, finish, group, sample, **columns):
-        """Of each completion a number, None (the service has nothing to say), or the ServiceError."""
+        """Returns per completion a number, None (no score), or the ServiceError."""
         sent = {name: columns[name] for name in self.o["columns"] if name in columns}
-        return await self.answered([
+        return await self.score_batches([
             {"prompt": p, "completion": c, "finish": finish[i], "group": group[i], "sample": sample[i],
              "columns": {name: values[i] for name, values in sent.items()}}
             for i, (p, c) in enumerate(zip(prompts, completions, strict=True))])
 
-    async def answered(self, items: list[dict]) -> list:
+    async def score_batches(self, items: list[dict]) -> list:
+        """Returns one value per item, sending batches concurrently."""
         step = 1 if self.o["format"] == "areal" else self.o["batch"]
         async with self.client() as client:
             batches = (self._batch(client, items[k:k + step]) for k in range(0, len(items), step))
@@ -49,22 +50,27 @@ class Remote(Service):
     async def _batch(self, client, items: list[dict]) -> list:
         self._batches += 1
         turn = self._batches
-        values = await self.within(lambda budget: FORMATS[self.o["format"]](self, client, budget, items, turn))
+        values = await self.run_until_deadline(lambda budget: FORMATS[self.o["format"]](self, client, budget, items,
+                                                                                        turn))
         return [values] * len(items) if isinstance(values, ServiceError) else values
 
     def score(self, parts: list, where: str) -> float | ServiceError:
-        """One score of the values of all parts, in the order of their weights."""
+        """Combines the values of all parts, in the order of their weights, into one score; a ServiceError if one is
+        not finite.
+        """
         weights, total = self.o["weights"] or [1.0] * len(parts), 0.0
         for value, weight in zip(parts, weights, strict=True):
             found = number(value)
             if found is None or not math.isfinite(found):
-                return ServiceError("type", f"{where}: a score is {type(value).__name__} {str(value)[:40]!r}, no finite"
-                                            " number")
-            total += weight * clipped(found, self.o["part_min"], self.o["part_max"])
-        return clipped(total, self.o["clip_min"], self.o["clip_max"]) * self.o["scale"]
+                return ServiceError("type", f"{where}: a score is {type(value).__name__} {str(value)[:40]!r}, "
+                                    f"expected a"
+                                    " finite number")
+            total += weight * clip(found, self.o["part_min"], self.o["part_max"])
+        return clip(total, self.o["clip_min"], self.o["clip_max"]) * self.o["scale"]
 
 
-def clipped(x: float, lowest: float | None, highest: float | None) -> float:
+def clip(x: float, lowest: float | None, highest: float | None) -> float:
+    """Returns x limited to [lowest, highest]; None means no limit."""
     x = x if lowest is None else max(x, lowest)
     return x if highest is None else min(x, highest)
 
@@ -72,43 +78,49 @@ def clipped(x: float, lowest: float | None, highest: float | None) -> float:
 # -- formats: (remote, client, budget, items, turn) -> list of one value per item --------------------------------------
 
 
-async def own(self: Remote, client, budget: Budget, items, turn):
-    """{"items": [...]} -> {"scores": [number, table of numbers, or null, ...]}, in their order."""
-    urls = at(self.urls, turn)
+async def jaxrl_format(self: Remote, client, budget: Budget, items, turn):
+    """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or null, ...]}, in
+    order.
+    """
+    urls = rotate_urls(self.urls, turn)
     said = await self.ask(client, budget, urls, {"items": items})
-    values = counted(field(said, "scores", list, urls[0]), len(items), urls[0])
-    return [None if value is None else _keyed(self, value, urls[0]) for value in values]
+    values = check_count(get_field(said, "scores", list, urls[0]), len(items), urls[0])
+    return [None if value is None else _value_score(self, value, urls[0]) for value in values]
 
 
-def _keyed(self, value, where: str) -> float | ServiceError:
+def _value_score(self, value, where: str) -> float | ServiceError:
     if not self.keys:
         return self.score([value], where)
     if not isinstance(value, dict):
-        return ServiceError("type", f"{where}: a score is {type(value).__name__}, no table with {', '.join(self.keys)}")
+        return ServiceError("type", f"{where}: a score is {type(value).__name__}, expected a table with "
+                            f"{', '.join(self.keys)}")
     if lacks := [key for key in self.keys if key not in value]:
         return ServiceError("key", f"{where}: a score has no {lacks[0]!r}; it has: {', '.join(value)[:100]}")
     return self.score([value[key] for key in self.keys], where)
 
 
 async def cosmos(self: Remote, client, budget: Budget, items, turn):
-    """A line of JSON with the texts, and behind it the tensor that others send, which is empty here -> {"uuid"}; then
-    for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until it is there."""
-    urls = at(self.urls, turn, "/api/reward/enqueue")
+    """Scores items in Cosmos-RL's format.
+
+    Sends a line of JSON with the texts, followed by the tensor that other clients send, empty here -> {"uuid"}; then
+    for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available.
+    """
+    urls = rotate_urls(self.urls, turn, "/api/reward/enqueue")
     functions = self.o["functions"]
     weights = self.o["weights"] or [1.0] * len(functions)
     columns = {name: [item["columns"][name] for item in items] for name in items[0]["columns"]}
     told = {"prompts": [item["prompt"] for item in items], "completions": [item["completion"] for item in items],
             "reward_fn": dict(zip(functions, weights, strict=True)), "media_type": "text", **columns}
     said = await self.ask(client, budget, urls[:1], json.dumps(told).encode() + b"\n", "application/octet-stream")
-    name = field(said, "uuid", str, urls[0])
+    name = get_field(said, "uuid", str, urls[0])
     fetch = self.o["fetch_url"] or re.sub(r"enqueue$", "pull", urls[0])
     headers = {"X-Lepton-Replica-Target": said["replica_id"]} if isinstance(said.get("replica_id"), str) else {}
-    parts = [await _polled(self, client, budget, fetch, name, function, headers, len(items)) for function in functions]
+    parts = [await _poll(self, client, budget, fetch, name, function, headers, len(items)) for function in functions]
     return [self.score(values, fetch) for values in zip(*parts, strict=True)]
 
 
-async def _polled(self, client, budget, fetch, name, function, headers, count) -> list:
-    """One function's scores, keys summed up, of all items."""
+async def _poll(self, client, budget, fetch, name, function, headers, count) -> list:
+    """Returns one function's scores for all items, summed over its keys."""
     form = urllib.parse.urlencode({"uuid": name, "type": function}).encode()
     while True:
         try:
@@ -119,9 +131,9 @@ async def _polled(self, client, budget, fetch, name, function, headers, count) -
                 raise
             budget.last = e
             await asyncio.sleep(POLL_SECONDS)
-    scores, keys = field(said, "scores", dict, fetch), self.keys or ["overall_reward"]
+    scores, keys = get_field(said, "scores", dict, fetch), self.keys or ["overall_reward"]
     keys = [self.o["score_key"]] if self.o["score_key"] in scores else keys
-    columns = [counted(field(scores, key, list, fetch), count, fetch) for key in keys]
+    columns = [check_count(get_field(scores, key, list, fetch), count, fetch) for key in keys]
     return [values[0] if len(values) == 1 else _sum(values) for values in zip(*columns, strict=True)]
 
 
@@ -131,9 +143,13 @@ def _sum(values):
 
 
 async def areal(self: Remote, client, budget: Budget, items, turn):
-    """Of one completion: {uid, language, code, ...columns} -> {"success": bool, "results"}. What the service calls a
-    SystemError is its own failure, not the code's. (Alone, since code that hangs must not cost others their score.)"""
-    urls, key, text = at(self.urls, turn, "/apis/functioncalls"), (self.keys or ["success"])[0], items[0]["completion"]
+    """Scores one completion in AReaL's format: {uid, language, code, ...columns} -> {"success": bool, "results"}.
+
+    A SystemError reported by the service is the service's failure, not the code's. Completions are sent one by one,
+    so that code that hangs does not cost others their score.
+    """
+    urls, key = rotate_urls(self.urls, turn, "/apis/functioncalls"), (self.keys or ["success"])[0]
+    text = items[0]["completion"]
     blocks = FENCED.findall(text)
     told = items[0]["columns"] | {"uid": uuid.uuid4().hex, "language": self.o["language"].upper(),
                                   "code": blocks[-1] if blocks else text}
@@ -141,23 +157,25 @@ async def areal(self: Remote, client, budget: Budget, items, turn):
     results = said.get("results") if isinstance(said, dict) else None
     for result in results if isinstance(results, list) else ():
         if isinstance(result, dict) and result.get("errorType") == "SystemError":
-            raise ServiceError("system", f"{urls[0]} says SystemError: {str(result.get('reason'))[:100]}")
-    return [self.score([field(said, key, (bool, int, float), urls[0])], urls[0])]
+            raise ServiceError("system", f"{urls[0]} reports SystemError: {str(result.get('reason'))[:100]}")
+    return [self.score([get_field(said, key, (bool, int, float), urls[0])], urls[0])]
 
 
 async def classify(self: Classifier, client, budget: Budget, items, turn):
-    """vLLM's /classify: {"input": [[token id, ...], ...]} -> {"data": [{"index", "probs"}]}; logits, since activation
-    is off."""
-    urls = at(self.urls, turn, "/classify")
+    """Scores items with vLLM's /classify: {"input": [[token id, ...], ...]} -> {"data": [{"index", "probs"}]}; the
+    values are logits, since activation is off.
+    """
+    urls = rotate_urls(self.urls, turn, "/classify")
     await self.check_tokens(client, budget, urls[0], items)
     told = {"input": [item["ids"] for item in items], "use_activation": False} | self.model
     return self.labels(await self.ask(client, budget, urls, told), "probs", len(items), urls[0])
 
 
 async def pooling(self: Classifier, client, budget: Budget, items, turn):
-    """vLLM's /pooling: as classify -> {"data": [{"index", "data"}]}, numbers of the labels, or such a list per token,
-    of which the last counts."""
-    urls = at(self.urls, turn, "/pooling")
+    """Scores items with vLLM's /pooling: request as for classify -> {"data": [{"index", "data"}]}, one number per
+    label, or a list of those per token, of which the last counts.
+    """
+    urls = rotate_urls(self.urls, turn, "/pooling")
     await self.check_tokens(client, budget, urls[0], items)
     told = {"input": [item["ids"] for item in items], "use_activation": False, "encoding_format": "float"} | self.model
     told |= {"task": self.o["task"]} if self.o["task"] else {}
@@ -165,21 +183,23 @@ async def pooling(self: Classifier, client, budget: Budget, items, turn):
 
 
 class Classifier(Remote):
-    """A batched reward of a vLLM server with a sequence classifier, which has the policy's tokenizer: it gets the token
-    ids of prompt and completion."""
+    """A batched reward of a vLLM server with a sequence classifier that has the policy's tokenizer; receives the
+    token ids of prompt and completion.
+    """
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
         self.model, self._known = ({"model": o["model"]} if o["model"] else {}), False
 
     async def __call__(self, prompts, completions, *, token_ids, context_ids):
-        return await self.answered([
+        return await self.score_batches([
             {"completion": text, "own": own, "ids": [*before, *own]}
             for text, own, before in zip(completions, token_ids, context_ids, strict=True)])
 
     async def check_tokens(self, client, budget: Budget, url: str, items) -> None:
-        """Once: has the server read the ids as text. Raises ServiceError where its text is another one: scores of other
-        words would look like scores."""
+        """Checks once that the server decodes the ids to the completions' text. Raises ServiceError otherwise, since
+        scores of other words would look valid.
+        """
         if self._known:
             return
         read, told = [], [item for item in items if item["completion"].strip() and "\ufffd" not in item["completion"]]
@@ -187,42 +207,45 @@ class Classifier(Remote):
             try:
                 text = await self.ask(client, budget, [url.rpartition("/")[0] + "/detokenize"],
                                       {"tokens": item["ids"]} | self.model)
-                text = field(text, "prompt", str, url)
+                text = get_field(text, "prompt", str, url)
             except ServiceError as e:
                 if e.again:
                     raise
-                self._known = True  # it does not read, or has no tokenizer
+                self._known = True  # it cannot decode, or has no tokenizer
                 return
             if "".join(item["completion"].split()) in "".join(text.split()):
                 self._known = True
                 return
             read.append((item["completion"], text))
         if read:
-            raise ServiceError("tokenizer", f"{url} has another tokenizer than the policy: it reads "
-                                            f"{read[0][1][-60:]!r} where the completion is {read[0][0][-60:]!r}")
+            raise ServiceError("tokenizer", f"{url} has another tokenizer than the policy: it decodes "
+                               f"{read[0][1][-60:]!r}, the completion is {read[0][0][-60:]!r}")
 
     def labels(self, said, name: str, count: int, where: str) -> list:
+        """Returns the score of each completion from a reply's rows. Raises ServiceError if indices are missing or
+        repeated.
+        """
         found: list = [None] * count
-        for row in counted(field(said, "data", list, where), count, where):
-            i = field(row, "index", int, where)
+        for row in check_count(get_field(said, "data", list, where), count, where):
+            i = get_field(row, "index", int, where)
             if not 0 <= i < count or found[i] is not None:
                 raise ServiceError("count", f"{where}: index {i} of {count} completions")
-            found[i] = self._label(field(row, name, list, where), where)
+            found[i] = self._label(get_field(row, name, list, where), where)
         return found
 
     def _label(self, values: list, where: str) -> float | ServiceError:
         values = values[-1] if values and isinstance(values[-1], list) else values
         if not self.keys and len(values) != 1:
-            return ServiceError("key", f"{where} gives {len(values)} labels; say which one counts in score_key")
+            return ServiceError("key", f"{where} gives {len(values)} labels; set score_key to the index of one")
         label = int(self.keys[0]) if self.keys else 0
         if label >= len(values):
-            return ServiceError("key", f"{where} gives {len(values)} labels; score_key={label} is none of them")
+            return ServiceError("key", f"{where} gives {len(values)} labels; score_key={label} is out of range")
         return self.score([values[label]], where)
 
 
-FORMATS = {"own": own, "cosmos": cosmos, "areal": areal, "classify": classify, "pooling": pooling}
+FORMATS = {"own": jaxrl_format, "cosmos": cosmos, "areal": areal, "classify": classify, "pooling": pooling}
 
 
 def make(o: dict, place: dict) -> Remote:
-    """The reward of options and the place of its service."""
+    """Returns the reward of a remote's options and its service's place."""
     return (Classifier if o["format"] in ("classify", "pooling") else Remote)(o, place)

@@ -1,6 +1,8 @@
-"""Parent side: rewards that are asked over HTTP, by their names: `remote`, `judge`, and those of the tables
-reward.remotes and reward.judges. What workers are told of them, in two parts: what decides their scores, and where they
-are."""
+"""Parent side of rewards that are called over HTTP: `remote`, `judge`, and those of the tables reward.remotes and
+reward.judges.
+
+Splits their options into what decides scores and where the services are.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,21 @@ from typing import NamedTuple
 
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import judge
-from jaxrl.workers.sources import files_of
+from jaxrl.workers.sources import folder_digest
 
-TABLES = {"remote": "remotes", "judge": "judges"}  # kind, which is also the name of the first -> table of further ones
-# Options that do not decide a score, or of which something else does: they are told as the place.
-PLACE = ("servers", "key_env", "cache", "prompt_file", "labelled", "min_agreement", "devices", "server_args")
+TABLES = {"remote": "remotes", "judge": "judges"}  # kind, also the name of the first service -> table of further ones
+# Options that do not decide a score themselves; passed separately from those that do.
+PLACE_OPTIONS = ("servers", "key_env", "cache", "prompt_file", "labelled", "min_agreement", "devices", "server_args")
 
 
-class Found(NamedTuple):
-    """Services by name. options: what decides scores, JSON-able. places: {urls, key_env, cache}. env: variables that
-    workers need for them."""
+class ServiceTable(NamedTuple):
+    """Services by name.
+
+    Attributes:
+      options: what decides scores, JSON-able.
+      places: {urls, key_env, cache}.
+      env: environment variables that workers need for them.
+    """
 
     options: dict[str, dict]
     places: dict[str, dict]
@@ -27,14 +34,18 @@ class Found(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A server of the run's own behind a judge."""
+    """A judge's server that this run started."""
 
     url: str
     key: str
 
 
-def named(reward) -> dict[str, tuple[str, dict]]:
-    """Name -> (kind, its options) of every service that reward functions may name. reward: config.reward."""
+def service_options(reward) -> dict[str, tuple[str, dict]]:
+    """Returns name -> (kind, options) of every service that reward functions may name.
+
+    Args:
+      reward: config.reward.
+    """
     out = {}
     for kind, table in (("remote", reward.remotes), ("judge", reward.judges)):
         first = _plain(reward[kind])
@@ -44,45 +55,49 @@ def named(reward) -> dict[str, tuple[str, dict]]:
     return out
 
 
-def own_servers(config, functions) -> dict[str, dict]:
-    """Options of the judges among these functions that want a server of the run's own."""
-    return {name: o for name, (kind, o) in named(config.reward).items()
+def judges_to_serve(config, functions) -> dict[str, dict]:
+    """Returns name -> options of the judges among these functions for which the run starts a server."""
+    return {name: o for name, (kind, o) in service_options(config.reward).items()
             if name in functions and kind == "judge" and o["model"] and not o["servers"]}
 
 
-def find(config, functions, servers: dict[str, Server]) -> Found:
-    """The services among these functions. servers: of the run's own, by the name of their judge.
+def find_services(config, functions, servers: dict[str, Server]) -> ServiceTable:
+    """Returns the services among these functions.
 
-    Raises ConfigError: a key's variable is not set, a prompt cannot be read, a judge has no server.
+    Args:
+      servers: servers this run started, by the name of their judge.
+
+    Raises:
+      ConfigError: a key's variable is not set, a prompt cannot be read, or a judge has no server.
     """
-    found = Found({}, {}, {})
-    for name, (kind, o) in named(config.reward).items():
+    found = ServiceTable({}, {}, {})
+    for name, (kind, o) in service_options(config.reward).items():
         if name not in functions:
             continue
         place = {"key_env": o["key_env"], "cache": ""}
-        told = {option: value for option, value in o.items() if option not in PLACE}
+        told = {option: value for option, value in o.items() if option not in PLACE_OPTIONS}
         if kind == "judge":
-            told |= {"prompt": prompt_of(o), "digest": ""}
+            told |= {"prompt": judge_prompt(o), "digest": ""}
             place["cache"] = _cache(o["cache"], config.run.dir)
             if not o["servers"]:
                 if name not in servers:
-                    raise ConfigError(f"reward {name!r}: nothing has started a server with {o['model']!r} for it")
-                told["digest"] = files_of(o["model"])
+                    raise ConfigError(f"reward {name!r}: no server with {o['model']!r} was started; set its servers")
+                told["digest"] = folder_digest(o["model"])
                 place |= {"urls": [servers[name].url], "key_env": f"JAXRL_KEY_OF_{name}"}
                 found.env[place["key_env"]] = servers[name].key
         if o["servers"]:
             told["servers"] = place["urls"] = list(o["servers"])
         if o["key_env"]:
             if not os.environ.get(o["key_env"]):
-                raise ConfigError(f"reward {name!r}: key_env={o['key_env']!r}: there is no such variable in the "
-                                  "environment; set it to the service's token, or leave key_env empty")
+                raise ConfigError(f"reward {name!r}: key_env={o['key_env']!r}: this environment variable is not "
+                                  "set; set it to the service's token, or leave key_env empty")
             found.env[o["key_env"]] = os.environ[o["key_env"]]
         found.options[name], found.places[name] = {"kind": kind} | told, place
     return found
 
 
-def prompt_of(o: dict) -> str:
-    """The text of a judge's prompt. Raises ConfigError."""
+def judge_prompt(o: dict) -> str:
+    """Returns the text of a judge's prompt. Raises ConfigError if prompt_file cannot be read."""
     if not o["prompt_file"]:
         return judge.PROMPT
     try:

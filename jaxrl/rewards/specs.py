@@ -1,4 +1,6 @@
-"""Parent side: from what a user gives (a name, an import path, a file, a function) to a spec workers can load."""
+"""Parent side: turns a reward as the user gives it (name, import path, file, function) into a spec that workers can
+load.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +10,43 @@ import math
 import re
 
 from jaxrl.errors import ConfigError
-from jaxrl.rewards.builtin import registered
-from jaxrl.rewards.services import named
+from jaxrl.rewards.builtin import registered_rewards
+from jaxrl.rewards.services import service_options
 from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
 
 BUILTIN = "jaxrl.rewards.builtin"
 
 
 def to_spec(given, folder: FunctionFolder, services=()) -> str:
-    """A registered name or a service's, 'package.module:function' or '/absolute/file.py:function'; see
-    `handing.function_spec`."""
+    """Returns a spec: a registered name, a service's name, 'package.module:function' or '/absolute/file.py:function';
+    see `handing.function_spec`. Raises ConfigError for anything else.
+    """
     if isinstance(given, str):
         if given in services:
             return given
-        if ":" not in given and given in registered():
-            fn = registered()[given]
+        if ":" not in given and given in registered_rewards():
+            fn = registered_rewards()[given]
             return given if fn.__module__ == BUILTIN else to_spec(fn, folder)
         return file_spec(given)
     if not inspect.isfunction(given):
         raise ConfigError(f"reward {given!r}: pass a plain function (def ...), its name, or 'package.module:function'; "
-                          f"a {type(given).__name__} cannot be handed to worker processes")
+                          f"a {type(given).__name__} cannot be passed to worker processes")
     return function_spec(given, folder)
 
 
 def short_names(given, specs: list[str]) -> list[str]:
-    """Names for parts and metrics: the registered or the function's own; the whole spec where two would be the same."""
+    """Returns names for parts and metrics: the registered or the function's name; the whole spec where two would be
+    equal.
+    """
     short = [g.rpartition(":")[2] if isinstance(g, str) else g.__name__ for g in given]
     return [n if short.count(n) == 1 else s for n, s in zip(short, specs, strict=True)]
 
 
 def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, float]:
-    """Checks what needs no import and returns name -> weight. Raises ConfigError.
+    """Checks everything that needs no import and returns name -> weight. Raises ConfigError.
 
-    `replaced`: the functions are not those of `reward.functions`; a weight then follows the function's name there.
+    Args:
+      replaced: the functions are not those of `reward.functions`; a weight then follows the function's name there.
     """
     r = config.reward
     for field in ("workers", "timeout_seconds"):
@@ -50,21 +56,21 @@ def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, 
         raise ConfigError(f"reward.max_failed_fraction={r.max_failed_fraction}: must lie in [0, 1]")
     for spec, name in zip(specs, names, strict=True):
         if specs.count(spec) > 1:
-            raise ConfigError(f"reward function {name!r} is given twice; its weight is set by reward.weights")
+            raise ConfigError(f"reward function {name!r} is listed twice; set its weight with reward.weights")
         if spec not in services:
-            _check_spec(spec, named(r))
+            _check_spec(spec, service_options(r))
     if "format" in specs:
         if not r.format_pattern:
             raise ConfigError("reward 'format' needs reward.format_pattern, a regex the whole completion must match")
         try:
             re.compile(r.format_pattern)
         except re.error as e:
-            raise ConfigError(f"reward.format_pattern={r.format_pattern!r} is no regex: {e}") from None
+            raise ConfigError(f"reward.format_pattern={r.format_pattern!r} is not a valid regex: {e}") from None
     accuracy = config.eval.accuracy_from
     if config.env.function or config.env.program:
-        names = [*names, "env"]  # what episodes give
+        names = [*names, "env"]  # the part that episodes give
     if accuracy and accuracy not in names and (replaced or not config.eval.rewards):
-        raise ConfigError(f"eval.accuracy_from={accuracy!r} is none of the reward functions: {', '.join(names)}")
+        raise ConfigError(f"eval.accuracy_from={accuracy!r} is not one of the reward functions: {', '.join(names)}")
     return _weights(r, names[:len(specs)], replaced)
 
 
@@ -72,12 +78,12 @@ def _check_spec(spec: str, services) -> None:
     if ":" not in spec:
         if spec.endswith(".py"):
             raise ConfigError(f"reward.functions: {spec!r} is a file without a function; write {spec}:function")
-        if spec not in registered():
-            known = {*registered(), *services}
+        if spec not in registered_rewards():
+            known = {*registered_rewards(), *services}
             near = difflib.get_close_matches(spec, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"reward.functions: there is no reward {spec!r}; {hint}known: "
-                              f"{', '.join(sorted(known))}; own ones as package.module:function or "
+                              f"{', '.join(sorted(known))}; name your own as package.module:function or "
                               "./file.py:function")
     else:
         check_place("reward.functions", spec)

@@ -4,11 +4,11 @@ Protocol (one JSON value per line):
   in   {functions: [[spec, name]], shared, sandbox, services, places: {...}, limit: seconds}  once
   out  {ready: [{batched, asynchronous, size, seconds, context, code}], sources: digest} or {fatal: message}
   in   {task: number, mode: "each" | "async" | "batch", items: [...], jobs: [[item, function], ...]}
-  out  each, async: {task, job: k, value, outcome, metrics}, one per job as it is done (each: in order)
+  out  each, async: {task, job: k, value, outcome, metrics}, one per job when it is done (each: in order)
        batch:       {task, results: [{value, outcome, metrics}, ...]} or {task, wrong: message}
 
-Every reply carries the number of its task, so that the parent takes nothing else for a score. What reward functions
-print goes to standard error; their standard input is empty. A process that they fork has no part in the protocol.
+Every reply carries the number of its task, so that the parent mistakes nothing else for a score. What reward functions
+print goes to standard error; their standard input is empty. A process that they fork takes no part in the protocol.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxrl.workers.streams import CHANNEL_LOST, Replies, begin, private_descript
 
 
 def main() -> None:
-    """Serves until standard input ends, which it does when the parent goes, however it goes."""
+    """Serves tasks until standard input ends, which it does when the parent exits in any way."""
     begin("reward")
     to_read, to_write = private_descriptors()
     lines, out = os.fdopen(to_read, "r", encoding="utf-8"), Replies(to_write)
@@ -40,16 +40,16 @@ def main() -> None:
             except LoadError as e:
                 out.send({"fatal": f"reward {name!r} ({spec}) cannot be used: {e}"})
                 return
-        from jaxrl.workers.reached import of_function
+        from jaxrl.workers.reached import function_digest
         from jaxrl.workers.sources import digest
-        kinds = [c.kind() | {"code": of_function(c.fn, spec, before)}
+        kinds = [c.traits() | {"code": function_digest(c.fn, spec, before)}
                  for c, (spec, _) in zip(calls, setup["functions"], strict=True)]
         out.send({"ready": kinds, "sources": digest([c.fn for c in calls], before)})
         for line in lines:
             task = json.loads(line)
             out.task = task["task"]
-            # A loop in C that never lets go of the interpreter would outlive a dead parent where die_with_parent() does
-            # not work: the kernel ends this process itself, well after the parent would have.
+            # A C loop that never releases the interpreter would outlive a dead parent where die_with_parent() does
+            # not work: the kernel ends this process, well after the parent would have.
             longest = max([setup["limit"], *(calls[f].seconds for _, f in task["jobs"])])
             _backstop(2.0 * longest * max(1, len(task["jobs"])) + 60.0)
             SERVE[task["mode"]](calls, task, setup, out)
@@ -69,21 +69,23 @@ def _backstop(seconds: float) -> None:
 
 
 def serve_each(calls, task, setup, out) -> None:
+    """Runs the jobs one after the other and sends one reply per job."""
     for k, (i, f) in enumerate(task["jobs"]):
         try:
-            result = outcome(calls[f].one(task["items"][i], setup["shared"]))
+            result = outcome(calls[f].call_one(task["items"][i], setup["shared"]))
         except (Exception, SystemExit) as e:
             result = failure(e)
         out.send({"job": k, **result})
 
 
 def serve_async(calls, task, setup, out) -> None:
-    """All jobs at once; one that waits longer than the limit is cancelled."""
+    """Runs all jobs at once; a job that takes longer than the limit is cancelled."""
     import asyncio
 
     async def one(k, i, f):
         try:
-            result = outcome(await asyncio.wait_for(calls[f].one(task["items"][i], setup["shared"]), setup["limit"]))
+            call = calls[f].call_one(task["items"][i], setup["shared"])
+            result = outcome(await asyncio.wait_for(call, setup["limit"]))
         except TimeoutError as e:
             limit = asyncio.get_running_loop().time() - started >= setup["limit"]
             result = {"value": None, "outcome": "timeout", "metrics": {}} if limit else failure(e)
@@ -101,10 +103,11 @@ def serve_async(calls, task, setup, out) -> None:
 
 
 def serve_batch(calls, task, setup, out) -> None:
+    """Runs a batched function on all items and sends one reply."""
     call = calls[task["jobs"][0][1]]
     items = task["items"]
     try:
-        values = call.many(items, setup["shared"])
+        values = call.call_batch(items, setup["shared"])
         if call.asynchronous:
             import asyncio
             values = asyncio.run(_awaited(values))

@@ -1,5 +1,6 @@
-"""Worker processes that call reward functions, of this host or of others (reward.executor=ray): a thread of this
-process for each, which hands it work and kills it."""
+"""Worker processes that call reward functions, on this host or others (reward.executor=ray). One thread of this
+process per worker hands it work and kills it.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +15,47 @@ import time
 from collections import deque
 
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.rewards.items import FINE, failed_items, is_result
+from jaxrl.rewards.items import NON_FAILURES, failed_items, is_result
 from jaxrl.workers.process import (
     PRINTED_BYTES,
+    BadReply,
     Channel,
-    Died,
-    Garbled,
-    Late,
-    Printed,
+    PrintedOutput,
+    ReplyTimeout,
+    WorkerDied,
     WorkerProcess,
     environment,
-    shown,
+    excerpt,
 )
 
 log = logging.getLogger("jaxrl.rewards")
 START_SECONDS = 300.0    # importing the reward functions
-AGAIN_SECONDS = 1.0      # until another try where a host is lost while its worker starts
+RETRY_SECONDS = 1.0      # pause before a retry if a host is lost while its worker starts
 ASYNC_AT_ONCE = 64       # calls of an asynchronous function in flight per worker
-CHUNK_SECONDS = 0.01     # work handed to a worker at once, as far as it can be foreseen
-SLOW_SECONDS = 30.0      # rewards that take longer are said to, again and again
+CHUNK_SECONDS = 0.01     # estimated duration of the work handed to a worker at once
+PROGRESS_SECONDS = 30.0      # interval of progress messages for slow rewards
 
 
 class RewardFailure(RunStopped):
-    """Too many rewards of a step failed. The message names the function, the first errors and the remedy."""
+    """Too many rewards of a step failed. The message names the functions, the first errors and the remedy."""
 
 
 @dataclasses.dataclass
 class Round:
-    """One call of `Workers.run`. texts: the items, as JSON. results: see there. failed: items with a failed part."""
+    """One call of `Workers.run`.
+
+    Attributes:
+      texts: the items as JSON.
+      results: (item, function) -> result.
+      failed: items with a failed part.
+    """
 
     texts: list[str]
     results: dict[tuple[int, int], dict]
-    wanted: int  # results that complete it
+    wanted: int  # number of results that complete it
     most_failed: float
     failed: set[int]
-    over: bool
+    is_over: bool
 
 
 @dataclasses.dataclass
@@ -61,15 +68,18 @@ class Task:
 
 
 class Workers:
-    """So many processes, which start in the background at once.
+    """Worker processes, started in the background.
 
     Args:
-      reward: config.reward. specs, names: of the functions. setup: what a worker is told first (see worker.py).
-      decides: JSON-able, what decides scores beside the functions' code.
-      env: variables that workers get, beside those of reward.env.
+      reward: config.reward.
+      specs, names: of the functions.
+      setup: the first message to a worker (see worker.py).
+      decides: JSON-able, what decides scores apart from the functions' code.
+      env: environment variables of workers in addition to reward.env.
 
-    kinds: of each function what calling.Call.kind tells and the digest of its own code, None before the first worker is
-    ready. sources: digest of all their code. key: see RewardPool.key; both "" before the first worker is ready.
+    Attributes:
+      kinds: per function, `calling.Call.traits` and the digest of its code; None before the first worker is ready.
+      sources: digest of all functions' code; key: see RewardPool.key. Both "" before the first worker is ready.
     """
 
     def __init__(self, reward, specs: list[str], names: list[str], setup: dict, decides: dict, env: dict):
@@ -81,13 +91,13 @@ class Workers:
         self._state = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._round: Round | None = None
-        self._numbers = itertools.count(1)  # of the tasks handed to workers
+        self._numbers = itertools.count(1)  # task numbers
         self._ready, self._fatal, self._closing = 0, None, False
         if specs and reward.executor == "ray":
             from jaxrl.workers.ray_process import join
             join(reward, "reward")
         self._seconds_per_job = CHUNK_SECONDS
-        self.printed = Printed()
+        self.printed = PrintedOutput()
         self._processes: dict[int, Channel] = {}
         self._threads = [threading.Thread(target=self._serve, args=(k,), daemon=True, name=f"reward-{k}")
                          for k in range(reward.workers if specs else 0)]
@@ -97,7 +107,7 @@ class Workers:
     # -- the caller's side: one call at a time ---------------------------------------------------------------------
 
     def ready(self, count: int | None = None) -> None:
-        """Returns when so many (all) workers are ready; raises what keeps one from it."""
+        """Returns when `count` (None: all) workers are ready. Raises what keeps a worker from starting."""
         with self._state:
             while self._ready < (len(self._threads) if count is None else count) and not (self._fatal or self._closing):
                 self._state.wait(0.5)
@@ -110,36 +120,45 @@ class Workers:
             raise self._fatal
 
     def run(self, texts: list[str], jobs: list, results: dict, most_failed: float, stop=lambda: False) -> bool:
-        """Has jobs, (item, function), done; `results`, which holds those known before, receives theirs.
+        """Runs jobs and adds their results to `results`.
 
-        texts: the items, as JSON. Ends early with more than `most_failed` items that have a failed part, and, with
-        False, where `stop` (asked about twice a second) turned true. Raises ConfigError or RunStopped where workers
-        cannot work.
+        Args:
+          texts: the items as JSON.
+          jobs: (item, function) pairs.
+          results: holds the results known before.
+          most_failed: ends early if more items have a failed part.
+          stop: checked about twice a second.
+
+        Returns:
+          False if `stop()` became true before the end.
+
+        Raises:
+          ConfigError, RunStopped: workers cannot work.
         """
         if jobs and self.kinds is None:
             self.ready(1)
         failed = failed_items(results)
         with self._state:
             this = self._round = Round(texts, results, len(results) + len(jobs), most_failed, failed,
-                                       over=not jobs or len(failed) > most_failed)
+                                       is_over=not jobs or len(failed) > most_failed)
             self._tasks.extend(self._split(jobs, this))
             self._state.notify_all()
             began, said = time.monotonic(), 0
             try:
-                while not (this.over or self._fatal or self._closing):
+                while not (this.is_over or self._fatal or self._closing):
                     self._state.wait(0.5)
                     self.printed.bound(PRINTED_BYTES)
                     passed = time.monotonic() - began
-                    if passed // SLOW_SECONDS > said:
-                        said = passed // SLOW_SECONDS
+                    if passed // PROGRESS_SECONDS > said:
+                        said = passed // PROGRESS_SECONDS
                         log.info("rewards: %d of %d done after %.0f s", len(results), this.wanted, passed)
-                    if not (this.over or self._fatal or self._closing) and stop():
+                    if not (this.is_over or self._fatal or self._closing) and stop():
                         return False
                 self._raise()
                 return True
             finally:
                 self._tasks.clear()
-                self._round = None  # what is still on its way belongs to no one
+                self._round = None  # late replies are ignored
 
     def _split(self, jobs: list[tuple[int, int]], this: Round) -> list[Task]:
         each, tasks, by_function = [], [], {}
@@ -155,7 +174,7 @@ class Workers:
         return [*tasks, Task("each", each, this)] if each else tasks
 
     def close(self) -> None:
-        """Ends the workers. Safe to call twice."""
+        """Stops the workers. Safe to call twice."""
         with self._state:
             self._closing = True
             self._state.notify_all()
@@ -177,21 +196,21 @@ class Workers:
                 task = self._next()
                 if task is None:
                     return
-                if worker.ended():  # while it had nothing to do: no job's fault
+                if worker.ended():  # died while idle, so no job is to blame
                     worker.kill()
                     worker, calls = self._start(k), 0
                 calls += len(task.jobs)
                 done = self._do(worker, task)
-                if not done or 0 < self._reward.recycle <= calls and not self._tasks:  # while there is nothing to do
+                if not done or 0 < self._reward.recycle <= calls and not self._tasks:  # only when idle
                     worker.kill()
                     worker = None
-        except Exception as e:  # nothing may end a thread in silence: the caller would wait for ever
-            self._end_by(e)
+        except Exception as e:  # a thread must not end silently: the caller would wait forever
+            self._fail(e)
         finally:
             if worker is not None:
                 worker.kill()
 
-    def _end_by(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._state:
             self._fatal = self._fatal or error
             self._state.notify_all()
@@ -206,7 +225,7 @@ class Workers:
         return WorkerProcess("jaxrl.rewards.worker", printed, environment(self._variables) | self._env, memory_gb)
 
     def _start(self, k: int, until: float | None = None) -> Channel:
-        """until: when it is over with further tries, which a worker has whose host was lost meanwhile."""
+        """Starts a worker. until: time after which a worker whose host was lost is not retried."""
         until = until or time.monotonic() + START_SECONDS
         try:
             worker = self._launch()
@@ -221,15 +240,15 @@ class Workers:
             deadline = time.monotonic() + START_SECONDS
             worker.send(self._setup, deadline)
             reply = worker.receive(deadline)
-        except (Died, Late, Garbled) as e:
+        except (WorkerDied, ReplyTimeout, BadReply) as e:
             worker.kill()
             if self._closing:
                 raise ConfigError("the reward pool was closed while it started") from None
             if worker.lost and time.monotonic() < until:
                 with self._state:
-                    self._state.wait_for(lambda: self._closing, AGAIN_SECONDS)
+                    self._state.wait_for(lambda: self._closing, RETRY_SECONDS)
                 return self._start(k, until)
-            why = f"not ready after {START_SECONDS:g} s" if isinstance(e, Late) else f"{e}"
+            why = f"not ready after {START_SECONDS:g} s" if isinstance(e, ReplyTimeout) else f"{e}"
             why = f"a reward worker cannot start: {why} while importing {specs}{self.printed.last()}"
             raise self._unstartable(why) from None
         if "fatal" in reply:
@@ -237,8 +256,8 @@ class Workers:
             raise self._unstartable(reply["fatal"])
         with self._state:
             if self.sources not in ("", reply["sources"]):
-                log.warning("a reward worker was started anew and found other code than the run began with (%s): from"
-                            " here on completions are scored by the code of now", specs)
+                log.warning("a restarted reward worker loaded other code than the run started with (%s): from now on"
+                            " completions are scored by the new code", specs)
             self.kinds, self.sources = reply["ready"], reply["sources"]
             decides = json.dumps(self._decides | {"sources": self.sources}, sort_keys=True)
             self.key = hashlib.sha256(decides.encode()).hexdigest()[:16]
@@ -247,13 +266,13 @@ class Workers:
         return worker
 
     def _unstartable(self, why: str) -> Exception:
-        """A mistake in the config, unless workers could start before."""
+        """Returns a ConfigError, or a RewardFailure if workers of this run could start before."""
         if self.kinds is None:
             return ConfigError(why)
-        return RewardFailure(f"{why}\nReward workers of this run could start before")
+        return RewardFailure(f"{why}\nReward workers of this run started before, so their code or environment changed")
 
     def _next(self) -> Task | None:
-        """The next task, None when closing. A long 'each' task is cut to a chunk."""
+        """Returns the next task, None when closing. A long 'each' task is cut into chunks."""
         with self._state:
             while not self._tasks and not self._closing:
                 self._state.wait()
@@ -269,11 +288,12 @@ class Workers:
             return task
 
     def _do(self, worker: Channel, task: Task) -> bool:
-        """Does a task. False if the worker is of no use any more; what it left undone is queued again, all of it where
-        the worker's host was lost."""
+        """Runs a task on a worker. Returns False if the worker must be replaced; unfinished jobs are queued again,
+        all of them if the worker's host was lost.
+        """
         left, texts = dict(enumerate(task.jobs)), task.round.texts
         limit = self.kinds[task.jobs[0][1]]["seconds"] or self._limit
-        seconds = limit + (1.0 + 0.25 * limit) * (task.mode == "async")  # there the worker keeps the limit
+        seconds = limit + (1.0 + 0.25 * limit) * (task.mode == "async")  # the worker enforces the limit itself
         place = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in task.jobs))}
         asked, jobs = next(self._numbers), json.dumps([(place[i], f) for i, f in task.jobs])
         message = (f'{{"task": {asked}, "mode": "{task.mode}", "jobs": {jobs}, '
@@ -289,7 +309,7 @@ class Workers:
                     return True
                 k = reply.get("job")
                 if k not in left or not is_result(reply):
-                    raise Garbled(shown(json.dumps(reply).encode()))
+                    raise BadReply(excerpt(json.dumps(reply).encode()))
                 self._record(task, {left.pop(k): reply})
                 if task.mode == "each":
                     deadline = time.monotonic() + self._limit
@@ -297,20 +317,20 @@ class Workers:
                 taken = (time.monotonic() - started) / len(task.jobs)
                 self._seconds_per_job = 0.5 * (self._seconds_per_job + taken)
             return True
-        except Late:
-            self._blame(task, left, "timeout")
-        except Died as e:
+        except ReplyTimeout:
+            self._record_lost_worker(task, left, "timeout")
+        except WorkerDied as e:
             if worker.lost:
-                self._again(task, [Task(task.mode, list(left.values()), task.round)])
+                self._requeue(task, [Task(task.mode, list(left.values()), task.round)])
             elif not self._closing:
-                self._blame(task, left, f"error: the worker process died: {e}")
-        except Garbled as e:
-            self._blame(task, left, f"error: instead of a reply came {e}: a reward must not write to file descriptors"
-                                    " that it did not open")
+                self._record_lost_worker(task, left, f"error: the worker process died: {e}")
+        except BadReply as e:
+            self._record_lost_worker(task, left, f"error: received {e} instead of a reply: a reward must not write to"
+                                     " file descriptors that it did not open")
         return False
 
-    def _blame(self, task: Task, left: dict, outcome: str) -> None:
-        """Books a lost worker on the job it was at; the others of the task get another try."""
+    def _record_lost_worker(self, task: Task, left: dict, outcome: str) -> None:
+        """Records the outcome for the job that the lost worker was running; the task's other jobs are queued again."""
         verdict = {"value": None, "outcome": outcome, "metrics": {}}
         jobs = list(left.values())
         if task.mode == "batch" or len(jobs) == 1:
@@ -319,11 +339,11 @@ class Workers:
         if task.mode == "each":
             self._record(task, {jobs[0]: verdict})
             again = [Task("each", jobs[1:], task.round)]
-        else:  # one blocks the event loop; alone, each shows whether it is the one
+        else:  # one of them blocks the event loop; run alone, each shows whether it does
             again = [Task("async", [job], task.round) for job in jobs]
-        self._again(task, again)
+        self._requeue(task, again)
 
-    def _again(self, task: Task, again: list[Task]) -> None:
+    def _requeue(self, task: Task, again: list[Task]) -> None:
         with self._state:
             if task.round is self._round:
                 self._tasks.extendleft(reversed(again))
@@ -335,18 +355,18 @@ class Workers:
                                   " one score (or None) per completion, in their order")
             with self._state:
                 if task.round is self._round:
-                    self._end_by(error)
+                    self._fail(error)
             return
         results = reply.get("results", ())
         if len(results) != len(task.jobs) or not all(map(is_result, results)):
-            raise Garbled(shown(json.dumps(reply).encode()))
+            raise BadReply(excerpt(json.dumps(reply).encode()))
         self._record(task, dict(zip(task.jobs, results, strict=True)))
 
     def _record(self, task: Task, results: dict) -> None:
         with self._state:
             if (this := task.round) is self._round:
                 this.results.update(results)
-                this.failed.update(i for (i, _), r in results.items() if r["outcome"] not in FINE)
+                this.failed.update(i for (i, _), r in results.items() if r["outcome"] not in NON_FAILURES)
                 if len(this.results) >= this.wanted or len(this.failed) > this.most_failed:
-                    this.over = True
+                    this.is_over = True
                     self._state.notify_all()

@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 from jaxrl.errors import RunStopped
-from jaxrl.rewards.items import RewardResult, metrics_of
+from jaxrl.rewards.items import RewardResult, reward_metrics
 
 PART = "env"  # the reward that the environment gives
 
@@ -40,7 +40,7 @@ def add_episode_rewards(result: RewardResult | None, outcomes, env) -> RewardRes
     merged = [a | b for a, b in zip(states, result.outcomes, strict=True)]
     noted = [a | b for a, b in zip(more, result.item_metrics, strict=True)]
     parts = {PART: values} | result.parts
-    return RewardResult(total, parts, merged, noted, metrics_of(total, merged, noted), result.by)
+    return RewardResult(total, parts, merged, noted, reward_metrics(total, merged, noted), result.by)
 
 
 def check_failures(env, step: int, outcomes, asked: int) -> None:

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from jaxrl.config import adapter_table
-from jaxrl.processes.exchange import owner
+from jaxrl.processes.exchange import owner_process
 from jaxrl.rl.episodes import add_episode_rewards, check_failures, conversations
 from jaxrl.rl.trajectories import (
     collect,
@@ -116,7 +116,7 @@ def complete_rows(s, job, name: str, batch, sampling, receive=None):
     Returns:
       (Trajectories, Example of each, completion texts, RewardResult), or None if a stop was requested.
     """
-    c, mine = job.config, [(i, e) for i, e in batch if owner(i, s.peers.count) == s.peers.index]
+    c, mine = job.config, [(i, e) for i, e in batch if owner_process(i, s.peers.count) == s.peers.index]
 
     adapter = adapter_table.number_of(c, "eval", name)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.records import files, states
-from jaxrl.rewards import address
+from jaxrl.rewards import item_hash
 from jaxrl.rl.recording import sampling_options
 from jaxrl.rl.rollouts import GREEDY, SAMPLES
 from jaxrl.rollout import Engine, Result
@@ -160,7 +160,7 @@ class ForkSource:
         usable = [{n for n, key in keys.items() if h.functions.get(n) == key} for h in steps]
         whole, taken = pool.batched() if any(usable) else set(), []
         for i, item in enumerate(items if any(usable) else ()):
-            known, where = recorded[i] or {"outcomes": {}}, address(item)
+            known, where = recorded[i] or {"outcomes": {}}, item_hash(item)
             for names, h in zip(usable, steps, strict=True):
                 if where in h.scores:
                     own = h.outcomes(h.scores[where])

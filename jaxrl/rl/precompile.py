@@ -110,7 +110,7 @@ class UpdatePrecompiler:
 
     def __init__(self, job, policy, objective):
         self.job, self.policy, self.objective = job, policy, objective
-        self.beside, self.there = compilations.Beside(), set()
+        self.beside, self.there = compilations.BackgroundCompiler(), set()
         away = policy.rests or any(map(memory.rests, jax.tree.leaves(policy.state)))
         self.enabled = (may_precompile(job.mesh.devices.flat[0].platform, jax.process_count()) and not away
                       and policy.program.in_parts != "none")

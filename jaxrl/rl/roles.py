@@ -23,7 +23,7 @@ from jaxrl.rl.rollouts import staleness_buckets
 from jaxrl.roles.critic import Critic
 from jaxrl.roles.reference import BaseReference, Reference, precision, training_temperature
 from jaxrl.roles.role import Policy
-from jaxrl.rollout import engine_of
+from jaxrl.rollout import engine_row
 from jaxrl.training.score import make_score
 
 log = logging.getLogger("jaxrl")
@@ -145,7 +145,7 @@ class Roles:
             score += count.scoring(traj, shared, head=False)
             update += (not self.critic.shared) * epochs * count.update(traj, shared, head=False)
         out = {"flops/score": score, "flops/update": update}
-        return out | ({"flops/rollout": count.generation(traj)} if engine_of(self.config).on_mesh else {})
+        return out | ({"flops/rollout": count.generation(traj)} if engine_row(self.config).on_mesh else {})
 
     def after_step(self, step: int, epoch: float) -> dict[str, float]:
         """Resets the reference if that is due after `step` completed steps and `epoch` passes over the data.

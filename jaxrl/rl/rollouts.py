@@ -26,7 +26,7 @@ from jaxrl.config import adapter_table
 from jaxrl.config.user_code import imported
 from jaxrl.data import Interrupted
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.processes.exchange import gather, owner
+from jaxrl.processes.exchange import gather, owner_process
 from jaxrl.rewards.background import BackgroundScorer
 from jaxrl.rl.episodes import add_episode_rewards, check_failures, episode_metrics
 from jaxrl.rl.trajectories import (
@@ -110,7 +110,7 @@ class Rollouts:
         self.queue = RolloutQueue(
             engine, per_step=per_step or spec.data.prompts_per_step, max_staleness=rollout.max_staleness,
             sync_every=rollout.sync_every, partial=rollout.partial, steps=steps, draw=stream.take,
-            requests=self._requests, mine=lambda position: owner(position, peers.count) == peers.index,
+            requests=self._requests, mine=lambda position: owner_process(position, peers.count) == peers.index,
             finished=self.scorer.add if spec.ahead else lambda group: None)
         self.poll, self.release = self.queue.poll, self.queue.release
         how = sampling_params(rollout, rollout.max_new_tokens, rollout.stop, rollout.stop_token_ids, rollout.keep_stop,
@@ -276,7 +276,7 @@ class Rollouts:
             metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)
         shaped, addresses = self._shaped(traj, result), None
         if c.record.every:
-            addresses = np.array([rewards_room.address(item) for item in items], np.uint64)
+            addresses = np.array([rewards_room.item_hash(item) for item in items], np.uint64)
         greedy = {g: s for one in rounds for g, s in one.greedy.items()}
         baseline = np.array([greedy.get(int(g), np.nan) for g in traj.group])
         dropped = np.array([mode != "off" and not keep[int(g)] for g in traj.group])

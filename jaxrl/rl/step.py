@@ -98,7 +98,7 @@ def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
         metrics |= roles.after_step(s.step, s.stream.epoch(s.progress.cursor))
         for observer in observers:
             observer.after_update(metrics)
-        metrics |= rollouts.metrics(batch) | s.stream.measured(batch.pass_rates, batch.cursor)
+        metrics |= rollouts.metrics(batch) | s.stream.record_pass_rates(batch.pass_rates, batch.cursor)
     s.telemetry.histograms(s.step, histograms(batch, prepared.columns, per_completion))
     metrics |= step_metrics(c, batch, prepared, per_completion) | stream_metrics(s, job)
     metrics |= roles.operations(s.step, speed.operations, traj)

@@ -17,11 +17,11 @@ import numpy as np
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
 from jaxrl.config.lengths import episodes, made_of
-from jaxrl.data.dataset import PromptError, Template
+from jaxrl.data.chat_template import PromptError, Template
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
-from jaxrl.rewards.items import RewardResult, metrics_of
+from jaxrl.rewards.items import RewardResult, reward_metrics
 from jaxrl.roles import parameters
 from jaxrl.roles.role import Role
 from jaxrl.training.score import make_value_score
@@ -143,7 +143,7 @@ def add_part(result: RewardResult, values, outcomes, weight: float) -> RewardRes
     total = np.where(has, weight * np.where(known, values, 0.0) + np.nan_to_num(result.total), np.nan)
     merged = [a | {PART: b} for a, b in zip(result.outcomes, outcomes, strict=True)]
     return RewardResult(total, result.parts | {PART: values}, merged, result.item_metrics,
-                        metrics_of(total, merged, result.item_metrics), result.by)
+                        reward_metrics(total, merged, result.item_metrics), result.by)
 
 
 class Tokens:

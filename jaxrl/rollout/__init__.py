@@ -1,6 +1,6 @@
-"""Rollouts: the engine protocol, the embedded sampler, and vLLM."""
+"""Rollouts: the engine protocol, the embedded sampler, episodes, and vLLM."""
 
-from jaxrl.rollout.engines import ENGINES, EngineContext, chosen_engine, engine_of, make_engine
+from jaxrl.rollout.engines import ENGINES, EngineContext, engine_name, engine_row, make_engine
 from jaxrl.rollout.protocol import (
     Engine,
     EngineInfo,
@@ -16,4 +16,4 @@ from jaxrl.rollout.protocol import (
 )
 
 __all__ = ["ENGINES", "Engine", "EngineContext", "EngineInfo", "EngineLost", "Health", "Key", "Outcome", "Request",
-           "Result", "SamplingParams", "Turn", "chosen_engine", "engine_of", "generate", "make_engine"]
+           "Result", "SamplingParams", "Turn", "engine_name", "engine_row", "generate", "make_engine"]

@@ -42,10 +42,13 @@ COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_s
 
 
 def make_engine(*given):
-    """The embedded sampler of an EngineContext, or of its first five fields.
+    """Builds the embedded sampler of an EngineContext, or of its first five fields.
 
-    On a mesh over several processes each has an engine of its own, over its own devices; publish is collective, all
-    else is not. Raises ConfigError for shapes the config cannot hold, and where tensor parallelism crosses processes.
+    On a mesh over several processes each process has its own engine over its devices; publish is collective,
+    everything else is local.
+
+    Raises:
+      ConfigError: shapes that cannot hold what the config asks for, or tensor parallelism across processes.
     """
     context = EngineContext.of(*given)
     config, model, eos_ids = context.config, context.model, context.eos_ids
@@ -60,15 +63,15 @@ def make_engine(*given):
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One request on its way."""
+    """A request being worked on."""
 
     request: Request
     key: bytes    # identity of its prompt, and of the adapter that reads it
     bucket: int   # index of its prompt length class
     limit: int    # completion tokens it may have
     slot: int = -1
-    weights: int = -1  # how many weights had been published when its prompt was put into the slot
-    continued: bool = False  # its prompt is a conversation that was in the slot, no copy of a prefilled one
+    weights: int = -1  # number of weight syncs before its prompt was put into the slot
+    continued: bool = False  # its prompt is a conversation already in the slot, not a copy of a prefilled one
     parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, routes, versions) each
     known: np.ndarray | None = None  # [P - 1, W] int16, experts of its prompt's tokens but the last
 
@@ -81,14 +84,16 @@ class Sample:
 
 
 class Parked(NamedTuple):
-    """A conversation at rest in its slot, which holds keys and values of all tokens but the last."""
+    """A conversation kept in its slot, with the keys and values of all tokens but the last."""
 
     slot: int
     tokens: np.ndarray  # [n] int32: prompt and completion
 
 
 class EmbeddedEngine(Engine):
-    """See protocol.Engine. The work is done inside `poll`, at least one chunk per call while there is any."""
+    """The embedded sampler; see protocol.Engine. The work is done inside `poll`, at least one chunk per call while
+    there is any.
+    """
 
     def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids, joint=None):
         self.shapes = shapes
@@ -173,10 +178,10 @@ class EmbeddedEngine(Engine):
             self._programs.prepare(self._calls(1))
 
     def rest(self) -> None:
-        """Drops weights and caches until the next publish. Raises RuntimeError while requests are there."""
+        """Frees weights and caches until the next publish. Raises RuntimeError while there are requests."""
         self._check_open()
         if self._waiting or self._running:
-            raise RuntimeError(f"rollout: {len(self._ids)} requests are on their way; abort them first")
+            raise RuntimeError(f"rollout: {len(self._ids)} requests are unfinished; abort them first")
         self._params = self._cache = self._stash = None
         self._parked.clear()
 
@@ -185,10 +190,13 @@ class EmbeddedEngine(Engine):
                       len(self._running), len(self._programs.compiled), parked=len(self._parked))
 
     def counters(self) -> dict:
-        """Totals since the start. compiled: programs of these shapes so far. slot_steps: decode steps times slots of
-        the program that ran. The two `_queued` counters cover the chunks during which requests waited for a slot.
-        parked: times that a slot was; evicted: times that one was given up to a request that waited. extended: prompts
-        that went on in a parked slot, and their tokens that were run there."""
+        """Returns totals since the start.
+
+        compiled: programs of these shapes so far. slot_steps: decode steps times slots of the program that ran. The
+        two `_queued` counters cover the chunks during which requests waited for a slot. parked: how often a slot was
+        parked; evicted: how often a parked slot was given to a waiting request. extended: prompts that continued in a
+        parked slot, and their tokens that were run there.
+        """
         return {**self._counts, "compiled": len(self._programs.compiled)}
 
     def close(self) -> None:
@@ -368,7 +376,7 @@ class EmbeddedEngine(Engine):
             self.abort()
             self._cache, self._stash = self._programs.new_caches()  # masked keys must be finite too
             raise RunStopped(f"rollout: non-finite log-probs under weight version {self._version}; the weights, or "
-                             "logits in this dtype, are not finite: look at model.path and optimizer.lr, or choose a "
+                             "logits in this dtype, are not finite: check model.path and optimizer.lr, or set a "
                              "wider rollout.dtype")
         queued, tokens = bool(self._waiting), 0
         for column, slot in enumerate(rows.tolist()):

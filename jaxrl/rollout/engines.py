@@ -1,11 +1,10 @@
-"""Engines, as rows: what the rest of jaxrl has to know of each of them, so that nothing else asks for an engine's name.
+"""Engines as rows: what the rest of jaxrl needs to know of each, so that no other code asks for an engine's name.
 
-    row = engine_of(config)          of rollout.engine: a row of ENGINES, or OWN for an engine of the user's
+    row = engine_row(config)         of rollout.engine: a row of ENGINES, or CUSTOM_ENGINE for a user's engine
     engine = make_engine(context)    a protocol.Engine
 
-What an engine that was made says of itself is in its `info` (protocol.EngineInfo); what is decided before one is made
-is read from the row. An engine that jaxrl does not know is taken for one of which nothing is certain. Imports neither
-jax nor vLLM.
+An engine describes itself in `info` (protocol.EngineInfo); what is decided before it exists is read from the row.
+Nothing is assumed of an engine that jaxrl does not know. Imports neither jax nor vLLM.
 """
 
 from __future__ import annotations
@@ -31,14 +30,15 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # rollout.d
 
 @dataclasses.dataclass(frozen=True)
 class EngineContext:
-    """What an engine is made from.
+    """What an engine is built from.
 
-    config: the whole config; an engine of the user's gets a copy of its own, which it may change.
-    model: a jaxrl.models.Model; its compute dtype is used where rollout.dtype is auto.
-    tokenizer: anything with HF's `decode`, read for stop strings only; may be None without them.
-    mesh: dp x fsdp x tp of the policy, or of mesh.roles.sampler; None = the first device.
-    eos_ids: end-of-text token ids.
-    hf_config: the model's HF config, as in config.json; None where an engine with no use for it is made.
+    Attributes:
+      config: the whole config; a user's engine gets its own copy, which it may change.
+      model: a jaxrl.models.Model; its compute dtype is used if rollout.dtype is auto.
+      tokenizer: anything with HF's `decode`, used for stop strings only; may be None without them.
+      mesh: dp x fsdp x tp of the policy, or of mesh.roles.sampler; None for the first device.
+      eos_ids: end-of-text token ids.
+      hf_config: the model's HF config, as in config.json; None for an engine that does not use it.
     """
 
     config: Any
@@ -50,25 +50,27 @@ class EngineContext:
 
     @property
     def dtype(self) -> str:
-        """Name in numpy of the dtype in which weights are sampled from."""
+        """Name in numpy of the dtype of the sampling weights."""
         return DTYPES.get(self.config.rollout.dtype) or np.dtype(self.model.compute_dtype).name
 
     @classmethod
     def of(cls, *given) -> EngineContext:
-        """A context, or its fields one by one: what factories were given before there was one."""
+        """Returns a context, or builds one from its fields (the signature of engine factories before there was a
+        context).
+        """
         return given[0] if isinstance(given[0], cls) else cls(*given)
 
 
 class EngineRow(NamedTuple):
-    """One engine, as far as it is known before it is made."""
+    """One engine, as far as it is known before it is built."""
 
     factory: str = ""  # import path of its factory(EngineContext)
     title: str = "an engine of your own"
     info: EngineInfo = EngineInfo()
-    on_mesh: bool = False         # samples on the job's devices: mesh.roles.sampler places it, plans count it
-    servers: bool = True          # may answer through rollout.servers
-    starts_servers: bool = False  # starts servers, on the trainer's GPUs where they have none of their own
-    beyond_context: bool = True   # serves sequences longer than the model is made for
+    on_mesh: bool = False         # samples on the job's devices: mesh.roles.sampler places it, plans include it
+    servers: bool = True          # can use rollout.servers
+    starts_servers: bool = False  # starts servers, on the trainer's GPUs unless they have their own
+    beyond_context: bool = True   # serves sequences longer than the model's context
     ignores: Mapping[str, str] = {}  # options below `rollout` that it does not read -> what to do instead
     # (options below `rollout`, completions of a step) -> how many are sampled at once
     slots: Callable[[Mapping, int], int] = lambda rollout, batch: rollout["slots"] or min(DEFAULT_SLOTS, batch)
@@ -78,7 +80,7 @@ def _server_slots(rollout, batch: int) -> int:
     return rollout["vllm"]["max_running"] * (len(rollout["servers"]) or rollout["vllm"]["replicas"])
 
 
-OWN = EngineRow()
+CUSTOM_ENGINE = EngineRow()
 ENGINES = {
     "jax": EngineRow("jaxrl.rollout.embedded:make_engine", "the embedded sampler",
                      EngineInfo(holds=True, sleeps=True, support=True, routes=True, exact=True),
@@ -92,9 +94,14 @@ ENGINES = {
 }
 
 
-def chosen_engine(config, here: bool = True) -> str:
-    """The name or import path that rollout.engine means. auto: vllm where servers are named, or where it is installed
-    and there is a GPU, but for several adapters; here: whether this machine has a say in that."""
+def engine_name(config, here: bool = True) -> str:
+    """Returns the name or import path that rollout.engine means.
+
+    auto is vllm if servers are named, or if vLLM is installed and there is a GPU, except with several adapters.
+
+    Args:
+      here: whether this host's packages and GPUs count.
+    """
     name = config.rollout.engine
     if name != "auto":
         return name
@@ -111,15 +118,16 @@ def _has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def engine_of(config, here: bool = True) -> EngineRow:
-    """The row of a config's rollout.engine; see chosen_engine."""
-    return ENGINES.get(chosen_engine(config, here), OWN)
+def engine_row(config, here: bool = True) -> EngineRow:
+    """Returns the row of a config's rollout.engine; see engine_name."""
+    return ENGINES.get(engine_name(config, here), CUSTOM_ENGINE)
 
 
 def check_served(config, hf_config: dict, family) -> None:
-    """ConfigError where servers would compute another model than the trainer's: vLLM reads over some fields of some
-    families (models.FAMILIES says which)."""
-    if chosen_engine(config) != "vllm" or not recipe_of(config).samples:
+    """Raises ConfigError if servers would compute another model than the trainer's: vLLM ignores some fields of some
+    families (see models.FAMILIES).
+    """
+    if engine_name(config) != "vllm" or not recipe_of(config).samples:
         return
     said = {**family.defaults, **hf_config}
     for name, fixed in family.vllm_assumes.items():
@@ -131,9 +139,10 @@ def check_served(config, hf_config: dict, family) -> None:
 
 
 def shared_gpus(config) -> str:
-    """How servers share the trainer's GPUs: "turns" (rollout.placement=colocated: asleep while it updates), "halves"
-    (servers of ours without devices of their own: each side keeps its part), "" (not at all)."""
-    if not engine_of(config).starts_servers:
+    """Returns how servers share the trainer's GPUs: "turns" (rollout.placement=colocated: asleep during updates),
+    "halves" (our servers without their own devices: each side keeps its part), "" (not at all).
+    """
+    if not engine_row(config).starts_servers:
         return ""
     if config.rollout.placement == "colocated":
         return "turns"
@@ -141,31 +150,32 @@ def shared_gpus(config) -> str:
 
 
 def make_engine(context: EngineContext) -> Engine:
-    """The engine of `context.config.rollout.engine`, with no weights in it yet.
+    """Builds the engine of `context.config.rollout.engine`, without weights.
 
-    An import path names a function of an EngineContext that returns a protocol.Engine; one that takes the six fields of
-    a context, as such functions did before, is given these.
+    An import path names a function of an EngineContext that returns a protocol.Engine; a function that takes the six
+    fields of a context instead gets these.
 
-    Raises ConfigError for an engine that cannot be had or cannot serve the config.
+    Raises:
+      ConfigError: the engine cannot be built or cannot serve the config.
     """
-    name = chosen_engine(context.config)
+    name = engine_name(context.config)
     if name in ENGINES:
         return imported(ENGINES[name].factory)(context)
     factory = find_factory(name)
     context = dataclasses.replace(context, config=editable(context.config))
     fields = [getattr(context, field.name) for field in dataclasses.fields(context)]
-    given = next((given for given in (fields, [context]) if _takes(factory, given)), None)
+    given = next((given for given in (fields, [context]) if _accepts(factory, given)), None)
     if given is None:
         raise ConfigError(f"rollout.engine={name!r}: make it a function of one argument, a jaxrl.rollout.EngineContext "
                           "(docs/guides/extend.md)")
     made = factory(*given)
     if not isinstance(getattr(made, "info", None), EngineInfo):
-        raise ConfigError(f"rollout.engine={name!r} made {type_of(made)} that says nothing of itself: derive "
+        raise ConfigError(f"rollout.engine={name!r} returned {type_of(made)} without `info`: derive "
                           "it from jaxrl.rollout.Engine (docs/guides/extend.md)")
     return made
 
 
-def _takes(function, arguments) -> bool:
+def _accepts(function, arguments) -> bool:
     try:
         inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError):  # nothing to call, or without a signature
@@ -174,7 +184,7 @@ def _takes(function, arguments) -> bool:
 
 
 def find_factory(path: str):
-    """The function of an import path, package.module:function or ./file.py:function. Raises ConfigError."""
+    """Returns the function of an import path, package.module:function or ./file.py:function. Raises ConfigError."""
     try:
         return imported(path)
     except (ImportError, AttributeError, OSError, ValueError) as e:

@@ -32,15 +32,15 @@ import numpy as np
 from jaxrl.rollout.protocol import UNFINISHED, Engine, Health, Key, Outcome, Request, Result, Turn, check_ids
 
 log = logging.getLogger("jaxrl")
-PROBE = "probe"            # id of the episode that is played a second time
-LINGER = 0.002             # seconds in which further messages are waited for before a turn is sampled
-BACKOFF = 0.5              # seconds before the first further try, about
-ASIDE = 1 << 20            # number of an episode's first turn that is not trained, for its key
+PROBE = "probe"            # id of the episode that is run twice
+LINGER_SECONDS = 0.002             # seconds to wait for further messages before a turn is sampled
+BACKOFF_SECONDS = 0.5              # seconds before the first retry, about
+SIDE_CALL = 1 << 20            # number of an episode's first untrained turn, for its key
 
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """One on its way."""
+    """An unfinished episode."""
 
     request: Request
     record: deque = dataclasses.field(default_factory=deque)  # (Turn, its part of a Result) to be answered from
@@ -50,7 +50,7 @@ class Episode:
     messages: list[dict] = dataclasses.field(default_factory=list)  # of env.history=template
     tools: list[dict] | None = None  # of the current sequence
     asked: tuple | None = None  # (Turn before it has a size, request, tools) of the turn that is being sampled
-    asides: int = 0             # turns that are no part of it
+    side_calls: int = 0             # turns that are no part of it
     over: bool = False          # no more turns may be sampled: they, or the tokens, are used up
     tries: int = 0
     not_before: float = 0.0     # of a further try
@@ -65,14 +65,17 @@ class Episode:
 
 
 class EpisodeEngine(Engine):
-    """See protocol.Engine: a request is an episode about `request.task`, an Example.
+    """Runs episodes as requests; see protocol.Engine. A request is an episode about `request.task`, an Example.
 
     Args:
       engine: samples the turns; this engine owns it.
-      pool: envs.pool.EpisodePool, ready; renderer: data.turns.TurnRenderer.
-      env: the options below `env`. longest: tokens of a sequence. seed: root of the turns' and environments' seeds.
-      keep: the engine may go on from what it kept of earlier turns. Which of them it still has depends on what else it
-        did, and with it the last bits of what follows.
+      pool: envs.pool.EpisodePool, ready.
+      renderer: data.turns.TurnRenderer.
+      env: the options below `env`.
+      longest: most tokens of a sequence.
+      seed: root of the turns' and environments' seeds.
+      keep: whether the engine may continue from what it kept of earlier turns. Which of them it still has depends on
+        what else it did, and so do the last bits of the results.
     """
 
     def __init__(self, engine: Engine, pool, renderer, env, *, longest: int, seed: int, keep: bool = True,
@@ -87,7 +90,7 @@ class EpisodeEngine(Engine):
         self._ids: set[str] = set()
         self._held = False
         self._probed = env.resume == "restart"  # such an environment is not played twice
-        self._told: set[str] = set()  # causes that were logged
+        self._logged_causes: set[str] = set()  # causes already logged
         self._version = -1
 
     # ---- the protocol -------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ class EpisodeEngine(Engine):
         for request in requests:
             if len(request.prompt) >= self.longest:
                 raise ValueError(f"request {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room for "
-                                 f"an answer within {self.longest}; raise train.max_sequence_tokens")
+                                 f"a completion within {self.longest}; raise train.max_sequence_tokens")
         self._ids.update(ids)
         self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
 
@@ -111,14 +114,14 @@ class EpisodeEngine(Engine):
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
         while True:
             self._begin()
-            self._listen(0.0)
+            self._take_events(0.0)
             left = end - self.clock()
             if self._turns:
                 others = len(self._begun) > len(self._turns)
                 patience = 0.0 if not self.engine.info.concurrent else 0.01 if others else min(1.0, max(0.0, left))
                 self._take(self.engine.poll(patience))
             elif self._begun:
-                self._listen(max(LINGER, min(left, 0.25)))
+                self._take_events(max(LINGER_SECONDS, min(left, 0.25)))
             elif self._waiting:  # for the time of a further try
                 time.sleep(max(0.0, min(left, 0.01)))
             if self._done or left <= 0 or not (self._begun or any(map(self._may_begin, self._waiting))):
@@ -156,7 +159,9 @@ class EpisodeEngine(Engine):
         self._version = int(version)
 
     def health(self) -> Health:
-        """`running`: what a publication has to wait for while this engine is held (env.publish)."""
+        """Returns the engine's health. `running`: what a weight sync has to wait for while this engine is held
+        (env.publish).
+        """
         inner = self.engine.health()
         again = sum(e.began > 0 for e in self._waiting)
         running = again + sum(e.first is None for e in self._begun.values())
@@ -187,7 +192,7 @@ class EpisodeEngine(Engine):
             played = [*zip(episode.turns, episode.parts, strict=True), *episode.record]
             if played and episode.first is None:
                 turns, parts = zip(*played, strict=True)
-                out.append(_joined(episode.request, parts, turns, UNFINISHED))
+                out.append(_join_results(episode.request, parts, turns, UNFINISHED))
         return out
 
     def go_on(self, results: list[Result]) -> None:
@@ -227,7 +232,7 @@ class EpisodeEngine(Engine):
 
     # ---- what the workers say -----------------------------------------------------------------------------------
 
-    def _listen(self, seconds: float) -> None:
+    def _take_events(self, seconds: float) -> None:
         """Takes what has come, and what follows at once: turns that are sampled together cost less."""
         events = self.pool.events(seconds)
         while events:
@@ -239,13 +244,13 @@ class EpisodeEngine(Engine):
                         episode, event.data) or []
             if sent:
                 self.engine.submit(sent)
-            events = self.pool.events(LINGER) if len(self._begun) > len(self._turns) else []
+            events = self.pool.events(LINGER_SECONDS) if len(self._begun) > len(self._turns) else []
 
     def _send(self, episode: Episode, data: dict) -> list[Request]:
         """Answers from the record, or the request for the next turn; nothing where none may be sampled."""
         self._reward(episode, data["reward"])
         if not data["train"]:
-            return self._aside(episode, data)
+            return self._side_call(episode, data)
         episode.tools = data["tools"]
         seen = _digest([data["messages"], data["rewrite"], data["tools"], data["stop"], data["max_tokens"]])
         if episode.record:
@@ -260,7 +265,7 @@ class EpisodeEngine(Engine):
             if len(episode.turns) == len(episode.first.turns) and episode.first.finish == "length":
                 self._end(episode)
             else:
-                self._differs(episode, f"what it shows before turn {len(episode.turns) + 1}")
+                self._warn_differs(episode, f"what it shows before turn {len(episode.turns) + 1}")
             return []
         try:
             added, opens = self._render(episode, data)
@@ -275,7 +280,7 @@ class EpisodeEngine(Engine):
         most = min(sampling.max_new_tokens, self.longest - whole, left, data["max_tokens"] or sampling.max_new_tokens)
         if len(episode.turns) >= self.env.max_turns or room < 1 or most < 1:
             if not episode.turns:
-                cause = f"its first prompt has {whole} tokens, which leaves no room for an answer"
+                cause = f"its first prompt has {whole} tokens, which leaves no room for a completion"
                 self.pool.cancel([episode.request.id])
                 self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
                 return []
@@ -310,12 +315,12 @@ class EpisodeEngine(Engine):
         return request
 
     def _sampling(self, first: Request, most: int, data: dict):
-        ends = tuple(dict.fromkeys((*first.sampling.stop_token_ids, *self.renderer.stops(bool(data["tools"])))))
+        ends = tuple(dict.fromkeys((*first.sampling.stop_token_ids, *self.renderer.stop_ids_with(bool(data["tools"])))))
         return dataclasses.replace(
             first.sampling, max_new_tokens=most, min_new_tokens=min(first.sampling.min_new_tokens, most),
             stop=tuple(dict.fromkeys((*first.sampling.stop, *data["stop"]))), stop_token_ids=ends)
 
-    def _aside(self, episode: Episode, data: dict) -> list[Request]:
+    def _side_call(self, episode: Episode, data: dict) -> list[Request]:
         """A turn that the policy answers and that is no part of the episode: neither recorded nor trained, sampled
         anew when the episode is played again. An episode has at most env.max_turns of them."""
         if episode.first is not None:  # what it says next may hang on the answer, which is not on record
@@ -325,11 +330,11 @@ class EpisodeEngine(Engine):
         ids = self.renderer.first(data["messages"], data["tools"] or [])
         first, most = episode.request, self.longest - len(ids)
         most = min(first.sampling.max_new_tokens, most, data["max_tokens"] or most)
-        if episode.asides >= self.env.max_turns or most < 1:
+        if episode.side_calls >= self.env.max_turns or most < 1:
             self.pool.reply(first.id, {"text": "", "thinking": "", "calls": [], "finish": "length", "tokens": [0, 0]})
             return []
-        key = first.key._replace(turn=ASIDE + episode.asides)
-        episode.asides += 1
+        key = first.key._replace(turn=SIDE_CALL + episode.side_calls)
+        episode.side_calls += 1
         request = Request(str(key), ids, self._sampling(first, most, data), key.seed(self.seed), first.group, key,
                           adapter=first.adapter)
         episode.asked, self._turns[request.id] = (None, request, data["tools"]), episode
@@ -435,7 +440,7 @@ class EpisodeEngine(Engine):
                 late = {"late": 1.0} if fault == "late" else {}
                 self._finish(episode, "abort", Outcome(counts=late, cause=cause, detail=data["detail"][-2000:]))
                 return
-            wait = BACKOFF * 2 ** (episode.tries - 1) * random.uniform(0.5, 1.5)
+            wait = BACKOFF_SECONDS * 2 ** (episode.tries - 1) * random.uniform(0.5, 1.5)
             episode.not_before = self.clock() + wait
         again = zip(episode.turns, episode.parts, strict=True)
         record = deque([*again, *episode.record])
@@ -444,8 +449,8 @@ class EpisodeEngine(Engine):
                                      began=episode.began))
 
     def _log(self, cause: str, detail: str) -> None:
-        if cause not in self._told:
-            self._told.add(cause)
+        if cause not in self._logged_causes:
+            self._logged_causes.add(cause)
             log.warning("an environment failed: %s%s", cause, f"\n{detail}" if detail else "")
 
     def _finish(self, episode: Episode, finish: str, outcome: Outcome | None = None) -> None:
@@ -456,9 +461,9 @@ class EpisodeEngine(Engine):
         self._ids.discard(request.id)
         self.engine.forget([str(request.key._replace(turn=k)) for k in range(len(episode.turns))])
         if finish == "abort":
-            self._done.append(_joined(request, [], [], finish, outcome))
+            self._done.append(_join_results(request, [], [], finish, outcome))
             return
-        self._done.append(_joined(request, episode.parts, episode.turns, finish, outcome))
+        self._done.append(_join_results(request, episode.parts, episode.turns, finish, outcome))
         if not self._probed:
             self._probed = True
             self._start(Episode(dataclasses.replace(request, id=PROBE), _record_of(self._done[-1]),
@@ -470,22 +475,22 @@ class EpisodeEngine(Engine):
         """The first episode that ended, played again from its record: the same in all?"""
         before, now = episode.first, self._outcome(episode, data["value"], data)
         if len(episode.turns) != len(before.turns):
-            self._differs(episode, f"its number of turns ({len(before.turns)}, then {len(episode.turns)})")
+            self._warn_differs(episode, f"its number of turns ({len(before.turns)}, then {len(episode.turns)})")
         elif [t.reward for t in episode.turns] != [t.reward for t in before.turns] or now.value != before.outcome.value:
-            self._differs(episode, f"its score ({before.outcome.value}, then {now.value})")
+            self._warn_differs(episode, f"its score ({before.outcome.value}, then {now.value})")
         else:
             self._finish(episode, "abort")
 
-    def _differs(self, episode: Episode, what: str) -> None:
-        log.warning("the environment does not repeat itself: the same episode with the same seed and the same turns of "
-                    "the model differs in %s. Resumed runs and further tries then take other ways. Draw its random "
-                    "numbers from task.seed; set env.resume=restart if an episode cannot be played twice", what)
+    def _warn_differs(self, episode: Episode, what: str) -> None:
+        log.warning("the environment is not deterministic: the same episode with the same seed and the same turns of "
+                    "the model differs in %s. Resumed runs and retries will differ too. Draw its random numbers from "
+                    "task.seed, or set env.resume=restart if an episode cannot be repeated", what)
         self.pool.cancel([episode.request.id])
         self._finish(episode, "abort")
 
 
 def as_messages(prompt) -> list[dict]:
-    """A row's prompt as chat messages."""
+    """Returns a row's prompt as chat messages."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
@@ -493,7 +498,7 @@ def _digest(value) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _joined(request: Request, parts: list[Result], turns, finish: str, outcome: Outcome | None = None) -> Result:
+def _join_results(request: Request, parts: list[Result], turns, finish: str, outcome: Outcome | None = None) -> Result:
     """One result of the turns' results."""
     blank = {"tokens": np.int32, "logprobs": np.float32, "kept": np.float32, "versions": np.int32}
     columns = {name: np.concatenate([np.zeros(0, dtype), *(getattr(p, name) for p in parts)]).astype(dtype)

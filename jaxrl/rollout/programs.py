@@ -22,7 +22,7 @@ from jaxrl.kernels.attention import share, shares_prompts
 from jaxrl.models import unstacked
 from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
-from jaxrl.processes.exchange import localised
+from jaxrl.processes.exchange import as_local_arrays
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import Shapes
 from jaxrl.sharding import ROLLOUT_RULES, data_shards, memory, param_shardings
@@ -31,7 +31,7 @@ from jaxrl.telemetry import compilations
 
 
 class Progress(NamedTuple):
-    """Where each slot stands. The host owns it between chunks."""
+    """State of each slot. The host owns it between chunks."""
 
     token: Any     # [S] int32, newest token of prompt and completion; its key and value are written next
     position: Any  # [S] int32, its position
@@ -41,7 +41,7 @@ class Progress(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one decode call sampled; -1 / 0 where a slot was not active."""
+    """What one decode call sampled; -1 / 0 for inactive slots."""
 
     tokens: Any    # [T, S] int32
     logprobs: Any  # [T, S] float32
@@ -53,13 +53,16 @@ class Chunk(NamedTuple):
 
 def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL,
                  leave_at, shared=None, routes: int = 0, whose_S=None):
-    """Up to `steps` tokens for every active slot; leaves early once no more than `leave_at` slots are active.
+    """Samples up to `steps` tokens for every active slot; returns early once at most `leave_at` slots are active.
 
     One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
-    slot needs no state but its token, and tokens after a change of weights come from the new weights alone.
-    shared, whose: see Model.decode.
+    slot needs no state but its token, and tokens after a weight sync come from the new weights alone.
 
-    Returns (cache, Chunk).
+    Args:
+      shared, whose_S: see Model.decode.
+
+    Returns:
+      (cache, Chunk).
     """
     slots, room = history_SxL.shape
     slot_S = jnp.arange(slots)
@@ -97,7 +100,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
 
 def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, params, cache, progress, controls,
                 history_SxL, leave_at, rows_S, shared=None, whose_S=None):
-    """`decode_chunk` on the slots `rows_S` (all, in order, where `whole`) and the first `length` cache positions."""
+    """Runs `decode_chunk` on the slots `rows_S` (all, in order, if `whole`) and the first `length` cache positions."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = jax.tree.leaves(cache)[0].shape[-2]
     if length < full_length:
@@ -114,7 +117,7 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
 
 
 class Programs:
-    """The compiled programs of an engine and the layout of what they work on. Holds no arrays; see `programs`."""
+    """The compiled programs of an engine and the layout of their arrays. Holds no arrays; see `programs`."""
 
     def __init__(self, model, shapes: Shapes, mesh, dtype, joint):
         self.published = model  # as the trainer has its weights
@@ -122,7 +125,7 @@ class Programs:
         self.shapes, self.mesh, self.dtype, self.joint = shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
         self._shapes: dict[tuple, Any] = {}
-        self.beside = compilations.Beside()
+        self.beside = compilations.BackgroundCompiler()
         tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
         self.by_slot = self._named(DATA_AXES)
@@ -138,7 +141,9 @@ class Programs:
         return jax.tree.map(lambda a: self._named(*(None,) * (a.ndim - 3), *self._cache_spec), cache)
 
     def new_caches(self):
-        """The zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt), made in their layout."""
+        """Returns the zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt), created in
+        their layout.
+        """
         def make():
             shapes = self.shapes
             return (self.model.init_cache(shapes.slots, shapes.cache_lengths[-1], self.dtype),
@@ -150,7 +155,7 @@ class Programs:
         return jax.device_put(tree, sharding)
 
     def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
-        """Calls the program `key`; the first time it is compiled from these arguments, for `mesh` or the engine's."""
+        """Calls the program `key`; the first call compiles it from these arguments, for `mesh` or the engine's mesh."""
         if key not in self.compiled:
             self.compiled[key] = self.beside.take(key) or self._compile(function, args, donate, out_shardings, mesh)
         return self.compiled[key](*args)
@@ -160,20 +165,21 @@ class Programs:
             return jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
 
     def missing(self, key: tuple) -> bool:
-        """Neither compiled nor being prepared."""
+        """Returns whether a program is neither compiled nor being prepared."""
         return key not in self.compiled and key not in self.beside.coming
 
     def prepare(self, calls) -> None:
-        """Compiles what `calls` (of the `*_call` methods, of missing programs) would, in a thread and in this order.
-        Two processes of one mesh may do so at different times: these programs are each process' own."""
+        """Compiles the programs of `calls` (from the `*_call` methods) in a thread, in this order. Processes of one
+        mesh may do so at different times: these programs are local to a process.
+        """
         for key, function, args, donate, out_shardings in calls:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
             self.beside.begin(key, self._compile, function, shapes, donate, out_shardings)
 
     def publish(self, params):
-        """A copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp shard).
-
-        Where `params` are spread over processes all of them take part, and each keeps what its own devices hold."""
+        """Returns a copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp
+        shard). If `params` are spread over processes all of them take part, and each keeps its devices' part.
+        """
         def cast(params):
             cast = quantized.cast(memory.fetched(params), self.dtype)
             return unstacked.laid_out(self.published, self.model, cast)
@@ -184,10 +190,10 @@ class Programs:
         layout = param_shardings(self.joint, self.model.logical_axes(), out, ROLLOUT_RULES)
         theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
         if set(theirs.devices.flat) == set(self.joint.devices.flat):
-            return localised(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
+            return as_local_arrays(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
         there = param_shardings(theirs, self.model.logical_axes(), out, ROLLOUT_RULES)
         copied = self.run(key, cast, (params,), out_shardings=there, mesh=theirs)
-        return localised(memory.moved(copied, layout), self.mesh)
+        return as_local_arrays(memory.moved(copied, layout), self.mesh)
 
     def _shapes_of(self, key: tuple, function, params):
         if key not in self._shapes:
@@ -240,7 +246,7 @@ class Programs:
         return ("extend",), extend, (params, cache, *new), (1,), out
 
     def shared(self, prompts, lengths):
-        """kernels.attention.share of the rows that a decode program gets, or None where it has no use for it."""
+        """Returns kernels.attention.share of a decode program's rows, or None if it does not use shared prompts."""
         return share(prompts, lengths, self.data_shards) if self.shares else None
 
     def decode(self, *args):
@@ -266,8 +272,12 @@ class Programs:
 
 @functools.lru_cache(maxsize=8)
 def programs(model, shapes: Shapes, mesh, dtype, joint=None) -> Programs:
-    """The programs of these shapes; a second engine in the same process (evaluation, a next job) compiles nothing.
+    """Returns the programs of these shapes, cached, so that a second engine in the same process (evaluation, a next
+    job)
+    compiles nothing.
 
-    mesh: of the devices that decode. joint: the same with those of all processes whose engines take weights together.
+    Args:
+      mesh: of the devices that decode.
+      joint: the mesh of all processes whose engines receive weights together.
     """
     return Programs(model, shapes, mesh, dtype, joint or mesh)

@@ -1,13 +1,12 @@
-"""What every rollout engine promises, at the level of single requests.
+"""The protocol of rollout engines, at the level of single requests.
 
-An engine takes requests, works on them, and hands back each result once. Several samples of a prompt are several
+An engine takes requests, works on them, and returns each result once. Several completions of a prompt are several
 requests of one group; a turn of a conversation is a request. `generate` is the batch call on top.
 
-An engine of your own is made by a factory of an EngineContext (`engines`). `check_request` and `check_ids` refuse what
-cannot be served, `stops.find_stop` looks for stop strings, `weights.chunks` has what `publish` brings as a Hugging Face
-folder would; tests/helpers/numpy_engine.py is one that uses nothing else.
-
-Only numpy here: a process without an accelerator can speak this protocol.
+A custom engine is built by a factory of an EngineContext (`engines`). `check_request` and `check_ids` reject what
+cannot be served, `stops.find_stop` searches stop strings, `weights.chunks` turns what `publish` receives into Hugging
+Face tensors; tests/helpers/numpy_engine.py is one that uses nothing else. Needs only numpy: a process without an
+accelerator can use this protocol.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import numpy as np
 
 from jaxrl.errors import RunStopped
 
-UNFINISHED = "unfinished"  # finish of what `Engine.under_way` gives
+UNFINISHED = "unfinished"  # finish of the results of `Engine.under_way`
 
 
 class EngineLost(RunStopped):
-    """An engine that can answer no more. What was trained so far is intact."""
+    """The engine can no longer sample. The policy trained so far is intact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class SamplingParams:
     far.
     frequency_penalty: subtracted from a token's logit once per earlier occurrence in the completion.
     min_new_tokens: end tokens cannot be drawn, and stop strings do not count, before this many tokens.
-    stop: strings that end an answer at the token that completes one; `keep_stop` False removes every token that
+    stop: strings that end a completion at the token that completes one; `keep_stop` False removes every token that
       holds a character of the string.
     stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the completion.
 
@@ -84,15 +83,17 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
+        """Whether a penalty is set."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0
 
 
 class Key(NamedTuple):
-    """Whose completion a request asks for. Its text is the request's id, which engines, checkpoints and other processes
-    carry."""
+    """Identity of a completion within the run. Its text is the request's id, which engines, checkpoints and other
+    processes use.
+    """
 
     stream: str  # train, greedy, eval/<set> ...
-    step: int    # that it was meant for
+    step: int    # the step it is planned for
     prompt: int  # position in the order of the data
     sample: int  # index within the group
     turn: int = 0
@@ -101,15 +102,16 @@ class Key(NamedTuple):
         return "/".join(map(str, self[:4])) + (f".{self.turn}" if self.turn else "")
 
     def seed(self, root: int) -> int:
-        """Seed (uint32) of the request: a hash of where it stands in the run, the same on every host and every
-        retry."""
+        """Returns the request's seed (uint32): a hash of its place in the run, the same on every host and every
+        retry.
+        """
         parts = (int(root), self.stream, *map(int, self[1:] if self.turn else self[1:4]))
         return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=4).digest(), "little")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One completion to be sampled. Requests with equal prompts share one prefill where they stand together."""
+    """One completion to sample. Requests with equal prompts share one prefill if they are adjacent."""
 
     id: str
     prompt: np.ndarray  # [P] int32
@@ -121,15 +123,18 @@ class Request:
     after: str = ""     # id of an earlier request: the prompt begins with its prompt and completion. An engine may go
                         # on from what it kept of it
     keep: bool = False  # another request may come after this one
-    adapter: int = 0    # number of the adapter that answers, where the published weights hold several; 0 = they do not
+    adapter: int = 0    # number of the adapter to sample from, if the published weights hold several; 0 = they do not
 
 
 def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool,
                   adapters: int = 0) -> np.ndarray:
-    """The prompt as int32, or ValueError naming the request and the remedy.
+    """Returns the prompt as int32. Raises ValueError naming the request and the remedy.
 
-    longest: prompt tokens; total: tokens of prompt and completion together; has_text: whether stop strings can be
-    looked for; adapters: how many the engine serves side by side.
+    Args:
+      longest: most prompt tokens.
+      total: most tokens of prompt and completion together.
+      has_text: whether stop strings can be searched.
+      adapters: number of adapters the engine serves.
     """
     prompt = np.ascontiguousarray(request.prompt, np.int32)
     p, who = request.sampling, f"request {request.id!r}"
@@ -139,7 +144,7 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
         raise ValueError(f"{who}: the prompt has {len(prompt)} tokens, the longest length served is {longest}; "
                          "raise data.max_prompt_tokens (and rollout.prompt_lengths), or shorten the prompt")
     if len(prompt) >= total:
-        raise ValueError(f"{who}: a prompt of {len(prompt)} tokens leaves no room for an answer within {total} "
+        raise ValueError(f"{who}: a prompt of {len(prompt)} tokens leaves no room for a completion within {total} "
                          "tokens; raise train.max_sequence_tokens or rollout.max_new_tokens")
     for name, ids in (("prompt", prompt), ("stop_token_ids", np.asarray(p.stop_token_ids, np.int64))):
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
@@ -148,7 +153,7 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
     if p.stop and not has_text:
         raise ValueError(f"{who}: stop strings need a tokenizer, and the engine was made without one")
     if not min(1, adapters) <= request.adapter <= adapters:
-        raise ValueError(f"{who}: adapter {request.adapter}, of {adapters} that this engine serves side by side; "
+        raise ValueError(f"{who}: adapter {request.adapter} of {adapters} that this engine serves; "
                          "several adapters (lora.adapters) take rollout.engine=jax, and every row then names its own")
     if not 0 <= request.seed < 2**32:
         raise ValueError(f"{who}: seed {request.seed} is not a uint32")
@@ -156,7 +161,7 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
 
 
 def check_ids(requests: list[Request], unfinished) -> list[str]:
-    """The ids of new requests; ValueError where one is used twice or is still unfinished."""
+    """Returns the ids of new requests. Raises ValueError if one is used twice or is still unfinished."""
     ids = [r.id for r in requests]
     twice = [i for i, n in collections.Counter(ids).items() if n > 1 or i in unfinished]
     if twice:
@@ -165,7 +170,7 @@ def check_ids(requests: list[Request], unfinished) -> list[str]:
 
 
 class Turn(NamedTuple):
-    """One turn of an episode: what was put behind the tokens before, and how many were sampled then."""
+    """One turn of an episode: the tokens added to the context before it, and the number of sampled tokens."""
 
     added: np.ndarray   # [a] int32
     opens: bool         # whether a new sequence begins with `added`: the first turn, and where history was rewritten
@@ -178,9 +183,15 @@ class Turn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What an episode came to. value: its score, turns' rewards included; None = absent. rewards: further ones, by
-    name. notes: numbers that it noted. counts: what was counted and timed. cause, detail: why it failed by its
-    environment's fault; "" = it did not."""
+    """Result of an episode.
+
+    Attributes:
+      value: its score, including the turns' rewards; None = absent.
+      rewards: further rewards by name.
+      notes: numbers it recorded.
+      counts: counters and times.
+      cause, detail: why it failed through its environment's fault; "" if it did not.
+    """
 
     value: float | None = None
     rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -192,17 +203,17 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One finished (or aborted) completion of n tokens, or an episode: the tokens of its `turns`, one behind the other.
+    """One finished (or aborted) completion of n tokens, or an episode: the tokens of its `turns` in order.
 
-    The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; with
-    penalties off its log-prob is `logprobs - kept`.
+    The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised;
+    without penalties its log-prob is `logprobs - kept`.
     """
 
     id: str
     tokens: np.ndarray    # [n] int32, the end token included
     logprobs: np.ndarray  # [n] float32: log softmax(logits / temperature) over the whole vocabulary, no penalties
     kept: np.ndarray      # [n] float32: log of the mass inside the support (top-p, top-k, min-p, forbidden end tokens)
-                          # vLLM knows the difference only: there `logprobs` is that of the draw, and `kept` is 0
+                          # vLLM reports the difference only: there `logprobs` is that of the draw, and `kept` is 0
     versions: np.ndarray  # [n] int32: weight version each token was drawn from
     finish: str           # "stop" | "length" | "abort"
     seed: int
@@ -216,99 +227,107 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """What callers may count on. Nobody asks an engine for its class or its methods."""
+    """What callers may rely on. No code asks for an engine's class or methods."""
 
-    concurrent: bool = False  # it works while nobody polls it
-    holds: bool = False       # `hold` keeps it from beginning
+    concurrent: bool = False  # works without being polled
+    holds: bool = False       # `hold` prevents new completions from starting
     sleeps: bool = False      # `rest` frees its devices until the next `publish`
     support: bool = False     # `Result.support` and `Result.kept` tell what each token was drawn from
     routes: bool = False      # `Result.routes` tells the experts of each token, where algorithm.routes=sampled
     exact: bool = False       # in fp32 its log-probs are the trainer's, but for rounding
-    quantized: bool = False   # it samples from other numbers than the weights it was given; known after a publish
+    quantized: bool = False   # samples from quantized weights or cache; known after a publish
 
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """How an engine is."""
+    """State of an engine."""
 
     ok: bool
     closed: bool = False
     version: int = -1  # of the published weights; -1 = none yet
-    waiting: int = 0   # requests that are not begun
-    running: int = 0   # requests that are
+    waiting: int = 0   # requests not started
+    running: int = 0   # requests started
     compiled: int = 0  # programs of this process so far
     parked: int = 0    # conversations kept for requests that come after them
     servers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # URL -> state, where it has some
 
 
 class Engine(abc.ABC):
-    """A rollout engine. One thread drives it. Six methods are its own to write; the others do nothing by default.
-
-    Weights must have been published before the first `poll` that works.
+    """A rollout engine, driven by one thread. Six methods are abstract; the others do nothing by default. Weights
+    must be published before the first `poll` that works.
     """
 
     @property
     def info(self) -> EngineInfo:
+        """What callers may rely on."""
         return EngineInfo()
 
     @abc.abstractmethod
     def submit(self, requests: list[Request]) -> None:
-        """Queues requests in order. Raises ValueError, queueing none, naming the request that cannot be served."""
+        """Queues requests in order. Raises ValueError, queueing none, naming a request that cannot be served."""
 
     @abc.abstractmethod
     def poll(self, deadline_s: float) -> list[Result]:
-        """Results finished since the last poll; waits until something has finished or the deadline has passed."""
+        """Returns results finished since the last poll; waits until one has finished or the deadline has passed."""
 
     @abc.abstractmethod
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (None = all): the next poll returns each with what it has and finish "abort"."""
+        """Ends requests (None = all): the next poll returns each with its tokens so far and finish "abort"."""
 
     @abc.abstractmethod
     def publish(self, params: Any, version: int) -> None:
-        """Makes these weights (the model's parameter tree) the ones sampled from. Unfinished completions go on under
-        the new version."""
+        """Makes these weights (the model's parameter tree) the ones sampled from. Unfinished completions continue
+        under the new version.
+        """
 
     @abc.abstractmethod
     def health(self) -> Health:
-        """At any time, closed too."""
+        """Returns the engine's state, at any time, also when closed."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Frees everything; any later call but `health` raises RuntimeError."""
+        """Frees everything; any later call except `health` raises RuntimeError."""
 
     def hold(self, on: bool) -> None:  # noqa: B027
-        """While on, no completion is begun; those begun (health().running) are finished. If info says `holds`."""
+        """Prevents new completions from starting while on; started ones (health().running) are finished. Only if info
+        has `holds`.
+        """
 
     def forget(self, ids: list[str]) -> None:  # noqa: B027
-        """No request will come after these any more."""
+        """Declares that no request will continue these."""
 
     def under_way(self) -> list[Result]:
-        """Of unfinished requests what a checkpoint should keep, for `go_on`: whole turns, their finish UNFINISHED."""
+        """Returns what a checkpoint should keep of unfinished requests, for `go_on`: whole turns, with finish
+        UNFINISHED.
+        """
         return []
 
     def go_on(self, results: list[Result]) -> None:  # noqa: B027
-        """What `under_way` gave of requests that come again, with the same ids."""
+        """Restores what `under_way` returned, for requests that will be submitted again with the same ids."""
 
     def rest(self) -> None:  # noqa: B027
-        """Frees the devices until the next `publish`; nothing may be under way. If info says `sleeps`."""
+        """Frees the devices until the next `publish`; no request may be unfinished. Only if info has `sleeps`."""
 
     def moved(self, params: Any) -> None:  # noqa: B027
-        """The published weights lie here from now on, in host memory perhaps."""
+        """Tells the engine where the published weights are now, possibly in host memory."""
 
     def metrics(self) -> dict[str, float]:
-        """For the line of a step."""
+        """Returns metrics for the line of a step."""
         return {}
 
 
 def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: Callable[[], bool] = lambda: False,
              others: Callable[[list[Result]], None] | None = None) -> list[Result] | None:
-    """Submits requests and waits for all of them; results in request order.
+    """Submits requests and waits for all of them; returns results in request order, or None if stopped.
 
-    `stop` is asked about once a second; when it turns true the rest is aborted and None is returned. `others` is handed
-    the results of requests that were under way before; None = there are none.
+    Args:
+      timeout: seconds.
+      stop: checked once a second; when true, the rest is aborted and None is returned.
+      others: receives the results of requests that were unfinished before; None = there are none.
 
-    Raises TimeoutError (after aborting what is left) when the batch is not done `timeout` seconds from now, and
-    RuntimeError when the engine returns a completion that nobody here asked for.
+    Raises:
+      TimeoutError: the batch is not done in time; the rest is aborted.
+      RuntimeError: the engine returned a completion that was not requested here.
     """
     end = time.monotonic() + timeout
     engine.submit(list(requests))
@@ -333,6 +352,6 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: 
                 return None
             raise TimeoutError(
                 f"rollout: {late} of {len(requests)} completions are missing after {timeout:g} s; raise "
-                "rollout.timeout_seconds, or ask for fewer or shorter answers")
+                "rollout.timeout_seconds, or sample fewer or shorter completions")
         poll(min(left, 1.0))
     return [done[r.id] for r in requests]

@@ -38,47 +38,50 @@ from jaxrl.rollout.protocol import UNFINISHED, EngineLost, Request, Result
 
 
 def last_step(step: int, max_staleness: int, sync_every: int) -> int:
-    """The last step whose groups may be asked for while `step` is the next to train."""
+    """Returns the last step whose groups may be requested while `step` is the next to train."""
     return (step // sync_every + max_staleness + 1) * sync_every - 1
 
 
 def staleness(step: int, versions, sync_every: int):
-    """Publications between the versions that drew tokens (int or array) and the step that uses them; 0 = up to date."""
+    """Returns the weight syncs between the versions that drew tokens (int or array) and the step that uses them; 0 =
+    up to date.
+    """
     return step // sync_every - versions // sync_every
 
 
 @dataclasses.dataclass(eq=False)
 class PromptGroup:
-    """The requests for one prompt, waiting, under way or answered."""
+    """The requests for one prompt: waiting, running or finished."""
 
     position: int   # of the prompt in the order of the data
     example: Any
-    planned: int    # the step it is meant for: its seeds are of this step, and it is used then or earlier
+    planned: int    # the step it is planned for: its seeds are of this step, and it is used then or earlier
     requests: list[Request]
-    mine: bool      # whether this process asks for it; another one's has no results here
-    admitted: int = -1  # version that was published when it was first asked for
+    mine: bool      # whether this process samples it; groups of other processes have no results here
+    admitted: int = -1  # version that was published when it was first requested
     results: dict[str, Result] = dataclasses.field(default_factory=dict)  # by request id
     outcomes: dict[str, dict] = dataclasses.field(default_factory=dict)   # of rewards, by request id; the caller's
 
     @property
     def done(self) -> bool:
+        """Whether all its results have arrived."""
         return not self.mine or len(self.results) == len(self.requests)
 
 
 class RolloutQueue:
-    """The groups from the run's cursor on that were asked for, in order, with the results they have.
+    """The requested groups from the run's cursor on, in order, with their results so far.
 
     Args:
       engine: a protocol.Engine.
       per_step: prompts per step.
-      max_staleness, sync_every, partial: the options of config.rollout. partial: completions go on across a publish;
-        else a publish holds back what the engine has not begun and waits for what it has.
-      steps: no group is asked for a step from this one on.
+      max_staleness, sync_every, partial: options of config.rollout. partial: completions continue across a weight
+        sync; else a sync holds new completions and waits for started ones.
+      steps: no group is requested for this step or later ones.
       draw: (cursor, count) -> ([(position, example)], next cursor); fewer at the end of the data.
-      requests: (prompts, step) -> their requests, in the order to submit them; a request's group is its position.
-      mine: position -> whether this process asks for it.
-      finished: called with every group of ours whose last result came.
-      clock: seconds.
+      requests: (prompts, step) -> their requests, in submission order; a request's group is its position.
+      mine: position -> whether this process samples it.
+      finished: called with every own group whose last result arrived.
+      clock: returns seconds.
     """
 
     def __init__(self, engine, *, per_step: int, max_staleness: int, sync_every: int, partial: bool, steps: int,
@@ -98,9 +101,14 @@ class RolloutQueue:
     # ---- a step
 
     def ask(self, step: int, cursor: int, count: int = 0) -> tuple[list[PromptGroup], int]:
-        """(`count` groups from `cursor` on for the step that is next, the cursor after them); 0 = a step's. Submits
-        these, and all behind them that the bound allows. Fewer at the end of the data. They stay here until
-        `release`."""
+        """Requests groups and returns (`count` groups from `cursor` on for the next step, the cursor after them).
+
+        Submits these, and all later ones that the bound allows. Fewer at the end of the data. They stay here until
+        `release`.
+
+        Args:
+          count: 0 for one step's groups.
+        """
         self._end = max(cursor, self._end or 0)
         own = cursor + (count or self.per_step)
         for planned in range(step, max(step, self._last(step)) + 1):
@@ -131,11 +139,12 @@ class RolloutQueue:
         self._waiting += requests
 
     def wait(self, groups: list[PromptGroup] | None, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Polls until these groups are done (None: all that the engine has begun); False when `stop` (asked about once
-        a second) turned true before.
+        """Polls until these groups are done (None: all that the engine has started); returns False if `stop()`,
+        checked
+        once a second, became true first.
 
-        Raises TimeoutError when that takes longer than `timeout` seconds. What is unfinished is then aborted, as after
-        a stop.
+        Raises:
+          TimeoutError: longer than `timeout` seconds. Unfinished requests are then aborted, as after a stop.
         """
         end = self._clock() + timeout
         while True:
@@ -156,18 +165,19 @@ class RolloutQueue:
             self.receive(self.engine.poll(min(rest, 1.0)))
 
     def receive(self, results: list[Result]) -> None:
-        """Keeps results that came from the engine. Raises RuntimeError for one that nobody here asked for."""
+        """Stores results of the engine. Raises RuntimeError for one that was not requested here."""
         for result in results:
             group = self._under_way.pop(result.id, None)
             if group is None:
-                raise RuntimeError(f"rollout: the engine returned {result.id!r}, which nobody asked for")
+                raise RuntimeError(f"rollout: the engine returned {result.id!r}, which was not requested")
             group.results[result.id] = result
             if group.done:
                 self._finished(group)
 
     def poll(self) -> None:
-        """Takes in what an engine that works beside the trainer has finished; returns at once. An engine that is lost
-        says so again when it is waited for; until then the update goes on."""
+        """Stores what a concurrent engine has finished, without waiting. A lost engine raises again when it is waited
+        for; until then the update continues.
+        """
         if self._under_way and self.engine.info.concurrent:
             with contextlib.suppress(EngineLost):
                 self.receive(self.engine.poll(0.0))
@@ -181,14 +191,14 @@ class RolloutQueue:
             self._waiting, self._under_way = lost + self._waiting, {}
 
     def release(self, cursor: int) -> None:
-        """The groups before `cursor` were trained on."""
+        """Drops the groups before `cursor`, which were trained on."""
         for position in [p for p in self.groups if p < cursor]:
             del self.groups[position]
             self.counts["used_groups"] += 1
 
     def publish(self, params, version: int, timeout: float = float("inf"),
                 stop: Callable[[], bool] = lambda: False) -> None:
-        """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for what it has begun."""
+        """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for started completions."""
         if self._under_way and not self.partial:
             self.engine.hold(True)
             try:
@@ -201,18 +211,21 @@ class RolloutQueue:
     # ---- a checkpoint
 
     def state(self) -> tuple[dict, list[Result]]:
-        """(JSON-able dict, results): all that `restore` needs of the groups that are not used yet, on this process."""
+        """Returns (JSON-able dict, results): what `restore` needs of this process's unused groups."""
         groups = self.groups.values()
         rows = [[g.position, g.planned, g.admitted] for g in groups]
         results = [r for g in groups for r in g.results.values()]
         return {"groups": rows, "counts": dict(self.counts)}, results + self.engine.under_way()
 
     def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict]) -> None:
-        """Takes over what `state` gave when `step` was next and the run's cursor stood at `cursor`, all processes'
-        results, and the outcomes known of their rewards.
+        """Restores `state` as it was when `step` was next and the run's cursor was `cursor`.
 
-        What was unfinished is asked for again, with the same seeds, at the next `ask`; an engine goes on with what it
-        had of it. What the options of today would use too late (they may have changed) is asked for anew.
+        Unfinished requests are submitted again, with the same seeds, at the next `ask`; an engine continues from what
+        it had of them. Groups that the current options would use too late (they may have changed) are sampled anew.
+
+        Args:
+          results: of all processes.
+          outcomes: known results of rewards.
         """
         self.counts |= state["counts"]
         end = cursor + self.per_step * (self._last(step) + 1 - step)

@@ -84,10 +84,10 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
         mass = jnp.where(changed_S[:, None], own_SxN, mass_SxN)
         return q_SxV, mass, jnp.where(less_S, jnp.minimum(kept_S, 0.0), 0.0)
 
-    # The draw is in every branch, so that no [S, V] leaves one: GPUs would copy it. A GPU's search for the likeliest
-    # tokens does not go into its graph of launches, and would keep a branch with it out.
+    # The draw is in every branch, so that no [S, V] array leaves one: GPUs would copy it. A GPU's search for the top
+    # tokens does not fit its launch graph, and would keep a branch with it out.
     branch = jnp.where(jnp.any(penal_S | cut_S), 2, jnp.any(barred_S).astype(jnp.int32))
-    pick = functools.partial(chosen, random_words(controls.seed, produced_S), greedy_S, support)
+    pick = functools.partial(choose_tokens, random_words(controls.seed, produced_S), greedy_S, support)
     ways = (lambda: (scaled_SxV, mass_SxN, jnp.zeros_like(peak_S))), barred, processed
     if support:
         token_S, kept_S, support_SxK = pick(*lax.switch(branch, ways))
@@ -97,16 +97,19 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
     return token_S, logprob_S, jnp.where(greedy_S, 0.0, kept_S), support_SxK
 
 
-def chosen(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
-    """(token [S], kept, `likeliest` tokens): drawn by lanes of these masses, the first best one in greedy slots."""
+def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
+    """Returns (token [S], kept, `top_tokens`): drawn by lanes of these masses, the first largest one in greedy slots.
+    """
     drawn_S = draw(q_SxV, mass_SxN, words_Sx2)
     best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
     token_S = jnp.where(greedy_S, best_S, drawn_S)
-    return token_S, kept_S, likeliest(q_SxV, token_S, support)
+    return token_S, kept_S, top_tokens(q_SxV, token_S, support)
 
 
-def likeliest(q_SxV, token_S, count: int):
-    """[S, count] ids of the largest finite entries, -1 beyond; a token that ties left out takes the last place."""
+def top_tokens(q_SxV, token_S, count: int):
+    """Returns [S, count] ids of the largest finite entries, -1 beyond; the drawn token takes the last place if ties
+    exclude it.
+    """
     if not count:
         return jnp.zeros((q_SxV.shape[0], 0), jnp.int32)
     value_SxK, id_SxK = lax.top_k(q_SxV, count)
@@ -119,8 +122,9 @@ def likeliest(q_SxV, token_S, count: int):
 
 
 def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
-    """Repetition penalty (tokens of prompt and completion), then frequency penalty (tokens of the completion, by
-    count)."""
+    """Applies the repetition penalty (tokens of prompt and completion), then the frequency penalty (tokens of the
+    completion, by count).
+    """
     slots, vocab = logits_SxV.shape
     column_L = jnp.arange(history_SxL.shape[1])[None, :]
     seen_SxL = column_L <= position_S[:, None]
@@ -144,7 +148,7 @@ def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
 
 
 def support_floor(q_SxV, controls: Controls):
-    """Smallest scaled logit that stays under min_p, then top_k, then top_p of what is left; ties with it stay.
+    """Returns the smallest scaled logit kept by min_p, then top_k, then top_p of the rest; ties with it are kept.
 
     Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found
     among the ordered bits of a float32 (`largest_true`): exact, no sort.
@@ -170,24 +174,29 @@ def support_floor(q_SxV, controls: Controls):
 
 
 def ordered_bits(x):
-    """int32 whose order is the order of the float32 (-0 just below +0)."""
+    """Returns int32 values in the order of the float32 values (-0 just below +0)."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return bits ^ ((bits >> 31) & INT_MAX)
 
 
 def from_ordered_bits(key):
-    """Inverse of `ordered_bits`."""
+    """Inverts `ordered_bits`."""
     return lax.bitcast_convert_type(key ^ ((key >> 31) & INT_MAX), jnp.float32)
 
 
 def largest_true(key_SxV, weight_SxV, enough, peak_S):
-    """Largest float32 threshold per slot, at most `peak_S`, at which `enough(sum of the weights of the keys at or above
-    it)` is true, -inf where it never is.
+    """Returns the largest float32 threshold per slot, at most `peak_S`, at which `enough(sum of the weights of the
+    keys
+    at or above it)` is true; -inf if it never is.
 
-    key: ordered bits. weight: at least 0, of the dtype of the sum; may be a scalar. `enough` must be increasing. The
-    sum changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest
-    first, with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's graph of launches can
-    hold them.
+    The sum changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest
+    first, with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's launch graph can hold
+    them.
+
+    Args:
+      key_SxV: ordered bits.
+      weight_SxV: at least 0, of the dtype of the sum; may be a scalar.
+      enough: increasing in the sum.
     """
     signed = lambda bits: lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)  # noqa: E731
     found_S = jnp.zeros(peak_S.shape, jnp.uint32)  # above INT_MIN
@@ -200,7 +209,9 @@ def largest_true(key_SxV, weight_SxV, enough, peak_S):
 
 
 def sums_above(key_SxV, weight_SxV, thresholds):
-    """For each threshold [S] the sum [S] of the weights whose keys are at or above it; the keys are read once."""
+    """Returns for each threshold [S] the sum [S] of the weights whose keys are at or above it; the keys are read
+    once.
+    """
     zero = jnp.zeros((), jnp.result_type(weight_SxV))
     parts = tuple(jnp.where(key_SxV >= t_S[:, None], weight_SxV, zero) for t_S in thresholds)
     add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
@@ -208,7 +219,7 @@ def sums_above(key_SxV, weight_SxV, thresholds):
 
 
 def first_argmax(q_SxV):
-    """Index of the first largest entry (a plain min-reduction, which vectorises where argmax does not)."""
+    """Returns the index of the first largest entry (a plain min-reduction, which vectorises where argmax does not)."""
     column_V = lax.iota(jnp.int32, q_SxV.shape[-1])
     at_peak_SxV = q_SxV == jnp.max(q_SxV, axis=-1, keepdims=True)
     return jnp.min(jnp.where(at_peak_SxV, column_V, q_SxV.shape[-1] - 1), axis=-1)
@@ -218,7 +229,9 @@ def first_argmax(q_SxV):
 
 
 def lanes_for(vocab: int) -> int:
-    """Lanes the vocabulary is folded into: a power of two near its root that divides it, or 128 with padding."""
+    """Returns the number of lanes the vocabulary is folded into: a power of two near its root that divides it, or 128
+    with padding.
+    """
     for lanes in (512, 256, 128, 64):
         if vocab % lanes == 0 and (lanes * lanes <= 2 * vocab or lanes == 64):
             return lanes
@@ -226,7 +239,7 @@ def lanes_for(vocab: int) -> int:
 
 
 def fold_lanes(q_SxV):
-    """[S, V] -> [S, M, N]; lane n holds the tokens n, n + N, n + 2 N ...; padding is -inf."""
+    """Folds [S, V] -> [S, M, N]; lane n holds the tokens n, n + N, n + 2 N ...; padding is -inf."""
     slots, vocab = q_SxV.shape
     lanes = lanes_for(vocab)
     rows = -(-vocab // lanes)
@@ -236,12 +249,14 @@ def fold_lanes(q_SxV):
 
 
 def lane_mass(q_SxV, peak_S):
-    """Sum of exp(q - peak) over each lane, [S, N]."""
+    """Returns the sum of exp(q - peak) over each lane, [S, N]."""
     return jnp.sum(jnp.exp(fold_lanes(q_SxV) - peak_S[:, None, None]), axis=1)
 
 
 def random_words(seed_S, index_S):
-    """The two words of fold_in(key(seed), index), whatever PRNG jax is set to. No other number comes from that key."""
+    """Returns the two words of fold_in(key(seed), index), whatever PRNG jax uses. No other number comes from that
+    key.
+    """
     def words(seed, index):
         return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index))
 
@@ -249,7 +264,7 @@ def random_words(seed_S, index_S):
 
 
 def draw(q_SxV, mass_SxN, words_Sx2):
-    """A token by inverse distribution function in two stages: a lane by its mass, then a token within the lane.
+    """Draws a token by inverse distribution function in two stages: a lane by its mass, then a token within the lane.
 
     Two uniforms instead of one per token; no running sum is longer than a lane or the number of lanes.
     """
@@ -262,7 +277,8 @@ def draw(q_SxV, mass_SxN, words_Sx2):
 
 
 def invert(weight_SxN, word_S):
-    """First index whose running sum exceeds u * total, u = word / 2^32. An index of weight 0 is never returned.
+    """Returns the first index whose running sum exceeds u * total, u = word / 2^32. An index of weight 0 is never
+    returned.
 
     Rounding cannot break that promise: an index is eligible only if its weight is positive, and if none passes (u
     rounds to 1) the last eligible one is taken.

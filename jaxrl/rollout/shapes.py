@@ -1,4 +1,4 @@
-"""Every static shape of the sampler, decided once from the config."""
+"""Derives every static shape of the embedded sampler from the config."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import math
 from jaxrl.config.lengths import episodes, longest_prompt, longest_sequence
 from jaxrl.errors import ConfigError
 
-DEFAULT_SLOTS = 256  # where nobody says how many
-LONG_ANSWER = 256  # tokens from which a second cache length pays for its compilation
+DEFAULT_SLOTS = 256  # default number of slots
+LONG_COMPLETION = 256  # tokens from which a second cache length pays for its compilation
 PREFILL_TOKENS = 32768  # most prompt tokens of one prefill call when its rows are chosen here
 EXTEND = (8, 64)  # slots of a device, and new tokens of each, that one call extends at most
-PROGRAMS = 12  # most that a run compiles
+PROGRAMS = 12  # most programs that a run compiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Slots, lengths and widths, all multiples of the data shards where they count slots or rows.
+    """Slots, lengths and widths of the sampler; those that count slots or rows are multiples of the data shards.
 
-    slot_counts: ascending; the last one is all slots, smaller ones are for the tail of a batch.
-    prompt_lengths, cache_lengths: ascending. The cache is allocated at the last length; a shorter one is what a decode
-      program looks at while every active sequence fits.
-    prefill_rows: prompts per prefill call. The stash holds that many per prompt length.
-    support: token ids of the sampler's support kept per token; 0 = none.
-    routes: expert ids kept per token; 0 = none.
-    insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while requests
-      wait.
-    extend: slots of a call that extends conversations in their slots, as many of every data shard, and most new tokens
-      of each.
+    Attributes:
+      slot_counts: ascending; the last one is all slots, smaller ones are for the tail of a batch.
+      prompt_lengths, cache_lengths: ascending. The cache is allocated at the last length; a decode program reads a
+        shorter one while every active sequence fits.
+      prefill_rows: prompts per prefill call. The stash holds that many per prompt length.
+      support: token ids of the sampler's support kept per token; 0 = none.
+      routes: expert ids kept per token; 0 = none.
+      insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while
+        requests wait.
+      extend: slots of a call that extends conversations in their slots, equally many of every data shard, and most
+        new tokens of each.
     """
 
     slot_counts: tuple[int, ...]
@@ -45,23 +46,27 @@ class Shapes:
 
     @property
     def slots(self) -> int:
+        """All slots."""
         return self.slot_counts[-1]
 
     @property
     def stash_rows(self) -> int:
+        """Prefilled rows over all prompt lengths."""
         return self.prefill_rows * len(self.prompt_lengths)
 
 
 def from_config(config, data_shards: int, num_eos: int, processes: int = 1, reads_all: bool = False,
                 routes: int = 0) -> Shapes:
-    """Reads `config.rollout`, `config.data`, `config.eval`, `config.env` and `config.train.max_sequence_tokens`.
+    """Returns the Shapes of a config.
 
-    data_shards: of this process, which has its share of the slots that are asked for. By itself it takes its share of
-    the batch, DEFAULT_SLOTS at most: what a step of decoding reads is mostly weights, however many sequences there are.
-    reads_all: decoding reads the cache to its end, whatever the slots hold (XLA's does, the kernels do not).
-    routes: of the model: the expert ids of a token in all layers.
+    Args:
+      data_shards: of this process, which has its share of the requested slots. The default is its share of the batch,
+        at most DEFAULT_SLOTS: a decode step mostly reads weights, however many sequences there are.
+      reads_all: decoding reads the cache to its end, whatever the slots hold (XLA's does, the kernels do not).
+      routes: the model's expert ids per token in all layers.
 
-    Raises ConfigError for lengths that cannot hold what the config asks for.
+    Raises:
+      ConfigError: lengths that cannot hold what the config asks for.
     """
     roll, data = config.rollout, config.data
     total = longest_sequence(config, max(roll.max_new_tokens, config.eval.max_new_tokens))
@@ -74,7 +79,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     rows = min(max(1, slots // max(1, roll.group_size)), max(1, PREFILL_TOKENS // prompts[-1]))
     counts = _slot_counts(slots, data_shards) if roll.compaction else (slots,)
     return Shapes(
-        slot_counts=_few(counts, prompts, caches) if episodes(config) else counts,
+        slot_counts=_limit_programs(counts, prompts, caches) if episodes(config) else counts,
         prompt_lengths=prompts, cache_lengths=caches,
         prefill_rows=-(-rows // data_shards) * data_shards,
         insert_width=max(1, slots // 16), decode_steps=max(1, roll.decode_steps),
@@ -85,12 +90,13 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
 
 
 def decode_lengths(count: int, slots: int, cache_lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """What `count` of the slots may look at: the end of a tail has the longest length only, so that programs are
-    few."""
+    """Returns the cache lengths that `count` slots may read: the end of a tail has the longest length only, to keep
+    programs few.
+    """
     return cache_lengths[-1:] if 2 * count < slots else cache_lengths
 
 
-def _few(counts, prompts, caches) -> tuple[int, ...]:
+def _limit_programs(counts, prompts, caches) -> tuple[int, ...]:
     """The slot counts without the smallest ones where a program of each would make more than PROGRAMS, with caches,
     publish, insert, extend and a prefill per prompt length."""
     def programs(counts):
@@ -126,12 +132,12 @@ def _prompt_lengths(given, first: int, longest: int) -> tuple[int, ...]:
     return lengths if lengths[-1] >= longest else (*lengths, longest)
 
 
-def _cache_lengths(given, total: int, answer: int) -> tuple[int, ...]:
+def _cache_lengths(given, total: int, completion: int) -> tuple[int, ...]:
     """The given lengths, or that of prompt and completion in whole 16s (whole tiles of a TPU's memory); where a long
     `answer` is to be read to its end all the time, also one for its first three eighths, which is as far as most
     completions of most batches come."""
     if not given:
-        early = (total - 5 * answer // 8,) if answer >= LONG_ANSWER else ()
+        early = (total - 5 * completion // 8,) if completion >= LONG_COMPLETION else ()
         return tuple(-(-n // 16) * 16 for n in (*early, total))
     lengths = _ascending("rollout.cache_lengths", given)
     if lengths[-1] < total:

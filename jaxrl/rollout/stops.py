@@ -1,4 +1,4 @@
-"""Stop strings, looked for in text on the host between decode chunks."""
+"""Searches stop strings in text, on the host, between decode chunks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def text_decoder(tokenizer) -> Decode:
-    """Token ids -> text as it was produced: special tokens visible, spaces untouched."""
+    """Returns a function token ids -> text as produced: special tokens visible, spaces untouched."""
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def find_stop(decode: Decode, tokens: Sequence[int], new: int, stops: Sequence[str],
               minimum: int = 0) -> tuple[int, int] | None:
-    """The first token among the last `new` that completes a stop string.
+    """Returns the first token among the last `new` that completes a stop string.
 
     Args:
       decode: token ids -> text.
       tokens: the completion so far.
-      new: how many of its last tokens have not been looked at yet.
+      new: number of its last tokens not yet searched.
       stops: the strings.
       minimum: a string completed before this many tokens does not count.
 
     Returns:
       (kept, cut): completion lengths with the whole string (`kept`, up to and including the token that completes it)
-      and without any token that holds a character of it (`cut`); None when no string is complete. Of several strings
+      and without any token that holds a character of it (`cut`); None if no string is complete. Of several strings
       completed by the same token the one that begins first decides `cut`.
     """
     # A string of n bytes spans at most n tokens that have text, so a short window of earlier tokens is enough.

@@ -1,8 +1,8 @@
-"""An engine that works inside `poll`, polled by a thread, so that it works while its caller does something else.
+"""Polls an engine in a thread, so that an engine which works inside `poll` runs concurrently with its caller.
 
-For engines whose programs run on devices that nobody else uses, and in one process: then the order in which two threads
-issue programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and the thread
-stands still meanwhile.
+For engines whose programs run on their own devices, in one process: then the order in which two threads issue
+programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and the thread pauses
+meanwhile.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result
 
 
 class ThreadedEngine(Engine):
-    """See protocol.Engine. Results do not depend on time as long as all requests of a poll's wait are waited for; which
-    of them are done at a publish does."""
+    """Runs an engine in a thread; see protocol.Engine. Results do not depend on time if all requests are waited for;
+    which of them are done at a weight sync does.
+    """
 
     def __init__(self, engine):
         self._engine = engine
@@ -125,7 +126,7 @@ class ThreadedEngine(Engine):
         return self._engine.metrics()
 
     def close(self) -> None:
-        """Ends the thread after the poll in progress, then the engine."""
+        """Stops the thread after the poll in progress, then closes the engine."""
         with self._state:
             self._closing = True
             self._state.notify_all()

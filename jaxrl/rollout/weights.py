@@ -1,13 +1,12 @@
-"""The policy's weights as a Hugging Face folder names and shapes them, a few layers at a time: for every engine that
-keeps a model of its own.
+"""The policy's weights as Hugging Face tensors, a few layers at a time: for every engine that keeps its own model.
 
     def publish(self, params, version):
         for chunk in weights.chunks(self.model, params, "bfloat16", most_bytes=256_000_000):
             self.load(chunk)                        # [(HF name, array)]
 
-They are cast and transposed on the device by one jitted function, so that what is held beside the model is a chunk and
-never the model. A run of several processes may spread `params` over all of them: processes.exchange.local_copies makes
-of these a copy that one process can use by itself.
+They are cast and transposed on the device by one jitted function, so that at most a chunk is held besides the model.
+A run of several processes may spread `params` over all of them: processes.exchange.local_copies makes of these a copy
+that one process can use by itself.
 """
 
 from __future__ import annotations
@@ -25,21 +24,24 @@ from jaxrl.sharding import memory
 
 
 def names(model) -> list[str]:
-    """Every HF tensor of a jaxrl.models.Model that `chunks` brings, in that order. A tied head is not one."""
+    """Returns the names of all HF tensors of a jaxrl.models.Model in the order of `chunks`. A tied head is not
+    included.
+    """
     return [entry.hf_names[i] for group in _layers(model) for entry, i in group]
 
 
 def chunks(model, params, dtype, most_bytes: int,
            host: bool = True) -> Iterator[list[tuple[str, np.ndarray | jax.Array]]]:
-    """All HF tensors once, as lists of (name, array): what a publish brings.
+    """Yields all HF tensors once, as lists of (name, array): the content of a publish.
 
     Args:
-      model: a jaxrl.models.Model. params: its parameter tree, of arrays all of whose shards this process reaches.
-      dtype: of the tensors (anything numpy takes, or the name of one of jax's), but for what is always fp32, such as
-        routers' corrections.
-      most_bytes: of a chunk. It holds whole layers, one where that is more: embedding first, then layer by layer, last
-        norm and head.
-      host: numpy arrays in host memory, which are the caller's; else on the device, whole on each one of the
+      model: a jaxrl.models.Model.
+      params: its parameter tree, of arrays all of whose shards this process reaches.
+      dtype: of the tensors (anything numpy takes, or the name of one of jax's), except for those that are always
+        fp32, such as routers' corrections.
+      most_bytes: of a chunk. It holds whole layers, at least one: embedding first, then layer by layer, last norm and
+        head.
+      host: numpy arrays in host memory, which belong to the caller; else on the device, whole on each one of the
         parameters' mesh.
     """
     chunk, size = [], 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 from jaxrl.errors import ConfigError
-from jaxrl.rewards.services import Server, own_servers
+from jaxrl.rewards.services import Server, judges_to_serve
 from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 
@@ -37,7 +37,7 @@ def server_command(o: dict, options, port: int, cpu: bool, key: str) -> tuple[li
         flags |= {"enforce-eager": True, "block-size": 32}
     flags |= {name.replace("_", "-"): value for name, value in o["server_args"].items()}
     command = [options.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += [word for name, value in flags.items() for word in adapter.words(name, value)]
+    command += [word for name, value in flags.items() for word in adapter.option_words(name, value)]
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": options.log_level.upper(), adapter.KEY: key}
     if cpu:
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}
@@ -57,7 +57,7 @@ class JudgeServers:
     """
 
     def __init__(self, config, functions, count: int = 1):
-        wanted = own_servers(config, functions)
+        wanted = judges_to_serve(config, functions)
         self._options, self._key = config.rollout.vllm, secrets.token_urlsafe(32)
         self._folder = Path(config.run.dir or ".") / "vllm"
         self._launched: dict[str, tuple] = {}
@@ -100,7 +100,7 @@ class JudgeServers:
                 if process.exit_status() is not None or time.monotonic() > end:
                     late = f"not up within rollout.vllm.setup_seconds={self._options.setup_seconds:g}"
                     how = late if process.exit_status() is None else process.ended()
-                    raise ConfigError(f"the server of judge {name!r}: {how}: {process.complaint()} (whole log: "
+                    raise ConfigError(f"the server of judge {name!r}: {how}: {process.last_errors()} (whole log: "
                                       f"{process.log_file})")
                 said = said or log.info("waiting for the server of judge %r", name) or True
                 time.sleep(0.25)
@@ -117,7 +117,7 @@ class JudgeServers:
                 elif name in up and left[name]:  # `wait` handles a server that never came up
                     left[name] -= 1
                     log.warning("the server of judge %r %s: %s; restarting it", name, process.ended(),
-                                process.complaint())
+                                process.last_errors())
                     self._start(name)
 
     def close(self) -> None:

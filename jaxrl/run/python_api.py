@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl.data import GIVEN
+from jaxrl.data import IN_MEMORY
 from jaxrl.errors import ConfigError, RunStopped, type_of
 
 
@@ -96,15 +96,15 @@ def apply_python_inputs(config, model=None, data=None, rewards=None, tokenizer=N
         if own and not (callable(tokenizer) and hasattr(tokenizer, "get_vocab")):
             raise ConfigError(f"tokenizer is {type_of(tokenizer)}: expected a folder, a hub id or a tokenizer "
                               "of transformers")
-        config.model.tokenizer, tokenizer = (GIVEN + "tokenizer", tokenizer) if own else (tokenizer, None)
+        config.model.tokenizer, tokenizer = (IN_MEMORY + "tokenizer", tokenizer) if own else (tokenizer, None)
     if data is not None:
         if isinstance(data, str):
             config.data.path, data = (data,), None
         else:
-            config.data.path = (GIVEN + "data",)
+            config.data.path = (IN_MEMORY + "data",)
     if eval is not None:
         eval = dict(eval) if isinstance(eval, Mapping) else {"eval": eval}
-        config.eval.sets = tuple(f"{name}={rows if isinstance(rows, str) else GIVEN + str(name)}"
+        config.eval.sets = tuple(f"{name}={rows if isinstance(rows, str) else IN_MEMORY + str(name)}"
                                  for name, rows in eval.items())
         eval = {name: rows for name, rows in eval.items() if not isinstance(rows, str)}
     if callable(rewards) or isinstance(rewards, str):

@@ -32,13 +32,13 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl.checkpoint.checkpointer import Checkpointer, CheckpointError, DiskHangs, SavesFail
+from jaxrl.checkpoint.checkpointer import Checkpointer, CheckpointError, SavesFailed, SaveTimeout
 from jaxrl.checkpoint.resume import config_changes
 from jaxrl.checkpoint.uploads import Uploads
 from jaxrl.config.load import get, redacted
 from jaxrl.config.run_length import end, ends
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.processes.deadline import within
+from jaxrl.processes.deadline import time_limit
 from jaxrl.processes.faults import Faults, GracefulStop
 from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
@@ -47,8 +47,8 @@ from jaxrl.run.python_api import PythonInputs, run_callbacks
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
-from jaxrl.telemetry.health import Divergence, Idle
-from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
+from jaxrl.telemetry.health import Divergence, IdleMechanisms
+from jaxrl.telemetry.profiler import Profiler, memory_steps, traced_steps
 
 log = logging.getLogger("jaxrl")
 SAVE_AGAIN_SECONDS = 60.0  # until the next attempt after a failed save
@@ -205,7 +205,7 @@ class Session:
         self.console.phase(self.phase.current)
         if self.peers.first:
             write_config(self.run_dir, c.asked, numbers)
-            self.idle = Idle(c.chosen())
+            self.idle = IdleMechanisms(c.chosen())
         self.divergence = Divergence(c, c.recipe.samples)
         if self.best is None:
             self._take_best(Best(c))
@@ -226,7 +226,7 @@ class Session:
         c, process, self.rates, self.comparison = self.spec, self.peers.index, rates, comparison
         if comparison is not None and (planned := comparison.start()):
             self.say(planned)
-        steps, memory = steps_of(c.profile, process), memory_of(c.profile, process)
+        steps, memory = traced_steps(c.profile, process), memory_steps(c.profile, process)
         if steps or memory:
             self.profiler = self.close_at_end(Profiler(steps, self.run_dir / "profile", memory, c.profile.python))
             self.profiler.at(self.step)
@@ -252,8 +252,8 @@ class Session:
     def interrupted(self) -> bool:
         """Whether this process knows of a requested stop, from a signal or another process. Not collective."""
         if self.stop.reason:
-            self.peers.ask_stop()
-        return bool(self.stop.reason) or self.peers.stop_asked
+            self.peers.request_stop()
+        return bool(self.stop.reason) or self.peers.stop_requested
 
     def stopping(self) -> bool:
         """Whether the run stops, the same on all processes: changes at meetings only (at once for a single process)."""
@@ -448,7 +448,7 @@ class Session:
     def _export(self, export, folder) -> None:
         limit = self.spec.checkpoint.timeout_seconds
         late = f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"
-        with self.phase("export"), within(limit, late):
+        with self.phase("export"), time_limit(limit, late):
             export(folder)
         if self.uploads is not None and self.uploads.wants("exports", last=folder.name == "export"):
             self.uploads.add(folder, folder.name, self.step)
@@ -473,7 +473,7 @@ class Session:
             if (stopped or c.checkpoint.at_end or best) and self.step > 0:
                 self.save_and_wait()
             self.checkpointer.wait()
-        except SavesFail as e:
+        except SavesFailed as e:
             if stopped or not c.checkpoint.export_at_end:
                 raise
             unsaved = e  # an export is smaller, and may be on another disk
@@ -561,8 +561,8 @@ class Session:
         return out
 
     def __exit__(self, kind, error, trace):
-        seconds = CLOSING_SECONDS if isinstance(error, DiskHangs) else 0
-        with within(seconds, f"stopped: {error}"):  # the remaining writes may hang, too
+        seconds = CLOSING_SECONDS if isinstance(error, SaveTimeout) else 0
+        with time_limit(seconds, f"stopped: {error}"):  # the remaining writes may hang, too
             if error is not None and self.telemetry is not None and self.spec.run.mode == "train":
                 self._save_after_error(error)
             self._closers.close(error)
@@ -571,7 +571,7 @@ class Session:
         """Saves a checkpoint and the summary of a run that ends by an error. Raises nothing."""
         known = self.peers.count == 1 or self._error_agreed  # saving is collective
         try:
-            if self._whole and known and self.step > 0 and not isinstance(error, SavesFail):
+            if self._whole and known and self.step > 0 and not isinstance(error, SavesFailed):
                 self.save_and_wait()
                 log.error("the run ends by an error; step %d is saved: rerun the same command to resume", self.step)
         except Exception as e:

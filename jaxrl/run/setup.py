@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as data_room
 from jaxrl import models, sharding, training
-from jaxrl.checkpoint.fingerprints import compared
+from jaxrl.checkpoint.fingerprints import compare_inputs
 from jaxrl.config.lengths import made_of
 from jaxrl.config.load import get
 from jaxrl.config.registry import recipe_of, sequences
@@ -39,7 +39,7 @@ from jaxrl.rewards import RewardPool
 from jaxrl.rewards.items import trial_items
 from jaxrl.roles.parameters import DTYPES, attach_adapter, dtype_of, engine_model, policy_tree, source_of, trained_names
 from jaxrl.roles.reward_model import RewardModel, read_reward_model
-from jaxrl.rollout import EngineContext, engine_of, make_engine
+from jaxrl.rollout import EngineContext, engine_row, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
@@ -211,7 +211,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
         pool, rewards, eval_rewards, servers = _start_workers(s)
     model_inputs = read_model_inputs(c, inputs.tokenizer)
-    data_room.day_of(model_inputs.tokenizer, (s.resumed.host.get("read") or {}).get("day", "") if s.resumed else "")
+    data_room.template_date(model_inputs.tokenizer, (s.resumed and s.resumed.host.get("read") or {}).get("day", ""))
     if s.resumed is None:
         check_weights(c, model_inputs)
     reward_model = read_reward_model(c, model_inputs.tokenizer) if with_rewards else None
@@ -220,7 +220,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     train_set, eval_sets = load_data(c, inputs, model_inputs, pool.tools if pool is not None else ())
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items() if its is not None}
-    fingerprints = compared(c, s.peers, model_inputs, train_set, eval_sets, s.resumed, workers)
+    fingerprints = compare_inputs(c, s.peers, model_inputs, train_set, eval_sets, s.resumed, workers)
     stream = None if train_set is None else s.close_at_end(data_room.Stream.from_config(c, train_set, s.resumed_part))
     s.set_stream(stream, fingerprints)
     with_rewards = with_rewards and (not c.recipe.pairs or bool(sets_to_complete(c, eval_sets)))
@@ -376,16 +376,16 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
                           "is that of all adapters' tokens; train one adapter at a time")
-    if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
+    if experts and config.lora.publish == "adapter" and engine_row(config).servers and recipe_of(config).samples:
         raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters with "
-                          f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
+                          f"experts are not known to work in {engine_row(config).title}; set lora.publish=merged")
     family = models.FAMILIES[hf_config["model_type"]]
     check_served(config, hf_config, family)
     if not family.classifies and config.run.recipe == "reward_model":
         raise ConfigError(f"run.recipe=reward_model with model_type={hf_config['model_type']}: transformers has no "
                           "sequence classifier of this family to be written as; choose a model of another family")
     own = tokenizer is not None
-    tokenizer = data_room.prepared(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
+    tokenizer = data_room.apply_overrides(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
     if len(tokenizer) > table.config.vocab_size:
         raise ConfigError(
             f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {table.config.vocab_size};"
@@ -433,8 +433,8 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
     for role in set(meshes) & {"reference", "sampler"}:  # the others may have models of their own
         sharding.check_experts(meshes[role].shape["ep"], model.config.num_experts, f"mesh.roles.{role}.ep")
     if beyond := model.config.beyond(spec.longest, made_of(spec)):
-        if spec.recipe.samples and not engine_of(spec).beyond_context:
-            raise ConfigError(f"{beyond}; {engine_of(spec).title} does not serve such sequences")
+        if spec.recipe.samples and not engine_row(spec).beyond_context:
+            raise ConfigError(f"{beyond}; {engine_row(spec).title} does not serve such sequences")
         log.warning("%s", beyond)
     theirs = [meshes.get(role, mesh) for role in ("policy", "reference", "critic", "teacher")]
     shards, ranks = math.lcm(*map(sharding.data_shards, theirs)), math.lcm(*(m.shape["cp"] for m in theirs))
@@ -456,7 +456,7 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
 def check_roles(config) -> None:
     """Raises ConfigError for options of host memory that the platform lacks, and for mesh.roles.sampler with an engine
     that has its own devices."""
-    if "sampler" in config.mesh.roles and not engine_of(config).on_mesh:
+    if "sampler" in config.mesh.roles and not engine_row(config).on_mesh:
         raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has its own "
                           "devices; leave it out, or set rollout.engine=jax")
     asked = ["optimizer.offload"] * config.optimizer.offload

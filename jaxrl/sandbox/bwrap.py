@@ -1,4 +1,4 @@
-"""The sandbox of this machine: bubblewrap, which needs user namespaces and no privileges."""
+"""Sandbox backend of this host: bubblewrap, which needs user namespaces and no privileges."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ import time
 from pathlib import PurePosixPath
 
 from jaxrl.sandbox import seccomp
-from jaxrl.sandbox.refusals import missing, refusal
-from jaxrl.sandbox.types import Limits, Ran, Settings
+from jaxrl.sandbox.refusals import not_installed, refusal
+from jaxrl.sandbox.types import Limits, RunResult, Settings
 from jaxrl.sandbox.watch import watch
 from jaxrl.workers.supervisor import children
 
-WORK = "/tmp/work"     # where a program starts and its files lie
-OWN = 2                # bubblewrap's own processes, outside and inside
+WORK = "/tmp/work"     # working folder of a program, with its files
+OWN_PROCESSES = 2                # bubblewrap's processes, outside and inside
 DESCRIPTORS = 256      # open files of a process
 CAP_SYS_ADMIN = 21
-FEWEST_USERS = 4096    # of a namespace of users, that some of them are nobody
+FEWEST_USERS = 4096    # smallest user namespace that has unused user ids
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "TMPDIR": "/tmp", "LANG": "C.UTF-8",
                "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> Ran:
-    """One program. Raises SandboxError; OSError where it cannot be started."""
+def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> RunResult:
+    """Runs one program. Raises SandboxError; OSError if it cannot be started."""
     deadline = time.monotonic() + limits.seconds
     with contextlib.ExitStack() as stack:
         def memory(data: bytes) -> int:
@@ -50,32 +50,32 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
         stack.callback(os.close, status)
         writer = stack.enter_context(os.fdopen(status_in, "wb"))
         fds = [status_in, *(fd for fd, _ in placed)]
-        options = [*_place(limits.disk_mb, tuple(settings.paths)), *_files(placed), "--remount-ro", "/",
+        options = [*_mounts(limits.disk_mb, tuple(settings.paths)), *_files(placed), "--remount-ro", "/",
                    "--json-status-fd", str(status_in)]
         if (filtered := seccomp.program()) is not None:
             fds.append(memory(filtered))
             options += ["--seccomp", str(fds[-1])]
-        way = _way()
+        way = _user_isolation()
         user = 0 if way == "namespace" else _fresh_user()
         program = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
         process = subprocess.Popen(
-            [_program("bwrap"), *options, "--", *_become(user, way), *_limited(limits), *program],
+            [_program("bwrap"), *options, "--", *_user_command(user, way), *_limit_command(limits), *program],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, pass_fds=fds, env={},
             start_new_session=True,
             **({"user": user, "group": user, "extra_groups": ()} if way == "other user" else {}))
         try:
-            out, err, limit = watch(process, stdin, limits, deadline, lambda: _kill(process), OWN)
+            out, err, limit = watch(process, stdin, limits, deadline, lambda: _kill(process), OWN_PROCESSES)
         except BaseException:
             _kill(process)
             process.wait()
             raise
         writer.close()
-        exit = next((one["exit-code"] for one in _told(status) if "exit-code" in one), None)
-    return _ran(process.returncode, exit, out, err, limit)
+        exit = next((one["exit-code"] for one in _status_messages(status) if "exit-code" in one), None)
+    return _result(process.returncode, exit, out, err, limit)
 
 
-def _told(fd: int) -> list[dict]:
-    """What bubblewrap said of itself: a few short lines of JSON."""
+def _status_messages(fd: int) -> list[dict]:
+    """Returns bubblewrap's status messages, a few short lines of JSON."""
     os.set_blocking(fd, False)
     try:
         return list(map(json.loads, os.read(fd, 1 << 16).splitlines()))
@@ -83,20 +83,22 @@ def _told(fd: int) -> list[dict]:
         return []
 
 
-def _ran(code: int, exit: int | None, out: bytes, err: bytes, limit: str) -> Ran:
+def _result(code: int, exit: int | None, out: bytes, err: bytes, limit: str) -> RunResult:
     text, said = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
     if limit:
-        return Ran(None, text, said, limit)
+        return RunResult(None, text, said, limit)
     if exit is None:
         raise refusal(f"bubblewrap ended with {code} and ran nothing", said)
-    return Ran(exit, text, said, "cpu_seconds" if exit == 128 + signal.SIGXCPU else "")
+    return RunResult(exit, text, said, "cpu_seconds" if exit == 128 + signal.SIGXCPU else "")
 
 
 @functools.cache
-def _way() -> str:
-    """How a program becomes a user who is nobody else. An ordinary user makes a namespace of users, in which
-    processes are counted apart; root, whom no count stops and who owns much, another user: inside, or where it may not
-    mount, before. Root of a namespace that has no users to spare makes a further one as an ordinary user does.
+def _user_isolation() -> str:
+    """Returns how a program gets a user id of its own.
+
+    An ordinary user creates a user namespace, in which processes are counted separately. Root, whom no process limit
+    stops and who owns much, switches to an unused user: inside the sandbox, or before it if root may not mount. Root
+    of a namespace without spare user ids creates a further namespace like an ordinary user.
     """
     if os.geteuid() or _spare_users() is None:
         return "namespace"
@@ -107,7 +109,7 @@ def _way() -> str:
 
 @functools.cache
 def _spare_users() -> range | None:
-    """Numbers that are of no user and no group: the last quarter of the longest range that this namespace has."""
+    """Returns ids unused by any user and group: the last quarter of the longest range in this namespace, or None."""
     rows = []
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as file:
@@ -117,29 +119,30 @@ def _spare_users() -> range | None:
 
 
 def _spare(rows: list[tuple[int, int, int]]) -> range | None:
-    """The same of the longest row of each map: (first number inside, first number outside, count)."""
+    """Returns the unused ids within the longest row of each map: (first id inside, first id outside, count)."""
     first = max(row[0] for row in rows)
     end = min(2**31, *(row[0] + row[2] for row in rows)) - 2  # 65534 is often somebody
     return range(end - min(2**20, (end - first) // 4), end) if end - first >= FEWEST_USERS else None
 
 
 def _fresh_user() -> int:
-    """One of them, so that the limit of its processes counts this program's alone."""
+    """Returns an unused user id, so that its process limit counts this program alone."""
     return secrets.choice(_spare_users())
 
 
-def _become(user: int, way: str) -> list[str]:
+def _user_command(user: int, way: str) -> list[str]:
     return [_program("setpriv"), f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all"
             ] if way == "root" else []
 
 
-def _limited(limits: Limits) -> list[str]:
-    """The program that sets what the kernel limits."""
+def _limit_command(limits: Limits) -> list[str]:
+    """Returns the command that sets the kernel's limits."""
     cpu, disk = max(1, math.ceil(limits.cpu_seconds)), limits.disk_mb << 20
     wanted = {"cpu": (cpu, cpu + 1), "as": limits.memory_mb << 20, "fsize": disk, "core": 0, "memlock": 0,
               "nofile": DESCRIPTORS}
-    if _way() != "namespace" or _counted_apart():
-        wanted["nproc"] = limits.processes + (_way() != "root")  # the first one of a namespace is bubblewrap's
+    if _user_isolation() != "namespace" or _counted_apart():
+        # the first one of a namespace is bubblewrap's
+        wanted["nproc"] = limits.processes + (_user_isolation() != "root")
     return [_program("prlimit"), *(f"--{name}={_at_most(name, value)}" for name, value in wanted.items())]
 
 
@@ -152,13 +155,13 @@ def _at_most(name: str, value) -> str:
 
 @functools.cache
 def _counted_apart() -> bool:
-    """Whether processes of a user are counted in each user namespace by themselves (Linux 5.14)."""
+    """Returns whether the kernel counts a user's processes per user namespace (Linux 5.14)."""
     numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2]]
     return numbers >= [5, 14]
 
 
 def _kill(process) -> None:
-    """The program's process namespace goes with its first process, bubblewrap's child, and that ends bubblewrap."""
+    """Kills the program: its process namespace ends with bubblewrap's child, and then bubblewrap."""
     if process.poll() is None:
         for pid in children(process.pid):
             with contextlib.suppress(OSError):
@@ -173,7 +176,7 @@ def _kill(process) -> None:
 def _program(name: str) -> str:
     found = shutil.which(name)
     if found is None:
-        raise missing(name)
+        raise not_installed(name)
     return found
 
 
@@ -183,18 +186,18 @@ def _help() -> str:
 
 
 def _files(placed: list[tuple[int, str]]) -> list[str]:
-    """Options that make files of descriptors, and the folders they lie in."""
+    """Returns the options that create files from descriptors, and their folders."""
     folders = {f"{WORK}/{parent}" for _, name in placed for parent in PurePosixPath(name).parents if parent.name}
     return [*(x for folder in sorted(folders) for x in ("--perms", "0777", "--dir", folder)),
             *(x for fd, name in placed for x in ("--perms", "0666", "--file", str(fd), f"{WORK}/{name}"))]
 
 
 @functools.cache
-def _place(disk_mb: int, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """What a program finds: a read-only system, files of its own in memory, nothing else."""
+def _mounts(disk_mb: int, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the options of a program's file system: a read-only system, its files in memory, nothing else."""
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname",
                "sandbox", "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv"]
-    if _way() == "root":
+    if _user_isolation() == "root":
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
@@ -219,7 +222,7 @@ def _place(disk_mb: int, paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _interpreter() -> list[str]:
-    """Where this Python and its packages lie, as far as it is not the system's."""
+    """Returns the folders of this Python and its packages that are not part of the system."""
     program = os.path.realpath(sys.executable)
     places = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), os.path.dirname(os.path.dirname(program))}
     hidden = {"/", "/usr", os.path.expanduser("~")}

@@ -1,27 +1,28 @@
-"""Plain data as JSON and back: what a program under test may be given and may answer, and nothing else.
+"""Encodes plain data as JSON and back: the values a program under test may receive and return.
 
-Runs inside of the sandbox, too, beside inside.py and judge.py: standard library only, no jaxrl.
+Also runs inside the sandbox, next to inside.py and judge.py: standard library only, no jaxrl.
 """
 
-DEEPEST = 60
-LONGEST_INT = 10_000  # bits; Python writes and reads no decimal number of more than 4300 digits
+MAX_DEPTH = 60
+MAX_INT_BITS = 10_000  # bits; Python writes and reads no decimal number of more than 4300 digits
 
 
 class Opaque(Exception):
-    """A value that is no plain data."""
+    """A value that is not plain data."""
 
 
 def encode(value, depth=0):
-    """None, bool, int, float and str as they are; list, tuple, set, frozenset, dict, bytes, complex and a long int as
-    {kind: content}. Subclasses become their base, arrays and their scalars lists and numbers.
+    """Returns plain data as JSON values. Raises Opaque for anything else.
 
-    Raises Opaque for all else."""
-    if depth > DEEPEST:
+    None, bool, int, float and str stay; list, tuple, set, frozenset, dict, bytes, complex and long ints become {kind:
+    content}. Subclasses become their base, arrays and array scalars lists and numbers.
+    """
+    if depth > MAX_DEPTH:
         raise Opaque("it is nested too deep")
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             value = kind(value)
-            return {"int": hex(value)} if kind is int and value.bit_length() > LONGEST_INT else value
+            return {"int": hex(value)} if kind is int and value.bit_length() > MAX_INT_BITS else value
     if value is None:
         return None
     for kind in (list, tuple):
@@ -42,7 +43,7 @@ def encode(value, depth=0):
 
 
 def decode(value):
-    """Raises ValueError, TypeError or KeyError for what `encode` does not make."""
+    """Returns the value that `encode` encoded. Raises ValueError, TypeError or KeyError for anything else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     (kind, content), = value.items()

@@ -1,9 +1,9 @@
-"""Unit tests of programs: the program runs in the sandbox and is told the inputs alone; what comes out is compared
-here.
+"""Grades programs by unit tests: the program runs in the sandbox and sees only the inputs; outputs are compared
+outside.
 
-Tests written in Python (asserts) run in a sandbox of their own, from which the program is absent: its functions stand
-there as a table of what it answered. So a program cannot pass by leaving early, by printing what a passing one prints,
-by patching built-ins, or by looking at what is expected: none of it is in its process.
+Tests written in Python (asserts) run in a separate sandbox without the program: its functions are replaced by a table
+of the values it returned. So a program cannot pass by exiting early, by printing what a passing one prints, by
+patching built-ins, or by reading the expected values: none of them is in its process.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from pathlib import Path
 
 from jaxrl.sandbox import api
 from jaxrl.sandbox.codec import Opaque, decode, encode
-from jaxrl.sandbox.types import Ran, SandboxError
+from jaxrl.sandbox.types import RunResult, SandboxError
 
-ROUNDS = 64         # calls that depend on each other's answers within a row's tests
-JUDGE_SHARE = 0.8   # of the program's seconds, for the tests written in Python
-LARGEST = 1 << 24   # bytes that the judge is told, the program's values among them
+MAX_ROUNDS = 64         # most rounds of calls that depend on earlier results within a row's tests
+JUDGE_SHARE = 0.8   # share of the program's seconds, for the tests written in Python
+MAX_JUDGE_BYTES = 1 << 24   # most bytes sent to the judge, including the program's values
 HERE = Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One test of a program as a whole (name ""): standard input and output; or of one of its functions: arguments and
-    value."""
+    """One test: standard input and output of the whole program (name ""), or arguments and value of one of its
+    functions.
+    """
 
     given: object
     wanted: object
@@ -39,7 +40,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-    """cases, and asserts with what stands around them."""
+    """Test cases, and asserts with the code around them."""
 
     cases: list[Case]
     asserts: list[str]
@@ -51,8 +52,14 @@ class Tests:
 
 @dataclasses.dataclass
 class Grade:
-    """passed: per test. opaque: answers that were no plain data, with which no test is passed. limit: the one that the
-    program or a test that used its values ran into, a sandbox's or "rounds" (see ROUNDS); "" = none."""
+    """Result of grading.
+
+    Attributes:
+      passed: one bool per test.
+      opaque: number of results that are not plain data; such a test fails.
+      limit: the limit that was hit by the program or by a test using its values, a sandbox limit or "rounds" (see
+        MAX_ROUNDS); "" for none.
+    """
 
     passed: list[bool]
     opaque: int = 0
@@ -60,28 +67,31 @@ class Grade:
 
 
 def grade(program: str, tests, entry_point: str = "", stop: bool = False) -> Grade:
-    """Runs the tests of a program in Python. All its runs together take at most sandbox.seconds.
+    """Runs the tests of a Python program. All runs together take at most sandbox.seconds.
 
     Args:
-      program: its source. tests: see `parse`. entry_point: the function that a `check(candidate)` is for. stop: at the
-        first test that fails; later ones count as failed.
+      program: its source.
+      tests: see `parse`.
+      entry_point: the function that `check(candidate)` tests.
+      stop: stop at the first failed test; later ones count as failed.
 
     Raises:
-      SandboxError: the sandbox failed. ValueError: the tests cannot be read, or need what is not carried.
+      SandboxError: the sandbox failed.
+      ValueError: the tests cannot be parsed, or need values that are not plain data.
     """
     tests = parse(tests, entry_point)
     out, program_ = Grade([]), _Program(program)
-    whole = [case for case in tests.cases if not case.name]
+    whole_runs = [case for case in tests.cases if not case.name]
     calls = [case for case in tests.cases if case.name]
-    for case in whole:
-        passed = not (stop and False in out.passed) and _same_output(program_.whole(case.given), case.wanted)
+    for case in whole_runs:
+        passed = not (stop and False in out.passed) and _same_output(program_.run_whole(case.given), case.wanted)
         out.passed.append(passed)
     if calls and not (stop and False in out.passed):
         answers = program_.answers([[case.name, encode(tuple(case.given)), encode({})] for case in calls])
         out.passed += [kind == "value" and same(_plain(value), case.wanted)
                        for case, (kind, value) in zip(calls, answers, strict=True)]
     if tests.asserts and not (stop and False in out.passed):
-        out.passed += _judged(program_, tests)
+        out.passed += _run_asserts(program_, tests)
     out.passed += [False] * (len(tests) - len(out.passed))
     out.opaque, out.limit = program_.opaque, program_.limit
     return out
@@ -94,7 +104,7 @@ class _Program:
         self._source, self._left = source, api.limits().seconds
         self.opaque, self.limit = 0, ""
 
-    def _run(self, argv, stdin: str, files) -> Ran | None:
+    def _run(self, argv, stdin: str, files) -> RunResult | None:
         """None where its time is used up."""
         if self._left <= 0:
             self.limit = self.limit or "seconds"
@@ -105,7 +115,7 @@ class _Program:
         self.limit = self.limit or ran.limit
         return ran
 
-    def whole(self, stdin: str) -> str | None:
+    def run_whole(self, stdin: str) -> str | None:
         """What it prints; None where it failed."""
         ran = self._run(["python", "-I", "solution.py"], stdin, {"solution.py": self._source})
         return ran.stdout if ran is not None and ran.exit == 0 else None
@@ -124,22 +134,22 @@ class _Program:
         return out
 
 
-def _judged(program: _Program, tests: Tests) -> list[bool]:
+def _run_asserts(program: _Program, tests: Tests) -> list[bool]:
     """Runs the asserts in rounds: each looks calls up in a table and asks for those that are missing.
 
     In the first round the table is empty, so what fails there fails without the program: it raises, and may take half
     of the judge's seconds. From the second round on the asserts use the program's values: a limit, a dead judge, a
     call that is not carried or too many rounds fail the tests that are not passed by then.
     """
-    told = {"setup": tests.setup, "tests": tests.asserts, "names": sorted(_unbound(tests)), "table": []}
+    told = {"setup": tests.setup, "tests": tests.asserts, "names": sorted(_free_names(tests)), "table": []}
     left, verdicts = JUDGE_SHARE * api.limits().seconds, {}
-    for round_ in range(ROUNDS):
+    for round_ in range(MAX_ROUNDS):
         nonce, began = secrets.token_hex(16), time.monotonic()
         try:
             stdin = json.dumps(told | {"nonce": nonce})
         except RecursionError:  # a program can write the line of its answer itself, in any form
             break
-        if len(stdin) > LARGEST:
+        if len(stdin) > MAX_JUDGE_BYTES:
             program.limit = program.limit or "output_bytes"
             break
         ran = api.run(["python", "-I", "judge.py"], stdin, _files("judge.py"),
@@ -165,17 +175,17 @@ def _judged(program: _Program, tests: Tests) -> list[bool]:
     return [verdicts.get(n) is True for n in range(len(tests.asserts))]
 
 
-def _check_alone(ran: Ran, ended: bool, why: str) -> None:
+def _check_alone(ran: RunResult, ended: bool, why: str) -> None:
     """Raises for tests that fail before a value of the program is there, which is the row's fault or the host's."""
     if not ended and ran.limit:
-        raise SandboxError(f"the row's tests ran into the limit {ran.limit} before they used a value of the program; "
+        raise SandboxError(f"the row's tests exceeded the limit {ran.limit} before they used a value of the program; "
                            f"raise sandbox.{ran.limit}, or leave the row out")
     if not ended or why:
-        why = why or ran.stderr[-300:].strip() or f"their process ends with status {ran.exit}"
-        raise ValueError(f"the row's tests cannot be run, whatever the program: {why}")
+        why = why or ran.stderr[-300:].strip() or f"their process exited with status {ran.exit}"
+        raise ValueError(f"the row's tests fail for any program: {why}")
 
 
-def _lines(ran: Ran | None, nonce: str) -> list:
+def _lines(ran: RunResult | None, nonce: str) -> list:
     """What was said under a nonce, as far as it is JSON."""
     out = []
     for line in ran.stdout.splitlines() if ran is not None else ():
@@ -194,7 +204,9 @@ def _files(*names: str) -> dict[str, str]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 def same(found, wanted) -> bool:
-    """Equal as data of JSON: tuples are lists, keys of tables are text, floats are equal to 1e-6."""
+    """Returns whether two values are equal as JSON data: tuples equal lists, dict keys are text, floats agree within
+    1e-6.
+    """
     if isinstance(wanted, bool) or isinstance(found, bool):
         return found is wanted
     if isinstance(wanted, (int, float)) and isinstance(found, (int, float)):
@@ -269,15 +281,16 @@ def _close(a: str, b: str) -> bool:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 def parse(tests, entry_point: str = "") -> Tests:
-    """Tests as data sets have them, also as JSON text of it:
+    """Parses tests in the formats of data sets, also as JSON text:
 
       {"inputs": [...], "outputs": [...]}                    standard input and output of each run
       {"inputs": [[args], ...], "outputs": [...], "fn_name": "f"}     arguments and values of a function
-      [{"input": ..., "output": ...}, ...]                   the same, one by one; with "fn_name" of a function
-      ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, all else is in front of each
+      [{"input": ..., "output": ...}, ...]                   the same as a list; with "fn_name" for a function
+      ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, other code runs before
+      each
       a text with def check(candidate)                       called with `entry_point`
 
-    Raises ValueError.
+    Raises ValueError for anything else.
     """
     if isinstance(tests, str):
         try:
@@ -289,7 +302,7 @@ def parse(tests, entry_point: str = "") -> Tests:
         given, wanted = tests["inputs"], tests["outputs"]
         if len(given) != len(wanted):
             raise ValueError(f"the row's tests have {len(given)} inputs and {len(wanted)} outputs")
-        return _some(Tests([_case(g, w, name) for g, w in zip(given, wanted, strict=True)], []))
+        return _not_empty(Tests([_case(g, w, name) for g, w in zip(given, wanted, strict=True)], []))
     if isinstance(tests, dict):
         tests = [tests]
     if not isinstance(tests, list):
@@ -298,18 +311,18 @@ def parse(tests, entry_point: str = "") -> Tests:
         return _python("\n".join(tests), entry_point)
     if not all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in tests):
         raise ValueError("the row's tests are neither asserts nor input-output tables; see docs/guides/rewards.md")
-    return _some(Tests([_case(one["input"], one["output"], one.get("fn_name") or "") for one in tests], []))
+    return _not_empty(Tests([_case(one["input"], one["output"], one.get("fn_name") or "") for one in tests], []))
 
 
 def _case(given, wanted, name: str) -> Case:
     if name and not isinstance(given, (list, tuple)):
-        raise ValueError(f"the arguments of {name} are a list, the row's tests have {type(given).__name__}")
+        raise ValueError(f"the arguments of {name} must be a list, the row's tests have {type(given).__name__}")
     if not name:
         given, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, wanted))
     return Case(given, wanted, name)
 
 
-def _some(tests: Tests) -> Tests:
+def _not_empty(tests: Tests) -> Tests:
     if not len(tests):
         raise ValueError("the row has no tests")
     return tests
@@ -319,7 +332,7 @@ def _python(text: str, entry_point: str) -> Tests:
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError) as e:
-        raise ValueError(f"the row's tests are no Python: {e}") from None
+        raise ValueError(f"the row's tests are not valid Python: {e}") from None
     asserts = [node for node in body if isinstance(node, ast.Assert)]
     around = [node for node in body if not isinstance(node, ast.Assert)]
     checks = [node for node in around if isinstance(node, ast.FunctionDef) and node.name == "check"]
@@ -327,13 +340,14 @@ def _python(text: str, entry_point: str) -> Tests:
     if checks and not asserts:
         calls = [n for n in around if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
         if not calls and not entry_point:
-            raise ValueError("the row's tests define check(candidate); a column entry_point must name the function")
+            raise ValueError("the row's tests define check(candidate); add a column entry_point that names the "
+                             "function")
         around = [node for node in around if node not in calls]
         found = [ast.unparse(node) for node in calls] or [f"check({entry_point})"]
-    return _some(Tests([], found, "\n".join(map(ast.unparse, around))))
+    return _not_empty(Tests([], found, "\n".join(map(ast.unparse, around))))
 
 
-def _unbound(tests: Tests) -> set[str]:
+def _free_names(tests: Tests) -> set[str]:
     """Names that the tests use and nobody there defines: the program's."""
     used, bound = set(), set(dir(builtins))
     for node in ast.walk(ast.parse("\n".join((tests.setup, *tests.asserts)))):

@@ -1,8 +1,8 @@
-"""Inside of the sandbox, in the process of a program under test: calls its functions and tells what they return.
+"""Runs inside the sandbox, in the process of a program under test: calls its functions and prints what they return.
 
-It is not told what is expected, so that nothing in this process, whatever the program makes of it, can say "right".
-In: {program, calls: [[name, args, kwargs]], nonce} as JSON. Out, for each call, a line of the nonce and
-[n, "value", plain data] or [n, "raised", name of the built-in exception] or [n, "opaque", type].
+It never receives expected values, so nothing in this process, whatever the program does to it, can report success.
+In: {program, calls: [[name, args, kwargs]], nonce} as JSON. Out, per call, a line of the nonce and [n, "value", plain
+data] or [n, "raised", name of the built-in exception] or [n, "opaque", type].
 """
 
 import json
@@ -14,12 +14,12 @@ from codec import Opaque, decode, encode  # noqa: E402
 
 
 def kind(error):
-    """The nearest built-in exception."""
+    """Returns the name of the nearest built-in exception."""
     return next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
 
 
 def function(namespace, name):
-    """A function of the program, or the method of its class Solution."""
+    """Returns a function of the program, or the method of its class Solution."""
     if name not in namespace and hasattr(namespace.get("Solution"), name):
         return getattr(namespace["Solution"](), name)
     if name not in namespace:
@@ -28,6 +28,7 @@ def function(namespace, name):
 
 
 def outcome(namespace, name, args, kwargs):
+    """Calls a function of the program and returns ["value", plain data], ["raised", exception] or ["opaque", type]."""
     try:
         value = function(namespace, name)(*decode(args), **decode(kwargs))
     except BaseException as error:
@@ -39,6 +40,7 @@ def outcome(namespace, name, args, kwargs):
 
 
 def main():
+    """Runs the program and prints the result of each call."""
     told = json.load(sys.stdin)
     out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # what the program prints is no answer

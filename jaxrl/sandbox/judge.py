@@ -1,9 +1,9 @@
-"""Inside of a sandbox of its own: runs a row's tests, written in Python, without the program under test.
+"""Runs inside a separate sandbox: a row's tests, written in Python, without the program under test.
 
-A call of one of the program's functions is looked up in a table of what the program answered; one that is not there
-yet is asked for. In: {setup, tests: [source], names, table: [[name, args, kwargs, kind, value]], nonce} as JSON.
-Out, for each test as soon as it has run, a line of the nonce and [n, true, false or null = it waits for calls,
-[[name, args, kwargs]] = the calls it asks for, why it failed without the program or ""]; last the nonce and "end".
+Calls of the program's functions are looked up in a table of its results; missing ones are requested. In: {setup,
+tests: [source], names, table: [[name, args, kwargs, kind, value]], nonce} as JSON. Out, per test as soon as it has
+run, a line of the nonce and [n, true, false or null (waits for calls), [[name, args, kwargs]] (requested calls), why
+it failed without the program or ""]; last the nonce and "end".
 """
 
 import ast
@@ -18,18 +18,20 @@ from codec import Opaque, decode, encode  # noqa: E402
 
 
 class Unknown(BaseException):
-    """A call whose answer is not known yet."""
+    """A call whose result is not known yet."""
 
 
 class NotCarried(BaseException):
-    """A call with arguments that are no plain data; no test catches it."""
+    """A call with arguments that are not plain data; no test catches it."""
 
 
 def key(name, args, kwargs):
+    """Returns the table key of a call."""
     return json.dumps([name, args, kwargs])
 
 
 def proxy(name, table, asked):
+    """Returns a function that looks its calls up in the table, and adds missing ones to `asked`."""
     def call(*args, **kwargs):
         try:
             given = encode(args), encode(kwargs)
@@ -52,8 +54,9 @@ def proxy(name, table, asked):
 
 
 class Deferred(ast.NodeTransformer):
-    """Lets the statements behind an assert run while the assert waits for an answer, so that one round asks for the
-    calls of many asserts."""
+    """Lets the statements after an assert run while the assert waits for a result, so that one round requests the
+    calls of many asserts.
+    """
 
     def visit_Assert(self, node):
         handler = ast.ExceptHandler(ast.Name("__Unknown__", ast.Load()), None, [ast.Pass()])
@@ -61,12 +64,13 @@ class Deferred(ast.NodeTransformer):
 
 
 def run(source, name, namespace):
+    """Executes a test's source."""
     tree = ast.fix_missing_locations(Deferred().visit(ast.parse(source, name)))
     exec(compile(tree, name, "exec"), namespace)
 
 
 def verdict(told, test, table):
-    """(true, false or null, calls that it asks for, why it failed without a value of the program)"""
+    """Returns (true, false or null, requested calls, why it failed without a value of the program)."""
     asked, why = [], ""
     namespace = {"__name__": "tests", "__Unknown__": Unknown}
     namespace |= {name: proxy(name, table, asked) for name in told["names"]}
@@ -85,6 +89,7 @@ def verdict(told, test, table):
 
 
 def main():
+    """Runs the tests and prints each verdict."""
     told = json.load(sys.stdin)
     out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

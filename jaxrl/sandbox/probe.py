@@ -1,4 +1,4 @@
-"""The trial of a sandbox before anything depends on it: what must not work is tried, and must not have worked."""
+"""Probes a sandbox before it is used: tries what must not work, and checks that it did not."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ if told["forks"]:
     time.sleep(2)
     print(told["nonce"], "forked", flush=True)
 """
-TOLD = {"file": "reads a file that it was not given", "network": "reaches a port of this machine",
-        "write": "writes beside its own files", "memory": "holds more memory than sandbox.memory_mb",
-        "environment": "sees this process's environment", "forks": "runs more processes than sandbox.processes"}
-OF_ACCIDENTS = ("memory", "forks")  # what rlimits promises
-ELSEWHERE = ("file", "network")      # what can be seen of a remote sandbox from here
+VIOLATIONS = {"file": "reads a file outside the sandbox", "network": "reaches a port of this host",
+              "write": "writes outside its folder", "memory": "uses more memory than sandbox.memory_mb",
+              "environment": "sees this process's environment", "forks": "runs more processes than sandbox.processes"}
+RLIMITS_PROBES = ("memory", "forks")  # what rlimits enforces
+REMOTE_PROBES = ("file", "network")      # what can be probed of a remote sandbox from here
 
 
 def _remedy(limit: str) -> str:
     """For a first program that did not run and met this limit, "" = none."""
     if limit.endswith("seconds"):
-        return f"it had {SECONDS:g} s: the machine that ran it is overloaded, or something there hangs"
+        return f"it had {SECONDS:g} s: the host that ran it is overloaded, or something there hangs"
     if limit:
         return f"raise sandbox.{limit}"
     return ("the program is Python itself: sandbox.memory_mb must hold it, and the folders of the interpreter must be "
@@ -69,7 +69,7 @@ def _remedy(limit: str) -> str:
 
 
 def check(settings: Settings, limits: Limits, run) -> None:
-    """Raises SandboxError, with a remedy, where the backend does not hold what it promises."""
+    """Raises SandboxError, with a remedy, if the backend does not isolate programs."""
     nonce = secrets.token_hex(8)
     limits = dataclasses.replace(limits, seconds=SECONDS, cpu_seconds=SECONDS, output_bytes=1 << 16)
     forks = 0 if settings.backend == "remote" else limits.processes + 50
@@ -84,7 +84,7 @@ def check(settings: Settings, limits: Limits, run) -> None:
             with open(canary, "w") as file:
                 file.write(nonce)
         except OSError as e:
-            raise SandboxError(f"the sandbox cannot be tried: {e}; the trial needs a file of its own in {home} or "
+            raise SandboxError(f"the sandbox cannot be probed: {e}; the probe needs to write a file in {home} or "
                                f"{tempfile.gettempdir()}, and a port of 127.0.0.1") from None
         told = {"nonce": nonce, "canary": canary, "port": server.getsockname()[1], "forks": forks, "variable": "seen",
                 "memory": (limits.memory_mb + 64) << 20}
@@ -92,17 +92,18 @@ def check(settings: Settings, limits: Limits, run) -> None:
                   limits, settings)
     lines = [line.removeprefix(nonce).strip() for line in ran.stdout.splitlines() if line.startswith(nonce)]
     if not lines:
-        raise SandboxError(f"sandbox.backend={settings.backend}: a first program did not run (exit {ran.exit}, limit "
+        raise SandboxError(f"sandbox.backend={settings.backend}: the probe program did not run (exit {ran.exit}, limit "
                            f"{ran.limit or 'none'}): {ran.stderr[-300:].strip()}; {_remedy(ran.limit)}")
     found = json.loads(lines[0])
     worked = {"file": found["file"] == nonce, "network": found["network"] == "connected",
               "write": found["write"] == "written", "memory": found["memory"] == "held",
               "environment": found["environment"] == "seen", "forks": bool(forks) and lines[-1] == "forked"}
-    promised = {"bwrap": tuple(worked), "rlimits": OF_ACCIDENTS, "remote": ELSEWHERE}[settings.backend]
-    broken = [TOLD[name] for name in promised if worked[name]]
+    promised = {"bwrap": tuple(worked), "rlimits": RLIMITS_PROBES, "remote": REMOTE_PROBES}[settings.backend]
+    broken = [VIOLATIONS[name] for name in promised if worked[name]]
     if broken:
-        raise SandboxError(f"sandbox.backend={settings.backend} does not hold: a program {', and '.join(broken)}; "
-                           "nothing was run in it. Use another machine's sandbox (sandbox.backend=remote), or see "
+        raise SandboxError(f"sandbox.backend={settings.backend} does not isolate programs: a program "
+                           f"{', and '.join(broken)}; "
+                           "no program was run. Use another host's sandbox (sandbox.backend=remote), or see "
                            "docs/guides/sandbox.md")
     if settings.backend == "rlimits":
-        log.warning("sandbox.backend=rlimits is no sandbox: programs can do all that you can, but for the limits")
+        log.warning("sandbox.backend=rlimits is not a sandbox: programs can do everything you can, within the limits")

@@ -1,5 +1,8 @@
-"""No sandbox, but limits: against accidents, not against malice. A program can read and write what the user can, reach
-the network, signal the user's processes, and leave processes behind that the worker's end alone ends."""
+"""Backend with resource limits only, not a sandbox: protects against accidents, not malice.
+
+A program can read and write what the user can, reach the network, signal the user's processes, and leave processes
+behind that end only with the worker.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import time
 from pathlib import Path
 
 from jaxrl.sandbox.bwrap import DESCRIPTORS, ENVIRONMENT
-from jaxrl.sandbox.types import Limits, Ran, Settings
+from jaxrl.sandbox.types import Limits, RunResult, Settings
 from jaxrl.sandbox.watch import watch
 
 START = """
@@ -30,8 +33,8 @@ except OSError as e:
 """
 
 
-def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> Ran:
-    """One program, in a temporary folder. Raises OSError where it cannot be started."""
+def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> RunResult:
+    """Runs one program in a temporary folder. Raises OSError if it cannot be started."""
     deadline = time.monotonic() + limits.seconds
     numbers = (max(1, round(limits.cpu_seconds)), limits.memory_mb << 20, limits.disk_mb << 20, DESCRIPTORS)
     program = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
@@ -58,5 +61,5 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
     code = process.returncode
     if not limit and code == -signal.SIGXCPU:
         limit = "cpu_seconds"
-    return Ran(None if limit and code == -signal.SIGKILL else code if code >= 0 else 128 - code,
-               out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), limit)
+    return RunResult(None if limit and code == -signal.SIGKILL else code if code >= 0 else 128 - code,
+                     out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), limit)

@@ -1,8 +1,8 @@
-"""The filter of system calls of the bwrap sandbox: a classic BPF program, as seccomp(2) takes it.
+"""System-call filter of the bwrap sandbox: a classic BPF program, as seccomp(2) takes it.
 
-Refused is what programs under test do not need and what has let others out: new namespaces and mounts, other processes'
-memory, kernel keys, BPF, io_uring, modules, typing into terminals, sockets of other kinds than unix and internet ones
-(vsock knows no network namespace), and memory that no limit counts (memfd, System V shared memory, message queues).
+Refuses what programs under test do not need and what has enabled escapes: new namespaces and mounts, other processes'
+memory, kernel keys, BPF, io_uring, modules, typing into terminals, sockets other than unix and internet ones (vsock
+ignores network namespaces), and memory that no limit counts (memfd, System V shared memory, message queues).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED = {
     "fanotify_init": (300, 262), "memfd_create": (319, 279), "memfd_secret": (447, 447),
     "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
 }
-# the others that are looked at: (x86_64, aarch64)
+# further inspected calls: (x86_64, aarch64)
 CLONE, CLONE3, IOCTL, SOCKET = (56, 220), (435, 435), (16, 29), (41, 198)
 NAMESPACES = 0x7E020080      # CLONE_NEW*: time, mount, cgroup, uts, ipc, user, pid, net
 TYPING = (0x5412, 0x541C)    # TIOCSTI, TIOCLINUX
@@ -45,7 +45,7 @@ NUMBER, ARCH, ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; of the low 
 
 
 def program(machine: str = "") -> bytes | None:
-    """struct sock_filter[] for this machine, None where its numbers are not known here."""
+    """Returns struct sock_filter[] for this machine; None if its call numbers are not known."""
     if (machine or platform.machine()) not in ARCHITECTURES:
         return None
     column, arch = ARCHITECTURES[machine or platform.machine()]
@@ -66,7 +66,7 @@ def program(machine: str = "") -> bytes | None:
 
 
 def _looked_at(number: int, argument: int, steps: list[bytes]) -> list[bytes]:
-    """Steps for one system call, with an argument loaded. They end with a return."""
+    """Returns the steps for one system call, with an argument loaded. They end with a return."""
     return [_jump(EQUAL, number, 0, len(steps) + 1), _load(ARGUMENT + 8 * argument), *steps]
 
 

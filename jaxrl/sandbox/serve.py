@@ -1,10 +1,10 @@
-"""A sandbox for other machines: a small HTTP service that runs each program in this machine's bwrap sandbox.
+"""Serves this host's bwrap sandbox to other hosts: a small HTTP service that runs one program per request.
 
     JAXRL_SANDBOX_KEY=... python -m jaxrl.sandbox.serve --port=8700 --at-once=16
 
 POST /run {"argv": [...], "stdin": base64, "files": {path: base64}, "limits": {...}}
--> 200 {"exit", "stdout", "stderr", "limit"}; 400 for what no sandbox takes; 503 {"error"} where the sandbox failed.
-Without JAXRL_SANDBOX_KEY it listens to this machine only; with it every request must carry it as a bearer token.
+-> 200 {"exit", "stdout", "stderr", "limit"}; 400 for invalid arguments; 503 {"error"} if the sandbox failed.
+Without JAXRL_SANDBOX_KEY it listens on loopback only; with it every request must carry it as a bearer token.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from jaxrl.processes.http_server import Reply, Request, Server, error
 from jaxrl.sandbox import SandboxError, configure, probe, run
 
 KEY = "JAXRL_SANDBOX_KEY"
-LONGEST = 1 << 26  # bytes of a request
+MAX_REQUEST_BYTES = 1 << 26  # bytes of a request
 CONNECTIONS = 512
 
 
 def server(host: str, port: int, at_once: int, key: str = "") -> Server:
-    """Listens, for whoever shows the key ("" = everyone); runs `at_once` programs at once."""
+    """Returns a server for requests with the key ("" = all requests) that runs `at_once` programs at a time."""
     def admit(request: Request) -> Reply | None:
-        if key and not request.shows(key):
+        if key and not request.has_key(key):
             return error(401, "the bearer token is missing or wrong")
         if request.path != "/run":
-            return error(404, f"{request.path}: only /run is here")
+            return error(404, f"{request.path}: only /run exists")
         return None if request.method == "POST" else error(405, f"{request.method} /run: expected POST")
 
-    return Server(host, port, answer, admit, longest_body=LONGEST, connections=CONNECTIONS, threads=at_once)
+    return Server(host, port, answer, admit, longest_body=MAX_REQUEST_BYTES, connections=CONNECTIONS, threads=at_once)
 
 
 def answer(request: Request) -> Reply:
-    """Runs what the body asks for."""
+    """Runs the request's program and returns the reply."""
     try:
         given = json.loads(request.body)
         files = {name: base64.b64decode(data) for name, data in given["files"].items()}
@@ -49,6 +49,7 @@ def answer(request: Request) -> Reply:
 
 
 def main() -> None:
+    """Starts the service from the command line."""
     parser = argparse.ArgumentParser(description="Runs programs of other machines in this machine's sandbox.")
     parser.add_argument("--port", type=int, default=8700)
     parser.add_argument("--at-once", type=int, default=os.cpu_count())

@@ -1,4 +1,4 @@
-"""What goes into a sandbox and comes out of it."""
+"""Input and output types of the sandbox."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import dataclasses
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed: nobody's score. (A limit that a program runs into is in `Ran.limit`.)"""
+    """The sandbox itself failed; the completion has no score. (A limit that a program hits is in `RunResult.limit`.)"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one run may use.
+    """Resource limits of one run.
 
-    seconds: wall clock. cpu_seconds: of each process. memory_mb: MiB, of each process and of all together. disk_mb: MiB
-    of its files. output_bytes: of standard output and standard error together. processes: at once.
+    Attributes:
+      seconds: wall clock.
+      cpu_seconds: of each process.
+      memory_mb: MiB, of each process and of all together.
+      disk_mb: MiB of its files.
+      output_bytes: of standard output and standard error together.
+      processes: at the same time.
     """
 
     seconds: float = 5.0
@@ -26,12 +31,14 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
-    """What became of a program.
+class RunResult:
+    """Result of a program.
 
-    exit: its status, 128 + the signal that ended it, None where a limit did. stdout, stderr: as UTF-8, what is none
-    replaced. limit: which one it ran into, "seconds", "cpu_seconds", "memory_mb", "output_bytes" or "processes"; "" =
-    none that is known (memory that is refused is the program's to deal with).
+    Attributes:
+      exit: its status, 128 + the signal that ended it, None if a limit did.
+      stdout, stderr: decoded as UTF-8 with replacement.
+      limit: the limit it hit, "seconds", "cpu_seconds", "memory_mb", "output_bytes" or "processes"; "" if none is
+        known (a program may handle refused memory itself).
     """
 
     exit: int | None
@@ -42,7 +49,7 @@ class Ran:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The config's `sandbox` but for the limits; see jaxrl/config/schema.py."""
+    """The config's `sandbox` without the limits; see jaxrl/config/schema.py."""
 
     backend: str = "bwrap"
     paths: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Watches over one program: its streams, its limits, its end. Linux (and, without memory and processes, others)."""
+"""Monitors one program: its streams, its limits, its end. Linux (other systems without memory and process limits)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import time
 from collections.abc import Callable
 
 from jaxrl.sandbox.types import Limits
-from jaxrl.workers.supervisor import held, tree
+from jaxrl.workers.supervisor import memory_held, process_tree
 
-LOOK_SECONDS = 0.02   # between two looks at its processes
-DRAIN_SECONDS = 1.0   # for what is still in its streams after its end
+POLL_SECONDS = 0.02   # between two checks of its processes
+DRAIN_SECONDS = 1.0   # for the rest of its streams after its end
 
 
 def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: float, kill: Callable[[], None],
           own: int = 0) -> tuple[bytes, bytes, str]:
-    """Until the program ended or was killed: (stdout, stderr, the limit it ran into).
+    """Waits until the program ended or was killed. Returns (stdout, stderr, the limit it hit or "").
 
-    process: with pipes for its three streams. deadline: time.monotonic(). kill: ends it and what it started. own: so
-    many of its processes are not the program's.
+    Args:
+      process: with pipes for its three streams.
+      deadline: time.monotonic().
+      kill: kills the program and its child processes.
+      own: number of its processes that are not the program's.
     """
     streams = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     out, err = streams.values()
@@ -31,12 +34,12 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
             selector.register(fd, selectors.EVENT_READ)
         os.set_blocking(process.stdin.fileno(), False)
         selector.register(process.stdin.fileno(), selectors.EVENT_WRITE)
-        look = time.monotonic() + LOOK_SECONDS
+        look = time.monotonic() + POLL_SECONDS
         while not limit and process.poll() is None:
             now = time.monotonic()
             for key, _ in selector.select(max(0.0, min(look, deadline) - now)):
                 if key.fd not in streams:
-                    unsent = _fed(process, selector, unsent)
+                    unsent = _feed(process, selector, unsent)
                 elif not _read(key.fd, streams[key.fd]):
                     selector.unregister(key.fd)
             now = time.monotonic()
@@ -45,7 +48,7 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
             elif now >= deadline:
                 limit = "seconds"
             elif now >= look:
-                limit, look = _over(process.pid, limits, own), now + LOOK_SECONDS
+                limit, look = _exceeded_limit(process.pid, limits, own), now + POLL_SECONDS
         kill()
         if not limit:
             limit = _drain(selector, streams, limits.output_bytes)
@@ -58,7 +61,7 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
     return bytes(out[:limits.output_bytes]), bytes(err[:limits.output_bytes]), limit
 
 
-def _fed(process, selector, unsent):
+def _feed(process, selector, unsent):
     """What is left to be written."""
     try:
         unsent = unsent[os.write(process.stdin.fileno(), unsent[:1 << 16]):] if unsent else unsent
@@ -93,8 +96,8 @@ def _drain(selector, streams: dict, most: int) -> str:
     return ""
 
 
-def _over(pid: int, limits: Limits, own: int) -> str:
-    pids = tree(pid, most=limits.processes + own + 1)
+def _exceeded_limit(pid: int, limits: Limits, own: int) -> str:
+    pids = process_tree(pid, most=limits.processes + own + 1)
     if len(pids) > limits.processes + own:
         return "processes"
-    return "memory_mb" if held(pids) > limits.memory_mb << 20 else ""
+    return "memory_mb" if memory_held(pids) > limits.memory_mb << 20 else ""

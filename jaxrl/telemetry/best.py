@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far: what eval.patience and checkpoint.keep_best go by."""
+"""Tracks the best evaluation of a run, for eval.patience and checkpoint.keep_best."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ METRICS = ("eval/accuracy", "eval/preference_accuracy")  # eval.metric="": the f
 
 
 class Best:
-    """Compares evaluations by eval.metric: higher is better, but of a metric whose name ends in "loss" lower.
+    """Compares evaluations by eval.metric: higher is better, or lower for a metric whose name ends in "loss".
 
-    The evaluation before the first step does not count: there is no checkpoint of it. Equal to the best is not better.
+    The evaluation before the first step does not count, since it has no checkpoint. A tie is not better.
 
     Args:
       config: the whole config.
-      state: what `state` gave in an earlier run that goes on; with another metric it counts for nothing.
+      state: result of `state` in the resumed run; ignored if it is of another metric.
+
     Attributes:
-      step, value: of the best evaluation; None before the first. since: evaluations in a row behind it.
+      step, value: of the best evaluation; None before the first.
+      since: consecutive evaluations after it that were not better.
     """
 
     def __init__(self, config, state: dict[str, Any] | None = None):
@@ -30,20 +32,22 @@ class Best:
             self.value, self.since = state["value"], state["since"]
 
     def state(self) -> dict[str, Any] | None:
-        """JSON-able; None before the first evaluation."""
+        """Returns a JSON-able state; None before the first evaluation."""
         if self.step is None and not self.since:
             return None
         return {"metric": self.metric, "step": self.step, "value": self.value, "since": self.since}
 
     def check(self, metrics: dict[str, float]) -> None:
-        """Raises ConfigError where an evaluation lacks eval.metric."""
+        """Raises ConfigError if an evaluation lacks eval.metric."""
         self.metric = self.metric or next((name for name in METRICS if name in metrics), "")
         if self.metric not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith("eval/"))) or "none"
             raise ConfigError(f"eval.metric={self._asked!r}: evaluations give no such metric; choose one of {known}")
 
     def add(self, step: int, metrics: dict[str, float]) -> bool:
-        """Takes the evaluation of a step; whether it is the best so far (a value that is not a number never is)."""
+        """Adds the evaluation of a step; returns whether it is the best so far (never for a value that is not a
+        number).
+        """
         self.check(metrics)
         value, lower = float(metrics[self.metric]), self.metric.endswith("loss")
         if value == value and (self.value is None or (value < self.value if lower else value > self.value)):
@@ -54,7 +58,7 @@ class Best:
 
     @property
     def over(self) -> str:
-        """Why the run ends, by eval.patience; "" while it goes on."""
+        """Returns why eval.patience ends the run; "" while it continues."""
         if not self._patience or self.since < self._patience:
             return ""
         best = "it is not a number" if self.step is None else f"the best, {self.value:.4g}, is of step {self.step}"

@@ -1,5 +1,6 @@
-"""Every program that jax compiles, or fetches from its compilation cache, in this process: counted, and the memory that
-a long compilation leaves behind given back. And the thread that compiles programs before they are called."""
+"""Counts every program that jax compiles, or loads from its compilation cache, in this process; returns the memory
+that long compilations leave to the system; and compiles programs in a background thread.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ LONG = 1.0                        # seconds of compiling after which memory is g
 
 
 class Count(NamedTuple):
-    """Of programs: those that the work waited for, and those that a thread beside it compiled."""
+    """Number of programs: those the main work waited for, and those a background thread compiled."""
 
     waited: int = 0
     beside: int = 0
 
 
 class Compilations:
-    """Counts from its making on: `total`, and `take()` since the last take.
+    """Counts programs since its creation: `total`, and `take()` since the last take.
 
-    The count is one for the process, as jax's listeners are: the engine's programs are in it, and the small ones of
-    single operations. A program compiled beside the work that was called for before it was there counts as both.
+    The count is one for the process, as jax's listeners are: it includes the engine's programs and the small ones of
+    single operations. A program compiled in the background that was needed before it was ready counts as both.
     """
 
     _seen = None  # None: jax does not report to us yet
@@ -42,16 +43,19 @@ class Compilations:
 
     @property
     def total(self) -> Count:
+        """Returns the counts since creation."""
         return Count(*(now - start for now, start in zip(Compilations._seen, self._start, strict=True)))
 
     def take(self) -> Count:
+        """Returns the counts since the last call."""
         before, self._taken = self._taken, Compilations._seen
         return Count(self._taken.waited - before.waited, self._taken.beside - before.beside)
 
 
-class Beside:
-    """Programs, by key, that threads compile beside the work, in the order in which they were begun. The process has
-    one of them for every four cores, at most four: the work wants the other cores."""
+class BackgroundCompiler:
+    """Compiles programs, by key, in background threads, in the order in which they were queued. The process has one
+    thread for every four cores, at most four: the main work needs the other cores.
+    """
 
     _threads = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), BESIDE)
 
@@ -59,17 +63,18 @@ class Beside:
         self.coming: dict[Any, Future] = {}
 
     def begin(self, key, compiled, *args) -> None:
-        """compiled(*args) returns the program."""
+        """Queues a program; compiled(*args) returns it."""
         self.coming[key] = self._threads.submit(compiled, *args)
 
     def begun(self, key) -> bool:
-        """Whether it is being compiled, or there."""
+        """Returns whether a program is being compiled, or ready."""
         coming = self.coming.get(key)
         return coming is not None and (coming.running() or coming.done())
 
     def take(self, key):
-        """The program, as soon as it is there. None for what has not begun, which then never does: it is here sooner
-        than its turn comes."""
+        """Returns a program, waiting until it is ready. None if its compilation has not started, which is then
+        cancelled: the caller compiles it sooner.
+        """
         coming = self.coming.pop(key, None)
         if coming is None or coming.cancel():
             return None
@@ -80,13 +85,14 @@ class Beside:
         return program
 
     def stop(self) -> None:
-        """Takes back what has not begun."""
+        """Cancels what has not started."""
         self.coming = {key: coming for key, coming in self.coming.items() if not coming.cancel()}
 
 
 def give_back() -> None:
-    """Returns to the system what the heap holds and nobody uses, where libc can: compiling a training step leaves
-    hundreds of MiB, which glibc keeps, and programs put their buffers elsewhere."""
+    """Returns unused heap memory to the system, if libc can: compiling a training step leaves hundreds of MiB that
+    glibc keeps, and programs allocate their buffers elsewhere.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

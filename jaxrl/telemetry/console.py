@@ -1,5 +1,4 @@
-"""What a person sees: one plain line per step, or nothing, and the log's messages. (`table.py`: a terminal's live
-table.)"""
+"""Console output: one plain line per step, or nothing, and log messages. (`table.py`: the live table of a terminal.)"""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ DOING = {"start": "reading, loading, starting the engine", "rollout": "generatin
 
 
 class Progress:
-    """Counts this process's steps and guesses the time left from all but the first, which compiles."""
+    """Counts this process's steps and estimates the remaining time from all but the first, which compiles."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic):
         self.total, self._clock = total_steps, clock
@@ -33,17 +32,19 @@ class Progress:
         self._first: tuple[int, float] | None = None
 
     def advance(self, step: int) -> None:
+        """Counts a completed step."""
         self.step = step
         if self._first is None and step > 0:
             self._first = (step, self._clock())
 
     @property
     def elapsed(self) -> float:
+        """Returns the seconds since the start."""
         return self._clock() - self.begin
 
     @property
     def left(self) -> float | None:
-        """Seconds, or None before the second step."""
+        """Returns the remaining seconds, or None before the second step."""
         if self._first is None or self.step <= self._first[0]:
             return None
         pace = (self._clock() - self._first[1]) / (self.step - self._first[0])
@@ -51,36 +52,37 @@ class Progress:
 
 
 class SilentConsole:
-    """log.console=off, and the interface of all consoles."""
+    """The console of log.console=off, and the interface of all consoles."""
 
     def __init__(self, total_steps: int, title: str, stream):
         self.progress = Progress(total_steps)
         self.title, self.stream = title, stream
 
     def start(self, name: str = "start") -> None:
-        """A phase outside of steps has just begun."""
+        """Reports the start of a phase outside of steps."""
 
     def phase(self, name: str) -> None:
-        """The phase that has just begun; "" between phases."""
+        """Reports the phase that has just started; "" between phases."""
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
-        """The metrics of a finished step."""
+        """Shows the metrics of a finished step."""
 
     def print(self, text: str) -> None:
-        """A message to the person."""
+        """Shows a message."""
 
     def sample(self, step: int, name: str, record: dict) -> None:
-        """A sampled conversation of an evaluation."""
+        """Shows a sampled conversation of an evaluation."""
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
 
 
 class PlainConsole(SilentConsole):
-    """One line per step, greppable: `step 12/100  reward 0.512  acc 45.0% ... 1.92s (rollout 1.10 update 0.75)`.
+    """Prints one line per step, greppable: `step 12/100  reward 0.512  acc 45.0% ... 1.92s (rollout 1.10 update
+    0.75)`.
 
-    A run that has said nothing for FIRST seconds, or for twice the time that its fastest step took, says which phase it
-    is in, then again after twice as long each time. A thread sees to it, which `phase` starts and `close` ends.
+    If nothing was printed for FIRST seconds, or for twice the time of the fastest step, it prints the current phase,
+    then again after twice as long each time. A thread does this; `phase` starts it and `close` ends it.
 
     Args:
       clock: seconds, monotonic.
@@ -141,7 +143,7 @@ class PlainConsole(SilentConsole):
         self.print("\n".join(lines))
 
     def sign_of_life(self) -> str:
-        """The line that is due; "" for none."""
+        """Returns the progress line that is due; "" for none."""
         now, name, since = self._clock(), self._phase, self._since
         if now - self._heard < self._patience:
             return ""
@@ -164,6 +166,7 @@ class PlainConsole(SilentConsole):
 
 
 def sample_verdict(record: dict) -> str:
+    """Returns score, correctness and length cut of a sampled record as text."""
     out = f", score {record['score']:.3g}" if isinstance(record.get("score"), int | float) else ""
     if "accurate" in record:
         out += ", right" if record["accurate"] else ", wrong"
@@ -171,7 +174,7 @@ def sample_verdict(record: dict) -> str:
 
 
 def encodes(stream, text: str) -> bool:
-    """Whether a stream can show a text: it cannot where a locale has another encoding than UTF-8."""
+    """Returns whether a stream can show a text; it cannot if a locale's encoding is not UTF-8."""
     try:
         text.encode(stream.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -180,13 +183,14 @@ def encodes(stream, text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text of a model without control characters: a completion must not be able to drive the terminal."""
+    """Returns a model's text without control characters, so that a completion cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def completion_text(record: dict) -> str:
-    """The completion of a record, or its episode as a conversation: what the model said, with each turn's reward, and
-    what was put between (which is not trained on)."""
+    """Returns the completion of a record, or its episode as a conversation: the model's turns with their rewards, and
+    the untrained text between them.
+    """
     if "episode" not in record:
         return str(record.get("completion", ""))
     lines = []
@@ -199,12 +203,15 @@ def completion_text(record: dict) -> str:
 
 
 def shortened(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
+    """Returns a text without control characters, its middle cut if it has more than `limit` characters."""
     text, half = printable(text), limit // 2
     return text if len(text) <= limit else f"{text[:half]} [... {len(text) - limit} characters ...] {text[-half:]}"
 
 
 def evaluation_line(scalars: dict[str, float]) -> str:
-    """'accuracy 53.1% (test 50.0%, hard 61.0%)' with pass@k where there are several samples; '' without evaluation."""
+    """Returns 'accuracy 53.1% (test 50.0%, hard 61.0%)', with pass@k if there are several samples; '' without
+    evaluation.
+    """
     if "eval/accuracy" not in scalars:
         return ""
     parts = {k[5:]: v for k, v in scalars.items() if k.startswith("eval/")}
@@ -216,13 +223,13 @@ def evaluation_line(scalars: dict[str, float]) -> str:
 
 
 def phase_seconds(scalars: dict[str, float]) -> dict[str, float]:
-    """Seconds by phase, longest first."""
+    """Returns the seconds by phase, longest first."""
     phases = {k[5:]: v for k, v in scalars.items() if k.startswith("time/") and k[5:] not in NO_PHASES}
     return dict(sorted(phases.items(), key=lambda kv: -kv[1]))
 
 
 def show(metric, value: float) -> str:
-    """A value as its console column shows it, by the metric's `format`."""
+    """Returns a value as its console column shows it, by the metric's `format`."""
     if value != value:
         return "nan"
     match metric.format:
@@ -240,7 +247,7 @@ def show(metric, value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12 -> '12s', 190 -> '3m10s', 7500 -> '2h05m'."""
+    """Formats seconds: 12 -> '12s', 190 -> '3m10s', 7500 -> '2h05m'."""
     s = int(round(max(0.0, seconds)))
     if s < 60:
         return f"{s}s"
@@ -250,7 +257,7 @@ def duration(seconds: float) -> str:
 
 
 def compiling() -> bool:
-    """Whether a thread of this process is in jax's compiler now."""
+    """Returns whether a thread of this process is in jax's compiler now."""
     for frame in sys._current_frames().values():
         while frame is not None:
             if frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
@@ -276,9 +283,10 @@ class _Handler(logging.Handler):
 
 
 def setup_logging(level: str, process: str = "") -> None:
-    """Sends jaxrl's log to stderr at `log.level`, unless the application has set up logging itself.
+    """Sends jaxrl's log to stderr at `log.level`, unless the application has configured logging itself.
 
-    process: name of a process other than the first of several: it sends warnings and errors only, under this name.
+    Args:
+      process: name of a process other than the first; it logs warnings and errors only, under this name.
     """
     logger = logging.getLogger("jaxrl")
     logger.setLevel(level.upper())

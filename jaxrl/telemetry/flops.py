@@ -1,4 +1,4 @@
-"""How much arithmetic a step needed, and what share of the devices' peak it was done at.
+"""Counts the arithmetic of a step, and the achieved share of the devices' peak.
 
 Counted is what the mathematics needs: matrix products of every token that is not padding, attention of each token to
 what it may see, the head where a token is sampled or scored; a multiply and an add are two operations. Not counted:
@@ -25,7 +25,7 @@ class Operations:
 
     Args:
       model: jaxrl.models.Model.
-      trainable: names of the parameters that train.
+      trainable: names of the trained parameters.
     """
 
     def __init__(self, model, trainable):
@@ -40,7 +40,9 @@ class Operations:
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 
     def layers(self, first_N, end_N) -> tuple[float, float]:
-        """(matrix products, attention) of all layers' forward pass, of the tokens at positions first ... end - 1."""
+        """Returns (matrix products, attention) of all layers' forward pass, for the tokens at positions first ... end
+        - 1.
+        """
         first_N, end_N = np.asarray(first_N, float), np.asarray(end_N, float)
         seen = 0.0  # pairs of tokens: position p (from 1) sees min(p, window) of them, all where window is 0
         for window, layers in self._windows.items():
@@ -50,7 +52,9 @@ class Operations:
         return float(self._token * (end_N - first_N).sum()), float(self._pair * seen)
 
     def generation(self, traj) -> float:
-        """Prompts once per group, then every sampled token but each completion's last, which nothing follows."""
+        """Returns the operations of a rollout: prompts once per group, then every sampled token except each
+        completion's last.
+        """
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
         sampled = self.layers(traj.prompt_lengths, traj.lengths - 1)
@@ -63,12 +67,19 @@ class Operations:
         return prompts[0] + completions[0], prompts[1] + completions[1]
 
     def scoring(self, traj, shared: bool, head: bool = True) -> float:
-        """One forward pass. shared: prompts once per group. head: whether log-probs are wanted (else values)."""
+        """Returns the operations of one forward pass.
+
+        Args:
+          shared: count prompts once per group.
+          head: log-probs are computed (else values).
+        """
         return sum(self._forward(traj, shared)) + head * self.head * float(traj.loss_mask.sum())
 
     def update(self, traj, shared: bool, head: bool = True) -> float:
-        """One forward and backward pass; the backward pass of a matrix is its input's gradient and, where it trains,
-        its own. The head's are of log-probs of the scored tokens. A critic (head=False) trains as a whole."""
+        """Returns the operations of one forward and backward pass. The backward pass of a matrix is its input's
+        gradient and, if it trains, its own. The head's are for the log-probs of the scored tokens. A critic
+        (head=False) trains as a whole.
+        """
         matrices, attention = self._forward(traj, shared)
         if not head:
             return 3 * (matrices + attention)
@@ -77,8 +88,9 @@ class Operations:
 
 
 class Speed:
-    """Metrics of a step: `flops/<phase>` of what it needed, and with the seconds of the phases `perf/...` (see
-    names.py)."""
+    """Metrics of a step: `flops/<phase>` of the required operations, and with the seconds of the phases `perf/...`
+    (see names.py).
+    """
 
     def __init__(self, job, trainable):
         self.operations = Operations(job.model, trainable)
@@ -88,7 +100,7 @@ class Speed:
         self._peak = chip.flops if chip is not None and chip.kind != "cpu" else 0.0
 
     def rates(self, metrics: dict, phases: dict[str, float]) -> dict[str, float]:
-        """perf/* of metrics with flops/* over seconds by phase, `step` their sum."""
+        """Returns perf/* from the metrics flops/* and the seconds by phase, whose sum is `step`."""
         needed = {phase: metrics.get(f"flops/{phase}", 0.0) / self._devices[phase] for phase in PHASES}
         speeds = {f"perf/{phase}_": flops / phases[phase]
                   for phase, flops in needed.items() if flops and phases.get(phase)}

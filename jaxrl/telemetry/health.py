@@ -1,6 +1,6 @@
-"""Warnings: what makes learning impossible, said in the first steps; and mechanisms that do nothing.
+"""Warnings: conditions of the first steps that make learning impossible, and mechanisms without effect.
 
-The rules are data. Each looks at the metrics of one step. A metric that is absent makes its rule silent.
+The rules are data. Each reads the metrics of one step. A missing metric disables its rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FIRST_STEPS = 3
 
 
 class Rule(NamedTuple):
-    """`wrong(m)`: m reads a metric by name, nan where absent; comparisons with nan are False."""
+    """A warning's condition. `wrong(m)`: m reads a metric by name, nan if absent; comparisons with nan are False."""
 
     name: str
     wrong: Callable[[Callable[[str], float]], bool]
@@ -65,7 +65,7 @@ IDLE_STEPS = 50
 
 
 class Mechanism(NamedTuple):
-    """Something that was switched on and shows in a metric. It is idle while the metric is 0 (or absent)."""
+    """An enabled mechanism that shows in a metric. It is idle while the metric is 0 (or absent)."""
 
     option: str  # below `algorithm`
     metric: str
@@ -97,11 +97,11 @@ def mechanisms() -> tuple[Mechanism, ...]:
     return (*MECHANISMS, *(Mechanism(option, mask.metric) for option, mask in TOKEN_MASKS.items()))
 
 
-class Idle:
-    """Says, once each, which mechanisms have done nothing for IDLE_STEPS steps.
+class IdleMechanisms:
+    """Warns once about each mechanism that had no effect for IDLE_STEPS steps.
 
     Args:
-      given: options below `algorithm` that somebody chose -> value (see Spec.chosen).
+      given: options below `algorithm` that were set explicitly -> value (see Spec.chosen).
     """
 
     def __init__(self, given: dict):
@@ -109,6 +109,7 @@ class Idle:
         self._given = given
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
+        """Returns the warnings about this step."""
         if "optim/grad_norm" not in scalars:
             return []
         out = []
@@ -124,12 +125,13 @@ class Idle:
 
 
 class Divergence:
-    """Says, once each, that the loss has risen or that a held-out accuracy has collapsed, as at a learning rate that is
-    too large.
+    """Warns once each that the loss has risen, or that a held-out accuracy has collapsed, as with too large a
+    learning
+    rate.
 
-    The loss: the mean of the last five lines is above three times that of the first three and of the lowest three in a
-    row (of recipes that do not sample, whose loss is a likelihood or near it). An accuracy: below half of the best one
-    so far, and a tenth below it. found: what was said first, "" before.
+    The loss: the mean of the last five lines is above three times that of the first three and of the lowest three in
+    a row (for recipes that do not sample, whose loss is a likelihood or close to one). An accuracy: below half of the
+    best one so far, and a tenth below it. found: the first warning, "" before.
     """
 
     LATEST, EARLIER = 5, 3
@@ -143,7 +145,7 @@ class Divergence:
         self._said: set[str] = set()
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
-        """Warnings about this step."""
+        """Returns the warnings about this step."""
         out = []
         if not self._samples and math.isfinite(loss := scalars.get("loss", float("nan"))):
             self._losses = [*self._losses[1 - self.LATEST:], loss]
@@ -174,7 +176,7 @@ class Divergence:
 
 
 class Health:
-    """Applies RULES to the first FIRST_STEPS steps of a process; each rule speaks once.
+    """Applies RULES to the first FIRST_STEPS steps of a process; each rule warns once.
 
     Args:
       config: the whole config, for the remedies.
@@ -186,7 +188,9 @@ class Health:
         self._said: set[str] = set()
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
-        """Warnings about this step; [] after the first steps. Lines without an update (evaluation) do not count."""
+        """Returns the warnings about this step; [] after the first steps. Lines without an update (evaluation) do not
+        count.
+        """
         if self.over or "optim/grad_norm" not in scalars:
             return []
         self._seen += 1
@@ -198,14 +202,19 @@ class Health:
 
 
 def message(rule: Rule, config, run_dir, values: dict[str, float]) -> str:
-    """What a broken rule says. config: group -> something whose attributes are the group's options."""
+    """Returns the text of a violated rule.
+
+    Args:
+      config: group -> object whose attributes are the group's options.
+    """
     # "{rollout.temperature}" reads the attribute of a config group, "{reward/mean}" a metric.
     return rule.message.format_map(_Known(config.items(), **values, run_dir=run_dir, finite=finite(config, run_dir)))
 
 
 def finite(config, run_dir) -> str:
-    """What to do where losses or gradients are not finite, of what this job has. config: as in `message`; options that
-    it lacks count as not set."""
+    """Returns the remedy for losses or gradients that are not finite, for this job. config: as in `message`; missing
+    options count as not set.
+    """
     groups = dict(config.items())
     read = lambda group, name: getattr(groups.get(group), name, None)  # noqa: E731
     recipe, own = RECIPES.get(read("run", "recipe")), read("algorithm", "policy_loss") or ""

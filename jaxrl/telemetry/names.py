@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """One metric. A `header` makes it a console column, shown by its `format` (console.show).
-
-    `rank`: columns of the highest rank are left out first where the terminal is narrow.
+    """One metric. A `header` makes it a console column, shown by its `format` (console.show). Columns of the highest
+    `rank` are dropped first on a narrow terminal.
     """
 
     name: str
@@ -195,7 +194,7 @@ HISTOGRAMS: dict[str, str] = {
 
 
 def describe(name: str) -> str | None:
-    """The meaning of a metric, by exact name or by the first pattern that fits; None for an unknown name."""
+    """Returns the meaning of a metric, by exact name or by the first matching pattern; None for an unknown name."""
     if name in NAMES:
         return NAMES[name]
     patterns = (n for n in NAMES if "<" in n)
@@ -203,7 +202,7 @@ def describe(name: str) -> str | None:
 
 
 def metrics_table(columns: int = 120) -> str:
-    """All metrics and their meaning, wrapped to so many columns."""
+    """Returns all metrics with their meaning, wrapped to this many columns."""
     width = max(len(m.name) for m in METRICS)
     return "\n".join(textwrap.fill(m.meaning, columns - 1, initial_indent=f"    {m.name:<{width}}  ",
                                    subsequent_indent=" " * (width + 6), break_long_words=False) for m in METRICS)

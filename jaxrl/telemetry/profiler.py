@@ -1,4 +1,4 @@
-"""What the JAX profiler tells of a few steps: traces (`profile.steps`), arrays in device memory (`profile.memory`)."""
+"""JAX profiles of a few steps: traces (`profile.steps`), arrays in device memory (`profile.memory`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import jax
 
 
-def steps_of(profile, process: int) -> tuple:
-    """The steps that a process traces, by config.profile; () for none."""
+def traced_steps(profile, process: int) -> tuple:
+    """Returns the steps that a process traces, by config.profile; () for none."""
     return tuple(profile.steps) if process in profile.processes else ()
 
 
-def memory_of(profile, process: int) -> tuple:
-    """The steps after which a process writes a memory profile; () for none."""
+def memory_steps(profile, process: int) -> tuple:
+    """Returns the steps after which a process writes a memory profile; () for none."""
     return tuple(profile.memory) if process in profile.processes else ()
 
 
@@ -49,6 +49,7 @@ class Profiler:
         self._step = None  # the annotation of the step that is being traced
 
     def at(self, completed: int) -> None:
+        """Starts or ends the trace, and writes memory profiles, when a step is completed."""
         self._leave_step()
         if completed in self._memory:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,7 @@ class Profiler:
             self._step = None
 
     def close(self) -> None:
-        """Ends a trace that is under way. May be called twice."""
+        """Ends a running trace. May be called twice."""
         self._leave_step()
         if self._running:
             self._running = False

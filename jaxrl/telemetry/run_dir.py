@@ -1,4 +1,4 @@
-"""Files of the run directory that are written whole or not at all, and the lock that keeps a second run out."""
+"""Files of the run directory that are written atomically, and the lock that keeps a second run out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ OWN_FILES = ("metrics.jsonl", "summary.json", "report.html", "rollouts", "record
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a file through a temporary one and a rename: readers and killed runs see the old or the new content."""
+    """Writes a file through a temporary one and a rename, so that readers and killed runs see the old or the new
+    content.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
@@ -35,7 +37,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Numpy scalars and arrays become plain values; non-finite numbers the strings "nan", "inf", "-inf".
+    """Converts numpy scalars and arrays to plain values, and non-finite numbers to the strings "nan", "inf", "-inf".
 
     Strict JSON has no such numbers; `float()` reads the strings back.
     """
@@ -56,7 +58,7 @@ _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Strict JSON of what `jsonable` says; without `indent` on one line whatever the text holds."""
+    """Returns strict JSON of `jsonable(value)`; without `indent` always on one line."""
     encode = functools.partial(json.dumps, indent=indent, ensure_ascii=False, allow_nan=False)
     try:
         text = encode(value, default=jsonable)  # in C; rollouts are long
@@ -66,7 +68,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """The content of a JSON file; {} where there is none or it cannot be read."""
+    """Returns the content of a JSON file; {} if it is missing or unreadable."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -85,7 +87,7 @@ def write_config(run_dir, config, derived: dict | None = None) -> Path:
 
 
 def merge(old: dict, new: dict) -> dict:
-    """`new` over `old`, table by table."""
+    """Returns `old` updated with `new`, table by table."""
     out = dict(old)
     for key, value in new.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
@@ -94,16 +96,15 @@ def merge(old: dict, new: dict) -> dict:
 
 
 def merge_json(path: Path, new: dict) -> dict:
-    """Merges into a JSON file atomically and returns the whole. A file that cannot be read counts as empty."""
+    """Merges into a JSON file atomically and returns the whole. An unreadable file counts as empty."""
     whole = merge(read_json(path), jsonable(new))
     write_atomic(path, dumps(whole, indent=1) + "\n")
     return whole
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Moves what an earlier run wrote into <run_dir>/previous-<n>; returns that folder, or None if nothing was there.
-
-    Checkpoints stay: the Checkpointer sets aside its own.
+    """Moves the files of an earlier run to <run_dir>/previous-<n>; returns that folder, or None if there were none.
+    Checkpoints stay: the Checkpointer sets its own aside.
     """
     there = [run_dir / name for name in OWN_FILES if (run_dir / name).exists()]
     if not there:
@@ -118,9 +119,8 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 def require_free(run_dir, lock: bool = True) -> None:
-    """Raises ConfigError unless `run_dir` is, or can become, a folder that can be written and (`lock`) no run writes.
-
-    Leaves nothing behind.
+    """Raises ConfigError unless `run_dir` is, or can become, a writable folder in which (with `lock`) no run writes.
+    Leaves nothing in it.
     """
     run_dir = Path(run_dir)
     made = [p for p in (run_dir, *run_dir.parents) if not p.exists()]
@@ -134,7 +134,7 @@ def require_free(run_dir, lock: bool = True) -> None:
         raise
     except OSError as e:
         why = "is not a folder" if run_dir.exists() and not run_dir.is_dir() else f"cannot be written: {e.strerror}"
-        raise ConfigError(f"run.dir={str(run_dir)!r} {why}; choose another run.dir, or mend this one") from None
+        raise ConfigError(f"run.dir={str(run_dir)!r} {why}; choose another run.dir, or fix this one") from None
     finally:
         for path in made:
             with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ def require_free(run_dir, lock: bool = True) -> None:
 class Lock:
     """Held while a run writes its directory; the system releases it however the process ends.
 
-    Raises ConfigError when another process holds it. Where the file system knows no locks there is none.
+    Raises ConfigError if another process holds it. On a file system without locks there is none.
     """
 
     def __init__(self, run_dir: Path):
@@ -167,4 +167,5 @@ class Lock:
         self._file.flush()
 
     def close(self) -> None:
+        """Releases the lock."""
         self._file.close()

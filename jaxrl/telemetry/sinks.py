@@ -1,7 +1,7 @@
-"""Where metrics go besides the console: metrics.jsonl, TensorBoard, Weights & Biases, classes of the user's.
+"""Sinks of metrics besides the console: metrics.jsonl, TensorBoard, Weights & Biases, and the user's classes.
 
-A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)`, `histogram(tag, values, step)` and
-`flush()`. `scalars` are floats by metric name (see names.py). Each but metrics.jsonl runs in a thread of its own.
+A sink has `write(step, scalars)` and `close()`; it may have `text(tag, text, step)`, `histogram(tag, values, step)`
+and `flush()`. `scalars` are floats by metric name (see names.py). Each except metrics.jsonl runs in its own thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLOCKED = ("time/", "perf/", "upload/")
 
 
 def adds_up(name: str) -> bool:
-    """Whether two values for one step, of its parts, make a sum: seconds do, and counts of what happened in them."""
+    """Returns whether two partial values of one step add up: seconds do, and counts of events."""
     return name.startswith("time/") and name not in ("time/wall", "time/tokens_per_second", "time/compiled_programs")
 
 
@@ -66,7 +66,9 @@ class JsonLines:
         return lines[kept - 1] if kept else b"", newest
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Raises ValueError when `step` is older than the newest line; OSError when the disk refuses it: it is kept."""
+        """Writes a step's metrics. Raises ValueError if `step` is older than the newest line; OSError if the disk
+        refuses the line, which is kept.
+        """
         with self._lock:
             if step < self._row["step"]:
                 raise ValueError(f"metrics of step {step} after those of step {self._row['step']}")
@@ -105,12 +107,13 @@ class JsonLines:
         self._start, self._lines = self._end - len(self._lines[-1]), self._lines[-1:]
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
 @contextmanager
-def absent(name: str):
-    """Imports inside do not find this module, unless it is imported already."""
+def hide_module(name: str):
+    """Context in which imports do not find this module, unless it is imported already."""
     if name in sys.modules:
         yield
         return
@@ -122,10 +125,10 @@ def absent(name: str):
 
 
 class TensorBoard:
-    """Event files for TensorBoard. After a resume, `first_step` hides the events that the killed run wrote later."""
+    """Event files for TensorBoard. After a resume, `first_step` hides the later events of the killed run."""
 
     def __init__(self, folder: Path, first_step: int):
-        with absent("torch"):  # tensorboardX names a type of it where it can, which takes a second
+        with hide_module("torch"):  # tensorboardX names a type of it where it can, which takes a second
             from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=20)
@@ -159,9 +162,9 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases. A resumed run goes on in the same W&B run (its id is kept in <run_dir>/wandb/run_id).
+    """Weights & Biases. A resumed run continues the same W&B run (its id is kept in <run_dir>/wandb/run_id).
 
-    W&B's own step cannot go back after a resume, so our step is a metric that all charts use as x axis.
+    W&B's step cannot go back after a resume, so our step is a metric that all charts use as x axis.
     """
 
     def __init__(self, run_dir: Path, log_config, config: dict):
@@ -191,9 +194,8 @@ class Wandb:
 
 
 def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
-    """Makes `package.module:Class` or `./file.py:Class`, called with (run_dir, config as a redacted dict).
-
-    Raises ConfigError naming what is missing.
+    """Creates `package.module:Class` or `./file.py:Class` with (run_dir, config as a redacted dict). Raises
+    ConfigError naming what is missing.
     """
     factory = find_sink(spec)
     try:
@@ -207,7 +209,7 @@ def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
 
 
 def find_sink(spec: str) -> Callable:
-    """The class that a spec names. Raises ConfigError naming what is missing."""
+    """Returns the class that a spec names. Raises ConfigError naming what is missing."""
     if ":" not in spec:
         raise ConfigError(f"log.sinks: {spec!r} is not 'package.module:Class' or './file.py:Class'")
     try:

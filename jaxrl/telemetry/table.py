@@ -38,7 +38,7 @@ RANGES = {  # a value outside its range is shown in yellow
 
 
 class TableConsole(SilentConsole):
-    """Rows in the scroll-back, a live panel below them."""
+    """The live table: rows in the scroll-back, a panel below them."""
 
     def __init__(self, total_steps: int, title: str, stream):
         super().__init__(total_steps, title, stream)
@@ -160,7 +160,7 @@ def _width(metric) -> int:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of a value in at most `width` characters, each the mean of its share of the points."""
+    """Returns the course of a value in at most `width` characters, each the mean of its share of the points."""
     values = [v for v in values if v == v and abs(v) != float("inf")]
     if not values:
         return ""

@@ -1,4 +1,4 @@
-"""Telemetry: one object that a recipe tells what happened, and that passes it on."""
+"""Telemetry: one object that receives a run's events and passes them on to console, files and sinks."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Telemetry:
             except BaseException:
                 self._release()
                 raise
-        self._queues = {name: actions_of(name, WAITING) for name in self._sinks}
-        self._queues["rollouts"] = actions_of("rollouts", WAITING_STEPS)
+        self._queues = {name: start_queue(name, WAITING) for name in self._sinks}
+        self._queues["rollouts"] = start_queue("rollouts", WAITING_STEPS)
         if not read_only:
             self.text("config", f"```\n{dumps(redacted(config), indent=1)}\n```", max(0, resume_step or 0))
 
@@ -107,10 +107,13 @@ class Telemetry:
     # ---- what recipes call
 
     def step(self, step: int, scalars: dict[str, float], phases: dict[str, float] | None = None) -> dict[str, float]:
-        """The metrics of a step (see names.py), returned with time/*. A second call for the newest step merges into it.
+        """Records the metrics of a step (see names.py) and returns them with time/*. A second call for the newest
+        step
+        merges into it.
 
         Args:
           phases: seconds by phase with their sum as `step`, from `Phases.take()`.
+
         Raises:
           ValueError: the step is older than the newest one.
         """
@@ -135,12 +138,11 @@ class Telemetry:
         return values
 
     def rollouts(self, step: int, records: list[dict]) -> None:
-        """Writes rollouts/step_<step>.jsonl whole or not at all, unless log.rollouts is off; now and then some as text.
-
-        Raises OSError where the disk has taken nothing for FLUSH_SECONDS.
+        """Writes rollouts/step_<step>.jsonl atomically, unless log.rollouts is off; now and then shows some as text.
+        Raises OSError if the disk has accepted nothing for FLUSH_SECONDS.
         """
         if step == 1 or step % SAMPLES_EVERY == 0:
-            for i, record in enumerate(chosen(records, self._log.print_samples, self._seed, step)):
+            for i, record in enumerate(sample_records(records, self._log.print_samples, self._seed, step)):
                 self.text(f"sample/train/{i}", sample_text(record), step)
         if self._log.rollouts and not self._silent:
             self._newest_rollouts = max(self._newest_rollouts, step)
@@ -148,12 +150,14 @@ class Telemetry:
             self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
 
     def aside(self, action: Callable[[], object]) -> None:
-        """Has it done in the thread that writes rollouts, before the next `flush` returns. It reports its failures."""
+        """Runs an action in the thread that writes rollouts, before the next `flush` returns. The action reports its
+        failures itself.
+        """
         if not self._silent:
             self._later("rollouts", action)
 
     def read_rollouts(self, step: int) -> list[dict]:
-        """The records of a step, also those of an earlier process; [] where there are none, or the file is damaged."""
+        """Returns the records of a step, also of an earlier process; [] if there are none, or the file is damaged."""
         if step <= self._newest_rollouts:
             self._wait("rollouts")
         path = self.run_dir / ROLLOUTS.format(step)
@@ -165,24 +169,26 @@ class Telemetry:
         except FileNotFoundError:
             return []
         except (ValueError, RecursionError) as e:  # zeros after a loss of power
-            log.warning("%s is damaged (%s): its rewards are computed anew, and the step writes it again", path, e)
+            log.warning("%s is damaged (%s): its rewards are recomputed, and the step writes it again", path, e)
             return []
 
     def samples(self, step: int, rows: dict[str, list[dict]]) -> None:
-        """Shows log.print_samples rows of each set (see `chosen`), and passes them on as text."""
+        """Shows log.print_samples rows of each set (see `sample_records`), and passes them on as text."""
         for name, records in rows.items():
-            for i, record in enumerate(chosen(records, self._log.print_samples, self._seed, step)):
+            for i, record in enumerate(sample_records(records, self._log.print_samples, self._seed, step)):
                 self._try("console", lambda n=name, r=record: self.console.sample(step, n, r))
                 self.text(f"sample/{name}/{i}", sample_text(record), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Text for the sinks that show text."""
+        """Passes a text to the sinks that show text."""
         for name, sink in self._sinks.items():
             if hasattr(sink, "text"):
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
 
     def histograms(self, step: int, values: dict) -> None:
-        """Distributions for sinks that show them: name (names.HISTOGRAMS) -> numbers; of many, evenly spaced ones."""
+        """Passes distributions to the sinks that show them: name (names.HISTOGRAMS) -> numbers; of many, evenly
+        spaced ones.
+        """
         for name, numbers in values.items():
             some = numbers[:: len(numbers) // HISTOGRAM_NUMBERS + 1]
             for key, sink in self._sinks.items():
@@ -191,7 +197,7 @@ class Telemetry:
                     self._later(key, lambda sink=sink, tag=tag, some=some: sink.histogram(tag, some, step))
 
     def print(self, text: str) -> None:
-        """A message to the person, above a live table."""
+        """Shows a message, above a live table."""
         self._try("console", lambda: self.console.print(text))
 
     def summary(self, values: dict) -> dict:
@@ -199,10 +205,10 @@ class Telemetry:
         return values if self._silent else merge_json(self.run_dir / "summary.json", values)
 
     def flush(self) -> None:
-        """Waits until what was said so far is written. Called before each commit, also from its thread.
+        """Waits until everything recorded so far is written. Called before each commit, also from its thread.
 
-        A sink that is not done within FLUSH_SECONDS is left out from now on. Raises OSError where metrics.jsonl or the
-        rollouts are not on disk.
+        A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl or the rollouts are
+        not on disk.
         """
         if self._closed:  # a checkpoint may still be committing in its thread
             return
@@ -278,10 +284,10 @@ class Telemetry:
                             e, exc_info=not isinstance(e, BrokenPipeError))  # `| head` has read enough
 
 
-def actions_of(name: str, limit: int) -> queue.Queue:
-    """A queue of functions that a thread of its own calls one after the other; None ends it. They must not raise.
+def start_queue(name: str, limit: int) -> queue.Queue:
+    """Returns a queue of functions that its own thread calls in order; None ends it. They must not raise.
 
-    At most `limit` wait: a place that is merely slow then slows the run down instead of filling its memory.
+    At most `limit` functions wait: a slow consumer then slows the run down instead of filling its memory.
     """
     actions: queue.Queue = queue.Queue(limit)
 
@@ -294,13 +300,13 @@ def actions_of(name: str, limit: int) -> queue.Queue:
 
 
 def open_console(run_dir, config, silent: bool = False) -> SilentConsole:
+    """Returns the console of a job without steps; a silent one if `silent`."""
     return make_console("off" if silent else config.log.console, 0, f"jaxrl {config.run.recipe} {run_dir}")
 
 
 def make_console(mode: str, total_steps: int, title: str, stream=None) -> SilentConsole:
-    """Console for `log.console`: auto is the table on a terminal that can show it, else plain lines (in notebooks too).
-
-    What the stream's encoding lacks is shown as a question mark there, instead of ending the run.
+    """Returns the console of `log.console`: auto is the table on a terminal that can show it, else plain lines (also
+    in notebooks). Characters that the stream cannot encode are shown as question marks.
     """
     stream = stream or sys.stdout
     if mode == "auto":
@@ -314,8 +320,10 @@ def make_console(mode: str, total_steps: int, title: str, stream=None) -> Silent
     return {"plain": PlainConsole, "off": SilentConsole}[mode](total_steps, title, stream)
 
 
-def chosen(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
-    """At most `count` records of different prompts; others at every step, the same in every run with this seed."""
+def sample_records(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
+    """Returns at most `count` records of different prompts; different ones at every step, the same in every run with
+    this seed.
+    """
     draw = random.Random(f"{seed} {step}")
     of: dict[str, list[dict]] = {}
     for record in records:
@@ -324,7 +332,7 @@ def chosen(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
 
 
 def sample_text(record: dict) -> str:
-    """A conversation and what became of it as Markdown."""
+    """Returns a conversation and its result as Markdown."""
     said = {"prompt": str(record.get("prompt", "")), "completion": completion_text(record)}
     said = {k: shortened(text, 20_000) for k, text in said.items()}
     verdict = {k: record[k] for k in ("score", "accurate", "advantage", "finish", "answer") if k in record}

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, and when something periodic is due."""
+"""Seconds of a step by phase, and schedules of periodic actions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Phases:
             self.watch(outer)
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last `take` (or the start), with `other` and their sum as `step`; starts anew."""
+        """Returns the seconds by phase since the last `take` (or the start), with `other` and their sum as `step`;
+        starts again from 0.
+        """
         self._book()
         spent = {**self._spent, "other": self._spent.get("other", 0.0)}
         for name, seconds in spent.items():
@@ -59,7 +61,7 @@ class Phases:
         return spent
 
     def totals(self) -> dict[str, float]:
-        """Seconds by phase since the start of the process, the running step included."""
+        """Returns the seconds by phase since the start of the process, including the running step."""
         self._book()
         names = {**self._totals, **self._spent}
         return {n: self._totals.get(n, 0.0) + self._spent.get(n, 0.0) for n in names}
@@ -69,13 +71,14 @@ ONCE = ("eval", "checkpoint", "export")  # phases that belong to one step, howev
 
 
 def working(phases: dict[str, float]) -> float:
-    """Seconds of a step without its evaluation, checkpoint and export."""
+    """Returns the seconds of a step without its evaluation, checkpoint and export."""
     return phases.get("step", 0.0) - sum(phases.get(name, 0.0) for name in ONCE)
 
 
 def per_step(phases: dict[str, float], steps: int) -> dict[str, float]:
-    """What `Phases.take` said after so many steps -> seconds by phase of a mean one of them; evaluation, checkpoint and
-    export whole, as of the last one. They still add up to `step`."""
+    """Converts `Phases.take` of several steps into the seconds by phase of an average step; evaluation, checkpoint
+    and export stay whole, for the last step. They still add up to `step`.
+    """
     out = {name: seconds / (1 if name in ONCE else steps) for name, seconds in phases.items()}
     return out | {"step": sum(seconds for name, seconds in out.items() if name != "step")}
 
@@ -121,10 +124,10 @@ class Every:
         return due
 
     def again(self, seconds: float = 0.0) -> None:
-        """What was due could not be done: it is due again, `seconds` from now at the earliest."""
+        """Makes the action due again, at the earliest after `seconds`, because it could not be done."""
         self.missed, self._not_before = True, self._clock() + seconds
 
     def state(self) -> dict:
-        """JSON-able; belongs into the checkpoint where a resumed run must be due at the same steps."""
+        """Returns a JSON-able state, for the checkpoint if a resumed run must be due at the same steps."""
         state = {"step": self._step, "epoch": self._epoch, "elapsed": self._clock() - self._since}
         return state | {"missed": True} if self.missed else state

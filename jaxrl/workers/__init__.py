@@ -1,3 +1,5 @@
-"""Worker processes that run the user's code, whatever it is for: processes and their supervisor, streams, how what a
-user names or writes gets there. Nothing here knows rewards or environments; nothing but the standard library is used.
+"""Worker processes that run user code: processes and their supervisor, streams, and passing the user's functions to
+them.
+
+Knows nothing of rewards or environments. Standard library only.
 """

@@ -1,4 +1,4 @@
-"""The trainer's side of what a user gives as a Python object: from a function to a spec that workers can load."""
+"""Trainer's side: turns a function passed as a Python object into a spec that workers can load."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from jaxrl.errors import ConfigError
 
 
 class FunctionFolder:
-    """Where functions from Python are written: `<run_dir>/<name>`, or a temporary folder (gone after
-    `cleanup`) where run_dir is empty or a URL. Made when it is first asked for."""
+    """Folder for functions passed from Python: `<run_dir>/<name>`, or a temporary folder (removed by `cleanup`) if
+    run_dir is empty or a URL. Created on first use.
+    """
 
     def __init__(self, run_dir: str, name: str = "reward_functions"):
         self._run_dir, self._name, self._temporary = run_dir, name, None
 
     def path(self) -> Path:
+        """Returns the folder, created if necessary."""
         if self._run_dir and "://" not in self._run_dir:
             folder = Path(self._run_dir).absolute() / self._name
             folder.mkdir(parents=True, exist_ok=True)
@@ -35,39 +37,45 @@ class FunctionFolder:
         return Path(self._temporary.name)
 
     def cleanup(self) -> None:
+        """Removes a temporary folder."""
         if self._temporary is not None:
             self._temporary.cleanup()
 
 
 def function_spec(fn, folder: FunctionFolder, who: str = "reward function", annotations: bool = False) -> str:
-    """'package.module:function' or '/absolute/file.py:function' of a function.
+    """Returns 'package.module:function' or '/absolute/file.py:function' of a function.
 
-    A function that workers can import goes by reference. One that they cannot (a notebook cell, `__main__`) is written
-    from its source, with what it needs, into `folder`. ConfigError, with the remedy, where that is impossible:
-    closures, lambdas, no source, globals that are more than plain values. who: what messages call it. annotations: the
-    names in its annotations are needed too.
+    A function that workers can import is passed by reference. Others (a notebook cell, `__main__`) are written from
+    their source, with what they need, into `folder`.
+
+    Args:
+      who: name of the function's kind in messages.
+      annotations: whether the names in its annotations are needed too.
+
+    Raises:
+      ConfigError: impossible, with the remedy: closures, lambdas, no source, globals other than plain values.
     """
-    return _by_reference(fn) or _by_source(fn, folder, who, annotations)
+    return _reference_spec(fn) or _source_spec(fn, folder, who, annotations)
 
 
 def file_spec(given: str) -> str:
-    """A spec with the file in it, if there is one, as an absolute path."""
+    """Returns a spec with the path of its file, if any, made absolute."""
     place, _, name = given.rpartition(":")
     return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") else given
 
 
 def check_place(field: str, spec: str) -> None:
-    """Of 'package.module:name' or 'file.py:name': what can be checked without an import. Raises ConfigError."""
+    """Checks 'package.module:name' or 'file.py:name' as far as possible without an import. Raises ConfigError."""
     place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise ConfigError(f"{field}: {place} does not exist (asked for its function {name!r})")
+            raise ConfigError(f"{field}: {place} does not exist (needed for its function {name!r})")
     elif not re.fullmatch(r"[\w.]+", place) or not re.fullmatch(r"[\w.]+", name):
         raise ConfigError(f"{field}: {spec!r} is neither a name, nor package.module:function, nor "
                           "./file.py:function")
 
 
-def _by_reference(fn) -> str | None:
+def _reference_spec(fn) -> str | None:
     """'module:qualname' or 'file.py:qualname' if that leads to the same function in another process, else None."""
     module = sys.modules.get(fn.__module__)
     if fn.__module__ == "__main__" or module is None or "<" in fn.__qualname__:
@@ -84,9 +92,8 @@ def _by_reference(fn) -> str | None:
 
 
 def _reachable(module: str) -> bool:
-    """Whether `import module` finds the same file in another process with this one's import path.
-
-    (Being in sys.modules does not say so: config files and the like are loaded by their path.)
+    """Returns whether `import module` finds the same file in another process with this one's import path.
+    (sys.modules does not tell: config files and the like are loaded by path.)
     """
     top = module.partition(".")[0]
     loaded = getattr(sys.modules.get(top), "__spec__", None)
@@ -100,7 +107,7 @@ def _reachable(module: str) -> bool:
     return False
 
 
-def _by_source(fn, folder: FunctionFolder, who: str, annotations: bool) -> str:
+def _source_spec(fn, folder: FunctionFolder, who: str, annotations: bool) -> str:
     body = _Source(fn.__name__, who, annotations).function(fn)
     path = folder.path() / f"{fn.__name__}_{hashlib.sha256(body.encode()).hexdigest()[:8]}.py"
     if not path.exists():
@@ -121,7 +128,7 @@ class _Source:
         return "from __future__ import annotations\n\n" + "\n".join(self.lines) + "\n"
 
     def refuse(self, why: str):
-        raise ConfigError(f"{self.who} {self.name!r} cannot be handed to worker processes: {why}. Put it into a "
+        raise ConfigError(f"{self.who} {self.name!r} cannot be passed to worker processes: {why}. Put it into a "
                           f"file and pass './file.py:{self.name}', or make it self-contained (imports, helpers inside)")
 
     def _define(self, name: str, value) -> None:

@@ -1,4 +1,4 @@
-"""The worker's side of what a user names: finding it, and saying what went wrong in it. Standard library only."""
+"""Worker's side of functions that the user names: loads them and describes errors in them. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import os
 import sys
 import traceback
 
-LARGEST = 1e15  # of a reward, whatever its sign: sums of squares of larger ones are no finite fp32 numbers
+MAX_REWARD = 1e15  # absolute value of a reward: sums of squares of larger ones overflow fp32
 
 
 class LoadError(Exception):
-    """A spec that leads to nothing callable."""
+    """A spec that does not lead to a callable."""
 
 
 def load(spec: str):
-    """What 'package.module:name' or '/path/file.py:name' means, which must be callable. Raises LoadError with the
-    reason."""
+    """Returns the callable of 'package.module:name' or '/path/file.py:name'. Raises LoadError with the reason."""
     place, _, name = spec.rpartition(":")
     try:
         module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
@@ -53,28 +52,30 @@ def _load_file(path: str):
 
 
 def number(value) -> float | None:
-    """A number of whatever kind as a float, else None."""
+    """Returns a number of any type as a float, else None."""
     if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):  # array scalars, without importing numpy
         value = value.item()
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def shown(value) -> str:
-    """str(value), or nothing where that is impossible (integers of too many digits, lists nested too deep)."""
+def safe_str(value) -> str:
+    """Returns str(value), or "" if that fails (integers with too many digits, lists nested too deeply)."""
     try:
-        return plain(str(value))
+        return printable(str(value))
     except Exception:
         return ""
 
 
-def plain(text: str) -> str:
-    """Without halves of characters, which no file and no console takes."""
+def printable(text: str) -> str:
+    """Returns the text without unpaired surrogates, which no file or console accepts."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def describe(error: BaseException, own=()) -> str:
-    """'ValueError: text (file.py:12 in score)': kind, text and the innermost place outside `own` files and this one."""
-    text = f"{type(error).__name__}: {shown(error)}".replace("\n", " ")
+    """Returns 'ValueError: text (file.py:12 in score)': type, text and the innermost place outside `own` files and
+    this one.
+    """
+    text = f"{type(error).__name__}: {safe_str(error)}".replace("\n", " ")
     if len(text) > 300:
         text = text[:300] + "..."
     frames = [f for f in traceback.extract_tb(error.__traceback__)

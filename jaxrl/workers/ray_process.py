@@ -1,8 +1,7 @@
 """Workers on the hosts of a Ray cluster (env.executor=ray, reward.executor=ray). The only file that imports ray.
 
-An actor holds a worker process of the kind that runs here, and passes its lines on: the same protocol, the same
-supervisor beside it, the same faults. A host that is lost costs nobody but the time of what it was at: nobody's code
-was the cause, so all of it begins again elsewhere.
+An actor runs the same kind of worker process as a local one and forwards its lines: same protocol, same supervisor,
+same failures. If a host is lost, its unfinished work is repeated elsewhere, and no code is blamed.
 """
 
 from __future__ import annotations
@@ -15,14 +14,18 @@ import tempfile
 import threading
 
 from jaxrl.errors import ConfigError
-from jaxrl.workers.process import Channel, Printed, WorkerProcess, environment
+from jaxrl.workers.process import Channel, PrintedOutput, WorkerProcess, environment
 
-WAIT = 0.2  # seconds in which an actor waits for lines before it says that there are none
+POLL_SECONDS = 0.2  # seconds for which an actor waits for lines before it returns none
 
 
 def join(options, group: str) -> None:
-    """Connects this process to the cluster of options.ray_address, once. options: config.env, or config.reward; group:
-    its name. Raises ConfigError."""
+    """Connects this process to the Ray cluster of options.ray_address, once. Raises ConfigError.
+
+    Args:
+      options: config.env or config.reward.
+      group: its name.
+    """
     try:
         import ray
     except ImportError as e:
@@ -33,7 +36,7 @@ def join(options, group: str) -> None:
             ray.init(address=options.ray_address or None, log_to_driver=False, logging_level="warning")
         except (ConnectionError, RuntimeError, ValueError) as e:
             where = f"{group}.ray_address={options.ray_address!r}"
-            raise ConfigError(f"{where}: no Ray cluster answers there: {e}") from None
+            raise ConfigError(f"{where}: no Ray cluster responds there: {e}") from None
     there = ray.cluster_resources().get("CPU", 0.0)
     if there < options.workers * options.ray_cpus:
         raise ConfigError(f"{group}.workers={options.workers} with {group}.ray_cpus={options.ray_cpus:g}: the Ray "
@@ -41,17 +44,19 @@ def join(options, group: str) -> None:
 
 
 class RemoteProcess(Channel):
-    """A worker process of another host, as one of this host is spoken to: descriptors of a socket here, at whose other
-    end two threads speak with the actor. lost: it ended with its host.
+    """A worker process on another host, with the interface of a local one: descriptors of a local socket, whose other
+    end two threads connect to the actor.
 
     Args:
-      module, printed, memory_gb, group, who, python: see WorkerProcess. named: variables that the worker gets beside
-        what Python needs, which its host knows. cpus: of those that Ray counts.
-      table: class of memory that the worker shares with its actor (worker.Seats), whose `ages()` are told here.
-      told: called with them.
+      module, printed, memory_gb, group, who, python: see WorkerProcess.
+      named: environment variables in addition to what Python needs, which its host provides.
+      cpus: CPUs that Ray reserves.
+      table: class of the memory that the worker shares with its actor (worker.Seats).
+      told: called with the table's `ages()`.
     """
 
-    def __init__(self, module: str, printed: Printed, named: dict[str, str], memory_gb: float, *, group: str, who: str,
+    def __init__(self, module: str, printed: PrintedOutput, named: dict[str, str], memory_gb: float, *, group: str,
+                 who: str,
                  cpus: float, python: str = "", table=None, told=lambda ages: None):
         import ray
         super().__init__()
@@ -70,14 +75,14 @@ class RemoteProcess(Channel):
     def _bring(self) -> None:
         """Lines to the worker."""
         write = self._actor.write.options(concurrency_group="into")
-        with self._noticing():
+        with self._close_at_end():
             while data := self._theirs.recv(1 << 20):
                 self._ray.get(write.remote(data))
 
     def _fetch(self) -> None:
         """Lines of the worker, until it has ended."""
         read = self._actor.read.options(concurrency_group="out_of")
-        with self._noticing():
+        with self._close_at_end():
             while not self._ended.is_set():
                 data, ages, printed, why = self._ray.get(read.remote())
                 self._told(ages)
@@ -90,7 +95,7 @@ class RemoteProcess(Channel):
                     return
 
     @contextlib.contextmanager
-    def _noticing(self):
+    def _close_at_end(self):
         """At the end, however it comes, whoever speaks with the worker is told by the end of the socket."""
         try:
             yield
@@ -126,11 +131,11 @@ class RemoteProcess(Channel):
 
 
 class Host:
-    """The actor: a worker process of its host."""
+    """The actor: runs a worker process on its host."""
 
     def __init__(self, module: str, named: dict[str, str], memory_gb: float, group: str, who: str, python: str, table):
         self._state, self._out, self._why, self._at = threading.Condition(), bytearray(), "", 0
-        self._printed, self._table, self._process = Printed(), None, None
+        self._printed, self._table, self._process = PrintedOutput(), None, None
         how = {"group": group, "who": who, "python": python}
         if table is not None:
             self._file = tempfile.TemporaryFile()
@@ -169,16 +174,17 @@ class Host:
                     return
 
     def write(self, data: bytes) -> None:
+        """Sends bytes to the worker."""
         with self._state:
             while self._process is None and not self._why:
-                self._state.wait(WAIT)
+                self._state.wait(POLL_SECONDS)
             if self._why:
                 return
         into, _ = self._process.descriptors
         with selectors.DefaultSelector() as selector:
             selector.register(into, selectors.EVENT_WRITE)
             while data and not self._why:
-                selector.select(WAIT)
+                selector.select(POLL_SECONDS)
                 try:
                     data = data[os.write(into, data):]
                 except BlockingIOError:
@@ -187,10 +193,10 @@ class Host:
                     return
 
     def read(self) -> tuple[bytes, dict[int, float], bytes, str]:
-        """(lines, the table's ages, what was printed, how it ended or "")."""
+        """Returns (lines, the table's ages, printed text, how it ended or "")."""
         with self._state:
             if not self._out and not self._why:
-                self._state.wait(WAIT)
+                self._state.wait(POLL_SECONDS)
             data, why = bytes(self._out), self._why
             self._out.clear()
         ages = {} if self._table is None else self._table.ages()

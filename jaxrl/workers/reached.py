@@ -1,9 +1,8 @@
-"""Which code one function of the user's is made of, as one short text: its own def, what that names in its file, and
-every file that is imported from there, however far. Another function of the same file, or of a file beside it, is not
-in it.
+"""Digests the code that one user function consists of: its def, what that names in its file, and every file imported
+from there, transitively. Other functions of the same file, or of files next to it, are not included.
 
-Read from the source, so a change of comments is none. Where code can reach what its text does not name (an import by
-name, exec), the whole neighbourhood counts (`sources.digest`). Standard library only: workers import this file.
+The source is parsed, so comments do not count. If code can reach what its text does not name (an import by name,
+exec), the whole folder counts (`sources.digest`). Standard library only: workers import this file.
 """
 
 from __future__ import annotations
@@ -24,29 +23,33 @@ DEFS = (ast.FunctionDef, ast.AsyncFunctionDef)
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
-def of_function(fn, spec: str, before: set[str]) -> str:
-    """Digest of a function's code. spec: what led to it, 'module:name', 'file.py:name' or a registered name. before:
-    names of the modules that were there before the user's (`sources.digest`)."""
+def function_digest(fn, spec: str, before: set[str]) -> str:
+    """Returns the digest of a function's code.
+
+    Args:
+      spec: 'module:name', 'file.py:name' or a registered name.
+      before: names of the modules loaded before the user's (`sources.digest`).
+    """
     place, _, name = spec.rpartition(":")
     own = getattr(fn, "__module__", None) or type(fn).__module__
     file = os.path.abspath(place) if place.endswith(".py") else None
     files = {getattr(x, "__file__", None): m for m, x in list(sys.modules.items())} if file else {}
     module = files.get(file, place or own)
-    reached = _Reached()
+    reached = _ReachedCode()
     try:
         reached.add(module, (name if place else getattr(fn, "__name__", "")).partition(".")[0])
         if own != module:
             reached.add(own, getattr(fn, "__name__", ""))
-    except Anywhere:
+    except UnboundedImports:
         return digest([fn], before)
     return hashlib.sha256("\n".join([sys.version, *sorted(reached.parts)]).encode()).hexdigest()
 
 
-class Anywhere(Exception):
+class UnboundedImports(Exception):
     """The code may load files that its text does not name."""
 
 
-class _Reached:
+class _ReachedCode:
     def __init__(self):
         self.parts: set[str] = set()
         self._seen: set[str] = set()
@@ -69,7 +72,7 @@ class _Reached:
             return
         body = ast.parse(content).body
         if top != "jaxrl" and ANYWHERE & _names(body):
-            raise Anywhere
+            raise UnboundedImports
         body = _needed(body, root) if root else body
         # of a file that is loaded by its path, its place is a part of the module's name, and counts for nothing
         known = os.path.basename(path) if module.startswith("jaxrl_user_") else module

@@ -1,4 +1,4 @@
-"""Which code the user's functions are made of, as one short text: results of other code are not taken for theirs.
+"""Digests the code that the user's functions consist of, so that results of other code are not taken for theirs.
 
 Standard library only: workers import this file.
 """
@@ -10,13 +10,18 @@ import os
 import sys
 import sysconfig
 
-NEIGHBOURS = 200  # Python files that are read of the folder a function's file lies in
+MAX_NEIGHBOURS = 200  # most Python files read from the folder of a function's file
 
 
 def digest(functions, before: set[str], files=()) -> str:
-    """Of the functions' modules, the files beside them, and every module that was loaded with them (`before`: those
-    that were there already): code of the user by its content, installed packages by the size of their files. The place
-    of a file does not count. files: further ones."""
+    """Returns the digest of the functions' modules, the files next to them, and every module loaded with them.
+
+    User code counts by content, installed packages by the sizes of their files; the folder of a file does not count.
+
+    Args:
+      before: names of the modules that were loaded earlier.
+      files: further files.
+    """
     own = {getattr(f, "__module__", None) for f in functions}
     standard = sysconfig.get_paths()["stdlib"] + os.sep
     parts, folders = {sys.version, *map(_content, files)}, set()
@@ -33,12 +38,12 @@ def digest(functions, before: set[str], files=()) -> str:
             parts.add(f"{name} {_size(path)}")
     for folder in folders:
         names = sorted(n for n in os.listdir(folder) if n.endswith(".py"))
-        parts |= {_content(os.path.join(folder, name)) for name in names[:NEIGHBOURS]}
+        parts |= {_content(os.path.join(folder, name)) for name in names[:MAX_NEIGHBOURS]}
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
-def files_of(folder: str) -> str:
-    """Of the names and sizes of a folder's files; "" where it is none."""
+def folder_digest(folder: str) -> str:
+    """Returns a digest of the names and sizes of a folder's files; "" if it is not a folder."""
     try:
         found = sorted((e.name, e.stat().st_size) for e in os.scandir(folder) if e.is_file())
     except OSError:

@@ -1,5 +1,4 @@
-"""The worker's side of its pipes: private streams, replies that only their process writes, an end with the parent.
-
+"""Worker's side of its pipes: private streams, replies written only by its own process, ending with the parent.
 Standard library only.
 """
 
@@ -11,12 +10,12 @@ import os
 import signal
 import sys
 
-RUNNING = ""  # what kind of worker this process is: it imports user's files, and none of them may start a job
+RUNNING = ""  # kind of this worker; user files imported here must not start a job
 CHANNEL_LOST = 252  # exit status: the streams to the parent were closed by something in this process
 
 
 def begin(kind: str) -> None:
-    """What every worker does first."""
+    """Sets up a worker process: every worker calls it first."""
     global RUNNING
     RUNNING = kind
     die_with_parent()
@@ -26,25 +25,28 @@ def begin(kind: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Linux: SIGKILL for this process when the thread that started it ends (PR_SET_PDEATHSIG = 1)."""
+    """Makes the kernel kill this process when the thread that started it ends (Linux, PR_SET_PDEATHSIG = 1)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Replies:
-    """The stream to the parent. Only the process that opened it writes there: one that the
-    user's code forked, and that comes back from it, ends here."""
+    """The stream to the parent. Only the process that opened it may write: a forked child that returns from user code
+    exits here.
+    """
 
     def __init__(self, fd: int):
         self._out, self._owner, self.task = os.fdopen(fd, "w", encoding="utf-8"), os.getpid(), None
 
     def send(self, message: dict) -> None:
+        """Sends a message."""
         if os.getpid() != self._owner:
             os._exit(1)
         self._out.write(json.dumps({"task": self.task, **message}) + "\n")
         self._out.flush()
 
     def lost(self) -> bool:
+        """Returns whether the stream was closed by this process."""
         try:
             os.fstat(self._out.fileno())
             return False
@@ -53,7 +55,7 @@ class Replies:
 
 
 def private_descriptors() -> tuple[int, int]:
-    """The protocol's streams, moved away from the descriptors 0 and 1 that the user's code may use."""
+    """Moves the protocol's streams away from descriptors 0 and 1, which user code may use, and returns them."""
     streams = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -1,5 +1,5 @@
-"""The process between the trainer and a worker (Linux). It runs nobody's code, so it can end whatever that has
-started: also what left the worker's session, and what outlived the worker. Standard library only.
+"""The process between the trainer and a worker (Linux). It runs no user code, so it can kill whatever that has
+started, including processes that left the worker's session or outlived it. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import signal
 import sys
 import time
 
-TOO_LARGE = 251        # exit status: the worker and what it started held more memory than they may
-WATCH_SECONDS = 0.25   # between two looks at the memory
-END_SECONDS = 5.0      # a process that is not gone so long after SIGKILL hangs in the kernel
-END = signal.SIGUSR2   # the trainer's order to end the worker; the system's, too, when the trainer's thread is gone
+TOO_LARGE = 251        # exit status: the worker and its child processes exceeded the memory limit
+WATCH_SECONDS = 0.25   # between two checks of the memory
+END_SECONDS = 5.0      # a process still alive this long after SIGKILL hangs in the kernel
+END = signal.SIGUSR2   # sent by the trainer to end the worker, and by the system when the trainer's thread is gone
 
 
 def supervise(memory: int) -> None:
-    """Forks. The child returns, to become the worker. This process stays until the worker ends, the trainer says END or
-    is gone, or worker and descendants hold more than `memory` bytes (0 = no limit); then it ends all of them and leaves
-    as the worker did.
+    """Forks; the child returns and becomes the worker, the parent supervises it.
+
+    The parent stays until the worker ends, the trainer sends END or is gone, or worker and descendants use more than
+    `memory` bytes (0 = no limit). Then it kills all of them and exits as the worker did.
     """
     if sys.platform != "linux":
         return
@@ -55,12 +56,12 @@ def _watch(worker: int, memory: int) -> int:
                     return ended[1]
         if time.monotonic() >= look:
             look = time.monotonic() + WATCH_SECONDS
-            if memory and held(tree(worker)) > memory:
+            if memory and memory_held(process_tree(worker)) > memory:
                 return TOO_LARGE << 8
 
 
-def tree(pid: int, most: int = 1 << 20) -> list[int]:
-    """A process and its descendants; the search ends beyond `most` of them."""
+def process_tree(pid: int, most: int = 1 << 20) -> list[int]:
+    """Returns the ids of a process and its descendants; the search stops after `most`."""
     pids = [pid]
     for one in pids:
         pids += children(one)
@@ -69,8 +70,8 @@ def tree(pid: int, most: int = 1 << 20) -> list[int]:
     return pids
 
 
-def held(pids: list[int]) -> int:
-    """Bytes of memory that processes hold; what they share counts once."""
+def memory_held(pids: list[int]) -> int:
+    """Returns the bytes of memory that processes use; shared memory counts once."""
     resident = sum(_resident(pid) for pid in pids)
     return resident if len(pids) == 1 else min(resident, sum(map(_share, pids)))
 
@@ -93,6 +94,7 @@ def _share(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
+    """Returns the ids of a process's children."""
     try:
         found = []
         for task in os.listdir(f"/proc/{pid}/task"):

@@ -147,7 +147,7 @@ def test_different_calls_and_thoughts_are_different_answers(tokenizers, tmp_path
             pair(said("4", reasoning_content="yes"), said("4", reasoning_content="no"))]
     for example in load(folder, tokenizer, tmp_path, rows, run__recipe="preference"):
         assert not np.array_equal(example.target_ids, example.rejected_ids)
-    with pytest.raises(DataError, match="hold the same answer"):
+    with pytest.raises(DataError, match="hold the same completion"):
         load(folder, tokenizer, tmp_path, [pair(said("4", reasoning_content="yes"), said("4", reasoning_content="yes"))],
              run__recipe="preference")
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_trained_on_whole_is_refused_by_name(tokenizers, tmp_path
     template, special, added, *_ = FAMILIES["opened"]
     make_tokenizer(template, special, added).save_pretrained(tmp_path / "opened")
     opened = load_tokenizer(make_config(tmp_path / "opened"))
-    with pytest.raises(DataError, match="not what is sampled: take another model.chat_template"):
+    with pytest.raises(DataError, match="other tokens than sampling: use another model.chat_template"):
         load(tmp_path / "opened", opened, tmp_path, [{"prompt": "q", "completion": "a"}])
     with pytest.raises(DataError, match="which only a chat template can write"):
         load(folder, tokenizer, tmp_path, [{"prompt": "q", "completion": [said(None, tool_calls=call(2))]}], data__chat="false")

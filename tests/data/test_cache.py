@@ -139,7 +139,7 @@ def test_a_broken_entry_is_made_anew(made, caplog):
         for broken in (content[:-3], content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]):  # cut; of the same size
             (folder / name).write_bytes(broken)
             caplog.clear()
-            assert said(loaded(made)) == whole and "is made anew" in caplog.text
+            assert said(loaded(made)) == whole and "is rebuilt" in caplog.text
             assert said(loaded(made)) == whole
     shutil.rmtree(folder)
     Path(made.data.cache).chmod(0o500)
@@ -161,7 +161,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(made, tmp_path, monkey
 
 def test_one_process_writes(made, monkeypatch):
     """While another has the lock nothing is written, and nobody waits."""
-    monkeypatch.setattr(cache, "_alone", locked(cache._alone))
+    monkeypatch.setattr(cache, "_try_lock", locked(cache._try_lock))
     loaded(made)
     assert entries(made) == []
     monkeypatch.undo()

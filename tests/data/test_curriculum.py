@@ -88,11 +88,11 @@ def test_rows_outside_the_thresholds_are_left_out_of_the_next_pass(files):
     assert sorted(first) == list(range(10))
     for position, i in enumerate(first):
         rates[position] = (0.0, 0.25, 0.5, 0.75, 1.0)[i % 5]
-    assert stream.measured(rates, 9)["data/left_out_fraction"] == 0
+    assert stream.record_pass_rates(rates, 9)["data/left_out_fraction"] == 0
     second = drawn(stream, 10, 16)
     assert sorted(second) == [1, 2, 3, 6, 7, 8]
     mean = (5 - (0.0, 0.25, 0.5, 0.75, 1.0)[second[0] % 5] + 1) / 10
-    assert stream.measured({10: 1.0}, 10) == {"data/left_out_fraction": 0.4, "data/pass_rate": pytest.approx(mean)}
+    assert stream.record_pass_rates({10: 1.0}, 10) == {"data/left_out_fraction": 0.4, "data/pass_rate": pytest.approx(mean)}
     host, arrays = json.loads(json.dumps(stream.pass_rates.host())), stream.pass_rates.arrays()
     third = drawn(stream, 16, 21)
     assert sorted(third) == sorted(set(second) - {second[0]})
@@ -103,7 +103,7 @@ def test_rows_outside_the_thresholds_are_left_out_of_the_next_pass(files):
     part.start(arrays, host)
     assert drawn(again, 12, 21) == second[2:] + third
     low = stream_of(files, pass_rate_min=0.5)
-    low.measured({p: 0.0 for p, _ in enumerate(drawn(low, 0, 10))}, 10)
+    low.record_pass_rates({p: 0.0 for p, _ in enumerate(drawn(low, 0, 10))}, 10)
     with pytest.raises(RunStopped, match="no row is left"):
         low.take(10)
     assert PassRates([3], 0, 0.5).host() == {"epochs": []}
@@ -163,6 +163,6 @@ def test_a_run_leaves_out_what_it_solves_and_goes_on_bitwise(tmp_path, staleness
     for row in rows:
         by_group.setdefault(row["group"], (row["prompt"], []))[1].append(row["score"] >= 0.2)
     seldom = {prompt for group, (prompt, hits) in by_group.items() if group < 4 * (3 - staleness) and np.mean(hits) < 0.2}
-    begun = 12
-    later = [prompt for group, (prompt, _) in by_group.items() if begun <= group < begun + 12 - len(seldom)]
+    started_epochs = 12
+    later = [prompt for group, (prompt, _) in by_group.items() if started_epochs <= group < started_epochs + 12 - len(seldom)]
     assert seldom and not seldom & set(later)

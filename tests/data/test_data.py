@@ -16,7 +16,7 @@ from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, questions,
 
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, resolve
 from jaxrl.data.sources import BadRows, from_memory, read
-from jaxrl.data.tokenizer import reader_of
+from jaxrl.data.tokenizer import tokenizer_class
 from jaxrl.errors import ConfigError
 
 EOS = 2
@@ -185,7 +185,7 @@ def test_nothing_usable_is_an_error(plain, tmp_path):
     with pytest.raises(DataError, match=r"no usable row among 3\n.*a.jsonl:1: column 'prompt' is missing"):
         train(plain, path, data__bad_rows="skip")
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"data.path=.*empty.jsonl: no rows"):
+    with pytest.raises(DataError, match=r"data.path=.*empty.jsonl: no readable rows"):
         train(plain, tmp_path / "empty.jsonl")
 
 
@@ -205,7 +205,7 @@ def test_unreadable_sources(plain, tmp_path, name, content, text):
 
 
 def test_unknown_hub_ids(plain):
-    with pytest.raises(DataError, match="data.path=nobody/nothing-here.*as a hub id it cannot be loaded"):
+    with pytest.raises(DataError, match="data.path=nobody/nothing-here.*nor a loadable hub id"):
         train(plain, "nobody/nothing-here")
 
 
@@ -218,7 +218,7 @@ def test_without_a_network_the_hub_is_given_up_at_once(plain, monkeypatch, caplo
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://no-such-host.invalid")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    with pytest.raises(DataError, match="as a hub id it cannot be loaded"):
+    with pytest.raises(DataError, match="nor a loadable hub id"):
         train(plain, "nobody/nothing-here")
     assert huggingface_hub.constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
     assert caplog.text.count("no-such-host.invalid cannot be reached") == 1 and "Retry" not in caplog.text
@@ -253,7 +253,7 @@ def test_an_answer_may_be_a_field_of_a_column(plain, tmp_path):
 
 
 def test_answer_pattern_errors(plain, tmp_path):
-    for pattern, text in (("(", "is no regex"), ("####.*", "has no group"), ("#### (.*)", "finds nothing in column")):
+    for pattern, text in (("(", "is not a valid regex"), ("####.*", "has no group"), ("#### (.*)", "finds nothing in column")):
         with pytest.raises(ConfigError, match=text):
             one(plain, tmp_path, {"prompt": "p", "answer": "no mark"}, data__answer_pattern=pattern)
 
@@ -272,7 +272,7 @@ def test_chat_template(chat, tmp_path):
     e = one(chat, tmp_path, {"prompt": messages, "answer": 1}, data__system_prompt="sys")
     assert e.prompt_text == "<system>own<end><user>ab<end><assistant>"
     assert one(chat, tmp_path, row, data__chat="false").prompt_text == "hi"
-    with pytest.raises(DataError, match="one.jsonl:1: the chat template refuses it: .*no robots"):
+    with pytest.raises(DataError, match="one.jsonl:1: the chat template rejects it: .*no robots"):
         one(chat, tmp_path, {"prompt": [{"role": "robot", "content": "x"}], "answer": 1})
     with pytest.raises(DataError, match="an assistant turn and nothing before it"):
         one(chat, tmp_path, {"prompt": [{"role": "assistant", "content": "x"}], "answer": 1})
@@ -312,11 +312,11 @@ def test_tokenizer_overrides(plain, tmp_path):
 
 
 @pytest.mark.parametrize("options, text", [
-    ({"model__pad_token": "<nope>"}, "model.pad_token='<nope>' is not one token"),
-    ({"model__eos_tokens": ("ab",)}, "model.eos_tokens='ab' is not one token"),
+    ({"model__pad_token": "<nope>"}, "model.pad_token='<nope>' is not a single token"),
+    ({"model__eos_tokens": ("ab",)}, "model.eos_tokens='ab' is not a single token"),
     ({"model__chat_template": "no/such.jinja"}, "model.chat_template='no/such.jinja': no such file"),
     ({"model__tokenizer": ""}, "model.tokenizer and model.path are empty"),
-    ({"model__tokenizer": "no/thing"}, "model.tokenizer='no/thing' is neither a folder nor a hub id in reach"),
+    ({"model__tokenizer": "no/thing"}, "model.tokenizer='no/thing' is neither a folder nor a reachable hub id"),
 ])
 def test_tokenizer_errors(plain, options, text):
     with pytest.raises(ConfigError, match=text):
@@ -331,7 +331,7 @@ def test_a_folder_without_a_tokenizer_is_told_from_one_that_cannot_be_read(tmp_p
     (tmp_path / file).write_text('{"model_type": "qwen2"}')
     config = make_config(tmp_path if field == "tokenizer" else "")
     config.model.path = str(tmp_path)
-    with pytest.raises(ConfigError, match=f"model.{field}='.*' holds no tokenizer: name a folder .* in model.tokenizer"):
+    with pytest.raises(ConfigError, match=f"model.{field}='.*' has no tokenizer: set model.tokenizer to a folder .* model's tokenizer"):
         load_tokenizer(config)
 
 
@@ -343,16 +343,16 @@ def test_a_tokenizer_of_no_model_is_the_same_without_torch(plain, tmp_path):
     from transformers import AutoTokenizer
 
     shipped, wanted = resolve("jaxrl://arith/tokenizer"), AutoTokenizer.from_pretrained(resolve("jaxrl://arith/tokenizer"))
-    found = reader_of(shipped).from_pretrained(shipped)
-    assert reader_of(shipped) is not AutoTokenizer and type(found) is type(wanted) and str(vars(found)) == str(vars(wanted))
+    found = tokenizer_class(shipped).from_pretrained(shipped)
+    assert tokenizer_class(shipped) is not AutoTokenizer and type(found) is type(wanted) and str(vars(found)) == str(vars(wanted))
     own = shutil.copytree(shipped, tmp_path / "own")
     (own / "config.json").write_text('{"model_type": "qwen2"}')
-    assert reader_of(str(own)) is AutoTokenizer and reader_of("some/hub-id") is AutoTokenizer
+    assert tokenizer_class(str(own)) is AutoTokenizer and tokenizer_class("some/hub-id") is AutoTokenizer
     code = f"""if True:
         import sys
-        from jaxrl.data.tokenizer import reader_of
+        from jaxrl.data.tokenizer import tokenizer_class
         from jaxrl.telemetry.sinks import TensorBoard
-        reader_of({shipped!r}).from_pretrained({shipped!r})
+        tokenizer_class({shipped!r}).from_pretrained({shipped!r})
         TensorBoard({str(tmp_path / "events")!r}, 0).close()
         assert "torch" not in sys.modules
         import torch"""
@@ -369,7 +369,7 @@ def test_tokenizer_code_does_not_run_unasked(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(
         {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "code.Own"]}}))
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no readable tokenizer"):
+    with pytest.raises(ConfigError, match="has no readable tokenizer"):
         load_tokenizer(make_config(folder))
     assert not trace.exists()
 
@@ -528,7 +528,7 @@ def test_rows_that_a_caller_holds_are_read_like_files(plain, tmp_path):
 DEEP = "[" * 5000 + "]" * 5000
 LONG = "7" * 5000
 UNREADABLE = {
-    "half.jsonl": ('{"prompt": "a \\ud83d b", "answer": "1"}', 2, r"half a surrogate pair, '\\ud83d', which no text may hold, behind '\[\"a '"),
+    "half.jsonl": ('{"prompt": "a \\ud83d b", "answer": "1"}', 2, r"half a surrogate pair, '\\ud83d', which is not valid text, after '\[\"a '"),
     "answer.jsonl": ('{"prompt": "p", "answer": "\\udc00"}', 2, "half a surrogate pair"),
     "half.csv": (b'"\xed\xa0\xbd",1', 3, "not UTF-8"),
     "long.jsonl": (f'{{"prompt": "p", "answer": {LONG}}}', 2, "not JSON: an integer of more than 4300 digits"),
@@ -613,7 +613,7 @@ def test_padding_of_arrow_reaches_nobody(tmp_path):
                                         ("x.json", '[{"a": 1, "a": 2}]'), ("y.json", '{"a": 1, "a": 2}')])
 def test_a_doubled_column_is_named(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match="the (column|key) 'a' is there"):
+    with pytest.raises(DataError, match="the (column|key) 'a' occurs"):
         read(str(tmp_path / name), BadRows("error"), field="f")
     table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], names=["a", "a"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")

@@ -60,7 +60,7 @@ def test_hosts_with_other_files_are_named_before_the_first_step(tmp_path):
          f"--config={ROOT}/tests/helpers/tiny_job.py:sft", *[f"--config.{k}={v}" for k, v in flags.items()]],
         capture_output=True, text=True, timeout=600, env=environment())
     said = done.stdout + done.stderr
-    assert done.returncode == 2 and "the processes of this run are not alike" in said, said
+    assert done.returncode == 2 and "the processes of this run differ" in said, said
     for name in ("training data", "eval set test", "chat template"):
         assert re.search(rf"- {name}: \w+(, \d+ rows)? on process 1 on .*, \w+(, \d+ rows)? on process 0 on ", said), said
     assert "- tokenizer:" not in said and not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -81,8 +81,8 @@ def test_a_host_that_reads_something_else_is_named(job):
     run = Session(resolve(job()))
     for name in ("training data", "eval set test", "tokenizer", "chat template", "model config"):
         run.peers = Two(lambda facts, name=name: facts | {name: "else"})
-        with pytest.raises(ConfigError, match=rf"not alike:\n  - {name}: else on process 1 on b, [^\n]+ on process 0 on a$"):
-            inputs.compared(run.spec, run.peers, *read(run), None)
+        with pytest.raises(ConfigError, match=rf"of this run differ:\n  - {name}: else on process 1 on b, [^\n]+ on process 0 on a$"):
+            inputs.compare_inputs(run.spec, run.peers, *read(run), None)
 
 
 def test_a_host_whose_rewards_are_written_otherwise_is_named(job, tmp_path):
@@ -90,8 +90,8 @@ def test_a_host_whose_rewards_are_written_otherwise_is_named(job, tmp_path):
     run = Session(resolve(job()))
     run.peers = Two(lambda facts: facts | {"the code of reward.functions": "else"})
     with RewardPool(job(reward__functions=(f"{tmp_path}/mine.py:score",))) as rewards:
-        with pytest.raises(ConfigError, match=r"not alike:\n  - the code of reward.functions: else on process 1 on b, \w{16} on process 0"):
-            inputs.compared(run.spec, run.peers, *read(run), None, {"reward.functions": rewards})
+        with pytest.raises(ConfigError, match=r"of this run differ:\n  - the code of reward.functions: else on process 1 on b, \w{16} on process 0"):
+            inputs.compare_inputs(run.spec, run.peers, *read(run), None, {"reward.functions": rewards})
 
 
 def read(run):
@@ -140,7 +140,7 @@ def test_other_inputs_than_the_checkpoints_are_refused_unless_accepted(tmp_path,
             check_inputs(job(), with_rewards=False)
         caplog.clear()
         check_inputs(job(run__accept_changed=(accepted,)), with_rewards=False)
-        assert any(f"other than when the checkpoint was written: {named[accepted]}" in m for m in caplog.messages)
+        assert any(f"changed since the checkpoint was written: {named[accepted]}" in m for m in caplog.messages)
         host(tmp_path, questions(16))
     check_inputs(job(eval__sets=(f"test={tmp_path / 'train.jsonl'}",)), with_rewards=False)  # asked for by an option
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_without_fingerprints_goes_on_with_a_notice(tmp_path, job, 
     old.close()
     with caplog.at_level(logging.WARNING):
         check_inputs(c, with_rewards=False)
-    assert any("was written by an older jaxrl: nobody can tell whether data" in m for m in caplog.messages)
+    assert any("was written by an older jaxrl: which stored no fingerprints: data" in m for m in caplog.messages)
 
 
 def test_what_a_fingerprint_sees(tmp_path):

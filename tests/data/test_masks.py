@@ -6,7 +6,7 @@ from helpers.data_cases import make_config, write_jsonl
 from helpers.turn_cases import FAMILIES, make_tokenizer
 
 from jaxrl.data import DataError, load_tokenizer, load_train
-from jaxrl.data.overlong import Limits, fitted
+from jaxrl.data.overlong import Limits, fit_completion
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 
@@ -64,7 +64,7 @@ def test_masks_are_those_marked_by_hand(tmp_path, name):
 
 
 def test_a_template_that_begins_turns_otherwise_than_it_writes_them_is_refused(tmp_path):
-    with pytest.raises(DataError, match="rows.jsonl:1: the chat template does not write the turn behind what a turn begins with"):
+    with pytest.raises(DataError, match="rows.jsonl:1: the chat template does not write the turn after its generation prompt"):
         load(tmp_path, *TEMPLATES["opened"], [{"prompt": ASKED}])
 
 
@@ -120,7 +120,7 @@ def test_a_turn_without_an_end_in_the_template(tmp_path):
     options = {"data__assistant_mask": "template", "model__eos_tokens": ("<|endoftext|>", "<|user|>")}
     (example,), tokenizer = load(tmp_path, *marked("opener", pieces), [{"prompt": ASKED}], **options)
     assert shown(example, tokenizer) == ("<|user|>\n2+2?<|assistant|>\n«Four.<|user|>»\nAnd 3+3?<|assistant|>\n«Six.<|endoftext|>»")
-    with pytest.raises(DataError, match="no end token stands behind the answer 'Four.'"):
+    with pytest.raises(DataError, match="no end token follows the assistant message 'Four.'"):
         load(tmp_path, *marked("opener", pieces), [{"prompt": ASKED}], data__assistant_mask="template")
 
 
@@ -137,7 +137,7 @@ def test_messages_that_are_read_and_not_learnt(tmp_path, mask):
                         ((None, None, None, "no"), "message 3 \\(assistant\\) has train='no'")):
         with pytest.raises(DataError, match=what):
             load(tmp_path, *template, [{"prompt": flagged(*flags)}], data__assistant_mask=mask)
-    with pytest.raises(DataError, match="the last answer has train=false"):
+    with pytest.raises(DataError, match="the last assistant message has train=false"):
         load(tmp_path, *TEMPLATES["hermes"], [{"prompt": flagged(None, None, None, False)}], data__train_turns="last")
 
 
@@ -147,7 +147,7 @@ def test_marks_that_do_not_tell(tmp_path):
     (example,), tokenizer = load(tmp_path, *marked("mistral", last_only), [{"prompt": ASKED}], data__assistant_mask="template")
     assert shown(example, tokenizer) == "<bos>[INST]2+2?[/INST]Four.</s>[INST]And 3+3?[/INST]«Six.</s>»"
     flagged = [ASKED[0], {**ASKED[1], "train": False}, *ASKED[2:]]
-    with pytest.raises(DataError, match="marks 1 pieces of 2 answers: which of them has train=false"):
+    with pytest.raises(DataError, match="marks 1 spans for 2 assistant messages, so train=false cannot be matched"):
         load(tmp_path, *marked("mistral", last_only), [{"prompt": flagged}], data__assistant_mask="template")
     never = {"{{ m.content }}</s>{% else": "{% if m.marked %}" + G + "{{ m.content }}</s>" + END + "{% else %}{{ m.content }}</s>{% endif %}{% else"}
     with pytest.raises(DataError, match="rows.jsonl:1: no token of this conversation is trained on"):
@@ -171,7 +171,7 @@ def test_pieces_of_a_row_hold_each_token_once_behind_what_came_before(seed, tota
     prompt, target = rng.integers(0, 99, rng.integers(1, 12)).tolist(), rng.integers(0, 99, rng.integers(20, 90))
     trained = None if seed % 2 else rng.random(len(target)) < 0.7
     limits = Limits(12, 16, total, "filter", "split")
-    pieces, whole, at = fitted(limits, prompt, target, trained), np.concatenate([prompt, target]), len(prompt)
+    pieces, whole, at = fit_completion(limits, prompt, target, trained), np.concatenate([prompt, target]), len(prompt)
     assert len(pieces) > 1
     for piece in pieces:
         assert len(piece.prompt) <= 12 and 0 < len(piece.target) <= 16 and (not total or len(piece.prompt) + len(piece.target) <= total)
@@ -181,13 +181,14 @@ def test_pieces_of_a_row_hold_each_token_once_behind_what_came_before(seed, tota
             assert np.array_equal(piece.trained, trained[at - len(prompt):at - len(prompt) + len(piece.target)])
         at += len(piece.target)
     assert at == len(whole)
-    (cut,) = fitted(limits._replace(completion="truncate"), prompt, target, trained)
+    (cut,) = fit_completion(limits._replace(completion="truncate"), prompt, target, trained)
     assert np.array_equal(cut.target, target[:len(pieces[0].target)]) and cut.prompt == prompt
-    assert fitted(limits._replace(completion="filter"), prompt, target, trained) == []
-    assert fitted(limits, prompt * 13, target, trained) == []  # the prompt alone is too long
+    assert fit_completion(limits._replace(completion="filter"), prompt, target, trained) == []
+    assert fit_completion(limits, prompt * 13, target, trained) == []  # the prompt alone is too long
     dark = np.zeros(len(target), bool)
     dark[-1] = True
-    assert len(fitted(limits, prompt, target, dark)) == 1 and fitted(limits._replace(completion="truncate"), prompt, target, dark) == []
+    assert len(fit_completion(limits, prompt, target, dark)) == 1
+    assert fit_completion(limits._replace(completion="truncate"), prompt, target, dark) == []
 
 
 @pytest.mark.parametrize("policy, expected", [

@@ -74,9 +74,9 @@ def test_a_position_alone_tells_source_and_row():
     jumping = Mix(weights, 8, [1] * 3)
     for p in (1999, 3, 700, 319, 320, 321, 0, 1500):
         assert jumping.place(p) == whole[p]
-        assert jumping.given(p) == [sum(k == j for k, _ in whole[:p]) for j in range(3)]
+        assert jumping.rows_before(p) == [sum(k == j for k, _ in whole[:p]) for j in range(3)]
     far = Mix([2, 1], 8, [1] * 2)
-    assert far.place(3 * 10**9) == (0, 2 * 10**9) and far.given(3 * 10**9) == [2 * 10**9, 10**9]
+    assert far.place(3 * 10**9) == (0, 2 * 10**9) and far.rows_before(3 * 10**9) == [2 * 10**9, 10**9]
 
 
 def test_shares_are_small_integers_or_millionths():
@@ -90,7 +90,7 @@ def test_shares_are_small_integers_or_millionths():
 def test_what_happens_when_a_source_has_given_all(weights):
     limits = [7, 2, 20]
     others = Mix(weights, 2, limits, "others")
-    assert others.end == 29 and others.given(29) == limits  # every row, once
+    assert others.end == 29 and others.rows_before(29) == limits  # every row, once
     given = counts(others, 29, 3)
     first = [int(np.flatnonzero(given[:, k] == n)[0]) for k, n in enumerate(limits)]
     untouched = counts(Mix(weights, 2, limits), 60, 3)
@@ -180,9 +180,9 @@ def test_sources_have_columns_prompts_and_rewards_of_their_own(files):
     assert (easy.prompt_text, easy.answer, easy.rewards) == ("<system>Easy.<end><user>0*2<end><assistant>", "0", ("exact",))
     assert (hard.prompt_text, hard.answer, hard.rewards) == ("<user>1*2<end><assistant>", "2", ("exact", "boxed"))
     assert (plain.prompt_text, plain.source, plain.rewards) == ("<user>0+1<end><assistant>", "plain", None)
-    assert list(mixture.firsts) == [0, 1, 8, 9, 12, 13]
-    assert stream.mix.given(50) == [10, 20, 20]
-    with pytest.raises(DataError, match="hard.where=.*no row among 12.*'tag' holds easy, hard, 3"):
+    assert list(mixture.first_rows) == [0, 1, 8, 9, 12, 13]
+    assert stream.mix.rows_before(50) == [10, 20, 20]
+    with pytest.raises(DataError, match="hard.where=.*no row of 12 matches.*'tag' holds easy, hard, 3"):
         stream_of(files, path=(str(files / "tagged.jsonl"),), sources={"hard": {"where": {"tag": "harder"}, **tagged}})
     with pytest.raises(DataError, match="data.sources.a.path=.*no such file"):
         stream_of(files, sources={"a": {"path": "nowhere.jsonl"}})

@@ -82,9 +82,9 @@ def test_columns_of_pairs_are_mapped(tokenizers, tmp_path):
     ({"prompt": "Q", "chosen": "a"}, "column 'rejected' is missing.*data.rejected_column"),
     ({"prompt": "Q", "rejected": "a"}, "column 'chosen' is missing"), ({"prompt": "Q"}, "column 'chosen' is missing"),
     ({"prompt": "Q", "completion": "a", "label": True}, "preference.loss=dpo compares two.*set preference.loss=kto"),
-    ({"prompt": "Q", "chosen": "a", "rejected": "a"}, "the same answer"),
+    ({"prompt": "Q", "chosen": "a", "rejected": "a"}, "the same completion"),
     ({"prompt": "Q", "chosen": "a", "rejected": [BAD]}, "one is text, the other is not"),
-    ({"prompt": "Q", "chosen": [USER, GOOD], "rejected": [ASIDE, USER, BAD]}, "the messages before the answer differ"),
+    ({"prompt": "Q", "chosen": [USER, GOOD], "rejected": [ASIDE, USER, BAD]}, "the messages before the completion differ"),
     ({"prompt": "R", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "not those of column 'prompt'"),
     ({"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER]}, "'rejected' ends with the role 'user'"),
     ({"chosen": [GOOD], "rejected": [BAD]}, "there is no prompt"), ({"chosen": "yes", "rejected": "no"}, "there is no prompt"),
@@ -158,8 +158,8 @@ def test_pairs_are_made_of_scored_completions(tmp_path, capsys):
     said = capsys.readouterr().out
     for text in ("2 pairs in", "1 without a score", "1 cut by the length limit", "1 equal texts", "2 prompts", "1 prompts without a pair"):
         assert text in said
-    assert make_pairs.pairs_of(records, gap=1.4)[0] == rows[:1] and make_pairs.pairs_of(records, gap=1.5)[0] == []
-    assert [r["chosen"] for r in make_pairs.pairs_of(records, reward="style")[0]] == ["worst"]
+    assert make_pairs.make_pairs(records, gap=1.4)[0] == rows[:1] and make_pairs.make_pairs(records, gap=1.5)[0] == []
+    assert [r["chosen"] for r in make_pairs.make_pairs(records, reward="style")[0]] == ["worst"]
 
 
 def test_the_embedded_pairs_are_right_against_wrong(tokenizers):

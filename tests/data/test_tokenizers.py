@@ -8,7 +8,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.data import completion_texts
-from jaxrl.data.tokenizer import PROBE, opened
+from jaxrl.data.tokenizer import PROBE, open_tokenizer
 from jaxrl.errors import ConfigError
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<end>", "<think>", "</think>"]
@@ -36,7 +36,7 @@ def test_the_ids_are_those_of_the_file_whatever_class_the_model_asks_for(tmp_pat
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | ({"tokenizer_class": name} if name else {})))
     for kind in TYPES:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        found = opened(str(tmp_path))
+        found = open_tokenizer(str(tmp_path))
         for text in (PROBE, "a b", "<think>a</think><end>"):
             assert found(text, add_special_tokens=False)["input_ids"] == own.encode(text, add_special_tokens=False).ids, kind
         assert (found.eos_token, found.pad_token) == ("<eos>", "<pad>"), kind
@@ -45,8 +45,8 @@ def test_the_ids_are_those_of_the_file_whatever_class_the_model_asks_for(tmp_pat
 def test_a_file_that_no_class_reads_as_it_is_is_refused(tmp_path, monkeypatch):
     made(tmp_path)
     monkeypatch.setattr("jaxrl.data.tokenizer._difference", lambda tokenizer, file: ("a b", [1, 2], [3]))
-    with pytest.raises(ConfigError, match=r"and tokenizer.json make other ids of one text, 'a b': \[1, 2\] and \[3\]"):
-        opened(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"and tokenizer.json give different ids for one text, 'a b': \[1, 2\] and \[3\]"):
+        open_tokenizer(str(tmp_path))
 
 
 def test_a_completion_says_all_but_its_end_and_padding(tmp_path):
@@ -65,7 +65,7 @@ def test_a_template_that_asks_for_the_time_is_told_the_runs_day(tmp_path):
 
     from helpers.data_cases import make_config, write_jsonl
 
-    from jaxrl.data import day_of, load_tokenizer, load_train
+    from jaxrl.data import load_tokenizer, load_train, template_date
 
     tokenizer = made(tmp_path / "t")
     tokenizer.chat_template = "\n{{ strftime_now('%d %b %Y') }}{{ strftime_now('%Y-%m-%d %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -73,12 +73,12 @@ def test_a_template_that_asks_for_the_time_is_told_the_runs_day(tmp_path):
     config = make_config(tmp_path / "t", write_jsonl(tmp_path / "x.jsonl", [{"prompt": "q", "answer": "a"}]), data__cache=str(tmp_path / "cache"))
     for day in ("2024-07-26", "2025-01-02", "2024-07-26"):  # the second time from the cache
         tokenizer = load_tokenizer(config)
-        assert day_of(tokenizer, day) == day
+        assert template_date(tokenizer, day) == day
         example = load_train(config, tokenizer)[0]
         want = datetime.date.fromisoformat(day).strftime("\n%d %b %Y%Y-%m-%d 00:00q")
         assert example.prompt_text == tokenizer.decode(example.prompt_ids) == want
     today = load_tokenizer(config)
     before = datetime.date.today().isoformat()
-    assert before <= day_of(today) == day_of(today) <= datetime.date.today().isoformat()
+    assert before <= template_date(today) == template_date(today) <= datetime.date.today().isoformat()
     today.chat_template = "{{ messages }}"
-    assert day_of(today) == ""
+    assert template_date(today) == ""

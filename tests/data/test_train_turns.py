@@ -108,13 +108,13 @@ def test_held_out_rows_are_as_ever(tokenizers, tmp_path):
 
 BAD = [  # family, messages, further columns, what is said
     ("hermes", TWO[:3], {}, "end with the role 'user'"),
-    ("hermes", TWO[1:], {}, "begin with an answer"),
-    ("hermes", [*TWO, said("Seven?")], {}, "messages 3 and 4 are both answers"),
-    ("hermes", [user("?"), said("", "{broken"), reply("4"), said("Four.")], {}, "the arguments of 'add' are no JSON"),
-    ("hermes", TWO, {"tools": "[{"}, "column 'tools' is no JSON"),
-    ("hermes", TWO, {"tools": [3]}, "no list of JSON schemas"),
+    ("hermes", TWO[1:], {}, "begin with an assistant message"),
+    ("hermes", [*TWO, said("Seven?")], {}, "messages 3 and 4 are both assistant messages"),
+    ("hermes", [user("?"), said("", "{broken"), reply("4"), said("Four.")], {}, "the arguments of 'add' are not JSON"),
+    ("hermes", TWO, {"tools": "[{"}, "column 'tools' is not JSON"),
+    ("hermes", TWO, {"tools": [3]}, "not a list of JSON schemas"),
     ("gemma", CALLED, {}, "roles alternate"),
-    ("opened", TWO, {}, "does not write the turn behind what a turn begins with"),
+    ("opened", TWO, {}, "does not write the turn after its generation prompt"),
     ("hermes", [user("?"), {"role": "assistant"}], {}, "has no text content"),
 ]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from helpers.turn_cases import FAMILIES, TOOLS, chatml, make_renderer, make_tokenizer, random_text, renderer
 
-from jaxrl.data.dataset import PromptError
+from jaxrl.data.chat_template import PromptError
 from jaxrl.data.tokens import MARKER
-from jaxrl.envs.parsers import PARSERS, types_of
+from jaxrl.envs.parsers import PARSERS, argument_types
 from jaxrl.errors import ConfigError
 
 WITH_CALLS = [name for name, (*_, parser, _) in FAMILIES.items() if parser]
@@ -207,7 +207,7 @@ READ = {  # parser -> what a model writes -> (text, calls as (name, arguments or
 
 @pytest.mark.parametrize("name", READ)
 def test_what_models_write_is_read_or_has_an_error(name):
-    parser, types = PARSERS[name], types_of(TOOLS)
+    parser, types = PARSERS[name], argument_types(TOOLS)
     for text, expected in READ[name]:
         outside, calls = parser.read(text, types=types)
         assert (outside, [(c.name, c.arguments) for c in calls]) == expected, text[:80]
@@ -298,7 +298,7 @@ REFUSED = [  # template, tools, options, what the message says
     (FAMILIES["gemma"][0], True, {}, ("the chat template of a/tokenizer", "(a tool call)", "env.function", "env.parser=")),
     (FAMILIES["llama"][0], True, {"max_parallel_calls": 2, "model__chat_template": "l.jinja"},
      ("model.chat_template=l.jinja", "(two tool calls and their replies)", "one call at a time", "env.max_parallel_calls=1")),
-    (COUNTS, False, {}, ("(a text)", "depends on how many turns came before")),
+    (COUNTS, False, {}, ("(a text)", "depends on the number of earlier turns")),
     (FAMILIES["plain"][0].replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), False, {}, ("2 times",)),
     (FAMILIES["plain"][0].replace("{{ m.content }}", "{{ m.content[0].text }}"), False, {}, ("0 times",)),
     (FAMILIES["plain"][0].replace("m.content }}", "m.content | upper }}"), False, {}, ("0 times",)),
@@ -310,7 +310,7 @@ REFUSED = [  # template, tools, options, what the message says
     (FAMILIES["hermes"][0].replace("{% if add_generation_prompt", "{% if messages | length < 3 and add_generation_prompt"),
      False, {}, ("no generation prompt",)),
     ("{% for m in messages %}{% if '</think>' in m.content and not loop.last %}(thought){% endif %}{{ m.content }}"
-     "{% if '</think>' in m.content %}!{% endif %}\n{% endfor %}", False, {}, ("a turn with thoughts",)),
+     "{% if '</think>' in m.content %}!{% endif %}\n{% endfor %}", False, {}, ("whether the turn has thinking",)),
 ]
 
 

@@ -144,10 +144,10 @@ def test_lake_ends_at_the_goal_and_in_a_hole_and_its_map_is_the_state(play):
 
 
 def test_boxes_are_pushed_where_there_is_room(play):
-    moved = builtin.moved
-    assert moved("PBT", "right") == ".P*" and moved(".P*", "right") == ".P*" and moved("PBB.", "right") == "PBB."
-    assert moved("P*.", "right") == ".+B" and moved(".+B", "left") == "PTB" and moved("PBO", "right") == "PBO"
-    assert builtin.solved(".P*") and not builtin.solved("PT*B") and not builtin.solved("PBT")
+    apply_move = builtin.apply_move
+    assert apply_move("PBT", "right") == ".P*" and apply_move(".P*", "right") == ".P*" and apply_move("PBB.", "right") == "PBB."
+    assert apply_move("P*.", "right") == ".+B" and apply_move(".+B", "left") == "PTB" and apply_move("PBO", "right") == "PBO"
+    assert builtin.is_solved(".P*") and not builtin.is_solved("PT*B") and not builtin.is_solved("PBT")
     assert play("lake", {"map": "P.BT"}, "right", "left", "right", "right")[1] == 1.0
 
 
@@ -234,8 +234,8 @@ def works(name, messages):
         return len(said) == 1 + messages[0]["content"].count(" of ")
     if name == "guess":
         return len(said) < 3 or said[1]["content"] in ("8", "24")
-    last = builtin.moved(messages[-2]["content"], said[-1]["content"])
-    return builtin.solved(last) and len(said) == len(make.ways(messages[0]["content"])[0])
+    last = builtin.apply_move(messages[-2]["content"], said[-1]["content"])
+    return builtin.is_solved(last) and len(said) == len(make.ways(messages[0]["content"])[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -97,39 +97,39 @@ CASES = {
     "nothing named": ({}, r"env.function, env.program, env.tools and env.mcp are empty: name one of them"),
     "unknown name": ({"function": "gues"}, r"env.function='gues': there is no environment of this name; did you mean 'guess'\?"),
     "file alone": ({"function": "{}/things.py"}, r"env.function: '.*things.py' names no function; write .*things.py:function"),
-    "missing file": ({"function": "./nowhere.py:f"}, r"env.function: .*nowhere.py does not exist \(asked for its function 'f'\)"),
+    "missing file": ({"function": "./nowhere.py:f"}, r"env.function: .*nowhere.py does not exist \(needed for its function 'f'\)"),
     "odd spec": ({"function": "my module:f"}, "env.function: 'my module:f' is neither a name, nor package.module:function"),
     "no module": ({"function": "not_a_module:f"}, "env.function='not_a_module:f': importing not_a_module failed: .*No module named"),
     "no such name": ({"function": "{}/things.py:epsiode"}, "has no function 'epsiode'; it has: .*episode"),
     "a number": ({"function": "{}/things.py:number"}, "things.py:number has type int; expected a function"),
-    "tool and function": ({"function": "guess", "tools": ("m:f",)}, r"env.function='guess' and env.tools=.*give the tools to chat.send"),
+    "tool and function": ({"function": "guess", "tools": ("m:f",)}, r"env.function='guess' and env.tools=.*pass the tools to chat.send"),
     "tool's name alone": ({"tools": ("f",)}, "env.tools: 'f' names no function; write f:function"),
-    "tool twice": ({"tools": ("m:f", "m:f")}, "env.tools names m:f twice; leave one away"),
+    "tool twice": ({"tools": ("m:f", "m:f")}, "env.tools names m:f twice; remove one"),
     "two of one name": ({"tools": ("{}/things.py:fine", "{}/things.py:Other.fine")}, "two tools have the name 'fine'; rename one of them"),
     "untyped tool": ({"tools": ("{}/things.py:untyped",)}, "env.tools: tool 'untyped': parameter 'a' has no type; write a: str, int"),
     "odd type": ({"tools": ("{}/things.py:odd",)}, "parameter 'a' is of type object, which no call can hold; use str"),
-    "star": ({"tools": ("{}/things.py:many",)}, "parameter 'a' cannot be given by name; write plain parameters"),
+    "star": ({"tools": ("{}/things.py:many",)}, "parameter 'a' cannot be passed by name; use plain parameters"),
     "undescribed": ({"tools": ("{}/things.py:undescribed",)}, "parameter 'a' is not described; add a line 'a: ...' below 'Args:'"),
-    "undocumented": ({"tools": ("{}/things.py:undocumented",)}, "tool 'undocumented' has no docstring that says what it does"),
+    "undocumented": ({"tools": ("{}/things.py:undocumented",)}, "tool 'undocumented' has no docstring; add one that says what it does"),
     "unknown type": ({"tools": ("{}/things.py:strange",)}, "a type of its arguments is not defined: name 'Nowhere'"),
     "tool is a class": ({"tools": ("{}/things.py:Game",)}, r"a tool is a plain function \(def ...\) or its schema, got <class"),
-    "no step": ({"function": "{}/things.py:NoStep"}, r"has no method step: the class of an environment has step\(action\) -> Step"),
+    "no step": ({"function": "{}/things.py:NoStep"}, r"has no method step: an environment class needs step\(action\) -> Step"),
     "reset without seed": ({"function": "{}/things.py:NoSeed"}, r"its method is not reset\(row, seed\) -> Observation: too many positional"),
     "unknown option": ({"function": "{}/things.py:Game", "options": {"sise": 3}}, r"env.options=\{'sise': 3\} do not fit .*'sise'"),
     "missing option": ({"function": "{}/things.py:sized"}, r"env.options=\{\} do not fit .*missing a required argument: 'size'"),
-    "one parameter": ({"function": "{}/things.py:lonely"}, r"the function of an episode has parameters \(task, chat\)"),
-    "options no JSON holds": ({"function": "{}/things.py:Game", "options": {"size": object()}}, "workers get it as JSON.*give plain values"),
-    "no interpreter": ({"function": "{}/things.py:episode", "python": "/no/python"}, "env.python='/no/python': there is no such program; name the"),
+    "one parameter": ({"function": "{}/things.py:lonely"}, r"an episode function has the parameters \(task, chat\)"),
+    "options no JSON holds": ({"function": "{}/things.py:Game", "options": {"size": object()}}, "cannot be passed to workers as JSON.*use plain"),
+    "no interpreter": ({"function": "{}/things.py:episode", "python": "/no/python"}, "env.python='/no/python': no such program; name the"),
     "no Python": ({"function": "{}/things.py:episode", "python": "false"}, "it exited with status 1 while importing"),
     "gym without name": ({"function": "gym:"}, r"env.function='gym:': name an environment, as in gym:FrozenLake-v1"),
-    "blocks": ({"function": "{}/blocks.py:f"}, "a worker is not ready after 1 s; what the module does when it is imported takes too long"),
+    "blocks": ({"function": "{}/blocks.py:f"}, "a worker is not ready after 1 s: importing the module takes too long"),
     "exits": ({"function": "{}/exits.py:f"}, r"it exited with status 5 while importing (.|\n)*last words"),
     "leaves": ({"function": "{}/leaves.py:f"}, "importing .*leaves.py failed: SystemExit: 2"),
     "broken": ({"function": "{}/broken.py:f"}, "importing .*broken.py failed: SyntaxError"),
     "lacks": ({"function": "{}/lacks.py:f"}, "No module named 'not_a_module_at_all'"),
-    "grows": ({"function": "{}/grows.py:f", "memory_gb": 0.3}, "it held more memory than env.memory_gb=0.3 allows while importing"),
+    "grows": ({"function": "{}/grows.py:f", "memory_gb": 0.3}, "it used more memory than env.memory_gb=0.3 allows while importing"),
     "trains": ({"function": "{}/trains.py:f"}, "jaxrl.train is called by a file that environment workers import"),
-    "lambda": ({"tools": (lambda a: a,)}, "env.tools '<lambda>' cannot be handed to worker processes"),
+    "lambda": ({"tools": (lambda a: a,)}, "env.tools '<lambda>' cannot be passed to worker processes"),
     "object": ({"tools": (3,)}, r"env.tools=3: pass a plain function \(def ...\) or 'package.module:name'"),
 }
 
@@ -150,7 +150,7 @@ def test_refused_before_a_run(name, folder, monkeypatch):
 def test_a_package_that_is_not_there_is_named(kind, package, tmp_path, monkeypatch):
     (tmp_path / f"{package}.py").write_text("raise ImportError('no')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(ConfigError, match=f"{kind} needs the package {package} .*install it .*env.python"), \
+    with pytest.raises(ConfigError, match=f"{kind} needs the package {package} .*install it.*env.python"), \
             env_cases.pool(kind, workers=1) as p:
         p.ready()
 
@@ -164,4 +164,4 @@ def test_what_does_no_harm_at_import(name, folder):
 
 def test_variables_that_are_not_set_are_said(folder, caplog):
     with env_cases.pool(f"{folder}/things.py:episode", workers=1, variables=("NOWHERE_SET",)):
-        assert "env.variables names variables that are not set here: NOWHERE_SET" in caplog.text
+        assert "env.variables names variables that are not set on this host: NOWHERE_SET" in caplog.text

@@ -47,7 +47,7 @@ def test_options_and_prompts():
     ("gym:FrozenLake-v99", {}, "gym:FrozenLake-v99 cannot be made with env.options={}"),
     ("gym:FrozenLake-v1", {"slippery": True}, "unexpected keyword argument 'slippery'"),
     ("textarena:Nowhere-v0", {}, "Nowhere-v0 not found in registry"),
-    ("textarena:TicTacToe-v0", {}, "is no game of one player")])
+    ("textarena:TicTacToe-v0", {}, "is not a one-player game")])
 def test_what_cannot_be_made_is_refused(game, options, text):
     with pytest.raises(ConfigError, match=text), env_cases.pool(game, python=PYTHON, workers=1, options=options) as p:
         p.ready()

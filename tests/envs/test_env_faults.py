@@ -233,24 +233,24 @@ def test_exceptions_and_values(pool, name, where, threads):
 @first_cases(2, "name, kind, cause", [
     ("episode", "die", "its worker ended: it exited with status 7"),
     ("plainly", "die", "its worker ended: it exited with status 7"),
-    ("Game", "crash", "its worker ended: it was ended by SIGSEGV"),
-    ("plainly", "crash", "its worker ended: it was ended by SIGSEGV"),
-    ("episode", "kill", "its worker ended: it was ended by SIGKILL"),
-    ("plainly", "grow", "its worker ended: it held more memory than env.memory_gb=0.3 allows"),
-    ("Game", "child", "its worker ended: it held more memory than env.memory_gb=0.3 allows")])
+    ("Game", "crash", "its worker ended: it was killed by SIGSEGV"),
+    ("plainly", "crash", "its worker ended: it was killed by SIGSEGV"),
+    ("episode", "kill", "its worker ended: it was killed by SIGKILL"),
+    ("plainly", "grow", "its worker ended: it used more memory than env.memory_gb=0.3 allows"),
+    ("Game", "child", "its worker ended: it used more memory than env.memory_gb=0.3 allows")])
 def test_a_lost_worker_is_the_fault_of_whose_code_ran(pool, name, kind, cause):
     p = pool(name, memory_gb=0.3)
     ends, _ = lost(p, kind)
     seen = outcomes(ends)
     assert seen.pop("bad") == ("env", cause)
-    assert set(seen.values()) == {("neighbour", "the worker was ended for another episode")}
+    assert set(seen.values()) == {("neighbour", "the worker was killed because of another episode")}
     ends, _ = play(p, {id: {"kind": "fine"} for id in ends}, lambda id, k, data: turn("ok" if k == 0 else "end"))
     assert set(outcomes(ends).values()) == {"done"}
 
 
 @first_cases(1, "name", ["episode", "plainly"])
 @pytest.mark.parametrize("kind, cause", [
-    ("write", "instead of a reply came"), ("close", "its worker ended: its streams to the trainer were closed")])
+    ("write", "instead of a reply"), ("close", "its worker ended: its streams to the trainer were closed")])
 def test_streams_that_are_spoiled_are_the_fault_of_who_is_always_there(pool, name, kind, cause):
     """It shows only when the code has gone on, and others run."""
     p = pool(name)
@@ -296,7 +296,7 @@ def test_what_blocks_costs_its_worker(pool, clock, name, kind, threads):
     ends, _ = lost(pool(name, threads=threads, step_seconds=600.0), kind, clock)
     seen = outcomes(ends)
     assert seen.pop("bad") == ("late", "it blocked its worker for longer than env.step_seconds=600")
-    assert set(seen.values()) == {("neighbour", "the worker was ended for another episode")}
+    assert set(seen.values()) == {("neighbour", "the worker was killed because of another episode")}
 
 
 LATE = "late", "a turn took longer than env.step_seconds=600"
@@ -325,7 +325,7 @@ def test_what_waits_is_cancelled(pool, caplog):
 def test_what_will_not_be_cancelled_costs_its_worker(pool):
     ends, _ = play(pool("waits", step_seconds=600.0), kinds("stubborn", "fine"),
                    lambda id, k, data: turn("ok") if id == "stubborn" else None)
-    assert outcomes(ends) == {"stubborn": LATE, "fine": ("neighbour", "the worker was ended for another episode")}
+    assert outcomes(ends) == {"stubborn": LATE, "fine": ("neighbour", "the worker was killed because of another episode")}
 
 
 def test_a_cancelled_one_that_blocks_costs_its_worker_in_silence(pool, clock):
@@ -339,7 +339,7 @@ def test_a_cancelled_one_that_blocks_costs_its_worker_in_silence(pool, clock):
     p.start("next", {"row": {"kind": "fine"}, "prompt": "", "seed": 0})
     clock.ahead = 3600.0
     ends, _ = follow(p, {"next"})
-    assert outcomes(ends) == {"next": ("neighbour", "the worker was ended for another episode")}
+    assert outcomes(ends) == {"next": ("neighbour", "the worker was killed because of another episode")}
     assert p.events(0.3) == []
 
 
@@ -357,8 +357,8 @@ def test_blocked_by_nobody_known_is_tried_again_and_then_theirs(pool, clock, tmp
         ends, _ = follow(p, {"task"})
         clock.ahead = 0.0
         known = k == pool_module.STRIKES - 1
-        assert outcomes(ends) == {"task": ("env", "the loop of its worker stood still") if known else
-                                  ("neighbour", "the worker was ended for another episode")}
+        assert outcomes(ends) == {"task": ("env", "its worker's event loop was blocked") if known else
+                                  ("neighbour", "the worker was killed because of another episode")}
 
 
 def test_waiting_for_the_model_or_for_others_is_not_the_environments_time(pool):
@@ -386,7 +386,7 @@ def test_workers_killed_from_outside_are_started_again(pool):
     for pair in pids:
         os.kill(int(pair.split()[0]), signal.SIGKILL)
     ends, _ = follow(p, {"e0", "e1"}, lambda id, k, data: None)
-    assert set(outcomes(ends).values()) == {("neighbour", "the worker was ended for another episode")}
+    assert set(outcomes(ends).values()) == {("neighbour", "the worker was killed because of another episode")}
     ends, said = play(p, {f"e{k}": {} for k in range(4)})
     assert set(outcomes(ends).values()) == {"done"} and not pids & {texts(s)[0] for s in said.values()}
 
@@ -395,13 +395,13 @@ def test_workers_that_end_before_anything_is_said_stop_the_run(tmp_path):
     (tmp_path / "mine.py").write_text("import asyncio, os\nasyncio.SelectorEventLoop.run_forever = lambda loop: os._exit(5)\n"
                                       "async def episode(task, chat):\n    await chat.send('x')\n")
     with env_cases.pool(f"{tmp_path}/mine.py:episode", workers=1) as p, \
-            pytest.raises(RunStopped, match="end again and again before .*: its worker ended: it exited with status 5"):
+            pytest.raises(RunStopped, match="die repeatedly before .*: its worker ended: it exited with status 5"):
         while True:
             p.events(1.0)
 
 
 def test_prints_are_said_and_bounded(pool, caplog, monkeypatch):
-    monkeypatch.setattr(pool_module, "SAID_SECONDS", 0.2)
+    monkeypatch.setattr(pool_module, "PRINT_SECONDS", 0.2)
     p, sizes = pool("episode"), []
     with caplog.at_level("INFO", logger="jaxrl.envs"):
         play(p, kinds("print"))
@@ -410,7 +410,7 @@ def test_prints_are_said_and_bounded(pool, caplog, monkeypatch):
              lambda id, k, data: sizes.append(os.fstat(p.printed.file.fileno()).st_size) or turn("ok"))
         p.close()
     assert caplog.text.count("printed by an environment: words from an environment") == 1
-    assert re.search("more lines|MiB of what was printed are not shown", caplog.text)
+    assert re.search("more lines|MiB of printed text were dropped", caplog.text)
     assert len(caplog.text) < 200_000 and max(sizes) <= 1 << 26
 
 
@@ -474,7 +474,7 @@ def test_workers_end_with_the_pool_and_with_a_parent_that_is_killed(pool, source
     _, said = play(p, {"e": {}})
     p.close()
     assert all(gone(int(pid)) for pid in texts(said["e"])[0].split())
-    with pytest.raises(RuntimeError, match="the pool of episodes is closed"):
+    with pytest.raises(RuntimeError, match="the episode pool is closed"):
         p.events(1.0)
     here = Path(__file__)
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(source), str(here.parents[1]), str(here.parents[2])],
@@ -491,12 +491,12 @@ def test_workers_end_with_the_pool_and_with_a_parent_that_is_killed(pool, source
 
 WRONG = {
     "reward": "chat.reward was called before the model's first turn (in wrong)",
-    "role": "a message is no dict with role and content (in wrong)",
+    "role": "a message is not a dict with role and content (in wrong)",
     "number": "messages are of type int, expected text, a dict or a list of dicts (in wrong)",
     "nothing": "chat.send has no message (in wrong)",
     "json": "TypeError in wrong",
     "deep": "RecursionError in wrong",
-    "two": "chat.send was called while another one waits; a conversation has one turn at a time (in wrong)",
+    "two": "chat.send was called while another one is pending; a conversation has one turn at a time (in wrong)",
     "stop": "chat.send: stop must be texts (in wrong)",
     "max": "chat.send: max_tokens must be a whole number from 0 (in wrong)",
     "tools": "TypeError in wrong",

@@ -277,7 +277,7 @@ def test_a_cancelled_episode_is_heard_no_more_and_gives_its_place_back(pool):
     p.reply("e5", turn("nobody waits"))
     assert p.events(0.0) == []
     p.start("e5", {"row": row, "prompt": "", "seed": 0})
-    with pytest.raises(ValueError, match="'e5' runs already"):
+    with pytest.raises(ValueError, match="'e5' is already running"):
         p.start("e5", {"row": row, "prompt": "", "seed": 0})
     p.cancel(["e5", "never"])
 
@@ -286,7 +286,7 @@ def test_rows_go_over_as_json(pool):
     rows = {"e": {"value": np.float32(0.5), "reward": np.arange(3)[2], "more": np.arange(4).reshape(2, 2)}}
     ends, _ = play(pool("scored"), rows)
     assert (ends["e"].data["value"], ends["e"].data["reward"]) == (0.5, 2.0)
-    with pytest.raises(ConfigError, match="cannot be handed to environments: object .*; its columns: value, odd"):
+    with pytest.raises(ConfigError, match="cannot be passed to environments: object .*; its columns: value, odd"):
         play(pool("scored"), {"e": {"value": 1, "odd": object()}})
 
 

@@ -57,7 +57,7 @@ def test_episodes_and_faults_are_those_of_local_workers(made, monkeypatch):
     assert all(ends[id].kind == "done" and ends[id].data["value"] == row["turns"] for id, row in rows.items() if "how" not in row)
     assert ends["raise"].data["cause"] == "ConnectionError in counts" and all(t.endswith(" here") for t in texts(said["e3"]))
     assert len({text.split()[1] for sends in said.values() for text in texts(sends)}) == 2  # workers
-    for how, fault, cause in (("kill", "env", "it was ended by SIGKILL"), ("hang", "late", "blocked its worker")):
+    for how, fault, cause in (("kill", "env", "it was killed by SIGKILL"), ("hang", "late", "blocked its worker")):
         ends, _ = play(pool, {how: {"name": how, "turns": 1, "how": how}}, names)
         assert ends[how].data["fault"] == fault and cause in ends[how].data["cause"]
     assert play(pool, {"z": {"name": "z", "turns": 1}}, names)[0]["z"].kind == "done"

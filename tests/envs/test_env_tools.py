@@ -245,14 +245,14 @@ def test_calls_of_a_turn_run_at_once_and_answer_in_order(pool, threads):
     calls = [("meet", {"name": n}) for n in "abc"] + [("add", {"a": 1}), ("add", {"a": 2})]
     p = pool("meet", "add", max_parallel_calls=4, threads=threads)
     ends, said = play(p, {"e": {}}, lambda id, k, data: turn("", *calls[:5 - 5 * k]))
-    assert texts(said["e"])[1:] == [*(f'{{"name": "{n}", "ä": [1, null]}}' for n in "abc"), "11", tools.further(4)]
+    assert texts(said["e"])[1:] == [*(f'{{"name": "{n}", "ä": [1, null]}}' for n in "abc"), "11", tools.too_many_calls_text(4)]
     assert ends["e"].data["counts"] == {"calls": 5, "malformed": 0}
-    assert tools.further(1) == "This call was not run: at most 1 of a turn is."
+    assert tools.too_many_calls_text(1) == "This call was not run: at most 1 of a turn is."
 
 
 def test_one_call_of_a_turn_is_run_by_default(pool):
     _, said = play(pool("add"), {"e": {}}, lambda id, k, data: turn("", *[("add", {"a": 1})] * (3 - 3 * k)))
-    assert texts(said["e"])[1:] == ["11", tools.further(1), tools.further(1)]
+    assert texts(said["e"])[1:] == ["11", tools.too_many_calls_text(1), tools.too_many_calls_text(1)]
 
 
 def test_plain_tools_run_beside_each_other_in_threads(pool):

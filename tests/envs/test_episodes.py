@@ -182,4 +182,4 @@ def test_an_environment_that_does_not_repeat_itself_is_said_to(caplog, tmp_path)
             end = time.monotonic() + 300
             while engine._begun and time.monotonic() < end:  # the second playing of the first episode
                 engine.poll(0.05)
-        assert ("does not repeat itself" in caplog.text) == told
+        assert ("is not deterministic" in caplog.text) == told

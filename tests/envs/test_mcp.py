@@ -79,11 +79,11 @@ def test_what_servers_do_wrong(pool, url):
     causes = {id: (e.data["fault"], e.data["cause"].replace(" (in tool act)", "")) for id, e in ends.items()}
     who = f"MCP server '{Path(sys.executable).name} mcp_server.py stdio'"
     assert causes == {
-        "die": ("env", f"{who} ended"), "garbage": ("env", f"{who} wrote no JSON: 'no json\\n'"),
+        "die": ("env", f"{who} ended"), "garbage": ("env", f"{who} wrote invalid JSON: 'no json\\n'"),
         "hang": ("late", "a turn took longer than env.step_seconds=20"),
-        "error": ("env", f"{who} answered tools/call with error -32000: out of order"),
-        "odd": ("env", f"{who} answered tools/call without a result")}
-    for how, cause in (("truncated", "wrote no JSON"), ("lost", "has lost the session")):
+        "error": ("env", f"{who} replied to tools/call with error -32000: out of order"),
+        "odd": ("env", f"{who} replied to tools/call without a result")}
+    for how, cause in (("truncated", "wrote invalid JSON"), ("lost", "has lost the session")):
         ends, _ = play(q, {"a": {}}, lambda id, k, said, how=how: (
             mcp_server.Handler.sessions.clear() if how == "lost" else None, turn("", ("act", {"how": how})))[1])
         assert cause in ends["a"].data["cause"] and ends["a"].data["fault"] == "env"
@@ -91,7 +91,7 @@ def test_what_servers_do_wrong(pool, url):
 
 
 def test_servers_that_cannot_be_had():
-    for given, why in (("no-such-server", "there is no program"), (f"{sys.executable} -c pass", "ended"),
+    for given, why in (("no-such-server", "not found; install it"), (f"{sys.executable} -c pass", "ended"),
                        ("http://127.0.0.1:9/mcp", "ConnectionRefusedError")):
         with pytest.raises(ConfigError, match=why), env_cases.pool(mcp=(given,), workers=1) as p:
             p.ready()

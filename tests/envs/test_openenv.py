@@ -94,8 +94,8 @@ def test_what_services_do_wrong(serve):
     causes = {id: cause for id, (fault, cause) in causes.items() if fault == "env"}
     odd = "URL gave an observation without observation, reward and done: "
     assert causes == {
-        "garbage": "URL wrote no JSON: 'no json'", "other": "URL answered step with '{\"type\": \"state\", \"data\": {}}'",
-        "nothing": "URL answered step with '{\"type\": \"observation\"}'", "die": "URL: EXECUTION_ERROR: no more",
+        "garbage": "URL wrote invalid JSON: 'no json'", "other": "URL replied to step with '{\"type\": \"state\", \"data\": {}}'",
+        "nothing": "URL replied to step with '{\"type\": \"observation\"}'", "die": "URL: EXECUTION_ERROR: no more",
         "odd": odd + "{'observation': 'x', 'reward': 1, 'done': False}", "words": odd + "{'observation': {}, 'reward': 'high', 'done': False}",
         "break": "URL: the connection broke"}
 
@@ -127,7 +127,7 @@ def test_services_that_cannot_be_had(serve):
             ([url, other], {}, r"other actions than .*\(number \(integer\); say \(string\)\); env.servers are replicas"),
             ([url], {"action": "no"}, r"env.options.action='no': an action of .* has the fields say \(string\)"),
             ([url], {"fields": 1}, "env.options.fields: openenv has action, observation"),
-            (["127.0.0.1:8000"], {}, "is no address; write http://host:8000")):
+            (["127.0.0.1:8000"], {}, "is not an address; write http://host:8000")):
         with pytest.raises(ConfigError, match=why), pool(*servers, options=options) as p:
             p.ready()
 

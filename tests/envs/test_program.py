@@ -88,7 +88,7 @@ def test_what_a_program_came_to(pool, tmp_path):
         how: {"kind": "ends", "how": how} for how in ("broken", "nan", "text")}}, model)
     assert ends["a"].data["value"] == 0.5 and ends["a"].data["rewards"] == {"turns": 3.0}
     causes = {id: e.data["cause"] for id, e in ends.items() if e.kind == "failed"}
-    assert "without reward.json" in causes["none"] and "holds no JSON" in causes["broken"]
+    assert "without reward.json" in causes["none"] and "is not JSON" in causes["broken"]
     assert "is nan" in causes["nan"] and "of type str" in causes["text"]
 
 
@@ -104,8 +104,8 @@ def test_how_programs_end(pool, tmp_path):
     why = " (in the program)"
     assert outcome == {
         "status": ("env", "the program ended with status 3" + why), "raise": ("env", "the program ended with status 1" + why),
-        "signal": ("env", "the program was ended by SIGKILL" + why), "child": "done", "flood": "done",
-        "memory": ("env", "the program held more memory than env.memory_gb=0.25 allows" + why),
+        "signal": ("env", "the program was killed by SIGKILL" + why), "child": "done", "flood": "done",
+        "memory": ("env", "the program used more memory than env.memory_gb=0.25 allows" + why),
         "sleep": ("late", "a turn took longer than env.step_seconds=20")}
     assert "words words" in ends["status"].data["detail"] and "ValueError: no" in ends["raise"].data["detail"]
     assert json.loads((tmp_path / "flood.json").read_text())["size"] == 1 << 20
@@ -128,7 +128,7 @@ def test_cancelled_programs_are_gone(pool):
 
 
 def test_what_cannot_be_started():
-    with pytest.raises(ConfigError, match="there is no program 'no-such-program'"):
+    with pytest.raises(ConfigError, match="program 'no-such-program' not found"):
         with env_cases.pool(program="no-such-program -x", workers=1) as p:
             p.ready()
     with pytest.raises(ConfigError, match=r"env.score: score\(task, ran\)"):

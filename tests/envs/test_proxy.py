@@ -53,7 +53,7 @@ def ask():
             turn = {"text": "ok", "calls": [], "thinking": "", "finish": "stop", "tokens": (1, 1)}
             while True:
                 call = await line.calls.get()
-                call.answer.set_result(openai.completion("id", 0, call.asked, turn))
+                call.answer.set_result(openai.completion_body("id", 0, call.asked, turn))
 
         with proxy.open() as (key, line):
             told["url"], told["key"] = proxy.url(), key
@@ -120,9 +120,9 @@ def test_null_is_what_is_not_there(ask):
 
 
 @pytest.mark.parametrize("body, words", [
-    (b"", "no JSON"), (b"\xff", "no JSON"), (b'{"messages": [', "no JSON"), (b"[" * 100_000, "no JSON"), (b"3", "no JSON object"),
-    (b"[" * 200 + b"]" * 200, "nested more than 100"), (b'{"temperature": NaN}', "no JSON"), (b'{"temperature": 1e999}', "no JSON"),
-    (b'{"seed": ' + b"9" * 9999 + b"}", "no JSON"), (json.dumps({"messages": []}).encode(), "messages"),
+    (b"", "not JSON"), (b"\xff", "not JSON"), (b'{"messages": [', "not JSON"), (b"[" * 100_000, "not JSON"), (b"3", "not a JSON object"),
+    (b"[" * 200 + b"]" * 200, "nested more than 100"), (b'{"temperature": NaN}', "not JSON"), (b'{"temperature": 1e999}', "not JSON"),
+    (b'{"seed": ' + b"9" * 9999 + b"}", "not JSON"), (json.dumps({"messages": []}).encode(), "messages"),
     (json.dumps(replaced(("messages", 1, "tool_calls", 0, "function", "arguments"), "[" * 100_000)).encode(), "arguments"),
     (json.dumps(replaced(("messages", 1, "tool_calls", 0, "function", "arguments"), '{"a": NaN}')).encode(), "arguments"),
     (json.dumps(BODY | {"tools": BODY["tools"] * 2}).encode(), "tools[1].function.name"),

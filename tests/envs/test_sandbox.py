@@ -99,7 +99,7 @@ sys.exit(7)
     ran = sandbox.run(["python", "program.py"], "hello", {"program.py": program, "in/data.txt": "data"}, memory_mb=2048)
     assert (ran.exit, ran.stdout, ran.stderr, ran.limit) == (7, "thread\n3\n", "", "")
     assert sandbox.run(["no_such_program"]).exit == 127
-    assert sandbox.run(["sh", "-c", "kill -9 $$"]) == sandbox.Ran(137, "", "", "")
+    assert sandbox.run(["sh", "-c", "kill -9 $$"]) == sandbox.RunResult(137, "", "", "")
 
 
 def test_paths_are_shown_read_only(tmp_path):
@@ -116,19 +116,19 @@ def test_paths_are_shown_read_only(tmp_path):
 def test_the_probe_finds_a_sandbox_that_leaks(monkeypatch):
     """One that shows the home folder; one without limits of memory and processes; one with the network."""
     settings, limits = sandbox.types.Settings(), dataclasses.replace(sandbox.Limits(), memory_mb=128, processes=20)
-    place = bwrap._place.__wrapped__
+    place = bwrap._mounts.__wrapped__
     home = tempfile.mkdtemp(dir="/tmp")  # no folder between that bubblewrap would make, for itself
     os.chmod(home, 0o777)
     monkeypatch.setenv("HOME", home)
     for words, change in {
             "reads a file": lambda *a: place(*a) + ("--ro-bind", home, home),
-            "writes beside": lambda *a: place(*a) + ("--bind", home, home),
+            "writes outside": lambda *a: place(*a) + ("--bind", home, home),
             "reaches a port": lambda *a: tuple(x for x in place(*a) if x != "--unshare-net")}.items():
-        monkeypatch.setattr(bwrap, "_place", change)
+        monkeypatch.setattr(bwrap, "_mounts", change)
         with pytest.raises(sandbox.SandboxError, match=words):
             check(settings, limits, bwrap.run)
-    monkeypatch.setattr(bwrap, "_place", place)
-    monkeypatch.setattr(bwrap, "_limited", lambda limits: [])
+    monkeypatch.setattr(bwrap, "_mounts", place)
+    monkeypatch.setattr(bwrap, "_limit_command", lambda limits: [])
     with pytest.raises(sandbox.SandboxError, match="more memory"):
         check(settings, dataclasses.replace(limits, processes=10**6), lambda *a: bwrap.run(*a[:3], dataclasses.replace(
             a[3], memory_mb=4096, processes=400), a[4]))

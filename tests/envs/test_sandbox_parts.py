@@ -25,7 +25,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.builtin import code_block
-from jaxrl.sandbox import Limits, Ran, SandboxError, api, bwrap, seccomp, serve
+from jaxrl.sandbox import Limits, RunResult, SandboxError, api, bwrap, seccomp, serve
 from jaxrl.sandbox import types as sandbox_types
 from jaxrl.sandbox.codec import Opaque, decode, encode
 from jaxrl.sandbox.grading import grade, parse, same
@@ -107,9 +107,9 @@ def test_limits_alone_do_not_keep_a_program_in(limits_alone, tmp_path):
 def test_limits_alone_say_so(caplog, limits_alone, monkeypatch):
     monkeypatch.setattr(api, "check", check_sandbox)
     with caplog.at_level(logging.WARNING, "jaxrl.sandbox"):
-        assert python("print(1)") == Ran(0, "1\n", "")
+        assert python("print(1)") == RunResult(0, "1\n", "")
         python("print(1)")
-    assert len(caplog.records) == 1 and "is no sandbox" in caplog.text
+    assert len(caplog.records) == 1 and "is not a sandbox" in caplog.text
 
 
 def test_each_limit_is_told(limits_alone):
@@ -246,7 +246,7 @@ def test_a_place_for_the_trial_is_asked_for_by_name(request, monkeypatch, tmp_pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     request.addfinalizer(lambda: sandbox.configure({}))
     sandbox.configure({"backend": "rlimits"})
-    with pytest.raises(SandboxError, match="cannot be tried: .*a port of 127.0.0.1"):
+    with pytest.raises(SandboxError, match="cannot be probed: .*a port of 127.0.0.1"):
         sandbox.probe()
 
 
@@ -314,10 +314,10 @@ def test_our_own_service_runs_programs_for_others(limits_alone, monkeypatch, req
     monkeypatch.setenv("SANDBOX_TEST_KEY", "open")
     ask = dict(key_env="SANDBOX_TEST_KEY", retries=0)
     ran = remote(url, ("python", "main.py"), "3 4", {"main.py": "print(sum(map(int, input().split())))"}, **ask)
-    assert ran == Ran(0, "7\n", "")
+    assert ran == RunResult(0, "7\n", "")
     assert remote(url, ("python", "-c", "while True: pass"), seconds=0.5, **ask).limit == "seconds"
     for wrong, options, words in ((("python", "a\0"), {}, "HTTP 400: .*argv"), (("true",), {"key_env": ""}, "HTTP 401"),
-                                  (("true",), {"key_env": "NO_SUCH_KEY"}, "no such environment variable")):
+                                  (("true",), {"key_env": "NO_SUCH_KEY"}, "this environment variable is not set")):
         with pytest.raises(SandboxError, match=words):
             remote(url, wrong, **ask | options)
 
@@ -327,17 +327,17 @@ def test_faults_of_a_service_are_tried_again_and_then_nobodys_score(service, mon
     fine = {"exit": 3, "stdout": "out", "stderr": "", "limit": ""}
     for first in ((500, "x"), (429, "x"), (200, b'{"exit": 3, "std')):
         url, asked = service(first, (200, fine))
-        assert remote(url, retries=1) == Ran(3, "out", "") and len(asked) == 2
+        assert remote(url, retries=1) == RunResult(3, "out", "") and len(asked) == 2
         with pytest.raises(SandboxError, match="after 1 tries"):
             remote(service(first)[0], retries=0)
-    for answer, words in (((400, "no"), "HTTP 400"), ((200, {}), "no answer of the API"), ((200, []), "no answer of the API"),
+    for answer, words in (((400, "no"), "HTTP 400"), ((200, {}), "the reply does not fit"), ((200, []), "the reply does not fit"),
                           ((200, fine | {"exit": None}), "exit None"), ((200, fine | {"exit": "0"}), "exit '0'"),
                           ((200, fine | {"stdout": 3}), "text expected"), ((200, {"error": "no room"}), "no room")):
         url, asked = service(answer)
         with pytest.raises(SandboxError, match=words):
             remote(url, retries=3)
         assert len(asked) == 1
-    with pytest.raises(SandboxError, match="refused: see that the service runs"):
+    with pytest.raises(SandboxError, match="refused: check that the service runs"):
         remote("http://127.0.0.1:9", retries=1)
     assert remote(service((200, fine))[0], output_bytes=2).limit == "output_bytes"
 
@@ -352,12 +352,12 @@ def test_sandboxfusion_is_spoken_to_in_its_words(service, monkeypatch):
     url, asked = service(fusion("Failed", **finished, return_code=2))
     ran = remote(url, ("python", "-c", "print('a b')"), "in", {"f.py": "data"}, api="fusion", seconds=7.0, memory_mb=99)
     (path, _, body), = asked
-    assert ran == Ran(2, "o", "e") and path == "/run_code"
+    assert ran == RunResult(2, "o", "e") and path == "/run_code"
     assert body | {"compile_timeout": 0} == {
         "language": "bash", "code": "python3 -c 'print('\"'\"'a b'\"'\"')'", "stdin": "in", "fetch_files": [], "compile_timeout": 0,
         "files": {"f.py": base64.b64encode(b"data").decode()}, "run_timeout": 7.0, "memory_limit_MB": 99}
     late = fusion("Failed", **finished | {"status": "TimeLimitExceeded"}, return_code=None)
-    assert remote(service(late)[0], api="fusion") == Ran(None, "o", "e", "seconds")
+    assert remote(service(late)[0], api="fusion") == RunResult(None, "o", "e", "seconds")
     url, asked = service(fusion("SandboxError"), fusion("Success", **finished, return_code=0))
     assert remote(url, api="fusion", retries=1).exit == 0 and len(asked) == 2
     with pytest.raises(SandboxError, match="SandboxFusion says SandboxError: m"):
@@ -452,7 +452,7 @@ def test_a_part_of_the_tests(limits_alone):
 
 
 @pytest.mark.parametrize("tests, words", [
-    ([], "has no tests"), ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"), ("x = (", "no Python"), (3, "type int"),
+    ([], "has no tests"), ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"), ("x = (", "not valid Python"), (3, "type int"),
     ([{"input": 1}], "neither asserts nor"), ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "arguments of f are a list"),
     ("def check(candidate): pass", "entry_point"), ("x = 1", "has no tests"), ('{"a": 1}', "neither asserts nor")])
 def test_tests_that_cannot_be_read_are_no_score(tests, words):
@@ -541,7 +541,7 @@ def test_code_rewards(code_score, scores):
         result = pool.score(items)
         broken = pool.score([RewardItem("q", ADD, {"tests": "assert ("})], part=True)
     assert result.parts["code"][:3].tolist() == pytest.approx(scores) and [o["code"] for o in result.outcomes] == ["ok"] * 3 + ["none"]
-    assert "no Python" in broken.outcomes[0]["code"]  # the row's fault: absent, not 0
+    assert "not valid Python" in broken.outcomes[0]["code"]  # the row's fault: absent, not 0
 
 
 def test_rewards_and_environments_have_the_configs_sandbox(tmp_path, monkeypatch):
@@ -632,12 +632,12 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
     url = lambda path: urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{path}", headers={"Authorization": "key"})  # noqa: E731
     try:
         with pytest.raises(urllib.error.HTTPError, match="302"):
-            http_client.answer(url("elsewhere"), 60.0)
-        assert asked == [("/elsewhere", "key")] and http_client.answer(url("taken"), 60.0) == b"{}"
-        with pytest.raises(TimeoutError, match="no whole answer within 0.5 s"):
-            http_client.answer(url("drips"), 0.5)
-        with pytest.raises(ValueError, match="an answer of more than 100000 bytes"):
-            http_client.answer(url("long"), 60.0, 100_000)
+            http_client.fetch(url("elsewhere"), 60.0)
+        assert asked == [("/elsewhere", "key")] and http_client.fetch(url("taken"), 60.0) == b"{}"
+        with pytest.raises(TimeoutError, match="no complete reply within 0.5 s"):
+            http_client.fetch(url("drips"), 0.5)
+        with pytest.raises(ValueError, match="a reply of more than 100000 bytes"):
+            http_client.fetch(url("long"), 60.0, 100_000)
     finally:
         stop.set()
         server.shutdown()

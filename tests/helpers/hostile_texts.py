@@ -11,10 +11,10 @@ from jaxrl.config.schema_rewards import JUDGE, REMOTE
 from jaxrl.envs import builtin as worlds
 from jaxrl.envs import libraries, openai, openenv, tools
 from jaxrl.envs.api import Action, Turn
-from jaxrl.envs.parsers import PARSERS, types_of
+from jaxrl.envs.parsers import PARSERS, argument_types
 from jaxrl.rewards import builtin, judge, remote
 from jaxrl.rewards.calling import outcome
-from jaxrl.rewards.items import RewardItem, address, as_json
+from jaxrl.rewards.items import RewardItem, item_hash, item_json
 from jaxrl.sandbox import api, grading
 
 MARKERS = (
@@ -93,7 +93,7 @@ def calls_are_read(name: str):
     tool = tools.Tool(add)
 
     def read(text):
-        outside, calls = PARSERS[name].read(text, types=types_of([tool.schema]))
+        outside, calls = PARSERS[name].read(text, types=argument_types([tool.schema]))
         json.dumps([outside, [vars(call) for call in calls]])
         for call in calls:
             assert call.error or isinstance(call.arguments, dict)
@@ -103,7 +103,7 @@ def calls_are_read(name: str):
                 pass
         turn = {"text": outside, "thinking": "", "finish": "stop", "tokens": [1, 1],
                 "calls": [{"id": "", "name": c.name, "arguments": c.arguments, "error": c.error} for c in calls]}
-        json.dumps(openai.said(turn, ["\n\n"]))
+        json.dumps(openai.assistant_message(turn, ["\n\n"]))
     return read
 
 
@@ -153,8 +153,8 @@ def judged(text):
 def sent(text):
     """A completion on its way to a worker, to a service and into the record."""
     item = RewardItem("q", text, {"answer": "1"})
-    as_json(item, 0).encode()
-    address(item)
+    item_json(item, 0).encode()
+    item_hash(item)
     remote.FENCED.findall(text)
 
 
@@ -169,7 +169,7 @@ def service_score(text):
     async def scored(budget):
         return reads.score([value], "a service")
 
-    found = outcome(asyncio.run(reads.within(scored)))
+    found = outcome(asyncio.run(reads.run_until_deadline(scored)))
     assert found["outcome"] == "ok" or found["outcome"].startswith("error: type: "), found
 
 
@@ -181,9 +181,9 @@ def programs(tests):
 
 def readers() -> dict:
     """Every one, by the registries that have them. The programs run under limits alone."""
-    known = {name for name, fn in builtin.registered().items() if fn.__module__ == builtin.__name__}
+    known = {name for name, fn in builtin.registered_rewards().items() if fn.__module__ == builtin.__name__}
     assert known == set(REWARDS), "a built-in reward without its columns here"
-    out = {f"reward {name}": lambda text, name=name: wrong(builtin.registered()[name]("q", text, **REWARDS[name])) for name in REWARDS}
+    out = {f"reward {name}": lambda text, name=name: wrong(builtin.registered_rewards()[name]("q", text, **REWARDS[name])) for name in REWARDS}
     out |= {f"calls as {name}": calls_are_read(name) for name in PARSERS}
     from helpers.turn_cases import FAMILIES
     out |= {f"turns of {family}": turns_are_read(family) for family in FAMILIES if FAMILIES[family][3]}
@@ -191,7 +191,7 @@ def readers() -> dict:
     out |= {f"action of {name}": action(fields) for name, fields in (
         ("an object", {"a": "integer", "b": "string"}), ("text", {"a": "string"}), ("an integer", {"a": "integer"}), ("a number", {"a": "number"}),
         ("yes or no", {"a": "boolean"}))}
-    out |= {"action by name": lambda text: libraries.chosen(text, ("left", "right")), "a judge": judged, "the record": sent,
+    out |= {"action by name": lambda text: libraries.last_choice(text, ("left", "right")), "a judge": judged, "the record": sent,
             "score of a service": service_score}
     return out | {f"program with tests {name}": programs(tests) for name, tests in TESTS.items()}
 

@@ -63,11 +63,11 @@ def main():
     refused("other places", PeerLost, lambda: peers.meet(f"step {3 + me}, weights 2: the answers"))
     say("still together", peers.meet("five", me))
     if me == 1:
-        peers.ask_stop()
+        peers.request_stop()
     end = time.monotonic() + 300
-    while not peers.stop_asked and time.monotonic() < end:
+    while not peers.stop_requested and time.monotonic() < end:
         time.sleep(0.05)
-    say("stop", peers.stop_asked)
+    say("stop", peers.stop_requested)
     peers.meet("before one is late")
     say("wait", peers.wait_seconds)
     peers.wait_seconds = 1.0

@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.config.load import default_config
 from jaxrl.rewards import RewardFailure, RewardItem, RewardPool
 from jaxrl.rewards.calling import Call, ServiceError
-from jaxrl.rewards.services import find
+from jaxrl.rewards.services import find_services
 
 DEADLINE, SLACK = 2.0, 60.0  # seconds; the slack is for busy machines
 # A certificate of nobody's but these tests, for 127.0.0.1, 2020 to 2120.
@@ -145,9 +145,9 @@ def service_scores(kind, rows, **options):
     """What a service's reward gives in this process: numbers, and failures as their cause. options: of reward.<kind>."""
     c = default_config()
     c.reward[kind].update(options)
-    told, places, _ = find(c, {kind}, {})
+    told, places, _ = find_services(c, {kind}, {})
     one = Call(kind, kind, {"services": told, "places": places})
-    made = asyncio.run(one.many([vars(row) for row in rows], {}))
+    made = asyncio.run(one.call_batch([vars(row) for row in rows], {}))
     return [x.cause if isinstance(x, ServiceError) else x for x in made]
 
 
@@ -175,7 +175,7 @@ def fails(cause: str, answer=lengths, tls=False, url=None, quick=False, **option
                 pool.score(items())
                 raise AssertionError("the run goes on without rewards")
             except RewardFailure as e:
-                assert cause in str(e) and "see to the service behind remote" in str(e)
+                assert cause in str(e) and "fix the service of remote" in str(e)
         return said[0].replace(server.url, "URL").replace(str(url), "URL"), "absent; the run stops where too many are"
 
 

@@ -143,7 +143,7 @@ def wait_until_ready(engine, count, seconds=120.0):
 def killed():
     with Said() as said, own_servers(replicas=2, max_requests=4) as engine:
         count = hit_while_generating(engine, lambda: os.killpg(engine.fleet.processes[0].pid, signal.SIGKILL))
-        text = said.about("go elsewhere")
+        text = said.about("are rerouted")
         wait_until_ready(engine, 2)
         assert engine.publisher.last_probe < 1e-4
         return text, f"{count} of {count} answered; started again with the current weights"
@@ -154,7 +154,7 @@ def hung():
         started = time.monotonic()
         count = hit_while_generating(engine, lambda: os.killpg(engine.fleet.processes[0].pid, signal.SIGSTOP))
         seconds = time.monotonic() - started
-        text = said.about("no answer to /health", "go elsewhere")
+        text = said.about("no reply to /health", "are rerouted")
         assert seconds < 60
         wait_until_ready(engine, 2)
         return text, f"{count} of {count} answered after {seconds:.0f} s; started again with the current weights"

@@ -8,7 +8,15 @@ import pytest
 from jaxrl.errors import ConfigError
 from jaxrl.planning import case as cases
 from jaxrl.planning import plan
-from jaxrl.planning.asynchrony import Engine, Speeds, nonnegative_lstsq, of_case, recorded, simulate, table
+from jaxrl.planning.asynchrony import (
+    Engine,
+    Speeds,
+    nonnegative_lstsq,
+    plan_asynchrony,
+    read_recorded_run,
+    simulate,
+    table,
+)
 from jaxrl.resolve.checks.common import check
 from jaxrl.rollout.protocol import Engine as Protocol
 from jaxrl.rollout.protocol import Request
@@ -106,7 +114,7 @@ def run_folder(folder, speeds, steps=24, **rollout):
 def test_speeds_of_a_recorded_run_are_found_again(tmp_path):
     speeds = Speeds(slots=3, fixed=0.02, each=0.004, prompt=0.01, reward=0.3, train=1.5, train_token=0.01, publish=0.2)
     run_folder(tmp_path / "run", speeds)
-    found = recorded(tmp_path / "run")
+    found = read_recorded_run(tmp_path / "run")
     for name, value in vars(speeds).items():
         assert getattr(found.speeds, name) == pytest.approx(value, rel=1e-6)
     again = simulate(found.speeds, np.concatenate(found.lengths), per_step=4, group_size=2, steps=len(found.lengths))
@@ -127,13 +135,13 @@ def test_nonnegative_least_squares_is_scipys():
 
 def test_a_run_that_tells_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no config.json and metrics.jsonl of a run"):
-        recorded(tmp_path)
+        read_recorded_run(tmp_path)
     run_folder(tmp_path / "ahead", Speeds(3, 1.0), max_staleness=2)
     with pytest.raises(ConfigError, match="its phases overlap"):
-        recorded(tmp_path / "ahead")
+        read_recorded_run(tmp_path / "ahead")
     run_folder(tmp_path / "short", Speeds(3, 1.0), steps=4)
     with pytest.raises(ConfigError, match="1 steps with rollouts after the first 3"):
-        recorded(tmp_path / "short")
+        read_recorded_run(tmp_path / "short")
 
 
 def planned(**options):
@@ -143,7 +151,7 @@ def planned(**options):
     c.rollout.servers = ("http://127.0.0.1:1", "http://127.0.0.1:2")
     c.data.prompts_per_step, c.data.max_prompt_tokens, c.rollout.max_new_tokens = 32, 512, 1024
     case = cases.case_of(c, QWEN_1B)
-    return case, of_case(case, plan.times(case, {})["phases"])
+    return case, plan_asynchrony(case, plan.times(case, {})["phases"])
 
 
 @pytest.mark.slow

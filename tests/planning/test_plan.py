@@ -413,8 +413,8 @@ def test_a_group_over_hosts_shares_their_network():
 
 
 def test_the_largest_is_found_and_the_next_does_not_fit():
-    assert fit.most(lambda n: n <= 37, 8, 64) == 37
-    assert fit.most(lambda n: True, 8, 64) == 64 and fit.most(lambda n: False, 8, 64) == 0
+    assert fit.largest_n(lambda n: n <= 37, 8, 64) == 37
+    assert fit.largest_n(lambda n: True, 8, 64) == 64 and fit.largest_n(lambda n: False, 8, 64) == 0
 
 
 # -- whole plans

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.errors import ConfigError
-from jaxrl.processes.faults import ACTIONS, POINTS, FaultError, Faults, GracefulStop, Interrupted, parse_plan
+from jaxrl.processes.faults import ACTIONS, POINTS, FaultError, Faults, GracefulStop, InterruptedAtStart, parse_plan
 
 
 def test_an_entry_is_read_with_its_defaults():
@@ -96,7 +96,7 @@ with GracefulStop() as stop:
     out, err = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     assert out.split("\n")[:-1] == ["True SIGTERM"]
-    assert "saving, then leaving" in err
+    assert "saving, then exiting" in err
 
 
 WAITER = """
@@ -134,7 +134,7 @@ def test_a_second_ctrl_c_ends_the_process_even_inside_compiled_code():
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
-    assert process.returncode == 130 and "Ctrl-C again: left at once; no checkpoint was written" in err
+    assert process.returncode == 130 and "Ctrl-C again: exited at once; no checkpoint was written" in err
 
 
 @pytest.mark.parametrize("code", ["import time; time.sleep(600)", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1)"],
@@ -142,12 +142,12 @@ def test_a_second_ctrl_c_ends_the_process_even_inside_compiled_code():
 def test_a_signal_while_a_run_starts_ends_it_at_once(code):
     process = run(f"""
 import sys
-from jaxrl.processes.faults import GracefulStop, Interrupted
+from jaxrl.processes.faults import GracefulStop, InterruptedAtStart
 try:
     with GracefulStop(starting=True):
         print("ready", flush=True)
         {code}
-except Interrupted as e:
+except InterruptedAtStart as e:
     print(e, "raised", file=sys.stderr)
     sys.exit(128 + e.number)
 """)
@@ -158,7 +158,7 @@ except Interrupted as e:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
-    assert ("SIGTERM raised" if "sleep" in code else "SIGTERM while the run starts: left at once") in err
+    assert ("SIGTERM raised" if "sleep" in code else "SIGTERM while the run starts: exited at once") in err
 
 
 def test_a_signal_that_was_lost_while_a_run_started_counts_when_it_has():
@@ -166,9 +166,9 @@ def test_a_signal_that_was_lost_while_a_run_started_counts_when_it_has():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             stop.wait(60)
-        except Interrupted:
+        except InterruptedAtStart:
             pass  # as in a callback of the garbage collector
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptedAtStart):
             stop.started()
 
 

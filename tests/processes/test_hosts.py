@@ -24,14 +24,14 @@ from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes import exchange, greeting, group
 from jaxrl.processes.faults import Faults
-from jaxrl.processes.group import Peers, Place, expand_nodes, find
+from jaxrl.processes.group import Peers, Place, expand_nodes, find_place
 from jaxrl.resolve.checks import common
 from jaxrl.rl.trajectories import results_from_bytes, results_to_bytes
 from jaxrl.rollout import Result
 from jaxrl.rollout.shapes import from_config
-from jaxrl.rollout.vllm.servers import share_of
+from jaxrl.rollout.vllm.servers import servers_of_process
 from jaxrl.telemetry import Telemetry
-from jaxrl.telemetry.profiler import steps_of
+from jaxrl.telemetry.profiler import traced_steps
 
 
 def options(**changes):
@@ -42,7 +42,7 @@ def options(**changes):
 
 
 def place(environ, **changes):
-    found = find(options(**changes), environ)
+    found = find_place(options(**changes), environ)
     return found and (found.source, found.coordinator, found.processes, found.process, found.hosts)
 
 
@@ -73,7 +73,7 @@ def test_where_a_process_stands():
 ])
 def test_half_a_description_is_refused(environ, changes, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        find(options(**changes), environ)
+        find_place(options(**changes), environ)
 
 
 def test_node_lists_of_slurm():
@@ -149,9 +149,9 @@ def test_what_cannot_be_meant_is_refused(changes, complaint):
 def test_a_missing_process_is_named():
     port = launch_port()
     with pytest.raises(RunStopped, match=r"2 of 3 processes did not come within launch.connect_seconds=1: 1 \(b\), 2 \(c\)"):
-        group.meet_first(Place("slurm", f"127.0.0.1:{port}", 3, 0, ("a", "b", "c")), 1.0)
+        group.greet_all(Place("slurm", f"127.0.0.1:{port}", 3, 0, ("a", "b", "c")), 1.0)
     with pytest.raises(RunStopped, match=f"process 0 does not answer at 127.0.0.1:{port} within launch.connect_seconds=1"):
-        group.meet_first(Place("explicit", f"127.0.0.1:{port}", 3, 1), 1.0)
+        group.greet_all(Place("explicit", f"127.0.0.1:{port}", 3, 1), 1.0)
 
 
 def test_a_run_waits_connect_seconds_for_the_others(monkeypatch):
@@ -164,16 +164,16 @@ def test_a_run_waits_connect_seconds_for_the_others(monkeypatch):
 
 
 def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
-    listens_on = group.listens_on
-    assert listens_on("127.0.0.1") == listens_on("localhost") == "127.0.0.1" and listens_on("127.0.0.2") == "127.0.0.2"
-    assert listens_on("192.0.2.1") == ""  # not an address of this machine: something stands before it
+    listen_address = group.listen_address
+    assert listen_address("127.0.0.1") == listen_address("localhost") == "127.0.0.1" and listen_address("127.0.0.2") == "127.0.0.2"
+    assert listen_address("192.0.2.1") == ""  # not an address of this machine: something stands before it
     for address in ("127.0.1.1", "192.0.2.1"):  # what /etc/hosts or a name service makes of this host's name
         rows = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *a, rows=rows, **k: rows)
-        assert listens_on("gpu-0") == ""
+        assert listen_address("gpu-0") == ""
     monkeypatch.undo()
     port = launch_port()
-    greeting = threading.Thread(target=group.meet_first, args=(Place("explicit", f"127.0.0.1:{port}", 2, 0), 60.0))
+    greeting = threading.Thread(target=group.greet_all, args=(Place("explicit", f"127.0.0.1:{port}", 2, 0), 60.0))
     greeting.start()
     while True:
         try:
@@ -183,7 +183,7 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
             assert greeting.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=300)
-    group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 60.0).close()
+    group.greet_all(Place("explicit", f"127.0.0.1:{port}", 2, 1), 60.0).close()
     greeting.join()
 
 
@@ -201,7 +201,7 @@ def test_alone_nothing_waits_and_nothing_is_sent():
     assert peers.meet("here", 3) == [3] and peers.decide("there", lambda: "x") == "x" and peers.first
     assert exchange.gather(peers, "bytes", b"abc") == [b"abc"]
     exchange.check_equal(peers, {})
-    peers.ask_stop()
+    peers.request_stop()
     peers.report(ValueError("unheard"))
     error = ValueError("gloo: connection closed")
     assert peers.explain(error) is error and peers.leave(0) is None
@@ -229,7 +229,7 @@ def test_results_survive_the_journey():
 
 
 def test_every_group_has_one_owner_and_slots_are_shared():
-    assert sorted(p for i in range(3) for p in range(10) if exchange.owner(p, 3) == i) == list(range(10))
+    assert sorted(p for i in range(3) for p in range(10) if exchange.owner_process(p, 3) == i) == list(range(10))
     c = default_config()
     c.rollout.slots = 100
     assert [from_config(c, 2, 1, processes).slots for processes in (1, 2, 4)] == [100, 50, 26]
@@ -244,9 +244,9 @@ def test_facts_leave_out_what_may_differ_between_hosts():
 
 def test_servers_are_dealt_out():
     urls = ("http://a:1/", "http://b:1", "http://c:1")
-    assert [share_of(urls, Peers(i, 2)) for i in range(2)] == [["http://a:1", "http://c:1"], ["http://b:1"]]
+    assert [servers_of_process(urls, Peers(i, 2)) for i in range(2)] == [["http://a:1", "http://c:1"], ["http://b:1"]]
     with pytest.raises(ConfigError, match="rollout.servers=.*3 for 4 processes"):
-        share_of(urls, Peers(0, 4))
+        servers_of_process(urls, Peers(0, 4))
 
 
 def test_a_planned_fault_may_name_its_process():
@@ -271,9 +271,9 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
 def test_only_the_processes_asked_for_are_traced():
     c = default_config()
     c.profile.steps = (2, 3)
-    assert [steps_of(c.profile, i) for i in range(3)] == [(2, 3), (), ()]
+    assert [traced_steps(c.profile, i) for i in range(3)] == [(2, 3), (), ()]
     c.profile.processes = (1, 2)
-    assert [steps_of(c.profile, i) for i in range(3)] == [(), (2, 3), (2, 3)]
+    assert [traced_steps(c.profile, i) for i in range(3)] == [(), (2, 3), (2, 3)]
 
 
 def test_other_processes_warn_under_their_name():
@@ -291,7 +291,7 @@ def test_what_the_launcher_gives_each_process(monkeypatch):
     assert rest == ["--config=x.py"]
     monkeypatch.setattr(launch.glob, "glob", lambda pattern: [])
     envs = launch.environments(opts, 4000, {})
-    assert [find(options(), e)[:4] for e in envs] == [("explicit", "127.0.0.1:4000", 2, i) for i in range(2)]
+    assert [find_place(options(), e)[:4] for e in envs] == [("explicit", "127.0.0.1:4000", 2, i) for i in range(2)]
     assert all(e["JAX_NUM_CPU_DEVICES"] == "3" and e["A"] == "b=c" and e["OMP_NUM_THREADS"] == "1" for e in envs)
     monkeypatch.setattr(launch.glob, "glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(8)])
     assert [e["CUDA_VISIBLE_DEVICES"] for e in launch.environments(opts, 4000, {})] == ["0,1,2", "3,4,5"]
@@ -425,7 +425,7 @@ def test_connections_that_say_nothing_keep_nobody_apart():
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     met = []
-    first = threading.Thread(target=lambda: met.append(group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 0), 120.0)))
+    first = threading.Thread(target=lambda: met.append(group.greet_all(Place("explicit", f"127.0.0.1:{port}", 2, 0), 120.0)))
     first.start()
     silent = []
     while len(silent) < 140:
@@ -435,7 +435,7 @@ def test_connections_that_say_nothing_keep_nobody_apart():
             time.sleep(0.01)  # it does not listen yet
     silent[-1].sendall(b"hello")
     assert silent[-1].recv(10) == b""
-    group.meet_first(Place("explicit", f"127.0.0.1:{port}", 2, 1), 120.0).close()
+    group.greet_all(Place("explicit", f"127.0.0.1:{port}", 2, 1), 120.0).close()
     first.join(120.0)
     met[0].close()
     for connection in silent:
@@ -451,7 +451,7 @@ def gathering(port, processes, seconds=600.0):
 
     def run():
         try:
-            out.append(group.meet_first(Place("explicit", f"127.0.0.1:{port}", processes, 0), seconds))
+            out.append(group.greet_all(Place("explicit", f"127.0.0.1:{port}", processes, 0), seconds))
         except RunStopped as e:
             out.append(str(e))
 
@@ -479,7 +479,7 @@ def test_a_process_that_came_and_went_is_named_to_all(monkeypatch):
     greet(port, 1, 4, "gpu7").close()
     line = waits.makefile().read()
     first.join()
-    assert out[0].startswith("process 1 (gpu7) was lost while the processes came together") and line == f"stop {out[0]}\n"
+    assert out[0].startswith("process 1 (gpu7) was lost while the processes connected") and line == f"stop {out[0]}\n"
 
 
 def test_a_process_that_comes_again_is_one_process():
@@ -490,7 +490,7 @@ def test_a_process_that_comes_again_is_one_process():
     earlier = greet(port, 1, 3)
     again = greet(port, 1, 3)
     assert earlier.recv(10) == b""
-    other = group.meet_first(Place("explicit", f"127.0.0.1:{port}", 3, 2), 600.0)
+    other = group.greet_all(Place("explicit", f"127.0.0.1:{port}", 3, 2), 600.0)
     first.join()
     assert again.recv(10) == b"go\n" and len(out[0]._connections) == 2
     for one in (other, out[0], again):
@@ -522,6 +522,6 @@ def test_who_is_killed_while_jax_joins_them_is_named_by_the_others(dies):
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) for i in range(count)]
     said = [p.communicate(timeout=300)[0] for p in started]
     for i in set(range(count)) - {dies}:
-        assert re.search(rf"jaxrl: stopped: process {dies} \(.+\) was lost while the processes came together", said[i]), said[i]
+        assert re.search(rf"jaxrl: stopped: process {dies} \(.+\) was lost while the processes connected", said[i]), said[i]
         assert "started" not in said[i] and started[i].returncode == 1
     assert started[dies].returncode == -9

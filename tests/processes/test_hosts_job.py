@@ -48,7 +48,7 @@ def test_two_processes_drive_their_own_vllm_servers(tmp_path):
 def test_two_processes_train_stop_and_one_goes_on(tmp_path):
     job(tmp_path / "one", 1, "--config.mesh.fsdp=4")
     text = job(tmp_path / "two", 2, "--config.mesh.fsdp=4", f"--config.faults.plan='update.term@step={HALF},process=1',")
-    assert "SIGTERM: saving, then leaving" in text and f"stopped at step {HALF} of {STEPS}" in text
+    assert "SIGTERM: saving, then exiting" in text and f"stopped at step {HALF} of {STEPS}" in text
     answers, losses, seen = rows(tmp_path / "two")
     whole, wanted, (alone,) = rows(tmp_path / "one")
     assert answers == whole[:HALF]  # each sampled its half, with the same seeds and to the same tokens

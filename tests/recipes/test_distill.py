@@ -17,7 +17,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.recipes.distill import MixedRows, join_batches
 from jaxrl.resolve.checks import common as config_checks
 from jaxrl.roles import teacher_files, teachers
-from jaxrl.rollout.vllm.scoring import answer
+from jaxrl.rollout.vllm.scoring import parse_scores
 from jaxrl.training import Distillation
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics
@@ -237,11 +237,11 @@ def test_a_teacher_with_other_tokens_is_refused_with_the_remedy():
 
 def test_a_server_s_reply_is_read_by_token_and_rank():
     said = [None, {"7": {"logprob": -0.5, "rank": 1}, "3": {"logprob": -2.0, "rank": 9}, "5": {"logprob": -1.0, "rank": 2}}]
-    found = answer([4, 3], said, 2)
+    found = parse_scores([4, 3], said, 2)
     assert found.own.tolist() == [0.0, -2.0] and found.ids.tolist() == [[-1, -1], [7, 5]]
     assert found.logprobs.tolist() == [[0, 0], [-0.5, -1.0]]
     with pytest.raises(ValueError, match="2 log-probs for 3 tokens"):
-        answer([4, 3, 1], said, 2)
+        parse_scores([4, 3, 1], said, 2)
 
 
 # ---- configs

@@ -227,7 +227,7 @@ def test_a_teacher_s_revision_and_tokens_are_looked_at(folder, tmp_path, monkeyp
 
 
 def test_a_server_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"teacher.servers entry 'http://127.0.0.1:9' does not answer as a vLLM server"):
+    with pytest.raises(ConfigError, match=r"teacher.servers entry 'http://127.0.0.1:9' does not reply like a vLLM server"):
         PromptScorer(("http://127.0.0.1:9",), timeout=2.0, longest=10)
 
 
@@ -237,5 +237,5 @@ def test_a_server_that_does_not_answer_is_given_up(folder, tmp_path):
         door.listen()
         url = f"http://127.0.0.1:{door.getsockname()[1]}"
         c = resolve(job(folder, tmp_path, teacher__servers=(url,), teacher__timeout_seconds=0.2), engine="jax")
-        with pytest.raises(ConfigError, match=r"does not answer as a vLLM server \(ReadTimeout"):
+        with pytest.raises(ConfigError, match=r"does not reply like a vLLM server \(ReadTimeout"):
             teachers.ServerTeacher(SimpleNamespace(config=c, model=SimpleNamespace(config=SimpleNamespace(vocab_size=9))))

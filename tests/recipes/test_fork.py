@@ -15,7 +15,7 @@ import jaxrl
 from jaxrl.errors import ConfigError
 from jaxrl.records import files
 from jaxrl.resolve.checks.common import check
-from jaxrl.rewards import RewardItem, address
+from jaxrl.rewards import RewardItem, item_hash
 from jaxrl.workers import loading, reached
 
 REWARDS = """
@@ -130,7 +130,7 @@ def code(folder, text=REWARDS, helper=HELPER, neighbour="", name="short") -> str
     before, spec = set(sys.modules), f"{folder}/rewards.py:{name}"
     importlib.invalidate_caches()
     try:
-        return reached.of_function(loading.load(spec), spec, before)
+        return reached.function_digest(loading.load(spec), spec, before)
     finally:
         sys.path.remove(str(folder))
         for module in set(sys.modules) - before:
@@ -159,8 +159,8 @@ def test_what_rewards_are_told_has_an_address():
     item = RewardItem("p", "c", {"answer": 4, "x": np.float32(1)}, "stop", 1, 2, np.array([3, 4]), [5], ("a",))
     other = [{"prompt": "q"}, {"completion": "d"}, {"columns": {"answer": 4, "x": 2.0}}, {"finish": "length"}, {"group": 2}, {"sample": 1},
              {"token_ids": [3, 5]}, {"context_ids": [6]}]
-    assert len({address(item), *(address(dataclasses.replace(item, **change)) for change in other)}) == 9
-    assert address(item) == address(dataclasses.replace(item, functions=None, token_ids=[3, 4], columns={"x": 1.0, "answer": 4}))
+    assert len({item_hash(item), *(item_hash(dataclasses.replace(item, **change)) for change in other)}) == 9
+    assert item_hash(item) == item_hash(dataclasses.replace(item, functions=None, token_ids=[3, 4], columns={"x": 1.0, "answer": 4}))
 
 
 BATCHED = """

@@ -98,7 +98,7 @@ def test_what_is_given_takes_the_place_of_the_config():
     (None, {"model": object()}, "model is an object: expected a Hugging Face folder"),
     (None, {"tokenizer": 3}, "tokenizer is an int"),
     (None, {"callbacks": [3]}, "callbacks holds an int"),
-    ({"model.path": "x", "data.path": "given://data"}, {"rewards": ["exact"]}, "rows that a call from Python held; give them again"),
+    ({"model.path": "x", "data.path": "given://data"}, {"rewards": ["exact"]}, "rows that were passed from Python; pass them again"),
 ])
 def test_what_cannot_be_meant_is_refused(config, given, complaint):
     with pytest.raises(ConfigError, match=complaint):

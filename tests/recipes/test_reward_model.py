@@ -173,9 +173,9 @@ def test_a_step_is_read_behind_its_separator(tmp_path):
     ("pairs", {"prompt": "5", "chosen": "5"}, "column 'rejected' is missing"),
     ("steps", {"prompt": "5", "completions": ["5", "6"], "labels": [True]}, "2 steps in column 'completions', 1 labels in column 'labels'"),
     ("steps", {"prompt": "5", "completions": ["5"], "labels": [2]}, "holds [2], expected true, false or probabilities"),
-    ("steps", {"prompt": "5", "completions": "5", "labels": [1]}, "holds '5', expected a list that is not empty"),
+    ("steps", {"prompt": "5", "completions": "5", "labels": [1]}, "holds '5', expected a non-empty list"),
     ("steps", {"prompt": "5", "labels": [1]}, "column 'completions' is missing in this row"),
-    ("steps", {"prompt": "5", "completions": [5], "labels": [1]}, "every step must be a text that is not empty"),
+    ("steps", {"prompt": "5", "completions": [5], "labels": [1]}, "every step must be non-empty text"),
 ])
 def test_rows_that_are_none_are_refused(tmp_path, kind, row, said):
     good = pairs() if kind == "pairs" else steps()

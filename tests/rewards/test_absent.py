@@ -8,7 +8,7 @@ from helpers.hostile_texts import texts
 from jaxrl import sandbox
 from jaxrl.config.load import default_config
 from jaxrl.rewards import RewardItem, RewardPool
-from jaxrl.rewards.builtin import limited
+from jaxrl.rewards.builtin import time_limited
 from jaxrl.sandbox import api
 
 READERS = hostile_texts.readers()
@@ -73,7 +73,7 @@ def test_no_text_is_absent_in_an_environment():
 
 def test_a_library_that_catches_everything_does_not_hold_a_completion(monkeypatch):
     monkeypatch.setattr("jaxrl.rewards.builtin.LIMIT", 0.05)
-    with limited() as limit:
+    with time_limited() as limit:
         for _ in range(3):
             try:
                 while True:

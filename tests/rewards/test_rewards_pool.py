@@ -426,7 +426,7 @@ def test_prints_go_to_the_log(pool, caplog):
 
 @pytest.mark.full
 def test_slow_rewards_and_timeouts_are_said_and_prints_are_bounded(pool, caplog, monkeypatch):
-    monkeypatch.setattr(workers_module, "SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(workers_module, "PROGRESS_SECONDS", 0.3)
     monkeypatch.setattr(workers_module, "PRINTED_BYTES", 4)
     p, sizes = pool("odd", "naps", timeout_seconds=20.0), []
     with caplog.at_level("INFO", logger="jaxrl.rewards"):
@@ -434,7 +434,7 @@ def test_slow_rewards_and_timeouts_are_said_and_prints_are_bounded(pool, caplog,
             p.score([RewardItem("q", "c", {"n": "print"}), RewardItem("q", "c", {"n": 600.0})],
                     stop=lambda: sizes.append(os.fstat(p._workers.printed.file.fileno()).st_size))
     assert "rewards: " in caplog.text and " done after " in caplog.text and set(sizes) == {0}
-    assert caplog.text.count("calls ran into reward.timeout_seconds=20 (naps)") == 1
+    assert caplog.text.count("calls exceeded reward.timeout_seconds=20 (naps)") == 1
 
 
 def test_a_stop_leaves_rewards_alone(pool):
@@ -464,7 +464,7 @@ def test_a_number_as_reference_answer_that_scores_nothing_is_said(pool, caplog):
     pool("equals").trial([RewardItem("q", "8", {"answer": [9]})] * 2 + [RewardItem("q", "8", {"answer": "8"})])
     assert not caplog.text
     pool("equals").trial([RewardItem("q", "8", {"answer": 8})] * 2)
-    assert "reward equals gives 0 to the reference answers themselves, 8 for one, which is of type int" in caplog.text
+    assert "reward equals scores the reference answers themselves 0, for example 8: it is of type int" in caplog.text
 
 
 def test_workers_see_only_the_environment_they_are_given(pool, monkeypatch, caplog):
@@ -473,7 +473,7 @@ def test_workers_see_only_the_environment_they_are_given(pool, monkeypatch, capl
     names = items("A_SECRET", "A_NUMBER", "LC_NUMBER", "PATH")
     p = pool("sees", env=("A_NUMBER", "NOT_SET"))
     np.testing.assert_array_equal(p.score(names).parts["sees"], [-1, 3, 3, np.nan])  # PATH is there, and no number
-    assert "not set here: NOT_SET" in caplog.text
+    assert "not set on this host: NOT_SET" in caplog.text
     with pytest.raises(ConfigError, match="do not see the variable A_SECRET of this environment unless reward.env names it"):
         pool("insists").trial(names[:1])
 
@@ -496,7 +496,7 @@ def test_what_a_worker_started_ends_with_it(pool, tmp_path, end, outcome):
 
 def test_a_worker_that_grows_is_killed_and_says_so(pool):
     result = pool("grows", timeout_seconds=300.0, memory_gb=0.2).score(items("self", "child", ""))
-    wanted = "error: the worker process died: it held more memory than reward.memory_gb=0.2 allows"
+    wanted = "error: the worker process died: it used more memory than reward.memory_gb=0.2 allows"
     assert [o["grows"] for o in result.outcomes] == [wanted, wanted, "ok"]
 
 

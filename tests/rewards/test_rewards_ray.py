@@ -38,7 +38,7 @@ def pool(cluster, nodes, tmp_path):
     def make(*functions, **changes):
         config = default_config()
         config.reward.functions = tuple(f"{path}:{name}" for name in functions)
-        config.reward.update({"executor": "ray", "ray_address": cluster.address, "workers": 2, "trial": False} | changes)
+        config.reward.update({"executor": "ray", "ray_address": cluster.item_hash, "workers": 2, "trial": False} | changes)
         made.append(RewardPool(config))
         made[-1].wait()
         return made[-1]

@@ -163,7 +163,7 @@ def test_what_cannot_reach_a_worker_is_refused(function, text, tmp_path):
     ({"functions": ("exact",), "weights": (1.0, 2.0)}, r"2 entries for 1 functions \(exact\)"),
     ({"functions": ("exact",), "weights": (float("nan"),)}, "finite"),
     ({"functions": ("format",)}, "needs reward.format_pattern"),
-    ({"functions": ("format",), "format_pattern": "("}, "is no regex"),
+    ({"functions": ("format",), "format_pattern": "("}, "is not a valid regex"),
     ({"workers": 0}, "reward.workers=0"),
     ({"timeout_seconds": 0.0}, "reward.timeout_seconds=0"),
     ({"max_failed_fraction": 1.5}, "reward.max_failed_fraction=1.5"),
@@ -179,7 +179,7 @@ def test_wrong_configs_fail_before_any_process(options, text):
 def test_accuracy_must_come_from_a_function_that_runs():
     config = default_config()
     config.eval.accuracy_from = "boxed"
-    with pytest.raises(ConfigError, match="eval.accuracy_from='boxed' is none of the reward functions: math"):
+    with pytest.raises(ConfigError, match="eval.accuracy_from='boxed' is not one of the reward functions: math"):
         RewardPool(config)
 
 

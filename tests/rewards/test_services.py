@@ -23,7 +23,7 @@ from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.http import retry_after
 from jaxrl.rewards.judge import CONTROL, FRAME, Judge
-from jaxrl.rewards.services import Server, find, named
+from jaxrl.rewards.services import Server, find_services, service_options
 from jaxrl.run.judge_server import server_command
 
 EVERY_DAY = ("429 at first", "half a JSON", "self-signed certificate")
@@ -136,7 +136,7 @@ def test_a_secret_is_sent_and_said_nowhere(monkeypatch):
         judged = service_scores("judge", items(1), servers=(server.url,), model="m", cache="", key_env="TEST_KEY")
         assert judged == ["http_401"] and server.requests[-1][1]["Authorization"] == "Bearer s3cret-token-of-mine"
         monkeypatch.delenv("TEST_KEY")
-        with pytest.raises(ConfigError, match="TEST_KEY.*no such variable"):
+        with pytest.raises(ConfigError, match="TEST_KEY.*environment variable is not set"):
             RewardPool(c)
     assert redacted(config(score_key="quality"))["reward"]["remote"]["score_key"] == "quality"  # a resume compares it
 
@@ -195,7 +195,7 @@ def test_scores_are_known_again_by_what_decides_them(tmp_path):
         for name, value in changes.items():
             group, _, option = name.partition("_")
             c.reward[group][option] = value
-        told = find(c, set(reward), {})
+        told = find_services(c, set(reward), {})
         return json.dumps(told.options, sort_keys=True)
 
     first = key()
@@ -323,10 +323,10 @@ def test_judges_of_the_runs_own_servers_are_found_with_their_key(tmp_path):
     c = default_config()
     (tmp_path / "config.json").write_text("{}")
     c.reward.judge.model, c.reward.judges = str(tmp_path), {"strict": {"rubric": "be strict"}}
-    told, places, env = find(c, {"strict"}, {"strict": Server("http://127.0.0.1:1/v1", "k")})
+    told, places, env = find_services(c, {"strict"}, {"strict": Server("http://127.0.0.1:1/v1", "k")})
     assert places["strict"]["urls"] == ["http://127.0.0.1:1/v1"] and env == {places["strict"]["key_env"]: "k"}
     assert told["strict"]["rubric"] == "be strict" and told["strict"]["digest"] and "127.0.0.1" not in json.dumps(told)
-    assert set(named(c.reward)) == {"remote", "judge", "strict"}
+    assert set(service_options(c.reward)) == {"remote", "judge", "strict"}
 
 
 def test_a_server_of_the_runs_own_is_a_stock_server_on_its_devices():

@@ -179,7 +179,7 @@ def test_late_answers_end_the_wait_and_strangers_are_refused():
     assert not engine.left  # aborted
     groups, _ = queue.ask(0, 0)  # and asked for again
     assert len(engine.left) == 16 and not queue.wait(groups, 50.0, stop=lambda: True)
-    with pytest.raises(RuntimeError, match="'x', which nobody asked for"):
+    with pytest.raises(RuntimeError, match="'x', which was not requested"):
         queue.receive([Result("x", *[np.zeros(0)] * 4, "stop", 0)])
 
 

@@ -41,13 +41,13 @@ def test_the_engine_tells_its_support(answered):
     for a, r in zip(*answered, strict=True):
         assert r.support.shape == (len(r.tokens), 7)
         for i, logits in enumerate(teacher_logits(a.prompt, r.tokens)):
-            listed = r.support[i][r.support[i] >= 0]
-            assert r.tokens[i] in listed
-            if set(listed) == set(np.flatnonzero(support(logits, a.sampling))):  # but for a border within rounding
+            read_urls = r.support[i][r.support[i] >= 0]
+            assert r.tokens[i] in read_urls
+            if set(read_urls) == set(np.flatnonzero(support(logits, a.sampling))):  # but for a border within rounding
                 scaled = logits / 1.3
-                own = scaled[r.tokens[i]] - np.log(np.exp(scaled[listed]).sum())
+                own = scaled[r.tokens[i]] - np.log(np.exp(scaled[read_urls]).sum())
                 assert r.logprobs[i] - r.kept[i] == pytest.approx(own, abs=1e-4)
-                seen.add(len(listed))
+                seen.add(len(read_urls))
     assert len(seen) > 2  # top_p leaves supports of many sizes
 
 
@@ -68,10 +68,10 @@ def test_the_scorer_takes_it_over(answered):
 
 
 def test_ties_keep_the_token_that_was_drawn():
-    from jaxrl.rollout.sampling import likeliest
+    from jaxrl.rollout.sampling import top_tokens
 
     logits = jnp.array([[1.0, 1.0, 1.0, -jnp.inf], [3.0, -jnp.inf, -jnp.inf, -jnp.inf]])
-    assert np.asarray(likeliest(logits, jnp.array([2, 0]), 2)).tolist() == [[0, 2], [0, -1]]
+    assert np.asarray(top_tokens(logits, jnp.array([2, 0]), 2)).tolist() == [[0, 2], [0, -1]]
 
 
 def refused_by(cfg, engine):

@@ -16,29 +16,29 @@ from test_vllm_parts import interpreter, runnable  # noqa: F401  (a fixture)
 from jaxrl import serve
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
-from jaxrl.rollout import chosen_engine, generate
+from jaxrl.rollout import engine_name, generate
 from jaxrl.rollout.vllm import adapter, transport
-from jaxrl.rollout.vllm.options import listed, server_folder
+from jaxrl.rollout.vllm.options import read_urls, server_folder
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_folder_names_servers(tmp_path, monkeypatch):
     assert server_folder(("http://127.0.0.1:1",)) is None and server_folder(("/a", "/b")) is None and server_folder(("./s",)) == Path("s")
-    assert listed(tmp_path / "none") == []
+    assert read_urls(tmp_path / "none") == []
     serve.announce(tmp_path / "s", "b_0", "http://b:2")
     serve.announce(tmp_path / "s", "a_0", "http://a:1")
     (tmp_path / "s" / ".c_3").write_text("http://c:3")
-    assert listed(tmp_path / "s") == ["http://a:1", "http://b:2"]
+    assert read_urls(tmp_path / "s") == ["http://a:1", "http://b:2"]
     c = runnable(rollout__servers=(str(tmp_path / "s"),))
     check(c)
-    assert chosen_engine(c) == "vllm"
+    assert engine_name(c) == "vllm"
     far = runnable(rollout__servers=("http://gpu7:8000",))
     with pytest.raises(ConfigError, match="set rollout.vllm.api_key"):
         check(far)
     monkeypatch.setenv("VLLM_API_KEY", "k")
     check(far)
-    assert adapter.key_of(far.rollout.vllm) == "k" and adapter.key_of(runnable(rollout__vllm__api_key="mine").rollout.vllm) == "mine"
+    assert adapter.server_key(far.rollout.vllm) == "k" and adapter.server_key(runnable(rollout__vllm__api_key="mine").rollout.vllm) == "mine"
 
 
 def test_gpus_are_dealt_out():
@@ -88,7 +88,7 @@ def test_a_hung_server_is_started_again_and_then_given_up(tmp_path, monkeypatch,
                 time.sleep(0.05)
 
         until(lambda: host.announced)
-        assert listed(tmp_path / "servers") == [f"http://127.0.0.1:{host.servers.ports[0]}"]
+        assert read_urls(tmp_path / "servers") == [f"http://127.0.0.1:{host.servers.ports[0]}"]
         assert "servers listen on loopback" in caplog.text
         assert "rollout.vllm.api_key is on the command line, where every user of this machine reads it" in caplog.text
         first = host.servers.processes[0]
@@ -147,12 +147,12 @@ def test_a_server_that_is_announced_later_joins_with_the_current_weights(tmp_pat
         with on_url(str(folder), health_seconds=5.0, max_requests=4) as engine:
             assert len(engine.health().servers) == 1 and engine.publisher.transport.name == "network"
             end = time.monotonic() + 200
-            while len(listed(folder)) < 2:
+            while len(read_urls(folder)) < 2:
                 assert time.monotonic() < end and host.poll() is None
                 time.sleep(0.5)
             engine.publish(params(), 1)
             wait_until_ready(engine, 2)
-            assert engine.publisher.last_probe < 1e-4 and engine.publisher.met == {0, 1}
+            assert engine.publisher.last_probe < 1e-4 and engine.publisher.verified == {0, 1}
             assert all(r.finish != "abort" for r in generate(engine, many(40), 120.0))
             second = engine.router.replicas[1]
             for blow in (signal.SIGKILL, signal.SIGSTOP):

@@ -16,7 +16,7 @@ from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make
 PARTS = {"first": all_linear(2, rank=3, scale=4.0), "second": all_linear(2, rank=2, scale=6.0, skip=((0, "mlp.up_proj"),))}
 
 
-def engine_of(own, values):
+def engine_row(own, values):
     c = config(slots=8, compaction=False, prompt_lengths=(20,), cache_lengths=(44,))
     made = make_engine(EngineContext(c, own, tokenizer(), None, (END,), HF))
     made.publish(values, 0)
@@ -38,7 +38,7 @@ def test_each_request_is_answered_by_its_own_adapter():
     own = [adapters.joined(params(), {n: x for n, x in _flat(started(one, k)).items() if adapters.is_adapter(n)}) for k, one in enumerate(alone)]
     values = adapters.joined(params(), several.joined(both, [_flat(tree) for tree in own]))
     prompts = [prompt(i, 5 + 2 * i) for i in range(3)]
-    engine, said, more = engine_of(both, values), {}, {}
+    engine, said, more = engine_row(both, values), {}, {}
     first = [request for pair in zip(*(asked(k, *prompts, keep=True) for k in (1, 2)), strict=True) for request in pair]
     for request, result in zip(first, generate(engine, first, 600.0), strict=True):
         said[request.adapter, request.seed] = result
@@ -49,7 +49,7 @@ def test_each_request_is_answered_by_its_own_adapter():
     assert engine.counters()["extended_prompts"] > 0
     different = 0
     for k in (1, 2):
-        plain = engine_of(alone[k - 1], own[k - 1])
+        plain = engine_row(alone[k - 1], own[k - 1])
         want = generate(plain, [dataclasses.replace(r, adapter=0) for r in asked(k, *prompts)], 600.0)
         want += generate(plain, [dataclasses.replace(more[k, i][0], adapter=0, after="") for i in range(3)], 600.0)
         for found, result in zip([*(said[k, i] for i in range(3)), *(more[k, i][1] for i in range(3))], want, strict=True):

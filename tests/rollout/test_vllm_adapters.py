@@ -20,7 +20,7 @@ from jaxrl.models import adapters
 from jaxrl.models.adapters import Adapter, Target, peft, selection
 from jaxrl.rollout import EngineContext, generate
 from jaxrl.rollout.vllm import adapter as protocol
-from jaxrl.rollout.vllm import apart
+from jaxrl.rollout.vllm import adapter_folders
 from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.publish import WeightMismatch
 
@@ -92,20 +92,20 @@ def test_the_base_goes_once_and_adapters_follow():
             assert updates and largest_gap(engine, values(2), 7) < 1e-3
         finally:
             protocol.Control.start_update = real
-        assert [p.name for p in engine.publisher.apart.folder.iterdir()] == [f"{engine.run_id}-7"]
-        real = apart.Folders.write
+        assert [p.name for p in engine.publisher.adapter_folders.folder.iterdir()] == [f"{engine.run_id}-7"]
+        real = adapter_folders.AdapterFolders.write
 
         def other(self, tree, name):
             version = real(self, tree, name)
             peft.write_plain(version.path, self.model, values(1), self.dtype)
             return version
 
-        apart.Folders.write = other
+        adapter_folders.AdapterFolders.write = other
         try:
             with pytest.raises(WeightMismatch, match="does not hold the adapter of version 8: its .* holds other files"):
                 engine.publish(values(2), 8)
         finally:
-            apart.Folders.write = real
+            adapter_folders.AdapterFolders.write = real
 
 
 @pytest.mark.vllm
@@ -113,16 +113,16 @@ def test_a_stale_adapter_is_seen_by_the_probe():
     """Without checksums, on a server that answers with the version before; and what began as a part of the base is served as what it is."""
     with own_servers(of=(adapted(True), values(1, True)), rollout_verify_weights="never") as engine:
         assert largest_gap(engine, values(1, True), 0, adapted(True)) < 1e-3
-        real = engine.publisher.apart.load
+        real = engine.publisher.adapter_folders.load
 
         def skipped(control, version):
-            engine.router.model = engine.publisher.apart.loaded[control.url]
+            engine.router.model = engine.publisher.adapter_folders.loaded[control.url]
             control.update_version(version)
 
-        engine.publisher.apart.load = skipped
+        engine.publisher.adapter_folders.load = skipped
         with pytest.raises(WeightMismatch, match="answers with other weights than version 5"):
             engine.publish(values(2, True), 5)
-        engine.publisher.apart.load = real
+        engine.publisher.adapter_folders.load = real
         engine.publish(values(2, True), 6)
         assert largest_gap(engine, values(2, True), 6, adapted(True)) < 1e-3
 
@@ -160,5 +160,5 @@ def test_adapters_that_vllm_does_not_serve_are_refused_before_a_server_starts():
         from helpers.rollout_helpers import config, tokenizer
         with pytest.raises(ConfigError, match=said):
             VllmEngine(EngineContext(config(engine="vllm"), found, tokenizer(), None, (1,), HF))
-    assert [apart.needed_rank(a) for a in (None, adapted().adapter, adapted(True).adapter)] == [0, 8, 8]
+    assert [adapter_folders.required_rank(a) for a in (None, adapted().adapter, adapted(True).adapter)] == [0, 8, 8]
     assert isinstance(models.build(HF, compute_dtype=jnp.float32, scan_layers=False).adapter, type(None))

@@ -27,7 +27,7 @@ from jaxrl.models.io import hf
 from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
 from jaxrl.rl import metrics as rl_metrics
-from jaxrl.rollout import EngineContext, EngineLost, chosen_engine, make_engine, weights
+from jaxrl.rollout import EngineContext, EngineLost, engine_name, make_engine, weights
 from jaxrl.rollout.vllm import adapter, process, servers, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
 
@@ -96,13 +96,13 @@ def test_what_can_work_is_not():
 
 
 def test_the_engine_is_chosen(monkeypatch):
-    assert chosen_engine(runnable(rollout__engine="jax")) == "jax"
-    assert chosen_engine(runnable(rollout__engine="mine:engine")) == "mine:engine"
-    assert chosen_engine(runnable(rollout__servers=("http://127.0.0.1:1",))) == "vllm"
+    assert engine_name(runnable(rollout__engine="jax")) == "jax"
+    assert engine_name(runnable(rollout__engine="mine:engine")) == "mine:engine"
+    assert engine_name(runnable(rollout__servers=("http://127.0.0.1:1",))) == "vllm"
     for gpu, installed, want in ((True, True, "vllm"), (True, False, "jax"), (False, True, "jax")):
         monkeypatch.setattr("glob.glob", lambda pattern, gpu=gpu: ["/dev/nvidia0"] * gpu)
         monkeypatch.setattr("jaxrl.rollout.engines._has_vllm", lambda installed=installed: installed)
-        assert chosen_engine(runnable()) == want
+        assert engine_name(runnable()) == want
 
 
 @pytest.mark.parametrize("path", ["no_such_module:engine", "jaxrl.rollout:no_such_name", "./no_such_file.py:engine"])
@@ -175,7 +175,7 @@ def servers_of(monkeypatch, tmp_path, **changes):
             raise Started
 
     monkeypatch.setattr(servers, "ServerProcess", start)
-    monkeypatch.setattr(adapter, "installed", lambda python: adapter.Installed("0.32.0", cpu=False))
+    monkeypatch.setattr(adapter, "installed", lambda python: adapter.VllmInstallation("0.32.0", cpu=False))
     model = models.build(HF, compute_dtype=jnp.float32, scan_layers=False)
     with pytest.raises(Started):
         make_engine(EngineContext(config, model, eos_ids=(1,), hf_config=HF))
@@ -291,7 +291,7 @@ print("OSError: at the end", flush=True)
     go.touch()
     while server.exit_status() is None:
         server.bound_log()
-    assert log.read_text() == "OSError: at the end\n" and server.complaint() == "OSError: at the end"
+    assert log.read_text() == "OSError: at the end\n" and server.last_errors() == "OSError: at the end"
     assert (tmp_path / "server_0.old.log").read_text() == "x" * 200 + "\n"
 
 

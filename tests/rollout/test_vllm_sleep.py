@@ -25,7 +25,7 @@ from jaxrl.rollout.vllm import router as router_module
 from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.rollout.vllm.servers import OwnServers
-from jaxrl.rollout.vllm.sleeping import Memory
+from jaxrl.rollout.vllm.sleeping import ServerMemory
 from jaxrl.run.setup import share_gpus
 from jaxrl.vllm_plugin import BACKEND
 
@@ -74,7 +74,7 @@ def documented():
 
 
 def test_one_step_in_order(documented):
-    memory = Memory(documented.control)
+    memory = ServerMemory(documented.control)
     seen = []
     for move in (memory.sleep, memory.open, memory.close):
         move()
@@ -86,7 +86,7 @@ def test_one_step_in_order(documented):
 
 
 def test_an_awake_server_is_left_alone(documented):
-    memory = Memory(documented.control)
+    memory = ServerMemory(documented.control)
     memory.open()
     memory.close()
     assert memory.state == "awake" and not documented.calls
@@ -98,7 +98,7 @@ LEGAL = {"sleep": ["awake"], "close": ["filling", "awake"]}
 @pytest.mark.parametrize("state", ["awake", "asleep", "filling", "lost"])
 def test_what_is_not_legal_reaches_no_server(documented, state):
     for name, legal in LEGAL.items():
-        memory = Memory(documented.control)
+        memory = ServerMemory(documented.control)
         memory.state = state
         if state in legal:
             getattr(memory, name)()
@@ -112,7 +112,7 @@ def test_what_is_not_legal_reaches_no_server(documented, state):
 @pytest.mark.parametrize("at", range(3))
 def test_after_a_failure_on_the_way_all_is_woken_and_filled_anew(documented, at):
     """The sleep, the wake of the weights or that of the cache fails: weights that may be gone are never taken for good."""
-    memory, documented.failures = Memory(documented.control), [i == at for i in range(3)]
+    memory, documented.failures = ServerMemory(documented.control), [i == at for i in range(3)]
     with pytest.raises(adapter.ServerError, match="CUDA out of memory"):
         for move in (memory.sleep, memory.open, memory.close):
             move()
@@ -124,7 +124,7 @@ def test_after_a_failure_on_the_way_all_is_woken_and_filled_anew(documented, at)
 
 
 def test_a_server_that_does_not_wake_is_not_awake(documented):
-    memory, documented.deaf = Memory(documented.control), True
+    memory, documented.deaf = ServerMemory(documented.control), True
     memory.sleep()
     memory.open()
     with pytest.raises(adapter.ServerError, match="says it is 'sleeping' after it was woken"):
@@ -133,13 +133,13 @@ def test_a_server_that_does_not_wake_is_not_awake(documented):
 
 
 def test_a_server_that_an_earlier_trainer_left_asleep_is_woken_first(documented):
-    Memory(documented.control).sleep()
-    memory = Memory(documented.control)
+    ServerMemory(documented.control).sleep()
+    memory = ServerMemory(documented.control)
     memory.meet()
     assert memory.state == "lost"
     memory.open()
     assert memory.state == "filling" and not documented.asleep
-    Memory(documented.control).meet()
+    ServerMemory(documented.control).meet()
 
 
 # ---- shares of a GPU ------------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_a_server_that_is_silent_twice_is_given_up(answering, caplog):
         end = time.monotonic() + 30
         while router.replicas[0].state != "dead" and time.monotonic() < end:
             time.sleep(0.02)
-        assert "no answer to /health within rollout.vllm.health_seconds=0.2" in caplog.text
+        assert "no reply to /health within rollout.vllm.health_seconds=0.2" in caplog.text
     finally:
         server.silent.set()
         server.RequestHandlerClass.do_GET = answer
@@ -277,7 +277,7 @@ def test_a_publish_goes_by_its_options(answering, monkeypatch):
     monkeypatch.setattr(publisher, "probe", lambda replica: 1e-4)
     with pytest.raises(publish.WeightMismatch, match="more than 1e-05 .rollout.vllm.probe_bound."):
         publisher._probe(engine.router.replicas[0])
-    publisher.met = {0}
+    publisher.verified = {0}
 
     def opened(control):
         raise Reached
@@ -300,7 +300,7 @@ def test_servers_that_do_not_come_are_waited_for_as_long_as_asked():
 
 
 def test_the_servers_of_old_groups_are_forgotten(answering, monkeypatch):
-    monkeypatch.setattr(router_module, "HOMES", 4)
+    monkeypatch.setattr(router_module, "MAX_GROUPS_REMEMBERED", 4)
     _, router = answering
     for group in range(12):
         router.submit([dataclasses.replace(requests(1)[0], id=f"g{group}", group=group)])
@@ -364,7 +364,7 @@ def test_a_given_server_that_does_not_sleep_ends_the_run():
             engine.rest()
     with on_url(rollout_placement="colocated", publish=False) as engine:
         real = engine.fleet.controls[0].workers
-        for change, message in (({"sleeps": False}, "start it with --enable-sleep-mode"), ({"machine": "x"}, "runs on another machine")):
+        for change, message in (({"sleeps": False}, "start it with --enable-sleep-mode"), ({"machine": "x"}, "runs on another host")):
             engine.fleet.controls[0].workers = lambda change=change: [{**i, **change} for i in real()]
             with pytest.raises(ConfigError, match=message):
                 engine.rest()

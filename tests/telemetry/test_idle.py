@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl.config.load import default_config
 from jaxrl.resolve.spec import resolve
-from jaxrl.telemetry.health import IDLE_STEPS, Idle, mechanisms
+from jaxrl.telemetry.health import IDLE_STEPS, IdleMechanisms, mechanisms
 from jaxrl.telemetry.names import describe
 
 
@@ -16,7 +16,7 @@ def config(**algorithm):
     return c
 
 
-def warnings(watch: Idle, metric: str, values) -> list[tuple[int, str]]:
+def warnings(watch: IdleMechanisms, metric: str, values) -> list[tuple[int, str]]:
     return [(step, text) for step, value in enumerate(values, 1)
             for text in watch.check(step, {"optim/grad_norm": 1.0, metric: value})]
 
@@ -36,19 +36,19 @@ def warnings(watch: Idle, metric: str, values) -> list[tuple[int, str]]:
     (dict(preset="gigpo"), "advantage/anchored_fraction", "advantage=gigpo"),
 ])
 def test_what_does_nothing_is_said_once(options, metric, name):
-    said = warnings(Idle(resolve(config(**options)).chosen()), metric, [0.0] * (2 * IDLE_STEPS))
+    said = warnings(IdleMechanisms(resolve(config(**options)).chosen()), metric, [0.0] * (2 * IDLE_STEPS))
     assert len(said) == 1 and said[0][0] == IDLE_STEPS
     assert f"algorithm.{name} has done nothing for {IDLE_STEPS} steps ({metric} is 0)" in said[0][1]
 
 
 def test_what_acts_now_and_then_is_not():
     acts = [float(step % (IDLE_STEPS - 1) == 0) for step in range(4 * IDLE_STEPS)]
-    assert not warnings(Idle(resolve(config(clip_high=0.3)).chosen()), "policy/clip_high_fraction", acts)
+    assert not warnings(IdleMechanisms(resolve(config(clip_high=0.3)).chosen()), "policy/clip_high_fraction", acts)
 
 
 def test_nobody_is_told_of_what_nobody_chose():
     """The clip of the default row cannot act with one optimizer step per batch."""
-    assert not warnings(Idle(resolve(config()).chosen()), "policy/clip_high_fraction", [0.0] * (2 * IDLE_STEPS))
+    assert not warnings(IdleMechanisms(resolve(config()).chosen()), "policy/clip_high_fraction", [0.0] * (2 * IDLE_STEPS))
 
 
 def test_every_watched_metric_is_documented():

@@ -10,7 +10,7 @@ from helpers import tiny_job
 
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
-from jaxrl.telemetry.profiler import Profiler, memory_of
+from jaxrl.telemetry.profiler import Profiler, memory_steps
 
 
 def run(profiler, steps, begin=0):
@@ -62,7 +62,7 @@ def test_memory_is_written_after_the_steps_asked_for(tmp_path):
 def test_memory_is_written_by_the_processes_asked_for():
     c = tiny_job.get_config()
     c.profile.memory = (2, 3)
-    assert [memory_of(c.profile, i) for i in range(2)] == [(2, 3), ()]
+    assert [memory_steps(c.profile, i) for i in range(2)] == [(2, 3), ()]
     c.profile.memory = (-1,)
     with pytest.raises(ConfigError, match=r"profile.memory=\(-1,\): numbers of steps, from 0"):
         check(c)

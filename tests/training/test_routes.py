@@ -221,7 +221,7 @@ def test_a_batch_keeps_them_on_its_way():
 
 def test_conversations_keep_them_by_turn():
     """A turn's last token is run with the next prompt; what a rewritten history opens begins anew."""
-    from jaxrl.rollout.episodes import _joined, _record_of
+    from jaxrl.rollout.episodes import _join_results, _record_of
 
     _, _, asked, results, _ = sampled()
     part = lambda routes, n: dataclasses.replace(  # noqa: E731
@@ -229,9 +229,9 @@ def test_conversations_keep_them_by_turn():
     count = lambda start, n: np.append(np.arange(start, start + n - 1), -1).astype(np.int16)[:, None]  # noqa: E731
     parts = [part(count(0, 5), 2), part(count(0, 9), 3), part(count(50, 4), 1)]
     turns = [Turn(np.arange(3), True, 2), Turn(np.arange(1), False, 3), Turn(np.arange(3), True, 1)]
-    joined = _joined(asked[0], parts, turns, "stop")
+    joined = _join_results(asked[0], parts, turns, "stop")
     assert joined.routes[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -1, 50, 51, 52, -1]
-    again = _joined(asked[0], [p for _, p in _record_of(joined)], turns, "stop")
+    again = _join_results(asked[0], [p for _, p in _record_of(joined)], turns, "stop")
     np.testing.assert_array_equal(again.routes, joined.routes)
     traj = collect(asked[:1], [joined])
     np.testing.assert_array_equal(traj.columns["routes"], joined.routes)
@@ -246,8 +246,8 @@ def recorded(array):
 
 def test_vllm_tells_them():
     """[tokens - 1, all layers, K] in uint8 or uint16; rows that are missing make a completion route by itself."""
-    routed = adapter.Routed.of(build(MOE, compute_dtype=jnp.float32, scan_layers=False).config)
-    assert routed == adapter.Routed((1, 2), 3, 6, 2)
+    routed = adapter.ExpertRouting.of(build(MOE, compute_dtype=jnp.float32, scan_layers=False).config)
+    assert routed == adapter.ExpertRouting((1, 2), 3, 6, 2)
     told = np.arange(7 * 3 * 2).reshape(7, 3, 2) % 6
     for kind in (np.uint8, np.uint16, np.int32):
         found = routed.parse(recorded(told.astype(kind)), 8)

@@ -11,7 +11,7 @@ from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA
 from jaxrl.resolve.checks.algorithm import resolved_algorithm
 from jaxrl.resolve.checks.data import entry
-from jaxrl.rollout.engines import chosen_engine
+from jaxrl.rollout.engines import engine_name
 from jaxrl.training.optimizer import ADAPTERS_OWN
 
 SERVED = ("sft", "rl")
@@ -105,7 +105,7 @@ def _beside(cfg) -> list[str]:
 
 
 def _sampling(cfg, refuse) -> None:
-    engine = chosen_engine(cfg)
+    engine = engine_name(cfg)
     if engine != "jax":
         refuse("rollout.engine", engine, "the embedded sampler alone serves several side by side",
                "set rollout.engine=jax and leave rollout.servers out")

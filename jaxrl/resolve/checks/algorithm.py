@@ -16,7 +16,7 @@ from jaxrl.errors import type_of
 from jaxrl.resolve.checks.data import entry
 from jaxrl.resolve.checks.unread import unread
 from jaxrl.resolve.spec import algorithm_row
-from jaxrl.rollout.engines import ENGINES, OWN, engine_of
+from jaxrl.rollout.engines import CUSTOM_ENGINE, ENGINES, engine_row
 
 
 def resolved_algorithm(cfg) -> dict:
@@ -241,8 +241,8 @@ def _routes(cfg, v):
     if cfg.critic.shared and v["advantage"] == "gae":
         out.append(f"{name} with critic.shared: values are scored on experts of their own, and the shared trunk would "
                    "be updated on others; set critic.shared=False")
-    engine = engine_of(cfg, here=False)
-    if routes == "sampled" and engine is not OWN and not engine.info.routes:
+    engine = engine_row(cfg, here=False)
+    if routes == "sampled" and engine is not CUSTOM_ENGINE and not engine.info.routes:
         other = next(n for n, row in ENGINES.items() if row.info.routes)
         out.append(f"{name} with rollout.engine={cfg.rollout.engine}: {engine.title} does not tell the experts of its "
                    f"tokens; set {other}")
@@ -271,8 +271,8 @@ def _beside(cfg, v):
         if r.repetition_penalty != 1 or r.frequency_penalty != 0:
             out.append("algorithm.sampled_support with penalties: they bend the distribution within the support, too; "
                        "set rollout.repetition_penalty=1 and frequency_penalty=0")
-        engine = engine_of(cfg, here=False)
-        if engine is not OWN and not engine.info.support:
+        engine = engine_row(cfg, here=False)
+        if engine is not CUSTOM_ENGINE and not engine.info.support:
             other = next(n for n, row in ENGINES.items() if row.info.support)
             out.append(f"algorithm.sampled_support with rollout.engine={r.engine}: {engine.title} does not tell its "
                        f"support; set {other}")

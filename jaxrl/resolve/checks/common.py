@@ -28,7 +28,7 @@ from jaxrl.resolve.checks.reward_model import PART, reward_models
 from jaxrl.resolve.checks.sandbox import sandbox
 from jaxrl.resolve.checks.services import missing_logger, services
 from jaxrl.resolve.checks.unread import unread
-from jaxrl.rollout.engines import ENGINES, engine_of
+from jaxrl.rollout.engines import ENGINES, engine_row
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
@@ -161,7 +161,7 @@ def _streamed(cfg, role, name):
 def _role_without_use(cfg, role, name):
     if role not in recipe_of(cfg).roles:
         return [f"{name}: run.recipe={cfg.run.recipe} has no {role}; leave it out"]
-    if role == "sampler" and cfg.rollout.engine != "auto" and not engine_of(cfg).on_mesh:
+    if role == "sampler" and cfg.rollout.engine != "auto" and not engine_row(cfg).on_mesh:
         return [f"{name}: rollout.engine={cfg.rollout.engine} has devices of its own (rollout.vllm.devices); leave it "
                 "out"]
     if role == "critic" and (resolved_algorithm(cfg)["advantage"] != "gae" or cfg.critic.shared):
@@ -320,7 +320,7 @@ def _episodes(cfg):
 
 def _engine(cfg):
     r, v, out, known = cfg.rollout, cfg.rollout.vllm, [], options()
-    engine = engine_of(cfg)
+    engine = engine_row(cfg)
     for name, instead in engine.ignores.items() if recipe_of(cfg).samples else ():
         if r[name] != known[f"rollout.{name}"].default:
             other = next(n for n, row in ENGINES.items() if name not in row.ignores)

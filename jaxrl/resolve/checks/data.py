@@ -11,8 +11,8 @@ from jaxrl.config.option import BOUNDS, not_chosen
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA
 from jaxrl.data.mixing import weight_at
-from jaxrl.data.mixture import FURTHER, OWN
-from jaxrl.data.order import windows
+from jaxrl.data.mixture import OWN, SOURCE_ONLY
+from jaxrl.data.order import parse_windows
 
 RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwargs")  # what episodes render with
 
@@ -55,7 +55,7 @@ def curricula(cfg) -> list[str]:
             why = "rows read ahead" if d.workers else "a window"
             return [f"{thresholds} with {with_}: {why} would be chosen before the rates are known; leave one out"]
     try:
-        windows(d.difficulty_window)
+        parse_windows(d.difficulty_window)
     except ValueError as e:
         return [f"data.difficulty_window: {e}"]
     return []
@@ -69,10 +69,10 @@ def _source(cfg, name, given):
         return [f"{where}={given!r}: must be a table such as {{'path': 'math.jsonl', 'weight': 0.5}}"]
     out = []
     for key in given.keys():
-        if key not in (*OWN, *FURTHER):
-            near = difflib.get_close_matches(key, (*OWN, *FURTHER), n=1)
+        if key not in (*OWN, *SOURCE_ONLY):
+            near = difflib.get_close_matches(key, (*OWN, *SOURCE_ONLY), n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            out.append(f"{where}.{key}: unknown; {hint}a source has {', '.join((*FURTHER, *OWN))}")
+            out.append(f"{where}.{key}: unknown; {hint}a source has {', '.join((*SOURCE_ONLY, *OWN))}")
         elif key in OWN:
             out += entry(f"{where}.{key}", SCHEMA["data"][key], given[key])
     if "path" not in given and not cfg.data.path:

@@ -13,8 +13,8 @@ from jaxrl.models.adapters.initialization import is_init, is_shifted
 from jaxrl.models.adapters.selection import table
 from jaxrl.resolve.checks.adapters import several_adapters
 from jaxrl.resolve.spec import lora_on
-from jaxrl.rollout.engines import engine_of
-from jaxrl.rollout.vllm.apart import asked_rank
+from jaxrl.rollout.engines import engine_row
+from jaxrl.rollout.vllm.adapter_folders import configured_rank
 from jaxrl.rollout.vllm.options import LORA_RANKS
 
 SERVED = ("rl", "sft", "preference", "distill")
@@ -77,7 +77,7 @@ def _start(o) -> list[str]:
 
 def _apart(cfg) -> list[str]:
     """What vLLM does not serve beside its base."""
-    row, out = engine_of(cfg), []
+    row, out = engine_row(cfg), []
     if row.on_mesh or not row.servers:
         return out
     if cfg.rollout.partial:
@@ -92,7 +92,7 @@ def _apart(cfg) -> list[str]:
         out.append(f"lora.publish=adapter with lora.base={cfg.lora.base}: {row.title} would hold another base than the "
                    "one that the adapter is trained on; set lora.publish=merged")
     try:
-        rank = asked_rank(cfg.lora)
+        rank = configured_rank(cfg.lora)
     except ConfigError as e:
         return [*out, str(e)]
     if not rank:

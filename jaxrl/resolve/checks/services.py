@@ -12,11 +12,11 @@ from jaxrl.config.option import BOUNDS, no_effect, not_chosen
 from jaxrl.config.schema import options
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.unread import is_set, unread
-from jaxrl.rewards.builtin import registered
+from jaxrl.rewards.builtin import registered_rewards
 from jaxrl.rewards.judge import unknown_names
-from jaxrl.rewards.services import TABLES, named, prompt_of
+from jaxrl.rewards.services import TABLES, judge_prompt, service_options
 
-BUILTIN_NAMES = tuple(registered())
+BUILTIN_NAMES = tuple(registered_rewards())
 
 
 def services(cfg) -> list[str]:
@@ -26,7 +26,7 @@ def services(cfg) -> list[str]:
     if out:
         return out
     asked = {*cfg.reward.functions, *cfg.eval.rewards}
-    for name, (kind, o) in named(cfg.reward).items():
+    for name, (kind, o) in service_options(cfg.reward).items():
         where = f"reward.{kind}" if name == kind else f"reward.{TABLES[kind]}.{name}"
         if name in asked:
             value_of = lambda option, o=o: o[option.rpartition(".")[2]]  # noqa: E731
@@ -161,7 +161,7 @@ def _judge(where, o) -> list[str]:
 
 def _prompt(where, o) -> list[str]:
     try:
-        text = prompt_of(o)
+        text = judge_prompt(o)
     except ConfigError as e:
         return [f"{where}.{e}"]
     if unknown := unknown_names(text):

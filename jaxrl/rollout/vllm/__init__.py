@@ -1,1 +1,1 @@
-"""Rollouts through vLLM: servers of our own or given as URLs, behind the same protocol as the embedded sampler."""
+"""Rollouts through vLLM: our own servers or given URLs, with the same protocol as the embedded sampler."""

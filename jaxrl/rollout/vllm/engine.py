@@ -22,11 +22,11 @@ from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.protocol import Engine, EngineInfo, EngineLost, Health, Request, Result, check_ids, check_request
 from jaxrl.rollout.stops import text_decoder
 from jaxrl.rollout.vllm import adapter
-from jaxrl.rollout.vllm.apart import needed_rank
-from jaxrl.rollout.vllm.options import longest
+from jaxrl.rollout.vllm.adapter_folders import required_rank
+from jaxrl.rollout.vllm.options import longest_request
 from jaxrl.rollout.vllm.publish import Publisher
 from jaxrl.rollout.vllm.router import Replica, Router
-from jaxrl.rollout.vllm.servers import Fleet, OwnServers, first_servers, share_of
+from jaxrl.rollout.vllm.servers import Fleet, OwnServers, first_servers, servers_of_process
 
 log = logging.getLogger("jaxrl")
 
@@ -37,20 +37,23 @@ def make_engine(context: EngineContext):
 
 
 class VllmEngine(Engine):
-    """See protocol.Engine. `logprobs` are those of the distribution drawn from and `kept` is 0: vLLM reports log-probs
-    after its own truncation, so under top-p, top-k or min-p the gap to the trainer's includes the mass that was cut.
+    """Samples through vLLM servers; see protocol.Engine.
 
-    Of several processes each has an engine with servers of its own, or with its share of rollout.servers. A publish
-    begins with a copy of the weights in every process, which is collective; from there on each can try again by
-    itself."""
+    `logprobs` are those of the distribution drawn from and `kept` is 0: vLLM reports log-probs after its truncation,
+    so under top-p, top-k or min-p the log-prob gap includes the mass that was cut.
+
+    With several processes each has an engine with its own servers, or with its share of rollout.servers. A publish
+    begins with a copy of the weights in every process, which is collective; after that each process can retry by
+    itself.
+    """
 
     def __init__(self, context: EngineContext):
         self.config = config = context.config
         self.model, self.dtype, self.group = context.model, context.dtype, peers()
         adapter.warn_of_visible_key()
         own, options = not config.rollout.servers, config.rollout.vllm
-        self.key = adapter.key_of(options) or (secrets.token_urlsafe(32) if own else "")
-        self.total = longest(config)
+        self.key = adapter.server_key(options) or (secrets.token_urlsafe(32) if own else "")
+        self.total = longest_request(config)
         folder = Path(config.run.dir) / "vllm" / ("" if self.group.count == 1 else f"process_{self.group.index}")
         self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
         self._copy = self._here = None  # of a policy that is spread over processes
@@ -58,10 +61,10 @@ class VllmEngine(Engine):
         self._closed = self._resting = False
         self._ids: set[str] = set()  # of unfinished requests
         first = self.group.index * options.replicas  # several processes may share a host
-        rank = needed_rank(context.model.adapter)
+        rank = required_rank(context.model.adapter)
         started = OwnServers(config, context.hf_config, self.dtype, folder, self.key, first, rank) if own else None
         known = [] if own else first_servers(config, self.group)
-        urls = started.urls if own else share_of(known, self.group)
+        urls = started.urls if own else servers_of_process(known, self.group)
         # on the CPU every request draws from a stream of its own anyway; on GPUs seeds cost vLLM's fast sampler
         seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and own and started.cpu)
         decode = text_decoder(context.tokenizer) if context.tokenizer is not None else None
@@ -69,12 +72,12 @@ class VllmEngine(Engine):
         ends = tuple(int(i) for i in context.eos_ids)
         self.router = Router(urls, self.key, options, seconds, seeded, ends, decode, self._parse_version)
         if config.algorithm.routes == "sampled":
-            self.router.routed = adapter.Routed.of(context.model.config)
+            self.router.routed = adapter.ExpertRouting.of(context.model.config)
         self.fleet = Fleet(context, self.key, self.group, started, known, self.router)
         self.publisher = Publisher(context, folder, self.fleet, self.run_id)
-        self._trace_file = self._traced() if config.log.trace_requests else None
+        self._trace_file = self._trace_file() if config.log.trace_requests else None
 
-    def _traced(self):
+    def _trace_file(self):
         """The file of log.trace_requests, with a line for every request that ends."""
         path = Path(self.config.run.dir) / f"requests{'' if self.group.count == 1 else f'_{self.group.index}'}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,11 +93,11 @@ class VllmEngine(Engine):
         for r in requests:
             check_request(r, most, self.total, self.model.config.vocab_size, has_text)
         check_ids(requests, self._ids)
-        requests = [self._bounded(r) for r in requests]
+        requests = [self._fit_request(r) for r in requests]
         self._ids.update(r.id for r in requests)
         self.router.submit(requests)
 
-    def _bounded(self, request: Request) -> Request:
+    def _fit_request(self, request: Request) -> Request:
         """The request with no more tokens than fit beside its prompt."""
         room, sampling = self.total - len(request.prompt), request.sampling
         if sampling.max_new_tokens <= room:
@@ -141,25 +144,27 @@ class VllmEngine(Engine):
         self._meet_servers()
         self.fleet.take_newcomers()
         self.fleet.notice_deaths()
-        self._give([r for r in self.router.replicas if r.state in ("ready", "unsynced", "asleep")])
+        self._send_weights([r for r in self.router.replicas if r.state in ("ready", "unsynced", "asleep")])
         self._synced, self._resting = True, False
         self._maintain()
 
     def rest(self) -> None:
-        """Frees the servers' GPU memory until the next publish; waits for servers that are being started.
+        """Frees the servers' GPU memory until the next publish; waits for servers that are starting.
 
-        Raises RuntimeError while requests are there, and as Fleet.sleep does.
+        Raises:
+          RuntimeError: there are unfinished requests; also what Fleet.sleep raises.
         """
         self._check_open()
         if self._ids:
-            raise RuntimeError(f"rollout: {len(self._ids)} requests are on their way; abort them first")
+            raise RuntimeError(f"rollout: {len(self._ids)} requests are unfinished; abort them first")
         self._meet_servers()
         self._resting = True
         self.fleet.sleep()
 
     def moved(self, params) -> None:
-        """The published weights lie here from now on, in host memory perhaps; servers that join are given them from
-        there."""
+        """Notes where the published weights are now, possibly in host memory; servers that join receive them from
+        there.
+        """
         if self._copy is None:
             self._params = params
 
@@ -175,7 +180,7 @@ class VllmEngine(Engine):
         self._params = None  # the old copy goes before the new one comes
         return self._copy(params)
 
-    def _give(self, replicas: list[Replica]) -> None:
+    def _send_weights(self, replicas: list[Replica]) -> None:
         if not replicas:
             return
         params = self._params  # in host memory perhaps: they come to the devices a layer at a time
@@ -196,26 +201,27 @@ class VllmEngine(Engine):
         if self._resting:  # the trainer has the memory
             return
         for replica in [r for r in self.router.replicas if r.state == "unsynced"]:
-            if self._synced and not self._overtaken():
+            if self._synced and not self._weights_replaced():
                 self._join(replica)
         self.fleet.revive()
         if (self.fleet.own or self._ids) and (states := self.fleet.lost()):
-            raise EngineLost(f"no vLLM server is left: {states}. The policy is intact; the same command goes on from "
-                             "the newest checkpoint")
+            raise EngineLost(f"no vLLM server is left: {states}. The policy is intact; rerun the same command to "
+                             f"resume "
+                             "from the latest checkpoint")
 
-    def _overtaken(self) -> bool:
+    def _weights_replaced(self) -> bool:
         """Whether an update has taken the buffers of the weights that were published last; the next publish is near."""
         return any(getattr(a, "is_deleted", bool)() for a in jax.tree.leaves(self._params))
 
     def _join(self, replica: Replica) -> None:
         """A server that came, or came back: it is examined and verified anew. One that does not fit is left out."""
-        self.publisher.met.discard(replica.index)
+        self.publisher.verified.discard(replica.index)
         try:
             self.fleet.examine(replica)
-            self._give([replica])
-            log.info("vLLM server %s takes part from version %d on", replica.url, self._version)
+            self._send_weights([replica])
+            log.info("vLLM server %s joined at version %d", replica.url, self._version)
         except (adapter.ServerError, adapter.Refused, ConfigError) as e:
-            log.warning("vLLM server %s cannot take part: %s", replica.url, e)
+            log.warning("vLLM server %s cannot join: %s", replica.url, e)
             self.router.set_state(replica, "dead", str(e))
 
     def _parse_version(self, text: str) -> int:
@@ -238,7 +244,9 @@ class VllmEngine(Engine):
                       servers={r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas})
 
     def metrics(self) -> dict[str, float]:
-        """What happened to servers and requests since the start, the servers' own counters, and the last publish."""
+        """Returns counts of servers and requests since the start, the servers' counters, and times of the last
+        publish.
+        """
         found = collections.Counter(restarts=sum(self.fleet.own.restarts) if self.fleet.own else 0)
         counted = ("reissued", "given_up", "servers_lost", *["unrouted"] * (self.router.routed is not None))
         found.update({name: self.router.counts[name] for name in counted})

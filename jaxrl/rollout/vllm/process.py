@@ -1,5 +1,6 @@
-"""A vLLM server as a child process: started in its own session, its output in a file, ended with everything it
-started."""
+"""Runs a vLLM server as a child process in its own session, with its output in a file, and ends it with its child
+processes.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +16,20 @@ from jaxrl.rollout.protocol import EngineLost
 from jaxrl.vllm_plugin import OWNER, start_time
 
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
-LOG_BYTES = 64_000_000  # of a log, and of the part before it
+LOG_BYTES = 64_000_000  # of a log, and of the previous part
 
 
 def free_port(host: str) -> int:
+    """Returns a free TCP port of a host."""
     with socket.socket() as s:
         s.bind((host, 0))
         return s.getsockname()[1]
 
 
 class ServerProcess:
-    """Ends with the trainer, however that ends: the plugin in each of its processes watches the trainer."""
+    """A server process. It ends with the trainer, however that ends: the plugin in each of its processes watches the
+    trainer.
+    """
 
     def __init__(self, command: list[str], env: dict[str, str], log_file: Path):
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -38,18 +42,18 @@ class ServerProcess:
         self.pid = self._process.pid
 
     def exit_status(self) -> int | None:
-        """None while it runs, else its status; negative = the signal that ended it."""
+        """Returns None while it runs, else its status; negative = the signal that ended it."""
         return self._process.poll()
 
     def ended(self) -> str:
-        """How it ended, in words."""
+        """Returns how it ended, as text."""
         status = self.exit_status()
         if status is None:
             return "still running"
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
-    def complaint(self) -> str:
-        """The last lines of its log that look like an error, else its last lines."""
+    def last_errors(self) -> str:
+        """Returns the last lines of its log that look like an error, else its last lines."""
         with open(self.log_file, "rb") as f:
             f.seek(self._from)
             lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
@@ -57,15 +61,18 @@ class ServerProcess:
         return " | ".join((errors or lines)[-2:])[-800:]
 
     def bound_log(self) -> None:
-        """Puts a log that has grown too long aside, in the place of the one before. (The server appends: it goes on at
-        the start.)"""
+        """Moves a log that has grown too long to the place of the previous one. (The server appends, so it continues
+        at the start.)
+        """
         if self.log_file.stat().st_size > LOG_BYTES:
             shutil.copyfile(self.log_file, self.log_file.with_suffix(".old.log"))
             os.truncate(self.log_file, 0)
             self._from = 0
 
     def stop(self) -> None:
-        """SIGTERM to the whole session, SIGKILL to what is left after GRACE_SECONDS. Stopped processes end too."""
+        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS. Also ends stopped
+        processes.
+        """
         for sig, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
             if not self._alive():
                 break
@@ -76,7 +83,7 @@ class ServerProcess:
         self._process.wait(timeout=GRACE_SECONDS)
 
     def kill(self) -> None:
-        """Raises EngineLost for a process that does not end even so."""
+        """Kills the session. Raises EngineLost if a process does not end."""
         self._signal(signal.SIGKILL)
         try:
             self._process.wait(timeout=GRACE_SECONDS)

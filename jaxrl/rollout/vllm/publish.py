@@ -1,8 +1,8 @@
-"""Giving servers the trainer's weights, and proving that they arrived.
+"""Publishes the trainer's weights to servers, and verifies that they arrived.
 
 A publish is done when every server confirms the version, its prefix cache is empty, its checksums are ours (at the
-first publish, or always: `rollout.verify_weights`) and a probe's log-probs are the trainer's. Until then a server takes
-no request.
+first publish, or always: `rollout.verify_weights`) and a probe's log-probs are the trainer's. Until then a server
+gets no request.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jaxrl.models.io.fused import interleaved
 from jaxrl.rollout import weights
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import Request, SamplingParams
-from jaxrl.rollout.vllm import adapter, apart, transport
-from jaxrl.rollout.vllm.options import PROBE_PROMPT, PROBE_TOKENS, served, server_folder
+from jaxrl.rollout.vllm import adapter, adapter_folders, transport
+from jaxrl.rollout.vllm.options import PROBE_PROMPT, PROBE_TOKENS, max_model_len, server_folder
 from jaxrl.vllm_plugin import BACKEND, machine
 
 log = logging.getLogger("jaxrl")
 PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
-QUANTIZED_BOUND = 1.0  # the same at most, whatever the first probe of a quantised engine finds
+QUANTIZED_BOUND = 1.0  # upper limit of the bound that the first probe of a quantized engine sets
 
 
 class WeightMismatch(RunStopped):
@@ -36,20 +36,23 @@ class WeightMismatch(RunStopped):
 
 
 class Publisher:
-    """Weights to servers. `give` is one publish; the router's states say who takes requests.
+    """Publishes weights to servers; `give` is one publish. The router's states decide who gets requests.
 
     Args:
-      context: of the engine. folder: of the run, for transport=checkpoint. fleet: the servers.
-      run_id: goes into every version, so that another run's weights are never taken for ours.
+      context: of the engine.
+      folder: of the run, for transport=checkpoint.
+      fleet: the servers.
+      run_id: part of every version, so that another run's weights are never taken for ours.
     """
 
     def __init__(self, context: EngineContext, folder, fleet, run_id: str):
         self.config, self.options = context.config, context.config.rollout.vllm
         self.model, self.hf_config, self.dtype = context.model, context.hf_config, context.dtype
         self.folder, self.fleet, self.router, self.run_id = folder, fleet, fleet.router, run_id
-        self.met: set[int] = set()  # servers whose weights were verified since they were started
+        self.verified: set[int] = set()  # servers whose weights were verified since they were started
         self.transport = None
-        self.apart: apart.Folders | None = None  # where adapters are published apart from the base
+        # where adapters are published apart from the base
+        self.adapter_folders: adapter_folders.AdapterFolders | None = None
         self._params, self.version = None, -1  # of a publish that is under way
         self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
         self.last_probe = float("nan")
@@ -63,11 +66,11 @@ class Publisher:
         self._pool.shutdown(wait=True)
         if self.transport is not None:
             self.transport.close()
-        if self.apart is not None:
-            self.apart.close()
+        if self.adapter_folders is not None:
+            self.adapter_folders.close()
 
     def choose_transport(self) -> None:
-        """Decides how weights travel, from what the servers said. Raises ConfigError where the choice cannot work."""
+        """Chooses how weights are sent, from what the servers report. Raises ConfigError if the choice cannot work."""
         choice, infos = self.options.transport, [i for r in self.fleet.infos.values() for i in r]
         flag = f"--weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
         plugin = all(self.fleet.infos.values()) and all(i["backend"] == BACKEND for i in infos)
@@ -94,16 +97,19 @@ class Publisher:
         self.transport = makes[choice]()
         if self.model.adapter is not None:
             near = isinstance(self.transport, transport.SharedMemory)
-            self.apart = apart.Folders(self.model, self.dtype,
+            self.adapter_folders = adapter_folders.AdapterFolders(self.model, self.dtype,
                                        (self.transport.folder if near else self.folder) / "adapters")
-        log.info("vLLM: weights by %s%s", choice, f", adapters in {self.apart.folder}" if self.apart else "")
+        log.info("vLLM: weights by %s%s", choice,
+                 f", adapters in {self.adapter_folders.folder}" if self.adapter_folders else "")
 
     # ---- one publish -------------------------------------------------------------------------------------------------
 
     def give(self, replicas, params, version: int) -> None:
-        """Gives servers these weights; a failed try is repeated in full. Leaves each ready, or dead with the reason.
+        """Gives servers these weights; a failed try is repeated in full. Leaves each server ready, or dead with the
+        reason.
 
-        Raises WeightMismatch for a server that says it has them and has not.
+        Raises:
+          WeightMismatch: a server reports weights that it does not have.
         """
         self._params, self.version = params, version
         started, report = time.monotonic(), {"bytes": 0}
@@ -120,8 +126,8 @@ class Publisher:
                     except (adapter.ServerError, adapter.Refused) as e:
                         errors[r.index] = e
             replicas = [r for r in left if errors.get(r.index) is not None]
-            if self.apart is not None:  # whole again, since nobody knows how far they came
-                self.met -= {r.index for r in replicas}
+            if self.adapter_folders is not None:  # whole again, since nobody knows how far they came
+                self.verified -= {r.index for r in replicas}
             if not replicas:
                 break
             for r in replicas:
@@ -136,7 +142,7 @@ class Publisher:
         """One full update of several servers; returns the error of each that failed."""
         self.router.current_version, version = self.version, f"{self.run_id}-{self.version}"
         errors: dict[int, Exception] = {}
-        first = any(r.index not in self.met for r in replicas)
+        first = any(r.index not in self.verified for r in replicas)
         verify = self.config.rollout.verify_weights == "always" or (
             self.config.rollout.verify_weights == "first" and first)
 
@@ -154,20 +160,20 @@ class Publisher:
         each(self._open)
         if whole and (failure := self._bring(whole, functools.partial(each, among=whole), errors, report, version)):
             return {r.index: errors.get(r.index, failure) for r in replicas}
-        if self.apart is not None:
-            report["bytes"] += self.apart.write(self._params, version).size
+        if self.adapter_folders is not None:
+            report["bytes"] += self.adapter_folders.write(self._params, version).size
             self.router.model = version
-            each(lambda c: self.apart.load(c, version))
+            each(lambda c: self.adapter_folders.load(c, version))
         each(self._empty_cache)
         each(lambda c: _confirm(c, version))
         each(lambda c: self.fleet.memories[c.url].close())
         each(lambda c: c.resume())  # one that slept runs since it has its cache again
-        self.met |= {r.index for r in replicas if r.index not in errors}
+        self.verified |= {r.index for r in replicas if r.index not in errors}
         return errors
 
     def _lacks_base(self, replica) -> bool:
         """Whether a server needs whole weights: always, unless it has the base and is given an adapter to it."""
-        return (self.apart is None or replica.index not in self.met
+        return (self.adapter_folders is None or replica.index not in self.verified
                 or self.fleet.memories[replica.url].state != "awake")  # what sleeps keeps no weights
 
     def _bring(self, replicas, each, errors, report, version: str) -> Exception | None:
@@ -234,8 +240,9 @@ class Publisher:
         infos = self.fleet.infos.get(replica.index) or []
         if self._digests and infos and not any(i["quantized"] for i in infos):
             self._compare(replica)
-        if self.apart is not None and infos and (wrong := self.apart.check(self.fleet.controls[replica.index])):
-            raise WeightMismatch(f"{replica.url} does not hold the adapter of version {self.version}: {wrong}; "
+        control = self.fleet.controls[replica.index]
+        if self.adapter_folders is not None and infos and (wrong := self.adapter_folders.check(control)):
+            raise WeightMismatch(f"{replica.url} does not have the adapter of version {self.version}: {wrong}; "
                                  "adapters reach servers as folders: let it see this disk, or set lora.publish=merged")
         self._probe(replica)
 
@@ -265,21 +272,23 @@ class Publisher:
         infos = self.fleet.infos.get(replica.index) or []
         if any(map(self._is_quantized, infos)) and self._bound is None and not self.options.probe_bound:
             self._bound = bound = min(max(PROBE_BOUNDS["bfloat16"], 3 * gap), QUANTIZED_BOUND)
-            log.info("quantised engine: the probe's log-probs are %.3g away on average, from now on the bound is %.3g",
+            log.info("quantized engine: the probe's log-probs differ by %.3g on average; the bound is now %.3g",
                      gap, bound)
         self.last_probe = gap
         if not gap <= bound:
             raise WeightMismatch(
-                f"{replica.url} answers with other weights than version {self.version}: a probe's log-probs are "
+                f"{replica.url} samples from other weights than version {self.version}: a probe's log-probs are "
                 f"{gap:.3g} away from the trainer's on average, more than {bound:g} (rollout.vllm.probe_bound). Its "
                 "weights did not arrive (a stock CPU server keeps old ones: install jaxrl in its environment), or it "
                 "serves another model")
 
     def probe(self, replica) -> float:
-        """Mean absolute difference of log-probs, trainer - engine, over a fixed prompt's sampled continuation."""
+        """Returns the mean absolute difference of log-probs, trainer - engine, over a fixed prompt's sampled
+        continuation.
+        """
         vocab = self.model.config.vocab_size
         prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)
-        new = min(PROBE_TOKENS, served(self.config) - PROBE_PROMPT)
+        new = min(PROBE_TOKENS, max_model_len(self.config) - PROBE_PROMPT)
         request = Request(f"probe-{secrets.token_hex(4)}", prompt, SamplingParams(max_new_tokens=new), seed=1)
         payload = adapter.generate_payload(request, (), True, False, self.router.model)
         tokens, logprobs, _, _ = adapter.parse_choice(self.fleet.controls[replica.index].generate(payload))
@@ -305,7 +314,7 @@ def _all_arrived(control) -> None:
 def _confirm(control, version: str) -> None:
     found = control.weight_version()
     if found != version:
-        raise adapter.ServerError(f"{control.url} says it has weights {found!r} after a publish of {version!r}")
+        raise adapter.ServerError(f"{control.url} reports weights {found!r} after a publish of {version!r}")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -316,6 +325,6 @@ def _next_token_logits(model, params, tokens_1xL):
 
 
 def sequence_logprobs(model, params, tokens: np.ndarray) -> np.ndarray:
-    """[L] token ids -> [L-1] log-probs of tokens 1..L-1 at temperature 1, by the trainer's model."""
+    """Returns the log-probs [L-1] of tokens 1..L-1 of token ids [L] at temperature 1, by the trainer's model."""
     logits = _next_token_logits(model, params, jnp.asarray(tokens)[None])[0, :-1]
     return np.asarray(jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens[1:, None]), axis=-1)[:, 0])

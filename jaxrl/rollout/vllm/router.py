@@ -1,7 +1,7 @@
-"""Requests on their way to several vLLM servers: least-loaded with group affinity, re-issued when a server dies.
+"""Routes requests to vLLM servers: least-loaded with group affinity, re-issued when a server dies.
 
 One background thread runs an event loop that owns everything here; the engine talks to it through `submit`, `results`
-and a few calls. A job is answered once: by the first server that answers it, or by giving up.
+and a few calls. A job gets one result: from the first server that replies, or when it is given up.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from jaxrl.rollout.stops import find_stop
 from jaxrl.rollout.vllm import adapter
 
 log = logging.getLogger("jaxrl")
-PATIENCE = 20  # lost connections that count as one failed try
-HOMES = 10_000  # groups whose servers are remembered, the last ones
-SLACK = 4  # requests by which a group's own server may be busier than another before the group is split
+CONNECTION_TRIES = 20  # lost connections that count as one failed try
+MAX_GROUPS_REMEMBERED = 10_000  # number of latest groups whose servers are remembered
+AFFINITY_SLACK = 4  # requests by which a group's server may be busier than another before the group is split
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
+    """A request on its way to a server, with its tries."""
+
     request: Request
     attempts: float = 0
     done: bool = False
@@ -50,17 +52,17 @@ class Replica:
 
 
 class Router:
-    """See the module.
+    """Routes requests; see the module.
 
     Args:
-      replicas: urls.
+      urls: of the replicas.
       key: bearer key, or empty.
       options: config.rollout.vllm.
       request_seconds: longest try of one request.
       seeded: whether requests carry their seeds.
       end_ids: end-of-text token ids.
       decode: token ids -> text, or None without stop strings.
-      parse_version: weight version string -> number; raises ServerError for one that is not ours.
+      parse_version: weight version string -> number; raises ServerError for another run's.
     """
 
     def __init__(self, urls, key, options, request_seconds, seeded, end_ids, decode, parse_version):
@@ -103,7 +105,7 @@ class Router:
         self.call(self._set_state, replica, state, why)
 
     def add(self, url: str) -> None:
-        """One more server, at the end; it takes part once it answers /health and was given weights."""
+        """Adds a server at the end; it joins once it replies to /health and has received weights."""
         self.call(self.replicas.append, Replica(len(self.replicas), url, "dead", "announced, has not answered yet"))
 
     def close(self) -> None:
@@ -146,7 +148,7 @@ class Router:
                     task.cancel()
                     replica.running.pop(job, None)
         for i in ids & set(self._jobs):
-            self._finish(self._jobs[i], empty(self._jobs[i].request))
+            self._finish(self._jobs[i], absent_result(self._jobs[i].request))
         self._waiting = collections.deque(j for j in self._waiting if not j.done)
 
     def _pause(self, on):
@@ -179,7 +181,7 @@ class Router:
             job = self._waiting.popleft()
             self._homes.pop(job.request.group, None)  # the last one in use is the last in order
             self._homes[job.request.group] = replica
-            if len(self._homes) > HOMES:
+            if len(self._homes) > MAX_GROUPS_REMEMBERED:
                 del self._homes[next(iter(self._homes))]
             self._note(job, "sent", replica)
             replica.running[job] = self._loop.create_task(self._serve(job, replica))
@@ -190,7 +192,7 @@ class Router:
             return None
         least = min(open_, key=lambda r: len(r.running))
         home = self._homes.get(group)
-        return home if home in open_ and len(home.running) <= len(least.running) + SLACK else least
+        return home if home in open_ and len(home.running) <= len(least.running) + AFFINITY_SLACK else least
 
     async def _serve(self, job: Job, replica: Replica):
         try:
@@ -214,20 +216,20 @@ class Router:
         """One try of one request failed while its server lives: again, here or elsewhere, at most `retries` times."""
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, TimeoutError):
-            why = f"no answer within rollout.vllm.request_seconds={self.request_seconds:g}"
+            why = f"no reply within rollout.vllm.request_seconds={self.request_seconds:g}"
         self.counts["request_failures"] += 1
         self._note(job, "failed", replica)
         if isinstance(error, httpx.TransportError):  # the server's fault: the watcher soon says whether it is gone
-            job.attempts += 1 / PATIENCE
+            job.attempts += 1 / CONNECTION_TRIES
         else:
             job.attempts += 1
         if job.attempts > self.options.retries:
             self.counts["given_up"] += 1
-            log.warning("request %s was given up after %d tries, its completion is absent: %s: %s", job.request.id,
+            log.warning("request %s failed after %d tries, its completion is absent: %s: %s", job.request.id,
                         round(job.attempts), replica.url, why)
-            self._finish(job, empty(job.request))
+            self._finish(job, absent_result(job.request))
         else:
-            log.info("request %s is tried again: %s: %s", job.request.id, replica.url, why)
+            log.info("request %s is retried: %s: %s", job.request.id, replica.url, why)
             self._homes.pop(job.request.group, None)
             self._loop.call_later(0.2 + 0.2 * job.attempts, self._again, job)
 
@@ -282,7 +284,7 @@ class Router:
                       np.zeros(len(tokens), np.float32), versions, finish, request.seed, routes=routes)
 
     current_version, model = -1, ""  # of the weights that were given last; the adapter that answers, "" = the base
-    routed: adapter.Routed | None = None  # how experts of tokens are told, where they are asked for
+    routed: adapter.ExpertRouting | None = None  # how experts of tokens are told, where they are asked for
 
     async def _streamed(self, url, payload, request):
         """Tokens piece by piece; leaving the stream at a stop string ends the request in the server."""
@@ -321,7 +323,7 @@ class Router:
             answer = await asyncio.wait_for(self._http.get(replica.url + "/health"), self.options.health_seconds)
             ok, why = answer.status_code == 200, f"/health answered {answer.status_code}"
         except Exception as e:
-            silent = f"no answer to /health within rollout.vllm.health_seconds={self.options.health_seconds:g}"
+            silent = f"no reply to /health within rollout.vllm.health_seconds={self.options.health_seconds:g}"
             ok, why = False, silent if isinstance(e, TimeoutError) else f"/health: {type(e).__name__} {e}".rstrip()
         if replica.state != state:
             return
@@ -332,14 +334,14 @@ class Router:
         elif state != "dead":
             replica.misses += 1
             if replica.misses >= 2:
-                log.warning("vLLM server %s is gone: %s; %d requests go elsewhere", replica.url, why,
+                log.warning("vLLM server %s is gone: %s; %d requests are rerouted", replica.url, why,
                             len(replica.running))
                 self.counts["servers_lost"] += 1
                 self._set_state(replica, "dead", why)
 
 
-def empty(request: Request) -> Result:
-    """A request that was not answered: absent, never a wrong answer."""
+def absent_result(request: Request) -> Result:
+    """Returns the result of a request without a completion: absent, never scored as wrong."""
     nothing = np.zeros(0, np.float32)
     return Result(request.id, np.zeros(0, np.int32), nothing, nothing, np.zeros(0, np.int32), "abort", request.seed)
 

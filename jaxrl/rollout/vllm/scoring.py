@@ -1,8 +1,8 @@
-"""Log-probs of given tokens from running vLLM servers: any `vllm serve MODEL`, without jaxrl's plugin. Raw, at
-temperature 1, as `prompt_logprobs` of the completions endpoint gives them; a request samples one token, which is
-dropped.
+"""Log-probs of given tokens from running vLLM servers: any `vllm serve MODEL`, without jaxrl's plugin.
 
-As JSON that is some 80 bytes per token and log-prob. (vllm/entrypoints/openai/completion/protocol.py of 0.32)
+They are raw, at temperature 1, from `prompt_logprobs` of the completions endpoint; a request samples one token, which
+is dropped. As JSON that is some 80 bytes per token and log-prob. (vllm/entrypoints/openai/completion/protocol.py of
+0.32)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
 
-AT_ONCE, TRIES = 16, 4  # requests under way per server; tries of one
+MAX_CONCURRENT, TRIES = 16, 4  # concurrent requests per server; tries per request
 
 
-class Answer(NamedTuple):
-    """What a server says of a sequence of n tokens."""
+class TokenScores(NamedTuple):
+    """Log-probs of a sequence of n tokens."""
 
     own: np.ndarray       # [n] float32: log-prob of each; 0 at the first, which nothing predicts
     ids: np.ndarray       # [n, top] int32: the most probable tokens, the highest first; -1 = none
@@ -28,15 +28,15 @@ class Answer(NamedTuple):
 
 
 class PromptScorer:
-    """Asks the servers in turns.
+    """Scores sequences on servers in turn.
 
     Args:
-      urls: http://host:port of servers of one model; $VLLM_API_KEY is sent where it is set.
+      urls: http://host:port of servers of one model; $VLLM_API_KEY is sent if set.
       timeout: seconds of one request.
       longest: tokens of the longest sequence.
 
     Raises:
-      ConfigError: a server that does not answer, has another model, or takes shorter sequences.
+      ConfigError: a server does not reply, has another model, or takes shorter sequences only.
     """
 
     def __init__(self, urls, timeout: float, longest: int):
@@ -44,7 +44,7 @@ class PromptScorer:
         key = os.environ.get("VLLM_API_KEY", "")
         self._http = httpx.Client(timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {},
                                   trust_env=False)
-        self._threads = ThreadPoolExecutor(AT_ONCE * len(self.urls), "teacher")
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT * len(self.urls), "teacher")
         served = [self._model(url, longest) for url in self.urls]
         if len(set(served)) > 1:
             raise ConfigError(f"teacher.servers={tuple(urls)}: they serve different models, {sorted(set(served))}")
@@ -56,20 +56,21 @@ class PromptScorer:
             reply.raise_for_status()
             row = reply.json()["data"][0]
         except (httpx.HTTPError, ValueError, LookupError) as e:
-            raise ConfigError(f"teacher.servers entry {url!r} does not answer as a vLLM server ({type(e).__name__}: "
+            raise ConfigError(f"teacher.servers entry {url!r} does not reply like a vLLM server ({type(e).__name__}: "
                               f"{e}); start it with vllm serve, or name another") from None
         if (row.get("max_model_len") or longest + 1) <= longest:
             raise ConfigError(f"teacher.servers entry {url!r} takes sequences of {row['max_model_len']} tokens; the "
                               f"longest here has {longest}, and one more is sampled: raise its --max-model-len")
         return row["id"]
 
-    def score(self, sequences, top: int) -> list[Answer]:
-        """Of sequences of token ids, in their order. Raises RunStopped where a server fails again and again, or refuses
-        a request."""
+    def score(self, sequences, top: int) -> list[TokenScores]:
+        """Returns the TokenScores of sequences of token ids, in order. Raises RunStopped if a server fails repeatedly
+        or refuses a request.
+        """
         jobs = [(self.urls[i % len(self.urls)], tokens, top) for i, tokens in enumerate(sequences)]
         return list(self._threads.map(lambda job: self._one(*job), jobs))
 
-    def _one(self, url: str, tokens, top: int) -> Answer:
+    def _one(self, url: str, tokens, top: int) -> TokenScores:
         body = {"model": self.model, "prompt": [int(t) for t in tokens], "max_tokens": 1, "temperature": 0.0,
                 "prompt_logprobs": top}
         for attempt in range(TRIES):
@@ -79,7 +80,7 @@ class PromptScorer:
                     raise RunStopped(f"teacher.servers entry {url!r} refuses a request of {len(tokens)} tokens with "
                                      f"distill.top_k={top}: {reply.text[:300]} (its --max-logprobs must reach top_k)")
                 reply.raise_for_status()
-                return answer(tokens, reply.json()["choices"][0]["prompt_logprobs"], top)
+                return parse_scores(tokens, reply.json()["choices"][0]["prompt_logprobs"], top)
             except (httpx.HTTPError, ValueError, LookupError) as e:
                 if attempt == TRIES - 1:
                     raise RunStopped(f"teacher.servers entry {url!r} failed {TRIES} times: {type(e).__name__}: {e}; "
@@ -91,9 +92,10 @@ class PromptScorer:
         self._http.close()
 
 
-def answer(tokens, said: list, top: int) -> Answer:
-    """An Answer of the `prompt_logprobs` of a reply: per token None (the first) or {id: {"logprob", "rank"}}, the most
-    probable and the token itself. Raises ValueError where it is of other tokens."""
+def parse_scores(tokens, said: list, top: int) -> TokenScores:
+    """Returns the TokenScores of a reply's `prompt_logprobs`: per token None (the first) or {id: {"logprob", "rank"}}
+    of the most probable tokens and the token itself. Raises ValueError if it is of other tokens.
+    """
     if len(said) != len(tokens):
         raise ValueError(f"{len(said)} log-probs for {len(tokens)} tokens")
     own = np.zeros(len(tokens), np.float32)
@@ -105,4 +107,4 @@ def answer(tokens, said: list, top: int) -> Answer:
         ranked = sorted(entry.items(), key=lambda item: item[1]["rank"])[:top]
         for place, (token, one) in enumerate(ranked):
             ids[t, place], logprobs[t, place] = int(token), one["logprob"]
-    return Answer(own, ids, logprobs)
+    return TokenScores(own, ids, logprobs)

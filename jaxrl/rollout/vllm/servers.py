@@ -1,4 +1,4 @@
-"""The servers of an engine: ours, as child processes, or given ones; who is there, what they are, who comes back."""
+"""The servers of an engine, our child processes or given ones: start, checks, restarts, newcomers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter
-from jaxrl.rollout.vllm.apart import needed_rank
-from jaxrl.rollout.vllm.options import listed, served, server_folder
+from jaxrl.rollout.vllm.adapter_folders import required_rank
+from jaxrl.rollout.vllm.options import max_model_len, read_urls, server_folder
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.router import Replica, Router
-from jaxrl.rollout.vllm.sleeping import Memory
+from jaxrl.rollout.vllm.sleeping import ServerMemory
 from jaxrl.vllm_plugin import PROTOCOL, machine
 
 log = logging.getLogger("jaxrl")
-LATECOMERS = 30.0  # seconds
-USAGE = 2  # status of a server that does not know an option
+LATECOMER_SECONDS = 30.0  # seconds
+USAGE_ERROR = 2  # exit status of a server that does not know an option
 
 
 class OwnServers:
-    """Servers that are started here, `rollout.vllm.replicas` of them, with dummy weights.
+    """Servers started here, `rollout.vllm.replicas` of them, with dummy weights.
 
     Args:
-      config: the whole config. hf_config: of the model. dtype: a numpy name; "" = what the build of vLLM computes in.
-      folder: for their logs and the model's description. key: that they ask for.
-      first: servers before them on this host, where ports are counted from rollout.vllm.port.
-      lora_rank: largest rank of adapters that are published apart from the base; 0 = none.
+      config: the whole config.
+      hf_config: of the model.
+      dtype: a numpy name; "" = the compute dtype of this vLLM build.
+      folder: for their logs and the model's config.
+      key: their API key.
+      first: number of servers before them on this host, from which ports are counted (rollout.vllm.port).
+      lora_rank: largest rank of adapters that are published separately; 0 = none.
 
-    Raises ConfigError where vLLM cannot be started here.
+    Raises:
+      ConfigError: vLLM cannot be started here.
     """
 
     def __init__(self, config, hf_config: dict, dtype: str, folder: Path, key: str, first: int = 0,
@@ -59,17 +63,17 @@ class OwnServers:
 
     def _started(self, i: int) -> ServerProcess:
         self.up[i], self._silent[i], self._began[i] = False, 0, time.monotonic()
-        command, env = adapter.launch(self.config, str(self.folder / "model"), self.dtype, served(self.config),
+        command, env = adapter.launch(self.config, str(self.folder / "model"), self.dtype, max_model_len(self.config),
                                       self.ports[i], self.cpu, self.key, self.lora_rank)
         if devices := self.config.rollout.vllm.devices:
             env["CUDA_VISIBLE_DEVICES"] = devices[i]
         return ServerProcess(command, env, self.folder / f"server_{i}.log")
 
     def look(self, i: int, control: adapter.Control, seconds: float) -> str:
-        """Empty while a server is well or being started, else what is wrong: it ended, is late, or silent twice."""
+        """Returns "" while a server is well or starting, else what is wrong: it ended, is late, or was silent twice."""
         process, setup = self.processes[i], self.config.rollout.vllm.setup_seconds
         if process.exit_status() is not None:
-            return f"{process.ended()}: {process.complaint()}"
+            return f"{process.ended()}: {process.last_errors()}"
         try:
             control.healthy(seconds)
             self.up[i], self._silent[i] = True, 0
@@ -83,7 +87,7 @@ class OwnServers:
         return f"hangs: {why}" if self._silent[i] > 1 else ""
 
     def restart(self, i: int) -> bool:
-        """Ends a server and starts it anew; False where it had its rollout.vllm.restarts already."""
+        """Ends a server and starts it again; returns False if it has used up rollout.vllm.restarts."""
         if self.restarts[i] >= self.config.rollout.vllm.restarts:
             return False
         self.processes[i].kill()
@@ -98,7 +102,7 @@ class OwnServers:
 
 
 def write_model_folder(folder: Path, hf_config: dict) -> None:
-    """A folder with a config and no weights: servers start from dummy weights and receive the policy's."""
+    """Writes a folder with a config and no weights: servers start from dummy weights and receive the policy's."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     family = family_of(hf_config)
@@ -111,14 +115,16 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
 
 
 def first_servers(config, group: Peers) -> list[str]:
-    """The URLs of rollout.servers; of a folder, once it names a server for every process. The same on all processes."""
+    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process. The same on all
+    processes.
+    """
     folder, seconds = server_folder(config.rollout.servers), config.rollout.vllm.setup_seconds
     if folder is None:
         return list(config.rollout.servers)
 
     def found():
         end = time.monotonic() + seconds
-        while len(urls := listed(folder)) < group.count and time.monotonic() < end:
+        while len(urls := read_urls(folder)) < group.count and time.monotonic() < end:
             time.sleep(0.5)
         return urls
 
@@ -129,8 +135,8 @@ def first_servers(config, group: Peers) -> list[str]:
     return urls
 
 
-def share_of(servers, group: Peers) -> list[str]:
-    """The servers of this process. Raises ConfigError where there are fewer servers than processes."""
+def servers_of_process(servers, group: Peers) -> list[str]:
+    """Returns the servers of this process. Raises ConfigError if there are fewer servers than processes."""
     if len(servers) < group.count:
         raise ConfigError(f"rollout.servers={tuple(servers)}: {len(servers)} for {group.count} processes, and each "
                           "drives its own; start at least one per process, or train with fewer processes")
@@ -141,14 +147,17 @@ class Fleet:
     """The servers of one engine.
 
     Args:
-      context: of the engine. key: that servers are shown.
-      group: the processes of the run, among whom given servers are dealt out.
-      own: OwnServers, or None where they are given.
-      known: URLs of all that were given so far, on all processes.
+      context: of the engine.
+      key: the servers' API key.
+      group: the processes of the run, among which given servers are distributed.
+      own: OwnServers, or None for given ones.
+      known: URLs of all given servers so far, on all processes.
       router: the Router whose replicas they are.
 
-    controls: of the router's replicas, in their order. memories: by URL. infos: replica's index -> what each worker of
-    a server that was examined says of itself, empty without the plugin.
+    Attributes:
+      controls: of the router's replicas, in order.
+      memories: by URL.
+      infos: replica's index -> what each worker of an examined server reports, empty without the plugin.
     """
 
     def __init__(self, context: EngineContext, key: str, group: Peers, own: OwnServers | None, known: list[str],
@@ -158,7 +167,7 @@ class Fleet:
         self.group, self.own, self.router = group, own, router
         self.processes = own.processes if own else []
         self.controls: list[adapter.Control] = []
-        self.memories: dict[str, Memory] = {}
+        self.memories: dict[str, ServerMemory] = {}
         self.infos: dict[int, list[dict]] = {}
         self._folder, self._known, self._looked = server_folder(self.config.rollout.servers), known, 0
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-control")
@@ -167,7 +176,7 @@ class Fleet:
 
     def _control(self, url: str) -> None:
         self.controls.append(adapter.Control(url, self.key, self.options.sync_seconds))
-        self.memories[url] = Memory(self.controls[-1])
+        self.memories[url] = ServerMemory(self.controls[-1])
 
     def close(self) -> None:
         if self.own:
@@ -179,17 +188,20 @@ class Fleet:
     # ---- who is there ------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Waits until the servers answer, and checks what they are. At least one must; others may join later.
+        """Waits until the servers reply, and checks them. At least one must; others may join later.
 
-        Raises ConfigError for what another start would not change, EngineLost for the rest."""
+        Raises:
+          ConfigError: a restart would not help.
+          EngineLost: any other failure.
+        """
         end, up, waiting = time.monotonic() + self.options.setup_seconds, [], list(self.router.replicas)
         found = dict(zip(waiting, self._pool.map(lambda r: self._wait_healthy(r, end, up), waiting), strict=True))
         for replica, why in found.items():
             if why and self.own:
-                wrong = self.processes[replica.index].exit_status() == USAGE
+                wrong = self.processes[replica.index].exit_status() == USAGE_ERROR
                 raise (ConfigError if wrong else EngineLost)(f"vLLM server {replica.url} did not start: {why}")
             if why:
-                log.warning("vLLM server %s is not there: %s; it may join later", replica.url, why)
+                log.warning("vLLM server %s does not reply: %s; it may join later", replica.url, why)
                 self.router.set_state(replica, "dead", why)
         if all(found.values()):
             raise EngineLost("rollout.servers: none of them answers: "
@@ -211,14 +223,14 @@ class Fleet:
         said = False
         while True:
             if self.own and (process := self.processes[replica.index]).exit_status() is not None:
-                return f"{process.ended()}: {process.complaint()} (whole log: {process.log_file})"
+                return f"{process.ended()}: {process.last_errors()} (whole log: {process.log_file})"
             try:
                 self.controls[replica.index].healthy(5.0)
                 up.append(time.monotonic())
                 return ""
             except (adapter.ServerError, adapter.Refused) as e:
                 why = str(e)
-            patience = min(end, up[0] + LATECOMERS if up and not self.own else end) - time.monotonic()
+            patience = min(end, up[0] + LATECOMER_SECONDS if up and not self.own else end) - time.monotonic()
             if patience <= 0:
                 return why if up else f"{why} (waited rollout.vllm.setup_seconds={self.options.setup_seconds:g})"
             if not self.own and not said and patience < self.options.setup_seconds - 5:
@@ -226,11 +238,10 @@ class Fleet:
             time.sleep(0.25)
 
     def examine(self, replica: Replica) -> None:
-        """Version, plugin and model of a server that has answered. Raises ConfigError for one that cannot serve this
-        run."""
-        control, length = self.controls[replica.index], served(self.config)
+        """Checks version, plugin and model of a server. Raises ConfigError if it cannot serve this run."""
+        control, length = self.controls[replica.index], max_model_len(self.config)
         if not self.own and control.is_open():
-            log.warning("%s takes weights and control calls from whoever reaches it: start it with --middleware %s and "
+            log.warning("%s accepts weights and control calls without a key: start it with --middleware %s and "
                         "VLLM_API_KEY in its environment (docs/guides/vllm.md)", replica.url, adapter.GUARD)
         if notice := adapter.check_version(control.version(), replica.url):
             log.warning(notice)
@@ -246,7 +257,7 @@ class Fleet:
             if info["protocol"] != PROTOCOL:
                 raise ConfigError(f"{replica.url}: its jaxrl plugin speaks protocol {info['protocol']}, this jaxrl "
                                   f"{PROTOCOL}; install the same jaxrl on both sides")
-            if (rank := needed_rank(self.model.adapter)) > info.get("lora_rank", 0):
+            if (rank := required_rank(self.model.adapter)) > info.get("lora_rank", 0):
                 raise ConfigError(f"{replica.url} serves adapters up to rank {info.get('lora_rank', 0)}, this run "
                                   f"needs {rank}: start it with --enable-lora --max-lora-rank {rank} and with "
                                   "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, or set lora.publish=merged")
@@ -255,11 +266,12 @@ class Fleet:
                                   f"this model has {self.model.config.vocab_size}: it is another model")
 
     def take_newcomers(self) -> None:
-        """Servers announced since the last call, dealt out as the first ones were; each gets its weights once it
-        completions."""
+        """Adds servers announced since the last call, distributed like the first ones; each gets weights once it
+        replies.
+        """
         if self._folder is None:
             return
-        found = self.group.decide(f"servers at publish {self._looked}", listed, self._folder)
+        found = self.group.decide(f"servers at publish {self._looked}", read_urls, self._folder)
         self._looked += 1
         new = [url for url in found if url not in self._known]
         mine = [url for i, url in enumerate(new, len(self._known)) if i % self.group.count == self.group.index]
@@ -272,16 +284,16 @@ class Fleet:
     # ---- who comes back ----------------------------------------------------------------------------------------------
 
     def notice_deaths(self) -> None:
-        """Of servers of ours; those of others are watched by the router."""
+        """Marks our servers that died; the router watches the others."""
         for replica, process in zip(self.router.replicas, self.processes, strict=False):
             if replica.state in ("ready", "unsynced", "asleep") and process.exit_status() is not None:
                 self.router.counts["servers_lost"] += 1
-                log.warning("vLLM server %s %s; %d requests go elsewhere", replica.url, process.ended(),
+                log.warning("vLLM server %s %s; %d requests are rerouted", replica.url, process.ended(),
                             len(replica.running))
                 self.router.set_state(replica, "dead", process.ended())
 
     def revive(self) -> None:
-        """Starts servers of ours that died, and sees which of those that were started again are up."""
+        """Restarts our servers that died, and checks which restarted ones are up."""
         for replica in self.router.replicas if self.own else ():
             if replica.state == "dead":
                 self.restart(replica)
@@ -292,23 +304,24 @@ class Fleet:
 
     def restart(self, replica: Replica) -> None:
         if self.own and self.own.restart(replica.index):
-            log.warning("vLLM server %s is started again (%d of rollout.vllm.restarts=%d)", replica.url,
+            log.warning("vLLM server %s is restarted (%d of rollout.vllm.restarts=%d)", replica.url,
                         self.own.restarts[replica.index], self.options.restarts)
-            self.memories[replica.url] = Memory(self.controls[replica.index])
+            self.memories[replica.url] = ServerMemory(self.controls[replica.index])
             self.router.set_state(replica, "starting")
 
     def lost(self) -> str:
-        """What became of the servers, where none is left; else empty."""
+        """Returns what happened to the servers if none is left, else ""."""
         gone = all(r.state == "dead" for r in self.router.replicas)
         return "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas) if gone else ""
 
     # ---- their memory ------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Frees the GPU memory of all, waiting for those that are being started.
+        """Frees the GPU memory of all servers, waiting for those that are starting.
 
-        Raises EngineLost for a given server that does not sleep. One of ours is ended then, and started again by
-        `revive`."""
+        Raises:
+          EngineLost: a given server does not sleep. One of ours is ended instead, and restarted by `revive`.
+        """
         here = [r for r in self.router.replicas if r.state in ("ready", "unsynced", "starting")]
         for r in here:  # from now on it takes no request
             self.router.set_state(r, "asleep" if r.state != "starting" else "starting")
@@ -339,5 +352,5 @@ def _can_share(url: str, infos: list[dict]) -> None:
                           "--enable-sleep-mode and with this jaxrl in its environment, or set "
                           "rollout.placement=disaggregated")
     if any(i["machine"] != machine() for i in infos):
-        raise ConfigError(f"{url} runs on another machine: it shares no GPU with this trainer; set "
+        raise ConfigError(f"{url} runs on another host and shares no GPU with this trainer; set "
                           "rollout.placement=disaggregated")

@@ -19,11 +19,11 @@ from jaxrl.rollout.vllm.adapter import ServerError
 LEVEL = 2
 
 
-class Memory:
-    """What one server holds, by calls of its `control` (adapter.Control).
+class ServerMemory:
+    """GPU memory of one server as a state machine, through calls of its `control` (adapter.Control).
 
-    A call in a state where it makes no sense raises RuntimeError and reaches no server. A call that fails raises what
-    the control raises and leaves the state `lost`: nobody knows how far it came, and only `open` goes on from there.
+    A call in the wrong state raises RuntimeError and reaches no server. A call that fails raises what the control
+    raises and leaves the state `lost`, since its progress is unknown; only `open` leads out of that.
     """
 
     def __init__(self, control):
@@ -31,24 +31,26 @@ class Memory:
         self.state = "awake"
 
     def meet(self) -> None:
-        """A server met anew: awake, or `lost` where an earlier trainer left it asleep or paused."""
+        """Sets the state of a new server: awake, or `lost` if an earlier trainer left it asleep or paused."""
         self.state = "lost" if self.control.is_sleeping() else "awake"
 
     def sleep(self) -> None:
-        """awake -> asleep. Whatever the server was still working on is aborted there."""
+        """awake -> asleep. Requests the server is still working on are aborted there."""
         self._go(("awake",), "asleep", lambda: self.control.sleep(LEVEL))
 
     def open(self) -> None:
-        """Before weights come: asleep -> filling, with memory for weights whose content is undefined; lost -> filling,
-        with all memory. An awake server stays so."""
+        """Prepares for weights: asleep -> filling, with memory for weights whose content is undefined; lost ->
+        filling, with all memory. An awake server stays awake.
+        """
         if self.state == "asleep":
             self._go(("asleep",), "filling", lambda: self.control.wake_up("weights"))
         elif self.state == "lost":
             self._go(("lost",), "filling", self._wake)
 
     def close(self) -> None:
-        """Every weight has arrived: filling -> awake, the server schedules again. An awake server stays so. ServerError
-        where it says that it still sleeps."""
+        """Ends a weight transfer: filling -> awake, the server schedules again. An awake server stays awake. Raises
+        ServerError if it reports that it still sleeps.
+        """
         if self.state != "awake":
             self._go(("filling", "awake"), "awake", lambda: self._wake("kv_cache"))
 

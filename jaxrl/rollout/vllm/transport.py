@@ -1,8 +1,8 @@
-"""How chunks of weights reach vLLM's workers: a file in shared memory, HTTP from the trainer, a broadcast from GPU to
+"""Sends chunks of weights to vLLM's workers: a file in shared memory, HTTP from the trainer, a broadcast from GPU to
 GPU, or a checkpoint folder.
 
-A transport that streams turns each chunk into the payload of vLLM's /update_weights (see vllm_plugin.UpdateInfo); every
-worker reads the whole tensors and vLLM's own loaders take their slices. Two chunks are kept, so that one can be written
+A streaming transport turns each chunk into the payload of vLLM's /update_weights (see vllm_plugin.UpdateInfo); every
+worker reads the whole tensors and vLLM's loaders take their slices. Two chunks are kept, so that one can be written
 while the other is read.
 """
 
@@ -37,12 +37,12 @@ CONNECTIONS = 1024  # of workers that fetch weights over HTTP
 
 
 def digest(array: np.ndarray) -> str:
-    """SHA-256 of an array's bytes in C order."""
+    """Returns the SHA-256 of an array's bytes in C order."""
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def describe(tensors, verify: bool) -> tuple[list[list], int]:
-    """(rows of UpdateInfo.tensors, bytes in all); with SHA-256 of every tensor where `verify`."""
+    """Returns (rows of UpdateInfo.tensors, total bytes); with SHA-256 of every tensor if `verify`."""
     rows, offset = [], 0
     for name, array in tensors:
         sha = digest(np.asarray(array)) if verify else ""
@@ -60,38 +60,39 @@ def fill(buffer, tensors, rows) -> None:
 
 
 class Stream:
-    """A transport that sends chunk after chunk. Where workers fetch what they are pointed to, `payload` is all there
-    is."""
+    """A transport that sends chunk after chunk. If workers fetch chunks themselves, `payload` is all there is."""
 
     host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
 
     def announcement(self) -> dict[str, str]:
-        """Where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers take them from nowhere else."""
+        """Returns where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers accept them from nowhere
+        else.
+        """
         return {}
 
     def greet(self, servers: dict[str, int]) -> dict[str, dict]:
-        """What each server (url -> number of its workers) has to know before the first chunk."""
+        """Returns what each server (url -> number of its workers) has to know before the first chunk."""
         return dict.fromkeys(servers, {})
 
     def meet(self, greeted: concurrent.futures.Future) -> None:
-        """Returns when the workers are ready; `greeted` ends when every server has answered its greeting."""
+        """Returns when the workers are ready; `greeted` completes when every server has replied."""
         greeted.result()
 
     def send(self) -> None:
-        """Moves the last payload's bytes, once the servers have been told of it."""
+        """Sends the last payload's bytes, after the servers were told of it."""
 
     def reset(self) -> None:
-        """Something failed: the next greeting starts from nothing."""
+        """Resets after a failure: the next greeting starts from scratch."""
 
 
 LOCK = "lock"
 
 
 class SharedMemory(Stream):
-    """Two files in /dev/shm, only for servers on this machine. The folder is private and goes with the transport.
+    """Two files in /dev/shm, only for servers on this host. The folder is private and removed with the transport.
 
-    It belongs to whoever holds the lock of the file in it: a process id says nothing where another one counts from 1
-    again."""
+    It belongs to whoever holds the lock of the file in it: process ids are ambiguous across containers.
+    """
 
     name = "shm"
 
@@ -101,7 +102,7 @@ class SharedMemory(Stream):
         for left in SHARED.glob("jaxrl-*"):
             remove_unowned(left)
         made = Path(tempfile.mkdtemp(prefix=".jaxrl-", dir=SHARED))
-        self._lock = locked(made / LOCK, os.O_CREAT)
+        self._lock = lock_file(made / LOCK, os.O_CREAT)
         self.folder = made.rename(SHARED / made.name[1:])  # only now others see it, and its lock
         self._turn = 0
         self._maps: dict[Path, np.memmap] = {}  # kept: mapping a file anew costs as much as filling it
@@ -139,9 +140,10 @@ class SharedMemory(Stream):
             self._lock = None
 
 
-def locked(path: Path, flags: int = 0) -> int | None:
-    """A descriptor that holds the lock of a file until it is closed or the process ends; None where another one has it,
-    or where there is no such file of ours."""
+def lock_file(path: Path, flags: int = 0) -> int | None:
+    """Returns a descriptor that holds a file's lock until it is closed or the process ends; None if another process
+    holds it, or if the file is not ours.
+    """
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     except OSError:
@@ -155,15 +157,15 @@ def locked(path: Path, flags: int = 0) -> int | None:
 
 
 def remove_unowned(folder: Path) -> None:
-    """Removes what a trainer that was killed has left."""
-    lock = locked(folder / LOCK)
+    """Removes what a killed trainer left."""
+    lock = lock_file(folder / LOCK)
     if lock is not None:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
 def address_towards(url: str) -> str:
-    """The address of this host on its way to a server's. (Connecting a datagram socket sends nothing.)"""
+    """Returns this host's address on the route to a server. (Connecting a datagram socket sends nothing.)"""
     there = urllib.parse.urlparse(url)
     kind, _, _, _, address = socket.getaddrinfo(there.hostname, there.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as s:
@@ -172,7 +174,9 @@ def address_towards(url: str) -> str:
 
 
 class Network(Stream):
-    """Chunks over HTTP from this process: no shared disk, any number of hosts. Readers show a key made for this run."""
+    """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key made for this
+    run.
+    """
 
     name = "network"
 
@@ -183,7 +187,7 @@ class Network(Stream):
         self.address = f"{host}:{self._server.port}"
 
     def _admit(self, request: http_server.Request) -> http_server.Reply | None:
-        return None if request.shows(self.key) else http_server.error(401, "the key of this run is missing or wrong")
+        return None if request.has_key(self.key) else http_server.error(401, "the key of this run is missing or wrong")
 
     async def _answer(self, request: http_server.Request) -> http_server.Reply:
         chunk = self._chunks.get(request.path.rpartition("/")[2])
@@ -211,8 +215,8 @@ class Network(Stream):
 class Broadcast(Stream):
     """One NCCL broadcast per chunk, from this process's first device to every worker of every server.
 
-    The communicator is made anew when the servers change or something failed. NCCL is loaded by name through ctypes, so
-    that neither torch nor vLLM is needed here; vllm_plugin.Nccl is the other end.
+    The communicator is rebuilt when the servers change or something failed. NCCL is loaded by name through ctypes, so
+    neither torch nor vLLM is needed here; vllm_plugin.Nccl is the other end.
     """
 
     name, host = "nccl", False
@@ -250,7 +254,7 @@ class Broadcast(Stream):
         try:
             joining.result(self.deadline)
         except (TimeoutError, RuntimeError) as e:
-            raise ServerError(f"the trainer and {size - 1} workers did not meet over NCCL within "
+            raise ServerError(f"the trainer and {size - 1} workers did not connect over NCCL within "
                               f"rollout.vllm.sync_seconds={self.deadline:g}: {e or 'no answer'}") from None
         greeted.result()
         self._joined = True

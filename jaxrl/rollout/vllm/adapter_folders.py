@@ -1,7 +1,8 @@
-"""Adapters apart from the base: vLLM servers keep the base and load a folder of each version at run time.
+"""Adapters published separately from the base: vLLM servers keep the base and load a folder of each version at run
+time.
 
-The base goes first, since every update of it drops the adapters of a server; then adapters alone are published. Each
-version is a folder of its own under a name of its own, because the prefix cache knows an adapter by name and path.
+The base is sent first, since every update of it drops a server's adapters; after that only adapters are published.
+Each version has its own folder and name, because the prefix cache identifies an adapter by name and path.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from jaxrl.rollout.vllm import adapter
 from jaxrl.rollout.vllm.options import LORA_RANKS, lora_rank
 
 
-def needed_rank(found) -> int:
-    """The --max-lora-rank that a models.adapters.Adapter needs; 0 without one.
+def required_rank(found) -> int:
+    """Returns the --max-lora-rank that a models.adapters.Adapter needs; 0 without one.
 
-    Raises ConfigError for an adapter that vLLM does not serve.
+    Raises:
+      ConfigError: vLLM does not serve such an adapter.
     """
     if found is None:
         return 0
@@ -42,9 +44,10 @@ def needed_rank(found) -> int:
     return lora_rank(rank)
 
 
-def asked_rank(options) -> int:
-    """The same from config.lora alone, for servers that are started before there is a model: of the largest rank that
-    it names, or that the folder lora.path does. 0 where no server serves it."""
+def configured_rank(options) -> int:
+    """Returns the --max-lora-rank from config.lora alone, for servers started before there is a model: the largest
+    rank that it names, or that of the folder lora.path. 0 if no server serves it.
+    """
     if options.path:
         given = peft.source(options.path).config
         ranks = (given["r"], *(given.get("rank_pattern") or {}).values())
@@ -62,11 +65,13 @@ class Version(NamedTuple):
     size: int
 
 
-class Folders:
-    """Adapters of a run as folders.
+class AdapterFolders:
+    """Writes a run's adapters as folders and loads them into servers.
 
     Args:
-      model: with its adapter. dtype: of the engine. folder: where servers see it.
+      model: with its adapter.
+      dtype: of the engine.
+      folder: where servers see it.
     """
 
     def __init__(self, model, dtype, folder: Path):
@@ -75,7 +80,8 @@ class Folders:
         self.current: Version | None = None
 
     def write(self, params, name: str) -> Version:
-        """A version's folder; those of earlier ones go, since no request asks for them any more."""
+        """Writes a version's folder and returns it; earlier folders are deleted, since no request uses them any more.
+        """
         path = self.folder / name
         if self.current is None or self.current.name != name:
             peft.write_plain(path, self.model, params, self.dtype)
@@ -87,7 +93,7 @@ class Folders:
         return self.current
 
     def load(self, control, weight_version: str) -> None:
-        """Gives one server the current adapter instead of the one before."""
+        """Loads the current adapter into one server in place of the previous one."""
         version = self.current
         control.load_adapter(version.name, str(version.path))
         if (old := self.loaded.get(control.url, version.name)) != version.name:
@@ -96,8 +102,7 @@ class Folders:
         control.update_version(weight_version)
 
     def check(self, control) -> str:
-        """Empty where every worker of a server reads the files that were written and holds an adapter, else what is
-        wrong."""
+        """Returns "" if every worker of a server reads the written files and holds an adapter, else what is wrong."""
         try:
             for found, held in control.adapter_digests(str(self.current.path)):
                 if found != self.current.digests:

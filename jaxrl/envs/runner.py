@@ -1,24 +1,31 @@
-"""What a worker plays, and the model as a plain function talks to it. Standard library only."""
+"""Base class of what a worker runs as an episode, and the blocking chat of plain functions. Standard library only."""
 
 from __future__ import annotations
 
 from jaxrl.envs.api import Chat
 
 
-class Play:
-    """What an episode is. run(task, chat, running): the episode, a coroutine unless `blocking`. name: where it is at
-    first. tools: schemas. functions, files: what it is made of."""
+class EpisodeRunner:
+    """Runs episodes of one kind.
+
+    Attributes:
+      run: (task, chat, running) -> the episode's result; a coroutine unless `blocking`.
+      name: the episode's first phase, for messages.
+      tools: JSON schemas.
+      functions, files: the code it consists of.
+    """
 
     blocking = False
     tools: list[dict] = []
     files: list[str] = []
 
     def chat(self, running, parallel: int) -> Chat:
+        """Returns the chat of one episode."""
         return BlockingChat(running, parallel) if self.blocking else Chat(running, parallel)
 
 
 class BlockingChat(Chat):
-    """The same for a plain function: nothing is awaited."""
+    """A Chat for plain functions: `send` blocks instead of being awaited."""
 
     def send(self, *args, **kwargs):
         return _now(super().send(*args, **kwargs))
@@ -28,7 +35,7 @@ class BlockingChat(Chat):
 
 
 def _now(coroutine):
-    """The result of a coroutine that waits for nothing but what blocks."""
+    """Returns the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as e:
