@@ -27,9 +27,11 @@ from jaxrl.config.load import flat
 from jaxrl.errors import ConfigError
 
 ROUNDING = 1e-4
-WHERE = ("run.dir", "run.compile_cache", "log.", "profile.", "checkpoint.", "plan.")  # options that change no result
-# Metrics that neither a step's result nor its cause show in: rates, counts of compilations, what caches hold.
-ASIDE = ("time", "perf/", "flops/", "step", "compile", "engine/", "memory/", "packing/", "eval/", "optim/")
+# Prefixes of options that change no result.
+IGNORED_OPTIONS = ("run.dir", "run.compile_cache", "log.", "profile.", "checkpoint.", "plan.")
+# Prefixes of metrics that show neither a result nor its cause: rates, compilations, cache contents. The boundaries of
+# evaluation and optimizer compare eval/ and optim/.
+IGNORED_METRICS = ("time", "perf/", "flops/", "step", "compile", "engine/", "memory/", "packing/", "eval/", "optim/")
 
 
 # ---- what is compared
@@ -45,11 +47,11 @@ class Boundary:
     floor: float = 1.0  # of what a difference is a share of
 
 
-def fields(*names: str) -> Callable[[dict], dict]:
+def select_fields(*names: str) -> Callable[[dict], dict]:
     return lambda record: {name: record[name] for name in names if name in record}
 
 
-def starting(*beginnings: str) -> Callable[[dict], dict]:
+def select_prefixes(*beginnings: str) -> Callable[[dict], dict]:
     return lambda line: {name: value for name, value in line.items() if name.startswith(beginnings)}
 
 
@@ -60,22 +62,23 @@ def scores(record: dict) -> dict:
 
 
 BOUNDARIES = (
-    Boundary("prompts", fields("group", "sample", "prompt", "asked", "answer", "source")),
-    Boundary("seeds", fields("seed")),
-    Boundary("versions that sampled", fields("version", "last_version")),
-    Boundary("completions", fields("tokens", "finish")),
-    Boundary("the sampler's log-probs", fields("logprobs")),
+    Boundary("prompts", select_fields("group", "sample", "prompt", "asked", "answer", "source")),
+    Boundary("seeds", select_fields("seed")),
+    Boundary("versions that sampled", select_fields("version", "last_version")),
+    Boundary("completions", select_fields("tokens", "finish")),
+    Boundary("the sampler's log-probs", select_fields("logprobs")),
     Boundary("code of the rewards", lambda record: {"code": (record.get("reward") or {}).get("by")}),
     Boundary("rewards", scores),
-    Boundary("advantages", fields("advantage")),
-    Boundary("the update's metrics", lambda line: {k: line[k] for k in line if not k.startswith(ASIDE)}, lines=True),
-    Boundary("gradient and learning rate", starting("optim/"), lines=True, floor=1e-30),
-    Boundary("evaluation", starting("eval/"), lines=True),
+    Boundary("advantages", select_fields("advantage")),
+    Boundary("the update's metrics", lambda line: {k: line[k] for k in line if not k.startswith(IGNORED_METRICS)},
+             lines=True),
+    Boundary("gradient and learning rate", select_prefixes("optim/"), lines=True, floor=1e-30),
+    Boundary("evaluation", select_prefixes("eval/"), lines=True),
 )
 
 
 @dataclasses.dataclass
-class Found:
+class Comparison:
     """What was seen at a boundary over all steps: the first place that is not equal, and the first beyond rounding."""
 
     steps: int = 0
@@ -154,18 +157,18 @@ class Run:
         return self._lines(f"rollouts/step_{step:08d}.jsonl")
 
 
-def options(a: Run, b: Run) -> list[str]:
+def differing_options(a: Run, b: Run) -> list[str]:
     """Texts of the options that differ and may change a result, and of the versions."""
-    names = [n for n in sorted(a.config.keys() | b.config.keys()) if not n.startswith(WHERE)]
+    names = [n for n in sorted(a.config.keys() | b.config.keys()) if not n.startswith(IGNORED_OPTIONS)]
     out = [f"{n}: {_short(a.config.get(n))} and {_short(b.config.get(n))}" for n in names
            if a.config.get(n) != b.config.get(n)]
     return out + [f"version of {n}: {a.versions.get(n)} and {b.versions.get(n)}"
                   for n in sorted(a.versions.keys() | b.versions.keys()) if a.versions.get(n) != b.versions.get(n)]
 
 
-def compare(a: Run, b: Run, rounding: float = ROUNDING) -> dict[str, Found]:
+def compare(a: Run, b: Run, rounding: float = ROUNDING) -> dict[str, Comparison]:
     """Every boundary's name -> what was found over the steps that both recorded."""
-    out = {boundary.name: Found() for boundary in BOUNDARIES}
+    out = {boundary.name: Comparison() for boundary in BOUNDARIES}
     steps = sorted((a.lines.keys() & b.lines.keys()) | (set(a.steps()) & set(b.steps())))
     recorded = set(a.steps()) & set(b.steps())
     for step in steps:
@@ -184,7 +187,7 @@ def _pairs(a: list[dict], b: list[dict]) -> list[tuple]:
     return [(f"completion {i + 1}", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
 
 
-def _look(found: Found, boundary: Boundary, step: int, both, rounding: float) -> None:
+def _look(found: Comparison, boundary: Boundary, step: int, both, rounding: float) -> None:
     if not both or both[0][1] is None or both[0][2] is None:
         return
     found.steps += 1
@@ -199,13 +202,13 @@ def _look(found: Found, boundary: Boundary, step: int, both, rounding: float) ->
             found.largest = max(found.largest, away)
 
 
-def parting(found: dict[str, Found]) -> tuple[str, Found] | None:
+def first_divergence(found: dict[str, Comparison]) -> tuple[str, Comparison] | None:
     """The boundary where the runs part: of the earliest step, the first in the order of a step."""
     apart = [(f.parts[0], i, name) for i, (name, f) in enumerate(found.items()) if f.parts]
     return (min(apart)[2], found[min(apart)[2]]) if apart else None
 
 
-def weights(a: Run, b: Run) -> str:
+def compare_exports(a: Run, b: Run) -> str:
     """How the exported models differ; "" where not both have one."""
     import numpy as np
 
@@ -238,15 +241,15 @@ def weights(a: Run, b: Run) -> str:
 
 def report(a: Run, b: Run, rounding: float) -> tuple[list[str], bool]:
     """(lines for a person, whether the runs part)."""
-    changed, found = options(a, b), compare(a, b, rounding)
+    changed, found = differing_options(a, b), compare(a, b, rounding)
     out = [f"A {a.folder}, steps with metrics: {len(a.lines)}", f"B {b.folder}, steps with metrics: {len(b.lines)}", ""]
     out += ["Options and versions that differ:", *[f"  {text}" for text in changed or ["none"]], ""]
     for name, f in found.items():
         said = "nothing that both recorded" if not f.steps else "equal" if not f.first else (
             f"within rounding (up to {f.largest:.1e}), from {f.first}" if not f.parts else f"differ from {f.parts[1]}")
         out.append(f"  {name}: {said}")
-    out += [f"  exported weights: {said}"] if (said := weights(a, b)) else []
-    where = parting(found)
+    out += [f"  exported weights: {said}"] if (said := compare_exports(a, b)) else []
+    where = first_divergence(found)
     if where:
         name, f = where
         out += ["", f"The runs part at {name}, {f.parts[1]}"]

@@ -45,8 +45,8 @@ def main(argv=None) -> int:
     for name in EXAMINATIONS:
         if name in skip:
             continue
-        seconds, lines = examined(name)
-        text.append(cleaned("\n".join([f"{name} ({seconds:.1f} s)", *(
+        seconds, lines = run_examination(name)
+        text.append(redact("\n".join([f"{name} ({seconds:.1f} s)", *(
             MARKS[state] + " " + said.replace("\n", "\n         ") for state, said in lines)])))
         wrong += sum(state == "wrong" for state, _ in lines)
         print(text[-1], flush=True)
@@ -57,7 +57,7 @@ def main(argv=None) -> int:
     return int(bool(wrong))
 
 
-def examined(name: str) -> tuple[float, list]:
+def run_examination(name: str) -> tuple[float, list]:
     """(seconds, [(state, text)]) of an examination in a process of its own; its end by an error, a signal or the clock
     is a finding, too."""
     began, limit = time.monotonic(), EXAMINATIONS[name][1]
@@ -83,7 +83,7 @@ def examined(name: str) -> tuple[float, list]:
     return seconds, [("wrong", f"{name} {why}; its last lines:\n{tail}")]
 
 
-def cleaned(text: str) -> str:
+def redact(text: str) -> str:
     """Without what looks like a secret, and without the name of the user."""
     for place, instead in ((str(Path.home()), "~"),):
         text = text.replace(place, instead) if len(place) > 1 else text

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.kernels.low_precision import DEFAULT
 from jaxrl.models import latent, parameters
 from jaxrl.models.adapters import dropped, quantized, stretch
-from jaxrl.models.adapters.several import own_columns
+from jaxrl.models.adapters.adapter_set import scale_columns
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
 from jaxrl.models.placement import (
@@ -127,7 +127,7 @@ class Weights(NamedTuple):
         few = product(x, gathered(a, (*row.axes[:row.inputs], None), x.dtype), row.inputs)
         acc = jnp.promote_types(few.dtype, jnp.float32)
         few, scale = few.astype(acc), scale.astype(acc)
-        few = (own_columns(few, scale, self.whose) if scale.ndim else few * scale).astype(x.dtype)
+        few = (scale_columns(few, scale, self.whose) if scale.ndim else few * scale).astype(x.dtype)
         return product(few, gathered(b, (None, *row.axes[row.inputs:]), x.dtype), 1)
 
     def stretch(self, name: str):

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder, parameters, unstacked
-from jaxrl.models.adapters import several
+from jaxrl.models.adapters import adapter_set
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.sharding import memory
@@ -135,9 +135,9 @@ class Model:
         """
         if self.adapter is not None:
             base = adapters.base_in_few_bits(self, self.base.init(key))
-            each = [several.alone(self, k) for k in range(len(several.names(self)))] or [self]
+            each = [adapter_set.select_model(self, k) for k in range(len(adapter_set.adapter_names(self)))] or [self]
             start = [adapters.initial(one, key) | adapters.magnitudes(one, base) for one in each]
-            return adapters.joined(base, several.joined(self, start) if self.adapter.parts else start[0])
+            return adapters.joined(base, adapter_set.join_leaves(self, start) if self.adapter.parts else start[0])
         drawn = (_draw_at_once if self.num_parameters <= AT_ONCE else _draw_by_kind)(key, self.entries)
 
         constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0}
@@ -162,7 +162,7 @@ class Model:
         A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
         windows compare positions. Padding (segment 0) returns finite values without meaning.
 
-        whose: number of each token's adapter, where there are several (models.several; likewise below); 0 = none.
+        whose: number of each token's adapter, in an adapter set (models.adapters.adapter_set); 0 = none. None: no set.
         """
         rows = tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL
         return decoder.forward(self, params, *rows, whose_BxL=whose_BxL)[:2]

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from jaxrl.diff import WHERE
+from jaxrl.diff import IGNORED_OPTIONS
 from jaxrl.report.runs import Run
 from jaxrl.report.thin import kept, shorts
 from jaxrl.telemetry.names import METRICS, describe
@@ -60,7 +60,7 @@ def groups(runs: list[Run]) -> list[list[int]]:
     for i, run in enumerate(runs):
         own = str(run.config.get("run.dir") or "\0")
         say = lambda v, own=own: v.replace(own, "<run.dir>") if isinstance(v, str) else v  # noqa: E731
-        same = {k: say(v) for k, v in run.config.items() if not k.startswith(WHERE) and k not in ASIDE}
+        same = {k: say(v) for k, v in run.config.items() if not k.startswith(IGNORED_OPTIONS) and k not in ASIDE}
         key = json.dumps(same, sort_keys=True, default=str) if same else f"{i}"
         out.setdefault(key, []).append(i)
     return list(out.values())

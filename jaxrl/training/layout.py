@@ -178,7 +178,7 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
                 count = counts[-1] if small else counts[0]
                 taken, rows = rows[:count], rows[count:]
                 taken = tuple(taken) + ((),) * (count - len(taken))
-                taken = _dealt(taken, shapes.shards, work) if work else taken
+                taken = _assign_rows_to_shards(taken, shapes.shards, work) if work else taken
                 yield Microbatch(length, taken, shapes.ranks, shapes.windows)
 
 
@@ -209,7 +209,7 @@ def attention_work(block: Block, prompts, completions) -> int:
     return prompt * (prompt + 1) // 2 + int((own * prompt + own * (own + 1) // 2).sum())
 
 
-def _dealt(rows, shards, work):
+def _assign_rows_to_shards(rows, shards, work):
     """The rows of a microbatch, by work, each to the shard that has least of it; a shard's rows are neighbours."""
     room, load, mine = len(rows) // shards, np.zeros(shards), [[] for _ in range(shards)]
     for row in sorted(rows, key=lambda row: -work.get(row, 0)):

@@ -118,8 +118,8 @@ def _places(traj: Trajectories, micro: Microbatch):
     number, slot = np.cumsum(np.diff(sequence, prepend=-1) != 0), np.arange(len(first)) - first
     if micro.ranks > 1:
         work = np.zeros((len(micro.rows), micro.row_length), np.int64)
-        work[row, at] = ranks.pairs(position, True, micro.windows)
-        places = ranks.dealt(work, micro.ranks)
+        work[row, at] = ranks.count_keys(position, True, micro.windows)
+        places = ranks.assign_tokens(work, micro.ranks)
         at, source = places[row, at], places[scored_row, source]
         slot = ranks.slots(slot, counts[scored_row], micro.row_length, micro.ranks)
     return ((row, at, token, position, segment, prefix),

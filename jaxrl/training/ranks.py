@@ -21,7 +21,7 @@ def tile_of(length: int, ranks: int) -> int:
     return math.gcd(length // ranks, TILE)
 
 
-def pairs(positions, real, windows) -> np.ndarray:
+def count_keys(positions, real, windows) -> np.ndarray:
     """Keys that each token sees, itself included, summed over layers; 0 for padding. A shared prompt is behind it as
     its own would be, so that its position says it.
 
@@ -34,7 +34,7 @@ def pairs(positions, real, windows) -> np.ndarray:
     return np.where(real, sum(n * (np.minimum(seen, w) if w else seen) for w, n in counts.items()), 0)
 
 
-def dealt(pairs_RxL: np.ndarray, ranks: int) -> np.ndarray:
+def assign_tokens(pairs_RxL: np.ndarray, ranks: int) -> np.ndarray:
     """[R, L]: where each token of a row goes; rank k has the places k L / ranks to (k + 1) L / ranks."""
     rows, length = pairs_RxL.shape
     tile = tile_of(length, ranks)
@@ -53,7 +53,7 @@ def dealt(pairs_RxL: np.ndarray, ranks: int) -> np.ndarray:
     return (places[:, :, None] * tile + np.arange(tile)).reshape(rows, length)
 
 
-def busiest(pairs_RxL: np.ndarray, places_RxL: np.ndarray, ranks: int) -> float:
+def imbalance(pairs_RxL: np.ndarray, places_RxL: np.ndarray, ranks: int) -> float:
     """Work of the busiest rank over the mean, when all ranks wait for it in each row: 1 is even."""
     moved = np.empty_like(pairs_RxL)
     np.put_along_axis(moved, places_RxL, pairs_RxL, axis=1)

@@ -26,30 +26,30 @@ from jaxrl.models.parameters import CORRECTION
 from jaxrl.models.placement import at_sources
 
 
-def even(config):
+def even_load(config):
     """[n, E]: the load of routers that spread tokens evenly. None for a model without experts."""
     layers = config.num_expert_layers
     return np.full((layers, config.num_experts), 1 / config.num_experts, np.float32) if layers else None
 
 
-def loaded(model, params, load_nxE):
+def with_load(model, params, load_nxE):
     """The parameters, and beside each router the load that its balance term is taken with."""
-    return _beside(model, params, LOAD, load_nxE)
+    return _add_arrays(model, params, LOAD, load_nxE)
 
 
-def replayed(model, params, routes_RxLxnK):
+def with_routes(model, params, routes_RxLxnK):
     """The parameters, and beside each router the experts that tokens are to have; see feed_forward.by_token."""
     rows, length, _ = routes_RxLxnK.shape
     routes = routes_RxLxnK.reshape(rows, length, model.config.num_expert_layers, -1)
-    return _beside(model, params, REPLAYED, jnp.moveaxis(routes, 2, 0))
+    return _add_arrays(model, params, REPLAYED, jnp.moveaxis(routes, 2, 0))
 
 
-def corrected(model, frozen, load_nxE, rate: float):
+def correct_bias(model, frozen, load_nxE, rate: float):
     """The parameters that do not train, with the bias by which routers choose (not weigh) moved towards an even load:
     by `rate` up where an expert had less than the mean, down where it had more, less the mean of these steps, which no
     choice depends on (Wang et al., arXiv 2408.15664, algorithm 1)."""
     step = rate * jnp.sign(jnp.mean(load_nxE, axis=-1, keepdims=True) - load_nxE)
-    steps = _placed(model, CORRECTION, step - jnp.mean(step, axis=-1, keepdims=True))
+    steps = _arrays_by_path(model, CORRECTION, step - jnp.mean(step, axis=-1, keepdims=True))
     return {name: x + steps[name].astype(x.dtype) if name in steps else x for name, x in frozen.items()}
 
 
@@ -58,12 +58,12 @@ def has_correction(model) -> bool:
     return any("/".join(entry.path).endswith(CORRECTION) for entry in model.entries)
 
 
-def _beside(model, params, name, values_nx):
+def _add_arrays(model, params, name, values_nx):
     """The parameters with one more array in every layer that has experts."""
-    return unflatten_dict(flatten_dict(params, sep="/") | _placed(model, name, values_nx), sep="/")
+    return unflatten_dict(flatten_dict(params, sep="/") | _arrays_by_path(model, name, values_nx), sep="/")
 
 
-def _placed(model, name, values_nx) -> dict:
+def _arrays_by_path(model, name, values_nx) -> dict:
     """Path of `name` in every layer that has experts -> its array, stacked where layers are."""
     config, flat = model.config, {}
     number = {layer: i for i, layer in enumerate(
@@ -77,7 +77,7 @@ def _placed(model, name, values_nx) -> dict:
     return flat
 
 
-def terms(outputs, batch, objective):
+def loss_terms(outputs, batch, objective):
     """(sum of the terms, metrics) of a microbatch; 0 and {} where no layer has a router.
 
     Metrics: router/entropy, mean over tokens and layers; router/load [n, E], of which `told` makes what is shown;
@@ -109,7 +109,7 @@ def terms(outputs, batch, objective):
     return loss, metrics
 
 
-def told(metrics: dict) -> dict:
+def summarize_load(metrics: dict) -> dict:
     """Metrics of a whole optimizer step: the load of the fullest expert over the mean, of the layer where it is
     largest, and the share of experts without a token; the mismatch over the tokens that were replayed."""
     if "router/load" not in metrics:

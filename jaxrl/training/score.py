@@ -26,7 +26,7 @@ def forward_hidden(model, params, batch):
     of scoring and update: on the same layout both give bitwise equal results on the CPU. Routes that the batch has are
     replayed."""
     if batch.routes is not None:
-        params = router.replayed(model, params, batch.routes)
+        params = router.with_routes(model, params, batch.routes)
     rows = batch.tokens, batch.positions, batch.segments, batch.prefixes
     hidden_RxLxD, auxiliary = model.forward(params, *rows, batch.adapters)
     return at_sources(hidden_RxLxD, batch.sources), auxiliary

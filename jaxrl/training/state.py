@@ -51,7 +51,7 @@ def init_state(trainable, frozen, optimizer, fp16: bool = False, router_load=Non
                loss_scale: float = 2.0**15) -> TrainState:
     """State before the first update. Pure, so it can be jitted with out_shardings or given to eval_shape.
 
-    router_load: training.router.even of a model with experts."""
+    router_load: training.router.even_load of a model with experts."""
     stats = {name: jnp.zeros((), jnp.int32) for name in ("skipped", "nonfinite_streak", "stopped")}
     stats |= {name: jnp.zeros((), jnp.float32) for name in ("entropy_coef", "entropy_applied")}
     if fp16:

@@ -18,7 +18,7 @@ import optax
 
 from jaxrl.sharding import memory
 
-AT_ONCE = 16 << 20  # bytes of a parameter's part on one device
+PART_BYTES = 16 << 20  # bytes of a parameter's part on one device
 TILE = 16           # rows of a matrix that accelerators lay out together
 
 
@@ -30,10 +30,10 @@ def rows_at_once(x, whole: bool = False) -> int:
         return x.shape[0] if x.ndim else 1
     one = math.prod(x.sharding.shard_shape(x.shape)[1:]) * max(4, x.dtype.itemsize)
     fit = [n for n in range(1, x.shape[0] + 1) if x.shape[0] % n == 0 and (x.ndim > 2 or n % TILE == 0)]
-    return max([n for n in fit if n * one <= AT_ONCE], default=min(fit, default=x.shape[0]))
+    return max([n for n in fit if n * one <= PART_BYTES], default=min(fit, default=x.shape[0]))
 
 
-def away(state) -> list[str]:
+def names_in_host_memory(state) -> list[str]:
     """Names of the parameters of a TrainState that are in host memory, or whose moments are."""
     moments = {name for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
                if memory.rests(x) and (name := _name(path, state.trainable))}
@@ -56,7 +56,7 @@ def global_norm(grads, rows: dict[str, int], unscaled):
     return jnp.sqrt(total)
 
 
-def stepped(optimizer, state, grads, rows: dict[str, int], prepared, taken):
+def step_in_parts(optimizer, state, grads, rows: dict[str, int], prepared, taken):
     """(trainable, opt_state) after the step.
 
     Args:
@@ -98,7 +98,7 @@ def stepped(optimizer, state, grads, rows: dict[str, int], prepared, taken):
     return trainable, form.unflatten([leaves[path] for path, _ in found])
 
 
-def initial(optimizer, trainable, abstract):
+def init_in_parts(optimizer, trainable, abstract):
     """The optimizer's state at its start, made parameter by parameter where it is to be in host memory.
 
     trainable: arrays, in host memory perhaps. abstract: the state's shapes with shardings."""

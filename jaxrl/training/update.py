@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.platform import platform
 from jaxrl.sharding import memory
-from jaxrl.training import router, several, streaming
+from jaxrl.training import adapter_set, router, streaming
 from jaxrl.training.objective import Objective, Outputs
 from jaxrl.training.state import merge
 
@@ -27,9 +27,9 @@ IN_PLACE = jax.__version_info__ >= (0, 11)  # jax 0.10 mixes up gradients where 
 SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by maximum, all others by sum
 
 
-def combined(name: str):
+def reduction_of(name: str):
     """How a metric, or that of one adapter, goes together over microbatches."""
-    return jnp.maximum if several.plain(name) in SUMS_TO_MAX else jnp.add
+    return jnp.maximum if adapter_set.without_adapter_prefix(name) in SUMS_TO_MAX else jnp.add
 
 
 def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entropy_coef=None, router_load=None):
@@ -41,27 +41,28 @@ def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entr
     """
     params = merge(trainable, frozen)
     if objective.routers and objective.router_balance and model.config.num_expert_layers:
-        params = router.loaded(model, params, router.even(model.config) if router_load is None else router_load)
+        load = router.even_load(model.config) if router_load is None else router_load
+        params = router.with_load(model, params, load)
     outputs = Outputs(model, params, batch, objective)
     loss, metrics = objective.loss(outputs, batch, entropy_coef)
     if objective.routers and "routes" in outputs.auxiliary:
-        more, said = router.terms(outputs, batch, objective)
+        more, said = router.loss_terms(outputs, batch, objective)
         loss, metrics = loss + more, metrics | said
     return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
 
 
 # XLA for CPUs takes the temporaries of a call from the kernel anew, page by page: fewer calls, less of that.
-AT_ONCE_CPU = 8
+MICROBATCHES_PER_CALL_CPU = 8
 
 
-def at_once(state) -> int:
+def microbatches_per_call(state) -> int:
     """How many microbatches a call of `accumulate` gets: one, but where the state lies on one CPU device."""
     where = jax.tree.leaves(state.trainable)[0].sharding
     on = platform(where.mesh if isinstance(where, NamedSharding) else None)
-    return AT_ONCE_CPU if on == "cpu" and where.num_devices == 1 else 1
+    return MICROBATCHES_PER_CALL_CPU if on == "cpu" and where.num_devices == 1 else 1
 
 
-def _together(microbatches, most: int):
+def _group_microbatches(microbatches, most: int):
     """(tuple of `most` microbatches of one shape, how many of them count): neighbours, and the last one again where
     there are fewer."""
     shape = lambda batch: tuple(x.shape for x in jax.tree.leaves(batch))  # noqa: E731
@@ -100,7 +101,7 @@ def make_accumulate(scaled):
         refs = {k: jax.new_ref(grads[k]) for k, x in near.items() if IN_PLACE and x.dtype == grads[k].dtype}
         more, sums = backward.with_refs(near | refs, sums)(jnp.ones_like(loss))
         grads = {k: jax.freeze(refs[k]) if k in refs else grads[k] + more[k] for k in near} | sums
-        metrics = {k: combined(k)(metrics[k], new[k]) for k in new}
+        metrics = {k: reduction_of(k)(metrics[k], new[k]) for k in new}
         return grads, metrics
 
     def accumulate(trainable, frozen, stats, grads, metrics, batches, count):
@@ -143,7 +144,7 @@ def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None)
         taken = finite & ~stopped
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)  # noqa: E731
         if rows:
-            trainable, opt_state = streaming.stepped(optimizer, state, grads, rows,
+            trainable, opt_state = streaming.step_in_parts(optimizer, state, grads, rows,
                                                      lambda g: clipped(unscaled(g)), taken)
         else:
             updates, opt_state = optimizer.update(jax.tree.map(clipped, grads), state.opt_state, state.trainable)
@@ -151,15 +152,15 @@ def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None)
             trainable, opt_state = keep(trainable, state.trainable), keep(opt_state, state.opt_state)
         frozen, load = state.frozen, metrics.get("router/load")
         if objective.router_bias_rate and load is not None:
-            frozen = keep(router.corrected(model, frozen, load, objective.router_bias_rate), frozen)
-        stats, metrics = _told(state, metrics, objective, finite, stopped, norm, schedule)
+            frozen = keep(router.correct_bias(model, frozen, load, objective.router_bias_rate), frozen)
+        stats, metrics = _step_stats(state, metrics, objective, finite, stopped, norm, schedule)
         step = state.step + taken.astype(jnp.int32)
         return state.replace(trainable=trainable, frozen=frozen, opt_state=opt_state, step=step, stats=stats), metrics
 
     return apply
 
 
-def _told(state, metrics, objective, finite, stopped, norm, schedule):
+def _step_stats(state, metrics, objective, finite, stopped, norm, schedule):
     """(stats, metrics) behind an optimizer step."""
     good, taken = finite.astype(jnp.int32), finite & ~stopped
     stats = {
@@ -174,8 +175,8 @@ def _told(state, metrics, objective, finite, stopped, norm, schedule):
     if "router/load" in metrics:
         stats["router_load"] = jnp.where(taken, metrics["router/load"], state.stats["router_load"])
     if objective.fp16:
-        stats |= _rescale(state.stats, finite, objective.loss_scale)
-    metrics = router.told(metrics) | {
+        stats |= _next_loss_scale(state.stats, finite, objective.loss_scale)
+    metrics = router.summarize_load(metrics) | {
         "optim/grad_norm": norm,
         "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
         "optim/skipped": 1.0 - good,
@@ -185,7 +186,7 @@ def _told(state, metrics, objective, finite, stopped, norm, schedule):
     return stats, metrics
 
 
-def _rescale(stats, finite, how):
+def _next_loss_scale(stats, finite, how):
     """Dynamic loss scaling for fp16; see objective.LossScale."""
     streak, scale = jnp.where(finite, stats["finite_streak"] + 1, 0), stats["loss_scale"]
     grow, fall = streak >= how.window, stats["nonfinite_streak"] + 1 >= how.patience
@@ -193,7 +194,7 @@ def _rescale(stats, finite, how):
     return {"loss_scale": jnp.clip(scale, how.min, how.max), "finite_streak": jnp.where(grow, 0, streak)}
 
 
-def _empty(trainable, frozen, batch, stats, scaled, rows):
+def _zero_sums(trainable, frozen, batch, stats, scaled, rows):
     """(zero gradients in fp32 or better, zero metrics). stats: their shapes do."""
     names = jax.eval_shape(scaled, trainable, frozen, batch, stats)[1]
     zeros = {k: memory.zeros(p, jnp.promote_types(p.dtype, jnp.float32), rows.get(k)) for k, p in trainable.items()}
@@ -204,15 +205,15 @@ def _shapes(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _scaled_and_finish(model, optimizer, schedule, objective):
+def _make_loss_and_apply(model, optimizer, schedule, objective):
     """(make_scaled's, rows -> make_apply's) of a model, or of its several adapters."""
-    if not isinstance(optimizer, several.Optimizers):
+    if not isinstance(optimizer, adapter_set.Optimizers):
         finish = lambda rows: make_apply(optimizer, schedule, objective, model, rows)  # noqa: E731
         return make_scaled(model, objective), finish
     objectives = optimizer.objectives(objective)
-    apply = several.make_apply(optimizer, [make_apply(one.rule, one.schedule, own) for one, own in zip(
+    apply = adapter_set.make_apply(optimizer, [make_apply(one.rule, one.schedule, own) for one, own in zip(
         optimizer.each, objectives.values(), strict=True)])
-    return several.make_scaled(model, objectives), lambda rows: apply
+    return adapter_set.make_scaled(model, objectives), lambda rows: apply
 
 
 def make_update(model, optimizer, schedule, objective: Objective, in_parts: str = "rows"):
@@ -225,7 +226,7 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
     in_parts: what of a parameter's state such an optimizer step has on the devices at a time: some "rows", the whole
       "parameter"; "none": all of the optimizer's state, parameters then being there too.
     """
-    scaled, finish = _scaled_and_finish(model, optimizer, schedule, objective)
+    scaled, finish = _make_loss_and_apply(model, optimizer, schedule, objective)
     programs = {}  # by where the state lies: (empty, accumulate, finish)
 
     def compiled(state):
@@ -237,9 +238,10 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
             grads = where.trainable
             one = next(iter(grads.values()))
             everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else memory.awake(one)
-            rows = {k: streaming.rows_at_once(state.trainable[k], in_parts != "rows") for k in streaming.away(state)}
+            rows = {k: streaming.rows_at_once(state.trainable[k], in_parts != "rows")
+                    for k in streaming.names_in_host_memory(state)}
             programs[key] = (
-                jax.jit(functools.partial(_empty, stats=_shapes(state.stats), scaled=scaled, rows=rows),
+                jax.jit(functools.partial(_zero_sums, stats=_shapes(state.stats), scaled=scaled, rows=rows),
                         out_shardings=(grads, everywhere)),
                 jax.jit(make_accumulate(scaled), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
                 jax.jit(finish({} if in_parts == "none" else rows), donate_argnums=0,
@@ -250,7 +252,7 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
     def gradients(state, microbatches):
         empty, accumulate, _ = compiled(state)
         carry = None
-        for batches, count in _together(microbatches, at_once(state)):
+        for batches, count in _group_microbatches(microbatches, microbatches_per_call(state)):
             carry = empty(state.trainable, state.frozen, batches[0]) if carry is None else carry
             count = jax.device_put(count) if len(batches) > 1 else None  # one microbatch always counts
             carry = accumulate(state.trainable, state.frozen, state.stats, *carry, batches, count)

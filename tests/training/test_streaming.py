@@ -54,7 +54,7 @@ def two_steps(model, place: str, name="adamw", poison=False):
     if place == "all":
         state = state.replace(trainable=settled(state.trainable), frozen=settled(state.frozen))
     if place:
-        state = state.replace(opt_state=streaming.initial(optimizer, state.trainable, memory.kept(like.opt_state)))
+        state = state.replace(opt_state=streaming.init_in_parts(optimizer, state.trainable, memory.kept(like.opt_state)))
     update = training.make_update(model, optimizer, schedule, LOSS, training.in_parts(name))
     micros = training.make_layout(traj.sizes, RowShapes((48,), ((4,),)), share_prompts=True).minibatches[0].microbatches
     assert len(micros) > 1

@@ -18,7 +18,7 @@ their start are subtracted, y = x W + scale * ((x A) B - (x A0) B0).
 direction: y = x W' * m / |W'|, W' = W + scale * A B, with |W'| [*outputs] a constant in the gradient, as PEFT has it.
 
 Several adapters over one base (`Adapter.parts`) lie side by side, A [*inputs, R] and B [R, *outputs] with R the sum of
-their ranks, and the numbers between A and B are those of the token's own adapter: see models.several.
+their ranks, and the numbers between A and B are those of the token's own adapter: see models.adapters.adapter_set.
 
 The kernels of a `quantized` base are kept in few bits (models.quantized): those of the layers' linear maps that do not
 train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
@@ -72,7 +72,7 @@ class Adapter:
     dropout: float = 0.0
     decomposed: bool = False
     quantized: str = ""
-    parts: tuple[tuple[str, Adapter], ...] = ()  # (name, adapter) where there are several: see models.several
+    parts: tuple[tuple[str, Adapter], ...] = ()  # an adapter set: see models.adapters.adapter_set
 
 
 def module_of(hf_name: str) -> str:

@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder
-from jaxrl.models.adapters import NODE, adaptable, module_of, quantized, several
+from jaxrl.models.adapters import NODE, adaptable, adapter_set, module_of, quantized
 
 NITER = re.compile(r"pissa_niter_([1-9][0-9]*)")
 NAMES = (*adapters.DRAWS, "orthogonal", "pissa", "pissa_niter_<n>", "olora", "eva")
@@ -61,8 +61,8 @@ def initial(model, key, base_params, name: str, directions: dict | None = None) 
     if not is_init(name):
         raise ConfigError(f"lora.init={name!r}: choose {', '.join(NAMES)}")
     if model.adapter.parts:
-        each = [several.alone(model, k) for k in range(len(model.adapter.parts))]
-        return several.joined(model, [initial(one, key, base_params, name) for one in each])
+        each = [adapter_set.select_model(model, k) for k in range(len(model.adapter.parts))]
+        return adapter_set.join_leaves(model, [initial(one, key, base_params, name) for one in each])
     if model.adapter.shifted != is_shifted(name):
         raise ValueError(f"lora.init={name} on an adapter with shifted={model.adapter.shifted}")
     if name in adapters.DRAWS:
