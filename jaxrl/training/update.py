@@ -1,4 +1,7 @@
-"""The jitted update: gradients accumulated over microbatches, then one optimizer step.
+"""Builds the jitted update: gradients accumulated over microbatches, then one optimizer step.
+
+Called by every trainable role (roles.role) and, on shapes alone, by the planner. Packing and layout are made before, in
+training.pack and training.layout; losses are defined in training.objective.
 
 The loss of an optimizer step is a sum over scored tokens of weight * token loss, with weights 1/denominator from the
 host. Metrics are sums with the weight "token" = 1 / (scored tokens of the step), so they add up over microbatches too.
@@ -28,16 +31,20 @@ SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by
 
 
 def reduction_of(name: str):
-    """How a metric, or that of one adapter, goes together over microbatches."""
+    """Returns the function that combines a metric's values of two microbatches: sum or maximum."""
     return jnp.maximum if adapter_set.without_adapter_prefix(name) in SUMS_TO_MAX else jnp.add
 
 
 def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entropy_coef=None, router_load=None):
-    """(weighted sum of token losses, metrics) of one microbatch.
+    """Computes the loss of one microbatch: (weighted sum of token losses, metrics).
 
     Args:
-      entropy_coef: [] coefficient of the policy's entropy bonus where it adapts; None = the objective's.
-      router_load: see training.router; None = even.
+      trainable, frozen: flat dicts of parameters; gradients are taken with respect to `trainable`.
+      batch: device PackedBatch. Its weights are 1/denominator of the whole optimizer step.
+      model: jaxrl.models.Model.
+      objective: what is minimised.
+      entropy_coef: [] adaptive coefficient of the policy's entropy bonus; None = the objective's fixed one.
+      router_load: [n, E] load of the balance term (training.router); None = even.
     """
     params = merge(trainable, frozen)
     if objective.routers and objective.router_balance and model.config.num_expert_layers:
@@ -46,25 +53,27 @@ def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entr
     outputs = Outputs(model, params, batch, objective)
     loss, metrics = objective.loss(outputs, batch, entropy_coef)
     if objective.routers and "routes" in outputs.auxiliary:
-        more, said = router.loss_terms(outputs, batch, objective)
-        loss, metrics = loss + more, metrics | said
+        router_loss, router_metrics = router.loss_terms(outputs, batch, objective)
+        loss, metrics = loss + router_loss, metrics | router_metrics
     return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
 
 
-# XLA for CPUs takes the temporaries of a call from the kernel anew, page by page: fewer calls, less of that.
+# XLA for CPUs allocates a call's temporaries from the kernel again each time, page by page; fewer calls cost less.
 MICROBATCHES_PER_CALL_CPU = 8
 
 
 def microbatches_per_call(state) -> int:
-    """How many microbatches a call of `accumulate` gets: one, but where the state lies on one CPU device."""
+    """Returns how many microbatches one call of `accumulate` gets: 8 if the state is on a single CPU device, else 1."""
     where = jax.tree.leaves(state.trainable)[0].sharding
     on = platform(where.mesh if isinstance(where, NamedSharding) else None)
     return MICROBATCHES_PER_CALL_CPU if on == "cpu" and where.num_devices == 1 else 1
 
 
 def _group_microbatches(microbatches, most: int):
-    """(tuple of `most` microbatches of one shape, how many of them count): neighbours, and the last one again where
-    there are fewer."""
+    """Yields (tuple of `most` consecutive microbatches of one shape, how many of them count).
+
+    A shorter group is filled up with copies of its last microbatch, which do not count.
+    """
     shape = lambda batch: tuple(x.shape for x in jax.tree.leaves(batch))  # noqa: E731
     for _, same in itertools.groupby(microbatches, shape):
         while some := tuple(itertools.islice(same, most)):
@@ -72,7 +81,7 @@ def _group_microbatches(microbatches, most: int):
 
 
 def make_scaled(model, objective: Objective):
-    """scaled(trainable, frozen, batch, stats) -> (loss, times its scale in fp16; metrics)."""
+    """Returns scaled(trainable, frozen, batch, stats) -> (loss, in fp16 times the loss scale; metrics)."""
 
     def scaled(trainable, frozen, batch, stats):
         scale = stats["loss_scale"] if objective.fp16 else 1.0
@@ -84,8 +93,10 @@ def make_scaled(model, objective: Objective):
 
 
 def make_accumulate(scaled):
-    """accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics) plus those of the first
-    `count` of equally shaped microbatches, one after the other."""
+    """Returns accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics).
+
+    It adds the gradients and metrics of the first `count` of equally shaped microbatches, one after the other.
+    """
 
     def one(trainable, frozen, stats, grads, metrics, batch):
         near, away = ({k: x for k, x in trainable.items() if memory.in_host(x) == there} for there in (False, True))
@@ -116,14 +127,19 @@ def make_accumulate(scaled):
 
 
 def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None):
-    """apply(state, grads, metrics) -> (state, metrics). model: whose routers' bias is moved, where it is.
+    """Returns apply(state, grads, metrics) -> (state, metrics): one optimizer step with accumulated gradients.
 
-    Clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is counted.
-    Nor does an update whose mean ratio or approximate KL is above the objective's limit, and no other one until
-    `stats["stopped"]` is 0
-    again: the decision is one of the whole optimizer step, so micro-batches cannot change it.
+    It clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is
+    counted in `stats["skipped"]`. An update whose mean ratio or approximate KL is above the objective's limit is not
+    applied either, nor is any further one until `stats["stopped"]` is 0 again. The decision is made for the whole
+    optimizer step, so microbatches cannot change it.
 
-    rows: where some of it is in host memory, the parameters that come in parts (training.streaming).
+    Args:
+      optimizer: optax transformation.
+      schedule: update number -> learning rate, for the metric optim/lr.
+      objective: its clipping, loss scaling and limits.
+      model: needed if the objective corrects the routers' bias (router_bias_rate).
+      rows: name -> rows updated at a time, of the parameters with state in host memory (training.streaming).
     """
 
     @jax.named_scope("optimizer")
@@ -161,7 +177,7 @@ def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None)
 
 
 def _step_stats(state, metrics, objective, finite, stopped, norm, schedule):
-    """(stats, metrics) behind an optimizer step."""
+    """Returns the updated stats and the step's metrics."""
     good, taken = finite.astype(jnp.int32), finite & ~stopped
     stats = {
         **state.stats,
@@ -187,7 +203,7 @@ def _step_stats(state, metrics, objective, finite, stopped, norm, schedule):
 
 
 def _next_loss_scale(stats, finite, how):
-    """Dynamic loss scaling for fp16; see objective.LossScale."""
+    """Returns the entries of stats that dynamic loss scaling changes in fp16; see objective.LossScale."""
     streak, scale = jnp.where(finite, stats["finite_streak"] + 1, 0), stats["loss_scale"]
     grow, fall = streak >= how.window, stats["nonfinite_streak"] + 1 >= how.patience
     scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), jnp.where(fall, scale / 2, scale))
@@ -195,7 +211,7 @@ def _next_loss_scale(stats, finite, how):
 
 
 def _zero_sums(trainable, frozen, batch, stats, scaled, rows):
-    """(zero gradients in fp32 or better, zero metrics). stats: their shapes do."""
+    """Returns (zero gradients in fp32 or better, zero metrics). stats: shapes suffice."""
     names = jax.eval_shape(scaled, trainable, frozen, batch, stats)[1]
     zeros = {k: memory.zeros(p, jnp.promote_types(p.dtype, jnp.float32), rows.get(k)) for k, p in trainable.items()}
     return zeros, {k: jnp.zeros(m.shape, m.dtype) for k, m in names.items()}
@@ -206,7 +222,7 @@ def _shapes(tree):
 
 
 def _make_loss_and_apply(model, optimizer, schedule, objective):
-    """(make_scaled's, rows -> make_apply's) of a model, or of its several adapters."""
+    """Returns (function of make_scaled, function rows -> apply) for a model or for its adapter set."""
     if not isinstance(optimizer, adapter_set.Optimizers):
         finish = lambda rows: make_apply(optimizer, schedule, objective, model, rows)  # noqa: E731
         return make_scaled(model, objective), finish
@@ -217,21 +233,29 @@ def _make_loss_and_apply(model, optimizer, schedule, objective):
 
 
 def make_update(model, optimizer, schedule, objective: Objective, in_parts: str = "rows"):
-    """`update(state, microbatches) -> (state, metrics)`: one optimizer step; `state` is donated.
+    """Returns update(state, microbatches) -> (state, metrics): one optimizer step; `state` is donated.
 
-    `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device. With a
-    several.Optimizers it is a step of each adapter. What of the state is in host memory stays there; parameters that
-    are, are computed with a layer at a time, and so are their gradients.
+    `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device. Arrays of the state
+    that are in host memory stay there; the forward and backward pass copies such parameters, and computes their
+    gradients, a layer at a time.
 
-    in_parts: what of a parameter's state such an optimizer step has on the devices at a time: some "rows", the whole
-      "parameter"; "none": all of the optimizer's state, parameters then being there too.
+    Args:
+      model: jaxrl.models.Model.
+      optimizer: optax transformation, or adapter_set.Optimizers for one step of each adapter of a set.
+      schedule: update number -> learning rate; not used with adapter_set.Optimizers.
+      objective: what is minimised.
+      in_parts: how much state in host memory an optimizer step has on the devices at a time: "rows" of a parameter,
+        a whole "parameter", or "none": all of the optimizer's state, with the parameters on the devices as well.
     """
     scaled, finish = _make_loss_and_apply(model, optimizer, schedule, objective)
     programs = {}  # by where the state lies: (empty, accumulate, finish)
 
     def compiled(state):
-        """Gradients lie where their parameters do from the first microbatch on, and the new state where the old one
-        did: so each program is compiled once."""
+        """Returns the jitted (zero sums, accumulate, apply) for the placement of a state.
+
+        Gradients are placed like their parameters, and the new state like the old one, so each program is compiled
+        once.
+        """
         where = jax.tree.map(lambda x: x.sharding, state)
         key = tuple(jax.tree.leaves(where))
         if key not in programs:
