@@ -25,8 +25,8 @@ TILE = 16           # rows of a matrix that accelerators lay out together
 def rows_at_once(x, whole: bool = False) -> int:
     """Returns how many rows of a parameter's first axis are updated at a time.
 
-    It is the largest divisor of the axis (of a matrix: a multiple of TILE) whose rows fit into PART_BYTES on one device.
-    If none fits, it is the smallest such divisor. The whole axis if it is split over devices.
+    It is the largest divisor of the axis (for a matrix: a multiple of TILE) whose rows fit into PART_BYTES on one
+    device; if none fits, the smallest one. It is the whole axis if that is split over devices.
 
     Args:
       x: array, or its shape, dtype and sharding.

@@ -240,10 +240,8 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
     gradients, a layer at a time.
 
     Args:
-      model: jaxrl.models.Model.
       optimizer: optax transformation, or adapter_set.Optimizers for one step of each adapter of a set.
       schedule: update number -> learning rate; not used with adapter_set.Optimizers.
-      objective: what is minimised.
       in_parts: how much state in host memory an optimizer step has on the devices at a time: "rows" of a parameter,
         a whole "parameter", or "none": all of the optimizer's state, with the parameters on the devices as well.
     """
@@ -251,11 +249,8 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
     programs = {}  # by where the state lies: (empty, accumulate, finish)
 
     def compiled(state):
-        """Returns the jitted (zero sums, accumulate, apply) for the placement of a state.
-
-        Gradients are placed like their parameters, and the new state like the old one, so each program is compiled
-        once.
-        """
+        """Returns the jitted (zero sums, accumulate, apply) for a state's placement, each compiled once: gradients are
+        placed like their parameters and the new state like the old one."""
         where = jax.tree.map(lambda x: x.sharding, state)
         key = tuple(jax.tree.leaves(where))
         if key not in programs:
