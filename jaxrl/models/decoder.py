@@ -222,7 +222,7 @@ def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
 
 
 def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, ...]:
-    """Every parameter of a language model, in the order of their paths."""
+    """Returns the parameter table of a language model, in the order of the paths."""
     before, repeats, behind = spans(config, scan_layers)
     out = parameters.entries(config, parameters.MODEL)
     for i in (*before, *behind):
@@ -235,8 +235,10 @@ def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, .
 
 
 def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
-    """Numbers, from 1, of the layers that the parameter at a path is of: several where it is stacked over the
-    repetitions of the block. The embedding is of layer 0; what stands behind the layers, of the last one."""
+    """Returns the numbers, from 1, of the layers that a parameter belongs to: one, or all that it is stacked over.
+
+    The embedding belongs to layer 0; final norm and head belong to the last layer.
+    """
     group, (_, repeats, _) = path[0], spans(config, True)
     if group == "layers":
         first = config.prefix + int(path[1].removeprefix("sub_")) + 1
@@ -247,7 +249,7 @@ def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def added_up(first: dict, *more: dict) -> dict:
-    """Sums by name, and what is stacked one behind the other."""
+    """Adds auxiliary outputs by name; those of feed_forward.STACKED are concatenated."""
     join = lambda name, a, b: jnp.concatenate([a, b]) if name in STACKED else a + b  # noqa: E731
     out = dict(first)
     for each in more:
