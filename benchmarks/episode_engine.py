@@ -38,7 +38,7 @@ MODEL = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermed
 def opened(folder: str, code: str, function: str, engine, **options):
     """(EpisodeEngine, its requests' maker) of the code's function. engine: (spec, tokenizer) -> the engine within."""
     import numpy as np
-    from turn_cases import FAMILIES, make_tokenizer
+    from helpers.turn_cases import FAMILIES, make_tokenizer
 
     from jaxrl.config.load import default_config
     from jaxrl.data.turns import TurnRenderer

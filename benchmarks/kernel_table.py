@@ -3,7 +3,7 @@
     python benchmarks/kernel_table.py            (--tiny: small shapes, any machine; --parts attention,experts)
 
 This prints rows; benchmarks/gpu_suite.py runs the same parts in processes of their own and keeps the rows, and holds
-every implementation to float64 on this device first (`correctness`, tests/attention_cases.py). Ceilings are measured in
+every implementation to float64 on this device first (`correctness`, tests/helpers/attention_cases.py). Ceilings are measured in
 every part: a matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible
 pairs (4 K per pair and query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt
 that slots share once, experts the three products of a token with each of its own (6 D F), three times that with
@@ -368,7 +368,7 @@ def correctness(names, note=lambda row: print(row, flush=True), share=(0, 1), th
     them (a Mosaic kernel is compiled under a lock of its process). threads: cases that compile at once; one that fails
     among others is run again alone.
     """
-    import attention_cases
+    from helpers import attention_cases
 
     cases = numbered(names)
     mine = [case for number, case in enumerate(cases) if number % share[1] == share[0]]
@@ -409,7 +409,7 @@ def correctness(names, note=lambda row: print(row, flush=True), share=(0, 1), th
 
 def numbered(names) -> list[tuple]:
     """(implementation, case, function that raises where it does not hold, whether blocks are made small for it)."""
-    import attention_cases
+    from helpers import attention_cases
 
     from jaxrl.kernels import check
     from jaxrl.kernels.attention import cached

@@ -13,7 +13,7 @@ Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (s
            library 14, 5, 9 %.
 
 calc      sums and differences of three numbers of five digits, which are beyond so small a model, with a calculator as a tool. The
-          demonstrations call it with signs as chance says; the reward reads the final answer.
+          demonstrations call it with random signs; the reward reads the final answer.
 guess     a number from 1 to 32 in six guesses, each answered with `higher` or `lower`. The demonstrations go on one by one.
 library   'city of boss of ann', 'city of boss of friend of teacher of ann': two, three or four things to look up, one after the other;
           the facts are other ones in each row. The demonstrations follow as many relations as chance says, mostly two.

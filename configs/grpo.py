@@ -4,7 +4,7 @@ Command:   jaxrl train --config=configs/grpo.py
 Hardware:  any; two CPU cores.
 Expected:  docs/measurements/quickstart.md.
 
-The reward reads the final box alone. The warm start ends on demonstrations that jump to the box, and is mostly wrong; the
+The reward reads the final box alone. The warm start ends on demonstrations that give only the boxed answer, and is mostly wrong; the
 policy discovers that working pays. `reverse` problems, almost absent from the demonstrations, stay a failing class.
 
 Variants:  tiny (a few seconds, learns next to nothing; for tests and notebooks/custom_loss.ipynb).

@@ -2,7 +2,7 @@
 
 Command:   jaxrl train --config=configs/grpo_moe.py
 Hardware:  any; two CPU cores.
-Expected:  15.6 -> 91.3 % held-out accuracy in three minutes, warm start included (seed 0, cores that had other work).
+Expected:  15.6 -> 91.3 % held-out accuracy in three minutes, warm start included (seed 0, busy cores).
 
 The warm start trains the router with a balance term (train.router_balance); in RL it is 0, as everywhere by default.
 

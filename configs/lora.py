@@ -2,7 +2,7 @@
 
 Command:   jaxrl train --config=configs/lora.py
 Hardware:  any; two CPU cores.
-Expected:  20.1 -> 91.8 % in one and a half minutes with the warm start done (seed 0, cores that had other work); all
+Expected:  20.1 -> 91.8 % in one and a half minutes with the warm start done (seed 0, busy cores); all
            parameters reach 92.1 % there, rank 1 92.3 %. Its state is 46 % of full training's. python evidence/lora.py
            compares them.
 

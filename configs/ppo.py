@@ -2,7 +2,7 @@
 
 Command:   jaxrl train --config=configs/ppo.py
 Hardware:  any; two CPU cores.
-Expected:  18.5 % after the warm start, 91.8 % after 40 steps; 3.5 minutes on two CPU cores that had other work.
+Expected:  18.5 % after the warm start, 91.8 % after 40 steps; 3.5 minutes on two busy CPU cores.
 
 GAE over tokens with a critic that starts from the warm-started policy's trunk and a value head at zero; four optimizer
 steps per batch, so that ratios are clipped. The first steps train the critic alone.

@@ -3,7 +3,7 @@
 Command:   jaxrl train --config=configs/sft_chat.py
 Hardware:  any; two CPU cores.
 Expected:  loss per trained token from 1.54 (first 50 steps) over 0.093 (steps 151 to 200) to 0.017 (last 50), in 3 min
-           47 s of a machine that had much other work (jax 0.10.2).
+           47 s on a very busy machine (jax 0.10.2).
 
 Every turn of the assistant is trained on, calls of tools included; what a user or a tool said is masked. The short
 games come first: their share falls from 60 % to 20 % over the first 200 steps.

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jaxrl.config.help import GROUPS
+from jaxrl.config.help import GROUPS, conditions
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema import SCHEMA, options
+from jaxrl.resolve.checks.unread import SELECTORS, owned
 from jaxrl.telemetry.names import METRICS
 
 FOLDER = Path(__file__).parent / "reference"
@@ -43,6 +44,13 @@ def values(option) -> str:
     return BOUNDS.get(option.bound, cell(option.bound))
 
 
+def chosen_rows(name) -> list[str]:
+    """The rows that read an option, where a table's rows say what they read."""
+    selector, rows = owned().get(name, ("", ()))
+    others = [row for row in SELECTORS.get(selector, ()) if row not in rows]
+    return [f"{selector}={'|'.join(rows)}" if len(rows) <= len(others) else f"{selector}!={'|'.join(others)}"] * bool(others)
+
+
 def options_page() -> str:
     """docs/reference/options.md."""
     count = len(options())
@@ -51,16 +59,24 @@ def options_page() -> str:
            "```bash", "jaxrl train --config=configs/grpo.py --config.optimizer.lr=1e-4", "```", "",
            "On the command line an option is `--config.group.option=value`, in a config file `c.group.option = value`. `None` lets jaxrl",
            "decide: an algorithm option takes its preset's value, others what their text says. Counts are global over all hosts unless the",
-           "text says otherwise. Times are in seconds unless named otherwise. How values are written: [configs and options](../guides/configs.md)."]
+           "text says otherwise. Times are in seconds unless named otherwise. How values are written: [configs and options](../guides/configs.md).",
+           "", "*Needs* names what must hold for anything to read an option: `a=b|c` one of these values, a name alone that it is on. A config that",
+           "sets an option without it is refused. A recipe of your own may read any option."]
     for group in SCHEMA:
         guide = f" ([{Path(GUIDES[group]).stem}](../{GUIDES[group]}))" if group in GUIDES else ""
         meaning = GROUPS[group][0].upper() + GROUPS[group][1:]
-        out += ["", f"## {group}", "", f"{meaning}{guide}.", "", "| option | default | values | meaning |", "|---|---|---|---|"]
+        out += ["", f"## {group}", "", f"{meaning}{guide}."]
+        common, further = conditions(group)
+        for clause, without in common.items():
+            out += ["", f"All{' but ' * bool(without)}{', '.join(map(code, without))} need {code(clause)}."]
+        out += ["", "| option | default | values | meaning |", "|---|---|---|---|"]
         for name, option in options().items():
             if name == group or name.startswith(group + "."):
                 meaning = cell(option.doc)
                 if name == "optimizer.lr":
                     meaning += "; `None`: by recipe, " + ", ".join(f"{r} {row.lr}" for r, row in RECIPES.items()) + "; with adapters ten times that"
+                needs = [*further.get(name, ()), *chosen_rows(name)]
+                meaning += f". Needs {' and '.join(map(code, needs))}" if needs else ""
                 out.append(f"| `{name}` | {code(repr(option.default))} | {values(option)} | {meaning} |")
     return "\n".join(out) + "\n"
 

@@ -2,7 +2,7 @@
 
     python evidence/absent.py [PART OF A READER'S NAME ...]
 
-Texts and readers are those of tests/hostile_texts.py: every built-in reward, every parser of tool calls, turns of every family of
+Texts and readers are those of tests/helpers/hostile_texts.py: every built-in reward, every parser of tool calls, turns of every family of
 chat templates, environments, actions of services, judges, scores of services, and programs under unit tests; each marker again and again,
 open, nested and unclosed, numbers of up to 100,000 digits, towers of powers, values that are not finite. Each reader reads each text at
 25 kB and at 100 kB. Expected: no exception, no score but that of a wrong answer, and time in proportion: `ratio` is the seconds of
@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).parent.parent / "tests")]
 
-import hostile_texts  # noqa: E402
 from common import RESULTS, record, table  # noqa: E402
+from helpers import hostile_texts  # noqa: E402
 
 SMALL, LARGE = 25_000, 100_000
 FLOOR = 0.05  # seconds

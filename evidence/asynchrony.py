@@ -5,7 +5,7 @@ python evidence/asynchrony.py [SEED ...] [--folder=DIR]     (default 0 1 2; a ru
 configs/grpo_async.py (decoupled loss, partial rollouts) with max_staleness 0, 2 and 8; the three runs of a seed begin with the
 same warm start. Held-out accuracy (126 problems, greedy) after every second step. Seconds are processor-seconds of the training
 process from its first step on, evaluations included: they do not depend on what else the machine did. Writes
-docs/explanations/asynchrony.svg. The ledger of every run is checked (tests/run_tools.py: ledger).
+docs/explanations/asynchrony.svg. The ledger of every run is checked (tests/helpers/run_tools.py: ledger).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "evidence"), str(ROOT / "tests")]
 
 from common import commit, record, table  # noqa: E402
-from run_tools import environment, ledger  # noqa: E402
+from helpers.run_tools import environment, ledger  # noqa: E402
 
 STALENESS, STEPS, GOAL = (0, 2, 8), 40, 0.8
 COLOURS = {0: "#333333", 2: "#1f77b4", 8: "#d62728"}

@@ -2,7 +2,7 @@
 
 python evidence/asynchrony_hosts.py          (wants a vLLM that runs here)
 
-tests/hosts_job.py over two processes of two simulated devices each, twenty steps with max_staleness 2 and partial rollouts; each
+tests/helpers/hosts_job.py over two processes of two simulated devices each, twenty steps with max_staleness 2 and partial rollouts; each
 process drives a server of its own. After the sixth step the second one's server gets SIGKILL; it is started again and takes
 part under the current weights. Then: the ledger of all steps, and that both processes asked for the same.
 """
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "evidence"), str(ROOT / "tests")]
 
 from common import commit, record, table  # noqa: E402
-from run_tools import environment, ledger  # noqa: E402
+from helpers.run_tools import environment, ledger  # noqa: E402
 
 STEPS, KILL, K = 20, 6, 2
 OPTIONS = ("mesh.fsdp=2", "mesh.dp=2", "model.config.hidden_size=128", "rollout.engine=vllm", "rollout.prompt_lengths=", f"train.steps={STEPS}",
@@ -53,7 +53,7 @@ def main():
     at = commit()
     with tempfile.TemporaryDirectory() as temporary:
         run, log = Path(temporary) / "run", Path(temporary) / "log"
-        command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--devices=2", "--", str(ROOT / "tests" / "hosts_job.py"),
+        command = [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--devices=2", "--", str(ROOT / "tests" / "helpers" / "hosts_job.py"),
                    str(run), *[f"--config.{o}" for o in OPTIONS]]
         with log.open("w") as output:
             job = subprocess.Popen(command, env=environment(), stdout=output, stderr=subprocess.STDOUT)

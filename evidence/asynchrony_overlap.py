@@ -2,7 +2,7 @@
 
 python evidence/asynchrony_overlap.py [embedded] [vllm]        (default both; vllm needs a vLLM that runs here)
 
-tests/tiny_job.py, ten steps. Training is made to wait TRAIN seconds at every update (faults.plan: update.sleep), as if it ran on
+tests/helpers/tiny_job.py, ten steps. Training is made to wait TRAIN seconds at every update (faults.plan: update.sleep), as if it ran on
 devices of its own. *embedded*: the sampler on a second simulated device, slowed by PAUSE seconds for every decode step. *vllm*: one
 real server on the CPU with one sequence at once. Each with max_staleness=0, which gives the seconds of generation and of training,
 with 2 and partial rollouts, and with 2 without them. Medians of the steps after the first four. The ledger of every run is
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "evidence"), str(ROOT / "tests")]
 
 from common import commit, record, table  # noqa: E402
-from run_tools import environment, ledger  # noqa: E402
+from helpers.run_tools import environment, ledger  # noqa: E402
 
 STEPS, WARM, K = 10, 4, 2
 TRAIN, PAUSE = 2.5, 0.05
@@ -52,7 +52,7 @@ def train(folder: str, engine: str, k: str, partial: str) -> None:
             time.sleep(PAUSE * (self._counts["decode_steps"] - before))
 
         EmbeddedEngine._decode = slowed
-    import tiny_job
+    from helpers import tiny_job
 
     import jaxrl
 

@@ -2,7 +2,7 @@
 
 python evidence/asynchrony_resume.py [embedded] [vllm]        (default both; vllm needs a vLLM that runs here)
 
-tests/tiny_job.py with max_staleness 4 and partial rollouts, a checkpoint at every second step. Each case is killed at one point and
+tests/helpers/tiny_job.py with max_staleness 4 and partial rollouts, a checkpoint at every second step. Each case is killed at one point and
 resumed, with the embedded engine and with a real vLLM server of the run's own; then: every sample of every step is used once, in
 the order of the data, none older than 4 publications, with the seed of its step; the counters agree with the ledger; what the
 checkpoint held finished was used as it was. At the end max_staleness=0 of the commit that brought asynchrony is compared with the
@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / "evidence"), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 from common import commit, record, table  # noqa: E402
-from run_tools import environment, ledger, run  # noqa: E402
+from helpers.run_tools import environment, ledger, run  # noqa: E402
 
 from jaxrl.checkpoint.checkpointer import _read  # noqa: E402
 from jaxrl.rl.trajectories import results_from_bytes  # noqa: E402

@@ -31,7 +31,7 @@ sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).parent.parent / "t
 
 from bad_input_cases import CASES, Place, Unavailable  # noqa: E402
 from common import record, table  # noqa: E402
-from run_tools import ROOT, environment, run  # noqa: E402
+from helpers.run_tools import ROOT, environment, run  # noqa: E402
 
 CPU_SECONDS = 8.0
 HALF_WRITTEN = re.compile(r"\.tmp|\.part(ial)?$|\.old$|orbax-checkpoint-tmp|\.deleting$|~$")
@@ -90,7 +90,7 @@ def complaints(case, done: dict, text: str, device: str) -> list[str]:
 def start(case, place: Place, overrides: list[str], cache: Path) -> dict:
     """Runs the command in the case's folder; status, output, processor seconds of it and all it waited for."""
     arguments = case.command if case.command is not None else ["--config={tiny}"]
-    arguments = [a.format(inputs=place.inputs, tiny=ROOT / "tests/tiny_job.py") for a in arguments]
+    arguments = [a.format(inputs=place.inputs, tiny=ROOT / "tests/helpers/tiny_job.py") for a in arguments]
     common = {"run.dir": place.run_dir, "run.compile_cache": cache, "log.console": "plain"}
     given = {o.partition("=")[0] for o in overrides}
     flags = [f"--config.{k}={v}" for k, v in common.items() if k not in given]

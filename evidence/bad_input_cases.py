@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import tiny_job  # noqa: E402
+from helpers import tiny_job  # noqa: E402
 
-TOKENIZER = Path(tiny_job.__file__).parent.parent / "jaxrl/data/embedded/arith/tokenizer"
+TOKENIZER = Path(tiny_job.__file__).parents[2] / "jaxrl/data/embedded/arith/tokenizer"
 ROW = {"prompt": "2 + 2 =", "answer": "4"}
 
 
@@ -160,7 +160,7 @@ flags(
 flags("unknown preset", ("algorithm.preset='gpro'", "choose one of grpo, grpo_paper"), "algorithm.preset=gpro")
 flags(
     "estimator without its coefficient",
-    ("algorithm.kl.estimator='k3'", "no effect", "set a coefficient"),
+    ("algorithm.kl.estimator='k3'", "no effect", "set algorithm.kl.coef"),
     "algorithm.kl.estimator=k3",
 )
 flags(
@@ -221,7 +221,7 @@ config_file(
 config_file(
     "config file: number where text is meant",
     ("eval.sets=(3,)", "every entry must be text"),
-    "import tiny_job\ndef get_config(arg=None):\n    c = tiny_job.get_config()\n    c.eval.sets = (3,)\n    return c\n",
+    "from helpers import tiny_job\ndef get_config(arg=None):\n    c = tiny_job.get_config()\n    c.eval.sets = (3,)\n    return c\n",
     named=(),
 )
 config_file(

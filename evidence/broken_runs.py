@@ -1,4 +1,4 @@
-"""What evidence/replay.py breaks runs with: rewards and engines that go wrong at one step of tests/tiny_job.py."""
+"""What evidence/replay.py breaks runs with: rewards and engines that go wrong at one step of tests/helpers/tiny_job.py."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 python evidence/certify.py [--only=TEXT]          (some 30 minutes on two cores, two runs at a time)
 
-Runs of tests/tiny_job.py, one process each, with
+Runs of tests/helpers/tiny_job.py, one process each, with
 
-- each loss, advantage and reward of tests/certify_defects.py, and the sound ones beside them
+- each loss, advantage and reward of tests/helpers/certify_defects.py, and the sound ones beside them
 - each of FAULTS put into jaxrl itself
 - each preset
 and of each of CONFIGS, unchanged. Exits with 1 where a defect's claim holds, or its run ends with 0 or names no counterexample; and where anything
@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import certify_defects  # noqa: E402
+from helpers import certify_defects  # noqa: E402
 
 from jaxrl.algorithms import PRESETS  # noqa: E402
 
-JOB, EPISODES = "tests/tiny_job.py", "configs/env.py:guess"
+JOB, EPISODES = "tests/helpers/tiny_job.py", "configs/env.py:guess"
 CONFIGS = ("grpo.py", "grpo_async.py", "grpo_gsm8k.py", "grpo_moe.py", "grpo_vllm.py", "ppo.py", "env.py:calc", "lora.py")
 PLACES = "import sys; pack = sys.modules['jaxrl.training.pack']; places = pack._places\n"
 # What is wrong with jaxrl -> (what is run before the program's main, the claim that finds it).

@@ -32,13 +32,13 @@ PAIRS = {  # what differs -> options of B, or an edit of the folder they share; 
 
 
 def main() -> int:
-    from run_tools import run
+    from helpers.run_tools import run
 
     from jaxrl import diff
 
     rows, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
-        plain = (ROOT / "tests" / "tiny_job.py").read_text("utf-8")
+        plain = (ROOT / "tests" / "helpers" / "tiny_job.py").read_text("utf-8")
         Path(folder, "other.py").write_text(plain.replace("max(len(completion), 1)", "max(len(completion), 2)"), "utf-8")
         common = ("train.steps=3", "eval.every_steps=0", "eval.sets=", "checkpoint.every_steps=0", "checkpoint.at_end=False")
         for name, (options, _) in {"A": ((), ""), **PAIRS}.items():

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "evidence"), str(ROOT / "tests")]
 
 from asynchrony import Clock  # noqa: E402, F401  (named as a sink below)
 from common import record, table  # noqa: E402
-from run_tools import environment  # noqa: E402
+from helpers.run_tools import environment  # noqa: E402
 
 GOAL = 0.8
 RUNS = {

@@ -3,7 +3,7 @@
 
     python evidence/episodes_resume.py
 
-Environments of two to four turns (tests/envs/worlds.py) on tests/tiny_job.py, rollout.compaction=False, one prompt and one
+Environments of two to four turns (tests/helpers/worlds.py) on tests/helpers/tiny_job.py, rollout.compaction=False, one prompt and one
 cache length. Inside episodes: the environment itself ends the trainer after its n-th turn.
 """
 
@@ -17,13 +17,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [os.path.dirname(__file__), *(str(Path(__file__).parent.parent / part) for part in ("tests", "tests/envs"))]
+sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).parent.parent / "tests")]
 
 from common import record, table  # noqa: E402
-from run_tools import command, environment, fingerprint  # noqa: E402
-from worlds import TEMPLATE  # noqa: E402
+from helpers.run_tools import command, environment, fingerprint  # noqa: E402
+from helpers.worlds import TEMPLATE  # noqa: E402
 
-WORLDS = Path(__file__).parent.parent / "tests" / "envs" / "worlds.py"
+WORLDS = Path(__file__).parent.parent / "tests" / "helpers" / "worlds.py"
 PLANNED = ("rollout.kill9@step=3", "reward.kill9@step=5", "update.kill9@step=2", "update.kill9@step=6",
            "checkpoint.kill9@step=4,phase=tensors", "checkpoint.kill9@step=4,phase=commit", "checkpoint.kill9@step=6,phase=after")
 INSIDE = (20, 90, 170)  # turns of all episodes, of some 200

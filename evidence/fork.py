@@ -2,8 +2,9 @@
 
 python evidence/fork.py          (some ten minutes)
 
-Runs of tests/tiny_job.py with two reward functions, six steps, recorded; forks at step 4. Of each: answers taken and sampled, calls of each function
-taken and computed, at the fork step and behind it; and whether the state after the last step is the recorded run's bit by bit. Exits with 1 where
+Runs of tests/helpers/tiny_job.py with two reward functions, six steps, recorded; forks at step 4. Of each: answers taken and sampled, calls
+of each function taken and computed, at the fork step and behind it; and whether the state after the last step is the
+recorded run's bit by bit. Exits with 1 where
 
 - an unedited fork samples or scores anything, or is not the run that it left, bit by bit
 - with one reward edited an answer is sampled at the fork step, the edited function is not called for all of them, or the other is called
@@ -34,7 +35,7 @@ KINDS = {  # options of the recorded run -> also of its forks
     "sync, step 3 computed again": {**TWO, "checkpoint.every_steps": 2},
     "PPO": {"algorithm.preset": "ppo", "checkpoint.every_steps": 3},
     "LoRA": {"lora.rank": 4, "checkpoint.every_steps": 3},
-    "after a warm start": {"run.warm_start": f"{ROOT}/tests/tiny_job.py:sft", "checkpoint.every_steps": 3},
+    "after a warm start": {"run.warm_start": f"{ROOT}/tests/helpers/tiny_job.py:sft", "checkpoint.every_steps": 3},
 }
 EDITS = {
     "nothing": {},

@@ -12,14 +12,22 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [os.path.dirname(__file__), *map(str, (TESTS, TESTS / "training"))]
+sys.path[:0] = [os.path.dirname(__file__), str(TESTS)]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from common import record, table  # noqa: E402
-from test_training import LAYOUTS, gradient, layout_of, one_at_a_time, worst  # noqa: E402
-from training_helpers import batch_of_groups, params_of, tiny_model  # noqa: E402
+from helpers.training_helpers import (  # noqa: E402
+    LAYOUTS,
+    batch_of_groups,
+    gradient,
+    layout_of,
+    one_at_a_time,
+    params_of,
+    tiny_model,
+    worst,
+)
 
 from jaxrl import training  # noqa: E402
 

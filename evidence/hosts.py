@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
 from common import record, table  # noqa: E402
-from run_tools import ROOT, environment  # noqa: E402
+from helpers.run_tools import ROOT, environment  # noqa: E402
 
 STEPS, HALF, HEARTBEAT = 6, 3, 10
 SAME = ("algorithm.entropy_coef=0.01", "algorithm.num_minibatches=2", "checkpoint.export_at_end=false",
@@ -31,10 +31,10 @@ WIDE, DEEP = {"fsdp": 8}, {"dp": 2, "fsdp": 2, "tp": 2}
 
 
 def job(folder, processes, devices, mesh, *options, recorded=None, steps=STEPS):
-    """Runs tests/hosts_job.py; returns (exit status, everything printed, seconds from a planned fault to the end of all)."""
+    """Runs tests/helpers/hosts_job.py; returns (exit status, everything printed, seconds from a planned fault to the end of all)."""
     flags = [f"--config.{o}" for o in (*SAME, f"train.steps={steps}", *(f"mesh.{a}={n}" for a, n in mesh.items()), *options)]
     command = [sys.executable, "-m", "jaxrl.launch", f"--processes={processes}", f"--devices={devices // processes}", "--grace=60",
-               "--", str(ROOT / "tests" / "hosts_job.py"), str(folder), *flags, *([f"--recorded={recorded}"] if recorded else [])]
+               "--", str(ROOT / "tests" / "helpers" / "hosts_job.py"), str(folder), *flags, *([f"--recorded={recorded}"] if recorded else [])]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines, struck = [], float("nan")
     for line in process.stdout:
@@ -106,7 +106,7 @@ def faults(base, recorded):
         folder = base / f"killed {process}"
         status, text, seconds = job(folder, 2, 4, {"fsdp": 4}, plan, recorded=recorded)
         names = f"process {process}" in text.split("planned fault")[-1]
-        said = [line for line in text.splitlines() if re.search(r"is gone:|ended first|leader task", line)]
+        said = [line for line in text.splitlines() if re.search(r"is gone:|failed first|leader task", line)]
         if seconds > HEARTBEAT + 15:
             names = False
         rows.append([f"kill -9 of process {process}", f"status {status}", f"all ended after {seconds:.0f} s",

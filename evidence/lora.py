@@ -209,10 +209,10 @@ def base() -> dict:
     started = time.monotonic()
     for i in range(PUBLISHES):
         state = policy.state
-        policy.held = state.replace(trainable=jax.tree.map(lambda x: x + 1e-4, state.trainable))
+        policy.state = state.replace(trainable=jax.tree.map(lambda x: x + 1e-4, state.trainable))
         engine.publish(policy.weights(), i)
     seconds = (time.monotonic() - started) / PUBLISHES
-    last = parameters.merged(job, parameters.policy_params(policy.state.trainable, policy.state.frozen))
+    last = parameters.merge_adapters(job, parameters.policy_params(policy.state.trainable, policy.state.frozen))
     drift = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in
                 zip(jax.tree.leaves(engine._params), jax.tree.leaves(last), strict=True))
     engine.close()

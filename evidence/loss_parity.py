@@ -28,7 +28,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from common import commit, record, table  # noqa: E402
-from training_helpers import policy_objective  # noqa: E402
+from helpers.training_helpers import policy_objective  # noqa: E402
 
 from jaxrl.algorithms import (  # noqa: E402
     PRESETS,

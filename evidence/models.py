@@ -2,8 +2,8 @@
 
     python evidence/models.py
 
-Writes evidence/results/models.json. Checkpoints are tiny, random and made on the spot (tests/tiny_models.py); fp32,
-highest matmul precision; a case is the worst token over scanned and unrolled layers (tests/model_cases.py).
+Writes evidence/results/models.json. Checkpoints are tiny, random and made on the spot (tests/helpers/tiny_models.py); fp32,
+highest matmul precision; a case is the worst token over scanned and unrolled layers (tests/helpers/model_cases.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import jax  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
 import common  # noqa: E402
-import model_cases  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from helpers import model_cases  # noqa: E402
+from helpers.tiny_models import ARCHITECTURES, make_tiny  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_models import ARCHITECTURES, make_tiny  # noqa: E402
 
 from jaxrl.models.io import hf  # noqa: E402
 

@@ -3,7 +3,7 @@
     python evidence/nothing_moved.py BEFORE [AFTER]       two checkouts; AFTER is this one where it is left out
 
 Cases: some steps of configs/grpo.py, ppo.py and grpo_async.py (at its synchronous limit), all tiny, and of configs/grpo_sft.py; then
-of tests/tiny_job.py (a two-layer model from scratch) GRPO with a KL and two updates a batch, GRPO ahead of its steps, two processes, a
+of tests/helpers/tiny_job.py (a two-layer model from scratch) GRPO with a KL and two updates a batch, GRPO ahead of its steps, two processes, a
 run that is stopped and goes on, and a checkpoint that BEFORE writes and AFTER goes on from. Compared are all metrics but those of the
 clock and of compilations, the rollouts but for the key of the code that scored them, the exported weights, and the options with their
 defaults. Writes evidence/results/nothing_moved.json; about ten minutes.
@@ -22,7 +22,7 @@ from pathlib import Path
 from common import record, table
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY, SHORT = "tests/tiny_job.py", ("eval.before=False", "eval.after=False")
+TINY, SHORT = "tests/helpers/tiny_job.py", ("eval.before=False", "eval.after=False")
 KL = ("algorithm.kl.coef=0.05", "algorithm.num_minibatches=2", "train.steps=4")
 SYNCHRONOUS = ("rollout.max_staleness=0", "rollout.partial=False", "train.steps=3", *SHORT)
 CASES = {  # name -> (config, options of the first run, of the run that goes on, processes)
@@ -39,6 +39,8 @@ CLOCK = ("time", "perf/", "rollout/ahead_answered")
 
 
 def run(tree: Path, folder: Path, config: str, options, processes: int) -> None:
+    if config == TINY and not (tree / config).exists():
+        config = "tests/tiny_job.py"  # of a tree older than tests/helpers
     command = [sys.executable, "-m"]
     command += ["jaxrl.launch", f"--processes={processes}", "--devices=1", "--"] if processes > 1 else ["jaxrl.main"]
     flags = ["checkpoint.export_at_end=True", "log.console=plain", f"run.dir={folder}", *options]
@@ -72,7 +74,7 @@ def differences(a, b, where: str = "") -> list[str]:
     return [] if a == b or (a != a and b != b) else [f"{where}: {str(a)[:60]} -> {str(b)[:60]}"]
 
 
-KEYS = "from jaxrl.config.load import default_config; import json; print(json.dumps(json.loads(default_config().to_json_best_effort())))"
+KEYS = "import jaxrl; import json; print(json.dumps(json.loads(jaxrl.default_config().to_json_best_effort())))"
 
 
 def defaults(tree: Path) -> dict:

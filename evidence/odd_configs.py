@@ -2,7 +2,7 @@
 
     python evidence/odd_configs.py [--count 240] [--seed 0]
 
-Writes evidence/results/odd_configs.json. A config is a family's plain one (tests/model_odd_configs.py) with two to five fields drawn
+Writes evidence/results/odd_configs.json. A config is a family's plain one (tests/helpers/model_odd_configs.py) with two to five fields drawn
 from pools of likely, unlikely and broken values, until so many were taken that --count could be compared. Both sides get the same
 config.json and the same random weights; fp32, highest matmul precision. "agree": logits within the limit; "refused": ConfigError
 here; "theirs fails": transformers cannot make or run it and we can; "misread": both take it and differ, of which there must be none.
@@ -28,10 +28,10 @@ import jax  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
 import common  # noqa: E402
-import model_odd_configs as odd  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from helpers import model_odd_configs as odd  # noqa: E402
 
 from jaxrl.config.load import ConfigError  # noqa: E402
 from jaxrl.models import FAMILIES  # noqa: E402

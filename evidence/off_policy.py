@@ -2,7 +2,7 @@
 
     python evidence/off_policy.py      # about 15 quiet minutes
 
-Answers come from weights that were published 0, 4 or 16 publishes ago (stale_engine.py). tests/tiny_job.py, 100 steps, three
+Answers come from weights that were published 0, 4 or 16 publishes ago (stale_engine.py). tests/helpers/tiny_job.py, 100 steps, three
 seeds, two learning rates, everything else alike. The reward is the share of the ten digits that an answer of twelve tokens
 holds; the share of digits itself would not do, since there staleness only delays: all of it is learnt without correction,
 too. Final reward: of the newest policy, sampled at temperature 1 on held-out prompts, mean of the evaluations at steps 80,

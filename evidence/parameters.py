@@ -43,9 +43,9 @@ SECTIONS = {
              "strategy_config": "actor_train.strategy_args.strategy_config."},
     "RLinf": {},
 }
-INTRODUCTION = """The {count} parameters that AReaL, RLinf, SkyRL, Cosmos-RL and ROLL document, and what there is of them here. Written by
-`python evidence/parameters.py` from the tables of `jaxrl.migrate` and from `tests/coverage.csv`, where every parameter that
-works has a test that fails without it; do not edit. How a config is migrated: [migrate.md](../guides/migrate.md).
+INTRODUCTION = """After reading this page you know what became of the {count} parameters that AReaL, RLinf, SkyRL, Cosmos-RL and ROLL document.
+Written by `python evidence/parameters.py` from the tables of `jaxrl.migrate` and from `tests/coverage.csv`, where every parameter that
+works has a test that fails without it; do not edit. How a config is migrated: [migrate](../guides/migrate.md).
 
 **works**: as the option or behaviour named. **automatic**: nothing has to be set. **not carried**: for the reason given. The last
 column is what `jaxrl.migrate` does with the key (*ask*: it is said under "Needs you"; *table*: its keys are looked at one by one)."""

@@ -3,7 +3,7 @@
     python evidence/peft_parity.py
 
 Writes evidence/results/peft_parity.json. A tiny Llama with biases and an output matrix of its own, three layers; both start from
-PEFT's numbers (tests/peft_cases.py). float64: transformers' norms and rotary angles are put into float64, PEFT's layers are its own.
+PEFT's numbers (tests/helpers/peft_cases.py). float64: transformers' norms and rotary angles are put into float64, PEFT's layers are its own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 import common  # noqa: E402
 import numpy as np  # noqa: E402
 import peft as theirs  # noqa: E402
-import peft_cases as cases  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from helpers import peft_cases as cases  # noqa: E402
 
 from jaxrl.models import adapters  # noqa: E402
 from jaxrl.models.adapters import initialization, peft  # noqa: E402

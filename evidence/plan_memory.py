@@ -73,7 +73,7 @@ def measure(case: str, folder: str, size: str) -> None:
 
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
     config = job(folder, overrides | SHORT, TOY) if size == "toy" else job(folder, overrides)
-    inputs = setup.read_inputs(config)  # tokenizer and data bring libraries of their own
+    inputs = setup.read_model_inputs(config)  # tokenizer and data bring libraries of their own
     data.load_train(config, inputs.tokenizer, inputs.eos_ids[0])
     Path("/proc/self/clear_refs").write_text("5")
     baseline = status("VmRSS")

@@ -2,7 +2,7 @@
 
     python evidence/presets.py [--presets grpo,ppo]      # all: about 15 quiet minutes; some: the last result's others stay
 
-tests/tiny_job.py, a two-layer model from scratch, 24 steps, three seeds. Every preset runs twice: as its row is, with one
+tests/helpers/tiny_job.py, a two-layer model from scratch, 24 steps, three seeds. Every preset runs twice: as its row is, with one
 optimizer step per batch, and with four, where ratios and bounds act. The control has the same options, seeds and data, and
 zeros for advantages. Reward is what the preset trains on: DAPO's includes its length penalty, which is 1 for every answer
 until the model learns to end.

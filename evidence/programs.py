@@ -34,7 +34,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "tests/envs")]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "tests")]
 from common import RESULTS, commit, record, table  # noqa: E402
 from quickstart import ROOT, launch  # noqa: E402
 
@@ -130,8 +130,8 @@ def options(programs: str, gyms: str, verifiers: str, folder: Path, port: int, s
 
 def scripted(programs: str, gyms: str, verifiers: str, folder: Path, service: str) -> list[dict]:
     """A model that calls the tool and says 3, or what the row wants: what each program made of it."""
-    import env_cases
-    from env_cases import turn
+    from helpers import env_cases
+    from helpers.env_cases import turn
 
     def sums(name="calculate"):
         last = turn("", ("final_answer", {"answer": "3"})) if name != "calculate" else turn("3")

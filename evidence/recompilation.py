@@ -1,6 +1,6 @@
 """Programs compiled per step: none once every shape has been seen.
 
-Runs of tests/tiny_job.py with answers of all lengths, WARM_UP steps and then 50 more: `plain` (GRPO as it is), `rich` (reference,
+Runs of tests/helpers/tiny_job.py with answers of all lengths, WARM_UP steps and then 50 more: `plain` (GRPO as it is), `rich` (reference,
 two passes over two minibatches, prompts of two lengths, packed rows of two lengths, compaction to fewer slots, evaluation and checkpoints on the
 way), `refill` (dynamic sampling, so that a step has one or several rounds) and `ppo` (a critic). Counted is every compilation jax
 reports in the process, those fetched from the cache too, that a step waited for (`time/compilations`). Programs for fewer slots than

@@ -2,7 +2,7 @@
 
     python evidence/remote_rewards.py          # a minute
 
-The cases are those of tests/service_cases.py, each with a real HTTP server and a real reward worker; each fails where a failure has a score
+The cases are those of tests/helpers/service_cases.py, each with a real HTTP server and a real reward worker; each fails where a failure has a score
 or enters a statistic, or where something lasts beyond its deadline.
 """
 
@@ -18,7 +18,7 @@ sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).parent.parent / "t
 
 import conftest  # noqa: E402, F401
 from common import commit, record, table  # noqa: E402
-from service_cases import CASES, DEADLINE  # noqa: E402
+from helpers.service_cases import CASES, DEADLINE  # noqa: E402
 
 
 def main() -> int:

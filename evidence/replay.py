@@ -35,14 +35,14 @@ KINDS = {
     "asynchronous, decoupled": {"rollout.max_staleness": 2, "rollout.partial": True, "algorithm.preset": "decoupled_ppo"},
     "PPO": {"algorithm.preset": "ppo"},
     "LoRA": {"lora.rank": 4},
-    "episodes": {"env.function": f"{ROOT}/tests/envs/worlds.py:slow", "env.max_turns": 4, "env.max_observation_tokens": 8,
+    "episodes": {"env.function": f"{ROOT}/tests/helpers/worlds.py:slow", "env.max_turns": 4, "env.max_observation_tokens": 8,
                  "reward.functions": "", "algorithm.preset": "gigpo", "model.chat_template": "{work}/chat.jinja"},
 }
 MESHES = {"1 device": ("", {}), "fsdp 2": ("2", {"mesh.fsdp": 2}), "dp 2": ("2", {"mesh.dp": 2, "mesh.fsdp": 1})}
 CACHE = {}
 
 
-def call(options: dict, config=ROOT / "tests" / "tiny_job.py", devices: str = "", launch: int = 0) -> str:
+def call(options: dict, config=ROOT / "tests" / "helpers" / "tiny_job.py", devices: str = "", launch: int = 0) -> str:
     """Runs jaxrl.main to its end and returns what it says; ends this program where it fails."""
     flags = [f"--config={config}", *(f"--config.{name}={value}" for name, value in {**CACHE, **options}.items())]
     start = ["jaxrl.launch", f"--processes={launch}", "--devices=1", "--"] if launch else ["jaxrl.main"]
@@ -56,8 +56,8 @@ def call(options: dict, config=ROOT / "tests" / "tiny_job.py", devices: str = ""
 
 
 def trained(folder: Path, options: dict, launch: int = 0) -> Path:
-    sys.path.insert(0, str(ROOT / "tests" / "envs"))
-    import worlds
+    sys.path.insert(0, str(ROOT / "tests"))
+    from helpers import worlds
 
     (folder.parent / "chat.jinja").write_text(worlds.TEMPLATE, "utf-8")
     options = {name: str(value).format(work=folder.parent) for name, value in options.items()}
@@ -161,7 +161,7 @@ def is_spiked(told, sure):
 
 def is_stale(told, sure):
     sure("step 6, the first that samples from weights of version 5", told["step"] == 6)
-    sure("all", "the sampler held other weights" in told["why"])
+    sure("all", "the engine had other weights" in told["why"])
 
 
 def is_exploited(told, sure):
@@ -224,7 +224,7 @@ def counted(name, function, clock):
         spent[name] += clock() - began
         return out
     return wrapped
-recording.Recording.look = counted("look", recording.Recording.look, time.process_time)
+recording.Recording.hash_states = counted("look", recording.Recording.hash_states, time.process_time)
 recording.Recording._write = counted("write", recording.Recording._write, time.thread_time)
 one_step = rl.one_step
 def step(parts):

@@ -33,7 +33,7 @@ JOBS = {
     "three_seeds": [("configs/grpo.py:tiny", [f"run.seed={seed}"]) for seed in range(3)],
     "asynchronous": [("configs/grpo_async.py:tiny", ["train.steps=12"])],
     "environment": [("configs/env.py:calc", ["train.steps=6"])],
-    "explained": [("tests/tiny_job.py", ["train.steps=5", "record.every=1", "rollout.group_size=4", "checkpoint.export_at_end=false"])],
+    "explained": [("tests/helpers/tiny_job.py", ["train.steps=5", "record.every=1", "rollout.group_size=4", "checkpoint.export_at_end=false"])],
 }
 AGAIN = {  # options of further calls on a run, by its own config
     "explained": [["run.mode=explain", "replay.steps=3"],

@@ -23,9 +23,9 @@ from pathlib import Path
 sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).parent.parent / "tests")]
 
 from common import record, table  # noqa: E402
-from run_tools import command, environment, fingerprint, run  # noqa: E402
+from helpers.run_tools import command, environment, fingerprint, run  # noqa: E402
 
-STEPS, EVERY = 8, 2  # of tests/tiny_job.py
+STEPS, EVERY = 8, 2  # of tests/helpers/tiny_job.py
 REWARD = '''
 import pathlib, time
 def slow_once(prompt, completion, answer, user):

@@ -22,7 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from common import record, table  # noqa: E402
-from rollout_helpers import log_softmax, random_params, redraw, sampled_logprobs, support  # noqa: E402
+from helpers.rollout_helpers import log_softmax, random_params, redraw, sampled_logprobs, support  # noqa: E402
 from scipy import stats  # noqa: E402
 
 from jaxrl import models, training  # noqa: E402

@@ -18,8 +18,8 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [os.path.dirname(__file__), *map(str, (TESTS, TESTS / "sharding"))]
 
 import numpy as np  # noqa: E402
-from collective_cases import CASES, budget, found, over  # noqa: E402
 from common import commit, record, table  # noqa: E402
+from helpers.collective_cases import CASES, budget, found, over  # noqa: E402
 from test_collectives import RULES, with_broken  # noqa: E402
 from test_sharding import MESHES, on_eight, relative  # noqa: E402
 
@@ -29,7 +29,8 @@ import sys
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
-import jax, json, sharded_layouts
+import jax, json
+from helpers import sharded_layouts
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 def mesh_of(shape):
     dp, fsdp, tp = shape

@@ -1,4 +1,4 @@
-"""Runs of tests/tiny_job.py in this process, as the algorithm scripts need them, and what they reward and compare with."""
+"""Runs of tests/helpers/tiny_job.py in this process, as the algorithm scripts need them, and what they reward and compare with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(folder: Path, cache: Path, seed: int, options: dict) -> dict:
     Returns:
       {"rows": metrics per step, "seconds": wall time}.
     """
-    import tiny_job
+    from helpers import tiny_job
 
     import jaxrl
     from jaxrl.config.load import put

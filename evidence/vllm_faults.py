@@ -2,7 +2,7 @@
 
     python evidence/vllm_faults.py            # about 8 minutes; wants vLLM (launch/install_vllm_cpu.sh) and mount rights
 
-The cases are those of tests/vllm_cases.py; each fails where an answer is lost or doubled, a deadline is missed, or a
+The cases are those of tests/helpers/vllm_cases.py; each fails where an answer is lost or doubled, a deadline is missed, or a
 process stays behind.
 """
 
@@ -18,7 +18,7 @@ sys.path[:0] = [os.path.dirname(__file__), str(Path(__file__).parent.parent / "t
 
 import conftest  # noqa: E402, F401
 from common import commit, record, table  # noqa: E402
-from vllm_cases import CASES  # noqa: E402
+from helpers.vllm_cases import CASES  # noqa: E402
 
 
 def main() -> int:

@@ -21,9 +21,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 import conftest  # noqa: E402, F401
 import jax.numpy as jnp  # noqa: E402
-import tiny_job  # noqa: E402
 from common import commit, record, table  # noqa: E402
-from rollout_helpers import random_params  # noqa: E402
+from helpers import tiny_job  # noqa: E402
+from helpers.rollout_helpers import random_params  # noqa: E402
 
 from jaxrl import models  # noqa: E402
 from jaxrl.models.io import hf  # noqa: E402
@@ -77,7 +77,7 @@ def main() -> int:
     run = folder / "run"
     urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     job = subprocess.Popen(
-        [*NICE, sys.executable, "-m", "jaxrl.main", f"--config={HERE.parent}/tests/tiny_job.py", f"--config.run.dir={run}",
+        [*NICE, sys.executable, "-m", "jaxrl.main", f"--config={HERE.parent}/tests/helpers/tiny_job.py", f"--config.run.dir={run}",
          "--config.log.console=plain", "--config.model.config.num_attention_heads=1",
          "--config.model.config.num_key_value_heads=1", "--config.rollout.prompt_lengths=", f"--config.rollout.servers={urls}",
          "--config.rollout.vllm.transport=network", "--config.log.trace_requests=true", f"--config.train.steps={STEPS}",

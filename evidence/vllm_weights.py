@@ -21,7 +21,7 @@ import conftest  # noqa: E402, F401
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from common import commit, record, table  # noqa: E402
-from rollout_helpers import random_params  # noqa: E402
+from helpers.rollout_helpers import random_params  # noqa: E402
 
 from jaxrl import models  # noqa: E402
 from jaxrl.config.load import default_config  # noqa: E402

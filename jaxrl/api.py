@@ -1,5 +1,5 @@
-"""What users of jaxrl call: `train`, which the command line, scripts and notebooks share, and the names of a loop of
-one's own (OWN_LOOP; docs/reference/python.md).
+"""The public API: `train`, which the command line, scripts and notebooks share, and the names for a user's own loop
+(OWN_LOOP; docs/reference/python.md). Nothing heavy is imported until a function needs it.
 """
 
 from __future__ import annotations
@@ -70,30 +70,30 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
 
     Raises:
       ConfigError: before any device work, naming field, value and remedy of every problem.
-      RunStopped: the run had to stop, or a callback failed; what was saved is resumed by the same call.
+      RunStopped: the run had to stop, or a callback failed; repeat the call to resume from the latest checkpoint.
     """
     _check_call(unknown)
     from jaxrl import data as data_room
     from jaxrl import telemetry
     from jaxrl.resolve.checks import common, replay
-    from jaxrl.run.python_api import taken
+    from jaxrl.run.python_api import apply_python_inputs
 
     config = config_of(config)
     if not config.run.dir:
         config.run.dir = f"runs/{short_name(config.run.recipe)}"
-    given = taken(config, model, data, rewards, tokenizer, eval, callbacks, env, tools)
+    inputs = apply_python_inputs(config, model, data, rewards, tokenizer, eval, callbacks, env, tools)
     replay.place(config)
     common.check(config)
     if config.run.mode in ("plan", "certify"):
-        return _run_without_devices(config, given)
-    if config.run.mode not in replay.AGAIN:  # what was recorded needs no data
-        data_room.check_paths(config, given.data is not None, given.eval or ())
+        return _run_without_devices(config, inputs)
+    if config.run.mode not in replay.AGAIN:  # recorded steps need no data
+        data_room.check_paths(config, inputs.data is not None, inputs.eval or ())
     telemetry.setup_logging(config.log.level)
     from jaxrl.processes import group
 
     group.start(config)
     try:
-        return _train(config, given, group.peers())
+        return _train(config, inputs, group.peers())
     except (Exception, KeyboardInterrupt) as e:
         from jaxrl.planning import plan
 
@@ -113,7 +113,7 @@ def _check_call(unknown: Mapping[str, Any]) -> None:
         raise ConfigError(unknown_argument(name, value, [*inspect.signature(train).parameters]))
 
 
-def _run_without_devices(config, given) -> dict:
+def _run_without_devices(config, inputs) -> dict:
     """Runs a mode that needs no accelerator: plan or certify. Returns its summary."""
     if config.run.mode == "plan":  # nothing is read but the model's description
         from jaxrl.planning import plan
@@ -126,11 +126,11 @@ def _run_without_devices(config, given) -> dict:
     from jaxrl.telemetry import setup_logging
 
     setup_logging(config.log.level)
-    return certify.run(config, given)
+    return certify.run(config, inputs)
 
 
-def _train(config, given, peers) -> dict:
-    """`train` in a process that has met its peers."""
+def _train(config, inputs, peers) -> dict:
+    """Runs the job of `train` in a process that has joined its group. Returns its summary."""
     from jaxrl import telemetry
     from jaxrl.config.load import redacted
     from jaxrl.planning.comparison import comparison
@@ -147,18 +147,18 @@ def _train(config, given, peers) -> dict:
     if config.fork.run and config.run.mode == "train":
         from jaxrl.replay import fork
 
-        config = fork.started(config, given)
+        config = fork.start_fork(config, inputs)
     elif config.run.warm_start:
-        config = _after_warm_start(config, given)
-    given = given._replace(comparison=comparison)
+        config = _after_warm_start(config, inputs)
+    inputs = inputs._replace(comparison=comparison)
     recipe = recipe_of(config)
     run = f"{recipe.again}.{config.run.mode}" if config.run.mode in replay.AGAIN else recipe.run
-    out = (run if callable(run) else importlib.import_module(run).run)(config, given)
+    out = (run if callable(run) else importlib.import_module(run).run)(config, inputs)
     peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
     return out
 
 
-def _after_warm_start(config, given):
+def _after_warm_start(config, inputs):
     """Runs the warm-start job unless its export is already there; the job then starts from that export."""
     from jaxrl.processes.group import peers
 
@@ -168,11 +168,11 @@ def _after_warm_start(config, given):
         raise ConfigError(f"run.warm_start={config.run.warm_start!r}: {e}") from e
     if not recipe_of(first).starts_others or first.run.warm_start:
         raise ConfigError(
-            f"run.warm_start={config.run.warm_start!r}: must be an SFT config without a warm start of its own"
+            f"run.warm_start={config.run.warm_start!r}: must be an SFT config that has no run.warm_start itself"
         )
     if first.lora.adapters:
         raise ConfigError(f"run.warm_start={config.run.warm_start!r}: with lora.adapters its export is a folder for "
-                          "each adapter; run it by itself, and begin from one of them (model.path, or lora.path)")
+                          "each adapter; run it separately and start from one of them (model.path, or lora.path)")
     folder = Path(config.run.dir) / "warm_start"
     for name in ("seed", "compile_cache", "matmul_precision", "deterministic"):
         first.run[name] = config.run[name]
@@ -183,17 +183,17 @@ def _after_warm_start(config, given):
     if not peers().decide(f"{folder} is finished", _finished, folder):
         if config.run.mode != "train":
             raise ConfigError(f"run.mode={config.run.mode}: the warm start in {folder} has not finished; train first")
-        _check_before(first, config, given)
+        _check_before(first, config, inputs)
         train(first)
     if not peers().decide(f"{folder} is finished now", _finished, folder):
-        raise SystemExit(0)  # the warm start was asked to stop; the same command goes on from its checkpoint
+        raise SystemExit(0)  # the warm start was stopped on request; the same command resumes it
     config.model.path, config.model.init = str(export), "pretrained"
     config.model.tokenizer = config.model.tokenizer or str(export)
     return config
 
 
-def _check_before(first, config, given) -> None:
-    """Raises ConfigError for what the job after the warm start could not work with, before any time is spent on it."""
+def _check_before(first, config, inputs) -> None:
+    """Raises ConfigError for inputs that the job after the warm start would reject, before the warm start runs."""
     from jaxrl import sharding
     from jaxrl.run.setup import check_inputs
 
@@ -201,8 +201,8 @@ def _check_before(first, config, given) -> None:
     for name in ("path", "init", "config"):
         later.model[name] = first.model[name]
     later.model.tokenizer = config.model.tokenizer or first.model.tokenizer or first.model.path
-    check_inputs(later, given)
-    sharding.role_meshes(config.mesh)  # of devices that are here
+    check_inputs(later, inputs)
+    sharding.role_meshes(config.mesh)  # raises if these devices do not fit
 
 
 def _finished(folder: Path) -> bool:

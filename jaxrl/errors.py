@@ -7,3 +7,9 @@ class ConfigError(ValueError):
 
 class RunStopped(RuntimeError):
     """A run that cannot go on (rewards fail, nothing is finite). The message says why and what to do."""
+
+
+def type_of(value) -> str:
+    """Returns the name of a value's type with its article, for messages: "an int", "a list"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

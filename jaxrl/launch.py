@@ -1,11 +1,11 @@
 """Several processes of one run on this machine: jaxrl launch --processes=4 -- --config=configs/grpo.py ...
 
-For trying many hosts out on one, and for machines whose GPUs are to be shared between processes. What follows `--` goes
-to `jaxrl` (flags are those of `jaxrl train`); a script (`-- train.py ...`) is run instead of it. Process 0 has the
-console; lines of the others carry their number. When one dies the others get a grace time, then they are killed; it is
-said which one died first, and how. SIGTERM and Ctrl-C go to all: they save, then leave.
+For trying a multi-host run on one machine, and for sharing a machine's GPUs between processes. Arguments after `--` go
+to `jaxrl` (the flags of `jaxrl train`); a script (`-- train.py ...`) is run instead of it. Process 0 has the console;
+lines of the others start with their number. If one process fails, the others get a grace time and are then killed, and
+the launcher reports which failed first and how. SIGTERM and Ctrl-C go to all processes: they save and exit.
 
-Exit status: 0 all done or stopped on request, else that of the process that ended first (128 + n for signal n).
+Exit status: 0 all done or stopped on request, else that of the process that failed first (128 + n for signal n).
 Standard library only: the launcher touches no device.
 """
 
@@ -23,11 +23,11 @@ import time
 
 from jaxrl.__main__ import run
 
-HOPELESS = (2, 130)  # a config that cannot work, Ctrl-C: not tried again
+NOT_RETRIED = (2, 130)  # an invalid config, Ctrl-C
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(options of the launcher, what the processes run)."""
+    """Parses the command line. Returns (options of the launcher, arguments of the processes)."""
     parser = argparse.ArgumentParser(prog="jaxrl launch", description=__doc__.split("\n\n")[0],
                                      epilog="After `--`: the flags of jaxrl train, or a script with its own.")
     parser.add_argument("--processes", type=int, required=True, help="processes to start")
@@ -39,8 +39,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
                         help="environment of all; may be repeated")
     parser.add_argument("--retries", type=int, default=0,
-                        help="how often all are started again after one died; they go on from the newest checkpoint")
-    parser.add_argument("--grace", type=float, default=20.0, help="seconds that the others have after one died")
+                        help="how often all are restarted after one failed; they resume from the latest checkpoint")
+    parser.add_argument("--grace", type=float, default=20.0,
+                        help="seconds until the others are killed after one failed")
     own, rest = (argv[:argv.index("--")], argv[argv.index("--") + 1:]) if "--" in argv else (argv, [])
     options, others = parser.parse_known_args(own)
     if others:
@@ -57,9 +58,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]:
-    """The environment of every process."""
-    given = dict(entry.split("=", 1) for entry in options.env)
-    gpus = visible_gpus({**environ, **given})
+    """Returns the environment of every process. Raises SystemExit if there are fewer GPUs than requested."""
+    added = dict(entry.split("=", 1) for entry in options.env)
+    gpus = visible_gpus({**environ, **added})
     out = []
     for i in range(options.processes):
         env = {**environ, "PYTHONUNBUFFERED": "1", "JAXRL_COORDINATOR": f"127.0.0.1:{port}",
@@ -74,12 +75,12 @@ def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]
             env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.devices or 1)}
         if options.cpus:
             env["OMP_NUM_THREADS"] = str(options.cpus)
-        out.append({**env, **given})
+        out.append({**env, **added})
     return out
 
 
 def visible_gpus(environ) -> list[str]:
-    """NVIDIA devices that jax would take, none where it is told to use the CPU."""
+    """Returns the NVIDIA devices that jax would use; [] if JAX_PLATFORMS selects the CPU."""
     if environ.get("JAX_PLATFORMS", "cuda") == "cpu":
         return []
     there = sorted(int(p.removeprefix("/dev/nvidia")) for p in glob.glob("/dev/nvidia[0-9]*"))
@@ -88,7 +89,7 @@ def visible_gpus(environ) -> list[str]:
 
 
 class Group:
-    """The processes of one attempt."""
+    """The processes of one attempt. Args: options of the launcher; the command that each runs."""
 
     def __init__(self, options, command: list[str]):
         self.options, self.stopping = options, False
@@ -114,19 +115,20 @@ class Group:
             sys.stdout.flush()
 
     def signal(self, number) -> None:
+        """Sends a signal to all processes that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def run(self) -> int:
-        """Waits for all; returns the status of the run."""
+        """Waits for all processes, killing the rest `grace` seconds after one failed; returns the exit status."""
         first, end = None, float("inf")
         while any(p.poll() is None for p in self.processes):
             if first is None and (first := self._first_to_fail()) is not None:
                 end = time.monotonic() + self.options.grace
             if time.monotonic() > end:
-                say(f"{sum(p.poll() is None for p in self.processes)} processes are still there after "
-                    f"--grace={self.options.grace:g} s: they are killed")
+                say(f"killing {sum(p.poll() is None for p in self.processes)} processes that still run "
+                    f"--grace={self.options.grace:g} s after the failure")
                 self.signal(signal.SIGKILL)
                 end = float("inf")
             time.sleep(0.05)
@@ -137,9 +139,9 @@ class Group:
         failed = [i for i, p in enumerate(self.processes) if p.poll()]
         if not failed:
             return None
-        # of several at one look a killed one comes first: the others gave up because of it
+        # of several found at once a killed one comes first: the others stopped because of it
         first = min(failed, key=lambda i: self.processes[i].returncode)
-        say(f"process {first} of {len(self.processes)} (pid {self.processes[first].pid}) ended first: "
+        say(f"process {first} of {len(self.processes)} (pid {self.processes[first].pid}) failed first: "
             f"{ended(self.processes[first])}")
         return first
 
@@ -158,6 +160,7 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs `jaxrl launch` with these arguments (default sys.argv); returns its exit status."""
     options, rest = parse(sys.argv[1:] if argv is None else argv)
     command = [sys.executable, *(rest if rest[0].endswith(".py") and rest[0][0] != "-"
                                  else ("-m", "jaxrl", *rest))]
@@ -173,10 +176,10 @@ def main(argv: list[str] | None = None) -> int:
     status = 0
     for attempt in range(options.retries + 1):
         if attempt:
-            say(f"starting again from the newest checkpoint ({attempt} of --retries={options.retries})")
+            say(f"restarting from the latest checkpoint ({attempt} of --retries={options.retries})")
         group = Group(options, command)
         status = group.run()
-        if status == 0 or status in HOPELESS or stopping:
+        if status == 0 or status in NOT_RETRIED or stopping:
             break
     return status
 

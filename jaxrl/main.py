@@ -1,8 +1,8 @@
 """The program of `jaxrl train`, eval and plan: python -m jaxrl.main --config=configs/grpo.py --config.optimizer.lr=1e-5
 
-Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request, 2 bad config, data
-or checkpoint, 1 a run that had to stop (its checkpoints are whole; the same command resumes) or a claim of certify that
-does not hold, 128 + n for signal n while the run starts (Ctrl-C 130, SIGTERM 143), 130 for a second Ctrl-C.
+Loads a config file, applies the overrides, runs the job. Exit status: 0 done or stopped on request; 2 bad config, data
+or checkpoint; 1 a run that had to stop (its checkpoints are complete: rerun the same command to resume), or a claim of
+certify that does not hold; 128 + n signal n while the run starts (Ctrl-C 130, SIGTERM 143); 130 a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
             return 0
         spec, overrides = parse_flags(argv)
         if spec is None:
-            raise ConfigError(f"--config=FILE is missing, e.g. jaxrl {program} --config=grpo; jaxrl {program} --help "
-                              "says more")
+            raise ConfigError(f"--config=FILE is missing, e.g. jaxrl {program} --config=grpo; see jaxrl {program} "
+                              "--help")
         if program != "train" and overrides.setdefault("run.mode", program) != program:
             raise ConfigError(f"--config.run.mode={overrides['run.mode']}: jaxrl {program} sets run.mode={program}; "
                               "leave it out, or use jaxrl train")
@@ -52,38 +52,42 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
         complain(e)
         return 2
     except KeyboardInterrupt as e:
-        complain(f"{e or 'interrupted'}: left before there was anything to save; the same command goes on from the "
-                 "newest checkpoint")
+        by = f" by {e}" if str(e) else ""
+        complain(f"interrupted{by} before anything was saved; rerun the same command to resume from the latest "
+                 "checkpoint")
         return 128 + getattr(e, "number", 2)
     except OSError as e:
         if e.errno not in DISK_TROUBLE:
             raise
-        complain(f"stopped: {e.filename or config.run.dir}: {e.strerror}; mend that, and the same command goes on from "
-                 "the newest checkpoint")
+        complain(f"stopped: {e.filename or config.run.dir}: {e.strerror}; fix this and rerun the same command to "
+                 "resume from the latest checkpoint")
         return 1
     return int(done.get("certified") is False)
 
 
 def peers():
-    """The processes of the run; None before any could have met."""
+    """Returns the group of processes of the run, or None if it was not set up yet."""
     module = sys.modules.get("jaxrl.processes.group")
     return module and module.peers()
 
 
 def complain(text) -> None:
+    """Prints an error to stderr, with the process's name if it is not the first."""
     name = f" {peers().who(peers().index)}" if peers() and not peers().first else ""
     print(f"jaxrl{name}: {text}", file=sys.stderr)
 
 
-EXIT_SECONDS = 60.0  # for what libraries do when the process ends
+EXIT_SECONDS = 60.0  # limit for threads and atexit functions of libraries
 
 
 def command(argv: list[str] | None = None, program: str = "train") -> None:
-    """`jaxrl train` and `python -m jaxrl.main`: main, and then the process ends, whatever threads and atexit functions
-    of libraries wait for: a launcher tries again only what has ended."""
+    """Runs `jaxrl train` and `python -m jaxrl.main`: calls main, then ends the process within EXIT_SECONDS.
+
+    Threads and atexit functions of libraries cannot delay the end further: a launcher only restarts ended processes.
+    """
     try:
         status = run(lambda argv: main(argv, program), argv)
-    except Exception:  # a mistake in jaxrl or in code of the user's
+    except Exception:  # a bug in jaxrl or in the user's code
         traceback.print_exc()
         status = 1
     if peers():
@@ -93,9 +97,9 @@ def command(argv: list[str] | None = None, program: str = "train") -> None:
 
 
 def leave_after(seconds: float, status: int) -> None:
-    """Ends the process by force if it is still there after so many seconds."""
+    """Ends the process by force if it still runs after so many seconds."""
     time.sleep(seconds)
-    os.write(2, f"\njaxrl: a library did not let the process end for {seconds:g} s: left\n".encode())
+    os.write(2, f"\njaxrl: a library kept the process alive for {seconds:g} s after its end: exit forced\n".encode())
     os._exit(status)
 
 

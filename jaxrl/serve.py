@@ -1,16 +1,16 @@
-"""vLLM servers of one host, for trainers elsewhere:
+"""Starts and watches the vLLM servers of one host, for trainers on other hosts:
 
     jaxrl serve --config=configs/grpo_gsm8k.py --config.rollout.servers=/shared/s ...
 
-Takes the trainers' own command line. Starts `rollout.vllm.replicas` servers, each with its share of the GPUs, with
-dummy weights; the trainers give them theirs. Every server that answers is announced by a file in the folder that
-rollout.servers names, its URL as content; trainers read the folder at every publish. A server that dies, hangs (twice
-no answer to /health within `rollout.vllm.health_seconds`) or does not come up is started again at the same URL
-(`rollout.vllm.restarts` times). Ends on SIGTERM or Ctrl-C with status 0, with 1 when no server is left, with 2 for a
-config that cannot work.
+Takes the trainers' command line. Starts `rollout.vllm.replicas` servers, each with its share of the GPUs, with dummy
+weights; the trainers sync theirs. Every server that responds is announced by a file in the folder rollout.servers, with
+its URL as content; trainers read the folder at every weight sync. A server that dies, hangs (two requests to /health
+without a response within `rollout.vllm.health_seconds`) or does not come up is restarted at the same URL, up to
+`rollout.vllm.restarts` times. Ends on SIGTERM or Ctrl-C with status 0; with 1 if no server is left; with 2 for an
+invalid config.
 
-Servers ask for the key in $VLLM_API_KEY (or rollout.vllm.api_key), everywhere but at /health. They listen on
-rollout.vllm.host: by default on loopback, for trainers of this host; for others name this host's address in the
+Servers require the key in $VLLM_API_KEY (or rollout.vllm.api_key) everywhere but at /health. They listen on
+rollout.vllm.host: by default on loopback, for trainers on this host; for other hosts set this host's address in the
 cluster's network. They are announced under $JAXRL_SERVE_HOST, else under the address they listen on, else (listening on
 all) under this host's name. Touches no device.
 """
@@ -43,22 +43,29 @@ log = logging.getLogger("jaxrl")
 
 
 def shares(gpus: list[str], replicas: int, each: int) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES of each server; () without GPUs. Raises ConfigError where there are too few."""
+    """Returns CUDA_VISIBLE_DEVICES of each server; () without GPUs. Raises ConfigError if there are too few."""
     if gpus and len(gpus) < replicas * each:
-        raise ConfigError(f"rollout.vllm.replicas={replicas} of tensor_parallel={each} want {replicas * each} GPUs, "
-                          f"this host has {len(gpus)}")
+        raise ConfigError(f"rollout.vllm.replicas={replicas} with tensor_parallel={each}: needs {replicas * each} "
+                          f"GPUs, this host has {len(gpus)}; lower one of them")
     return tuple(",".join(gpus[i * each:(i + 1) * each]) for i in range(replicas)) if gpus else ()
 
 
 def reached_at(host: str) -> tuple[str, str]:
-    """(name in URLs, name for this process) of servers that listen on `host`."""
+    """Returns (host name in announced URLs, host name for this process) of servers that listen on `host`."""
     everywhere = host in ("0.0.0.0", "::")
     here = "127.0.0.1" if everywhere else f"[{host}]" if ":" in host else host
     return os.environ.get("JAXRL_SERVE_HOST") or (socket.gethostname() if everywhere else here), here
 
 
 class Host:
-    """The servers of this host. `folder`: where they are announced; `own`: for logs and the model's description."""
+    """The servers of this host.
+
+    Args:
+      folder: where they are announced. own: folder for logs and the model's description.
+
+    Raises:
+      ConfigError: no key is set, or there are too few GPUs.
+    """
 
     def __init__(self, config, folder: Path, own: Path):
         v = config.rollout.vllm
@@ -72,7 +79,7 @@ class Host:
             log.info("servers listen on loopback: trainers of other hosts need --config.rollout.vllm.host=<this host's "
                      "address>")
         self.names = [f"{socket.gethostname()}_{i}" for i in range(v.replicas)]
-        for name in self.names:  # what an earlier serve of this host announced
+        for name in self.names:  # announced by an earlier serve on this host
             (folder / name).unlink(missing_ok=True)
         m = load_config(config.run.warm_start).model if config.run.warm_start else config.model
         hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False)
@@ -85,13 +92,13 @@ class Host:
         self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=v.replicas)
 
     def look(self) -> bool:
-        """Announces servers that have come up, starts those that died or hang again; False when none is left."""
+        """Announces servers that came up and restarts those that died or hang; False if none is left."""
         processes, seconds = self.servers.processes, self.config.rollout.vllm.health_seconds
         found = self.pool.map(self.servers.look, range(len(processes)), self.controls, [seconds] * len(processes))
         for i, why in enumerate(found):
             processes[i].bound_log()
             if why and self.servers.restart(i):
-                log.warning("%s %s; it is started again", self.urls[i], why)
+                log.warning("%s %s; restarting it", self.urls[i], why)
             elif why:
                 processes[i].kill()
             elif self.servers.up[i] and i not in self.announced:
@@ -101,12 +108,13 @@ class Host:
         return any(p.exit_status() is None for p in processes)
 
     def stop(self) -> None:
+        """Ends all servers."""
         self.pool.shutdown(wait=False)
         self.servers.stop()
 
 
 def announce(folder: Path, name: str, url: str) -> None:
-    """A file of its own for a URL; whole or not there."""
+    """Writes a file with the URL, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{name}"
     temporary.write_text(url + "\n", "utf-8")
@@ -114,6 +122,7 @@ def announce(folder: Path, name: str, url: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs `jaxrl serve` with these arguments (default sys.argv); returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if help.requested(argv) is not None:
         print(__doc__.rstrip() + "\n\nIts options: jaxrl train --help=rollout.vllm")

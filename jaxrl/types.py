@@ -1,4 +1,4 @@
-"""The few values that cross rooms.
+"""The values that several packages share: Trajectories, PackedBatch, TrainState.
 
 Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L row length, S scored tokens per row.
 """
@@ -15,20 +15,20 @@ FINISH = ("stop", "length", "abort")  # values of Trajectories.finish are indice
 
 
 class Sizes(NamedTuple):
-    """What decides where sequences go."""
+    """Lengths and groups of sequences, which decide the layout."""
 
     prompts: np.ndarray      # [Q] tokens of the prompt, which a copy may hold for several sequences
-    completions: np.ndarray  # [Q] tokens behind it
+    completions: np.ndarray  # [Q] tokens after it
     groups: np.ndarray       # [Q] never split over optimizer steps
     prefixes: np.ndarray     # [Q] sequences of one value have the same prompt
 
 
 @dataclasses.dataclass
 class Trajectories:
-    """A ragged batch in host memory. Sequence q owns tokens[offsets[q]:offsets[q+1]], a prompt and what came after it.
+    """A ragged batch in host memory. Sequence q is tokens[offsets[q]:offsets[q+1]], a prompt and its continuation.
 
-    A trajectory is one sequence, or several, one behind the other (a history that is rewritten between turns opens a
-    new one); each sampled token is in the loss of exactly one of them. Weights, statistics, mini-batches and penalties
+    A trajectory is one sequence or several consecutive ones (a history that is rewritten between turns opens a new
+    one); each sampled token is in the loss of exactly one of them. Weights, statistics, mini-batches and penalties
     count trajectories; only layout, packing and attention know sequences. Trajectories are ordered by (prompt, sample).
     Nothing here is padded; only `training.pack` pads.
     """
@@ -47,9 +47,9 @@ class Trajectories:
     columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     trajectory: np.ndarray | None = None  # [Q] int64, ascending: whose sequence it is; None = one each
     prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group: one sequence each
-    # made of these:
+    # derived:
     lengths: np.ndarray = dataclasses.field(init=False)  # [Q] tokens of each sequence
-    completion_lengths: np.ndarray = dataclasses.field(init=False)  # [Q] those behind its prompt
+    completion_lengths: np.ndarray = dataclasses.field(init=False)  # [Q] those after its prompt
     first: np.ndarray = dataclasses.field(init=False)  # [N] each trajectory's first sequence
     spans: np.ndarray = dataclasses.field(init=False)  # [N+1] where the tokens of each trajectory begin, and the end
 
@@ -58,7 +58,7 @@ class Trajectories:
         self.trajectory = np.arange(count) if whole else np.asarray(self.trajectory)
         at, held = self.trajectory, np.unique(self.trajectory)
         if len(at) != len(self.lengths) or (np.diff(at) < 0).any() or not np.array_equal(held, np.arange(count)):
-            raise ValueError(f"trajectory={at}: expected the sequences of {count} trajectories, one behind the other")
+            raise ValueError(f"trajectory={at}: expected the sequences of {count} trajectories, in order")
         if self.prefix is None and not whole:
             raise ValueError("trajectories of several sequences need `prefix`: a group may have different prompts")
         self.prefix = self.group if self.prefix is None else self.prefix
@@ -79,15 +79,15 @@ class Trajectories:
         return Sizes(self.prompt_lengths, self.completion_lengths, self.group[self.trajectory], self.prefix)
 
     def total(self, values_T=1) -> np.ndarray:
-        """[N] sum over each trajectory's tokens in the loss; without values their count."""
+        """Returns [N] sums of values_T [T] over each trajectory's tokens in the loss; without values their count."""
         return np.add.reduceat(np.where(self.loss_mask, values_T, 0), self.spans[:-1])
 
     def spread(self, numbers_N) -> np.ndarray:
-        """[T] each trajectory's number at all of its tokens."""
+        """Returns [T]: each trajectory's number, from numbers_N [N], at all of its tokens."""
         return np.repeat(numbers_N, np.diff(self.spans))
 
     def sampled(self) -> list[np.ndarray]:
-        """Of each trajectory, where in the batch its tokens in the loss are."""
+        """Returns the indices into [T] of each trajectory's tokens in the loss."""
         return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
 
 

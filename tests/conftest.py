@@ -1,6 +1,7 @@
 """Tests run on the CPU; an fp32 claim is tested with fp32 matmuls; arrays of different ranks meet only where the code
 says how (jax_numpy_rank_promotion)."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -16,12 +17,15 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from jaxrl.telemetry.compilations import give_back  # noqa: E402
+
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def pytest_collection_modifyitems(items):
     """Files that take longest first: with `pytest -n` a file is the unit of work."""
-    first = ("test_recipes.py", "test_training.py", "test_presets.py", "test_plan.py", "test_options_runs.py", "test_options_algorithm.py")
+    first = ("test_options_algorithm.py", "test_recipes.py", "test_options_runs.py", "test_models_experts.py",
+             "test_fork.py", "test_training.py", "test_plan.py")
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
@@ -30,6 +34,17 @@ def no_mesh():
     """A file begins under no mesh, and the one its tests set ends with it: which file came before is by chance."""
     with jax.set_mesh(None):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory():
+    """Compiled programs end with the file that compiled them where the process holds more than 1 GiB; it would grow to 5."""
+    yield
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    if pages * os.sysconf("SC_PAGE_SIZE") > 1 << 30:
+        jax.clear_caches()
+        gc.collect()
+        give_back()
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,10 @@
 import contextlib
 import json
 
-import certify_defects as defects
 import pytest
-import tiny_job
+from helpers import certify_defects as defects
+from helpers import tiny_job
+from helpers.tiers import first_cases
 
 import jaxrl
 from jaxrl import main
@@ -34,7 +35,7 @@ def checks_of(tmp_path, options) -> dict:
     return run.of_update(base, run.loss_of(base), resolve(config, engine="jax"))
 
 
-@pytest.mark.parametrize("what", [w for w, (_, claim) in OF_LOSS.items() if claim != "resume"])
+@first_cases(1, "what", [w for w, (_, claim) in OF_LOSS.items() if claim != "resume"])
 def test_a_defect_of_loss_or_advantage_is_found(what, tmp_path):
     options, claim = OF_LOSS[what]
     found = claims.found(claim, checks_of(tmp_path, options)[claim])
@@ -43,6 +44,7 @@ def test_a_defect_of_loss_or_advantage_is_found(what, tmp_path):
     json.dumps(claims.jsonable(found.case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", defects.SOUND)
 def test_a_sound_loss_of_a_users_own_breaks_nothing(what, tmp_path):
     checks = checks_of(tmp_path, defects.SOUND[what])
@@ -60,7 +62,7 @@ def test_presets_are_what_they_say(preset, tmp_path):
     assert ("KL (k1, in the reward)" in found["terms"].told) == (preset == "reinforce_pp")
 
 
-@pytest.mark.parametrize("what", OF_REWARDS)
+@first_cases(1, "what", OF_REWARDS)
 def test_a_defect_of_a_reward_is_found(what, tmp_path):
     options, claim = OF_REWARDS[what]
     with contextlib.ExitStack() as stack:
@@ -76,7 +78,7 @@ def test_a_name_that_is_no_claim_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_says_it_all_and_ends_with_1_unless_it_is_accepted(tmp_path, capsys):
-    flags = ["--config=tests/tiny_job.py", "--config.run.mode=certify", f"--config.run.dir={tmp_path}",
+    flags = ["--config=tests/helpers/tiny_job.py", "--config.run.mode=certify", f"--config.run.dir={tmp_path}",
              f"--config.algorithm.advantage={defects.HERE}:remembers"]
     assert main.main(flags) == 1
     told = json.loads((tmp_path / "certify.json").read_text())

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_worker import host, state
+from helpers.checkpoint_worker import host, state
 
 from jaxrl.checkpoint import checkpointer as checkpoint
 from jaxrl.checkpoint.checkpointer import FORMAT, Checkpointer, CheckpointError, flatten
@@ -26,7 +26,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.processes.faults import FaultError, Faults
 from jaxrl.resolve.checks import common
 
-WORKER = str(Path(__file__).with_name("checkpoint_worker.py"))
+WORKER = str(Path(__file__).with_name("helpers") / "checkpoint_worker.py")
 
 
 def make(run_dir, faults=(), **options):
@@ -100,7 +100,7 @@ def test_an_asynchronous_save_survives_donation_and_overwriting(tmp_path):
 
 def test_restored_on_any_number_of_devices(tmp_path):
     """Written by a process with 8 devices; read on 8, 4 (another axis) and 1 there, and by this process."""
-    out = subprocess.run([sys.executable, WORKER, "meshes", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    out = subprocess.run([sys.executable, WORKER, "meshes", str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert out.returncode == 0, out.stderr
     assert out.stdout.splitlines() == ["restored on 8 8", "restored on 4 4", "restored on 1 1"]
     whole = np.arange(64 * 24, dtype=np.float32).reshape(64, 24) / 7
@@ -427,7 +427,7 @@ def test_before_commit_runs_when_tensors_are_written_and_nothing_is_visible(tmp_
 def test_a_disk_that_hangs_ends_the_process_with_a_message(tmp_path, phase):
     """In the background the caller is told and can close; in the caller's own thread nothing but the end of the process is left."""
     fault = f"checkpoint.sleep@step=2,phase={phase},seconds=600"
-    done = subprocess.run([sys.executable, WORKER, "hangs", str(tmp_path), fault], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, WORKER, "hangs", str(tmp_path), fault], capture_output=True, text=True, timeout=600)
     said = done.stdout + done.stderr
     assert done.returncode == 1 and "checkpoint of step 2 not written within checkpoint.timeout_seconds=" in said
     assert "the newest one is of step 1" in said and ("closed" in said) == (phase == "tensors")
@@ -451,7 +451,7 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path, how):
     disk.mkdir(exist_ok=True)
     try:
         out = subprocess.run([sys.executable, WORKER, "full", str(disk), how if mounted else "limit"],
-                             capture_output=True, text=True, timeout=120)
+                             capture_output=True, text=True, timeout=600)
     finally:
         if mounted:
             subprocess.run(["umount", str(disk)], check=True)

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from helpers.tiers import first_cases
 
 import jaxrl
 from jaxrl.config.schema import SCHEMA, options
@@ -44,6 +45,8 @@ BEHAVIOURS = {
 CHECKED_ONLY = {
     "rollout.penalties_in_training",  # consent
 }
+# Files of the rooms that list and check options in which some act.
+ACTS = ("config/run_length.py", "resolve/checks/replay.py")
 # Names under which files hold a group of the config.
 ALIASES = {
     "run/session.py": {"c": "checkpoint", "e": "eval"},
@@ -56,8 +59,13 @@ ALIASES = {
     "rollout/shapes.py": {"roll": "rollout"},
     "rl/trajectories.py": {"group": "rollout eval"},
     "run/setup.py": {"c": "model"},
-    "rl/step.py": {"a": "algorithm", "limits": "algorithm.mismatch"},
-    "rl/algorithm.py": {"options": "algorithm reference"},
+    "rl/step.py": {"a": "algorithm"},
+    "rl/roles.py": {"options": "algorithm reference"},
+    "rl/advantages.py": {"options": "algorithm"},
+    "rl/metrics.py": {"limits": "algorithm.mismatch"},
+    "rl/recording.py": {"options": "record"},
+    "workers/ray_process.py": {"options": "env reward"},
+    "algorithms/token_masks.py": {"options": "algorithm"},
     "roles/reference.py": {"options": "reference"},
     "roles/critic.py": {"options": "critic"},
     "recipes/distill.py": {"d": "distill", "t": "teacher"},
@@ -128,13 +136,13 @@ def definitions(path):
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 out |= {n.id: text(node) for n in ast.walk(target) if isinstance(n, ast.Name)}
-        elif isinstance(node, ast.ImportFrom) and (found := list(HERE.rglob(f"{node.module}.py"))):
-            helpers = definitions(found[0])
-            out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
-        elif isinstance(node, ast.Import):
-            for a in node.names:
-                if (HERE / f"{a.name}.py").is_file():
-                    out[a.asname or a.name] = (HERE / f"{a.name}.py").read_text("utf-8")
+        elif isinstance(node, ast.ImportFrom) and node.module == "helpers":
+            out |= {a.asname or a.name: (HERE / "helpers" / f"{a.name}.py").read_text("utf-8") for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for file in (HERE / f"{node.module.replace('.', '/')}.py", path.with_name(f"{node.module}.py")):
+                if file.is_file():
+                    helpers = definitions(file)
+                    out |= {a.asname or a.name: _with_helpers(a.name, helpers) for a in node.names}
     return out
 
 
@@ -242,7 +250,8 @@ def test_every_option_is_read_where_it_acts():
     root, seen = Path(jaxrl.__file__).parent, set()
     for path in root.rglob("*.py"):
         file = str(path.relative_to(root))
-        if file not in ("config.py", "config_checks.py", "algorithm_checks.py", "distill_checks.py", "service_checks.py", "resume.py"):
+        says_only = file.startswith(("config/", "resolve/checks/")) and file not in ACTS or file == "checkpoint/resume.py"
+        if not says_only:
             tree = ast.parse(path.read_text("utf-8"))
             seen |= _reads(tree, ALIASES.get(file, {}))
     assert sorted(set(options()) - seen - CHECKED_ONLY) == []
@@ -290,7 +299,7 @@ except ConfigError as e:
 """
 
 
-@pytest.mark.parametrize("option, read", [("rollout.max_new_tokens", 7 + 1024), ("optimizer.lr", 7 - 1)])
+@first_cases(1, "option, read", [("rollout.max_new_tokens", 7 + 1024), ("optimizer.lr", 7 - 1)])
 def test_an_ignored_option_is_its_default_where_jaxrl_acts(option, read):
     """The instrument of evidence/mutations.py, in a process that a test starts: what sets, shows and checks a config sees what was set."""
     env = {**os.environ, "JAXRL_IGNORED_OPTION": option,

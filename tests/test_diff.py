@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl import diff

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tiny_job
 import yaml
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl.__main__ import PROGRAMS
@@ -120,8 +120,8 @@ def test_commands_are_such(block, place):
                 check_paths(config)
         program, script = words[0], next((w for w in words[1:] if not w.startswith("-")), "")
         if program in ("python", "bash", "sbatch") and "-m" not in words:
-            assert (ROOT / script).is_file(), script
-            check_flags(words, (ROOT / script).read_text())
+            found = next(p for p in (ROOT / script, place / script) if p.is_file())  # of the clone, or of the page
+            check_flags(words, found.read_text())
         elif program == "python":
             module = words[words.index("-m") + 1]
             assert module.startswith("vllm.") or importlib.util.find_spec(module), module
@@ -209,6 +209,14 @@ def test_the_workflow_has_every_section_of_ci_run_and_issues_ask_for_the_doctor(
         fields = {field.get("id"): field for field in yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())["body"]}
         assert "jaxrl doctor" in fields["doctor"]["attributes"]["description"] and fields["doctor"]["validations"]["required"]
         assert "jaxrl-doctor.txt" in fields["doctor"]["attributes"]["description"]
+
+
+def test_every_page_begins_with_what_its_reader_can_do_and_ends_with_what_was_measured():
+    for page in DOCS.rglob("*/*.md"):
+        text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text("utf-8"))
+        assert re.match(r"# .+\n\nAfter (reading this page|an afternoon)", text), page
+        measured = [bool(re.match(r"Measured|Shown|How far", title)) for title in re.findall(r"(?m)^## (.+)$", text)]
+        assert measured == sorted(measured), page
 
 
 def test_every_page_is_in_one_of_four_folders_and_reached_from_the_index():

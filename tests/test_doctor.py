@@ -14,7 +14,7 @@ from jaxrl.doctor.examinations import Line
 @pytest.fixture
 def alone(monkeypatch):
     """alone(name, code): the examination `name` is a process that runs this code."""
-    def make(name, code, seconds=20):
+    def make(name, code, seconds=300):
         monkeypatch.setitem(doctor.EXAMINATIONS, name, (None, seconds))
         real = doctor.subprocess.Popen
         monkeypatch.setattr(doctor.subprocess, "Popen", lambda command, **how: real([sys.executable, "-c", code], **how))

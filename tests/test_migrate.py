@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.tiers import first_cases
 
 from jaxrl.config.load import load_config
 from jaxrl.config.schema import free_tables, options
@@ -577,7 +578,7 @@ STARTS = {  # system -> a command that starts a job
 }
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@first_cases(2, "system", SYSTEMS)
 def test_a_hostile_script_leaves_nothing_behind_and_two_runs_the_same_bytes(system, tmp_path):
     script = tmp_path / "job.sh"
     script.write_text("touch $PWD/made; X=$(touch made2; echo 5)\n`touch made3`\ncat <(touch made4) > made5 &\n"
@@ -626,7 +627,7 @@ def test_a_config_hides_no_module_that_a_run_imports(file, name):
     assert name_of(file) == name
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@first_cases(2, "system", SYSTEMS)
 def test_a_name_that_no_version_has_is_unknown(system):
     """Behind every pattern that passes keys over: a name of the system's own is passed over, an invented one is named."""
     table = table_of(system)

@@ -267,7 +267,7 @@ def test_a_browser_draws_it_without_complaint(run, tmp_path):
              f"--user-data-dir={tmp_path}/profile", "--window-size=1200,6000"]
     flags += ["--no-sandbox"] if os.getuid() == 0 else []
     done = subprocess.run([shutil.which("chromium") or "chromium", *flags, "--dump-dom", Path(path).as_uri()], text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True, timeout=600)
     assert "CONSOLE" not in done.stderr and "data-errors" not in done.stdout and "data-drawn" in done.stdout
     shown = done.stdout.partition('<script type="application/json"')[0]
     assert "score 9, usual are 1: " in shown and "what each setting gained" in shown

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.tiers import first_cases
 
 import jaxrl
 from jaxrl.__main__ import unknown
@@ -35,7 +36,7 @@ def targets(table, key) -> set[str]:
     return {option for record in m.records() if record.key == key.name for option in record.targets}
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@first_cases(2, "system", SYSTEMS)
 def test_every_key_that_is_one_option_here_is_answered_with_it(system):
     table, asked = table_of(system), 0
     for key in table.keys():

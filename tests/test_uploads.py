@@ -57,7 +57,7 @@ def test_a_folder_is_whole_where_it_was_sent(export, tmp_path):
         if step == 4:
             (export / "sub" / "config.json").write_text('{"a": 1}')
         up.add(export, "export", step)
-        told = up.end(20)
+        told = up.end(300)
         assert not told["failed"] and not told["unfinished"] and up.metrics()["upload/waiting"] == 0
         there = tree(tmp_path / "there" / "export")
         stamp = (tmp_path / "there" / "export" / "model.safetensors").stat().st_mtime_ns
@@ -84,7 +84,7 @@ def test_without_its_marker_a_folder_is_not_whole(export, tmp_path, caplog):
     assert up.holds(export) and not (there / MARKER).exists() and (there / "model.safetensors").exists()
     (there / "sub" / "config.json" / "in the way").rmdir()
     (there / "sub" / "config.json").rmdir()
-    assert up.end(30)["done"] == 1 and whole(tree(there), 1) and not up.holds(export)
+    assert up.end(300)["done"] == 1 and whole(tree(there), 1) and not up.holds(export)
     assert len(caplog.records) == 1
     up.close()
 
@@ -94,7 +94,7 @@ def test_what_is_given_up_is_counted_and_said(export, tmp_path, caplog):
     up = Uploads(options(f"file://{tmp_path}/there", attempts=3), first_wait=0.01)
     up.add(export, "export_00000002", 2)
     up.add(tmp_path / "gone", "export_00000004", 4)
-    told = up.end(30)
+    told = up.end(300)
     assert up.metrics() == {"upload/done": 0.0, "upload/failed": 2.0, "upload/waiting": 0.0}
     assert "export_00000002 to file://" in told["failed"][0] and "deleted before it was sent" in told["failed"][1]
     assert [r.levelname for r in caplog.records] == ["WARNING", "ERROR", "ERROR"]

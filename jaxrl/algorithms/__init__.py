@@ -19,6 +19,7 @@ from jaxrl.algorithms.entropy import adaptive_entropy_coef
 from jaxrl.algorithms.kl import kl_penalty, kl_value
 from jaxrl.algorithms.losses import (
     POLICY_LOSSES,
+    PolicyLoss,
     cispo_loss,
     clipped_policy_loss,
     dppo_loss,
@@ -36,6 +37,6 @@ from jaxrl.algorithms.mismatch import mismatch_ratio, mismatch_weight, off_polic
 from jaxrl.algorithms.numerics import masked_exp, masked_expm1, sequence_mean, sequence_sum
 from jaxrl.algorithms.presets import PRESETS, resolve
 from jaxrl.algorithms.ratios import geometric_log_ratio, log_ratio
-from jaxrl.algorithms.token_masks import covariance_mask, second_moment_mask
+from jaxrl.algorithms.token_masks import TOKEN_MASKS, StepTokens, TokenMask, covariance_mask, second_moment_mask
 from jaxrl.algorithms.tokens import AdvantageInputs, Tokens
 from jaxrl.algorithms.turns import anchor_advantages, turn_advantages

@@ -10,6 +10,9 @@ where a bound removed (CISPO, DPPO: changed) the token's gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,7 +168,73 @@ def explained_variance(values_T, returns_T, mask_T) -> float:
     return float(1 - error.var() / spread) if spread > 0 else 0.0
 
 
-POLICY_LOSSES = {}  # name -> f(tokens: Tokens, cfg) -> (loss, stats)
+def _log_ratio(t: Tokens, cfg):
+    return ratio_of(t.logp, t.old, t.mask, t.sequences, cfg.ratio)
+
+
+def _clip(t: Tokens, cfg):
+    if cfg.ratio == "geometric":
+        if cfg.dual_clip or cfg.delta:
+            raise ValueError("ratio='geometric' clips tokens before their mean: dual_clip and delta have no meaning "
+                             "with it")
+        return gmpo_loss(t.logp, t.old, t.advantage, t.mask, t.sequences, cfg.clip_low, cfg.clip_high)
+    bounds = cfg.clip_low, cfg.clip_high
+    return clipped_policy_loss(t.logp, t.old, t.advantage, t.mask, *bounds, log_ratio=_log_ratio(t, cfg),
+                               dual_clip=cfg.dual_clip, delta=cfg.delta)
+
+
+def _cispo(t: Tokens, cfg):
+    bounds = cfg.cispo_max_ratio, cfg.cispo_min_ratio
+    return cispo_loss(t.logp, t.old, t.advantage, t.mask, *bounds, log_ratio=_log_ratio(t, cfg))
+
+
+def _sapo(t: Tokens, cfg):
+    taus = cfg.sapo_tau_pos, cfg.sapo_tau_neg
+    return sapo_loss(t.logp, t.old, t.advantage, t.mask, *taus, log_ratio=_log_ratio(t, cfg))
+
+
+def _dppo(t: Tokens, cfg):
+    return dppo_loss(t.logp, t.old, t.advantage, t.mask, cfg.dppo_low, cfg.dppo_high)
+
+
+def _topr(t: Tokens, cfg):
+    return topr_loss(t.logp, t.old, t.advantage, t.mask, t.sequences, cfg.ratio == "token")
+
+
+def _pg(t: Tokens, cfg):
+    return policy_gradient_loss(t.logp, t.advantage, t.mask, old=t.old)
+
+
+class PolicyLoss(NamedTuple):
+    """A row of POLICY_LOSSES.
+
+    function: f(tokens: Tokens, cfg) -> (loss, stats), see `register_policy_loss`. ratios: values of algorithm.ratio
+    that it takes; () = all. options: those below `algorithm` that it reads and that not every loss does (clip_low and
+    clip_high are read by metrics, too); None = not known, so that none is refused. unbiased: certify shows that its
+    gradient is that of the expected reward where the policy is the one that sampled.
+    """
+
+    function: Callable
+    ratios: tuple[str, ...] = ()
+    options: tuple[str, ...] | None = None
+    unbiased: bool = False
+
+    def __call__(self, tokens: Tokens, cfg):
+        """(loss, stats) of tokens. ValueError for a ratio that the loss does not take."""
+        if self.ratios and cfg.ratio not in self.ratios:
+            raise ValueError(f"ratio={cfg.ratio!r}: this policy loss takes {' or '.join(self.ratios)}")
+        return self.function(tokens, cfg)
+
+
+_BY_SEQUENCE = ("token", "sequence", "sequence_token")
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "clip": PolicyLoss(_clip, options=("dual_clip", "delta"), unbiased=True),
+    "cispo": PolicyLoss(_cispo, _BY_SEQUENCE, ("cispo_max_ratio", "cispo_min_ratio"), unbiased=True),
+    "sapo": PolicyLoss(_sapo, _BY_SEQUENCE, ("sapo_tau_pos", "sapo_tau_neg"), unbiased=True),
+    "dppo": PolicyLoss(_dppo, ("token",), ("dppo_low", "dppo_high"), unbiased=True),
+    "topr": PolicyLoss(_topr, ("token", "sequence"), ()),
+    "pg": PolicyLoss(_pg, ("token",), (), unbiased=True),
+}
 
 
 def register_policy_loss(name: str):
@@ -184,67 +253,15 @@ def register_policy_loss(name: str):
     """
 
     def register(function):
-        if POLICY_LOSSES.setdefault(name, function) is not function:
+        if POLICY_LOSSES.setdefault(name, PolicyLoss(function)).function is not function:
             raise ValueError(f"policy loss {name!r} exists already")
         return function
 
     return register
 
 
-def policy_loss(name: str):
-    """Returns the policy loss registered as `name`, f(tokens, cfg) -> (loss, stats). Raises ValueError if unknown."""
+def policy_loss(name: str) -> PolicyLoss:
+    """Returns the policy loss registered as `name`: f(tokens, cfg) -> (loss, stats). Raises ValueError if unknown."""
     if name not in POLICY_LOSSES:
         raise ValueError(f"policy_loss={name!r}: expected {', '.join(sorted(POLICY_LOSSES))}")
     return POLICY_LOSSES[name]
-
-
-def _log_ratio(t: Tokens, cfg):
-    return ratio_of(t.logp, t.old, t.mask, t.sequences, cfg.ratio)
-
-
-def _token_only(cfg, name):
-    if cfg.ratio != "token":
-        raise ValueError(f"ratio={cfg.ratio!r} has no meaning with policy_loss={name!r}; use token")
-
-
-@register_policy_loss("clip")
-def _clip(t: Tokens, cfg):
-    if cfg.ratio == "geometric":
-        if cfg.dual_clip or cfg.delta:
-            raise ValueError("ratio='geometric' clips tokens before their mean: dual_clip and delta have no meaning "
-                             "with it")
-        return gmpo_loss(t.logp, t.old, t.advantage, t.mask, t.sequences, cfg.clip_low, cfg.clip_high)
-    bounds = cfg.clip_low, cfg.clip_high
-    return clipped_policy_loss(t.logp, t.old, t.advantage, t.mask, *bounds, log_ratio=_log_ratio(t, cfg),
-                               dual_clip=cfg.dual_clip, delta=cfg.delta)
-
-
-@register_policy_loss("cispo")
-def _cispo(t: Tokens, cfg):
-    bounds = cfg.cispo_max_ratio, cfg.cispo_min_ratio
-    return cispo_loss(t.logp, t.old, t.advantage, t.mask, *bounds, log_ratio=_log_ratio(t, cfg))
-
-
-@register_policy_loss("sapo")
-def _sapo(t: Tokens, cfg):
-    taus = cfg.sapo_tau_pos, cfg.sapo_tau_neg
-    return sapo_loss(t.logp, t.old, t.advantage, t.mask, *taus, log_ratio=_log_ratio(t, cfg))
-
-
-@register_policy_loss("dppo")
-def _dppo(t: Tokens, cfg):
-    _token_only(cfg, "dppo")
-    return dppo_loss(t.logp, t.old, t.advantage, t.mask, cfg.dppo_low, cfg.dppo_high)
-
-
-@register_policy_loss("topr")
-def _topr(t: Tokens, cfg):
-    if cfg.ratio not in ("token", "sequence"):
-        raise ValueError(f"ratio={cfg.ratio!r} has no meaning with policy_loss='topr'; use token or sequence")
-    return topr_loss(t.logp, t.old, t.advantage, t.mask, t.sequences, cfg.ratio == "token")
-
-
-@register_policy_loss("pg")
-def _pg(t: Tokens, cfg):
-    _token_only(cfg, "pg")
-    return policy_gradient_loss(t.logp, t.advantage, t.mask, old=t.old)

@@ -261,39 +261,40 @@ class Loss(NamedTuple):
       unpaired: reads completions with labels (a pair counts as a good and a bad one); False = reads pairs.
       reference: reads r.
       per_token: its reward is per token.
-      smoothing: takes label_smoothing ("yes", "no") or requires it ("needs").
-      options: further options below `preference` that it reads.
+      needs: the option that must be on; "" = none.
+      options: those below `preference` that it reads.
     """
 
     function: Callable
     unpaired: bool = False
     reference: bool = True
     per_token: bool = False
-    smoothing: str = "no"
+    needs: str = ""
     options: tuple[str, ...] = ("beta",)
 
 
+_SMOOTHED = ("beta", "label_smoothing")
 LOSSES: dict[str, Loss] = {
-    "dpo": Loss(dpo, smoothing="yes"),
-    "robust": Loss(robust, smoothing="yes"),
+    "dpo": Loss(dpo, options=_SMOOTHED),
+    "robust": Loss(robust, options=_SMOOTHED),
     "hinge": Loss(hinge),
     "ipo": Loss(ipo, options=("beta", "ipo_mean")),
     "dpo_norm": Loss(dpo_norm),
-    "exo": Loss(exo, smoothing="needs"),
+    "exo": Loss(exo, needs="label_smoothing", options=_SMOOTHED),
     "nca": Loss(nca),
     "bco": Loss(bco),
     "apo_zero": Loss(apo_zero),
     "apo_down": Loss(apo_down),
     "sppo": Loss(sppo),
-    "aot": Loss(aot, smoothing="yes"),
-    "aot_unpaired": Loss(aot_unpaired, smoothing="yes"),
+    "aot": Loss(aot, options=_SMOOTHED),
+    "aot_unpaired": Loss(aot_unpaired, options=_SMOOTHED),
     "discopop": Loss(discopop, options=("beta", "discopop_tau")),
     "kto": Loss(kto, unpaired=True, options=("beta", "desirable_weight", "undesirable_weight")),
     "apo_zero_unpaired": Loss(apo_zero_unpaired, unpaired=True,
                               options=("beta", "desirable_weight", "undesirable_weight")),
     "orpo": Loss(orpo, reference=False, per_token=True),
-    "simpo": Loss(simpo, reference=False, per_token=True, smoothing="yes", options=("beta", "simpo_gamma")),
-    "cpo": Loss(cpo, reference=False, smoothing="yes"),
+    "simpo": Loss(simpo, reference=False, per_token=True, options=(*_SMOOTHED, "simpo_gamma")),
+    "cpo": Loss(cpo, reference=False, options=_SMOOTHED),
     "nll": Loss(nll, unpaired=True, reference=False, options=()),
 }
 

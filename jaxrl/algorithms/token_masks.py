@@ -1,12 +1,18 @@
 """Tokens that add no policy loss because of where they stand among all tokens of a step; host numpy, float64.
 
-Both masks are of the whole step's batch and of log-probs known before its first update, so that micro-batches, packing
+The masks are of the whole step's batch and of log-probs known before its first update, so that micro-batches, packing
 and the order of mini-batches change nothing. Masked tokens keep their place in the denominators.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
+
+from jaxrl.algorithms.advantages import shared_prefix_mask
 
 
 def second_moment_mask(behaviour_T, old_T, mask_T, threshold: float):
@@ -44,3 +50,50 @@ def covariance_mask(old_T, advantage_T, mask_T, share: float, low: float, high: 
     count = min(max(int(share * len(at)), 1), len(found))
     keep[np.random.default_rng(seed).choice(found, count, replace=False)] = False
     return keep
+
+
+class StepTokens(NamedTuple):
+    """What a token mask sees of a step: T tokens of N completions; completion i owns tokens [offsets[i], offsets[i+1]).
+    """
+
+    tokens: Any  # [T] ids
+    mask: Any  # [T] bool: the policy sampled the token
+    offsets: Any  # [N+1]
+    prompt_lengths: Any  # [N]
+    groups: Any  # [N] prompt of the completion
+    scores: Any  # [N] float64, NaN = absent
+    columns: dict[str, Any]  # name -> [T]: advantage, behaviour, and old where it is scored
+    options: Any  # those below `algorithm`
+
+
+class TokenMask(NamedTuple):
+    """A row of TOKEN_MASKS.
+
+    function: StepTokens -> bool [T], False on the tokens that add no policy loss. metric: the share of tokens left out.
+    columns: token columns that it needs; `old` is there where algorithm.old_logprobs=recompute.
+    """
+
+    function: Callable[[StepTokens], Any]
+    metric: str
+    columns: tuple[str, ...] = ()
+
+
+def _shared_prefix(t: StepTokens):
+    return shared_prefix_mask(t.tokens, t.offsets, t.prompt_lengths, t.groups, t.scores, t.options.shared_prefix_tokens)
+
+
+def _second_moment(t: StepTokens):
+    return second_moment_mask(t.columns["behaviour"], t.columns["old"], t.mask, t.options.m2_threshold)
+
+
+def _covariance(t: StepTokens):
+    seed = zlib.crc32(np.ascontiguousarray(t.tokens))  # the same wherever the step is computed again
+    bounds = t.options.cov_share, t.options.cov_low, t.options.cov_high
+    return covariance_mask(t.columns["old"], t.columns["advantage"], t.mask, *bounds, seed)
+
+
+TOKEN_MASKS: dict[str, TokenMask] = {  # option below `algorithm` that turns it on -> the mask
+    "shared_prefix_tokens": TokenMask(_shared_prefix, "policy/prefix_masked_fraction"),
+    "m2_threshold": TokenMask(_second_moment, "policy/m2_masked_fraction", ("behaviour", "old")),
+    "cov_share": TokenMask(_covariance, "policy/cov_masked_fraction", ("old", "advantage")),
+}

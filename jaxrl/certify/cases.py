@@ -1,6 +1,7 @@
-"""Batches to try claims on: small ones of plain numbers, the smallest first, and the changes that must not matter.
+"""Batches on which claims are tested: small ones of plain numbers, the smallest first, and changes that must not
+matter. Used by all modules of certify that test losses, advantages and updates.
 
-Legend: N answers (trajectories), T tokens.
+Legend: N completions (trajectories), T tokens.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ STOP, LENGTH = FINISH.index("stop"), FINISH.index("length")
 
 
 class Case(NamedTuple):
-    """A batch and the numbers of its answers. columns: [T] by name, of sampled tokens."""
+    """A batch and the numbers of its completions. columns: [T] by name, of sampled tokens."""
 
     traj: Trajectories
     scores: np.ndarray             # [N]
     columns: dict[str, np.ndarray]
-    baseline: np.ndarray | None = None  # [N] score of the likeliest answer to each one's prompt
+    baseline: np.ndarray | None = None  # [N] score of the greedy completion of its prompt
 
-    def told(self) -> dict:
-        """For a counterexample."""
+    def summary(self) -> dict:
+        """Returns the JSON-able description of the batch for a counterexample."""
         return {"groups": self.traj.group.tolist(), "scores": np.round(self.scores, 4).tolist(),
                 "tokens of the answers": self.traj.total().tolist(),
                 "tokens of the prompts": self.traj.prompt_lengths.tolist()}
 
 
 def trajectories(prompts, answers, group, finish, turns: bool = False) -> Trajectories:
-    """One sequence each. prompts, answers: token ids of every answer. turns: with the columns of episodes, each answer
-    one of two turns, between which a token stands that was not sampled."""
+    """Builds Trajectories of one sequence each. prompts, answers: token ids of every completion.
+
+    turns: with the columns of episodes: each completion has two turns with one token between them that was not sampled.
+    """
     tokens, mask, offsets, turn = [], [], [0], []
     for prompt, answer in zip(prompts, answers, strict=True):
         answer, own, number = list(answer), [True] * len(answer), [0] * len(answer)
@@ -58,8 +61,10 @@ def trajectories(prompts, answers, group, finish, turns: bool = False) -> Trajec
 
 
 def batch(lengths, vocab: int, seed: int = 0, turns: bool = False, prompt: int = 3) -> Case:
-    """Groups of answers with these numbers of tokens, [[3, 1], [2, 2]] say; random tokens, scores that all differ,
-    columns of log-probs that differ a little, so that no ratio is 1."""
+    """Builds groups of completions of given lengths, e.g. [[3, 1], [2, 2]], with random tokens.
+
+    All scores differ, and columns of log-probs differ a little, so that no ratio is 1.
+    """
     random = np.random.default_rng(seed)
     prompts, answers, group, finish = [], [], [], []
     for g, sizes in enumerate(lengths):
@@ -79,8 +84,8 @@ def batch(lengths, vocab: int, seed: int = 0, turns: bool = False, prompt: int =
     return Case(traj, scores, columns, 0.3 + 0.1 * np.asarray(group, float))
 
 
-def taken(case: Case, order) -> tuple[Case, np.ndarray]:
-    """(the answers `order` names, in that order, where their tokens were [T'])."""
+def select_completions(case: Case, order) -> tuple[Case, np.ndarray]:
+    """Returns (the completions with the numbers `order`, in that order; the former indices [T'] of their tokens)."""
     traj = case.traj
     where = np.concatenate([np.arange(traj.offsets[i], traj.offsets[i + 1]) for i in order])
     order = np.asarray(order)
@@ -93,7 +98,7 @@ def taken(case: Case, order) -> tuple[Case, np.ndarray]:
 
 
 def orders(traj: Trajectories) -> dict[str, list[int]]:
-    """Orders of the answers that must not matter: groups stay together, as they do in a run."""
+    """Returns orders of the completions that must not change results; groups stay together, as in a run."""
     groups = list(dict.fromkeys(traj.group.tolist()))
     members = {g: np.flatnonzero(traj.group == g).tolist() for g in groups}
     return {"groups in reverse": [i for g in reversed(groups) for i in members[g]],

@@ -21,7 +21,7 @@ CLAIMS = {
     "meshes": "nor on the mesh of devices",
     "scoring": "the log-prob of a packed token is that of the answer alone, read from what stands before it",
     "repeat": "the same batch twice, from the same state, is the same update",
-    "resume": "the update behind a kill and a resume is bitwise the one without",
+    "resume": "the update after a kill and a resume is bitwise the one without",
     "mask": "what stands in slots without a sampled token changes neither loss nor gradient",
     "tokens": "tokens of an answer with one advantage are learnt from alike, none is left out",
     "objective": "the expected update raises the expected score",
@@ -36,8 +36,12 @@ CLAIMS = {
 
 @dataclasses.dataclass
 class Claim:
-    """What came of one. told: figures, or the reason why it does not apply. case: the smallest case found that breaks
-    it, JSON-able. accepted: certify.accept names it."""
+    """The result of testing one claim.
+
+    Attributes:
+      told: figures, or the reason why it fails or does not apply. case: the smallest counterexample found, JSON-able.
+      accepted: certify.accept names the claim.
+    """
 
     name: str
     verdict: str
@@ -54,7 +58,7 @@ class Claim:
 
 
 class Broken(Exception):
-    """A claim does not hold. told: in words. case: the counterexample."""
+    """Raised if a claim does not hold. told: what is wrong. case: the counterexample."""
 
     def __init__(self, told: str, case=None):
         super().__init__(told)
@@ -62,12 +66,14 @@ class Broken(Exception):
 
 
 class NotApplicable(Exception):
-    """There is nothing to check; the text says why."""
+    """Raised if a claim does not apply to a config; the text is the reason."""
 
 
 def found(name: str, check: Callable[[], str], accept=()) -> Claim:
-    """Runs one check, which returns its figures and raises Broken or NotApplicable. Whatever else it raises breaks the
-    claim: the code that failed is the user's, called with what a run may call it with."""
+    """Runs one check, which returns its figures or raises Broken or NotApplicable, and returns the Claim.
+
+    Any other exception breaks the claim, too: it comes from user code, called with values that a run may pass.
+    """
     try:
         return Claim(name, HOLDS, check())
     except Broken as e:
@@ -81,7 +87,7 @@ def found(name: str, check: Callable[[], str], accept=()) -> Claim:
 
 
 def table(claims: list[Claim]) -> str:
-    """For the console."""
+    """Formats the claims as a table for the console."""
     rows = [(c.name, c.shown(), c.told) for c in claims]
     wide = [max(len(row[k]) for row in rows) for k in (0, 1)]
     lines = [f"  {name:<{wide[0]}}  {verdict:<{wide[1]}}  {told}" for name, verdict, told in rows]
@@ -99,7 +105,7 @@ def markdown(title: str, claims: list[Claim]) -> str:
 
 
 def write(folder: Path, title: str, about: dict, claims: list[Claim]) -> None:
-    """certify.json and certify.md."""
+    """Writes certify.json and certify.md to the folder."""
     told = about | {"claims": [dataclasses.asdict(c) | {"says": CLAIMS[c.name]} for c in claims]}
     write_atomic(folder / "certify.json", dumps(jsonable(told), indent=1) + "\n")
     write_atomic(folder / "certify.md", markdown(title, claims))

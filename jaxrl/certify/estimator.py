@@ -1,10 +1,10 @@
-"""Claims about advantages: [T] numbers of the host, of batches whose groups and answers are changed."""
+"""Claims about advantages, tested on batches whose groups and completions are changed. Called by certify.run."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from jaxrl.certify.cases import SMALLEST, Case, batch, orders, taken
+from jaxrl.certify.cases import SMALLEST, Case, batch, orders, select_completions
 from jaxrl.certify.claims import Broken, NotApplicable
 from jaxrl.certify.loss import Loss
 
@@ -16,12 +16,16 @@ def differs(a, b) -> bool:
 
 
 def each(case: Case, tokens) -> list[float]:
-    """Of each answer the advantage of its first sampled token."""
+    """Returns the advantage of the first sampled token of each completion."""
     return [round(float(tokens[at[0]]), 6) for at in case.traj.sampled()]
 
 
 def groups(loss: Loss, own: bool) -> str:
-    """own: the estimator is the user's, for which advantage_mean and advantage_std mean nothing."""
+    """Tests the claim `groups`: advantages of a group do not depend on other groups. Returns what was tried.
+
+    own: the estimator is a user's function, which does not use advantage_mean and advantage_std. Raises Broken or
+    NotApplicable.
+    """
     o = loss.options
     whole = [f"algorithm.{n}={o[n]}" for n in ("advantage_mean", "advantage_std") if o[n] == "batch"]
     if whole and not own:
@@ -38,39 +42,44 @@ def groups(loss: Loss, own: bool) -> str:
                 found, tokens = bare.advantage(bare.options, changed), case.traj.spread(mine)[where]
                 if differs(found[tokens], base[where][tokens]):
                     raise Broken(f"with {how}, the advantages of group {group} are other ones",
-                                 {**case.told(), "group": group, "how": how, "scores then": changed.scores.tolist(),
+                                 {**case.summary(), "group": group, "how": how, "scores then": changed.scores.tolist(),
                                   "advantages": each(case, base), "advantages then": each(changed, found)})
     return "with other scores, absent scores and fewer answers elsewhere" + ", before whitening" * o.whiten
 
 
 def elsewhere(case: Case, mine, others):
-    """(how, batch, where its tokens were) of changes outside the answers `mine`. others: answers of another group."""
+    """Yields (how, batch, former indices of its tokens) for changes outside the completions `mine` ([N] bool).
+
+    others: numbers of the completions of another group.
+    """
     every, all_tokens = np.arange(len(mine)), np.arange(len(case.traj.tokens))
     scores = np.where(mine, case.scores, 1.0 - 3.0 * case.scores)
     yield "other scores in the other groups", case._replace(scores=scores), all_tokens
     absent = np.where(every == others[0], np.nan, case.scores)
     yield "an answer of another group that has no score", case._replace(scores=absent), all_tokens
-    yield "an answer less in another group", *taken(case, [i for i in every if i != others[-1]])
+    yield "an answer less in another group", *select_completions(case, [i for i in every if i != others[-1]])
 
 
 def order(loss: Loss) -> str:
+    """Tests the claim `order`: the order of completions does not change advantages. Raises Broken."""
     for lengths in SMALLEST[1:]:
         case = batch(lengths, vocab=16, turns=loss.turns)
         base = loss.advantage(loss.options, case)
         for how, ranks in orders(case.traj).items():
-            changed, where = taken(case, ranks)
+            changed, where = select_completions(case, ranks)
             found = loss.advantage(loss.options, changed)
             if differs(found, base[where]):
                 raise Broken(f"with {how}, an answer has another advantage",
-                             {**case.told(), "how": how, "advantages": each(case, base),
+                             {**case.summary(), "how": how, "advantages": each(case, base),
                               "the same answers' advantages then": each(changed, found)})
     return "advantages"
 
 
 def repeat(loss: Loss) -> str:
+    """Tests the claim `repeat`: the same scores give the same advantages twice. Raises Broken."""
     case = batch(SMALLEST[-2], vocab=16, turns=loss.turns)
     first, second = (loss.advantage(loss.options, case) for _ in range(2))
     if not np.array_equal(first, second):
         raise Broken("the same scores have other advantages the second time",
-                     {**case.told(), "advantages": each(case, first), "the second time": each(case, second)})
+                     {**case.summary(), "advantages": each(case, first), "the second time": each(case, second)})
     return "advantages"

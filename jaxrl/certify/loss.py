@@ -1,5 +1,5 @@
-"""Claims about a loss, one token at a time: the gradient of the loss with respect to the log-prob and the entropy of
-every token, in float64, of the same answers laid out in different ways.
+"""Claims about a loss: its gradient with respect to log-prob and entropy of every token, in float64, for the same
+completions in different layouts. Called by certify.run; the model's own gradient is in certify.update.
 
 Legend: T tokens, R rows, S slots.
 """
@@ -24,22 +24,26 @@ JUNK = (37.0, -1e4)
 
 
 class Loss(NamedTuple):
-    """What a config comes to. objective: training.PolicyGradient. weights(case) -> {loss term: [T]}, for one optimizer
-    step. advantage(options, case) -> [T]; options: the group `algorithm`. reads: token columns that a run gives the
-    loss."""
+    """The loss of a config.
+
+    Attributes:
+      objective: training.PolicyGradient. weights: case -> {loss term: [T]}, for one optimizer step.
+      advantage: (group `algorithm`, case) -> [T]. reads: token columns that a run passes to the loss.
+      turns: whether completions have several turns.
+    """
 
     objective: Any
     weights: Callable[[Case], dict[str, np.ndarray]]
     advantage: Callable[[Any, Case], np.ndarray]
     reads: tuple[str, ...]
-    turns: bool = False  # whether answers have several turns
+    turns: bool = False
 
     @property
     def options(self):
         return self.objective.options
 
     def with_options(self, changes: dict) -> Loss:
-        """changes: dotted name below `algorithm` -> value."""
+        """Returns the loss with other options. changes: dotted name below `algorithm` -> value."""
         options = self.options.to_dict()
         for name, value in changes.items():
             *group, leaf = name.split(".")
@@ -47,31 +51,30 @@ class Loss(NamedTuple):
         return self._replace(objective=dataclasses.replace(self.objective, options=FrozenConfigDict(options)))
 
     def plain(self) -> Loss:
-        """The policy loss alone."""
+        """Returns the policy loss alone, without KL, entropy and NLL terms."""
         off = {"kl.coef": 0.0, "entropy_coef": 0.0, "entropy_target": 0.0, "positive_nll_coef": 0.0}
-        if self.options.advantage == "dpo":  # its size is that of the preference
+        if self.options.advantage == "dpo":  # kl.coef is the preference's beta
             off |= {"kl.coef": self.options.kl.coef, "kl.placement": "reward"}
         return self.with_options(off)
 
     def total(self, logp, entropy, packed):
-        """The sum of all terms of one microbatch; logp, entropy: [R, S]."""
+        """Returns the sum of all terms of one microbatch; logp, entropy: [R, S]."""
         token = packed.weights["token"]
         coef = self.options.entropy_coef or 0.01 if self.options.entropy_target else None
         return self.objective.policy_terms(logp, entropy, packed, token, token > 0, coef)[0]
 
 
-# ---- layouts, all of shapes that say nothing of what is in them
+# ---- layouts, of shapes that do not depend on the content
 
 
 def microbatch(case: Case, rows, length: int, count: int) -> Microbatch:
-    """rows: lists of answers, each with its own prompt; as many empty ones behind them as `count` asks for."""
+    """Builds a microbatch of rows, lists of completion numbers, each with its own prompt; padded to `count` rows."""
     blocks = [tuple(Block((i,), int(case.traj.lengths[i])) for i in row) for row in rows]
     return Microbatch(length, tuple(blocks + [()] * (count - len(rows))))
 
 
 def layouts(case: Case) -> dict[str, dict[str, tuple[Microbatch, ...]]]:
-    """Claim -> {how: microbatches}; "" is what the others are compared with: an answer in each row of one
-    microbatch."""
+    """Returns claim -> {how: microbatches}; the baseline "" has one completion in each row of one microbatch."""
     traj, every = case.traj, range(case.traj.num_sequences)
     length, n = int(traj.lengths.sum()), len(every)
     alone, half = [[i] for i in every], (n + 1) // 2
@@ -113,7 +116,7 @@ def packed_of(loss: Loss, case: Case, micro: Microbatch):
 
 
 def gradient(loss: Loss, case: Case, micros, program=None, junk: float | None = None) -> Gradient:
-    """Of the whole optimizer step. junk: what stands in slots without a sampled token."""
+    """Computes the Gradient of a whole optimizer step. junk: value written to slots without a sampled token."""
     program, value, outside = program or programs(loss), 0.0, 0.0
     found = {"logp": np.zeros(len(case.traj.tokens)), "entropy": np.zeros(len(case.traj.tokens))}
     for micro in micros:
@@ -132,7 +135,7 @@ def gradient(loss: Loss, case: Case, micros, program=None, junk: float | None = 
 
 
 def example(loss: Loss, lengths, seed: int = 1) -> Case:
-    """A batch whose advantages are drawn, one per answer, so that nothing of an estimator is in it."""
+    """Builds a batch with random advantages, one per completion, independent of any estimator."""
     case = batch(lengths, vocab=16, seed=seed, turns=loss.turns)
     draw = np.random.default_rng(seed + 7).normal(size=case.traj.num_trajectories)
     columns = case.columns | {"advantage": np.where(case.traj.loss_mask, case.traj.spread(draw), 0.0)}
@@ -140,18 +143,19 @@ def example(loss: Loss, lengths, seed: int = 1) -> Case:
 
 
 def on_policy(case: Case) -> Case:
+    """Returns the case with old and behaviour log-probs equal to the current ones."""
     return case._replace(columns=case.columns | {n: case.columns["logp"] for n in ("old", "behaviour")})
 
 
 def place(case: Case, t: int) -> dict:
-    """Answer and token of it, both from 0."""
+    """Returns the numbers of the completion and of the token in it, both from 0, for a counterexample."""
     i = int(np.searchsorted(case.traj.offsets, t, side="right")) - 1
     sampled = np.flatnonzero(case.traj.loss_mask[case.traj.offsets[i]:])
     return {"answer": i, "token": int(np.searchsorted(sampled + case.traj.offsets[i], t))}
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest difference, as a share of the largest number; not finite counts as infinitely far."""
+    """Returns the largest difference as a share of the largest magnitude; inf if a number is not finite."""
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return np.inf
     return float(np.abs(a - b).max(initial=0.0) / max(np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0), 1e-12))
@@ -161,7 +165,10 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def unchanged(loss: Loss, claim: str) -> str:
-    """microbatches, packing, padding. The largest case first; where it breaks, the smallest that does."""
+    """Tests the claim `microbatches`, `packing` or `padding`. Raises Broken with the smallest case that fails.
+
+    Tries the largest case first.
+    """
     program, worst = programs(loss), 0.0
     with jax.enable_x64(True):
         for number, lengths in enumerate((SMALLEST[-1], *SMALLEST)):
@@ -176,7 +183,7 @@ def unchanged(loss: Loss, claim: str) -> str:
                     if apart(a, b) > EXACT and number:
                         t = int(np.argmax(np.abs(np.nan_to_num(a - b, nan=np.inf))))
                         raise Broken(f"{how}, the gradient of a token is {b[t]:.6g} instead of {a[t]:.6g}",
-                                     {**case.told(), "how": how, **place(case, t), "of": name,
+                                     {**case.summary(), "how": how, **place(case, t), "of": name,
                                       "gradient, an answer in each row of one microbatch": a[t], "gradient": b[t]})
             if worst <= EXACT:
                 return f"loss in float64 within {worst:.1g}"
@@ -184,6 +191,7 @@ def unchanged(loss: Loss, claim: str) -> str:
 
 
 def masked(loss: Loss) -> str:
+    """Tests the claim `mask`: values in slots without a token change neither loss nor gradient. Raises Broken."""
     program = programs(loss)
     with jax.enable_x64(True):
         for lengths in SMALLEST[2:5]:
@@ -196,14 +204,15 @@ def masked(loss: Loss) -> str:
                           apart(np.array(base.value), np.array(other.value)))
                 if far > EXACT or not other.outside <= EXACT:
                     raise Broken(f"with {junk:g} in slots that hold no token the loss is {other.value:.6g} instead of "
-                                 f"{base.value:.6g}", {**case.told(), "in empty slots": junk, "loss": base.value,
+                                 f"{base.value:.6g}", {**case.summary(), "in empty slots": junk, "loss": base.value,
                                  "loss with it": other.value, "largest gradient in an empty slot": other.outside,
                                  "difference of gradients": far})
     return "with 37 and -1e4 in them"
 
 
 def alike(loss: Loss) -> str:
-    """On-policy, where no bound acts, every sampled token of an answer with one advantage has the same share of it."""
+    """Tests the claim `tokens`: on policy, where no clip acts, every sampled token of a completion has the same share
+    of its advantage. Raises Broken."""
     loss, program = loss.plain(), programs(loss.plain())
     unlearnt = set()
     with jax.enable_x64(True):
@@ -218,7 +227,7 @@ def alike(loss: Loss) -> str:
                     t = int(at[due[at] != 0][np.argmin(np.abs(own))])
                     raise Broken(f"token {place(case, t)['token']} of an answer of {len(at)} has {share[t]:.4g} of its "
                                  f"advantage, another {own[np.argmax(np.abs(own))]:.4g}",
-                                 {**case.told(), **place(case, t), "advantage": case.columns["advantage"][at[0]],
+                                 {**case.summary(), **place(case, t), "advantage": case.columns["advantage"][at[0]],
                                   "shares of the answer's tokens": own.tolist()})
                 if len(own) and not own.any():
                     unlearnt.add("positive" if case.columns["advantage"][at[0]] > 0 else "negative")
@@ -228,7 +237,7 @@ def alike(loss: Loss) -> str:
 
 
 def dead_inputs(loss: Loss) -> None:
-    """Raises Broken where the loss counts the reference's log-prob or the entropy, and no gradient knows of it."""
+    """Raises Broken if the reference's log-probs or the entropies change the loss but no gradient."""
     program = programs(loss)
     with jax.enable_x64(True):
         case = example(loss, SMALLEST[2])
@@ -242,5 +251,6 @@ def dead_inputs(loss: Loss) -> None:
             felt = apart(base.logp, other.logp) > 1e-9 or (name == "entropy" and np.abs(base.entropy).max() > 0)
             if counts and not felt:
                 raise Broken(f"{what} times 1.3 change the loss from {base.value:.6g} to {other.value:.6g} and no "
-                             "gradient: the term teaches nothing", {**case.told(), "changed": name, "loss": base.value,
-                             "loss with the change": other.value, "largest gradient": float(np.abs(base.logp).max())})
+                             "gradient: the term teaches nothing",
+                             {**case.summary(), "changed": name, "loss": base.value,
+                              "loss with the change": other.value, "largest gradient": float(np.abs(base.logp).max())})

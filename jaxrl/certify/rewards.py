@@ -1,4 +1,7 @@
-"""Claims about reward functions. `score` is the worker pool's: items -> RewardResult, nothing recorded."""
+"""Claims about reward functions, tested on completions of the first rows. Called by certify.run.
+
+`score` is that of the worker pool: items -> RewardResult, nothing recorded.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ HOSTILE = {
 
 
 def items_of(examples, item) -> list:
-    """A right, a wrong and an unfinished answer to each row. item(example, text, i) -> RewardItem."""
+    """Makes right, wrong and unfinished completions of each row. item: (example, text, number) -> RewardItem."""
     out = []
     for example in examples:
         answer = "" if example.answer is None else str(example.answer)
@@ -42,12 +45,12 @@ def items_of(examples, item) -> list:
 
 
 def values(score, items) -> dict[str, np.ndarray]:
-    """Name -> [N] raw values, NaN = absent."""
+    """Returns reward name -> [N] raw values, NaN = absent."""
     return score(items).parts
 
 
 def compared(a, b, items, how: str, told: str):
-    """Raises Broken at the first item and reward where two results differ."""
+    """Raises Broken for the first item and reward whose two results differ. how, told: of the counterexample."""
     for name in a:
         for i, (x, y) in enumerate(zip(a[name], b[name], strict=True)):
             if x != y and not (np.isnan(x) and np.isnan(y)):
@@ -57,11 +60,13 @@ def compared(a, b, items, how: str, told: str):
 
 
 def twice(score, items) -> str:
+    """Tests the claim `reward_twice`: the same items get the same rewards twice. Raises Broken."""
     compared(values(score, items), values(score, items), items, "the second time", "asked twice of the same answer")
     return f"{len(items)} answers"
 
 
 def columns(score, items) -> str:
+    """Tests the claim `reward_columns`: the order of a row's columns does not matter. Raises Broken."""
     turned = [dataclasses.replace(item, columns=dict(reversed(item.columns.items()))) for item in items]
     compared(values(score, items), values(score, turned), items, "columns in reverse",
              "of the same row with its columns in reverse")
@@ -69,6 +74,7 @@ def columns(score, items) -> str:
 
 
 def rows(score, items) -> str:
+    """Tests the claim `reward_rows`: rewards do not depend on the other rows of a call. Raises Broken."""
     base, last = values(score, items), values(score, items[::-1])
     compared(base, {name: x[::-1] for name, x in last.items()}, items, "rows in reverse", "with the rows in reverse")
     some = items[::5]  # of all kinds of text
@@ -79,7 +85,7 @@ def rows(score, items) -> str:
 
 
 def hostile(score, item) -> str:
-    """item: one of the right answers; its completion is exchanged."""
+    """Tests the claim `reward_hostile`: any text gets a finite reward or None. item: its completion is replaced."""
     names, texts = list(HOSTILE), list(HOSTILE.values())
     result = score([dataclasses.replace(item, completion=text) for text in texts])
     for text, outcomes in zip(names, result.outcomes, strict=True):

@@ -1,7 +1,7 @@
 """run.mode=certify: tests claims about an update on a config's loss, advantages and rewards (docs/guides/certify.md).
 
-    loss, advantages  <- the config's, on the numbers of certify.cases and on a policy that is a table
-    update            <- the config's, of a tiny model that stands for its own: other layouts, meshes, a resume
+    loss, advantages  <- the config's, on the numbers of certify.cases and on a tabular policy
+    update            <- the config's, with a tiny model in place of its own: other layouts, meshes, a resume
     rewards           <- the config's, on its first rows
     table, <run.dir>/certify.json, certify.md
 
@@ -41,9 +41,11 @@ ROWS = 6         # of the data, for rewards
 MOST_ROWS = 256  # that are read to find them
 
 
-def run(config, given=None) -> dict:
-    """Tries every claim. Returns what is in certify.json; `certified` is False where a claim does not hold that
-    certify.accept does not name."""
+def run(config, inputs=None) -> dict:
+    """Tests every claim and returns the content of certify.json.
+
+    `certified` is False if a claim fails that certify.accept does not name. inputs: PythonInputs of the caller.
+    """
     started, folder = time.monotonic(), Path(config.run.dir)
     require_free(folder, lock=False)
     simulate()
@@ -51,7 +53,7 @@ def run(config, given=None) -> dict:
     start_jax(spec)
     with contextlib.ExitStack() as stack:
         base = Base(config, Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        checks = of_update(base, loss_of(base), spec) | of_rewards(Rewards(config, given, stack))
+        checks = of_update(base, loss_of(base), spec) | of_rewards(Rewards(config, inputs, stack))
         for name in claims.CLAIMS:
             found.append(claims.found(name, checks[name], config.certify.accept))
             log.info("certify: %s: %s", name, found[-1].shown())
@@ -65,19 +67,18 @@ def run(config, given=None) -> dict:
 
 
 def simulate() -> None:
-    """Simulated devices for the meshes, where jax has not looked for others yet; it then finds no others in this
-    process."""
+    """Makes jax use simulated CPU devices for the meshes, unless it has initialised its devices already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", DEVICES)
         jax.config.update("jax_platforms", "cpu")
-        log.info("certify: on %d simulated CPU devices, as is all else in this process; train elsewhere", DEVICES)
+        log.info("certify: this process uses %d simulated CPU devices; train in another process", DEVICES)
 
 
 # ---- loss, advantages and update
 
 
 def loss_of(base: Base) -> losses.Loss:
-    """The policy's loss, without the value loss of a shared trunk."""
+    """Returns the policy's loss, without the value loss of a shared trunk."""
     tiny, spec = base.tiny, base.tiny.spec
 
     def advantage(options, case) -> np.ndarray:
@@ -94,7 +95,7 @@ def loss_of(base: Base) -> losses.Loss:
 
 
 def of_update(base: Base, loss: losses.Loss, spec) -> dict:
-    """Name of a claim -> what checks it."""
+    """Returns the name of a claim -> the function that tests it, for loss, advantages and update."""
     both = lambda *checks: lambda: "; ".join([check() for check in checks])  # noqa: E731
     layouts = {name: both(lambda name=name: losses.unchanged(loss, name), lambda name=name: base.unchanged(name))
                for name in ("microbatches", "packing", "padding")}
@@ -113,14 +114,14 @@ def of_update(base: Base, loss: losses.Loss, spec) -> dict:
 
 
 class Rewards:
-    """Reward functions in their workers, and completions of the first rows, when the first claim asks."""
+    """Reward functions in their workers and completions of the first rows, opened when the first claim needs them."""
 
-    def __init__(self, config, given, stack: contextlib.ExitStack):
-        self.config, self.given, self.stack = config, given, stack
+    def __init__(self, config, inputs, stack: contextlib.ExitStack):
+        self.config, self.inputs, self.stack = config, inputs, stack
         self._ready = self._reason = None
 
     def ready(self):
-        """(score, items, one item). Raises NotApplicable."""
+        """Returns (score, items, one item). Raises NotApplicable without reward functions or readable data."""
         if self._reason is None and self._ready is None:
             try:
                 self._ready = self._open()
@@ -133,7 +134,7 @@ class Rewards:
     def _open(self):
         c = small_data(self.config)
         spec = resolve(c, engine="jax")
-        handed = self.given.rewards if self.given is not None else None
+        handed = self.inputs.rewards if self.inputs is not None else None
         named = list(handed if handed is not None else spec.reward.functions)
         asked = [name for name in services.named(spec.reward) if name in named]
         named = [name for name in named if name not in asked]
@@ -156,14 +157,14 @@ class Rewards:
     def _rows(self, spec):
         try:
             tokenizer = data_room.load_tokenizer(spec)
-            dataset = data_room.load_train(spec, tokenizer, tokenizer.eos_token_id, self.given and self.given.data)
+            dataset = data_room.load_train(spec, tokenizer, tokenizer.eos_token_id, self.inputs and self.inputs.data)
         except (ConfigError, OSError) as e:
             raise NotApplicable(f"the data cannot be read here: {str(e)[:200]}") from None
         return [dataset[i] for i in range(min(ROWS, len(dataset)))], tokenizer
 
 
 def small_data(config):
-    """The config with its first rows, and the tokenizer of its warm start where it has none of its own."""
+    """Returns the config limited to its first rows, with the tokenizer of its warm start if it names none."""
     c = editable(config)
     c.data.max_rows = min(c.data.max_rows or MOST_ROWS, MOST_ROWS)
     if c.run.warm_start and not (c.model.tokenizer or c.model.path):
@@ -172,8 +173,9 @@ def small_data(config):
     return c
 
 
-def of_rewards(given: Rewards) -> dict:
-    return {"reward_twice": lambda: rewards.twice(*given.ready()[:2]),
-            "reward_columns": lambda: rewards.columns(*given.ready()[:2]),
-            "reward_rows": lambda: rewards.rows(*given.ready()[:2]),
-            "reward_hostile": lambda: rewards.hostile(given.ready()[0], given.ready()[2])}
+def of_rewards(opened: Rewards) -> dict:
+    """Returns the name of a claim -> the function that tests it, for rewards."""
+    return {"reward_twice": lambda: rewards.twice(*opened.ready()[:2]),
+            "reward_columns": lambda: rewards.columns(*opened.ready()[:2]),
+            "reward_rows": lambda: rewards.rows(*opened.ready()[:2]),
+            "reward_hostile": lambda: rewards.hostile(opened.ready()[0], opened.ready()[2])}

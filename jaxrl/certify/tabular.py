@@ -1,8 +1,8 @@
-"""What a loss optimises: its expected gradient over every batch that a policy can draw, by enumeration, beside the
-exact gradient of what it is there for.
+"""Tests what a loss optimises: compares its expected gradient, enumerated over every batch that a policy can draw, with
+the exact gradient of the quantity that it should optimise. Called by certify.run.
 
-The policy is a table theta [3, 3] of logits over the tokens {end, 1, 2} in the states "", "1" and "2"; an answer has at
-most two tokens, so there are seven, and 343 groups of three answers to the one prompt. Everything is float64.
+The policy is a table theta [3, 3] of logits over the tokens {end, 1, 2} in the states "", "1" and "2". A completion has
+at most two tokens, so there are seven, and 343 groups of three completions of the one prompt. Everything is float64.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import training
+from jaxrl.algorithms import POLICY_LOSSES
 from jaxrl.certify.cases import STOP, Case, trajectories
 from jaxrl.certify.claims import Broken
 from jaxrl.certify.loss import Loss, dead_inputs
@@ -25,7 +26,7 @@ VOCAB, PROMPT = 3, 3
 ANSWERS = [(0,), *itertools.product((1, 2), range(VOCAB))]
 STATES = {(): 0, (1,): 1, (2,): 2}
 AT = [[STATES[answer[:k]] for k in range(len(answer))] for answer in ANSWERS]
-COUNTS = np.zeros((len(ANSWERS), len(STATES), VOCAB))  # how often an answer takes a token in a state
+COUNTS = np.zeros((len(ANSWERS), len(STATES), VOCAB))  # how often a completion takes a token in a state
 for _i, _answer in enumerate(ANSWERS):
     COUNTS[_i, AT[_i], _answer] = 1.0
 GROUP = 3
@@ -34,7 +35,8 @@ SEEDS = (0, 1, 2)
 UNBIASED = {"advantage": ("outcome", "returns", "turn"), "advantage_std": ("none",), "whiten": (False,),
             "advantage_mean": ("none", "group", "leave_one_out", "greedy"), "advantage_low": (None,),
             "advantage_high": (None,), "aggregation": ("sequence_sum", "constant"), "gamma": (1.0,),
-            "turn_gamma": (1.0,), "shared_prefix_tokens": (0,), "policy_loss": ("clip", "cispo", "sapo", "dppo", "pg")}
+            "turn_gamma": (1.0,), "shared_prefix_tokens": (0,),
+            "policy_loss": tuple(name for name, row in POLICY_LOSSES.items() if row.unbiased)}
 
 
 class Policy(NamedTuple):
@@ -42,7 +44,7 @@ class Policy(NamedTuple):
     ref: np.ndarray     # [3, 3]
     scores: np.ndarray  # [7] of the answers
 
-    def told(self) -> dict:
+    def summary(self) -> dict:
         scores = {" ".join(map(str, a)): round(float(s), 3) for a, s in zip(ANSWERS, self.scores, strict=True)}
         return {"logits in the states '', 1, 2 of the tokens end, 1, 2": np.round(self.theta, 3).tolist(),
                 "scores": scores}
@@ -58,17 +60,17 @@ def log_softmax(theta):
 
 
 def log_probs(theta):
-    """[7] of the answers; jax."""
+    """Returns [7] log-probs of the completions (jax)."""
     return jnp.einsum("nsa,sa->n", COUNTS, jax.nn.log_softmax(theta))
 
 
 def visits(theta):
-    """[3] how often each state is visited, without gradient."""
+    """Returns [3] visit probabilities of the states, without gradient."""
     first = jax.lax.stop_gradient(jax.nn.softmax(theta[0]))
     return jnp.array([1.0, first[1], first[2]])
 
 
-# ---- what a term may be there for: functions of theta
+# ---- possible purposes of a term: functions of theta
 
 
 def score(p: Policy):
@@ -93,7 +95,7 @@ def entropy(theta):
 
 
 def passed(p: Policy, mark: float):
-    """Log-prob of the answers that pass."""
+    """Returns the purpose of the NLL term: the expected log-prob of completions that pass."""
     fixed = jax.lax.stop_gradient
     return lambda theta: jnp.sum(jnp.exp(fixed(log_probs(theta))) * (p.scores >= mark) * log_probs(theta))
 
@@ -102,7 +104,7 @@ def passed(p: Policy, mark: float):
 
 
 def case_of(p: Policy, drawn, turns: bool) -> tuple[Case, np.ndarray]:
-    """(a group of answers, [T] the state of each token)."""
+    """Returns (a group of completions, [T] the state of each token)."""
     table, ref = log_softmax(p.theta), log_softmax(p.ref)
     chance = np.exp(table)
     value = np.zeros(3)  # exact, of the policy
@@ -161,7 +163,7 @@ def program(objective):
 
 
 def slope(f, theta) -> np.ndarray:
-    """[3, 3] gradient of one of the functions above."""
+    """Returns the [3, 3] gradient of one of the functions above."""
     return np.asarray(jax.jit(jax.grad(f))(theta))
 
 
@@ -173,7 +175,10 @@ def cosine(a, b) -> float:
 
 
 def objective(loss: Loss, promised: bool) -> str:
-    """promised: the options are those of an unbiased estimator (UNBIASED)."""
+    """Tests the claim `objective`: the expected gradient of the policy loss raises the expected score.
+
+    promised: the options are those of an unbiased estimator (UNBIASED). Raises Broken.
+    """
     plain, worst, scales = loss.plain(), (2.0, 0, None, None), []
     with jax.enable_x64(True):
         for seed in SEEDS:
@@ -182,7 +187,7 @@ def objective(loss: Loss, promised: bool) -> str:
             worst = min(worst, (cosine(step, exact), seed, step, exact), key=lambda w: w[0])
             scales.append(np.linalg.norm(step) / np.linalg.norm(exact))
     least, seed, step, exact = worst
-    case = {**policy(seed).told(), "expected step": np.round(step, 5).tolist(),
+    case = {**policy(seed).summary(), "expected step": np.round(step, 5).tolist(),
             "gradient of the expected score": np.round(exact, 5).tolist(), "cosine": least}
     if not least > 0.0:
         raise Broken(f"the expected step has the cosine {least:.3f} with the gradient of the expected score", case)
@@ -199,24 +204,27 @@ def is_promised(options) -> bool:
 
 
 def terms(loss: Loss, mark: float) -> str:
-    """mark: reward.pass_mark."""
+    """Tests the claim `terms`: the expected gradient of each further term serves its purpose. Raises Broken.
+
+    mark: reward.pass_mark.
+    """
     for part_of in (loss, loss.plain()):
         dead_inputs(part_of)
     plain, o, p, found = loss.plain(), loss.options, policy(SEEDS[0]), ["policy"]
     none = {"kl.coef": 0.0, "entropy_coef": 0.0, "entropy_target": 0.0, "positive_nll_coef": 0.0}
 
     def needs(what: str, step, *purposes):
-        """The step of a term goes where one of its purposes rises."""
+        """Raises Broken unless the step of a term raises one of its purposes."""
         size, ways = np.abs(step).max(), [cosine(step, slope(f, p.theta)) for f in purposes]
         if size < 1e-9 or max(ways) <= 0:
             told = "has no expected gradient" if size < 1e-9 else f"pulls the wrong way (cosine {max(ways):.3f})"
-            raise Broken(f"{what} {told}", {**p.told(), "its part of the expected step": np.round(step, 7).tolist()})
+            raise Broken(f"{what} {told}", {**p.summary(), "its part of the expected step": np.round(step, 7).tolist()})
         found.append(what)
 
     with jax.enable_x64(True):
         base = expected(plain, p)
         if np.abs(base).max() < 1e-9:
-            raise Broken("the policy loss has no expected gradient", p.told())
+            raise Broken("the policy loss has no expected gradient", p.summary())
         minus = lambda f: lambda theta: -f(theta)  # noqa: E731
         with_only = lambda keep: loss.with_options({k: v for k, v in none.items() if k not in keep})  # noqa: E731
         part = lambda keep: base - expected(with_only(keep), p)  # noqa: E731

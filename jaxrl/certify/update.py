@@ -1,4 +1,5 @@
-"""A config's own update on a tiny model that stands for its: what run.mode=certify lays out anew, and kills."""
+"""Claims about a config's update, tested on a tiny model: other layouts and meshes, scoring, repetition, a resume after
+a kill. Called by certify.run."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from jaxrl.rewards import RewardResult
 from jaxrl.rl.recording import Group, Source
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Batch
-from jaxrl.rl.step import lay_out, learn, prepare, weigher
-from jaxrl.run.setup import Inputs, open_job
+from jaxrl.rl.step import lay_out, learn, make_loss_weigher, prepare
+from jaxrl.run.setup import ModelInputs, open_job
 from jaxrl.training.layout import Minibatch, row_shapes
 
 MODEL = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -36,7 +37,7 @@ MESHES = {"dp=2": (2, {"dp": 2}), "fsdp=2": (2, {"fsdp": 2}), "tp=2": (2, {"tp":
 
 
 def small(config, folder: Path):
-    """The config with a tiny model and short answers, on one device; what decides loss and update stays."""
+    """Returns the config with a tiny model and short completions on one device; options of loss and update stay."""
     c, fresh = editable(config), default_config()
     for group in ("model", "lora", "mesh", "checkpoint", "record", "faults", "env", "profile", "launch"):
         c[group] = fresh[group]
@@ -59,9 +60,10 @@ def small(config, folder: Path):
 
 
 class Tiny:
-    """A job of `small`, its parts, and its state at the start of a run.
+    """The job of a `small` config with its roles.
 
-    count, axes: the devices it is computed on, and sizes of the mesh's axes.
+    Args:
+      folder: for its checkpoints. count: devices to use. axes: sizes of the mesh's axes.
     """
 
     def __init__(self, config, folder: Path, count: int = 1, axes=None):
@@ -69,16 +71,17 @@ class Tiny:
         c = small(config, folder)
         mesh = sharding.make_mesh(SimpleNamespace(**(axes or {})), jax.devices()[:count])
         jax.set_mesh(mesh)
-        self.job = open_job(resolve(c, here(), MODEL, engine="jax"), Inputs(None, MODEL, (0,), None), mesh)
+        self.job = open_job(resolve(c, here(), MODEL, engine="jax"), ModelInputs(None, MODEL, (0,), None), mesh)
         self.spec = self.job.config
         self.open()
 
     def open(self) -> None:
-        """Creates the roles as a new process has them, without a state."""
+        """Creates the roles as in a new process, without a state."""
         self.roles = Roles(self.job, STEPS)
         self.policy = self.roles.policy
 
     def start(self):
+        """Starts all roles as at the beginning of a run; returns self."""
         self.policy.abstract()
         self.policy.start(None)
         for part in self.roles.parts:
@@ -89,6 +92,7 @@ class Tiny:
     # ---- batches
 
     def case(self, seed: int = 3) -> cases.Case:
+        """Returns the largest case, with behaviour log-probs near those of the policy."""
         case = cases.batch(cases.SMALLEST[-1], MODEL["vocab_size"], seed, self.turns)
         noise = np.random.default_rng(seed).normal(size=len(case.traj.tokens)).astype(np.float32)
         scored = self.policy.score(case.traj, training.make_layout(case.traj.sizes, self.job.row_shapes))
@@ -96,6 +100,7 @@ class Tiny:
         return case
 
     def batch(self, case: cases.Case) -> Batch:
+        """Returns the case as the Batch of a step."""
         n, none = case.traj.num_trajectories, [{} for _ in case.scores]
         name = self.spec.eval.accuracy_from or "score"
         result = RewardResult(case.scores, {name: case.scores}, none, none, {})
@@ -104,14 +109,19 @@ class Tiny:
                      np.zeros(n, bool), staleness, n, n, {}, {})
 
     def weights(self, case: cases.Case) -> dict[str, np.ndarray]:
-        """Of one optimizer step with all answers."""
-        weigh = weigher(self.spec, self.batch(case), case.columns)
+        """Returns {loss term: [T] weights} of one optimizer step with all completions."""
+        weigh = make_loss_weigher(self.spec, self.batch(case), case.columns)
         return weigh(Minibatch(np.arange(case.traj.num_sequences), ()))
 
     # ---- gradients
 
     def gradients(self, case, tokens: int = 4 * ROW, length: int = ROW, share=None, minibatches=None) -> list:
-        """Of each minibatch at the present state, flat by parameter, laid out in other microbatches and rows."""
+        """Computes the gradient of each minibatch at the current state, as flat dicts by parameter.
+
+        Args:
+          tokens: per microbatch. length: of a row. share: train.share_prompts. minibatches: of the batch; None = as in
+            the config.
+        """
         options = {"train.share_prompts": share, "algorithm.num_minibatches": minibatches}
         c = editable(self.spec.options)
         for name, value in options.items():
@@ -123,7 +133,7 @@ class Tiny:
         batch, critic = self.batch(case), self.roles.critic
         running = copy.copy(critic.running) if critic is not None else None
         prepared, out = prepare(spec, self.roles, batch, lay_out(spec, shapes, batch.traj, 0)), []
-        weigh = weigher(spec, batch, prepared.columns)
+        weigh = make_loss_weigher(spec, batch, prepared.columns)
         if critic is not None:
             critic.running = running
         for minibatch in prepared.layout.update.minibatches:
@@ -134,7 +144,7 @@ class Tiny:
         return out
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that a step changes."""
+        """Returns host copies of all arrays that a step changes, by path."""
         critic = self.roles.critic
         held = {"policy": self.policy.arrays()}
         if critic is not None:
@@ -147,7 +157,7 @@ class Tiny:
 
 
 def far(a: list[dict], b: list[dict]) -> tuple[float, str]:
-    """(largest distance of two lists of gradients, as a share of their length, the parameter where it is largest)."""
+    """Returns (largest distance of two lists of gradients as a share of their norm, worst parameter)."""
     worst = (0.0, "")
     for one, other in zip(a, b, strict=True):
         size = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for n, x in one.items() if n != "loss"))
@@ -161,7 +171,7 @@ def within(base, other, how: str, case, worst: float) -> float:
     distance, name = far(base, other)
     if distance > ROUNDING:
         raise Broken(f"update of a tiny model {how}: the gradient is {distance:.3g} of its length away",
-                     {**case.told(), "how": how, "distance": distance, "parameter": name,
+                     {**case.summary(), "how": how, "distance": distance, "parameter": name,
                       "losses": [float(g["loss"]) for g in base], "losses then": [float(g["loss"]) for g in other]})
     return max(worst, distance)
 
@@ -175,14 +185,14 @@ LAYOUTS = {"microbatches": {"with one row in each microbatch": {"tokens": ROW},
 
 
 class Base:
-    """A tiny job, its batch and gradients, computed when the first claim asks."""
+    """A tiny job, its batch and gradients, computed when the first claim needs them; its methods test the claims."""
 
     def __init__(self, config, folder: Path):
         self.config, self.folder, self.tiny = config, folder, Tiny(config, folder)
         self._first = None
 
     def first(self):
-        """(job at its start, batch, its gradients)."""
+        """(job at its start, case, its gradients)."""
         if self._first is None:
             tiny = self.tiny.start()
             case = tiny.case()
@@ -202,7 +212,7 @@ class Base:
         (tiny, case, _), worst = self.first(), 0.0
         base = tiny.gradients(case, minibatches=1)
         for how, ranks in cases.orders(case.traj).items():
-            changed, _ = cases.taken(case, ranks)
+            changed, _ = cases.select_completions(case, ranks)
             worst = within(base, tiny.gradients(changed, minibatches=1), f"with {how}", case, worst)
         return f"update in fp32 within {worst:.1g}"
 
@@ -235,7 +245,7 @@ class Base:
             if not worst <= 1e-4:
                 t = int(apart.argmax())
                 raise Broken(f"a token has the log-prob {packed[start + 1 + t]:.5g} packed and {alone[t]:.5g} alone",
-                             {**case.told(), "answer": i, "position": t + 1, "packed": float(packed[start + 1 + t]),
+                             {**case.summary(), "answer": i, "position": t + 1, "packed": float(packed[start + 1 + t]),
                               "alone": float(alone[t])})
         return f"within {worst:.1g} nats"
 
@@ -246,11 +256,12 @@ class Base:
             if wrong := [name for name in one if not np.array_equal(one[name], other[name], equal_nan=True)]:
                 distance, _ = far(base, again)
                 raise Broken(f"the second time the gradient of {wrong[0]} is another one: {distance:.3g} away",
-                             {**case.told(), "parameters": wrong, "distance": distance})
+                             {**case.summary(), "parameters": wrong, "distance": distance})
         return "update bitwise"
 
     def resume(self) -> str:
-        """A step, a checkpoint, a step; and the second step again by new parts that read the checkpoint."""
+        """Tests the claim `resume`: after a step and a checkpoint, new roles that read the checkpoint compute the same
+        second step. Raises Broken."""
         self.first()
         tiny = Tiny(self.config, self.folder).start()
         batches = [tiny.batch(tiny.case(seed)) for seed in (3, 4)]
@@ -276,7 +287,7 @@ class Base:
         wrong = [name for name in state if not np.array_equal(state[name], other[name], equal_nan=True)]
         told = {n: [metrics[n], again[n]] for n in metrics if n in again and metrics[n] != again[n]}
         if wrong or told:
-            raise Broken(f"step 2 behind a kill and a resume is another one: {len(wrong)} of {len(state)} arrays and "
+            raise Broken(f"step 2 after a kill and a resume differs: {len(wrong)} of {len(state)} arrays and "
                          f"{len(told)} metrics differ; something that the step reads is in no checkpoint",
                          {"arrays": wrong[:8], "metrics, without and with the kill": dict(list(told.items())[:8])})
         return f"{len(state)} arrays bitwise"

@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ml_collections import ConfigDict
+
 
 class Group:
     """Options of one group, as attributes and as items."""
@@ -35,6 +37,10 @@ class Group:
     def keys(self) -> Any: ...
     def items(self) -> Any: ...
     def values(self) -> Any: ...
+'''
+
+CONFIG = '''class Config(Options, ConfigDict):
+    """A config that is not resolved yet."""
 '''
 
 
@@ -71,7 +77,7 @@ def classes(name: str, tree: dict, prefix: str) -> list[str]:
 
 def source() -> str:
     """Returns the text of typed.py."""
-    return "\n\n".join([HEADER, *classes("Options", SCHEMA, "")])
+    return "\n\n".join([HEADER, *classes("Options", SCHEMA, ""), CONFIG])
 
 
 if __name__ == "__main__":

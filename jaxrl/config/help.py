@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import textwrap
+from collections import Counter
 
 from jaxrl.config.load import shipped_configs
 from jaxrl.config.option import Option
@@ -97,22 +98,48 @@ def page(topic: str, command: str, metrics: str) -> str:
         near = difflib.get_close_matches(topic, [*SCHEMA, *groups, "all", "metrics", *known], n=1)
         hint = f"did you mean --help={near[0]}?" if near else "--help lists the groups"
         raise ConfigError(f"--help={topic}: no group or option of this name; {hint}")
-    head = f"{topic}: {GROUPS[topic]} ({len(shown)} options)\n\n" if topic in GROUPS else ""
+    head = f"{topic}: {GROUPS[topic]} ({len(shown)} options)\n" if topic in GROUPS else ""
+    for clause, without in conditions(topic)[0].items() if head else ():
+        head += _wrapped(f"All{' but ' * bool(without)}{', '.join(without)} need {clause}", "") + "\n"
+    head += "\n" * bool(head)
     return head + option_lines(shown)
 
 
+MOST_WITHOUT = 8  # options of a group that a condition of all the others is written without
+
+
+def conditions(group: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Without what the options of a group are read by nothing.
+
+    Returns:
+      (conditions of most options of the group -> the options that are without, option -> its further conditions), each
+      a clause of Option.needs or `run.recipe=a|b` of Option.read_by.
+    """
+    clauses = {}
+    for name, option in options().items():
+        if name.startswith(f"{group}."):
+            read_by = [f"run.recipe={'|'.join(option.read_by)}"] * bool(option.read_by)
+            clauses[name] = [*read_by, *filter(None, option.needs.split(" and "))]
+    counts = Counter(clause for given in clauses.values() for clause in given)
+    common = {clause: [name for name, given in clauses.items() if clause not in given]
+              for clause, count in counts.items() if count > len(clauses) / 2 and count >= len(clauses) - MOST_WITHOUT}
+    return common, {name: [c for c in given if c not in common] for name, given in clauses.items()}
+
+
 def option_lines(shown: dict[str, Option]) -> str:
-    """Options with default, choices and meaning."""
+    """Options with default, choices, meaning and conditions."""
     lines = []
+    further = {name: given for group in SCHEMA for name, given in conditions(group)[1].items()}
     for name, opt in shown.items():
         recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
         by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
+        needs = f". Needs {' and '.join(further[name])}" if further.get(name) else ""
         first = f"  --config.{name}={opt.default!r}"
         choices = f"({' | '.join(map(str, opt.choices))})" if opt.choices else ""
         beside = len(first) + len(choices) < columns()
         lines.append(f"{first} {choices}".rstrip() if beside else first)
         lines += [] if beside else [_wrapped(choices, " " * 6)]
-        lines.append(_wrapped(opt.doc + by_recipe, " " * 6))
+        lines.append(_wrapped(opt.doc + by_recipe + needs, " " * 6))
     return "\n".join(lines)
 
 

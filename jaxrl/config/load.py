@@ -13,21 +13,25 @@ import json
 import re
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ml_collections import config_dict
 
 from jaxrl.config.option import Option
 from jaxrl.config.schema import SCHEMA, element_kind, free_tables, options
-from jaxrl.config.schema_algorithm import PRESET_NAMES
 from jaxrl.config.suggest import not_yet, unknown_flag, unknown_option
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, type_of
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of shipped configs: installed, in a checkout
 
+if TYPE_CHECKING:
+    from jaxrl.config.typed import Config
+else:
+    Config = config_dict.ConfigDict
 
-def _build(tree: dict) -> config_dict.ConfigDict:
+
+def _build(tree: dict) -> Any:
     out = config_dict.ConfigDict()
     for name, node in tree.items():
         if isinstance(node, Option):
@@ -42,7 +46,7 @@ def _build(tree: dict) -> config_dict.ConfigDict:
     return out
 
 
-def default_config() -> config_dict.ConfigDict:
+def default_config() -> Config:
     """The whole schema at its defaults, locked except `user` and the free-form tables (`model.config`, ...)."""
     cfg = _build(SCHEMA)
     cfg.lock()
@@ -51,9 +55,10 @@ def default_config() -> config_dict.ConfigDict:
     return cfg
 
 
-def editable(config) -> config_dict.ConfigDict:
+def editable(config) -> Config:
     """A copy of a config, or of a Spec's decided options, that may be changed."""
-    return config_dict.ConfigDict(getattr(config, "options", config)).copy_and_resolve_references()
+    copied: Any = config_dict.ConfigDict(getattr(config, "options", config))
+    return copied.copy_and_resolve_references()
 
 
 def get(cfg, dotted: str):
@@ -106,7 +111,8 @@ def find_config(spec: str) -> tuple[Path, str | None]:
         if path.is_file():
             return path, arg or None
     near = difflib.get_close_matches(Path(stem).stem, shipped_configs(), n=1)
-    hint = f"{name} is a preset: algorithm.preset={name}" if name in PRESET_NAMES else not_yet(name)
+    preset = name in options()["algorithm.preset"].choices
+    hint = f"{name} is a preset: algorithm.preset={name}" if preset else not_yet(name)
     hint = hint or near and f"did you mean --config={near[0]}{':' if arg else ''}{arg}?"
     hint = f"; {hint}" if hint else ""
     raise ConfigError(f"--config={spec}: no such file; shipped configs: {', '.join(shipped_configs())}{hint}")
@@ -117,7 +123,7 @@ def shipped_configs() -> list[str]:
     return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.py")})
 
 
-def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_dict.ConfigDict:
+def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
     """Loads `get_config(arg)` from a config file and applies dotted overrides, e.g. {"optimizer.lr": 1e-5}.
 
     `spec` is a path or the bare name of a shipped config, optionally with ':arg', or a run's config.json. An empty
@@ -150,7 +156,7 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> config_di
     return cfg
 
 
-def recorded_config(path: str, overrides: dict[str, Any]) -> config_dict.ConfigDict:
+def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
     """The config of a run, from the config.json in its directory (secrets are not in it)."""
     try:
         held = json.loads(Path(path).read_text("utf-8"))["config"]
@@ -162,7 +168,7 @@ def recorded_config(path: str, overrides: dict[str, Any]) -> config_dict.ConfigD
     return cfg
 
 
-def config_of(given) -> config_dict.ConfigDict:
+def config_of(given) -> Config:
     """A config of one's own to work on: from a ConfigDict, the name of a config, options by name on top of the
     defaults, or None."""
     if isinstance(given, str | Path):
@@ -170,7 +176,7 @@ def config_of(given) -> config_dict.ConfigDict:
     if isinstance(given, config_dict.ConfigDict):
         return given.copy_and_resolve_references()
     if not isinstance(given, dict | None):
-        raise ConfigError(f"config is a {type(given).__name__}: expected the name of a config, options by name, or a "
+        raise ConfigError(f"config is {type_of(given)}: expected the name of a config, options by name, or a "
                           "ConfigDict")
     cfg = default_config()
     for name, value in _by_name(given or {}):

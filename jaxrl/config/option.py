@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
+import sys
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
 class Option(NamedTuple):
-    """One option. `kind` is needed only where the default is None; `choices` bounds a string (`or_path`: an import
-    path will do, too), `bound` (a key of BOUNDS) a number."""
+    """One option.
+
+    default, doc: its default and its meaning. kind: its type, needed only where the default is None.
+    choices: values that a string may have; or_path: or an import path. bound: key of BOUNDS for a number.
+    needs: condition on other options without which nothing reads it: terms joined by `or`, clauses of them by `and`. A
+    term is `option` (it is on), `not option`, `option=a|b`, `option!=a|b` or `option>1`.
+    read_by: the recipes that read it; () = all. A recipe of the user's own may read any.
+    """
 
     default: Any
     doc: str
@@ -16,6 +27,59 @@ class Option(NamedTuple):
     choices: Collection | None = None
     bound: str = ""
     or_path: bool = False
+    needs: str = ""
+    read_by: tuple[str, ...] = ()
+
+
+def shared(tree: dict[str, Any], needs: str = "", read_by: tuple[str, ...] = (), but: Collection[str] = ()) -> dict:
+    """Returns a group with a condition before those of its options, except for the options `but`, and with `read_by`
+    where an option has none."""
+    out = {}
+    for name, node in tree.items():
+        if isinstance(node, Option):
+            both = " and ".join(filter(None, (needs * (name not in but), node.needs)))
+            out[name] = node._replace(needs=both, read_by=node.read_by or read_by)
+        else:
+            out[name] = shared(node, needs, read_by)
+    return out
+
+
+class Rows(Collection):
+    """The names of the rows of tables `module:TABLE`, as choices.
+
+    Names come from the source of the modules, whose import may take seconds (jax); a name that was registered in an
+    imported table is among them, too.
+    """
+
+    def __init__(self, *tables: str):
+        self._tables = tables
+
+    @functools.cached_property
+    def _written(self) -> tuple[str, ...]:
+        return tuple(name for table in self._tables for name in _keys(*table.split(":")))
+
+    def __iter__(self):
+        return iter(self._written)
+
+    def __len__(self):
+        return len(self._written)
+
+    def __contains__(self, name):
+        loaded = (getattr(sys.modules.get(module), table, ()) for module, table in (t.split(":") for t in self._tables))
+        return name in self._written or any(name in table for table in loaded)
+
+
+def _keys(module: str, table: str) -> list[str]:
+    """Keys of the dict that a module's source assigns to a name."""
+    package, _, name = module.rpartition(".")
+    path = Path(importlib.util.find_spec(package.partition(".")[0]).origin).parent
+    tree = ast.parse(path.joinpath(*package.split(".")[1:], f"{name}.py").read_text("utf-8"))
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == table:
+            found = next(n for n in ast.walk(node.value) if isinstance(n, ast.Dict))
+            return [ast.literal_eval(key) for key in found.keys]
+    raise LookupError(f"{module}:{table}")
 
 
 BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
@@ -34,3 +98,12 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
 def no_effect(name: str, value, without: str, remedy: str) -> str:
     """The problem of an option that would be read by nothing."""
     return f"{name}={value!r} has no effect {without}; {remedy}"
+
+
+def not_chosen(option: Option, value) -> str:
+    """What is wrong with a value, or with the entries of a list, that must be among the choices; "" = nothing."""
+    values = value if isinstance(option.default, tuple) else (value,)
+    if not option.choices or all(v in option.choices or option.or_path and ":" in str(v) for v in values):
+        return ""
+    path = ", or an import path (module:function, ./file.py:function)" if option.or_path else ""
+    return f"choose one of {', '.join(map(str, option.choices))}{path}"

@@ -46,6 +46,8 @@ RECIPES = {
                            scores=True),
 }
 
+BUILT_IN = frozenset(RECIPES)  # without those that a program adds
+
 
 def recipe_of(config) -> Recipe:
     """The row of a config's run.recipe. Raises what its import raises where that is a path."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxrl.config import schema_jobs as jobs
 from jaxrl.config import schema_rewards
-from jaxrl.config.option import Option
+from jaxrl.config.option import Option, shared
 from jaxrl.config.registry import RECIPES
-from jaxrl.config.schema_algorithm import ALGORITHM
+from jaxrl.config.schema_algorithm import ALGORITHM, EPISODES
 
 O = Option
 # Lists of numbers and of integers; the entries of all others are text.
@@ -20,6 +20,7 @@ NUMBERS = ("reward.weights", "reward.remote.weights", "preference.loss_weights")
 INTEGERS = ("lora.layers", "rollout.stop_token_ids", "rollout.prompt_lengths", "rollout.cache_lengths", "train.row_lengths",
             "plan.lengths", "profile.steps", "profile.memory", "profile.processes")
 TRIGGER = "0 = never"
+EVALUATIONS = "eval.sets or data.eval_fraction and eval.every_steps or eval.every_epochs or eval.every_seconds"
 CHANGEABLE = ("data", "eval", "tokenizer", "model", "reference", "teacher")  # run.accept_changed
 
 SCHEMA: dict[str, dict[str, Any]] = {
@@ -29,7 +30,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dir": O("", "run directory; empty = runs/<name of the config file>, with _<its argument> if it has one"),
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
-        "accept_changed": O((), "what may hold something else than when the checkpoint was written, though its options are the same:"
+        "accept_changed": O((), "inputs whose content may differ from the checkpoint's:"
                                 f" {', '.join(CHANGEABLE)}; else a resume is refused"),
         "stop_seconds": O(30.0, "after a stop: longest wait for the rewards of an evaluation; a training step's are left at once", bound=">=0"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
@@ -54,7 +55,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "scan_layers": O("auto", "auto: scan over layers, unroll up to 8 on the CPU", choices=("auto", "true", "false")),
         "remat": O("auto", "what the backward pass recomputes; auto: none under 50 M parameters, else full",
                    choices=("auto", "none", "full", "dots", "offload")),
-        "remat_every": O(1, "layers that are recomputed together: more = fewer inputs kept, more of them at once", bound=">0"),
+        "remat_every": O(1, "layers that are recomputed together: more = fewer inputs kept, more of them at once", bound=">0",
+                         needs="model.remat!=none"),
         "attention": O("auto", "attention implementation; auto: the platform's", choices=("auto", "tpu", "gpu", "cudnn", "blockwise", "reference")),
         "ring_attention": O(False, "over mesh.cp keys and values go from device to device, where they are gathered otherwise"
                                    " (docs/explanations/sharding.md)"),
@@ -87,7 +89,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                          " algorithm: {advantage, advantage_mean, ...} over those of `algorithm`; coef: factor on its advantages; and options"
                          " of `data` of its own, such as path, prompt_column, system_prompt}; empty = data.path is the only one"),
         "exhausted": O("repeat", "with data.sources, after data.epochs passes over one of them: repeat it, stop the run, or give its weight"
-                                 " to the others", choices=("repeat", "stop", "others")),
+                                 " to the others", choices=("repeat", "stop", "others"), needs="data.sources"),
         "prompt_column": O("prompt", "text, or a list of chat messages; `messages` where rows have no column `prompt`"),
         "answer_column": O("answer", "reference answer handed to rewards as `answer`, a.b: field b of column a; empty = none"),
         "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
@@ -96,30 +98,31 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "rejected_column": O("rejected", "preferences: the worse answer, likewise"),
         "label_column": O("label", "preferences: whether an answer in data.completion_column is good, true or false"),
         "margin_column": O("margin", "preferences: by how much the chosen answer is better, a number; read where a row has one"),
-        "train_turns": O("last", "SFT on rows of messages: train their last answer (last), or all answers, what stands between them masked,"
-                                 " (all)", choices=("last", "all")),
+        "train_turns": O("last", "SFT on rows of messages, which assistant messages are trained: the last one (last), or all of them, with"
+                                 " everything between masked (all)", choices=("last", "all")),
         "assistant_mask": O("turns", "with data.train_turns=all, how answers are found. turns: each rendered behind what came before, as"
-                                     " episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template")),
+                                     " episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template"),
+                            needs="data.train_turns=all", read_by=("sft",)),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
         "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
         "chat_template_kwargs": O({}, "extra variables for the chat template, e.g. enable_thinking"),
         "response_prefix": O("", "text the completion is made to start with (part of the prompt, seen by rewards)"),
-        "prompts_per_step": O(64, "prompts per RL step; sequences per step for SFT; rows (pairs) per step for preferences", bound=">0"),
+        "prompts_per_step": O(64, "prompts per RL step; the batch size in SFT (sequences) and preferences (rows or pairs)", bound=">0"),
         "max_prompt_tokens": O(512, "longest prompt in tokens", bound=">0"),
         "overlong_prompt": O("filter", "a longer prompt is left out, cut on the left, or an error",
                              choices=("filter", "truncate_left", "error")),
         "overlong_completion": O("filter", "SFT: a row with a completion beyond rollout.max_new_tokens (or beyond train.max_sequence_tokens"
                                            " with its prompt) is left out, loses the end of it (nothing is learnt of its end then), or is"
                                            " split: further rows go on where it ended, behind as much of it as a prompt may hold",
-                                 choices=("filter", "truncate", "split")),
+                                 choices=("filter", "truncate", "split"), read_by=("sft",)),
         "difficulty": O("", "column with a number that says how difficult a row is: each pass goes from low to high, equal ones shuffled;"
                             " empty = none"),
         "difficulty_window": O((), "instead of that order, only rows of a difficulty from low to high, shuffled, by step: '0:0..3', '200:2..5'"
-                                   " (from step 200 on those from 2 to 5)"),
+                                   " (from step 200 on those from 2 to 5)", needs="data.difficulty"),
         "pass_rate_min": O(0.0, "a row whose completions reached reward.pass_mark less often than this when it was last asked is left out of"
-                                " later passes over the data", bound="0..1"),
-        "pass_rate_max": O(1.0, "the same for more often than this", bound="0..1"),
+                                " later passes over the data", bound="0..1", read_by=("rl",)),
+        "pass_rate_max": O(1.0, "the same for more often than this", bound="0..1", read_by=("rl",)),
         "epochs": O(0, "end after this many passes over the data; 0 = no limit", bound=">=0"),
         "shuffle": O(True, "global shuffle, anew in each epoch"),
         "seed": O(None, "seed of the shuffle; None = run.seed", int),
@@ -137,7 +140,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "engine": O("auto", "jax: the embedded sampler; vllm; auto: vllm where it is installed and there is a GPU, or where"
                             " rollout.servers names servers; or an import path of your own, module:function or ./file.py:function"),
         "group_size": O(8, "samples per prompt", bound=">0"),
-        "max_new_tokens": O(1024, "longest completion in tokens", bound=">0"),
+        "max_new_tokens": O(1024, "longest completion in tokens, sampled or, in SFT and preferences, read from the data", bound=">0"),
         "min_new_tokens": O(0, "end tokens are forbidden before this many", bound=">=0"),
         "temperature": O(1.0, "0 = greedy", bound=">=0"),
         "top_p": O(1.0, "keep the smallest set of tokens whose mass reaches this", bound="(0, 1]"),
@@ -155,15 +158,17 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + completion, and where XLA decodes long completions also 3/8 of it"),
         "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
                               " sample is bitwise independent of its neighbours; later turns of an episode are then prefilled anew"),
-        "decode_steps": O(16, "most decode steps between two looks of the host", bound=">0"),
+        "decode_steps": O(16, "decode steps per host sync", bound=">0"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
         "timeout_seconds": O(3600.0, "longest wait for one batch of answers", bound=">0"),
         "max_staleness": O(0, "generate while training: completions may be drawn from weights published this many publications before"
-                              " those of the step that uses them; 0 = every step samples from its own", bound=">=0"),
-        "sync_every": O(1, "steps from one publication of the weights to the next; the steps between share one version", bound=">0"),
+                              " those of the step that uses them; 0 = every step samples from its own", bound=">=0",
+                           read_by=("rl", "distill")),
+        "sync_every": O(1, "steps from one publication of the weights to the next; the steps between share one version", bound=">0",
+                        read_by=("rl", "distill")),
         "partial": O(False, "with completions ahead: those begun go on under newly published weights, with a version per token; False:"
-                            " a publication waits until they are finished"),
+                            " a publication waits until they are finished", needs="rollout.max_staleness", read_by=("rl", "distill")),
         "servers": O((), "URLs of running vLLM servers, or one folder (/path or ./path) whose files name them, read again at every"
                          " publish; empty = jaxrl starts its own"),
         "placement": O("auto", "colocated: engine and trainer have the same devices in turns (what the engine holds leaves them during"
@@ -189,7 +194,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "python": O("", "interpreter of the servers' own environment; empty = this one"),
             "host": O("127.0.0.1", "address the servers listen on; another one than loopback needs $VLLM_API_KEY"),
             "port": O(0, "port of the first server, the others follow; 0 = free ones", bound=">=0"),
-            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY, or for servers of ours one made for the run"),
+            "api_key": O("", "key that servers ask for; empty = $VLLM_API_KEY, or for servers that jaxrl starts one made for the run"),
             "transport": O("auto", "how weights travel: shm (one machine), network, nccl (from GPU to GPU), checkpoint (a folder"
                                    " that servers without jaxrl's plugin reload); auto: shm where it can be, else network, else"
                                    " checkpoint", choices=("auto", "shm", "network", "nccl", "checkpoint")),
@@ -201,13 +206,13 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "sync_seconds": O(600.0, "longest call of a weight update", bound=">0"),
             "health_seconds": O(10.0, "a server silent for this long, twice, is given up", bound=">0"),
             "retries": O(3, "further tries of a failed request or publish", bound=">=0"),
-            "restarts": O(3, "how often a server of ours is started again", bound=">=0"),
+            "restarts": O(3, "restarts of a server that jaxrl started", bound=">=0"),
             "probe_bound": O(0.0, "largest mean difference in nats between the probe's log-probs and the trainer's; 0 = by dtype:"
                                   " 1e-3 fp32, 0.1 fp16, 0.2 bf16, three times the first one and at most 1 where quantised", bound=">=0"),
             "log_level": O("warning", "level of the servers' logs in <run.dir>/vllm", choices=("debug", "info", "warning", "error")),
         },
     },
-    "env": {
+    "env": shared({
         "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with"
                           " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>; openenv;"
                           " empty = one turn, or env.tools (docs/guides/environments.md)"),
@@ -215,15 +220,16 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "program": O("", "command line of a program that speaks to OpenAI's API, trained unchanged: it gets the row as JSON on standard"
                          " input, {column} in its words, and OPENAI_BASE_URL and OPENAI_API_KEY"),
         "score": O("", "module:name or ./file.py:name of score(task, ran), what a program came to; empty = the file reward.json that it"
-                       " writes where it runs"),
+                       " writes where it runs", needs="env.program"),
         "crash": O("absent", "a program that ends with a status other than 0 has failed by its environment's fault, or is scored like any other",
-                   choices=("absent", "scored")),
+                   choices=("absent", "scored"), needs="env.program"),
         "train_calls": O("", "module:name or ./file.py:name of trained(request): whether a program's call is a turn to be trained; empty = all"
-                             " but those with the header X-Jaxrl-Train: false"),
+                             " but those with the header X-Jaxrl-Train: false", needs="env.program"),
         "mcp": O((), "MCP servers whose tools the model may call, beside env.tools: command lines (standard streams) or URLs (streamable HTTP)"),
         "mcp_session": O("episode", "each episode has servers and sessions of its own, or the episodes of a worker share them",
-                         choices=("episode", "worker")),
-        "servers": O((), "addresses of services of OpenEnv, replicas of one environment, for env.function=openenv (http://host:8000)"),
+                         choices=("episode", "worker"), needs="env.mcp"),
+        "servers": O((), "addresses of services of OpenEnv, replicas of one environment, for env.function=openenv (http://host:8000)",
+                     needs="env.function=openenv"),
         "options": O({}, "keyword arguments of an environment's class, or of gymnasium.make and textarena.make, or how env.servers are read"),
         "parser": O("auto", "how calls are written; auto: as the chat template writes them",
                     choices=("auto", "hermes", "qwen", "llama", "mistral", "pythonic")),
@@ -233,8 +239,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
                           choices=("message", "inline")),
         "workers": O(2, "processes that run episodes, 64 each at once", bound=">0"),
         "executor": O("local", "workers are processes of this host, or of the hosts of a Ray cluster", choices=("local", "ray")),
-        "ray_address": O("", "address of the Ray cluster; empty = RAY_ADDRESS, and without it a Ray of this host"),
-        "ray_cpus": O(1.0, "CPUs that a worker takes of those that Ray counts", bound=">0"),
+        "ray_address": O("", "address of the Ray cluster; empty = RAY_ADDRESS, and without it a Ray of this host",
+                         needs="env.executor=ray"),
+        "ray_cpus": O(1.0, "CPUs that a worker takes of those that Ray counts", bound=">0", needs="env.executor=ray"),
         "threads": O(False, "synchronous episodes and environments run in threads of their worker instead of one step at a time"),
         "python": O("", "interpreter of the workers' own environment; empty = this one"),
         "variables": O((), "names of environment variables that the workers get, beside those that Python needs"),
@@ -246,33 +253,38 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_sampled_tokens": O(0, "tokens that an episode samples in all its turns; 0 = no limit of its own", bound=">=0"),
         "max_input_tokens": O(0, "longest prompt of a turn, the conversation so far; 0 = no limit of its own", bound=">=0"),
         "max_observation_tokens": O(1024, "longest new message in tokens; more is cut in the middle", bound=">0"),
-        "max_parallel_calls": O(1, "calls of one turn that are run; further ones are told so", bound=">0"),
+        "max_parallel_calls": O(1, "calls of one turn that run; extra calls get an error reply", bound=">0"),
         "step_seconds": O(60.0, "longest time an environment takes for one turn, the engine's not counted", bound=">0"),
         "episode_seconds": O(600.0, "longest time an environment takes for an episode, the engine's not counted", bound=">0"),
         "retries": O(2, "further tries, with the same seeds, of an episode whose environment failed", bound=">=0"),
-        "late": O("absent", "an episode whose environment ran out of time is absent, or ends there as if cut by the length limit",
+        "late": O("absent", "an episode whose environment timed out: absent drops it, truncated keeps it as if cut by the length limit",
                   choices=("absent", "truncated")),
         "max_failed_fraction": O(0.2, "stop when more than this share of a step's episodes failed by their environment's fault", bound="0..1"),
         "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or begin anew (environments that cannot be"
                               " played twice)", choices=("replay", "restart")),
         "publish": O("episode", "with rollout.partial=False a publication of weights waits for the episodes begun, or only for their turns"
-                                " that are being sampled", choices=("episode", "turn")),
+                                " that are being sampled", choices=("episode", "turn"),
+                     needs="rollout.max_staleness and not rollout.partial"),
         "malformed_penalty": O(0.0, "subtracted from the score for every call that could not be read or does not fit its tool", bound=">=0"),
-    },
+    }, EPISODES, ("rl", "distill"), but=("function", "tools", "program", "mcp")),
     "sandbox": {
         "backend": O("bwrap", "where programs run that a model wrote (reward code, env.function=repair, jaxrl.sandbox.run): bubblewrap on"
                               " this machine; rlimits: limits against accidents alone; remote: sandbox.url", choices=("bwrap", "rlimits", "remote")),
-        "paths": O((), "further folders that programs may read, absolute (bwrap)"),
-        "url": O("", "address of the service (remote)"),
-        "api": O("jaxrl", "of the service: python -m jaxrl.sandbox.serve, or SandboxFusion", choices=("jaxrl", "fusion")),
-        "key_env": O("", "name of the environment variable that has the service's bearer token; workers get it"),
-        "retries": O(2, "further tries of a call that the service did not answer", bound=">=0"),
+        "paths": O((), "further folders that programs may read, absolute (bwrap)", needs="sandbox.backend=bwrap"),
+        "url": O("", "address of the service (remote)", needs="sandbox.backend=remote"),
+        "api": O("jaxrl", "of the service: python -m jaxrl.sandbox.serve, or SandboxFusion", choices=("jaxrl", "fusion"),
+                 needs="sandbox.backend=remote"),
+        "key_env": O("", "name of the environment variable that has the service's bearer token; workers get it",
+                     needs="sandbox.backend=remote"),
+        "retries": O(2, "further tries of a call that the service did not answer", bound=">=0", needs="sandbox.backend=remote"),
         "seconds": O(5.0, "longest a program may take; all unit tests of a completion together", bound=">0"),
-        "cpu_seconds": O(5.0, "processor time of each process of a program", bound=">0"),
+        "cpu_seconds": O(5.0, "processor time of each process of a program", bound=">0",
+                         needs="sandbox.backend!=remote or sandbox.api!=fusion"),
         "memory_mb": O(1024, "MiB that a program may hold, each process of it and all together", bound=">0"),
-        "disk_mb": O(64, "MiB that a program may write (bwrap: into memory; rlimits: of each file)", bound=">0"),
+        "disk_mb": O(64, "MiB that a program may write (bwrap: into memory; rlimits: of each file)", bound=">0",
+                     needs="sandbox.backend!=remote or sandbox.api!=fusion"),
         "output_bytes": O(1 << 20, "bytes that a program may print; one that prints more is ended", bound=">0"),
-        "processes": O(64, "processes of a program at once", bound=">0"),
+        "processes": O(64, "processes of a program at once", bound=">0", needs="sandbox.backend!=remote or sandbox.api!=fusion"),
     },
     "reward": {
         "functions": O(("math",), "names (math exact boxed choice format code remote judge), package.module:function or ./file.py:function"),
@@ -283,8 +295,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
         "workers": O(2, "worker processes", bound=">0"),
         "executor": O("local", "they are processes of this host, or of the hosts of a Ray cluster", choices=("local", "ray")),
-        "ray_address": O("", "address of the Ray cluster; empty = RAY_ADDRESS, and without it a Ray of this host"),
-        "ray_cpus": O(1.0, "CPUs that a worker takes of those that Ray counts", bound=">0"),
+        "ray_address": O("", "address of the Ray cluster; empty = RAY_ADDRESS, and without it a Ray of this host",
+                         needs="reward.executor=ray"),
+        "ray_cpus": O(1.0, "CPUs that a worker takes of those that Ray counts", bound=">0", needs="reward.executor=ray"),
         "env": O((), "names of environment variables that the workers get, beside those that Python needs (PATH, HOME, LANG, ...)"),
         "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
                          " stop if it fails on both"),
@@ -303,16 +316,16 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "overlong_penalty": O(1.0, "largest DAPO length penalty (subtracted after clip)", bound=">=0"),
         "model": {
             "path": O("", "HF folder or hub id of a sequence classifier with one label, whose score of a completion is one more reward,"
-                          " `reward_model` (docs/guides/reward_models.md); empty = none"),
-            "revision": O(None, "hub revision of reward.model.path", str),
-            "head": O("score", "name of its head: <head>.weight, one row"),
-            "weight": O(1.0, "its weight beside reward.weights"),
-            "dtype": O("bf16", "dtype it is held in", choices=("bf16", "fp32")),
+                          " `reward_model` (docs/guides/reward_models.md); empty = none", read_by=("rl", "distill")),
+            "revision": O(None, "hub revision of reward.model.path", str, needs="reward.model.path"),
+            "head": O("score", "name of its head: <head>.weight, one row", needs="reward.model.path"),
+            "weight": O(1.0, "its weight beside reward.weights", needs="reward.model.path"),
+            "dtype": O("bf16", "dtype it is held in", choices=("bf16", "fp32"), needs="reward.model.path"),
             "render": O("auto", "what it reads: the sampled tokens; prompt and completion as text in its own tokens; or its chat template's"
                                 " rendering of the conversation. auto: tokens where its tokenizer is the policy's, else chat where it has a"
-                                " template, else text", choices=("auto", "tokens", "text", "chat")),
+                                " template, else text", choices=("auto", "tokens", "text", "chat"), needs="reward.model.path"),
             "max_sequence_tokens": O(0, "longest sequence that it scores; longer ones have no score, which is a failure; 0 = the policy's longest,"
-                               " in other tokens twice that", bound=">=0"),
+                               " in other tokens twice that", bound=">=0", needs="reward.model.path"),
         },
         "remote": schema_rewards.REMOTE,
         "remotes": O({}, "further services by the names of their rewards: {'safe': {'urls': ...}} has what it does not say from reward.remote"),
@@ -322,27 +335,30 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "reward_model": jobs.REWARD_MODEL,
     "algorithm": ALGORITHM,
     "preference": jobs.PREFERENCE,
-    "critic": {
-        "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts"),
-        "revision": O(None, "hub revision of critic.path", str),
-        "head": O("score", "name of the value head in the files of critic.path: <head>.weight, one row; zero where there is none"),
+    "critic": shared({
+        "path": O("", "HF folder or hub id of a language or reward model; empty = the policy as it starts", needs="not critic.shared"),
+        "revision": O(None, "hub revision of critic.path", str, needs="critic.path"),
+        "head": O("score", "name of the value head in the files of critic.path: <head>.weight, one row; zero where there is none",
+                  needs="critic.path"),
         "shared": O(False, "a value head on the policy's own trunk instead of a model of its own"),
-        "coef": O(0.5, "shared: weight of the value loss beside the policy's", bound=">=0"),
+        "coef": O(0.5, "shared: weight of the value loss beside the policy's", bound=">=0", needs="critic.shared"),
         "lr": O(5e-6, "peak learning rate; the rest is as in optimizer.*", bound=">0"),
-        "optimizer": O({}, "entries of optimizer.* that the critic has its own: {'b2': 0.95, 'schedule': 'cosine', 'max_grad_norm': 0.5}"),
+        "optimizer": O({}, "entries of optimizer.* that the critic has its own: {'b2': 0.95, 'schedule': 'cosine', 'max_grad_norm': 0.5}",
+                       needs="not critic.shared"),
         "value_clip": O(0.2, "a value moves by at most this per step before its loss stops counting; 0 = off", bound=">=0"),
-        "num_minibatches": O(0, "optimizer steps of the critic per pass; 0 = as the policy", bound=">=0"),
-        "warmup_steps": O(0, "first steps in which only the critic learns", bound=">=0"),
+        "num_minibatches": O(0, "optimizer steps of the critic per pass; 0 = as the policy", bound=">=0", needs="not critic.shared"),
+        "warmup_steps": O(0, "first steps in which only the critic learns", bound=">=0", needs="not critic.shared"),
         "normalize": O(False, "learn returns less their running mean over their running standard deviation"),
-    },
-    "reference": {
+    }, "algorithm.advantage=gae", ("rl",)),
+    "reference": shared({
         "path": O("", "HF folder or hub id; empty = the policy as it starts"),
-        "revision": O(None, "hub revision of reference.path", str),
+        "revision": O(None, "hub revision of reference.path", str, needs="reference.path"),
         "dtype": O("bf16", "dtype the reference is held in", choices=("bf16", "fp32")),
         "reset_steps": O(0, "the reference becomes the policy every this many steps; 0 = never", bound=">=0"),
         "reset_epochs": O(0.0, "the same in passes over the data; 0 = never", bound=">=0"),
-        "reset_optimizer": O(False, "a reset starts the optimizer's moments anew, too; the schedule goes on"),
-    },
+        "reset_optimizer": O(False, "a reset starts the optimizer's moments anew, too; the schedule goes on",
+                             needs="reference.reset_steps or reference.reset_epochs"),
+    }, "run.recipe=preference or algorithm.kl.coef", ("rl", "preference")),
     "distill": jobs.DISTILL,
     "teacher": jobs.TEACHER,
     "optimizer": {
@@ -357,10 +373,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "warmup_steps": O(10, "updates of linear warm-up", bound=">=0"),
         "warmup_fraction": O(0.0, "the same as a share of all updates; wins over warmup_steps when > 0", bound="0..1"),
         "warmup_start": O(0.0, "learning rate at update 0 as a share of lr", bound="0..1"),
-        "decay_steps": O(0, "updates of decay (wsd: at the end); 0 = all after warm-up (wsd: the last tenth)", bound=">=0"),
+        "decay_steps": O(0, "updates of decay (wsd: at the end); 0 = all after warm-up (wsd: the last tenth)", bound=">=0",
+                         needs="optimizer.schedule!=constant"),
         "decay_shape": O("linear", "of wsd's decay; sqrt: falls by the root of the share that has passed",
-                         choices=("linear", "cosine", "sqrt")),
-        "floor": O(0.0, "lowest learning rate as a share of lr", bound="0..1"),
+                         choices=("linear", "cosine", "sqrt"), needs="optimizer.schedule=wsd"),
+        "floor": O(0.0, "lowest learning rate as a share of lr", bound="0..1", needs="optimizer.schedule!=constant"),
         "offload": O(False, "keep the optimizer's state (the critic's too) in host memory; a step is taken a part at a time"),
         "groups": O({}, "name pattern -> {lr: multiplier, weight_decay: value}"),
         "layer_decay": O(1.0, "layer l of L learns at lr x this^(L - l), beside optimizer.groups; the embedding is layer 0, the head and"
@@ -377,31 +394,32 @@ SCHEMA: dict[str, dict[str, Any]] = {
                                             " rows, so that a policy that has not moved has ratios of exactly 1 (on the CPU)", bound=">=0"),
         "row_lengths": O((), "static lengths of packed rows, at most 2; empty = one: the longest sequence, or up to 2048 with room"
                               " for more of its group"),
-        "row_counts": O(2, "static row counts per row length; 2: whole microbatches and quarters, so that a last one wastes"
-                           " little; 1: whole ones only, one program fewer to compile", choices=(1, 2)),
+        "row_counts": O(2, "sizes of a microbatch that are compiled, per row length: 2 = whole and a quarter, so that the last"
+                           " microbatch wastes little; 1 = whole only, one program fewer to compile", choices=(1, 2)),
         "max_sequence_tokens": O(0, "bound on prompt + completion; 0 = max_prompt_tokens + max_new_tokens", bound=">=0"),
         "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
         "matmul": O("default", "numbers that the layers' matrix products round to first, forward and for the gradient of activations: default: the"
                                " compute dtype's own; int8, fp8: a scale per token and output; the others: docs/explanations/low_precision.md",
                     choices=("default", "int8", "fp8", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4")),
-        "matmul_emulated": O(False, "where no product of such numbers is known for the device, multiply them in fp32: the same numbers, slower"),
+        "matmul_emulated": O(False, "where no product of such numbers is known for the device, multiply them in fp32: the same numbers, slower",
+                             needs="train.matmul!=default"),
         "loss_scale": {
-            "initial": O(32768.0, "fp16: what the loss is multiplied with at the start", bound=">0"),
-            "min": O(1.0, "least such factor", bound=">0"),
-            "max": O(16777216.0, "largest such factor", bound=">0"),
-            "window": O(200, "finite updates in a row after which it is doubled", bound=">0"),
-            "patience": O(1, "overflows in a row from which on it is halved", bound=">0"),
+            "initial": O(32768.0, "fp16: what the loss is multiplied with at the start", bound=">0", needs="train.compute_dtype=fp16"),
+            "min": O(1.0, "least such factor", bound=">0", needs="train.compute_dtype=fp16"),
+            "max": O(16777216.0, "largest such factor", bound=">0", needs="train.compute_dtype=fp16"),
+            "window": O(200, "finite updates in a row after which it is doubled", bound=">0", needs="train.compute_dtype=fp16"),
+            "patience": O(1, "overflows in a row from which on it is halved", bound=">0", needs="train.compute_dtype=fp16"),
         },
         "stop_on_divergence": O(False, "end the run, saved, at a loss that has risen to three times its lowest, or a held-out accuracy below"
                                        " half of its best, which are warned of anyway"),
         "max_step_kl": O(0.0, "RL: most KL of a step in nats per token, from the policy before it to the one behind its updates, estimated on"
                               " its batch (k3); a step beyond it is scaled back, or refused; costs two scorings and a copy of the parameters;"
-                              " 0 = off", bound=">=0"),
+                              " 0 = off", bound=">=0", read_by=("rl",)),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
         "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
                            bound=">=0"),
-        "loss_on_prompt": O(False, "SFT: train on prompt tokens too"),
+        "loss_on_prompt": O(False, "SFT: train on prompt tokens too (distillation: distill.on_prompt)", read_by=("sft",)),
         "router_balance": O(0.0, "coefficient of the loss that spreads tokens over experts (docs/explanations/experts.md); the gradient that"
                                  " every router gets is that of the mean over tokens", bound=">=0"),
         "router_bias_rate": O(0.0, "per update, up or down, of the bias by which routers choose experts, towards an even load (arXiv 2408.15664);"
@@ -425,12 +443,14 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "repetition_penalty": O(1.0, "as rollout.repetition_penalty", bound=">0"),
         "frequency_penalty": O(0.0, "as rollout.frequency_penalty"),
         "max_new_tokens": O(0, "0 = rollout.max_new_tokens", bound=">=0"),
-        "stop": O((), "strings that end an answer; empty = rollout.stop"),
+        "stop": O((), "strings that end a completion; empty = rollout.stop"),
         "rewards": O((), "reward functions for evaluation; empty = reward.functions"),
         "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
         "metric": O("", "metric of evaluations that eval.patience and checkpoint.keep_best go by, by its name in metrics.jsonl; higher is"
-                        " better, of names that end in loss lower; empty = eval/accuracy, of preferences without one eval/preference_accuracy"),
-        "patience": O(0, "end the run after so many evaluations in a row that are not better than the best one before; 0 = never", bound=">=0"),
+                        " better, of names that end in loss lower; empty = eval/accuracy, of preferences without one eval/preference_accuracy",
+                    needs="eval.patience or checkpoint.keep_best"),
+        "patience": O(0, "end the run after so many evaluations in a row that are not better than the best one before; 0 = never", bound=">=0",
+                      needs=EVALUATIONS),
     },
     "checkpoint": {
         "dir": O("", "where checkpoints are: a folder, gs://bucket/folder or s3://bucket/folder; empty = <run.dir>/checkpoints"),
@@ -440,7 +460,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "at_end": O(True, "save after the last step"),
         "keep": O(3, "newest checkpoints kept; -1 = all", bound="-1 or >0"),
         "keep_best": O(False, "save a checkpoint at every evaluation that is the best so far (eval.metric), keep that of the best, and export"
-                              " its model at the end"),
+                              " its model at the end",
+                       needs=EVALUATIONS),
         "timeout_seconds": O(1800.0, "longest time for a checkpoint or an export: a disk that hangs ends the run with status 1; 0 = no limit",
                              bound=">=0"),
         "asynchronous": O(True, "write in the background"),
@@ -453,8 +474,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "upload": {
             "to": O((), "where copies go in the background: hf://owner/name (a repository of the hub), or prefixes that fsspec knows"
                         " (s3://bucket/folder, gs://..., file:///...); see docs/guides/checkpoints.md"),
-            "exports": O("final", "of exports, those that are sent", choices=("none", "final", "all")),
-            "checkpoints": O("none", "of checkpoints, those that are sent", choices=("none", "final", "all")),
+            "exports": O("final", "of exports, those that are sent", choices=("none", "final", "all"), needs="checkpoint.upload.to"),
+            "checkpoints": O("none", "of checkpoints, those that are sent", choices=("none", "final", "all"), needs="checkpoint.upload.to"),
             "private": O(True, "a hub repository that does not exist yet is made private"),
             "attempts": O(6, "times that a folder is tried before it is given up, after 2, 4, 8 ... seconds", bound=">=1"),
             "wait_seconds": O(3600.0, "longest wait for uploads at the end of a run (after a stop: run.stop_seconds)", bound=">=0"),
@@ -470,7 +491,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "wandb_mode": O("online", "W&B mode", choices=("online", "offline")),
         "sinks": O((), "further metric sinks, package.module:Class or ./file.py:Class: called with (run_dir, config dict),"
                        " has write(step, scalars) and close()"),
-        "every_steps": O(1, "run.recipe=sft and preference: steps per line of metrics (others write a line every step)"),
+        "every_steps": O(1, "run.recipe=sft and preference: steps per line of metrics (others write a line every step)",
+                         read_by=("sft", "preference")),
         "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
                               " training every tenth step", bound=">=0"),
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
@@ -500,9 +522,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "hosts": O("auto", "how the processes of a run find each other; auto: what the environment tells (jaxrl.launch, Slurm,"
                            " Kubernetes, a TPU pod), else one process; see docs/guides/hosts.md",
                    choices=("auto", "none", "explicit", "slurm", "kubernetes", "tpu")),
-        "coordinator": O("", "host:port of process 0; empty = $JAXRL_COORDINATOR, or the first node of the Slurm step"),
-        "processes": O(0, "processes of the run; 0 = $JAXRL_PROCESSES, or Slurm's tasks"),
-        "process": O(-1, "number of this process, from 0; -1 = $JAXRL_PROCESS, or Slurm's or Kubernetes' index"),
+        "coordinator": O("", "host:port of process 0; empty = $JAXRL_COORDINATOR, or the first node of the Slurm step",
+                         needs="launch.hosts!=none|tpu"),
+        "processes": O(0, "processes of the run; 0 = $JAXRL_PROCESSES, or Slurm's tasks", needs="launch.hosts!=none|tpu"),
+        "process": O(-1, "number of this process, from 0; -1 = $JAXRL_PROCESS, or Slurm's or Kubernetes' index",
+                     needs="launch.hosts!=none|tpu"),
         "connect_seconds": O(300.0, "longest wait until all processes have come together", bound=">0"),
         "heartbeat_seconds": O(100.0, "a process without a sign of life for this long is given up, and the others end", bound=">0"),
         "wait_seconds": O(0.0, "longest wait for the slowest process where all meet: after sampling, rewards, evaluation; 0 = an"

@@ -16,27 +16,31 @@ REMOTE = {
     "concurrency": O(8, "batches that a reward worker has under way", bound=">0"),
     "deadline_seconds": O(60.0, "longest answer to a batch, all tries, waits and polls counted", bound=">0"),
     "retries": O(5, "further tries after 408, 425, 429, 5xx and lost connections, within the deadline", bound=">=0"),
-    "columns": O(("answer",), "data columns that are sent: own, cosmos, areal"),
+    "columns": O(("answer",), "data columns that are sent: own, cosmos, areal", needs="reward.remote.format=own|cosmos|areal"),
     "score_key": O("", "own, cosmos: keys of the scores, joined by +; areal: key of the verdict; classify, pooling: number of the label. Empty ="
                        " the format's own: scores are plain numbers; overall_reward; success; there is one label"),
-    "functions": O((), "cosmos: names of the service's reward functions"),
+    "functions": O((), "cosmos: names of the service's reward functions", needs="reward.remote.format=cosmos"),
     "weights": O((), "one per function of a cosmos service, else per key of score_key; empty = all 1"),
     "part_min": O(None, "each key's score (cosmos: each function's) is at least this, before its weight", float),
     "part_max": O(None, "and at most this", float),
     "clip_min": O(None, "their sum is at least this", float),
     "clip_max": O(None, "and at most this", float),
     "scale": O(1.0, "then multiplied with this"),
-    "fetch_url": O("", "cosmos: where scores are polled; empty = the URL with pull for enqueue at its end"),
-    "language": O("python", "areal: language of the code; it is the last fenced block of the completion, else all of it"),
-    "model": O("", "classify, pooling: the model's name at the server; empty = its only one"),
-    "task": O("", "pooling: vLLM's task, e.g. token_classify, of which the last token counts; empty = the server's choice"),
+    "fetch_url": O("", "cosmos: where scores are polled; empty = the URL with pull for enqueue at its end",
+                   needs="reward.remote.format=cosmos"),
+    "language": O("python", "areal: language of the code; it is the last fenced block of the completion, else all of it",
+                  needs="reward.remote.format=areal"),
+    "model": O("", "classify, pooling: the model's name at the server; empty = its only one",
+               needs="reward.remote.format=classify|pooling"),
+    "task": O("", "pooling: vLLM's task, e.g. token_classify, of which the last token counts; empty = the server's choice",
+              needs="reward.remote.format=pooling"),
 }
 
 JUDGE = {
     "servers": O((), "OpenAI-compatible endpoints of the reward `judge`, up to and with /v1, which are asked in turns; empty = a vLLM server"
                      " of the run's own that has reward.judge.model"),
     "model": O("", "name of the model there; or the folder or hub id that a server of the run's own loads"),
-    "key_env": O("", "name of the environment variable that holds the bearer token; empty = none is sent"),
+    "key_env": O("", "name of the environment variable that holds the bearer token; empty = none is sent", needs="reward.judge.servers"),
     "prompt_file": O("", "text with {prompt}, {completion}, {rubric}, {answer}, {lowest}, {highest}; {{ and }} are braces; empty = a text of"
                          " jaxrl's"),
     "rubric": O("", "what {rubric} stands for"),
@@ -53,7 +57,7 @@ JUDGE = {
     "cache": O("auto", "folder of answers by content: model, whole prompt and fields of the request; auto = <run.dir>/judge; empty = none"),
     "labelled": O("", "JSONL of rows with prompt, completion, score (on the judge's scale) and the columns of the prompt: agreement with them is"
                       " printed before training"),
-    "min_agreement": O(0.0, "the run stops below this share of them", bound="0..1"),
-    "devices": O("", "CUDA_VISIBLE_DEVICES of a server of the run's own; empty = as jaxrl's"),
-    "server_args": O({}, "its further vLLM options, e.g. {'tensor_parallel_size': 2}"),
+    "min_agreement": O(0.0, "the run stops below this share of them", bound="0..1", needs="reward.judge.labelled"),
+    "devices": O("", "CUDA_VISIBLE_DEVICES of a server of the run's own; empty = as jaxrl's", needs="not reward.judge.servers"),
+    "server_args": O({}, "its further vLLM options, e.g. {'tensor_parallel_size': 2}", needs="not reward.judge.servers"),
 }

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ml_collections import ConfigDict
+
 
 class Group:
     """Options of one group, as attributes and as items."""
@@ -671,3 +673,7 @@ class Options(Group):
     certify: Certify
     faults: Faults
     user: Any
+
+
+class Config(Options, ConfigDict):
+    """A config that is not resolved yet."""

@@ -23,7 +23,7 @@ from urllib.parse import urlparse
 import pyarrow as pa
 
 from jaxrl.data.dataset import Tables
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, type_of
 
 log = logging.getLogger(__name__)
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -227,7 +227,7 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
     """
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
         remedy = f"; give one of its splits: {', '.join(map(str, rows.keys()))}" if hasattr(rows, "keys") else ""
-        raise DataError(f"{field} is a {type(rows).__name__}: {EXPECTED}{remedy}")
+        raise DataError(f"{field} is {type_of(rows)}: {EXPECTED}{remedy}")
     if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; its binary columns are left out
         parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field)]
     else:
@@ -235,7 +235,7 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
         try:
             values = ((row, f"{field}[{i}]") for i, row in enumerate(rows))
         except TypeError:
-            raise DataError(f"{field} is a {type(rows).__name__}: {EXPECTED}") from None
+            raise DataError(f"{field} is {type_of(rows)}: {EXPECTED}") from None
         values = itertools.islice(values, limit or None)
         kinds = rows.features.arrow_schema if arrow and rows.features else ()
         kinds = {f.name: f.type for f in kinds}

@@ -42,7 +42,7 @@ How to write a table
        m.given("key"), m.all("pattern.**"), m.version, m.gpus, m.command
        m.set("option", value, "key", ...)     because of these keys, which stand beside it in the config
        m.lacks("key", why, refuse=False)      not carried over (partial), or another job without it (refused)
-       m.needs(text), m.differs(text)         "Needs you", "Differs whatever the keys"
+       m.needs(text), m.differs(text)         "Needs you", "Known differences"
        m.mark("key", kind, why)               another kind than its row's, for this value
        m.facts["sequences per step"] = 1024   what a reader checks first
        common.reward_file, common.reward_stub a file beside the config, m.files

@@ -267,7 +267,7 @@ def markdown(data: dict) -> str:
         ]
         out.append("")
     if data["differs"]:
-        out += ["## Differs whatever the keys", "", *(f"- {_cell(i)}" for i in data["differs"]), ""]
+        out += ["## Known differences", "", *(f"- {_cell(i)}" for i in data["differs"]), ""]
     return "\n".join(out)
 
 

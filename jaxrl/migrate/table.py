@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl.config.option import BOUNDS
+from jaxrl.config.option import BOUNDS, not_chosen
 from jaxrl.config.schema import element_kind, free_tables, options
 from jaxrl.errors import ConfigError
 from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, scalar
@@ -454,7 +454,7 @@ class Migration:
                 kind, note = self.marks.get(s.key) or self.marks.get(name) or (key.kind, key.why)
                 if kind in ("exact", "equivalent") and not targets:
                     asked = any(re.search(rf"(?<![\w.]){re.escape(s.key)}(?![\w.])", text) for text in self.needs_you)
-                    changes = ("inert", "changes nothing, the other keys being what they are")
+                    changes = ("inert", "no effect in this config")
                     kind, note = ("ask", 'said under "Needs you"') if asked else changes
                 out.append(Record(s.key, s.value, s.where, kind, targets, note))
         out += [Record(s.key, s.value, s.where, "unknown", {}, note) for s, note in self.unknown]
@@ -557,8 +557,8 @@ def fitting(option: str, value):
         value = str(value)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
         raise ConfigError(f"{option}: expected {'a number' if kind in (int, float) else kind.__name__}")
-    if opt.choices and value not in opt.choices and not (opt.or_path and ":" in str(value)):
-        raise ConfigError(f"{option}={value!r}: one of {', '.join(map(str, opt.choices))}")
+    if wrong := not_chosen(opt, value):
+        raise ConfigError(f"{option}={value!r}: {wrong}")
     if opt.bound and not BOUNDS[opt.bound][0](value):
         raise ConfigError(f"{option}={value!r} {BOUNDS[opt.bound][1]}")
     return value

@@ -41,7 +41,7 @@ class PlanComparison:
         """The line before the first step; "" where nothing is predicted."""
         if not self.predicted:
             return ""
-        return (f"planned   {_said(self.predicted)}; prompts and answers at their longest, nothing compiled "
+        return (f"planned   {_said(self.predicted)}; upper bound at maximum lengths "
                 "(docs/guides/plan.md)")
 
     def add(self, step: int, phases: dict[str, float]) -> None:

@@ -50,7 +50,7 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
     """
     out = Lowering()
     keep = lambda name: wanted is None or name in wanted  # noqa: E731
-    job = setup.open_job(config, setup.Inputs(None, hf_config, (0,), None), mesh=mesh)
+    job = setup.open_job(config, setup.ModelInputs(None, hf_config, (0,), None), mesh=mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if job.config.recipe.samples:
             params = _reinforcement(out, job, keep)
@@ -126,8 +126,8 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
     if update.in_parts == "none":
         on_devices = jax.tree.map(lambda s: NamedSharding(job.mesh, s.sharding.spec), state.opt_state)
         state = state.replace(opt_state=precompile.shaped(state.opt_state, on_devices))
-    batch = precompile.of_update(job, objective, precompile.max_rows(job.row_shapes))
-    carry = precompile.sums(job, update, state, batch)
+    batch = precompile.update_batch(job, objective, precompile.max_rows(job.row_shapes))
+    carry = precompile.update_sums(job, update, state, batch)
     out.live |= {f"{name}_gradients": carry[0], f"{name}_batch": batch}
     if keep(name):
         out.programs[name] = precompile.lowered(update, state, carry, batch)

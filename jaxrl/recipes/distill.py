@@ -1,15 +1,16 @@
-"""Distillation: bring a student to a teacher on what the student writes itself (GKD), on given completions, or on both.
+"""Distillation: trains a student towards a teacher on the student's completions (GKD), on the rows' completions, or
+both.
 
 for step:
     rows         <- the next data.prompts_per_step rows of the global shuffle
-    trajectories <- of a share distill.on_policy of them the student's completions, of the others the rows' own
+    trajectories <- the student's completions for a share distill.on_policy of them, the rows' own for the others
     layout       <- where every sequence goes, from lengths alone
-    teacher      <- what it says of their tokens: log-probs, its most probable tokens, or all of its distribution
+    teacher      <- for each token log-probs, the most probable tokens, or the whole distribution
     sampled: the difference of log-probs is the advantage of a policy loss; else: a divergence at every token
     for each pass, for each minibatch: one optimizer step
-    publish the new weights to the engine
+    sync the new weights to the engine
 
-Rewards, where there are any, are metrics. docs/guides/distillation.md
+Rewards, if any, are metrics only. docs/guides/distillation.md
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.episodes import conversations
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
-from jaxrl.rl.metrics import averaged, check_gap, histograms, judged, rollout_metrics
-from jaxrl.rl.roles import Roles, start_of_step
+from jaxrl.rl.metrics import accuracy_rewards, check_logprob_gap, histograms, mean_metrics, rollout_metrics
+from jaxrl.rl.roles import Roles, clear_early_stop
 from jaxrl.rl.rollouts import Rollouts
-from jaxrl.rl.step import hash_seed
+from jaxrl.rl.step import minibatch_seed
 from jaxrl.rl.trajectories import records
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.roles.reference import precision
@@ -42,21 +43,21 @@ from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 
 
-class Parts(NamedTuple):
-    """What a step works with."""
+class StepInputs(NamedTuple):
+    """The arguments of `one_step`."""
 
     s: Session
     job: Job
     roles: Roles  # their policy is the Student
     teacher: Any
-    rows: Rows
+    rows: MixedRows
     rollouts: Rollouts | None  # None: all rows bring their completions
     speed: Speed
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         drawn = round(s.spec.distill.on_policy * s.spec.data.prompts_per_step)
         samples = bool(drawn) or bool(s.spec.eval.sets or s.spec.data.eval_fraction)
         job = open_run(s, with_engine=samples)
@@ -64,18 +65,18 @@ def run(config, given=None) -> dict:
         if c.run.mode == "eval":
             return evaluate_only(s, job)
         teachers.check(c, job.tokenizer)
-        roles, rows, rollouts = Roles(job, s.total_steps), Rows(s.stream, c), None
+        roles, rows, rollouts = Roles(job, s.total_steps), MixedRows(s.stream, c), None
         if drawn:
-            rollouts = Rollouts.of(s, job, stream=rows, judge=None, per_step=drawn)
-        teacher = s.own(teachers.open_teacher(job))
+            rollouts = Rollouts.open(s, job, stream=rows, reward_model=None, per_step=drawn)
+        teacher = s.close_at_end(teachers.open_teacher(job))
         updates = s.total_steps * roles.updates_per_step
         student = roles.policy = Student(job, objective(job, roles, teacher), updates, roles.score)
 
         def open_step(speed):
-            student.beside = teacher.head()
+            student.extra_params = teacher.head()
             if c.distill.loss == "sampled":
-                roles.begin(s, job.engine)
-            parts = Parts(s, job, roles, teacher, rows, rollouts, speed)
+                roles.report_corrections(s, job.engine)
+            parts = StepInputs(s, job, roles, teacher, rows, rollouts, speed)
 
             def step():
                 done = one_step(parts)
@@ -85,12 +86,12 @@ def run(config, given=None) -> dict:
 
         publish = rollouts.publish if rollouts is not None else job.engine.publish if samples else None
         return fit(s, job, student, open_step, parts=[] if rollouts is None else [rollouts], publish=publish,
-                   sync_every=0 if rollouts is None else c.rollout.sync_every, about=what(c),
+                   sync_every=0 if rollouts is None else c.rollout.sync_every, about=describe_distillation(c),
                    evaluation=lambda sync: Evaluation(s, job, sync, rollouts and rollouts.queue.receive))
 
 
-def what(c) -> str:
-    """A line of what is distilled, for a person."""
+def describe_distillation(c) -> str:
+    """Returns the console line about loss, on-policy share and teacher."""
     d = c.distill
     over = "" if d.loss == "sampled" else f" over {f'top {d.top_k}' if d.top_k else 'the whole vocabulary'}"
     return (f"distill   {d.loss}{over}, {100 * d.on_policy:g} % of the rows on policy, teacher "
@@ -98,11 +99,11 @@ def what(c) -> str:
 
 
 def objective(job, roles: Roles, teacher):
-    """What the update minimises."""
+    """Returns the objective of the update: a policy loss for distill.loss=sampled, else a divergence."""
     d = job.config.distill
     if d.loss == "sampled":
         return roles.loss
-    whole = teachers.wanted(job.config) == "hidden"
+    whole = teachers.needed_part(job.config) == "hidden"
     return training.Distillation(
         kind=d.loss, beta=d.beta, coef=d.coef, tail=d.tail, ce=d.ce, temperature=d.temperature,
         teacher=teacher.model if whole else None, vocab=teacher.vocab, teacher_temperature=d.teacher_temperature,
@@ -110,10 +111,12 @@ def objective(job, roles: Roles, teacher):
 
 
 class Student(Policy):
-    """The policy that learns. beside: name -> parameters that its update reads and does not keep: the teacher's
-    head."""
+    """The policy that trains.
 
-    beside: dict = {}
+    extra_params: name -> parameters that its update reads and does not keep: the teacher's head.
+    """
+
+    extra_params: dict = {}
 
     @functools.cached_property
     def reader(self):
@@ -122,69 +125,71 @@ class Student(Policy):
                                     put=self.put, top=c.distill.top_k)
 
     def most_probable(self, traj, layout) -> np.ndarray:
-        """[T, distill.top_k] token ids."""
+        """Returns the student's most probable token ids at each token, [T, distill.top_k]."""
         return self.reader(self.params(), traj, layout)["ids"]
 
     def update(self, batches) -> dict:
-        if not self.beside:
+        if not self.extra_params:
             return super().update(batches)
-        self.held = self.held.replace(frozen={**self.held.frozen, **self.beside})
+        self.state = self.state.replace(frozen={**self.state.frozen, **self.extra_params})
         metrics = super().update(batches)
-        frozen = dict(self.held.frozen)  # the update gave their buffers back
-        self.beside = {name: frozen.pop(name) for name in self.beside}
-        self.held = self.held.replace(frozen=frozen)
+        frozen = dict(self.state.frozen)  # the update gave their buffers back
+        self.extra_params = {name: frozen.pop(name) for name in self.extra_params}
+        self.state = self.state.replace(frozen=frozen)
         return metrics
 
 
-class Rows:
-    """The rows of a stream in two parts, evenly mixed whatever a step's size: position p is the student's to answer
-    where floor((p + 1) share) > floor(p share), with the share distill.on_policy. `take` is a stream of those alone,
-    numbered from 0, as Rollouts wants one."""
+class MixedRows:
+    """The rows of a stream in two parts, evenly mixed whatever a step's size.
+
+    The student completes the row at position p if floor((p + 1) share) > floor(p share), with the share
+    distill.on_policy. `take` is a stream of these rows alone, numbered from 0, for Rollouts.
+    """
 
     def __init__(self, stream, config):
         self.stream, self.size = stream, config.data.prompts_per_step
         self.share = Fraction(config.distill.on_policy).limit_denominator(10**6)
         self.unless_interrupted = stream.unless_interrupted
 
-    def before(self, position: int) -> int:
-        """How many positions before this one are the student's."""
+    def count_before(self, position: int) -> int:
+        """Returns how many positions before this one the student completes."""
         return int(position * self.share)
 
     def position(self, number: int) -> int:
-        """The position of its `number`-th row."""
+        """Returns the position of the `number`-th row that the student completes."""
         return -int(-(number + 1) // self.share) - 1
 
-    def mine(self, position: int) -> bool:
-        return self.before(position + 1) > self.before(position)
+    def is_on_policy(self, position: int) -> bool:
+        return self.count_before(position + 1) > self.count_before(position)
 
     def step(self, cursor: int) -> tuple[list, int]:
-        """([(position, example)] of a step's rows that bring their completion, the next cursor)."""
-        if self.share == 1:  # what is there is known without reading it twice
+        """Returns ([(position, example)] of a step's rows with their own completion, the next cursor)."""
+        if self.share == 1:  # no row brings a completion
             return [], min(cursor + self.size, self.stream.end)
         found, after = self.stream.take(cursor)
-        return [row for row in found if not self.mine(row[0])], after
+        return [row for row in found if not self.is_on_policy(row[0])], after
 
     def take(self, number: int, count: int) -> tuple[list, int]:
         if self.share == 1:
             return self.stream.take(number, count)
         first, last = self.position(number), self.position(number + count - 1)
         found, _ = self.stream.take(first, last - first + 1)
-        mine = [example for position, example in found if self.mine(position)]
+        mine = [example for position, example in found if self.is_on_policy(position)]
         return [(number + i, example) for i, example in enumerate(mine)], number + len(mine)
 
 
-def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
-    """One step. Returns its metrics and the records of the student's completions, or None when a stop was asked for
-    before the update."""
+def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
+    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was requested before
+    the update."""
     s, job, policy, rollouts = parts.s, parts.job, parts.roles.policy, parts.rollouts
     c, batch, pieces = s.spec, None, []
     with s.phase("data"):
         try:
-            given, cursor = parts.rows.step(s.progress.cursor)
+            inputs, cursor = parts.rows.step(s.progress.cursor)
         except Interrupted:
             return None
-    at = Progress(s.step, parts.rows.before(s.progress.cursor))
-    if rollouts is not None and parts.rows.before(cursor) > at.cursor:
+    at = Progress(s.step, parts.rows.count_before(s.progress.cursor))
+    if rollouts is not None and parts.rows.count_before(cursor) > at.cursor:
         with policy.resting(job.engine):
             batch = rollouts.next(at)
         if batch is None:
@@ -194,17 +199,17 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
             job.engine.rest()
     if s.stopping():
         return None
-    if given:
-        pieces.append(demonstrations([e for _, e in given], [p for p, _ in given], False))
-    traj = joined(pieces, c.distill.on_prompt)
-    from_rows = np.arange(traj.num_trajectories) >= traj.num_trajectories - len(given)
-    seed = hash_seed(c.run.seed, s.step)
+    if inputs:
+        pieces.append(demonstrations([e for _, e in inputs], [p for p, _ in inputs], False))
+    traj = join_batches(pieces, c.distill.on_prompt)
+    from_rows = np.arange(traj.num_trajectories) >= traj.num_trajectories - len(inputs)
+    seed = minibatch_seed(c.run.seed, s.step)
     lay_out = functools.partial(training.make_layout, traj.sizes, num_minibatches=min(
         c.algorithm.num_minibatches, len(np.unique(traj.group))), seed=seed,
         share_prompts=c.train.share_prompts and not c.distill.on_prompt)
     layout = lay_out(job.row_shapes)
     with s.phase("score"):
-        columns, found = ask(parts, batch, traj,
+        columns, found = teacher_columns(parts, batch, traj,
                              layout if job.score_shapes is job.row_shapes else lay_out(job.score_shapes))
     rows, per_completion = [], None
     if batch is not None:
@@ -227,9 +232,11 @@ def one_step(parts: Parts) -> tuple[dict, list[dict]] | None:
     return metrics, rows
 
 
-def joined(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
-    """One batch of the student's completions and of the rows', in this order. on_prompt: prompt tokens are scored too,
-    but the first, which nothing predicts."""
+def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
+    """Joins the student's completions and the rows', in this order, to one batch.
+
+    on_prompt: prompt tokens are scored too, except the first, which nothing predicts.
+    """
     if len(pieces) == 2:
         a, b = pieces
         both = lambda name: np.concatenate([getattr(a, name), getattr(b, name)])  # noqa: E731
@@ -249,34 +256,37 @@ def joined(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
     return Trajectories(**{name: getattr(traj, name) for name in fields}, loss_mask=mask)
 
 
-def ask(parts: Parts, batch, traj, layout) -> tuple[dict, dict]:
-    """(token columns of the loss, metrics) after the teacher has spoken; policy and reference as in rl."""
+def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]:
+    """Scores a batch with the teacher, and with policy and reference where the loss needs them.
+
+    Returns (token columns of the loss, metrics).
+    """
     s, policy, d = parts.s, parts.roles.policy, parts.s.spec.distill
-    said = parts.teacher.ask(traj, layout, lambda: policy.most_probable(traj, layout))
+    targets = parts.teacher.targets(traj, layout, lambda: policy.most_probable(traj, layout))
     if d.loss == "sampled":
         columns = parts.roles.columns(traj, layout)
         if batch.staleness is not None:
             columns["staleness"] = batch.staleness
         own, mask = columns.get("old", columns["behaviour"]), traj.loss_mask
-        found = sampled_advantages(own, said["teacher"], mask, traj.spans, coef=d.coef, gamma=d.gamma)
+        found = sampled_advantages(own, targets["teacher"], mask, traj.spans, coef=d.coef, gamma=d.gamma)
         columns["advantage"] = found.astype(np.float32)
-        apart = float((own - said["teacher"])[mask].mean(dtype=np.float64))
-        return columns, {"distill/divergence": apart, "distill/teacher_logprob": float(said["teacher"][mask].mean())}
+        apart = float((own - targets["teacher"])[mask].mean(dtype=np.float64))
+        return columns, {"distill/divergence": apart, "distill/teacher_logprob": float(targets["teacher"][mask].mean())}
     t = s.spec.teacher
     if t.save and s.peers.first:
-        teacher_files.write(t.save, f"{s.step:08d}", traj, said["teacher_ids"], said["teacher_logprobs"],
+        teacher_files.write(t.save, f"{s.step:08d}", traj, targets["teacher_ids"], targets["teacher_logprobs"],
                             vocabulary=teachers.vocabulary(parts.job.tokenizer), teacher=t.path,
                             temperature=d.teacher_temperature)
-    return said, {}
+    return targets, {}
 
 
-def update_all(parts: Parts, traj, layout, columns, from_rows) -> dict[str, float]:
-    """All passes over all minibatches; metrics are means over the optimizer steps."""
+def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str, float]:
+    """Runs all optimizer steps of a batch; returns the means of their metrics."""
     c, policy, pending = parts.s.spec, parts.roles.policy, []
     a = c.algorithm
     dropped = a.mask_truncated & (traj.finish == 1)
     if a.early_stop_ratio or a.early_stop_kl:
-        policy.held = start_of_step(policy.state)
+        policy.state = clear_early_stop(policy.state)
     for _ in range(a.ppo_epochs):
         for minibatch in layout.minibatches:
             weights = training.loss_weights(
@@ -286,13 +296,13 @@ def update_all(parts: Parts, traj, layout, columns, from_rows) -> dict[str, floa
             pending.append(policy.update(map(policy.put, packed)))
             if parts.rollouts is not None:
                 parts.rollouts.poll()  # while the device works
-    metrics = averaged([host_scalars(m) for m in pending])
+    metrics = mean_metrics([host_scalars(m) for m in pending])
     check_finite(policy.state, c)
     return metrics
 
 
-def step_metrics(parts: Parts, batch, traj, layout, columns, per_completion) -> dict[str, float]:
-    """Host metrics of one step."""
+def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion) -> dict[str, float]:
+    """Returns the host metrics of one step."""
     s, c, count = parts.s, parts.s.spec, parts.speed.operations
     lengths, prompts = traj.total(), float(traj.prompt_lengths.sum())
     out = {"length/mean": float(lengths.mean()), "length/max": float(lengths.max()), "length/min": float(lengths.min()),
@@ -305,7 +315,7 @@ def step_metrics(parts: Parts, batch, traj, layout, columns, per_completion) -> 
     out = rollout_metrics(batch, nothing, per_completion, layout) | out
     s.telemetry.histograms(s.step, histograms(batch, {**columns, "behaviour": traj.logprobs}, per_completion))
     if c.distill.loss == "sampled":
-        check_gap(c.algorithm.mismatch, s.step, out)
+        check_logprob_gap(c.algorithm.mismatch, s.step, out)
     if batch.result.parts and (c.eval.accuracy_from or "") in ("", *batch.result.parts):
-        out["accuracy/train"] = float((judged(c, batch.result) >= c.reward.pass_mark).mean())
+        out["accuracy/train"] = float((accuracy_rewards(c, batch.result) >= c.reward.pass_mark).mean())
     return out

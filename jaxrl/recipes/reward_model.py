@@ -2,12 +2,12 @@
 
 for step:
     rows      <- the next data.prompts_per_step rows of the global shuffle
-    sequences <- prompt + answer, both answers of a pair, with a slot behind the last token (or behind each step)
-    scores    <- under the model as it is, on the layout of the update
+    sequences <- prompt + completion, both completions of a pair, with a slot after the last token (or after each step)
+    scores    <- under the current model, on the layout of the update
     loss, dloss/dscore   on the host in float64, over the whole batch (algorithms.scores)
     one optimizer step with the derivatives as weights
 
-which is the gradient of the loss, whatever packing, microbatches and mesh.
+which is the gradient of the loss, whatever packing, microbatches and mesh. (roles.reward_model scores with one in RL.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxrl.data import Interrupted
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.evaluation import summary, write_rows
+from jaxrl.rl.evaluation import summary, write_records
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite
@@ -35,9 +35,9 @@ from jaxrl.training.score import make_value_score
 EVAL_ROWS = 256  # of held-out rows scored at once
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains and returns the content of summary.json."""
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         job = scoring(open_run(s, with_engine=False))
         c, model = job.config, Scorer(job, s.total_steps)
 
@@ -48,7 +48,7 @@ def run(config, given=None) -> dict:
                         rows, cursor = job.stream.take(s.progress.cursor)
                     except Interrupted:
                         return None
-                    batch = batch_of([example for _, example in rows], c)
+                    batch = make_batch([example for _, example in rows], c)
                 with s.changing():
                     s.fault("update")
                     metrics = one_step(s, job, model, batch)
@@ -73,40 +73,41 @@ class ScoringJob(Job):
 
 
 def scoring(job: Job) -> ScoringJob:
+    """Returns the job with a score head in place of the output matrix."""
     return ScoringJob(**{field.name: getattr(job, field.name) for field in dataclasses.fields(job)})
 
 
 class Scorer(Policy):
-    """The reward model, with optimizer and update program."""
+    """The reward model that trains, with optimizer and update program."""
 
     def __init__(self, job: ScoringJob, updates: int):
         super().__init__(job, training.Score(**precision(job)), updates, make_value_score(job.model, put=job.put))
 
     def start(self, arrays: dict | None) -> None:
-        """From a checkpoint; else from model.path, a language model (the head is then 0) or a sequence classifier with
-        one label; else random with a head at 0."""
+        """Starts from a checkpoint; else from model.path, a language model (with a head of zeros) or a sequence
+        classifier with one label; else random with a head of zeros."""
         if arrays is not None:
             return super().start(arrays)
         job, m = self.job, self.job.config.model
         dtype, where = parameters.DTYPES[job.config.train.param_dtype], parameters.param_shardings(job)
         if m.init == "pretrained":
-            then = parameters.settled if self.streams else None
+            then = parameters.move_to_host if self.streams else None
             params = hf.load_critic(job.tree, parameters.source_of(m.path), m.revision, where, dtype, then)
         else:
             init = lambda key: parameters.cast(job.tree, job.tree.init(key), dtype)  # noqa: E731
             params = jax.jit(init, out_shardings=where)(jax.random.key(job.config.run.seed))
-        self.held = parameters.new_state(job, self.optimizer, self._abstract, params)
+        self.state = parameters.new_state(job, self.optimizer, self._abstract, params)
 
     def export(self, folder) -> None:
-        """Writes a sequence classifier with one label."""
+        """Writes a Hugging Face sequence classifier with one label."""
         c, job = self.job.config.checkpoint, self.job
-        hf.export(job.tree, training.merge(self.held.trainable, self.held.frozen), folder, job.hf_config,
+        hf.export(job.tree, training.merge(self.state.trainable, self.state.frozen), folder, job.hf_config,
                   c.export_dtype, tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
 
 
 @dataclasses.dataclass
 class Batch:
-    """Sequences with the slots at which their scores are read, and what the loss makes of these.
+    """Sequences with the slots at which their scores are read, and the loss of these scores.
 
     traj: see training.scored_behind. loss: [K] scores, in the order of the slots -> (loss, derivative [K], metrics).
     """
@@ -115,9 +116,12 @@ class Batch:
     loss: object
 
 
-def batch_of(examples, c) -> Batch:
-    """Sequences 2 i and 2 i + 1 are the chosen and the rejected answer of example i; with reward_model.kind=steps
-    sequence i is that of example i."""
+def make_batch(examples, c) -> Batch:
+    """Builds the batch of some examples.
+
+    Sequences 2 i and 2 i + 1 are the chosen and the rejected completion of example i; with reward_model.kind=steps
+    sequence i is that of example i.
+    """
     options = c.reward_model
     if options.kind == "steps":
         traj = training.scored_behind([e.prompt_ids for e in examples], [e.target_ids for e in examples],
@@ -133,7 +137,7 @@ def batch_of(examples, c) -> Batch:
 
 
 def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
-    """One optimizer step on a batch; returns its metrics."""
+    """Runs one optimizer step on a batch; returns its metrics."""
     traj, share = batch.traj, job.config.train.share_prompts
     layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=share)
     with s.phase("score"):
@@ -157,14 +161,14 @@ def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
 
 
 class Evaluation:
-    """How often the model is right about held-out rows: pairs whose chosen answer scores higher (equal scores are
-    wrong), steps on the right side of 0."""
+    """Measures accuracy on held-out rows: the share of pairs whose chosen completion scores higher (ties are wrong), or
+    of steps whose score has the right sign."""
 
     def __init__(self, s, job, model: Scorer):
         self.s, self.job, self.model = s, job, model
 
     def __call__(self) -> tuple[dict[str, float], dict, dict]:
-        """(metrics, no records of completions, entry of summary.json); all empty after a stop."""
+        """Returns (metrics, {}, entry of summary.json); all empty after a stop."""
         metrics, rows, judged = {}, {}, []
         for name, dataset in self.job.eval_sets.items():
             pieces = []
@@ -180,12 +184,12 @@ class Evaluation:
             rows[name] = [row for *_, more in pieces for row in more]
         metrics["eval/accuracy"] = sum(n * v for n, v in judged) / sum(n for n, _ in judged)
         if self.s.peers.first:
-            write_rows(self.s.run_dir, self.s.step, rows)
+            write_records(self.s.run_dir, self.s.step, rows)
         return metrics, {}, summary(metrics)
 
     def _scored(self, examples) -> tuple[int, dict, list[dict]]:
-        """(slots or pairs, metrics, records) of some rows."""
-        job, batch = self.job, batch_of(examples, self.job.config)
+        """Returns (number of slots or pairs, metrics, records) of some rows."""
+        job, batch = self.job, make_batch(examples, self.job.config)
         traj = batch.traj
         layout = training.make_layout(traj.sizes, job.score_shapes, share_prompts=job.config.train.share_prompts)
         scores = self.model.score(traj, layout)[traj.loss_mask].astype(np.float64)

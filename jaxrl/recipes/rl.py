@@ -1,4 +1,4 @@
-"""Reinforcement learning from rewards: generate, score, update, publish.
+"""Reinforcement learning from rewards: sample, score, update, sync weights.
 
 for step:
     prompts      <- the next data.prompts_per_step rows of the global shuffle
@@ -8,10 +8,10 @@ for step:
     old, ref     <- log-probs under the proximal policy and the reference, where the algorithm needs them
     advantages   <- scores relative to their group
     for each pass, for each minibatch: one optimizer step
-    publish the new weights to the engine
+    sync the new weights to the engine
 
-With rollout.max_staleness the completions of the next steps are on their way meanwhile (rollout.queue,
-docs/explanations/asynchrony.md).
+With rollout.max_staleness the engine samples completions of the next steps during the update (rollout.queue,
+docs/explanations/asynchrony.md). The step itself is rl.step, the loop run.fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxrl.replay import parity
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
 from jaxrl.rl.fork_source import CachedEngine, ForkSource
-from jaxrl.rl.precompile import Ahead
+from jaxrl.rl.precompile import UpdatePrecompiler
 from jaxrl.rl.recording import Recording
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Rollouts
@@ -32,14 +32,14 @@ from jaxrl.run.session import Session
 from jaxrl.run.setup import open_run
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json.
 
     Args:
       config: a checked ConfigDict, or a Spec.
-      given: what was handed over from Python (jaxrl.run.python_api).
+      inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
     """
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         job = open_run(s)
         spec = job.config
         if spec.run.mode == "eval":
@@ -50,16 +50,17 @@ def run(config, given=None) -> dict:
         if fork is not None:
             job = dataclasses.replace(job, engine=CachedEngine(job.engine, fork))
         roles = Roles(job, s.total_steps)
-        rollouts = Rollouts.of(s, job, fork=fork)
+        rollouts = Rollouts.open(s, job, fork=fork)
         if fork is not None:
             fork.policy = roles.policy
         reports = [] if fork is None else [fork]  # entries of summary.json
 
         def open_step(speed):
-            ahead, recording = s.own(Ahead(job, roles.policy, roles.loss)), Recording(s, job, roles)
-            roles.begin(s, job.engine)
+            precompiler = s.close_at_end(UpdatePrecompiler(job, roles.policy, roles.loss))
+            recording = Recording(s, job, roles)
+            roles.report_corrections(s, job.engine)
             reports.append(recording)
-            observers = [ahead] * ahead.works + [recording] * bool(spec.record.every)
+            observers = [precompiler] * precompiler.enabled + [recording] * bool(spec.record.every)
             loop = Loop(s, job, roles, rollouts, speed, tuple(observers))
 
             def step():
@@ -72,6 +73,6 @@ def run(config, given=None) -> dict:
         out = fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,
                   parts=[*roles.parts, *rates, rollouts],  # rollouts last: they draw rows
                   evaluation=lambda sync: Evaluation(s, job, sync, rollouts.queue.receive))
-        told = {name: entry for report in reports for name, entry in report.told().items()}
-        s.telemetry.summary(told)
-        return out | told
+        entries = {name: entry for report in reports for name, entry in report.summary().items()}
+        s.telemetry.summary(entries)
+        return out | entries

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning: next-token loss on demonstrations, end-of-text included, packed like RL batches."""
+"""Supervised fine-tuning: next-token loss on demonstrations, end-of-text included, packed like RL batches.
+
+Its data is read by jaxrl.data, its loop is run.fit; the recipes preference and distill use its helpers.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from jaxrl.run.setup import host_scalars, open_run, stream_metrics
 from jaxrl.types import Trajectories
 
 
-def run(config, given=None) -> dict:
+def run(config, inputs=None) -> dict:
     """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
     held_out = bool(config.eval.sets or config.data.eval_fraction)
-    with Session(resolve(config), given) as s:
+    with Session(resolve(config), inputs) as s:
         job = open_run(s, with_engine=held_out)
         c = job.config
         if c.run.mode == "eval":
@@ -39,14 +42,14 @@ def run(config, given=None) -> dict:
                     except Interrupted:
                         return None
                     traj = demonstrations([e for _, e in batch], [p for p, _ in batch], c.train.loss_on_prompt)
-                    traj = with_adapters(c, traj, [e for _, e in batch])
+                    traj = add_adapter_column(c, traj, [e for _, e in batch])
                 with s.changing():
                     s.fault("update")
                     with s.phase("update"):
                         metrics, efficiency = one_update(job, policy, traj, s.step)
                     s.advance(cursor, samples=traj.num_trajectories)
                 pending.append((metrics, traj, efficiency, speed.operations.update(traj, shared=False)))
-                return line_of(s, job, policy, pending)
+                return log_line(s, job, policy, pending)
 
             return step
 
@@ -54,12 +57,15 @@ def run(config, given=None) -> dict:
                    evaluation=lambda sync: Evaluation(s, job, sync))
 
 
-def line_of(s, job, policy, pending: list):
-    """The Line of the steps since the last one, where one is due (log.every_steps, or the run's end); else {}."""
+def log_line(s, job, policy, pending: list):
+    """Returns the Line of the steps since the last one if one is due (log.every_steps, or the run's end), else {}.
+
+    pending: (metrics on the device, Trajectories, packing efficiency, operations) per step; cleared when logged.
+    """
     if s.step % job.config.log.every_steps and not s.ended():
         return {}
     with s.phase("update"):  # where the devices are waited for
-        metrics = averaged(pending)
+        metrics = line_metrics(pending)
         check_finite(policy.state, job.config)
     steps = len(pending)
     pending.clear()
@@ -67,14 +73,17 @@ def line_of(s, job, policy, pending: list):
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
-    """Prompt + target as trajectories: each sequence its own group, loss on the target (end-of-text included); of one
-    with several turns, on those of the model."""
+    """Builds Trajectories of prompt + target, each sequence its own group.
+
+    The loss mask covers the target, end-of-text included; with several turns, the model's turns alone. loss_on_prompt:
+    all tokens but the first. positions: of the examples in the data.
+    """
     tokens = [np.concatenate([e.prompt_ids, e.target_ids]).astype(np.int32) for e in examples]
     prompts = np.array([len(e.prompt_ids) for e in examples], np.int32)
     offsets = np.concatenate([[0], np.cumsum([len(t) for t in tokens])]).astype(np.int64)
     first = np.where(loss_on_prompt, 1, np.maximum(prompts, 1))  # nothing predicts the very first token
     mask = np.concatenate([np.arange(len(t)) >= f for t, f in zip(tokens, first, strict=True)])
-    if not loss_on_prompt:  # else what stands between turns, the prompt of those behind it, is trained on too
+    if not loss_on_prompt:  # otherwise tokens between turns, the prompt of later turns, are trained on too
         for example, end in zip(examples, offsets[1:], strict=True):
             if example.trained is not None:
                 mask[end - len(example.trained):end] &= example.trained
@@ -94,8 +103,8 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
     )
 
 
-def with_adapters(config, traj: Trajectories, examples) -> Trajectories:
-    """The same with the column `adapter`, where there are several."""
+def add_adapter_column(config, traj: Trajectories, examples) -> Trajectories:
+    """Adds the column `adapter` (number of each token's adapter) if there are several; returns traj."""
     if config.lora.adapters:
         number = [adapter_table.number_of(config, "sources", example.source) for example in examples]
         traj.columns["adapter"] = traj.spread(np.array(number, np.int32))
@@ -103,12 +112,15 @@ def with_adapters(config, traj: Trajectories, examples) -> Trajectories:
 
 
 def one_update(job, policy: Policy, traj: Trajectories, step: int):
-    """One optimizer step on all sequences; metrics stay on the device."""
+    """Runs one optimizer step on all sequences.
+
+    Returns (metrics, which stay on the device; packing efficiency). step: completed steps, for dropout seeds.
+    """
     layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
 
     def columns(number: int) -> dict:
-        """With lora.dropout a microbatch has a seed of its own, which a resumed run gives it again."""
+        """With lora.dropout each microbatch has its own seed, the same in a resumed run."""
         if not job.config.lora.dropout:
             return {}
         seed = zlib.crc32(f"{job.config.run.seed} {step} {number}".encode()) >> 1
@@ -119,8 +131,8 @@ def one_update(job, policy: Policy, traj: Trajectories, step: int):
     return metrics, layout.efficiency
 
 
-def averaged(pending) -> dict[str, float]:
-    """Means over the updates since the last line, counts of tokens and operations too; one transfer per update."""
+def line_metrics(pending) -> dict[str, float]:
+    """Averages metrics, token counts and operations over the updates since the last line; one transfer per update."""
     steps = [training.adapter_set.mean_over_adapters(host_scalars(m)) for m, *_ in pending]
     names = dict.fromkeys(k for s in steps for k in s)
     out = {k: float(np.mean([s[k] for s in steps if k in s])) for k in names}

@@ -1,4 +1,4 @@
-"""What a run recorded of its steps, so that they can be computed again without an engine.
+"""Records of a run's steps, from which they can be computed again without an engine.
 
     files.py      one file for each step, named by its checksum (numpy; no jax)
     states.py     digests of parameters and optimizer states, the same on every mesh

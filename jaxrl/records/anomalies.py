@@ -1,8 +1,8 @@
-"""Steps of a run that stand out, found in its metrics by themselves; and answers that stand out of their step.
+"""Detects anomalous steps in a run's metrics, and anomalous completions within a step. Used by report and replay.
 
-A number stands out where it lies more than LIMIT robust deviations from the median of those it is compared with: the
-deviation is 1.4826 times the median distance to the median, which is a normal distribution's standard deviation and
-which outliers do not move, or SLACK of the median where that is more.
+A number is anomalous if it lies more than LIMIT robust deviations from the median of those it is compared with. The
+deviation is 1.4826 times the median distance to the median (the standard deviation of a normal distribution, which
+outliers do not move), or SLACK of the median if that is more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 LIMIT, SLACK = 8.0, 0.05
 WINDOW, LEAST = 20, 4  # steps before one that it is compared with, at most and at least
-NEW = 3  # steps in a row that stand out, after which they are what is usual
+NEW = 3  # anomalous steps in a row, after which they count as usual
 # metric -> (what it is called, whether a fall counts too, the difference below which nothing stands out)
 WATCHED = {
     "optim/grad_norm": ("gradient norm", False, 1e-6),
@@ -46,7 +46,10 @@ class Anomaly(NamedTuple):
 
 
 def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
-    """(how many robust deviations a number is from the median of others, signed; that median)."""
+    """Returns (signed number of robust deviations of a value from the median of others, that median).
+
+    floor: smallest difference that counts as LIMIT deviations.
+    """
     middle = float(np.median(others))
     spread = max(1.4826 * float(np.median(np.abs(others - middle))), SLACK * abs(middle), floor / LIMIT)
     apart = float(value) - middle
@@ -54,12 +57,14 @@ def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
 
 
 def of_run(lines: list[dict]) -> list[Anomaly]:
-    """Of lines of metrics.jsonl, by step. A step that stands out is not compared with later ones,
-    unless NEW before it did, too."""
+    """Returns the anomalies in lines of metrics.jsonl, by step.
+
+    Later steps are not compared with an anomalous one, unless NEW steps before it were anomalous, too.
+    """
     out = []
     for name, (called, falls, floor) in WATCHED.items():
         rows = [(line["step"], float(line[name])) for line in lines if name in line]
-        warm = name == "optim/lr"  # it rises at first because it is told to
+        warm = name == "optim/lr"  # rises during warm-up
         usual, in_a_row = [], 0
         for step, value in rows:
             stands = False
@@ -76,7 +81,7 @@ def of_run(lines: list[dict]) -> list[Anomaly]:
 
 
 def hacked(lines: list[dict]) -> list[Anomaly]:
-    """Evaluations at which held-out accuracy lies HACKED below its best so far although the reward has risen since."""
+    """Returns evaluations whose held-out accuracy is HACKED below its best although the reward rose since then."""
     out, best = [], None  # (accuracy, reward)
     reward = 0.0
     for line in lines:
@@ -93,7 +98,7 @@ def hacked(lines: list[dict]) -> list[Anomaly]:
 
 
 def outliers(values, floor: float = 0.0) -> np.ndarray:
-    """[N] robust deviations of each finite number from the median of all; 0 for others."""
+    """Returns [N] robust deviations of each finite number from the median of all; 0 for numbers that are not finite."""
     values, out = np.asarray(values, np.float64), np.zeros(len(values))
     known = np.flatnonzero(np.isfinite(values))
     if len(known):

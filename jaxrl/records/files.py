@@ -1,8 +1,9 @@
-"""Files of a record: <run_dir>/record/step_<step>.<checksum>.npz, one for each recorded step.
+"""Files of recorded steps: <run_dir>/record/step_<step>.<checksum>.npz, one for each.
 
-A file is what `numpy.load` opens: arrays by name ("traj/tokens", "column/advantage", "reward/<function>" ...) and a
-member `header.json` with all that is no array. The checksum in its name is of all its bytes (BLAKE2b, 64 bits); zip has
-one for each member beside it (CRC-32), which tells which array a damaged file has lost.
+`numpy.load` opens a file: arrays by name ("traj/tokens", "column/advantage", "reward/<function>" ...) and a member
+`header.json` with everything else. The checksum in the name is of all bytes (BLAKE2b, 64 bits); zip adds one for each
+member (CRC-32), which tells which array of a damaged file is lost. rl.recording writes the files, replay and report
+read them.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{16})\.npz")
 
 
 class Record(NamedTuple):
-    """One step."""
+    """One recorded step: its number, header (JSON-able) and arrays by name."""
 
     step: int
     header: dict
     arrays: dict[str, np.ndarray]
 
     def part(self, prefix: str) -> dict[str, np.ndarray]:
-        """Arrays below `prefix/`, by the rest of their names."""
+        """Returns the arrays below `prefix/`, by the rest of their names."""
         return {name[len(prefix) + 1:]: x for name, x in self.arrays.items() if name.startswith(f"{prefix}/")}
 
 
 def encoded(record: Record) -> bytes:
-    """The content of a record's file. Equal records give equal bytes."""
+    """Returns the content of a record's file. Equal records give equal bytes."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         def add(name, content):
@@ -55,11 +56,12 @@ def encoded(record: Record) -> bytes:
 
 
 def checksum(content: bytes) -> str:
+    """Returns the 64-bit BLAKE2b digest of a file's content, 16 hex digits."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def write(folder, record: Record) -> int:
-    """Writes a record whole or not at all, in place of another one of its step; returns its size in bytes."""
+    """Writes a record atomically, replacing another one of its step; returns its size in bytes."""
     folder, content = Path(folder), encoded(record)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{record.step:08d}.{checksum(content)}.npz"
@@ -76,7 +78,7 @@ def write(folder, record: Record) -> int:
 
 
 def write_config(folder, config: dict) -> str:
-    """Writes the config that records were made under, once for each that differs; returns its name there."""
+    """Writes the config of records unless an equal one exists; returns the file's name."""
     content = json.dumps({"config": config}, sort_keys=True, indent=1) + "\n"
     path = Path(folder) / f"config-{checksum(content.encode())}.json"
     if not path.exists():
@@ -85,19 +87,19 @@ def write_config(folder, config: dict) -> str:
 
 
 def read_config(folder, name: str) -> dict:
-    """One that `write_config` wrote. Raises ConfigError where it is gone or another one."""
+    """Reads a config written by `write_config`. Raises ConfigError if it is missing or damaged."""
     path = Path(folder) / name
     try:
         content = path.read_bytes()
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}; records name it") from None
     if f"config-{checksum(content)}.json" != name:
-        raise ConfigError(f"{path}: damaged: its content is not the one that its name says; bring it back")
+        raise ConfigError(f"{path}: damaged: its content does not match the checksum in its name; restore the file")
     return json.loads(content)["config"]
 
 
 def header(path) -> dict:
-    """The header of a record alone, without a look at its arrays. Raises ConfigError where it cannot be read."""
+    """Reads the header of a record without its arrays. Raises ConfigError if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as file:
             return json.loads(file.read(HEADER))
@@ -106,13 +108,13 @@ def header(path) -> dict:
 
 
 def _files(folder) -> list[tuple[int, Path]]:
-    """(step, path) of every record, by step."""
+    """Returns (step, path) of every record, by step."""
     named = [(_NAME.fullmatch(p.name), p) for p in Path(folder).glob("step_*.npz")]
     return sorted((int(found[1]), p) for found, p in named if found)
 
 
 def steps(folder) -> dict[int, Path]:
-    """Recorded steps in their order -> files. Raises ConfigError where a step has two, or a file another name."""
+    """Returns recorded step -> file, in order. Raises ConfigError for two records of a step or a wrong file name."""
     out = {}
     for step, path in _files(folder):
         if step in out:
@@ -126,12 +128,12 @@ def steps(folder) -> dict[int, Path]:
 
 
 def read(path) -> Record:
-    """A record, checked. Raises ConfigError naming the file and, where it is known, the array that is damaged."""
+    """Reads and verifies a record. Raises ConfigError naming the damaged file and, if known, the damaged array."""
     path, (_, step, wanted) = Path(path), _NAME.fullmatch(Path(path).name).group(0, 1, 2)
     content = path.read_bytes()
     if (found := checksum(content)) != wanted:
         raise ConfigError(f"{path}: damaged: its checksum is {found}, its name says {wanted} ({_damage(content)}); "
-                          "bring the file back, or replay steps from a checkpoint behind it")
+                          "restore the file, or replay steps from a later checkpoint")
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         header = json.loads(file.read(HEADER))
         if header["format"] > FORMAT:
@@ -146,7 +148,7 @@ def read(path) -> Record:
 
 
 def _damage(content: bytes) -> str:
-    """Which members of a damaged file cannot be read."""
+    """Describes which members of a damaged file cannot be read."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as file:
             broken = [name.removesuffix(".npy") for name in file.namelist() if not _whole(file, name)]
@@ -164,13 +166,13 @@ def _whole(file, name) -> bool:
 
 
 def keep_newest(folder, count: int) -> None:
-    """Deletes all but the newest `count` records; 0 = none."""
+    """Deletes all but the newest `count` records; 0 = deletes none."""
     for _, path in _files(folder)[:-count] if count else ():
         path.unlink(missing_ok=True)
 
 
 def delete_after(folder, step: int) -> None:
-    """Deletes the records of later steps, which a run that goes on from `step` makes again."""
+    """Deletes the records of steps after `step`, which the resumed run records again."""
     for found, path in _files(folder):
         if found > step:
             path.unlink(missing_ok=True)

@@ -1,5 +1,4 @@
-"""What is kept on disk and read again: JSON with a digest of it, and digests of files, so that what is not what was
-written is seen when it is opened."""
+"""JSON files with a digest of their content, and digests of files, so that damage is detected when they are read."""
 
 from __future__ import annotations
 
@@ -9,20 +8,21 @@ from pathlib import Path
 
 
 def sealed(value, indent: int | None = None) -> str:
-    """Text of a JSON-able value and its digest."""
-    value = json.loads(json.dumps(value))  # as it will be read: keys are text
+    """Returns JSON text of a JSON-able value with its digest."""
+    value = json.loads(json.dumps(value))  # as it will be read: keys become text
     return json.dumps({"sha256": _digest(value), "content": value}, indent=indent)
 
 
 def opened(text: str):
-    """The value of such a text; ValueError where it is not what was written."""
+    """Returns the value of a text of `sealed`. Raises ValueError if its digest does not match."""
     held = json.loads(text)
     if not isinstance(held, dict) or held.get("sha256") != _digest(held.get("content")):
-        raise ValueError("its digest says that it is not what was written")
+        raise ValueError("its content does not match its digest")
     return held["content"]
 
 
 def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hex."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 

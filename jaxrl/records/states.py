@@ -1,9 +1,8 @@
-"""What a state of parameters and optimizer is told apart by: two 32-bit hashes of every array, and a sample of the
-parameters.
+"""Fingerprints of parameters and optimizer states: two 32-bit hashes of every array, and a sample of the parameters.
 
-The hashes are sums of integers over all elements (models.adapters.hashes), so mesh and layout do not change them: equal
-hashes mean, but for a chance of 2^-64 an array, equal bits. The sample (at most SAMPLE numbers of each parameter that
-trains, evenly spread over it) tells how far apart two states are that are not equal.
+The hashes are sums of integers over all elements (models.adapters.hashes), so mesh and layout do not change them; equal
+hashes mean equal bits, except for a chance of 2^-64 per array. The sample (at most SAMPLE numbers of each trained
+parameter, evenly spaced) measures how far apart two unequal states are. rl.recording and replay call it.
 """
 
 from __future__ import annotations
@@ -25,22 +24,26 @@ SAMPLE = 16
 
 
 class Look(NamedTuple):
-    """names: of the arrays. hashes: [names, 2] uint32. sample: [P] float32. Parts, on the devices, until `on_host`."""
+    """The fingerprint of some states. hashes and sample are lists of device arrays until `on_host`.
+
+    Attributes:
+      names: of the arrays. hashes: [names, 2] uint32. sample: [P] float32.
+    """
 
     names: list[str]
     hashes: list
     sample: list
 
     def on_host(self) -> Look:
-        """The same as two arrays. Every process has all of it."""
+        """Returns the fingerprint with hashes and sample as host arrays, whole on every process."""
         whole = lambda parts: np.concatenate([np.asarray(x) for x in parts])  # noqa: E731
         return Look(self.names, whole(self.hashes), whole(self.sample))
 
 
 def look_at(states: dict, frozen: bool = False) -> Look:
-    """What these TrainStates are now; issues programs and waits for none of them.
+    """Computes the fingerprint of TrainStates; dispatches programs and waits for none.
 
-    states: name -> TrainState. frozen: what is frozen changes, too.
+    states: name -> TrainState. frozen: also fingerprint frozen parameters, which some updates change.
     """
     names, hashes, sample = [], [], []
     for owner, state in states.items():

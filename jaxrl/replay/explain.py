@@ -1,14 +1,14 @@
-"""run.mode=explain: what a recorded update did, and which answers did it (docs/guides/replay.md).
+"""run.mode=explain: explains what a recorded update did, and which completions caused it (docs/guides/replay.md).
 
-    steps    <- replay.steps, or those of the run whose metrics stand out (replay.anomalies)
-    for each <- its state and batch (replay.py); the step itself, by the functions that made it; then
-                log-probs before and after it; the gradient of every group alone, of the answers of the heaviest groups,
+    steps    <- replay.steps, or those whose metrics are anomalous (records.anomalies)
+    for each <- its state and batch (replay.py); the step itself, with the functions that made it; then
+                log-probs before and after it; the gradients of every group, of the completions of the heaviest groups,
                 and of the log-probs that changed most
 
-A group's share of a step is <g_u, g> / <g, g>, g_u the part of the loss's gradient g that its tokens have, at the state
-before the step: shares add up to 1, a negative one pulls against the step. The optimizer comes after it: clipping the
-norm changes no share, Adam's scaling may. With several updates of a batch it is the first pass as if it were one
-update.
+A group's share of a step is <g_u, g> / <g, g>, where g is the gradient of the loss at the state before the step and g_u
+the part from the group's tokens. Shares add up to 1; a negative one pulls against the step. The optimizer comes after:
+clipping the norm changes no share, Adam's scaling may. With several updates per batch, shares are those of the first
+pass as if it were one update.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jaxrl.errors import ConfigError
 from jaxrl.records import anomalies, files
 from jaxrl.replay.replay import Plan, ranges
 from jaxrl.replay.what_if import copied, difference, dot, holds, likelihood, logprobs, number
-from jaxrl.rl.recording import batch_of
-from jaxrl.rl.step import weigher
+from jaxrl.rl.recording import restore_batch
+from jaxrl.rl.step import make_loss_weigher
 from jaxrl.telemetry.run_dir import dumps, write_atomic
 from jaxrl.types import FINISH
 
-MOST = 3         # steps that are explained where nobody names any
-HEAVY = 2        # groups whose answers are looked at one by one
-NAMED = 5        # answers, groups and tokens that are listed
-EARLIER = 10     # records whose scores say which are usual
+MOST = 3         # steps explained if replay.steps is empty
+HEAVY = 2        # groups whose completions are measured one by one
+NAMED = 5        # completions, groups and tokens that are listed
+EARLIER = 10     # earlier records whose scores define the usual range
 
 
-def run(config, given=None) -> dict:
-    """Explains steps, and returns what is in summary.json as `explained` and in <run.dir>/explain/step_<step>.json."""
+def run(config, inputs=None) -> dict:
+    """Explains steps. Writes <run.dir>/explain/step_<step>.json; returns the entries of summary.json."""
     found = anomalies.of_run(list(diff.Run(config.run.dir).lines.values()))
     plan = Plan(config, chosen(config, found))
     if not config.replay.steps:
@@ -48,19 +48,19 @@ def run(config, given=None) -> dict:
         said, out = heading(plan, found), []
         for start, wanted in plan.chains():
             open_ones.close()
-            replay = plan.open(open_ones, given, start, wanted[0])
+            replay = plan.open(open_ones, inputs, start, wanted[0])
             if replay.s.spec.lora.adapters:
                 raise ConfigError("run.mode=explain with lora.adapters: the shares of a step are of one set of "
                                   "adapters; use run.mode=replay")
             replay.s.open_telemetry(read_only=True, step=replay.s.step)
             while replay.s.step < wanted[-1]:
                 if replay.s.step + 1 not in wanted:
-                    replay.one()
+                    replay.replay_step()
                     continue
                 step = Explained(replay, [a for a in found if a.step == replay.s.step + 1])
                 replay.s.say(said + step.text())
                 said = ""
-                out.append(step.told())
+                out.append(step.summary())
                 if replay.s.peers.first:
                     path = plan.folder / "explain" / f"step_{step.number:08d}.json"
                     write_atomic(path, dumps(out[-1], indent=1) + "\n")
@@ -69,12 +69,12 @@ def run(config, given=None) -> dict:
             replay.s.telemetry.summary(told)
             replay.s.report()
         else:
-            print(said + "no recorded step that can be computed again stands out; name one with --config.replay.steps")
+            print(said + "no replayable step is anomalous; name one with --config.replay.steps")
     return told
 
 
 def chosen(config, found) -> list[int] | None:
-    """The steps that stand out, worst first chosen, where replay.steps names none."""
+    """Returns the MOST most anomalous recorded steps, in order; None if replay.steps names steps."""
     if config.replay.steps:
         return None
     recorded = files.steps(Path(config.run.dir) / files.FOLDER)
@@ -94,13 +94,13 @@ def heading(plan, found) -> str:
 
 @dataclasses.dataclass
 class Answers:
-    """[N] of each answer: what was measured."""
+    """Measurements of N completions, each [N]."""
 
     score: np.ndarray
     advantage: np.ndarray   # mean per token
     length: np.ndarray
-    gap: np.ndarray         # mean |sampler's - trainer's log-prob| before the step
-    age: np.ndarray         # publications between its oldest token and the step
+    gap: np.ndarray         # mean |engine's - trainer's log-prob| before the step
+    age: np.ndarray         # weight syncs between its oldest token and the step
     change: np.ndarray      # mean change of log-prob per token
     outside: np.ndarray     # share of tokens whose ratio ends outside the clip range
     corrected: np.ndarray   # share of tokens that the mismatch correction changes
@@ -109,15 +109,15 @@ class Answers:
 
 
 class Explained:
-    """One step, which is done by this. Attributes are what `told` says."""
+    """Computes the next step of a replay again and measures what it did; `summary` returns the measurements."""
 
     def __init__(self, replay, found):
         self.replay, self.found, self.options = replay, found, replay.s.spec.algorithm
         self.earlier = earlier_scores(replay)
-        state = copied(replay.roles.policy.held)
-        self.done = done = replay.one()
+        state = copied(replay.roles.policy.state)
+        self.done = done = replay.replay_step()
         self.number, self.traj = replay.s.step, done.batch.traj
-        self.verdict = replay.judged(done)
+        self.verdict = replay.compare(done)
         self.before = logprobs(replay, state, self.traj, done.prepared)
         self.after = logprobs(replay, replay.roles.policy.state, self.traj, done.prepared)
         self.way = difference(replay.roles.policy.state.trainable, state.trainable)
@@ -158,7 +158,8 @@ class Explained:
     # ---- gradients
 
     def _gradients(self, state) -> None:
-        """Shares of groups, of the answers of the heaviest ones, and who pushed the answers that changed most."""
+        """Computes shares of groups, of completions of the heaviest groups, and the groups' effect on the completions
+        that changed most."""
         traj, replay = self.traj, self.replay
         units, group = np.unique(traj.group, return_inverse=True)
         weights = self._weights()
@@ -187,11 +188,11 @@ class Explained:
             self.shares[i] = number(dot(own, whole)) / size
 
     def _weights(self):
-        weigh = weigher(self.replay.s.spec, self.done.batch, self.done.prepared.columns)
+        weigh = make_loss_weigher(self.replay.s.spec, self.done.batch, self.done.prepared.columns)
         return [(mini, weigh(mini)) for mini in self.done.prepared.layout.update.minibatches]
 
     def _gradient(self, state, weights, chosen) -> dict:
-        """Of the loss, on the tokens of the trajectories `chosen` ([N] bool; None = all)."""
+        """Returns the gradient of the loss on the tokens of the trajectories `chosen` ([N] bool; None = all)."""
         traj, columns, put = self.traj, self.done.prepared.columns, self.replay.roles.policy.put
         keep = traj.loss_mask if chosen is None else traj.spread(chosen) & traj.loss_mask
 
@@ -207,10 +208,10 @@ class Explained:
             return jax.tree.map(lambda x: x.astype(np.float32) * 0, state.trainable)
         return found[0]
 
-    # ---- who stands out
+    # ---- anomalous completions
 
     def _suspects(self) -> list[dict]:
-        """Answers that stand out of their step, with the reason, the worst first."""
+        """Returns anomalous completions of the step with reasons, the worst first."""
         a, out = self.answers, {}
 
         def add(where, reason, how_far):
@@ -228,14 +229,14 @@ class Explained:
             add(far > anomalies.LIMIT, lambda i: f"score {a.score[i]:.4g}; {usual}", far)
         far = anomalies.outliers(a.gap, 1e-3)
         middle = np.median(a.gap)
-        add(far > anomalies.LIMIT, lambda i: f"its tokens are {a.gap[i]:.3g} nats away from what these weights draw "
+        add(far > anomalies.LIMIT, lambda i: f"its log-probs are {a.gap[i]:.3g} nats away from those of these weights "
                                              f"(median {middle:.2g})", far)
         far = a.age - np.median(a.age)
-        add(far > 1, lambda i: f"sampled from weights {a.age[i]} publications old (median {np.median(a.age):.0f})", far)
+        add(far > 1, lambda i: f"sampled from weights {a.age[i]} weight syncs old (median {np.median(a.age):.0f})", far)
         return [{"answer": i, **out[i]} for i in sorted(out, key=lambda i: -out[i]["worst"])]
 
     def why(self) -> str:
-        """One sentence: what made this step what it is."""
+        """Returns one sentence with the most likely cause of what the step did."""
         names = {a.name for a in self.found}
         if self.suspects:
             groups = sorted({int(self.traj.group[s["answer"]]) for s in self.suspects})
@@ -243,26 +244,26 @@ class Explained:
             which = f"group {groups[0]}, all of it" if whole else "; ".join(
                 self.named(s["answer"]) for s in self.suspects[:NAMED])
             more = f" and {len(self.suspects) - NAMED} more" if not whole and len(self.suspects) > NAMED else ""
-            return f"answers that stand out: {which}{more} ({self.suspects[0]['reasons'][0]})"
+            return f"anomalous completions: {which}{more} ({self.suspects[0]['reasons'][0]})"
         if "optim/lr" in names:
-            return "no answer stands out: the learning rate made the step long"
+            return "no completion is anomalous: the learning rate made the step long"
         if names & {"gap/mean", "gap/max"}:
-            return ("all answers are away from what these weights draw, none more than the others: the sampler held "
-                    "other weights than its versions say")
+            return ("the log-probs of all completions differ from those of these weights, none more than the others: "
+                    "the engine had other weights than its versions say")
         if "eval/accuracy" in names:
             best = "; ".join(self.named(i) for i in self.heaviest())
             return f"the reward rises and the held-out accuracy falls; what was rewarded: {best}"
-        return f"no answer stands out; the heaviest: {'; '.join(self.named(i) for i in self.heaviest())}"
+        return f"no completion is anomalous; the heaviest: {'; '.join(self.named(i) for i in self.heaviest())}"
 
     def heaviest(self) -> list[int]:
-        """Answers with the largest share among those looked at that were made likelier."""
+        """Returns the completions with the largest shares, among measured ones with a positive advantage if any."""
         liked = [i for i in self.shares if self.answers.advantage[i] > 0] or list(self.shares)
         return sorted(liked, key=lambda i: -self.shares[i])[:NAMED]
 
     def named(self, i: int) -> str:
         return f"group {self.traj.group[i]} sample {self.traj.sample[i]}"
 
-    # ---- told
+    # ---- reports
 
     def _row(self, i: int) -> dict[str, Any]:
         at = self.traj.sampled()[i]
@@ -272,7 +273,7 @@ class Explained:
                 "text": self.replay.job.tokenizer.decode(self.traj.tokens[at])}
 
     def _tokens(self) -> list[dict]:
-        """The tokens whose log-prob changed most."""
+        """Returns the tokens whose log-prob changed most."""
         traj, decode = self.traj, self.replay.job.tokenizer.decode
         change = np.where(traj.loss_mask, self.after - self.before, 0)
         out = []
@@ -284,7 +285,7 @@ class Explained:
                         "advantage": float(self.done.prepared.columns["advantage"][at])})
         return out
 
-    def told(self) -> dict:
+    def summary(self) -> dict:
         a = self.answers
         d = (self.after - self.before)[self.traj.loss_mask]
         suspects = [s["answer"] for s in self.suspects]
@@ -293,7 +294,7 @@ class Explained:
         pushes = [{"group": int(self.traj.group[i]), "sample": int(self.traj.sample[i]), "change": float(a.change[i]),
                    "by_group": most(by)} for i, by in self.pushed.items()]
         return {"step": self.number, "why": self.why(), "anomalies": [x._asdict() for x in self.found],
-                "replay": self.verdict.told(), "step_length": self.length, "gradient_norm": self.norm,
+                "replay": self.verdict.summary(), "step_length": self.length, "gradient_norm": self.norm,
                 "kl": float(np.mean(np.exp(np.clip(d, -50, 50)) - 1 - d)), "groups": self.groups,
                 "clipped_fraction": float(a.outside @ a.length / max(a.length.sum(), 1)),
                 "corrected_fraction": float(a.corrected @ a.length / max(a.length.sum(), 1)),
@@ -303,13 +304,13 @@ class Explained:
                 "answers": [self._row(i) for i in listed], "pushed": pushes, "tokens": self._tokens()}
 
     def text(self) -> str:
-        told = self.told()
+        told = self.summary()
         heavy = sorted(self.groups, key=lambda g: -abs(g["share"]))[:NAMED]
         lines = [f"step {self.number} ({told['replay']['result']}): {told['why']}"]
         lines += [f"  {a.text}" for a in self.found]
         lines += [f"  step of length {self.length:.4g}, KL {told['kl']:.3g} per token; {told['clipped_fraction']:.2%} "
                   f"of tokens outside the clip range, {told['corrected_fraction']:.2%} corrected, "
-                  f"{told['masked_answers']} answers masked, {told['truncated_answers']} truncated",
+                  f"{told['masked_answers']} completions masked, {told['truncated_answers']} truncated",
                   "  groups by share: " + ", ".join(f"{g['group']} {g['share']:+.1%}" for g in heavy)]
         for row in [*told["suspects"][:NAMED], *(told["answers"][:NAMED] if not told["suspects"] else ())]:
             share = f", share {row['share']:+.1%}" if "share" in row else ""
@@ -331,8 +332,8 @@ def shortened(text: str) -> str:
 
 
 def earlier_scores(replay) -> np.ndarray | None:
-    """Scores of the steps recorded before the next one; None without any."""
+    """Returns the finite scores of the last EARLIER recorded steps before the next one; None without any."""
     before = [step for step in replay.paths if step <= replay.s.step][-EARLIER:]
-    scores = [batch_of(files.read(replay.paths[step])).scores for step in before]
+    scores = [restore_batch(files.read(replay.paths[step])).scores for step in before]
     known = np.concatenate([s[np.isfinite(s)] for s in scores]) if scores else np.zeros(0)
     return known if len(known) else None

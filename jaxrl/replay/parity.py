@@ -1,8 +1,8 @@
-"""run.mode=parity: how far the engine's log-probs are from the trainer's on this host, and why. Trains nothing.
+"""run.mode=parity: measures the log-prob gap between engine and trainer on this host, and its cause. Trains nothing.
 
-Completions to a few prompts are sampled with the training options, and scored by the trainer as training would score
-them. Then each possible cause is looked at alone: rounding of the trainer's dtype, the part of the support that was cut
-off, temperature, the prefix cache, the weights that the engine holds.
+Samples completions to a few prompts with the training options and scores them as training would. Then it tests each
+possible cause alone: rounding of the trainer's dtype, truncated support, temperature, the prefix cache, the engine's
+weights. Called by recipes.rl.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.processes.exchange import owner
-from jaxrl.rl.evaluation import publish_newest
-from jaxrl.rl.trajectories import collect, exchanged, make_requests, sampling_params
+from jaxrl.rl.evaluation import publish_latest
+from jaxrl.rl.trajectories import collect, exchange_results, make_requests, sampling_params
 from jaxrl.rollout import generate
 from jaxrl.training.score import make_score
 
@@ -23,9 +23,9 @@ PROMPTS = 8
 
 
 def report(s, job) -> dict:
-    """Prints the table and returns it as summary.json holds it."""
+    """Measures the gaps, prints the table and returns it as in summary.json."""
     c, peers = job.config, s.peers
-    params, where = publish_newest(s, job)
+    params, where = publish_latest(s, job)
     examples = [(i, job.stream.dataset[i]) for i in range(min(PROMPTS, len(job.stream.dataset)))]
     sampling = sampling_params(c.rollout, c.rollout.max_new_tokens, (), c.rollout.stop_token_ids)
     plain = dataclasses.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0)
@@ -34,7 +34,7 @@ def report(s, job) -> dict:
         asked = make_requests(examples, c.rollout.group_size, how, c.run.seed, f"parity-{name}", 0)
         mine = [a for a in asked if owner(a.group, peers.count) == peers.index]
         found = s.together(f"answers {name}", lambda: generate(job.engine, mine, c.rollout.timeout_seconds))
-        known, _ = exchanged(s, f"sizes of completions {name}", found, [[]] * len(found))
+        known, _ = exchange_results(s, f"sizes of completions {name}", found, [[]] * len(found))
         return collect(asked, [known[a.id][0] for a in asked])
 
     def gap(traj, temperature, model=job.model):
@@ -66,8 +66,11 @@ def report(s, job) -> dict:
 
 
 def difference(scored_T, traj) -> dict[str, float]:
-    """Of the log-probs of sampled tokens, trainer - engine: mean and max of |d|, k3, share outside a clip range of
-    0.2."""
+    """Compares log-probs of sampled tokens, d = trainer - engine, in nats.
+
+    Returns mean and maximum of |d|, the k3 estimate of the KL, the share of ratios outside a clip range of 0.2, and the
+    number of tokens.
+    """
     d = np.asarray(scored_T, np.float64)[traj.loss_mask] - traj.logprobs[traj.loss_mask]
     ratio = np.exp(np.clip(d, -50, 50))
     return {"mean": float(np.abs(d).mean()), "max": float(np.abs(d).max()), "k3": float((ratio - 1 - d).mean()),
@@ -75,7 +78,7 @@ def difference(scored_T, traj) -> dict[str, float]:
 
 
 def verdict(rows, bound: float, config) -> list[str]:
-    """Causes in words, most likely first."""
+    """Returns the causes as sentences, most likely first."""
     mean = {name: g["mean"] for name, g in rows.items()}
     now, fp32, plain, one, cached = mean.values()
     said = []
@@ -86,12 +89,12 @@ def verdict(rows, bound: float, config) -> list[str]:
                     "train with rollout.top_p=1, top_k=-1, min_p=0, or keep token_tis")
     if one < 0.5 * plain and plain > bound:
         said.append(f"temperature: at rollout.temperature={config.rollout.temperature:g} they differ more than at 1; "
-                    "look at the engine's logprobs mode")
+                    "check the engine's logprobs mode")
     if fp32 < 0.5 * now and now > bound:
         said.append("dtype of the trainer: scoring in fp32 closes half of the gap or more; try "
                     "train.compute_dtype=fp32")
     if cached > 2 * one + bound:
-        said.append("cache: completions behind a cached prefix differ more; look at the engine's KV cache dtype, or "
+        said.append("cache: completions after a cached prefix differ more; check the engine's KV cache dtype, or "
                     "turn rollout.vllm.prefix_caching off")
     if now > bound and not said:
         said.append("dtype of the engine, or its weights: nothing else explains it; try rollout.dtype=fp32, and "

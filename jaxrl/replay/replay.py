@@ -1,8 +1,8 @@
-"""run.mode=replay: recorded updates computed again, without engine, rewards and data, by the functions that made them
-(rl.prepare, rl.learn); docs/guides/replay.md.
+"""run.mode=replay: computes recorded updates again, without engine, rewards and data, with the functions that made them
+(rl.step.prepare, rl.step.learn); docs/guides/replay.md.
 
-    start   <- the nearest checkpoint before a step, or the model as the run began with it
-    for each step behind it: batch <- its record; prepare; learn; and what came of it beside what was recorded
+    start   <- the nearest checkpoint before a step, or the model that the run started from
+    for each later step: batch <- its record; prepare; learn; compare the result with the record
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jaxrl.records import files, states
 from jaxrl.replay import verdict, what_if
 from jaxrl.resolve.checks.replay import numbers
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.recording import batch_of, states_of
+from jaxrl.rl.recording import restore_batch, trained_states
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.step import lay_out, learn, prepare
 from jaxrl.run.session import Session
-from jaxrl.run.setup import open_job, read_inputs
+from jaxrl.run.setup import open_job, read_model_inputs
 from jaxrl.telemetry.run_dir import read_json
 
 log = logging.getLogger("jaxrl")
@@ -38,7 +38,7 @@ ASIDE = ("run.", "mesh.", "log.", "record.", "replay.", "checkpoint.", "profile.
 
 
 class Done(NamedTuple):
-    """A step that was computed again. before, after: states.Look on the host."""
+    """A step that was computed again, with fingerprints of the states before and after it, on the host."""
 
     record: files.Record
     batch: Any
@@ -49,67 +49,76 @@ class Done(NamedTuple):
 
 
 class Replay:
-    """A run's record, and parameters and optimizer as they were before one of its steps."""
+    """A recorded run with its parameters and optimizer in the state before one of its steps.
 
-    likelihood = None  # of what_if
+    Args:
+      s: session of the recorded config. paths: recorded step -> file. total_steps: of the recorded run, for schedules.
+    """
+
+    likelihood = None  # cached by what_if
 
     def __init__(self, s, paths: dict[int, Path], total_steps: int):
         self.s, self.paths = s, paths
-        s.reads(None, {})
+        s.set_stream(None, {})
         s.total_steps = total_steps  # schedules count to it
-        self.job = open_job(s.spec, read_inputs(s.spec, s.given.tokenizer))
+        self.job = open_job(s.spec, read_model_inputs(s.spec, s.inputs.tokenizer))
         s.set_spec(self.job.config)
         self.roles = Roles(self.job, total_steps)
         s.restore(self.roles.policy, self.roles.parts)
-        self.begin = self.look().sample
+        self.begin = self.hash_states().sample
         self.start = s.step
 
     @property
     def rounding(self) -> float:
+        """The relative difference that counts as rounding: larger if the model is not computed in fp32."""
         return verdict.ROUNDING if self.job.compute_dtype == jnp.float32 else verdict.COARSE
 
-    def look(self) -> states.Look:
+    def hash_states(self) -> states.Look:
+        """Returns the fingerprint of the current states, on the host."""
         moves = bool(self.s.spec.train.router_bias_rate)
-        return states.look_at(states_of(self.roles), moves).on_host()
+        return states.look_at(trained_states(self.roles), moves).on_host()
 
     def record(self) -> files.Record:
-        """Of the next step."""
+        """Reads the record of the next step."""
         return files.read(self.paths[self.s.step + 1])
 
-    def one(self) -> Done:
-        """The next step."""
+    def replay_step(self) -> Done:
+        """Computes the next step again."""
         record, spec, roles, s = self.record(), self.s.spec, self.roles, self.s
-        batch, before = batch_of(record), self.look()
+        batch, before = restore_batch(record), self.hash_states()
         layout = lay_out(spec, self.job.row_shapes, batch.traj, s.step, self.job.score_shapes)
         prepared = prepare(spec, roles, batch, layout)
         metrics = learn(spec, roles, batch, prepared, s.step)
         s.advance(batch.cursor, samples=batch.traj.num_trajectories)
         metrics |= roles.after_step(s.step, record.header["epoch"])
-        return Done(record, batch, prepared, metrics, before, self.look())
+        return Done(record, batch, prepared, metrics, before, self.hash_states())
 
-    def judged(self, done: Done) -> verdict.Verdict:
+    def compare(self, done: Done) -> verdict.Verdict:
+        """Compares a step that was computed again with its record."""
         return verdict.of_step(done.record, done.prepared, done.metrics, done.before, done.after, self.begin,
                                done.batch.traj, self.rounding)
 
 
-def run(config, given=None) -> dict:
-    """Computes the steps of replay.steps again and returns what came of it, which is in summary.json as `replay` (and
-    what came of replay.try as `tried`)."""
+def run(config, inputs=None) -> dict:
+    """Computes the steps of replay.steps again.
+
+    Returns the entries of summary.json: `replay`, and `tried` for the settings of replay.try.
+    """
     plan, found, tried = Plan(config), [], []
     with contextlib.ExitStack() as open_ones:
         for start, wanted in plan.chains():
             open_ones.close()
-            replay = plan.open(open_ones, given, start, wanted[0])
+            replay = plan.open(open_ones, inputs, start, wanted[0])
             replay.s.open_telemetry(read_only=True, step=replay.s.step)
             replay.s.say(plan.introduction(start, wanted[0]))
             while replay.s.step < wanted[-1]:
                 if config.replay["try"] and replay.s.step + 1 in wanted:
                     tried.append(what_if.table(replay, config))
-                done = replay.one()
+                done = replay.replay_step()
                 if replay.s.step in wanted:
-                    found.append(replay.judged(done))
-                    replay.s.say(line_of(found[-1]))
-        out = {"replay": {"steps": [v.told() for v in found], "rounding": replay.rounding, "drift": verdict.DRIFT,
+                    found.append(replay.compare(done))
+                    replay.s.say(verdict_line(found[-1]))
+        out = {"replay": {"steps": [v.summary() for v in found], "rounding": replay.rounding, "drift": verdict.DRIFT,
                           "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}"}}
         out |= {"tried": tried} if tried else {}
         kinds = [v.kind for v in found]
@@ -121,7 +130,8 @@ def run(config, given=None) -> dict:
     return out
 
 
-def line_of(found: verdict.Verdict) -> str:
+def verdict_line(found: verdict.Verdict) -> str:
+    """Returns the console line of a step's verdict."""
     first = found.first
     which = "first" if found.kind == "different" else "from"
     where = "" if first is None else f"; {which} {first.name}: {first.text}"
@@ -129,10 +139,13 @@ def line_of(found: verdict.Verdict) -> str:
 
 
 class Plan:
-    """Which steps of a recorded run are computed again, and from where. Raises ConfigError for what cannot be, by the
-    names of the options that ask for it.
+    """Plans which steps of a recorded run are computed again, and from which checkpoints.
 
-    wanted: steps, in place of replay.steps. option: the group of options that names run and steps.
+    Args:
+      wanted: steps, instead of replay.steps. option: group of the options that name run and steps, for messages.
+
+    Raises:
+      ConfigError: nothing is recorded, or a requested step is not.
     """
 
     def __init__(self, config, wanted: list[int] | None = None, option: str = "replay"):
@@ -155,7 +168,7 @@ class Plan:
                               f"{ranges(list(self.paths))}")
 
     def nearest(self, step: int) -> int | None:
-        """The newest checkpoint (0 = the beginning) before a step from which every step up to it is recorded."""
+        """Returns the latest checkpoint (0 = the start of the run) from which every step up to `step` is recorded."""
         chain = step
         while chain - 1 in self.paths and self._config(chain - 1) == self._config(step):
             chain -= 1
@@ -165,7 +178,7 @@ class Plan:
         return 0 if chain == 1 and self.config.lora.init != "eva" else None  # whose start would need rows of the data
 
     def _config(self, step: int) -> str:
-        """Name of the config that a step was made under: a resumed run may have another one than before."""
+        """Returns the file name of the config of a step: a resumed run may have changed it."""
         if step not in self._configs:
             self._configs[step] = files.header(self.paths[step])["config"]
         return self._configs[step]
@@ -175,12 +188,15 @@ class Plan:
             try:
                 self._verified[path] = verify(path) is None
             except Damaged as e:
-                log.error("%s is damaged and is left out: %s", path, e)
+                log.error("%s is damaged and is not used: %s", path, e)
                 self._verified[path] = False
         return self._verified[path]
 
     def chains(self) -> list[tuple[int, list[int]]]:
-        """(checkpoint to start from, steps that are wanted behind it) until all are computed."""
+        """Returns [(checkpoint to start from, requested steps after it)] that cover all requested steps.
+
+        Raises ConfigError for a step that no checkpoint leads to.
+        """
         out = []
         for step in self.wanted:
             start = self.nearest(step)
@@ -195,16 +211,19 @@ class Plan:
                 out.append((start, [step]))
         return out
 
-    def open(self, stack: contextlib.ExitStack, given, start: int, step: int) -> Replay:
-        """The state after step `start`, in a Session of its own, under the config that `step` was made under."""
+    def open(self, stack: contextlib.ExitStack, inputs, start: int, step: int) -> Replay:
+        """Opens the state after step `start` in a new Session, with the config that `step` was recorded under."""
         asked = self._asked(step)
         asked.run.resume = str(self.checkpoints / f"{start:08d}") if start else "never"
         header = files.header(self.paths[step])
-        s = stack.enter_context(Session(resolve(asked, engine=header["engine"]), given))
+        s = stack.enter_context(Session(resolve(asked, engine=header["engine"]), inputs))
         return Replay(s, self.paths, header["total_steps"])
 
     def _asked(self, step: int):
-        """What was recorded, and over it what the config that is given says otherwise than the run's newest one."""
+        """Returns the recorded config of a step with the options that differ between this config and the run's latest.
+
+        Raises ConfigError for an option that would change the meaning of the record.
+        """
         held = files.read_config(self.folder / files.FOLDER, self._config(step))
         newest = read_json(self.folder / "config.json").get("config", held)
         asked, then, last = editable(self.config), flat(held), flat(newest)
@@ -213,14 +232,16 @@ class Plan:
                 put(asked, name, then[name])
         refused, taken = config_changes(held, redacted(asked))
         if refused:
-            raise ConfigError(f"replay of {self.folder}: under these options its record means something else: "
-                              f"{'; '.join(refused)}. --config={self.folder / 'config.json'} takes the run's own")
+            raise ConfigError(f"replay of {self.folder}: its record means something else with these options: "
+                              f"{'; '.join(refused)}. Use the run's own: --config={self.folder / 'config.json'}")
         self.taken = [text for text in taken if not text.startswith(ASIDE)]
         return asked
 
     def introduction(self, start: int, step: int) -> str:
-        """What is replayed, and what is other than when it was recorded. Raises ConfigError where the recorded state
-        means something else under these options."""
+        """Returns the console lines about what is replayed and what differs from the recorded run.
+
+        Raises ConfigError for an option that would change the meaning of the record.
+        """
         self._asked(step)
         lines = [f"replay of {self.folder}, recorded {ranges(list(self.paths))}"]
         lines += [f"  other than recorded: {text}" for text in self.taken]
@@ -231,7 +252,7 @@ class Plan:
 
 
 def ranges(steps: list[int]) -> str:
-    """[1, 2, 3, 7] -> "steps 1:3, 7"."""
+    """Formats step numbers as ranges: [1, 2, 3, 7] -> "steps 1:3, 7"."""
     out = []
     for step in steps:
         if out and out[-1][1] == step - 1:

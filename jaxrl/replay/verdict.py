@@ -1,11 +1,10 @@
-"""Whether a step that was computed again is the one that was recorded: boundary by boundary, in the order in which a
-step makes them.
+"""Compares a step that was computed again with its record, stage by stage, in the order of a step's computation.
 
     bitwise          every hash of parameters and optimizer, every column and every metric is equal
     within rounding  numbers a and b of columns and metrics differ by at most rounding * max(1, |a|, |b|), gradient norm
                      and learning rate by at most rounding * max(|a|, |b|); and the way that a sample of the parameters
                      has gone since the checkpoint differs from the recorded one by at most DRIFT of its own length
-    different        anything else; the first boundary beyond its bound is where
+    different        anything else; reported is the first stage beyond its bound
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ COLUMNS = {"old": "log-probs of the proximal policy", "ref": "log-probs of the r
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A boundary. away: 0 equal, at most 1 within its bound, else inf. text: where it differs first or most."""
+    """The comparison of one stage. away: 0 equal, at most 1 within its bound, else inf. text: the first or largest
+    difference."""
 
     name: str
     away: float = 0.0
@@ -47,19 +47,24 @@ class Verdict:
 
     @property
     def first(self) -> Place | None:
-        """Where it differs first, beyond its bound if any does."""
+        """The first stage that differs, beyond its bound if any does; None if all are equal."""
         beyond = [place for place in self.places if math.isinf(place.away)]
         return next(iter(beyond or [place for place in self.places if place.away]), None)
 
-    def told(self) -> dict:
+    def summary(self) -> dict:
         first = self.first
         where = {} if first is None else {"first": first.name, "where": first.text}
         return {"step": self.step, "result": self.kind, **where}
 
 
 def of_step(record, prepared, metrics, before, after, begin, traj, rounding: float) -> Verdict:
-    """Args: prepared: what the update read. metrics: its own. before, after: states.Look on the host. begin: sample of
-    the state that the replay started from."""
+    """Compares a step with its record.
+
+    Args:
+      record: records.files.Record. prepared: rl.step.Prepared, the update's inputs. metrics: of the update.
+      before, after: states.Look on the host. begin: sample of the state that the replay started from.
+      rounding: relative difference that counts as rounding.
+    """
     columns = record.part("column")
     places = [_state("weights and optimizer before", record, before, "before", begin)]
     places += [_column(title, columns[name], prepared.columns.get(name), traj, rounding)

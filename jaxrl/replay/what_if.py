@@ -1,6 +1,7 @@
-"""replay.try: one recorded batch under several settings, from one state (docs/guides/replay.md).
+"""replay.try: repeats one recorded update under several settings, from one state (docs/guides/replay.md).
 
-Every setting changes one option; nothing is sampled, so that what differs between two rows is the option's doing.
+Every setting changes one option and nothing is sampled, so the option alone causes the difference between two rows.
+replay.replay calls `table`; explain uses the measurements.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from jaxrl.processes.exchange import to_host
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import settings
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.recording import batch_of
+from jaxrl.rl.recording import restore_batch
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.step import lay_out, learn, prepare
-from jaxrl.roles.reference import trained_at
+from jaxrl.roles.reference import training_temperature
 
 COLUMNS = ("setting", "step", "angle", "kl", "outside_clip", "predicted", "realised", "others")
-TOLD = ("loss", "optim/grad_norm", "policy/clip_fraction")  # of the update's metrics
+REPORTED = ("loss", "optim/grad_norm", "policy/clip_fraction")  # metrics of the update
 HEADER = ("setting", "step", "angle", "KL", "outside clip", "predicted", "realised", "others")
 
 
-# ---- a state that can be gone back to
+# ---- a state to return to
 
 
 def copied(state):
-    """A TrainState of its own buffers: updates donate what they replace."""
+    """Copies a TrainState into new buffers: updates donate the old ones."""
     return jax.tree.map(jnp.copy, state)
 
 
 class StepState(NamedTuple):
-    """Everything that a step changes, as it was."""
+    """A copy of everything that a step changes."""
 
     policy: Any
     critic: Any
@@ -48,21 +49,22 @@ class StepState(NamedTuple):
 
     @classmethod
     def of(cls, roles) -> StepState:
+        """Copies the states of the roles."""
         critic, reference = roles.critic, roles.reference
         own = critic is not None and not critic.shared
-        return cls(copied(roles.policy.held), copied(critic.held) if own else None,
+        return cls(copied(roles.policy.state), copied(critic.state) if own else None,
                    dataclasses.replace(critic.running) if critic is not None else None,
-                   getattr(reference, "held", None), getattr(reference, "epochs", 0.0))
+                   getattr(reference, "state", None), getattr(reference, "epochs", 0.0))
 
-    def give(self, roles) -> None:
-        """Puts copies of it into the roles of a step."""
+    def restore_to(self, roles) -> None:
+        """Puts copies of the states into the roles of a step."""
         critic, reference = roles.critic, roles.reference
-        roles.policy.held = copied(self.policy)
+        roles.policy.state = copied(self.policy)
         if critic is not None:
-            critic.held = None if self.critic is None else copied(self.critic)
+            critic.state = None if self.critic is None else copied(self.critic)
             critic.running = dataclasses.replace(self.running)
         if reference is not None and self.reference is not None:
-            reference.held, reference.epochs = self.reference, self.epochs
+            reference.state, reference.epochs = self.reference, self.epochs
 
 
 # ---- what is measured
@@ -70,7 +72,7 @@ class StepState(NamedTuple):
 
 @jax.jit
 def difference(after: dict, before: dict) -> dict:
-    """The way from one set of parameters to another, in fp32."""
+    """Returns after - before of two flat sets of parameters, in fp32."""
     return {k: after[k].astype(jnp.float32) - before[k].astype(jnp.float32) for k in before}
 
 
@@ -84,22 +86,22 @@ def number(x) -> float:
 
 
 def logprobs(replay, state, traj, prepared) -> np.ndarray:
-    """[T] of the scored tokens under a state, as the run's own scorer says them."""
-    beside = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
+    """Returns [T] float64 log-probs of the scored tokens under a state, by the run's own scorer."""
+    extra = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
     found = replay.roles.score(training.merge(state.trainable, state.frozen), traj, prepared.layout.update,
-                                   *([] if beside is None else [beside]))
+                                   *([] if extra is None else [extra]))
     return (found["logprob"] if isinstance(found, dict) else found).astype(np.float64)
 
 
 def likelihood(replay):
-    """gradient(state, traj, layout, weights [T]) -> the gradient of sum_t weights_t log p_t, a flat dict in fp32."""
+    """Returns gradient(state, traj, layout, weights [T]) -> gradient of sum_t weights_t log p_t, a flat fp32 dict."""
     if replay.likelihood is None:  # compiled once
         replay.likelihood = _likelihood(replay.job, replay.roles.policy.optimizer)
     return replay.likelihood
 
 
 def _likelihood(job, optimizer):
-    objective = training.NextToken(temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk)
+    objective = training.NextToken(temperature=training_temperature(job.config), chunk=job.config.train.logprob_chunk)
     update = training.make_update(job.model, optimizer, None, objective)
 
     def gradient(state, traj, layout, weights):
@@ -112,13 +114,14 @@ def _likelihood(job, optimizer):
 
 
 def holds(traj, micro, weights) -> bool:
-    """Whether a microbatch has a token with a weight."""
+    """Whether a microbatch has a token with a nonzero weight."""
     sequences = [i for row in micro.rows for block in row for i in block.sequences]
     return any(weights[traj.offsets[i]:traj.offsets[i + 1]].any() for i in sequences)
 
 
 def kl(before, after) -> float:
-    """k3 estimate of KL(before || after) per token, on tokens that `before` (or what it was shortly ago) sampled."""
+    """Returns the k3 estimate of KL(before || after) in nats per token, on tokens that `before` (or slightly older
+    weights) sampled."""
     d = after - before
     return float(np.mean(np.exp(np.clip(d, -50, 50)) - 1 - d))
 
@@ -127,30 +130,30 @@ def kl(before, after) -> float:
 
 
 class Batch(NamedTuple):
-    """What all settings are measured on."""
+    """The batch and state on which all settings are measured."""
 
     batch: Any
     state: StepState
     before: np.ndarray    # [T] log-probs
-    rewarded: np.ndarray  # [T] bool: tokens of answers with a positive advantage
+    rewarded: np.ndarray  # [T] bool: tokens of completions with a positive advantage
     gradient: dict        # of their mean log-prob
 
 
 def table(replay, config) -> dict:
-    """The next step under the run's own options and under every setting of replay.try; the state stays what it is.
+    """Computes the next step under the run's own options and under every setting of replay.try; restores the state.
 
-    Returns {"step", "rows"}; a row has `setting` and, of parameters, the length of the step, its angle (degrees) to the
-    run's own; of the batch's tokens, the KL that it made, the share that is left outside the clip range; of answers
-    with a positive advantage, the mean change of log-prob per token that their gradient predicts, and the one that
-    came; `others`: the one of all other answers.
+    Returns {"step", "rows"}. A row has `setting`; of the parameters the length of the step and its angle (degrees) to
+    the run's own step; of the batch's tokens the KL of the step and the share outside the clip range; of completions
+    with a positive advantage the mean change of log-prob per token that their gradient predicts (`predicted`) and the
+    actual one (`realised`); `others`: the actual one of all other completions.
     """
     s, own = replay.s, replay.roles
-    state, batch = StepState.of(own), batch_of(replay.record())
+    state, batch = StepState.of(own), restore_batch(replay.record())
     rows, base, shared = [], None, None
     for name, value in [("", None), *settings(config.replay["try"])]:
         roles = own if not name else altered(replay, name, value)
         spec, job = roles.config, roles.job
-        state.give(roles)
+        state.restore_to(roles)
         prepared = prepare(spec, roles, batch, lay_out(spec, job.row_shapes, batch.traj, s.step, job.score_shapes))
         shared = shared or _shared(replay, state, batch, prepared)
         metrics = learn(spec, roles, batch, prepared, s.step)
@@ -158,8 +161,8 @@ def table(replay, config) -> dict:
         base = base or way
         rows.append({"setting": f"{name}={value}" if name else "as recorded",
                      **_measured(replay, shared, roles, prepared, way, base),
-                     "metrics": {k: metrics[k] for k in TOLD if k in metrics}})
-    state.give(own)
+                     "metrics": {k: metrics[k] for k in REPORTED if k in metrics}})
+    state.restore_to(own)
     s.say(text_of(s.step + 1, rows))
     return {"step": s.step + 1, "rows": rows}
 
@@ -188,7 +191,7 @@ def _measured(replay, shared: Batch, roles, prepared, way, base) -> dict:
 
 
 def altered(replay, name: str, value):
-    """The roles of a step under one other option. Raises ConfigError where its state does not fit."""
+    """Makes the roles of a step with one option changed. Raises ConfigError if the recorded state does not fit it."""
     own, s = replay.roles, replay.s
     asked = editable(s.spec.asked)
     put(asked, name, value)
@@ -199,23 +202,23 @@ def altered(replay, name: str, value):
     if (roles.critic is None) != (own.critic is None):
         raise ConfigError(f"{here}: the run {'has' if own.critic else 'had'} {'a' if own.critic else 'no'} critic, and "
                           f"this setting is of a run {'with' if roles.critic else 'without'} one; leave it out")
-    wants = jax.eval_shape(roles.policy.optimizer.init, own.policy.held.trainable)
-    if jax.tree.structure(wants) != jax.tree.structure(own.policy.held.opt_state):
-        raise ConfigError(f"{here}: the optimizer's state would have another form; leave it out")
+    wants = jax.eval_shape(roles.policy.optimizer.init, own.policy.state.trainable)
+    if jax.tree.structure(wants) != jax.tree.structure(own.policy.state.opt_state):
+        raise ConfigError(f"{here}: the recorded optimizer state has another structure; leave it out")
     if roles.reference is not None and own.reference is None:
-        roles.policy.held = own.policy.held
+        roles.policy.state = own.policy.state
         roles.reference.start(None, None)
     return roles
 
 
 def text_of(step: int, rows: list[dict]) -> str:
-    """The table for people."""
+    """Formats the table for the console."""
     number = lambda x: "-" if x is None else f"{x:.4g}"  # noqa: E731
     cells = [list(HEADER), *[[row["setting"], number(row["step"]), f"{row['angle']:.2f}", number(row["kl"]),
                               f"{row['outside_clip']:.2%}", *[number(row[n]) for n in COLUMNS[5:]]] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([f"step {step} under other settings (step: length; angle to the recorded one in degrees; KL in "
-                      "nats per token; predicted, realised, others: change of log-prob per token of rewarded answers, "
-                      "of the others)",
+                      "nats per token; predicted, realised, others: change of log-prob per token of rewarded "
+                      "completions, of the others)",
                       *(f"  {line}" for line in lines)])

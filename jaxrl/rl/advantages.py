@@ -1,4 +1,7 @@
-"""Advantages of a batch: scores to one number per scored token, on the host in float64."""
+"""Advantages of a batch: turns scores into one number per scored token, on the host in float64.
+
+`rl.step.prepare` calls `advantages_by_source`; the formulas are in jaxrl.algorithms. Nothing here touches a device.
+"""
 
 from __future__ import annotations
 
@@ -29,74 +32,91 @@ from jaxrl.errors import ConfigError
 
 class Advantages(NamedTuple):
     tokens: np.ndarray  # [T] float64, 0 where not scored and where the score is absent
-    returns: np.ndarray | None  # [T] float64: what the critic learns; its own value where the score is absent
-    zero_signal: np.ndarray  # [N] bool: sequences of groups whose scores carry no signal
-    metrics: Mapping[str, float] = {}  # of the estimator
+    returns: np.ndarray | None  # [T] float64: targets of the critic; its own value where the score is absent
+    zero_signal: np.ndarray  # [N] bool: sequences of groups without any advantage
+    metrics: Mapping[str, float] = {}  # of the estimator, by name
 
 
 def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
                user=None, scale=1.0) -> Advantages:
-    """Advantages as the group `algorithm` of a Spec says.
+    """Computes one advantage per scored token with the estimator `algorithm.advantage`.
 
-    Score, less kl.coef * KL where it is placed in the reward; less its baseline, over its scale; then the estimator:
+    With kl.placement=reward, kl.coef * KL is subtracted from each score. The score minus its baseline, over its scale,
+    goes to the estimator:
 
-        outcome  the sequence's number at each scored token (the KL of a sequence is the sum over its tokens; so it is
-                 for a function of the user's own, which sees scores less that KL)
-        returns  reward to go: rewards of turns where they are, the rest of the number at the last scored token, the KL
-                 at each
+        outcome  the sequence's value at each scored token (the KL of a sequence is the sum over its tokens; the same
+                 holds for a user's function, which receives scores minus that KL)
+        returns  reward to go: turn rewards where they exist, the rest of the value at the last scored token, the KL at
+                 each token
         gae      the same rewards with a critic
-        turn     the same rewards of the score itself, to go from each turn, less what the group's others have to go
-        gigpo    outcome, plus anchor_coef times the same among the turns of a group that were decided in one state
-        dpo      of the best and the worst of a group, what makes it DPO's gradient; the KL (k1) is its log-ratios
+        turn     the same rewards of the raw score, summed from each turn on, minus that of the group's other members
+        gigpo    outcome, plus anchor_coef times the same among the group's turns that were decided in one state
+        dpo      of the best and the worst of a group, the advantages whose gradient is DPO's; the KL (k1) is its
+                 log-ratios
 
-    then whitened over all tokens of sequences with a score, then clipped.
-
-    Rewards, numbers and states of turns are the columns `reward`, `turn` and `anchor` of traj. Without them a
-    trajectory is one turn, in no state: `turn` is then the leave-one-out baseline.
+    The result is whitened over all tokens of sequences with a score, then clipped.
 
     Args:
-      scores: [N], NaN = absent. baseline: [N] greedy scores. kl: [T] or None. values: [T] for gae.
-      rewards, columns, user: for a function of the user's own.
-      scale: reward.scale, which is in the scores already and is not in the column `reward`.
+      options: the group `algorithm` of a Spec.
+      traj: Trajectories with T tokens and N trajectories. The columns `reward`, `turn` and `anchor` are rewards,
+        numbers and states of turns. Without them a trajectory is one turn without a state: `turn` is then the
+        leave-one-out baseline.
+      scores: [N], NaN = absent.
+      baseline: [N] scores of greedy completions.
+      kl: [T], or None where it is not subtracted from the reward.
+      values: [T] of the critic, for gae.
+      rewards, columns, user: passed on to a user's function.
+      scale: reward.scale, which is in the scores already but not in the column `reward`.
+
+    Returns:
+      Advantages, 0 where a token is not scored or its sequence has no score.
+
+    Raises:
+      ConfigError: a user's function failed or returned another shape.
     """
-    given = Given(options, traj, scores, baseline, kl, values, rewards, columns, user, scale)
-    found = ESTIMATORS.get(options.advantage, users)(given)
-    present = given.present
-    tokens = np.where(present, found.tokens, 0.0)
+    inputs = EstimatorInputs(options, traj, scores, baseline, kl, values, rewards, columns, user, scale)
+    result = ESTIMATORS.get(options.advantage, user_advantages)(inputs)
+    present = inputs.present
+    tokens = np.where(present, result.tokens, 0.0)
     if options.whiten:
         tokens = whiten(tokens, present)
     tokens = clip_advantages(tokens, options.advantage_low, options.advantage_high)
-    return found._replace(tokens=np.where(present, tokens, 0.0))
+    return result._replace(tokens=np.where(present, tokens, 0.0))
 
 
-def advantages_by_source(options, sources, of_N, traj, scores, **given) -> Advantages:
-    """`advantages`, where sources of data have entries of their own over `options`.
+def advantages_by_source(options, sources, of_N, traj, scores, **inputs) -> Advantages:
+    """Computes `advantages` where data sources override options of `algorithm`.
 
-    Trajectories of a source with a table `algorithm` have their statistics (of group, batch and whitening) among
-    themselves, all others among theirs; to an estimator the scores of the rest are absent. Advantages are multiplied
-    with the source's `coef` in the end, after whitening and bounds.
+    Trajectories of a source with a table `algorithm` take their statistics (group, batch, whitening) among themselves,
+    all others among theirs; an estimator sees the scores of the rest as absent. The source's `coef` multiplies the
+    advantages at the end, after whitening and clipping.
 
     Args:
-      options: the group `algorithm` of a Spec. sources: data.sources. of_N: [N] names of the trajectories' sources.
-      given: as for `advantages`. Metrics of an estimator are those of the last source, by name, that has any.
+      options: the group `algorithm` of a Spec.
+      sources: data.sources.
+      of_N: [N] source names of the trajectories.
+      inputs: keyword arguments of `advantages`.
+
+    Returns:
+      Advantages; an estimator's metrics are those of the last source, by name, that has any.
     """
     names = np.asarray(of_N, str)
-    tables = {name: own["algorithm"] for name, own in sources.items() if own.get("algorithm")}
-    found = None if tables else advantages(options, traj, scores, **given)
-    told = np.where(np.isin(names, list(tables)), names, "")
-    for name in np.unique(told) if tables else ():
-        mine = told == name
-        own = FrozenConfigDict({**options, **tables.get(name, {})})
-        new = advantages(own, traj, np.where(mine, scores, np.nan), **given)
-        found = found or new
-        found = Advantages(np.where(traj.spread(mine), new.tokens, found.tokens), None,
-                           np.where(mine, new.zero_signal, found.zero_signal), {**found.metrics, **new.metrics})
+    tables = {name: entry["algorithm"] for name, entry in sources.items() if entry.get("algorithm")}
+    result = None if tables else advantages(options, traj, scores, **inputs)
+    table_of_N = np.where(np.isin(names, list(tables)), names, "")
+    for name in np.unique(table_of_N) if tables else ():
+        mine = table_of_N == name
+        overridden = FrozenConfigDict({**options, **tables.get(name, {})})
+        new = advantages(overridden, traj, np.where(mine, scores, np.nan), **inputs)
+        result = result or new
+        result = Advantages(np.where(traj.spread(mine), new.tokens, result.tokens), None,
+                            np.where(mine, new.zero_signal, result.zero_signal), {**result.metrics, **new.metrics})
     coefs = np.array([sources[name].get("coef", 1.0) if name in sources else 1.0 for name in names])
-    return found if (coefs == 1).all() else found._replace(tokens=found.tokens * traj.spread(coefs))
+    return result if (coefs == 1).all() else result._replace(tokens=result.tokens * traj.spread(coefs))
 
 
-class Given(NamedTuple):
-    """The arguments of `advantages`."""
+class EstimatorInputs(NamedTuple):
+    """The arguments of `advantages`, as its estimators take them."""
 
     options: Any
     traj: Any
@@ -111,117 +131,126 @@ class Given(NamedTuple):
 
     @property
     def present(self):
-        """[T] scored tokens of sequences with a score."""
+        """[T] bool: scored tokens of sequences with a score."""
         return self.traj.spread(np.isfinite(self.scores)) & self.traj.loss_mask
 
-    def less_kl(self):
-        """[N] scores less the KL of their sequences."""
+    def scores_less_kl(self):
+        """Returns [N] scores minus kl.coef times the KL summed over each sequence."""
         if self.kl is None:
             return self.scores
         return self.scores - self.options.kl.coef * self.traj.total(self.kl)
 
-    def numbers(self, scores):
-        """([N] scores less baseline, over scale; [N] bool, those of groups without signal)."""
+    def relative_to_group(self, scores):
+        """Returns ([N] scores minus baseline, over scale; [N] bool, sequences of groups without signal)."""
         return group_advantages(scores, self.traj.group, mean=self.options.advantage_mean,
                                 std=self.options.advantage_std, baseline_N=self.baseline)
 
-    def per_token(self, numbers):
-        """[T] rewards that add up to the numbers."""
+    def token_rewards(self, values):
+        """Returns [T] rewards that add up to each sequence's entry in values [N]."""
         traj, of_turns = self.traj, self.traj.columns.get("reward")
-        return token_rewards(np.where(np.isfinite(self.scores), numbers, np.nan), traj.loss_mask, traj.spans, self.kl,
+        return token_rewards(np.where(np.isfinite(self.scores), values, np.nan), traj.loss_mask, traj.spans, self.kl,
                              self.options.kl.coef, None if of_turns is None else self.scale * of_turns.astype(float))
 
     @property
-    def turns(self) -> tuple:
-        """How `turns.py` wants to hear of them."""
+    def turn_arguments(self) -> tuple:
+        """Arguments that turn_advantages and anchor_advantages share."""
         traj = self.traj
         return traj.loss_mask, traj.spans, traj.group, np.isfinite(self.scores), self.options.turn_gamma
 
 
-def outcome(given: Given) -> Advantages:
-    numbers, zero = given.numbers(given.less_kl())
-    return Advantages(given.traj.spread(numbers), None, zero)
+def outcome(inputs: EstimatorInputs) -> Advantages:
+    """The sequence's group-relative score at each scored token."""
+    numbers, zero = inputs.relative_to_group(inputs.scores_less_kl())
+    return Advantages(inputs.traj.spread(numbers), None, zero)
 
 
-def returns(given: Given) -> Advantages:
-    numbers, zero = given.numbers(given.scores)
-    traj = given.traj
-    tokens = token_returns(given.per_token(numbers), traj.loss_mask, traj.spans, given.options.gamma)
+def returns(inputs: EstimatorInputs) -> Advantages:
+    """The discounted (gamma) sum of rewards from each token on."""
+    numbers, zero = inputs.relative_to_group(inputs.scores)
+    traj = inputs.traj
+    tokens = token_returns(inputs.token_rewards(numbers), traj.loss_mask, traj.spans, inputs.options.gamma)
     return Advantages(tokens, None, zero)
 
 
-def critics(given: Given) -> Advantages:
-    options, traj, values = given.options, given.traj, given.values
-    numbers, zero = given.numbers(given.scores)
-    steps = given.per_token(numbers), values, traj.loss_mask, traj.spans, options.gamma
+def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
+    """Generalized advantage estimation; the critic's targets use critic_lam where it is set."""
+    options, traj, values = inputs.options, inputs.traj, inputs.values
+    numbers, zero = inputs.relative_to_group(inputs.scores)
+    steps = inputs.token_rewards(numbers), values, traj.loss_mask, traj.spans, options.gamma
     lam = adaptive_lambda(traj.total(), options.lam_alpha) if options.lam_alpha else options.lam
     of_critic = options.lam if options.critic_lam is None else options.critic_lam
-    learnt = np.where(given.present, gae(*steps, of_critic)[1], values)
+    learnt = np.where(inputs.present, gae(*steps, of_critic)[1], values)
     return Advantages(gae(*steps, lam)[0], learnt, zero)
 
 
-def by_turn(given: Given) -> Advantages:
-    rewards, number = given.per_token(given.scores), given.traj.columns.get("turn")
-    tokens = turn_advantages(rewards, number, *given.turns)
-    return Advantages(tokens, None, without_signal(given.traj, tokens))
+def turn_advantage(inputs: EstimatorInputs) -> Advantages:
+    """Rewards from each turn on, minus those of the group's other members."""
+    rewards, number = inputs.token_rewards(inputs.scores), inputs.traj.columns.get("turn")
+    tokens = turn_advantages(rewards, number, *inputs.turn_arguments)
+    return Advantages(tokens, None, without_signal(inputs.traj, tokens))
 
 
-def gigpo(given: Given) -> Advantages:
-    options, traj = given.options, given.traj
-    numbers, _ = given.numbers(given.less_kl())
+def gigpo(inputs: EstimatorInputs) -> Advantages:
+    """Outcome advantages plus anchor_coef times the advantage among turns of the group in one state."""
+    options, traj = inputs.options, inputs.traj
+    numbers, _ = inputs.relative_to_group(inputs.scores_less_kl())
     anchor = traj.columns.get("anchor", np.zeros(len(traj.tokens), np.int64))
-    steps = anchor_advantages(given.per_token(given.scores), traj.columns.get("turn"), anchor, *given.turns,
-                              mean=options.advantage_mean, std=options.advantage_std)
+    steps = anchor_advantages(inputs.token_rewards(inputs.scores), traj.columns.get("turn"), anchor,
+                              *inputs.turn_arguments, mean=options.advantage_mean, std=options.advantage_std)
     tokens = traj.spread(numbers) + options.anchor_coef * steps
     share = float((steps[traj.loss_mask] != 0).mean())
     return Advantages(tokens, None, without_signal(traj, tokens), {"advantage/anchored_fraction": share})
 
 
-def preferred(given: Given) -> Advantages:
-    traj, beta = given.traj, given.options.kl.coef
-    ratios = np.where(traj.total() > 0, traj.total(given.kl), np.nan)
-    numbers, pairs = preferred_advantages(given.scores, traj.group, ratios, beta)
+def dpo(inputs: EstimatorInputs) -> Advantages:
+    """Advantages whose policy gradient is DPO's, for the best and the worst completion of each group."""
+    traj, beta = inputs.traj, inputs.options.kl.coef
+    ratios = np.where(traj.total() > 0, traj.total(inputs.kl), np.nan)
+    numbers, pairs = preferred_advantages(inputs.scores, traj.group, ratios, beta)
     tokens, margins = traj.spread(numbers), beta * (ratios[pairs[:, 0]] - ratios[pairs[:, 1]])
-    told = {"advantage/pairs_fraction": len(pairs) / len(np.unique(traj.group)),
-            "advantage/pairs_margin": float(margins.mean()) if len(pairs) else 0.0}
-    return Advantages(tokens, None, without_signal(traj, tokens), told)
+    metrics = {"advantage/pairs_fraction": len(pairs) / len(np.unique(traj.group)),
+               "advantage/pairs_margin": float(margins.mean()) if len(pairs) else 0.0}
+    return Advantages(tokens, None, without_signal(traj, tokens), metrics)
 
 
-def users(given: Given) -> Advantages:
-    """By a function of the user's, registered or by its path."""
-    name, traj, scores = given.options.advantage, given.traj, given.less_kl()
+def user_advantages(inputs: EstimatorInputs) -> Advantages:
+    """Advantages of a user's function, registered or named by import path. Raises ConfigError if it fails."""
+    name, traj, scores = inputs.options.advantage, inputs.traj, inputs.scores_less_kl()
     function = ADVANTAGES[name] if name in ADVANTAGES else imported(name)
     of_turns = {name: traj.columns[name] for name in ("turn", "reward", "anchor") if name in traj.columns}
-    columns = {**(given.columns or {}), **of_turns}
-    inputs = AdvantageInputs(scores, traj.group, traj.loss_mask, traj.spans, given.rewards, columns, given.user)
+    columns = {**(inputs.columns or {}), **of_turns}
+    arguments = AdvantageInputs(scores, traj.group, traj.loss_mask, traj.spans, inputs.rewards, columns, inputs.user)
     try:
-        found = function(inputs)
+        result = function(arguments)
     except Exception as e:  # whatever a function of the user's may raise
         at = traceback.extract_tb(e.__traceback__)[-1]
-        said = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise ConfigError(f"algorithm.advantage={name!r}, {at.filename}:{at.lineno}, {at.line!r}: {said}; expected is"
+        message = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise ConfigError(f"algorithm.advantage={name!r}, {at.filename}:{at.lineno}, {at.line!r}: {message}; expected"
                           " one number per sequence or per token (docs/guides/extend.md)") from e
-    return Advantages(spread(name, found, traj), None, given.numbers(scores)[1])
+    return Advantages(spread_over_tokens(name, result, traj), None, inputs.relative_to_group(scores)[1])
 
 
-ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": critics, "turn": by_turn, "gigpo": gigpo,
-              "dpo": preferred}
+ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": gae_with_critic, "turn": turn_advantage, "gigpo": gigpo,
+              "dpo": dpo}
 
 
 def without_signal(traj, tokens) -> np.ndarray:
-    """[N] bool: the sequences of groups without any advantage."""
+    """Returns [N] bool: sequences of groups in which no token has an advantage. tokens: [T] advantages."""
     _, group = np.unique(traj.group, return_inverse=True)
     return np.bincount(group, traj.total(tokens != 0))[group] == 0
 
 
-def spread(name: str, found, traj) -> np.ndarray:
-    """[N] or [T] numbers of a user's function -> [T]. Raises ConfigError for other shapes, and where not finite."""
-    found = np.asarray(found, np.float64)
-    if found.shape == (traj.num_trajectories,):
-        found = traj.spread(found)
-    if found.shape != (len(traj.tokens),):
-        raise ConfigError(f"algorithm.advantage={name!r} returned shape {found.shape}: expected one number per "
+def spread_over_tokens(name: str, values, traj) -> np.ndarray:
+    """Spreads the [N] or [T] numbers of a user's function over tokens, as [T] float64.
+
+    Raises ConfigError for another shape, and for numbers at scored tokens that are not finite.
+    """
+    values = np.asarray(values, np.float64)
+    if values.shape == (traj.num_trajectories,):
+        values = traj.spread(values)
+    if values.shape != (len(traj.tokens),):
+        raise ConfigError(f"algorithm.advantage={name!r} returned shape {values.shape}: expected one number per "
                           f"sequence ({traj.num_trajectories}) or per token ({len(traj.tokens)})")
-    if not np.isfinite(found[traj.loss_mask]).all():
+    if not np.isfinite(values[traj.loss_mask]).all():
         raise ConfigError(f"algorithm.advantage={name!r} returned numbers that are not finite")
-    return found
+    return values

@@ -1,4 +1,7 @@
-"""Episodes in a run (env.*): opened, scored, counted and shown. How they are played: rollout.episodes."""
+"""Rewards, metrics, failures and transcripts of a step's episodes (env.*).
+
+`rl.rollouts` and `rl.evaluation` call it. rollout.episodes runs the episodes.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,20 @@ import numpy as np
 from jaxrl.errors import RunStopped
 from jaxrl.rewards.items import RewardResult, metrics_of
 
-PART = "env"  # the reward that an episode itself gives
+PART = "env"  # the reward that the environment gives
 
 
-def with_outcomes(result: RewardResult | None, outcomes, env) -> RewardResult | None:
-    """The rewards, and before them what the episodes gave: the part `env`, with weight 1, and as its metrics their
-    other rewards and notes. None where the pool was stopped, the same where episodes give nothing (env.tools).
+def add_episode_rewards(result: RewardResult | None, outcomes, env) -> RewardResult | None:
+    """Adds the environments' own rewards to the rewards of N episodes: the part `env`, with weight 1.
 
-    outcomes: [N] protocol.Outcome, or None of what is no episode.
+    Args:
+      result: of the reward functions; None if scoring was stopped.
+      outcomes: [N] protocol.Outcome, None for a completion that is no episode. Their further rewards and notes become
+        metrics of `env`.
+      env: the group `env` of a Spec.
+
+    Returns:
+      A RewardResult; None if result is None; result unchanged if the environment gives no reward (env.tools alone).
     """
     gives = env.function or env.program or env.malformed_penalty
     if result is None or not gives:
@@ -26,16 +35,21 @@ def with_outcomes(result: RewardResult | None, outcomes, env) -> RewardResult | 
     known = np.isfinite(values)
     has = known | np.isfinite(result.total)
     total = np.where(has, np.where(known, values, 0.0) + np.nan_to_num(result.total), np.nan)
-    told = [{PART: "ok" if ok else "none"} for ok in known]
+    states = [{PART: "ok" if ok else "none"} for ok in known]
     more = [{PART: {**o.rewards, **o.notes}} if o is not None and (o.rewards or o.notes) else {} for o in outcomes]
-    said = [a | b for a, b in zip(told, result.outcomes, strict=True)]
+    merged = [a | b for a, b in zip(states, result.outcomes, strict=True)]
     noted = [a | b for a, b in zip(more, result.item_metrics, strict=True)]
-    return RewardResult(total, {PART: values} | result.parts, said, noted, metrics_of(total, said, noted), result.by)
+    parts = {PART: values} | result.parts
+    return RewardResult(total, parts, merged, noted, metrics_of(total, merged, noted), result.by)
 
 
 def check_failures(env, step: int, outcomes, asked: int) -> None:
-    """Raises RunStopped where too many of a step's episodes failed by their environment's fault. outcomes: of `asked`
-    episodes, None where one is no episode."""
+    """Raises RunStopped if more than env.max_failed_fraction of a step's episodes failed because of their environment.
+
+    Args:
+      step: the step's number, for the message.
+      outcomes: protocol.Outcome of each of `asked` episodes, None for a completion that is no episode.
+    """
     failed = [o for o in outcomes if o is not None and o.cause]
     if len(failed) <= env.max_failed_fraction * asked:
         return
@@ -43,12 +57,18 @@ def check_failures(env, step: int, outcomes, asked: int) -> None:
     detail = next(o.detail for o in failed if o.cause == cause)
     raise RunStopped(f"step {step}: the environment failed in {len(failed)} of {asked} episodes, after env.retries="
                      f"{env.retries} further tries of each, more than env.max_failed_fraction="
-                     f"{env.max_failed_fraction:g} allows; {count} times: {cause}. None of them was learnt from. Mend "
-                     f"the environment, and the run goes on from its newest checkpoint{detail and chr(10) + detail}")
+                     f"{env.max_failed_fraction:g} allows; {count} times: {cause}. Failed episodes are not trained on. "
+                     "Fix the environment and rerun the same command to resume from the latest checkpoint"
+                     f"{detail and chr(10) + detail}")
 
 
 def episode_metrics(traj, outcomes, failed: dict[str, int], asked: int) -> dict[str, float]:
-    """What a step's episodes were like. failed: cause -> episodes that are absent for it."""
+    """Returns the metrics of a step's episodes: turns, segments, observed tokens, calls, seconds, absences.
+
+    Args:
+      traj: Trajectories of the episodes. outcomes: protocol.Outcome of each.
+      failed: cause -> number of episodes that are absent because of it. asked: episodes requested.
+    """
     turns = np.maximum.reduceat(traj.columns["turn"], traj.spans[:-1]) + 1 if "turn" in traj.columns else np.ones(1)
     sequences = np.bincount(traj.trajectory)
     prompts = traj.prompt_lengths[traj.first].sum()
@@ -67,8 +87,10 @@ def episode_metrics(traj, outcomes, failed: dict[str, int], asked: int) -> dict[
 
 
 def conversations(traj, tokenizer) -> list[list[dict]]:
-    """Of each trajectory what stands in it, as a person may read it: pieces {text, trained} in order, those that were
-    sampled with their turn's number and reward; `opens` where a sequence begins."""
+    """Decodes each trajectory into pieces {text, trained} for people to read, in order.
+
+    A sampled piece also has the number (`turn`) and `reward` of its turn; `opens` marks the beginning of a sequence.
+    """
     mask, opens = traj.loss_mask, np.zeros(len(traj.tokens) + 1, bool)
     opens[traj.offsets] = True
     turn, reward = (traj.columns.get(name, np.zeros(len(mask))) for name in ("turn", "reward"))

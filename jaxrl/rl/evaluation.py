@@ -1,4 +1,8 @@
-"""Evaluation: complete every row of every held-out set, score, report accuracy, mean@k and pass@k."""
+"""Evaluation: completes every row of every held-out set, scores the completions, reports accuracy, mean@k and pass@k.
+
+Recipes call `Evaluation` during a run and `evaluate_only` for run.mode=eval. Rewards are those of reward.* and
+eval.rewards; nothing here trains.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ import numpy as np
 
 from jaxrl.config import adapter_table
 from jaxrl.processes.exchange import owner
-from jaxrl.rl.episodes import check_failures, conversations, with_outcomes
+from jaxrl.rl.episodes import add_episode_rewards, check_failures, conversations
 from jaxrl.rl.trajectories import (
     collect,
-    exchanged,
+    exchange_results,
     make_requests,
     records,
     reward_items,
@@ -24,39 +28,49 @@ from jaxrl.telemetry import dumps, write_atomic
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Unbiased chance that one of k samples is right: 1 - C(n-c, k) / C(n, k)   (arXiv 2107.03374, eq. 1)."""
+    """Estimates, without bias, the chance that one of k samples is right: 1 - C(n-c, k) / C(n, k).
+
+    n samples, c of them correct (arXiv 2107.03374, eq. 1).
+    """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 class Evaluation:
-    """Answers all rows of all held-out sets with the current weights.
+    """Completes and scores all rows of all held-out sets with the current weights.
 
     Args:
-      s, job: session and job. sync: roles.WeightSync. receive: takes results of requests that were under way before, or
-      None.
+      s, job: session and job.
+      sync: roles.role.WeightSync of the engine.
+      receive: takes results of requests that were in flight before the evaluation, or None.
     """
 
     def __init__(self, s, job, sync, receive=None):
         self.s, self.job, self.sync, self.receive = s, job, sync, receive
 
     def __call__(self) -> tuple[dict[str, float], dict[str, list[dict]], dict]:
-        """(metrics, records by set, entry of summary.json); all empty after a stop. Process 0 writes the records."""
+        """Evaluates, and writes the records on process 0.
+
+        Returns (metrics, records by set, entry of summary.json); all empty if a stop was requested.
+        """
         self.sync.catch_up()  # the accuracy of a step is that of its weights
         metrics, rows = evaluate(self.s, self.job, self.receive)
         if metrics and self.s.peers.first:
-            write_rows(self.s.run_dir, self.s.step, rows)
+            write_records(self.s.run_dir, self.s.step, rows)
         return metrics, rows, summary(metrics)
 
 
 def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dict]]]:
-    """Answers all rows of all eval sets with the engine's weights.
+    """Completes and scores all rows of all eval sets with the engine's weights.
 
     accuracy = share of rows whose named reward (eval.accuracy_from, default the first) reaches reward.pass_mark,
     unweighted and unshaped; with several samples, the mean over them (mean@k). A row whose reward failed counts as not
-    accurate, and the share of such rows is reported. "all" weighs every row equally.
+    accurate, and the share of such rows is reported. Metrics over all sets weigh every row equally.
 
     Returns:
-      (metrics "eval/<set>/<name>", records per set), the same on every process; both empty when a stop came on the way.
+      (metrics "eval/<set>/<name>", records per set), the same on every process; both empty if a stop was requested.
+
+    Raises:
+      RunStopped: too many episodes failed because of their environment, or too many rewards failed.
     """
     c = job.config
     longest = c.eval.max_new_tokens or c.rollout.max_new_tokens
@@ -65,14 +79,14 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
     metrics, rows, hits_of = {}, {}, {}
     for name, dataset in job.eval_sets.items():
         batch = [(i, dataset[i]) for i in range(len(dataset))]
-        scored = answer(s, job, name, batch, sampling, receive)
+        scored = complete_rows(s, job, name, batch, sampling, receive)
         if scored is None:
             return {}, {}
         traj, examples, texts, result = scored
-        if job.judge is not None:
-            result = job.judge.judged(traj, examples, texts, result)
+        if job.reward_model is not None:
+            result = job.reward_model.add_scores(traj, examples, texts, result)
         source = c.eval.accuracy_from or next(iter(result.parts))
-        scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # not answered: failed, not wrong
+        scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # no completion: failed, not wrong
         hits = (np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark).reshape(len(batch), c.eval.samples)
         hits_of[name] = hits
         metrics |= {f"eval/{name}/{k}": v for k, v in _scores(hits).items()}
@@ -91,10 +105,16 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
     return metrics, rows
 
 
-def answer(s, job, name: str, batch, sampling, receive=None):
-    """(trajectories, example of each sequence, texts, RewardResult) of all rows; None when a stop came on the way.
+def complete_rows(s, job, name: str, batch, sampling, receive=None):
+    """Completes and scores the rows of one held-out set.
 
-    Each process answers and scores the rows it owns, then all hold all of them, in the order of the rows.
+    Each process completes and scores the rows it owns; then every process has all of them, in the order of the rows.
+
+    Args:
+      name: of the set. batch: [(position, Example)]. sampling: SamplingParams. receive: see Evaluation.
+
+    Returns:
+      (Trajectories, Example of each, completion texts, RewardResult), or None if a stop was requested.
     """
     c, mine = job.config, [(i, e) for i, e in batch if owner(i, s.peers.count) == s.peers.index]
 
@@ -107,10 +127,10 @@ def answer(s, job, name: str, batch, sampling, receive=None):
         traj = collect(ask(rows), results)
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
         texts, items = reward_items(traj, examples, job.decode, c.data.response_prefix, texts)
-        result = job.eval_rewards.score(items, recorded=recorded, stop=out_of_patience(s))
+        result = job.eval_rewards.score(items, recorded=recorded, stop=stop_overdue(s))
         outcomes = [r.outcome for r in results]
         check_failures(c.env, s.step, outcomes, len(outcomes))
-        result = with_outcomes(result, outcomes, c.env)
+        result = add_episode_rewards(result, outcomes, c.env)
         return result and (traj, examples, texts, result)
 
     def work():
@@ -125,24 +145,24 @@ def answer(s, job, name: str, batch, sampling, receive=None):
         return done and done[1]
     results, scored = done
     own = zip(scored[2], scored[3].records(), strict=True) if scored else []
-    known, _ = exchanged(s, f"sizes of completions to eval set {name}", results, own)
+    known, _ = exchange_results(s, f"sizes of completions to eval set {name}", results, own)
     return score(batch, *map(list, zip(*(known[request.id] for request in ask(batch)), strict=True)))
 
 
-def out_of_patience(s):
-    """Tells whether a stop was asked for run.stop_seconds ago (or that long after this was first asked)."""
-    asked = []
+def stop_overdue(s):
+    """Returns a function that says whether run.stop_seconds have passed since it first saw a requested stop."""
+    seen = []
 
-    def over() -> bool:
+    def overdue() -> bool:
         if s.interrupted():
-            asked.append(time.monotonic())
-        return bool(asked) and time.monotonic() - asked[0] >= s.spec.run.stop_seconds
+            seen.append(time.monotonic())
+        return bool(seen) and time.monotonic() - seen[0] >= s.spec.run.stop_seconds
 
-    return over
+    return overdue
 
 
 def _scores(hits):
-    """hits [rows, samples] -> accuracy (= mean@k) and pass@k."""
+    """Returns accuracy (= mean@k) and pass@k of hits [rows, samples]."""
     samples = hits.shape[1]
     out = {"accuracy": float(hits.mean())}
     if samples > 1:
@@ -154,14 +174,14 @@ def _scores(hits):
 
 
 def _rewards(result) -> dict[str, float]:
-    """Mean raw score of each reward function where it gave one, shares of what is missing, and the functions' own
-    metrics; named as in training, without its "reward/"."""
+    """Returns the mean raw score of each reward function over the rows where it gave one, the shares of missing scores,
+    and the functions' own metrics; named as in training, without "reward/"."""
     means = {name: float(np.nanmean(part)) for name, part in result.parts.items() if np.isfinite(part).any()}
     return means | {name.removeprefix("reward/"): value for name, value in result.metrics.items()}
 
 
-def write_rows(run_dir, step: int, rows: dict[str, list[dict]]) -> None:
-    """Answers and scores per row in <run_dir>/eval/step_<step>_<set>.jsonl, each file written whole or not at all."""
+def write_records(run_dir, step: int, rows: dict[str, list[dict]]) -> None:
+    """Writes completions and scores per row to <run_dir>/eval/step_<step>_<set>.jsonl, each file atomically."""
     folder = run_dir / "eval"
     for name, records_ in rows.items():
         text = "".join(dumps(r) + "\n" for r in records_)
@@ -169,7 +189,7 @@ def write_rows(run_dir, step: int, rows: dict[str, list[dict]]) -> None:
 
 
 def summary(metrics: dict[str, float]) -> dict:
-    """The entry `eval_before` / `eval_after` of summary.json: accuracy over all and per set, with the other scores."""
+    """Nests metrics "eval/..." as summary.json holds them (`eval_before`, `eval_after`): over all sets, and per set."""
     out: dict = {"sets": {}}
     for key, value in metrics.items():
         name, _, of_set = key.removeprefix("eval/").partition("/")
@@ -180,38 +200,43 @@ def summary(metrics: dict[str, float]) -> dict:
     return out
 
 
-def publish_newest(s, job):
-    """(parameters, where they come from): the newest checkpoint's if there is one, else the model as given; the engine,
-    where there is one, has them. Opens telemetry that writes no metrics."""
+def publish_latest(s, job):
+    """Loads the latest checkpoint's weights, or else the model of the config, and hands them to the engine if any.
+
+    Also opens telemetry, which then writes no metrics. Returns (parameters, the path they come from).
+    """
     c = job.config
     optimizer, _ = parameters.policy_optimizer(job, 1)
     state = parameters.abstract_state(job, optimizer)
-    wanted = parameters.kept(job, {"trainable": state.trainable, "frozen": state.frozen})
+    wanted = parameters.checkpoint_fields(job, {"trainable": state.trainable, "frozen": state.frozen})
     wanted |= {} if job.model.adapter is None else {"base_digest": np.zeros(32, np.uint8)}
     restored = s.checkpointer.restore(wanted, c.run.resume, partial=True)
     if restored is None:
-        params = parameters.policy_start(job)
+        params = parameters.initial_policy(job)
     else:
         arrays = dict(restored.arrays)
         was = arrays.pop("base_digest", None)
-        arrays = parameters.restored(job, state, arrays)
+        arrays = parameters.fields_from_checkpoint(job, state, arrays)
         if was is not None:
             parameters.check_base(parameters.base_digest(arrays["frozen"]), was)
         params = parameters.policy_params(**arrays)
         s.resume_at(restored.host)
     s.open_telemetry(read_only=True, step=s.step)
     if job.engine is not None:
-        job.engine.publish(parameters.published(job, params), s.step)
+        job.engine.publish(parameters.engine_params(job, params), s.step)
     return params, restored.path if restored else (c.model.path or "random initialisation")
 
 
 def evaluate_only(s, job) -> dict:
-    """run.mode=eval: the newest checkpoint of run.dir if there is one, else the model as given."""
-    _, where = publish_newest(s, job)
+    """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
+
+    Returns the content of summary.json.
+    """
+    _, where = publish_latest(s, job)
     s.console.start("eval")
     metrics, rows = evaluate(s, job)
     if s.peers.first:
-        write_rows(s.run_dir, s.step, rows)
+        write_records(s.run_dir, s.step, rows)
     s.telemetry.samples(s.step, rows)
     note = "" if s.step else f" ({s.run_dir / 'checkpoints'} holds no checkpoint)"
     s.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))

@@ -1,9 +1,9 @@
-"""What a fork (replay.fork) may take from the recorded run that it left, and how much it took.
+"""Reuses completions and rewards of a recorded run in its fork (replay.fork), and counts how many were reused.
 
-    answer  <- (hash of the weights, prompt, seed, sampling)
-    reward  <- (code of the function and options that reach it, all that it is told of the answer)
+    completion  <- (hash of the weights, prompt, seed, sampling options)
+    reward      <- (code of the function and options that reach it, all that it is passed of the completion)
 
-docs/guides/replay.md says what is compared, and what is not.
+recipes.rl opens a ForkSource when fork.run is set. docs/guides/replay.md lists what is compared, and what is not.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import numpy as np
 
 from jaxrl.records import files, states
 from jaxrl.rewards import address
-from jaxrl.rl.recording import sampled_by
+from jaxrl.rl.recording import sampling_options
 from jaxrl.rl.rollouts import GREEDY, SAMPLES
 from jaxrl.rollout import Engine, Result
 from jaxrl.types import FINISH
 
 
 class RecordedStep:
-    """What the record of a step has of its completions.
+    """The completions of one recorded step, by prompt and by what rewards were passed.
 
-    rows: (group, sample) -> number of the completion. scores: address of what functions were told (items.address) ->
-    the same. functions: name -> RewardPool.keys() of then.
+    Attributes:
+      rows: (group, sample) -> number of the completion.
+      scores: address of what reward functions were passed (items.address) -> number of the completion.
+      functions: name -> RewardPool.keys() of the recorded run.
+      changed_options: sampling options whose values differ from the fork's. usable: there are none of these.
     """
 
     def __init__(self, record, sampling: dict):
@@ -36,21 +39,21 @@ class RecordedStep:
         pairs = zip(self.traj["group"].tolist(), self.traj["sample"].tolist(), strict=True)
         self.rows = {pair: i for i, pair in enumerate(pairs)}
         self.functions = self.header.get("functions", {})
-        found = record.arrays.get("batch/addresses")
-        self.scores = {} if found is None else {int(a): i for i, a in enumerate(found)}
+        addresses = record.arrays.get("batch/addresses")
+        self.scores = {} if addresses is None else {int(a): i for i, a in enumerate(addresses)}
         then = self.header.get("sampling")
-        self.other = sorted(n for n in sampling if then is not None and then.get(n) != sampling[n])
-        self.usable = then is not None and not self.other
+        self.changed_options = sorted(n for n in sampling if then is not None and then.get(n) != sampling[n])
+        self.usable = then is not None and not self.changed_options
 
     def outcomes(self, i: int) -> dict:
-        """A record of RewardResult.records() of the i-th completion."""
-        said = self.header["outcomes"][i]
+        """Returns the i-th completion's rewards as one record of RewardResult.records()."""
+        recorded = self.header["outcomes"][i]
         parts = {name: float(self.parts[name][i]) for name in self.functions if np.isfinite(self.parts[name][i])}
         noted = {name: {k: float(x) for k, x in own.items()} for name, own in self.header["noted"][i].items()}
-        return {"parts": parts, "outcomes": {**dict.fromkeys(parts, "ok"), **said}, "metrics": noted}
+        return {"parts": parts, "outcomes": {**dict.fromkeys(parts, "ok"), **recorded}, "metrics": noted}
 
-    def answer(self, i: int, request, wants_support: bool, wants_routes: bool) -> Result | None:
-        """The i-th completion as the result of a request; None where it is of another prompt, seed or adapter."""
+    def result_for(self, i: int, request, wants_support: bool, wants_routes: bool) -> Result | None:
+        """Returns the i-th completion as the result of a request; None if its prompt, seed or adapter differs."""
         traj, at = self.traj, self.sampled[i]
         first, last, size = *traj["offsets"][i:i + 2], traj["prompt_lengths"][i]
         whose = self.columns["adapter"][first] if "adapter" in self.columns else 0
@@ -65,57 +68,64 @@ class RecordedStep:
 
 
 def _ends(traj) -> np.ndarray:
-    """Where each completion's sampled tokens end among all sampled ones, but for the last."""
+    """Returns where each completion's sampled tokens end among all sampled ones, without the last."""
     return np.concatenate([[0], np.cumsum(traj["loss_mask"])])[traj["offsets"][1:-1]]
 
 
 class ForkSource:
-    """The recorded run behind a fork: what may be taken from it, and how much was.
+    """The recorded run that a fork continues: a source of completions and rewards, with counts of what was reused.
 
-    Weights are those of the record up to the version `last_identical_version`, by the hashes of all that trains.
-    Completions are taken as long as all their tokens were drawn from such weights. One thread asks for completions,
-    another may ask for rewards.
+    Weights equal the recorded ones up to the version `last_identical_version`, by the hashes of all that trains. A
+    completion is reused if all its tokens were drawn from such weights. One thread may ask for completions while
+    another asks for rewards.
+
+    Args:
+      s: the fork's session. spec: its Spec; fork.run is the recorded run.
     """
 
     def __init__(self, s, spec):
         self.s, self.spec, self.folder = s, spec, Path(spec.fork.run)
-        found = files.steps(self.folder / files.FOLDER)
-        self.paths = {step: path for step, path in found.items() if step >= spec.fork.step}
-        self.policy, self.last_identical_version, self.parted = None, -1, False
-        self.held: dict[int, RecordedStep] = {}
+        recorded = files.steps(self.folder / files.FOLDER)
+        self.paths = {step: path for step, path in recorded.items() if step >= spec.fork.step}
+        self.policy, self.last_identical_version, self.diverged = None, -1, False
+        self.steps: dict[int, RecordedStep] = {}
         self.counts: dict[int, Counter] = {}
         self._one, self._said = threading.Lock(), False
-        self.sampling = sampled_by(spec)
-        self.answers = not spec.episodes and ":" not in spec.rollout.engine
+        self.sampling = sampling_options(spec)
+        self.reuses_completions = not spec.episodes and ":" not in spec.rollout.engine
 
-    def published(self, version: int) -> None:
-        """These weights of the policy are what is sampled from now on."""
+    def on_publish(self, version: int) -> None:
+        """Loads the records that apply to completions sampled from these weights of the policy.
+
+        Args:
+          version: completed steps of the weights that the engine has from now on.
+        """
         ahead = (self.spec.rollout.max_staleness + 1) * self.spec.rollout.sync_every
         wanted = [n for n in range(version + 1, version + 1 + ahead) if n in self.paths]
-        held = {n: self.held.get(n) or RecordedStep(files.read(self.paths[n]), self.sampling) for n in wanted}
-        self.held = held  # in one assignment: another thread may read
-        if not self.parted and self.answers and held:
+        steps = {n: self.steps.get(n) or RecordedStep(files.read(self.paths[n]), self.sampling) for n in wanted}
+        self.steps = steps  # in one assignment: another thread may read
+        if not self.diverged and self.reuses_completions and steps:
             same = self._same(version)
-            self.last_identical_version, self.parted = version if same else self.last_identical_version, not same
-        first = next(iter(held.values()), None)
+            self.last_identical_version, self.diverged = version if same else self.last_identical_version, not same
+        first = next(iter(steps.values()), None)
         if first is not None and not self._said:
             self._said = True
             self.s.say(f"fork      of {self.folder}, from step {version + 1} on: {self._intention(first)}")
 
     def _intention(self, first: RecordedStep) -> str:
         why = ""
-        if not self.answers:
-            why = "episodes and engines of one's own are not content-addressed"
-        elif first.other:
-            why = f"{', '.join(first.other)} differ"
+        if not self.reuses_completions:
+            why = "episodes and user-defined engines are not content-addressed"
+        elif first.changed_options:
+            why = f"{', '.join(first.changed_options)} differ"
         elif not first.usable:
             why = "an older jaxrl recorded them"
-        elif self.parted:
-            why = "the weights are not those that were recorded, to the bit"
-        return f"its answers are sampled anew ({why})" if why else "its answers are taken while weights are the same"
+        elif self.diverged:
+            why = "the weights differ from the recorded ones"
+        return f"completions are sampled ({why})" if why else "completions are reused while the weights are identical"
 
     def _same(self, version: int) -> bool:
-        """Whether the policy is bit by bit what was recorded after `version` steps."""
+        """Whether the policy equals, bit for bit, the one recorded after `version` steps."""
         before, after = self.paths.get(version + 1), self.paths.get(version)
         if before is None and after is None:
             return False
@@ -127,16 +137,16 @@ class ForkSource:
                if name.startswith(("policy/trainable/", "policy/frozen/"))}
         return all(name in then and np.array_equal(x, then[name]) for name, x in now.items())
 
-    def answer(self, request) -> Result | None:
-        """The recorded answer to a request; None where there is none under these weights and options."""
+    def find_result(self, request) -> Result | None:
+        """Returns the recorded result of a request; None if there is none under these weights and options."""
         key, found = request.key, None
         if key is None or key.stream not in (SAMPLES, GREEDY):
             return None
-        for held in self.held.values() if self.answers and key.stream == SAMPLES else ():
-            row = held.rows.get((key.prompt, key.sample))
-            if held.step <= key.step + 1 and held.usable and row is not None:
+        for step in self.steps.values() if self.reuses_completions and key.stream == SAMPLES else ():
+            row = step.rows.get((key.prompt, key.sample))
+            if step.step <= key.step + 1 and step.usable and row is not None:
                 a = self.spec.algorithm
-                found = found or held.answer(row, request, bool(a.sampled_support), a.routes == "sampled")
+                found = found or step.result_for(row, request, bool(a.sampled_support), a.routes == "sampled")
         if found is not None and (not len(found.tokens) or found.versions.max() <= self.last_identical_version):
             self._count("answers_taken")
             return found
@@ -144,14 +154,14 @@ class ForkSource:
         return None
 
     def score(self, pool, items, recorded=None, **how):
-        """RewardPool.score, with what was recorded of these items by the same functions."""
-        recorded, held = list(recorded or [None] * len(items)), list(self.held.values())
-        keys = pool.keys() if held else {}
-        usable = [{n for n, key in keys.items() if h.functions.get(n) == key} for h in held]
+        """Scores items as RewardPool.score does, reusing recorded rewards of the same functions and inputs."""
+        recorded, steps = list(recorded or [None] * len(items)), list(self.steps.values())
+        keys = pool.keys() if steps else {}
+        usable = [{n for n, key in keys.items() if h.functions.get(n) == key} for h in steps]
         whole, taken = pool.batched() if any(usable) else set(), []
         for i, item in enumerate(items if any(usable) else ()):
             known, where = recorded[i] or {"outcomes": {}}, address(item)
-            for names, h in zip(usable, held, strict=True):
+            for names, h in zip(usable, steps, strict=True):
                 if where in h.scores:
                     own = h.outcomes(h.scores[where])
                     taken += [(i, n, own) for n in names if n in own["outcomes"] and n not in known["outcomes"]]
@@ -175,14 +185,14 @@ class ForkSource:
             self.counts.setdefault(self.s.step + 1, Counter()).update([what] if isinstance(what, str) else what)
 
     def metrics(self) -> dict[str, float]:
-        """Of the step that is done."""
+        """Returns how many completions and rewards the last completed step reused and computed."""
         own = self.counts.get(self.s.step, Counter())
         total = lambda kind: float(sum(n for name, n in own.items() if name.startswith(f"{kind}/")))  # noqa: E731
         answers = {f"fork/{kind}": float(own[kind]) for kind in ("answers_taken", "answers_sampled")}
         return answers | {"fork/rewards_taken": total("taken"), "fork/rewards_computed": total("computed")}
 
-    def told(self) -> dict:
-        """For summary.json: the steps in which anything was taken, and the first."""
+    def summary(self) -> dict:
+        """Returns the entry `fork` of summary.json: the first step, and the steps in which anything was reused."""
         out = {}
         for step, own in self.counts.items():
             names = sorted({name.split("/", 1)[1] for name in own if "/" in name})
@@ -194,7 +204,10 @@ class ForkSource:
 
 
 class CachedEngine(Engine):
-    """An engine that answers from a ForkSource what that has, and passes all other requests on. See protocol.Engine."""
+    """An engine that takes results from a ForkSource where it has them and passes other requests on.
+
+    See protocol.Engine for the methods.
+    """
 
     def __init__(self, engine, fork: ForkSource):
         self._engine, self._fork = engine, fork
@@ -207,7 +220,7 @@ class CachedEngine(Engine):
         return self._engine.info
 
     def submit(self, requests) -> None:
-        found = {r.id: self._fork.answer(r) for r in requests}
+        found = {r.id: self._fork.find_result(r) for r in requests}
         self._engine.submit([r for r in requests if found[r.id] is None])
         self._ready += [result for result in found.values() if result is not None]
 
@@ -216,13 +229,13 @@ class CachedEngine(Engine):
         return ready + self._engine.poll(0.0 if ready else deadline_s)
 
     def abort(self, ids=None) -> None:
-        """What is there already comes whole."""
+        """Aborts requests that were passed on; recorded results are still returned whole."""
         ready = {r.id for r in self._ready}
         self._engine.abort(ids and [i for i in ids if i not in ready])
 
     def publish(self, params, version: int) -> None:
         self._engine.publish(params, version)
-        self._fork.published(int(version))
+        self._fork.on_publish(int(version))
 
     def metrics(self) -> dict[str, float]:
         return self._engine.metrics() | self._fork.metrics()

@@ -1,4 +1,7 @@
-"""Numbers that a step reports: of its completions, advantages and layout, and means over its optimizer steps."""
+"""Metrics of a step: of its completions, advantages and layout, and means over its optimizer steps.
+
+Called by rl.step and recipes.distill, on the host. Losses compute their own metrics (jaxrl.training).
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,47 @@ from jaxrl.errors import RunStopped
 log = logging.getLogger("jaxrl")
 
 
-def judged(c, result):
-    """[N] raw values of the reward whose pass mark is accuracy; of the first one where that is a reward of evaluation
-    only."""
-    return result.parts.get(c.eval.accuracy_from, next(iter(result.parts.values())))
+def accuracy_rewards(spec, result):
+    """Returns [N] raw values of the reward that defines accuracy (eval.accuracy_from); of the first reward where that
+    one is used in evaluation only. result: RewardResult."""
+    return result.parts.get(spec.eval.accuracy_from, next(iter(result.parts.values())))
 
 
-def averaged(steps: list[dict]) -> dict[str, float]:
+def mean_metrics(steps: list[dict]) -> dict[str, float]:
+    """Averages the metrics of several optimizer steps by name; takes the maximum of names that end in /max or _max."""
     if not steps:
         return {}
-    names = dict.fromkeys(k for s in steps for k in s)  # an adapter without rows in a minibatch says nothing of it
+    names = dict.fromkeys(k for s in steps for k in s)  # an adapter without rows in a minibatch has no metrics of it
     over = lambda k: np.max if k.endswith(("/max", "_max")) else np.mean  # noqa: E731
     return {k: float(over(k)([s[k] for s in steps if k in s])) for k in names}
 
 
-def check_gap(limits, step: int, metrics: dict[str, float]) -> None:
-    """Warns, or ends the run, where the sampler's log-probs are too far from the trainer's on average."""
-    of = "gap/stale_0" if "staleness/0" in metrics else "gap/mean"  # what is older differs by what was learnt since
+def check_logprob_gap(limits, step: int, metrics: dict[str, float]) -> None:
+    """Warns, or raises RunStopped, if the mean log-prob gap between engine and trainer exceeds a limit.
+
+    Args:
+      limits: algorithm.mismatch, whose `warn` and `stop` are in nats per token; 0 = no limit.
+      metrics: of the step; the gap is `gap/mean`, or that of completions of staleness 0 where those exist.
+    """
+    of = "gap/stale_0" if "staleness/0" in metrics else "gap/mean"  # older completions also differ by the updates since
     gap = metrics.get(of, 0.0)
     if limits.stop and gap > limits.stop:
-        raise RunStopped(f"step {step}: the sampler's log-probs are {gap:.3g} nats per token away from the trainer's, "
-                         f"more than algorithm.mismatch.stop={limits.stop:g}; --config.run.mode=parity looks for the "
-                         "cause")
+        raise RunStopped(f"step {step}: the engine's log-probs are {gap:.3g} nats per token away from the trainer's, "
+                         f"more than algorithm.mismatch.stop={limits.stop:g}; find the cause with "
+                         "--config.run.mode=parity")
     if limits.warn and gap > limits.warn:
-        log.warning("step %d: the sampler's log-probs are %.3g nats per token away from the trainer's "
-                    "(algorithm.mismatch.warn=%g); --config.run.mode=parity looks for the "
-                    "cause", step, gap, limits.warn)
+        log.warning("step %d: the engine's log-probs are %.3g nats per token away from the trainer's "
+                    "(algorithm.mismatch.warn=%g); find the cause with --config.run.mode=parity", step, gap,
+                    limits.warn)
 
 
 def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, float]:
-    """Host metrics of one batch of completions."""
+    """Returns the metrics of one batch of N completions: rewards, lengths, absences, packing, per source.
+
+    Args:
+      batch: rl.rollouts.Batch. zero_signal: [N] bool, see Advantages. per_completion: [N] mean advantages.
+      layout: training.Layout of the update.
+    """
     traj, scores = batch.traj, batch.shaped
     lengths = traj.total()
     known = scores[np.isfinite(scores)]
@@ -75,7 +89,11 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
 
 
 def histograms(batch, columns, per_completion) -> dict[str, np.ndarray]:
-    """What telemetry.names.HISTOGRAMS tells of one batch. Log-probs under the current policy stay on the device."""
+    """Returns the values of telemetry.names.HISTOGRAMS for one batch. (Current-policy log-probs stay on the device.)
+
+    Args:
+      batch: rl.rollouts.Batch. columns: [T] by name, as `prepare` makes them. per_completion: [N] mean advantages.
+    """
     traj, scores = batch.traj, batch.shaped
     out = {"length": traj.total(), "reward": scores[np.isfinite(scores)], "advantage": per_completion}
     if "old" in columns:

@@ -1,14 +1,13 @@
-"""The programs of an update, from shapes alone: what run.mode=plan counts, and what a run compiles beside its first
-rollout.
+"""Lowers and compiles the programs of an update from shapes alone: for run.mode=plan (jaxrl.planning), and in the
+background during a run's first rollout.
 
-The first rollout of a run has work for one core and the accelerator, and the update's programs take as long to compile.
-So a thread compiles them meanwhile: that of the microbatches which a step of full length has, and the step's. What
-microbatches of another shape need is compiled where the layout of the step is known, beside that. jax keeps a program
-by what it was lowered from, so that the call of the jitted function finds it; one that nobody calls has cost time and
-changed nothing.
+The first rollout uses one core and the accelerator, and the update's programs take as long to compile. So a thread
+compiles them in the meantime: for microbatches of a step of full length, and for the optimizer step. Programs for
+microbatches of other shapes are compiled once the step's layout is known. jax caches a program by what it was lowered
+from, so the call of the jitted function finds it; a program that is never called costs time and changes nothing.
 
-    ahead = Ahead(job, policy, objective)   # begins
-    ahead.needed(layout)                    # before an update: all of its programs are there
+    precompiler = UpdatePrecompiler(job, policy, objective)   # starts
+    precompiler.compile_for(layout)                           # before an update: all its programs are compiled
 """
 
 from __future__ import annotations
@@ -26,32 +25,38 @@ from jaxrl.types import PackedBatch
 
 log = logging.getLogger("jaxrl")
 
-# Where compiling neither runs kernels (as it does on GPUs, to choose among them) nor asks other processes.
-PLATFORMS = ("cpu", "tpu")
+
+def may_precompile(platform: str, processes: int) -> bool:
+    """Whether a process may compile at any time, independently of the other processes.
+
+    A GPU's compiler runs kernels to choose among them. XLA lets no other program run at the same time, but the
+    processes of a job share the results: each waits, up to a day, for a result that another may never compute.
+    """
+    return processes == 1 or platform in ("cpu", "tpu")
 
 
 # ---- shapes
 
 
 def columns(c, objective) -> dict:
-    """Columns that an objective reads -> (dtype, further dimensions)."""
+    """Returns name -> (dtype, further dimensions) of the columns that an objective reads."""
     return {name: (jnp.int32, (c.rollout.top_k,)) if name == "support" else (jnp.float32, ())
             for name in objective.columns}
 
 
 def routes(c, job, *where) -> int:
-    """Expert ids per token of a batch that replays routes of one of these kinds."""
+    """Returns the expert ids per token of a batch that replays routes of one of these kinds, else 0."""
     return job.model.config.routes if c.algorithm.routes in where else 0
 
 
 def max_rows(shapes) -> tuple[int, int]:
-    """(rows, row length) of the microbatch with the most tokens."""
+    """Returns (rows, row length) of the microbatch with the most tokens. shapes: training.RowShapes."""
     return max(((counts[0], length) for length, counts in zip(shapes.lengths, shapes.counts, strict=True)),
                key=lambda shape: shape[0] * shape[1])
 
 
 def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
-    """A microbatch of ShapeDtypeStructs. shape: (rows, row length). columns: as `columns` gives them."""
+    """Returns a microbatch of ShapeDtypeStructs. shape: (rows, row length). columns: as returned by `columns`."""
     rows, length = shape
     where = sharding.batch_sharding(job.mesh)
     array = lambda dtype, more=(): jax.ShapeDtypeStruct((rows, length, *more), dtype, sharding=where)  # noqa: E731
@@ -62,29 +67,29 @@ def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
                        routes=array(jnp.int16, (routes,)) if routes else None)
 
 
-def of_update(job, objective, shape) -> PackedBatch:
-    """A microbatch of an update."""
+def update_batch(job, objective, shape) -> PackedBatch:
+    """Returns a microbatch of an update, of ShapeDtypeStructs. shape: (rows, row length)."""
     found = routes(job.config, job, "sampled", "scored") if objective.routers else 0
     return batch(job, shape, columns(job.config, objective), objective.weights, found)
 
 
 def shaped(tree, where):
-    """Shapes of `tree`, lying as `where` says: a sharding, or a tree of them."""
+    """Returns the shapes of `tree` with the shardings `where`, one or a tree of them."""
     shape = lambda s, w: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=w, weak_type=s.weak_type)  # noqa: E731
     return jax.tree.map(lambda s: shape(s, where), tree) if isinstance(where, jax.sharding.Sharding) else (
         jax.tree.map(shape, tree, where))
 
 
-def sums(job, update, state, microbatch) -> tuple:
-    """(gradients, metrics) that an update adds up, as shapes. state: a TrainState of arrays or of shapes."""
+def update_sums(job, update, state, microbatch) -> tuple:
+    """Returns (gradients, metrics) that an update accumulates, as shapes. state: a TrainState of arrays or shapes."""
     grads, metrics = jax.eval_shape(update.compiled(state)[0], state.trainable, state.frozen, microbatch)
     return (shaped(grads, jax.tree.map(lambda p: p.sharding, state.trainable)),
             shaped(metrics, sharding.replicated(job.mesh)))
 
 
 def lowered(update, state, carry, microbatch=None):
-    """jax.stages.Lowered of the program that adds a microbatch's gradients to `carry` (`sums`); of the one that steps,
-    where there is none."""
+    """Lowers the program that adds a microbatch's gradients to `carry` (`update_sums`); without a microbatch the
+    program of the optimizer step. Returns jax.stages.Lowered."""
     if microbatch is None:
         state = state.replace(frozen={k: x for k, x in state.frozen.items() if not memory.rests(x)})
         return update.compiled(state)[2].lower(state, *carry)
@@ -93,43 +98,48 @@ def lowered(update, state, carry, microbatch=None):
     return update.compiled(state)[1].lower(state.trainable, state.frozen, state.stats, *carry, together, count)
 
 
-# ---- beside a run
+# ---- during a run
 
 
-class Ahead:
-    """Compiles the programs of a policy's update before they are called. Does nothing where several processes share
-    them, on GPUs, and where some of the state is in host memory."""
+class UpdatePrecompiler:
+    """Compiles the programs of a policy's update before they are called, as an observer of rl.step.Loop.
+
+    Disabled (`enabled` is False) if several processes share GPUs' programs (`may_precompile`), and if some of the state
+    is in host memory.
+    """
 
     def __init__(self, job, policy, objective):
         self.job, self.policy, self.objective = job, policy, objective
         self.beside, self.there = compilations.Beside(), set()
         away = policy.rests or any(map(memory.rests, jax.tree.leaves(policy.state)))
-        self.works = (jax.process_count() == 1 and job.mesh.devices.flat[0].platform in PLATFORMS and not away
+        self.enabled = (may_precompile(job.mesh.devices.flat[0].platform, jax.process_count()) and not away
                       and policy.program.in_parts != "none")
-        if self.works:
+        if self.enabled:
             whole = self._expected()
             for shape in (whole, None):
                 self.beside.begin(shape, self._compile, self._state(), whole, shape)
 
-    def needed(self, layout) -> None:
-        """Compiles what an update of this layout calls and is not there, and waits for what is being compiled."""
+    def compile_for(self, layout) -> None:
+        """Compiles the missing programs of an update of this layout, and waits for those being compiled."""
         shapes = {(len(m.rows), m.row_length): None for part in layout.minibatches for m in part.microbatches}
-        missing = [shape for shape in (*shapes, None) if shape not in self.there] if self.works else []
-        for shape in sorted(missing, key=self.beside.begun):  # meanwhile the thread goes on
+        missing = [shape for shape in (*shapes, None) if shape not in self.there] if self.enabled else []
+        for shape in sorted(missing, key=self.beside.begun):  # the thread continues meanwhile
             if self.beside.take(shape) is None:
                 self._compile(self._state(), next(iter(shapes)), shape)
             self.there.add(shape)
 
     def before_update(self, batch, prepared) -> None:
-        self.needed(prepared.layout.update)
+        """Compiles the missing programs of the step's update."""
+        self.compile_for(prepared.layout.update)
 
     def after_update(self, metrics) -> None: ...
 
     def close(self) -> None:
+        """Stops the thread."""
         self.beside.stop()
 
     def _expected(self) -> tuple[int, int]:
-        """(rows, row length) of the microbatches of a step whose answers are as long as they may be."""
+        """Returns (rows, row length) of the microbatches of a step whose completions have the maximum length."""
         c, shapes = self.job.config, self.job.row_shapes
         _, length = max_rows(shapes)
         own = c.longest - c.data.max_prompt_tokens
@@ -142,13 +152,16 @@ class Ahead:
         return shaped(state, jax.tree.map(lambda x: x.sharding, state))
 
     def _compile(self, state, whole, shape):
-        """The program of microbatches of a shape; of the step, for None. whole: the shape of some microbatch. What
-        cannot be made from shapes (a loss of the user's that reads more columns than it names) is left to the call."""
-        update, one = self.policy.program, functools.partial(of_update, self.job, self.objective)
+        """Compiles the program of microbatches of a shape, or of the optimizer step for None.
+
+        whole: shape of some microbatch. A program that cannot be lowered from shapes (a user's loss that reads columns
+        that it does not name) is compiled when it is called.
+        """
+        update, one = self.policy.program, functools.partial(update_batch, self.job, self.objective)
         try:
             with jax.set_mesh(self.job.mesh_of("policy")):
-                carry = sums(self.job, update, state, one(whole))
+                carry = update_sums(self.job, update, state, one(whole))
                 return lowered(update, state, carry, shape and one(shape)).compile()
         except Exception as e:
-            log.info("the update is compiled where it is called: %s: %s", type(e).__name__, str(e)[:300])
+            log.info("the update could not be compiled ahead of its first call: %s: %s", type(e).__name__, str(e)[:300])
             return e

@@ -1,5 +1,8 @@
-"""Between a step and its record (jaxrl.replay): what is kept of a batch and of what came of it, and the batch made of
-it again. docs/guides/replay.md says what is in a record and what it costs."""
+"""Records steps (record.*) for jaxrl.replay: turns a batch and its update into a record, and a record into a batch.
+
+recipes.rl makes a Recording and passes it to the step as an observer; replay.* calls `restore_batch`. File formats are
+in jaxrl.records. docs/guides/replay.md describes what a record contains and what it costs.
+"""
 
 from __future__ import annotations
 
@@ -24,45 +27,51 @@ OF_TOKENS = ("tokens", "offsets", "loss_mask", "logprobs", "versions", "prompt_l
 OF_BATCH = ("shaped", "scores", "baseline", "dropped", "staleness")
 SCHEDULE = ("group_size", "slots", "compaction", "decode_steps", "prompt_lengths", "cache_lengths", "timeout_seconds",
             "max_staleness", "sync_every", "partial", "servers", "placement", "verify_weights", "penalties_in_training")
-COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a step makes; what is not here is read
+COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a step computes; others are its inputs
 
 
 class Recording:
-    """Records the steps of a run that record.* ask for. Every process calls it; process 0 writes, in the thread that
-    writes rollouts, before the step's checkpoint counts."""
+    """Records the steps of a run that record.* selects, as an observer of rl.step.Loop.
+
+    Every process calls it. Process 0 writes in the thread that writes rollouts, before the step's checkpoint commits.
+
+    Args:
+      s, job: session and job. roles: rl.roles.Roles, whose states are hashed.
+    """
 
     def __init__(self, s, job, roles):
         self.s, self.options, self.folder = s, job.config.record, s.run_dir / files.FOLDER
         self.roles, self.rewards, self._begun = roles, job.rewards, None
         self.header = {"jaxrl": jaxrl.__version__, "jax": jax.__version__, "engine": job.config.rollout.engine,
-                       "total_steps": s.total_steps, "read": s.read, "sampling": sampled_by(s.spec)}
+                       "total_steps": s.total_steps, "read": s.fingerprints, "sampling": sampling_options(s.spec)}
         self.bytes = self.tokens = self.steps = 0
-        self._newest = (-1, None)  # step and look behind it: what the next one begins with
+        self._newest = (-1, None)  # (step, hashes of the states after it), with which the next step begins
         if s.peers.first:
             files.delete_after(self.folder, s.step)
             if self.options.every:
                 self.header["config"] = files.write_config(self.folder, redacted(s.spec.asked))
 
-    def due(self, step: int) -> bool:
-        """Whether a step (from 1) is recorded: the first, and every so many behind it, which follow checkpoints."""
+    def is_due(self, step: int) -> bool:
+        """Whether step number `step` (from 1) is recorded: the first and every record.every steps after it."""
         return bool(self.options.every) and (step - 1) % self.options.every == 0
 
-    def look(self):
-        return states.look_at(states_of(self.roles), bool(self.s.spec.train.router_bias_rate))
+    def hash_states(self) -> states.Look:
+        """Digests the states that the step trains; dispatches programs and waits for none."""
+        return states.look_at(trained_states(self.roles), bool(self.s.spec.train.router_bias_rate))
 
     def before_update(self, batch, prepared) -> None:
-        """Keeps what is known of this step before its update, where the step is recorded."""
+        """Keeps the batch, its columns and the hashes before the update, if the step is recorded."""
         self._begun = None
-        if self.due(self.s.step + 1):
-            before = self._newest[1] if self._newest[0] == self.s.step else self.look()
+        if self.is_due(self.s.step + 1):
+            before = self._newest[1] if self._newest[0] == self.s.step else self.hash_states()
             self._begun = {"batch": batch, "columns": prepared.columns, "seed": prepared.layout.seed, "before": before}
 
     def after_update(self, metrics: dict) -> None:
-        """Writes the record of a step that is done and counts."""
+        """Writes the record of a completed step in the thread of telemetry, if the step is recorded."""
         s, begun = self.s, self._begun
         if begun is None:
             return
-        after = self.look()
+        after = self.hash_states()
         self._newest = (s.step, after)
         header = {**self.header, "metrics": dict(metrics), "epoch": s.stream.epoch(s.progress.cursor),
                   "layout_seed": begun["seed"], "functions": self.rewards.keys()}
@@ -72,45 +81,49 @@ class Recording:
 
     def _write(self, step: int, header: dict, begun: dict, after) -> None:
         batch, before, after = begun["batch"], begun["before"].on_host(), after.on_host()
-        arrays = arrays_of(batch) | {f"column/{n}": begun["columns"][n] for n in COMPUTED if n in begun["columns"]}
+        arrays = batch_arrays(batch) | {f"column/{n}": begun["columns"][n] for n in COMPUTED if n in begun["columns"]}
         for when, look in (("before", before), ("after", after)):
             arrays |= {f"state/{when}": look.hashes, f"state/sample_{when}": look.sample}
-        header = {**header, **header_of(batch), "states": before.names}
+        header = {**header, **batch_header(batch), "states": before.names}
         try:
             self.bytes += files.write(self.folder, files.Record(step, jsonable(header), arrays))
         except OSError as e:
-            log.error("step %d is not recorded: %s: %s; it and those behind it cannot be replayed from an earlier "
-                      "checkpoint", step, self.folder, e.strerror)
+            log.error("step %d is not recorded: %s: %s; this and later steps cannot be replayed from an earlier "
+                      "checkpoint; free the disk or set record.last", step, self.folder, e.strerror)
             return
         self.tokens, self.steps = self.tokens + len(batch.traj.tokens), self.steps + 1
         files.keep_newest(self.folder, self.options.last)
 
-    def told(self) -> dict:
-        """For summary.json."""
+    def summary(self) -> dict:
+        """Returns the entry `record` of summary.json: steps, bytes and tokens recorded."""
         if not self.steps:
             return {}
         return {"record": {"steps": self.steps, "bytes": self.bytes, "tokens": self.tokens,
                            "bytes_per_token": round(self.bytes / max(self.tokens, 1), 2)}}
 
 
-def states_of(roles) -> dict:
-    """The states that a step changes, by name."""
+def trained_states(roles) -> dict:
+    """Returns the TrainStates that a step changes, by name: the policy, and a critic with its own trunk."""
     critic = roles.critic
     return {"policy": roles.policy.state} | ({} if critic is None or critic.shared else {"critic": critic.state})
 
 
-def sampled_by(spec) -> dict:
-    """The decided options that an answer depends on beside weights, prompt and seed, by name; not those (SCHEDULE) that
-    say when and where it is sampled, which move it by rounding."""
-    held = flat(redacted(editable(spec)))
+def sampling_options(spec) -> dict:
+    """Returns the resolved options that a completion depends on, beyond weights, prompt and seed, as name -> value.
+
+    Options of when and where it is sampled (SCHEDULE) are left out: they change it by rounding alone.
+    """
+    options = flat(redacted(editable(spec)))
     of_vllm = "rollout.vllm."
-    names = [n for n in held if n.startswith("rollout.") and n.removeprefix("rollout.").split(".")[0] not in SCHEDULE
+    names = [n for n in options
+             if n.startswith("rollout.") and n.removeprefix("rollout.").split(".")[0] not in SCHEDULE
              and (not n.startswith(of_vllm) or n.startswith(f"{of_vllm}engine_kwargs"))]
-    return {name: held[name] for name in (*names, "train.compute_dtype", "train.max_sequence_tokens", "lora.publish")}
+    names += ["train.compute_dtype", "train.max_sequence_tokens", "lora.publish"]
+    return {name: options[name] for name in names}
 
 
-def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
-    """What of a batch is arrays."""
+def batch_arrays(batch: Batch) -> dict[str, np.ndarray]:
+    """Returns the arrays of a batch, by their names in a record."""
     traj = batch.traj
     out = {f"traj/{name}": getattr(traj, name) for name in OF_TOKENS}
     out |= {f"token/{name}": x for name, x in traj.columns.items()}
@@ -118,8 +131,8 @@ def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
     return out | {"reward/": batch.result.total} | {f"reward/{name}": x for name, x in batch.result.parts.items()}
 
 
-def header_of(batch: Batch) -> dict:
-    """What of it is not."""
+def batch_header(batch: Batch) -> dict:
+    """Returns the parts of a batch that are not arrays, as a JSON-able dict."""
     return {"asked": batch.asked, "cursor": batch.cursor, "rewards": list(batch.result.parts), "by": batch.result.by,
             "sources": [getattr(g.example, "source", "") for g in batch.groups],
             "outcomes": [{name: said for name, said in own.items() if said != "ok"} for own in batch.result.outcomes],
@@ -127,25 +140,25 @@ def header_of(batch: Batch) -> dict:
 
 
 class Source(NamedTuple):
-    """Of a recorded prompt, what a step asks its row for."""
+    """Stands for the Example of a recorded prompt; an update reads only its data source."""
 
     source: str
 
 
 class Group(NamedTuple):
-    """Stands for a queue.PromptGroup."""
+    """Stands for the queue.PromptGroup of a recorded completion; an update reads only its example."""
 
     example: Any
 
 
-def batch_of(record) -> Batch:
-    """The batch of a recorded step, as far as its update reads it."""
+def restore_batch(record) -> Batch:
+    """Rebuilds the Batch of a recorded step, with the fields that its update reads. record: records.files.Record."""
     traj, tokens, reward = record.part("traj"), record.part("token"), record.part("reward")
-    held = {field.name for field in dataclasses.fields(Trajectories)}
+    fields = {field.name for field in dataclasses.fields(Trajectories)}
     parts = {name: reward[name] for name in record.header["rewards"]}
     none = [{} for _ in reward[""]]
     batch = {name: record.arrays.get(f"batch/{name}") for name in OF_BATCH}
-    return Batch(traj=Trajectories(**{name: x for name, x in traj.items() if name in held}, columns=tokens),
+    return Batch(traj=Trajectories(**{name: x for name, x in traj.items() if name in fields}, columns=tokens),
                  groups=[Group(Source(name)) for name in record.header["sources"]], texts=[],
                  result=RewardResult(reward[""], parts, none, none, {}, record.header["by"]),
                  asked=record.header["asked"], cursor=record.header["cursor"], metrics={}, pass_rates={}, **batch)

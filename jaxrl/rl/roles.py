@@ -1,4 +1,8 @@
-"""The sets of parameters of an RL job as its algorithm options ask for them, and what scores under which."""
+"""Policy, critic and reference of an RL job as its algorithm options require, and the programs that score under them.
+
+Called by the recipes rl and distill, by replay and by loops of one's own (docs/reference/python.md). The roles
+themselves are in jaxrl.roles.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from jaxrl.algorithms import (
 )
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import put
-from jaxrl.rl.rollouts import stale_buckets
+from jaxrl.rl.rollouts import staleness_buckets
 from jaxrl.roles.critic import Critic
-from jaxrl.roles.reference import BaseReference, Reference, precision, trained_at
+from jaxrl.roles.reference import BaseReference, Reference, precision, training_temperature
 from jaxrl.roles.role import Policy
 from jaxrl.rollout import engine_of
 from jaxrl.training.score import make_score
@@ -26,10 +30,10 @@ log = logging.getLogger("jaxrl")
 
 
 class Roles:
-    """Policy, critic and reference of an RL job, the loss and the scorers. A step changes only what the three hold.
+    """Policy, critic and reference of an RL job, its loss and its scorers. A step changes only these three.
 
     Args:
-      job: of run.setup. total_steps: RL steps of the whole run, for schedules.
+      job: run.setup.Job. total_steps: RL steps of the whole run, for schedules.
 
     Raises:
       ConfigError: an algorithm option does not fit the model.
@@ -47,8 +51,8 @@ class Roles:
         self.old_source = c.algorithm.old_logprobs
         self.score = self.scorer(job, "policy")
         self.loss = training.PolicyGradient(
-            options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=trained_at(c),
-            staleness=stale_buckets(c.rollout) if c.ahead else (), value_clip=c.critic.value_clip,
+            options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=training_temperature(c),
+            staleness=staleness_buckets(c.rollout) if c.ahead else (), value_clip=c.critic.value_clip,
             value_coef=c.critic.coef if c.shares_trunk else 0.0, **precision(job))
         self.critic = Critic(job, total_steps) if c.needs_critic else None
         self.reference = None
@@ -57,18 +61,20 @@ class Roles:
             self.reference = kind(job, self.scorer(job, "reference"))
 
     def scorer(self, job, role: str):
-        """score(params, traj, layout) -> [T] log-probs, on a role's devices: of the policy with its adapters, of others
-        without."""
+        """Returns score(params, traj, layout) -> [T] log-probs, compiled for a role's devices.
+
+        The policy is scored with its adapters, any other role without.
+        """
         model = job.model if role == "policy" else job.model.base
         scored = job.config.algorithm.routes == "scored"
         if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model and not scored:
             return self.score
-        return make_score(model, temperature=trained_at(job.config), chunk=job.config.train.logprob_chunk,
+        return make_score(model, temperature=training_temperature(job.config), chunk=job.config.train.logprob_chunk,
                           put=functools.partial(job.put, role=role), routes=scored and role == "policy")
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The parameters that learn."""
+        """The parameters that train, with their optimizer; made on first use."""
         policy = Policy(self.job, self.loss, self.total_steps * self.updates_per_step, self.score)
         if isinstance(self.reference, BaseReference):
             self.reference.policy = policy
@@ -76,12 +82,14 @@ class Roles:
 
     @property
     def parts(self) -> list:
-        """What a checkpoint holds beside the policy."""
+        """The roles that a checkpoint holds besides the policy (see Session.restore)."""
         return [part for part in (self.critic, self.reference) if part is not None]
 
-    def begin(self, s, engine) -> None:
-        """Prints which corrections are on, and warns where none corrects for older weights. Raises ConfigError for a
-        quantised engine without a correction."""
+    def report_corrections(self, s, engine) -> None:
+        """Prints which mismatch correction is on, and warns if none corrects for completions of older weights.
+
+        Raises ConfigError for a quantised engine without a correction.
+        """
         mismatch = self.config.algorithm.mismatch
         if mismatch.correction == "none" and engine.info.quantized:
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another "
@@ -94,11 +102,15 @@ class Roles:
         if mismatch.correction != "none":
             s.say(f"mismatch correction: {mismatch.correction}, cap {mismatch.cap:g}")
         if self.old_source == "recompute" and self.updates_per_step == 1:
-            s.say("old log-probs are scored at every step, which one optimizer step per batch would not need")
+            s.say("proximal log-probs are scored at every step; one optimizer step per batch does not need them")
 
     def columns(self, traj, layout) -> dict[str, np.ndarray]:
-        """Token columns [T] of log-probs that the loss or the reward reads; and `routes` [T, n * K], where the update
-        is to replay them: sampled ones are replayed by the scoring of old log-probs, too, scored ones are its own."""
+        """Scores a batch and returns the token columns that the loss or the reward reads.
+
+        Returns:
+          name -> [T] log-probs (behaviour, old, ref), `support`, and `routes` [T, n * K] where the update replays
+          routes: sampled routes, which the scoring of proximal log-probs replays too, or the routes of that scoring.
+        """
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
             out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}
@@ -118,8 +130,12 @@ class Roles:
         return out
 
     def operations(self, step: int, count, traj) -> dict[str, float]:
-        """flops/<phase> of the step that has just been done, on the completions it learnt from (a
-        server's sampling is its own)."""
+        """Returns flops/<phase> of the step that was just completed, over the completions that it trained on.
+
+        Args:
+          step: completed steps. count: telemetry.flops operations. traj: Trajectories. Sampling on servers is not
+            counted.
+        """
         epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)
         score = passes * count.scoring(traj, shared)
@@ -132,17 +148,23 @@ class Roles:
         return out | ({"flops/rollout": count.generation(traj)} if engine_of(self.config).on_mesh else {})
 
     def after_step(self, step: int, epoch: float) -> dict[str, float]:
-        """Resets the reference where that is due after `step` completed steps, at `epoch` passes over the data."""
+        """Resets the reference if that is due after `step` completed steps and `epoch` passes over the data.
+
+        Returns the reference's metrics.
+        """
         return {} if self.reference is None else self.reference.after_step(self.policy, step, epoch)
 
     def kl(self, columns):
-        """[T] KL that is subtracted from the reward, or None."""
+        """Returns the [T] KL estimates that are subtracted from the reward, or None if kl.placement is not the reward.
+
+        columns: as of `columns`, with old and ref.
+        """
         c = self.config
         return kl_value(columns["old"], columns["ref"], c.algorithm.kl.estimator) if c.kl_in_reward else None
 
 
-def start_of_step(state):
-    """The state with the flag of an early stop cleared."""
+def clear_early_stop(state):
+    """Returns the state with the flag of an early stop (algorithm.early_stop_*) cleared, for the next step."""
     def cleared(stats):
         flag = stats["stopped"]
         return {**stats, "stopped": put(np.zeros((), flag.dtype), flag.sharding)}

@@ -1,12 +1,13 @@
-"""The batches of a run: prompts -> completions -> scores, again where dynamic sampling wants groups with signal.
+"""Rollouts: prompts -> completions -> scores, repeated where dynamic sampling needs more groups with signal.
 
-    batch = rollouts.next(progress)            the groups that this step uses, whatever finished first
-    rollouts.poll()                            during the update: takes in what an engine has finished meanwhile
-    rollouts.release(batch.cursor)             the update is done; the cursor is the run's from now
-    rollouts.publish(params, version)
+    batch = rollouts.next(progress)            the groups that this step uses, in whatever order they finished
+    rollouts.poll()                            during the update: takes results that the engine has finished
+    rollouts.release(batch.cursor)             after the update: the run continues from this cursor
+    rollouts.publish(params, version)          weight sync
 
-With several processes each samples and scores the groups it owns; then all hold all of them, in the order of the
-prompts.
+With several processes each samples and scores the groups it owns; then every process has all of them, in the order of
+the prompts. The recipes rl and distill call it. Engines are in jaxrl.rollout, reward functions in jaxrl.rewards;
+nothing here trains.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from jaxrl.data import Interrupted
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.exchange import gather, owner
 from jaxrl.rewards.background import BackgroundScorer
-from jaxrl.rl.episodes import check_failures, episode_metrics, with_outcomes
+from jaxrl.rl.episodes import add_episode_rewards, check_failures, episode_metrics
 from jaxrl.rl.trajectories import (
     collect,
-    exchanged,
+    exchange_results,
     make_requests,
     recorded_outcomes,
     results_from_bytes,
@@ -41,32 +42,32 @@ from jaxrl.rl.trajectories import (
 from jaxrl.rollout.queue import PromptGroup, RolloutQueue, staleness
 
 log = logging.getLogger("jaxrl")
-SAMPLES, GREEDY = "train", "greedy"  # streams: what is learnt from, and the likeliest completion of each group
+SAMPLES, GREEDY = "train", "greedy"  # streams: completions to train on; the greedy completion of each group
 
 
 class Batch(NamedTuple):
-    """What a step learns from: N trajectories. `dropped` marks those of groups that dynamic sampling masks."""
+    """N trajectories with their rewards, which one step trains on."""
 
     traj: Any
     groups: list  # PromptGroup of each
     texts: list[str]
     result: Any  # RewardResult
     shaped: np.ndarray  # [N] float64, NaN = absent
-    scores: np.ndarray  # the same, normalised as reward.norm_* say
+    scores: np.ndarray  # [N] float64: shaped, normalised per reward.norm_*
     baseline: np.ndarray | None  # [N] score of the greedy completion of the trajectory's prompt
-    dropped: np.ndarray  # [N] bool
+    dropped: np.ndarray  # [N] bool: trajectories of groups that dynamic sampling masks
     staleness: np.ndarray | None  # [T] float32: see queue.staleness; 0 where not sampled. None where nothing runs ahead
-    asked: int
-    cursor: int
+    asked: int  # completions requested
+    cursor: int  # position of the data after this step
     metrics: dict[str, float]
-    pass_rates: dict[int, float]  # position -> share of its completions that pass, of all groups that were asked
-    addresses: np.ndarray | None = None  # [N] uint64 of what rewards are told (items.address), where steps are recorded
+    pass_rates: dict[int, float]  # position -> share of its completions that pass, over all requested groups
+    addresses: np.ndarray | None = None  # [N] uint64 hashes of reward inputs (items.address), where steps are recorded
 
 
 class Round(NamedTuple):
-    """What came of some prompts."""
+    """The scored completions of some prompt groups."""
 
-    rows: list  # (request, result, group, text, record of RewardResult.records()) of what was answered
+    rows: list  # (request, result, group, text, record of RewardResult.records()) of every completion
     greedy: dict[int, float]  # group -> score of its greedy completion
     keep: dict[int, bool]  # group -> whether it has signal
     asked: int
@@ -74,32 +75,37 @@ class Round(NamedTuple):
 
 
 class Rollouts:
-    """The source of a run's batches, and a part of its checkpoints: completions not yet used, with what their rewards
-    said, from all processes.
+    """Produces a run's batches; a part of its checkpoints, which keeps unused completions and their rewards, of all
+    processes.
 
     Args:
-      spec: the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
-        `peers`, `place`), what the checkpoint held (`held`, `progress`), the rollouts of an earlier try (`telemetry`).
-      engine, stream, rewards: what is open. decode: of data.completion_texts. judge: roles.reward_model.Judge, or None.
-        steps: of the whole run. per_step: prompts of a step, where it is not data.prompts_per_step. fork: the recorded
-        run that this one is a fork of (rl.fork_source.ForkSource), or None.
+      spec: of the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
+        `peers`, `place`), the content of the checkpoint (`held`, `progress`), the rollouts of an interrupted attempt
+        (`telemetry`).
+      engine, stream, rewards: opened by run.setup. decode: as returned by data.completion_texts.
+      steps: of the whole run. per_step: prompts per step; 0 = data.prompts_per_step.
+      reward_model: roles.reward_model.RewardModel, or None.
+      fork: the recorded run that this run forks (rl.fork_source.ForkSource), or None.
+
+    Raises:
+      ConfigError: the engine lacks something that the options need.
     """
 
     name = "ahead"  # in checkpoints
 
-    def __init__(self, spec, session, *, engine, stream, rewards, decode, steps: int, per_step: int = 0, judge=None,
-                 fork=None):
+    def __init__(self, spec, session, *, engine, stream, rewards, decode, steps: int, per_step: int = 0,
+                 reward_model=None, fork=None):
         self.spec, self.session, self.stream, self.fork = spec, session, stream, fork
-        self.rewards, self.decode, self.judge = rewards, decode, judge
+        self.rewards, self.decode, self.reward_model = rewards, decode, reward_model
         rollout, peers = spec.rollout, session.peers
         if spec.ahead and not rollout.partial and not engine.info.holds:
             raise ConfigError(f"rollout.partial=False: the engine {rollout.engine} has no hold(); set it to True")
         if spec.algorithm.sampled_support and not engine.info.support:
-            raise ConfigError(f"algorithm.sampled_support: the engine {rollout.engine} does not tell its support "
+            raise ConfigError(f"algorithm.sampled_support: the engine {rollout.engine} does not return its support "
                               "(EngineInfo.support); set rollout.engine=jax")
         if spec.algorithm.routes == "sampled" and not engine.info.routes:
-            raise ConfigError(f"algorithm.routes=sampled: the engine {rollout.engine} does not tell the experts of its "
-                              "tokens (EngineInfo.routes); set scored or own, or rollout.engine=jax")
+            raise ConfigError(f"algorithm.routes=sampled: the engine {rollout.engine} does not return the experts of "
+                              "its tokens (EngineInfo.routes); set scored or own, or rollout.engine=jax")
         self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
         self.queue = RolloutQueue(
             engine, per_step=per_step or spec.data.prompts_per_step, max_staleness=rollout.max_staleness,
@@ -115,11 +121,14 @@ class Rollouts:
         self._payloads: list[bytes] = []
 
     @classmethod
-    def of(cls, s, job, **changes) -> Rollouts:
-        """Opens the rollouts of a job (run.setup.open_run); changes: arguments that differ from the job's."""
+    def open(cls, s, job, **changes) -> Rollouts:
+        """Opens the rollouts of a job (run.setup.open_run), which the session closes.
+
+        changes: arguments of Rollouts that differ from the job's.
+        """
         own = {"engine": job.engine, "stream": s.stream, "rewards": job.rewards, "decode": job.decode,
-               "judge": job.judge, "steps": s.total_steps}
-        return s.own(cls(job.config, s, **own | changes))
+               "reward_model": job.reward_model, "steps": s.total_steps}
+        return s.close_at_end(cls(job.config, s, **own | changes))
 
     def close(self) -> None:
         if self.scorer is not None:
@@ -128,7 +137,14 @@ class Rollouts:
     # ---- a step
 
     def next(self, progress) -> Batch | None:
-        """The next batch, or None when a stop was asked for. Nothing counts yet: `progress` is the caller's."""
+        """Samples and scores the next batch; None if a stop was requested.
+
+        Args:
+          progress: run.session.Progress of the run, which this does not change.
+
+        Raises:
+          RunStopped: no request was completed, or too many rewards or episodes failed.
+        """
         mode, limit = self.spec.algorithm.dynamic_sampling, self.spec.algorithm.dynamic_sampling_rounds
         rounds, cursor, wanted, lack = [], progress.cursor, 0, 0
         while not rounds or (mode == "refill" and len(rounds) < limit and lack > 0):
@@ -144,24 +160,24 @@ class Rollouts:
             own = self.session.together("the answers", lambda mine=mine: self._complete(mine, progress.step))
             if own is None:
                 return None
-            rounds.append(own if self.session.peers.count == 1 else self._everyones(own, groups))
+            rounds.append(own if self.session.peers.count == 1 else self._gather_round(own, groups))
             wanted = wanted or len(groups)
             lack = wanted - sum(sum(one.keep.values()) for one in rounds)
         return self._assemble(rounds, wanted, cursor, progress.step)
 
     def _requests(self, prompts, step: int) -> list:
-        """Requests of prompts meant for a step: group_size each, then those of the likeliest completions."""
+        """Returns the requests of a step's prompts: group_size each, then one greedy request each if used."""
         seed = self.spec.run.seed
         return [request for name, samples, how in self.streams for prompt in self.stream.unless_interrupted(prompts)
                 for request in make_requests([prompt], samples, how, seed, name, step, self._adapter)]
 
     def _adapter(self, example) -> int:
-        """Number of the adapter that a row is of."""
+        """Returns the number of the adapter that a row trains."""
         return adapter_table.number_of(self.spec, "sources", getattr(example, "source", ""))
 
     def _complete(self, groups, step: int) -> Round | None:
-        """Waits for groups of this process and scores them; None when a stop was asked for."""
-        session, judge = self.session, self.spec.algorithm.keep_group
+        """Waits for groups of this process and scores them; None if a stop was requested."""
+        session, criterion = self.session, self.spec.algorithm.keep_group
         with session.phase("rollout"):
             if not self.queue.wait(groups, self.spec.rollout.timeout_seconds, session.interrupted):
                 return None
@@ -172,11 +188,11 @@ class Rollouts:
             rows, greedy, keep = [], {}, {}
             failed = self._failed(groups, step)
             for stream in (GREEDY, SAMPLES):
-                found = answered(groups, stream)
+                found = completed(groups, stream)
                 if not found:
                     continue
                 traj, texts, items = self._items(found)
-                earlier = session.telemetry.read_rollouts(step + 1)  # of a try at this step that was cut off
+                earlier = session.telemetry.read_rollouts(step + 1)  # of an interrupted attempt at this step
                 examples = [g.example for _, _, g in found]
                 recorded = [None] * len(found)
                 if earlier:
@@ -189,42 +205,43 @@ class Rollouts:
                     greedy = dict(zip(traj.group.tolist(), self._shaped(traj, result).tolist(), strict=True))
                     continue
                 rows = [(*row, *more) for row, *more in zip(found, texts, result.records(), strict=True)]
-                judge = imported(judge) if ":" in judge else judge
-                keep = {int(g): has_signal(judge, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
+                criterion = imported(criterion) if ":" in criterion else criterion
+                keep = {int(g): has_signal(criterion, traj, texts, result, traj.group == g)
+                        for g in np.unique(traj.group)}
         return Round(rows, greedy, keep, len(groups) * self.spec.rollout.group_size, failed)
 
     def _failed(self, groups, step: int) -> dict[str, int]:
-        """Why episodes of these groups are absent, counted. Raises RunStopped where they are too many."""
+        """Counts the absent episodes of these groups by cause. Raises RunStopped if they are too many."""
         outcomes = [r.outcome for g in groups for r in g.results.values()] if self.spec.episodes else []
         check_failures(self.spec.env, step + 1, outcomes, len(outcomes))
         return dict(Counter(o.cause for o in outcomes if o is not None and o.cause))
 
     def _scored(self, found, items, **how):
-        """Rewards of (request, result, group, ...). how: as of RewardPool.score, which may return None."""
+        """Scores rows (request, result, group, ...). how: arguments of RewardPool.score, which may return None."""
         score = self.rewards.score if self.fork is None else functools.partial(self.fork.score, self.rewards)
-        return with_outcomes(score(items, **how), [row[1].outcome for row in found], self.spec.env)
+        return add_episode_rewards(score(items, **how), [row[1].outcome for row in found], self.spec.env)
 
     def _items(self, found, texts=None):
-        """(trajectories, texts, reward items) of (request, result, group)."""
+        """Returns (Trajectories, texts, reward items) of rows (request, result, group)."""
         requests, results, groups = zip(*found, strict=True)
         traj = collect(requests, results, self.spec.longest)
         examples, prefix = [g.example for g in groups], self.spec.data.response_prefix
         return traj, *reward_items(traj, examples, self.decode, prefix, texts)
 
     def _score_early(self, groups: list[PromptGroup]) -> None:
-        """Rewards of finished groups, samples and likeliest completions apart."""
+        """Scores finished groups during the rollout, samples and greedy completions separately."""
         for stream in (SAMPLES, GREEDY):
-            found = [(q, r, g) for q, r, g in answered(groups, stream) if q.id not in g.outcomes]
+            found = [(q, r, g) for q, r, g in completed(groups, stream) if q.id not in g.outcomes]
             if found:
                 records = self._scored(found, self._items(found)[2], part=True).records()
                 for (request, _, group), record in zip(found, records, strict=True):
                     group.outcomes = group.outcomes | {request.id: record}
 
-    def _everyones(self, own: Round, groups) -> Round:
-        """What came of these groups on every process, as if it had on this one."""
+    def _gather_round(self, own: Round, groups) -> Round:
+        """Merges the rounds of all processes, as if this process had sampled and scored all groups. Collective."""
         meta = [list(own.greedy.items()), list(own.keep.items()), own.asked, own.failed]
         results, more = [row[1] for row in own.rows], [row[3:] for row in own.rows]
-        known, metas = exchanged(self.session, "the completions' sizes", results, more, meta)
+        known, metas = exchange_results(self.session, "the completions' sizes", results, more, meta)
         greedy, keep = (dict(pair for meta in metas for pair in meta[i]) for i in (0, 1))
         rows = [(q, known[q.id][0], g, *known[q.id][1:]) for g in groups for q in g.requests if q.id in known]
         keep = {g.position: keep[g.position] for g in groups if g.position in keep}
@@ -232,7 +249,7 @@ class Rollouts:
         return Round(rows, greedy, keep, sum(meta[2] for meta in metas), dict(failed))
 
     def _assemble(self, rounds: list[Round], wanted: int, cursor: int, step: int) -> Batch:
-        """One batch of at most `wanted` groups: those with signal first (without refill: all), in the order asked."""
+        """Builds one batch of at most `wanted` groups: those with signal first (without refill: all), in data order."""
         c, mode = self.spec, self.spec.algorithm.dynamic_sampling
         keep = {g: k for one in rounds for g, k in one.keep.items()}
         chosen, metrics, asked = set(keep), {}, sum(one.asked for one in rounds)
@@ -241,7 +258,7 @@ class Rollouts:
             chosen = set((good + [g for g in keep if not keep[g]])[:wanted])
             if len(good) < wanted:
                 log.warning("step %d: %d of %d groups have signal after %d rounds "
-                            "(algorithm.dynamic_sampling_rounds=%d); the others teach nothing", step + 1, len(good),
+                            "(algorithm.dynamic_sampling_rounds=%d); the others have no gradient", step + 1, len(good),
                             wanted, len(rounds), c.algorithm.dynamic_sampling_rounds)
             discarded = 1 - len(chosen) / max(len(keep), 1)
             metrics = {"rollout/rounds": float(len(rounds)), "rollout/discarded_fraction": discarded}
@@ -251,9 +268,9 @@ class Rollouts:
             raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
         traj, texts, items = self._items([row[:3] for row in rows], [row[3] for row in rows])
         result = self._scored(rows, items, recorded=[row[4] for row in rows], stop=self.session.interrupted)
-        if self.judge is not None:
+        if self.reward_model is not None:
             with self.session.phase("reward"):
-                result = self.judge.judged(traj, [row[2].example for row in rows], texts, result)
+                result = self.reward_model.add_scores(traj, [row[2].example for row in rows], texts, result)
         if c.episodes:
             failed = sum((Counter(one.failed) for one in rounds), Counter())
             metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)
@@ -266,13 +283,14 @@ class Rollouts:
         if mode != "off":
             metrics["rollout/masked_fraction"] = float(dropped.mean())
         stale = staleness(step, traj.versions, c.rollout.sync_every)
-        scores = normed(shaped, traj.group, c.reward.norm_mean, c.reward.norm_std)
+        scores = normalize_scores(shaped, traj.group, c.reward.norm_mean, c.reward.norm_std)
         return Batch(traj, [row[2] for row in rows], texts, result, shaped, scores,
                      baseline if c.algorithm.advantage_mean == "greedy" else None, dropped,
                      np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, asked, cursor, metrics,
                      pass_rates([row for one in rounds for row in one.rows], c), addresses)
 
     def _shaped(self, traj, result) -> np.ndarray:
+        """Returns [N] total rewards with the length penalties of reward.* and algorithm.overlong_*."""
         c = self.spec
         longest = c.rollout.max_new_tokens
         if c.episodes:
@@ -281,10 +299,11 @@ class Rollouts:
         return rewards_room.shape(result, traj.total(), traj.finish == 1, c.reward, longest, buffer)
 
     def publish(self, params, version: int) -> None:
+        """Hands the weights after `version` completed steps to the engine."""
         self.queue.publish(params, version, self.spec.rollout.timeout_seconds, self.session.interrupted)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """How far the run is ahead, once the batch was released."""
+        """Returns the staleness of a released batch and the number of groups that are sampled ahead."""
         if batch.staleness is None:
             return {}
         own, groups = batch.staleness[batch.traj.loss_mask], self.queue.groups.values()
@@ -295,21 +314,22 @@ class Rollouts:
     # ---- a part of checkpoints
 
     def abstract(self):
-        sizes = (self.session.held(self.name) or {}).get("sizes", ())
+        """Returns shapes of the arrays that the resumed checkpoint holds (see Session.restore)."""
+        sizes = (self.session.resumed_part(self.name) or {}).get("sizes", ())
         return {str(i): np.zeros(n, np.uint8) for i, n in enumerate(sizes)}
 
     def start(self, arrays, host: dict | None) -> None:
-        """From a checkpoint, or with nothing (None)."""
+        """Restores unused completions and their rewards from a checkpoint; starts empty for host=None."""
         if host:
             parts = [results_from_bytes(arrays[str(i)].tobytes()) for i in range(len(host["sizes"]))]
-            by = self.rewards.key()  # what other code or options scored is scored anew
+            by = self.rewards.key()  # rewards computed by other code or options are computed again
             outcomes = {name: record for _, meta in parts for name, record in meta.items() if record.get("by") == by}
             results = [result for results, _ in parts for result in results]
             progress = self.session.progress
             self.queue.restore(host["state"], results, progress.step, progress.cursor, outcomes)
 
     def host(self) -> dict | None:
-        """Collective where processes are several: each gives all the others its completions."""
+        """Returns the queue's state for a checkpoint, or None if it is empty. Collective: completions are gathered."""
         state, results = self.queue.state()
         if not state["groups"]:
             return None
@@ -319,13 +339,15 @@ class Rollouts:
         return {"state": state, "sizes": [len(p) for p in self._payloads]}
 
     def arrays(self):
-        """What goes with the `host` of just before."""
+        """Returns the arrays that belong to the last `host`: the encoded completions of each process."""
         return {str(i): np.frombuffer(p, np.uint8) for i, p in enumerate(self._payloads)}
 
 
 def pass_rates(rows, config) -> dict[int, float]:
-    """Position of a group -> share of its completions (rows of a Round) whose judged reward reaches reward.pass_mark;
-    without groups of which none was judged."""
+    """Returns position of a group -> share of its completions whose accuracy reward reaches reward.pass_mark.
+
+    Groups without any such reward are left out. rows: of Round.
+    """
     values: dict[int, list[float]] = {}
     for _, _, group, _, record in rows:
         parts = record["parts"]
@@ -335,34 +357,37 @@ def pass_rates(rows, config) -> dict[int, float]:
     return {position: float(np.mean(passed)) for position, passed in values.items()}
 
 
-def answered(groups, stream: str) -> list:
-    """(request, result, group) of what was answered: a failed generation is absent, it is not a wrong answer."""
-    asked = [(q, g.results[q.id], g) for g in groups for q in g.requests if q.key.stream == stream]
-    return [row for row in asked if row[1].finish != "abort"]
+def completed(groups, stream: str) -> list:
+    """Returns [(request, result, group)] of requests with a completion.
+
+    Failed generations are dropped, not scored as wrong. stream: SAMPLES or GREEDY.
+    """
+    requested = [(q, g.results[q.id], g) for g in groups for q in g.requests if q.key.stream == stream]
+    return [row for row in requested if row[1].finish != "abort"]
 
 
-def has_signal(judge, traj, texts, result, members) -> bool:
-    """Whether a group can teach something: its raw scores differ, or those of the reward named `judge`, or that
-    function of the user's says so."""
+def has_signal(criterion, traj, texts, result, members) -> bool:
+    """Whether a group has a gradient: its raw total scores differ, or those of the reward that `criterion` names, or
+    the function `criterion` says so. members: [N] bool."""
     where = np.flatnonzero(members)
-    if callable(judge):
-        return bool(judge({
+    if callable(criterion):
+        return bool(criterion({
             "scores": result.total[where], "rewards": {name: part[where] for name, part in result.parts.items()},
             "completions": [texts[i] for i in where], "lengths": traj.total()[where],
             "truncated": traj.finish[where] == 1}))
-    scores = (result.parts[judge] if judge else result.total)[where]
+    scores = (result.parts[criterion] if criterion else result.total)[where]
     scores = scores[np.isfinite(scores)]
     return len(scores) > 1 and bool(scores.max() - scores.min() >= EQUAL)
 
 
-def normed(scores, groups, mean: str, std: str) -> np.ndarray:
-    """reward.norm_mean and reward.norm_std; absent scores stay absent."""
+def normalize_scores(scores, groups, mean: str, std: str) -> np.ndarray:
+    """Normalises scores [N] over their groups or the batch per reward.norm_mean and norm_std; NaN (absent) stays."""
     if mean == std == "none":
         return scores
     out, _ = group_advantages(scores, groups, mean=mean, std=std)
     return np.where(np.isfinite(scores), out, np.nan)
 
 
-def stale_buckets(rollout) -> tuple[int, ...]:
-    """First values of the buckets in which staleness is shown: 0, 1, 2, 4, 8 ... up to the bound."""
+def staleness_buckets(rollout) -> tuple[int, ...]:
+    """Returns the first values of the staleness buckets in metrics: 0, 1, 2, 4, 8 ... up to rollout.max_staleness."""
     return (0, *(2**i for i in range(rollout.max_staleness.bit_length())))

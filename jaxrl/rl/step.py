@@ -1,21 +1,23 @@
-"""One step of reinforcement learning, by values: `lay_out`, `prepare` and `learn` read a spec, parameters and a batch,
-and change nothing but what the roles hold. `one_step` calls them inside a run.
+"""One step of reinforcement learning, by values: `lay_out`, `prepare` and `learn` read a spec, roles and a batch, and
+change only the roles' parameters and statistics.
+
+`one_step` calls them inside a run; replay, certify and a user's own loop call them (docs/reference/python.md).
+Sampling is in rl.rollouts, losses and optimizer steps in jaxrl.training.
 """
 
 from __future__ import annotations
 
-import zlib
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrl import training
-from jaxrl.algorithms import covariance_mask, explained_variance, second_moment_mask, shared_prefix_mask
+from jaxrl.algorithms import TOKEN_MASKS, StepTokens, explained_variance
 from jaxrl.rl.advantages import advantages_by_source
 from jaxrl.rl.episodes import conversations
-from jaxrl.rl.metrics import averaged, check_gap, histograms, judged, rollout_metrics
-from jaxrl.rl.roles import Roles, start_of_step
+from jaxrl.rl.metrics import accuracy_rewards, check_logprob_gap, histograms, mean_metrics, rollout_metrics
+from jaxrl.rl.roles import Roles, clear_early_stop
 from jaxrl.rl.rollouts import Rollouts
 from jaxrl.rl.step_kl import StepLimit
 from jaxrl.rl.trajectories import records
@@ -26,7 +28,7 @@ from jaxrl.telemetry.flops import Speed
 
 
 class StepLayout(NamedTuple):
-    """Where the sequences of a batch go, from their lengths alone."""
+    """The place of every sequence of a batch in rows and microbatches, from lengths alone."""
 
     update: Any  # training.Layout of the update, with its minibatches
     score: Any   # training.Layout of scoring; `update` itself where both have the same rows
@@ -34,7 +36,7 @@ class StepLayout(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What the update reads of a batch, and what is logged of it."""
+    """The token columns that an update reads of a batch, with the numbers that are logged."""
 
     layout: StepLayout
     columns: dict[str, np.ndarray]  # [T] by name
@@ -44,10 +46,10 @@ class Prepared(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What `one_step` works with.
+    """The arguments of `one_step`.
 
     observers: objects with `before_update(batch, prepared)` and `after_update(metrics)`; the second is called once the
-    step counts.
+    session has advanced to the next step.
     """
 
     s: Session
@@ -59,8 +61,14 @@ class Loop(NamedTuple):
 
 
 def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
-    """Runs one RL step: rollouts, scores, update. Returns its metrics and the records of its completions, or None if a
-    stop was requested before the update."""
+    """Runs one RL step of a run: rollouts, scores, update.
+
+    Returns:
+      (metrics, records of the completions), or None if a stop was requested before the update.
+
+    Raises:
+      RunStopped: rewards, episodes or updates failed beyond their limits, or the log-prob gap is too large.
+    """
     s, job, roles, rollouts, speed, observers = loop
     c = s.spec
     with roles.policy.resting(job.engine):
@@ -94,7 +102,7 @@ def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
     s.telemetry.histograms(s.step, histograms(batch, prepared.columns, per_completion))
     metrics |= step_metrics(c, batch, prepared, per_completion) | stream_metrics(s, job)
     metrics |= roles.operations(s.step, speed.operations, traj)
-    check_gap(c.algorithm.mismatch, s.step, metrics)
+    check_logprob_gap(c.algorithm.mismatch, s.step, metrics)
     return metrics, rows
 
 
@@ -102,21 +110,32 @@ def lay_out(spec, row_shapes, traj, step: int, score_shapes=None) -> StepLayout:
     """Places the sequences of a batch in rows, microbatches and minibatches.
 
     Args:
-      row_shapes: training.RowShapes of the update; score_shapes: of scoring, where they differ.
+      row_shapes: training.RowShapes of the update. score_shapes: those of scoring; None = the same.
       traj: Trajectories. step: completed steps of the run; with run.seed it decides the minibatches.
+
+    Returns:
+      StepLayout, the same on every process.
     """
     def layout(shapes, **minibatches):
         return training.make_layout(traj.sizes, shapes, share_prompts=spec.train.share_prompts, **minibatches)
 
-    seed = hash_seed(spec.run.seed, step)
+    seed = minibatch_seed(spec.run.seed, step)
     groups = len(np.unique(traj.group))
     update = layout(row_shapes, num_minibatches=min(spec.algorithm.num_minibatches, groups), seed=seed)
     return StepLayout(update, update if score_shapes in (None, row_shapes) else layout(score_shapes), seed)
 
 
 def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
-    """Scores a batch under the policies that the loss needs and computes its advantages; changes only the critic's
-    running statistics of returns."""
+    """Scores a batch under the policies that the loss needs, and computes its advantages.
+
+    Changes only the critic's running statistics of returns.
+
+    Args:
+      batch: rl.rollouts.Batch. layout: of `lay_out`.
+
+    Returns:
+      Prepared, whose columns are what `learn` packs.
+    """
     critic, traj, values = roles.critic, batch.traj, None
     columns = roles.columns(traj, layout.score)
     if critic is not None:
@@ -135,11 +154,15 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
 
 
 def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=lambda: None) -> dict[str, float]:
-    """Runs all optimizer steps on a batch, the critic's first. Returns means over them (maxima of the gaps).
+    """Runs all optimizer steps on a batch, the critic's first.
 
     Args:
+      batch: rl.rollouts.Batch. prepared: of `prepare`.
       step: completed steps of the run. meanwhile: called after each optimizer step was dispatched, while the device
         works.
+
+    Returns:
+      Metrics: means over the optimizer steps, maxima of the gaps.
 
     Raises:
       RunStopped: optimizer.max_nonfinite updates in a row were not finite.
@@ -148,65 +171,69 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
     bounded = StepLimit(roles.policy, batch.traj, prepared.layout.update, prepared.columns) if limit else None
     of_critic = critic.learn(batch.traj, prepared.columns, prepared.layout.seed) if critic is not None else []
     warming_up = critic is not None and step < spec.critic.warmup_steps
-    pending = [] if warming_up else policy_steps(spec, roles.policy, batch, prepared, meanwhile)
-    metrics = averaged([training.adapter_set.mean_over_adapters(host_scalars(m)) for m in pending])
+    pending = [] if warming_up else update_policy(spec, roles.policy, batch, prepared, meanwhile)
+    metrics = mean_metrics([training.adapter_set.mean_over_adapters(host_scalars(m)) for m in pending])
     for bucket in [name for name in metrics if "gap/stale_" in name]:  # from a part of the mean to a mean
         share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
         metrics |= {bucket: part / share} if share else {}
-    for name, value in averaged([host_scalars(m) for m in of_critic]).items():
+    for name, value in mean_metrics([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
     for state in (roles.policy.state, *([critic.state] if of_critic else [])):
         check_finite(state, spec)
-    return metrics | (bounded.keep(limit) if bounded is not None else {})
+    return metrics | (bounded.enforce(limit) if bounded is not None else {})
 
 
-def policy_steps(spec, policy, batch, prepared: Prepared, meanwhile=lambda: None) -> list:
-    """Runs the policy's optimizer steps on one batch; returns their metrics, which stay on the device."""
+def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: None) -> list:
+    """Runs the policy's optimizer steps on one batch; returns the metrics of each, which stay on the device.
+
+    Args:
+      policy: roles.role.Policy. meanwhile: called after each optimizer step was dispatched.
+    """
     traj, a, pending = batch.traj, spec.algorithm, []
-    weigh = weigher(spec, batch, prepared.columns)
+    weigh = make_loss_weigher(spec, batch, prepared.columns)
     if a.early_stop_ratio or a.early_stop_kl:
-        policy.held = start_of_step(policy.state)
+        policy.state = clear_early_stop(policy.state)
     for _ in range(a.ppo_epochs):
         for minibatch in prepared.layout.update.minibatches:
             weights = weigh(minibatch)
             packed = (training.pack(traj, m, prepared.columns, weights) for m in minibatch.microbatches)
             metrics = policy.update(map(policy.put, packed))
-            pending.append(metrics | weigh.left_out)
+            pending.append(metrics | weigh.masked_fractions)
             meanwhile()
     return pending
 
 
-def weigher(spec, batch, columns):
-    """A function minibatch -> {loss term: weights [T]}; its `left_out` has the shares of tokens that are, by metric."""
+def make_loss_weigher(spec, batch, columns):
+    """Returns a function minibatch -> {loss term: weights [T]} for one batch.
+
+    Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked. The function's
+    attribute `masked_fractions` maps a metric to the share of scored tokens that its mask (shared prefix, second
+    moment, covariance) leaves out.
+    """
     c, traj, a = spec, batch.traj, spec.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
-    kept = {}
-    if a.shared_prefix_tokens:
-        kept["policy/prefix_masked_fraction"] = shared_prefix_mask(
-            traj.tokens, traj.spans, traj.prompt_lengths[traj.first], traj.group, batch.scores, a.shared_prefix_tokens)
-    if a.m2_threshold:
-        kept["policy/m2_masked_fraction"] = second_moment_mask(columns["behaviour"], columns["old"], traj.loss_mask,
-                                                               a.m2_threshold)
-    if a.cov_share:
-        kept["policy/cov_masked_fraction"] = covariance_mask(
-            columns["old"], columns["advantage"], traj.loss_mask, a.cov_share, a.cov_low, a.cov_high,
-            zlib.crc32(np.ascontiguousarray(traj.tokens)))  # the same wherever the step is computed again
+    seen = StepTokens(traj.tokens, traj.loss_mask, traj.spans, traj.prompt_lengths[traj.first], traj.group,
+                      batch.scores, columns, a)
+    kept = {row.metric: row.function(seen) for option, row in TOKEN_MASKS.items() if a[option]}
     keep = np.logical_and.reduce(list(kept.values())) if kept else None
     positive = None
     if a.positive_nll_coef:
-        positive = np.nan_to_num(judged(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
+        positive = np.nan_to_num(accuracy_rewards(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
     constant = a.aggregation_constant or c.rollout.max_new_tokens
 
     def weigh(minibatch):
         return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant,
                                      together=a.aggregation_sequences, dropped=dropped, keep=keep, positive=positive)
 
-    weigh.left_out = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in kept.items()}
+    weigh.masked_fractions = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in kept.items()}
     return weigh
 
 
 def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, float]:
-    """Host metrics of one step: of its completions, its advantages, and the critic's values."""
+    """Returns the host metrics of one step: of its completions, its advantages and the critic's values.
+
+    per_completion: [N] mean advantage over the scored tokens of each completion.
+    """
     found, mask = prepared.advantages, batch.traj.loss_mask
     out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics
     if prepared.values is not None:
@@ -215,10 +242,10 @@ def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, f
     if prepared.kl is not None:
         out["policy/kl_in_reward"] = float(prepared.kl[mask].mean())
     if (spec.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only
-        out["accuracy/train"] = float((judged(spec, batch.result) >= spec.reward.pass_mark).mean())
+        out["accuracy/train"] = float((accuracy_rewards(spec, batch.result) >= spec.reward.pass_mark).mean())
     return out
 
 
-def hash_seed(root: int, step: int) -> int:
-    """Seed of the minibatch shuffle of a step."""
+def minibatch_seed(root: int, step: int) -> int:
+    """Returns the seed of a step's minibatch shuffle. root: run.seed. step: completed steps."""
     return int(np.asarray(jax.random.bits(jax.random.fold_in(jax.random.key(root), step))))

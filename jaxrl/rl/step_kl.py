@@ -1,12 +1,12 @@
-"""train.max_step_kl: a step whose KL on its own batch is beyond a bound is scaled back, or refused.
+"""Bounds the KL of a step on its own batch (train.max_step_kl): scales a step back, or rejects it.
 
     before  <- log-probs of the batch's tokens, and a copy of the parameters that train
     updates
-    KL      <- k3 estimate of KL(before || after) per token, from the log-probs after them
-    while it is beyond the bound: parameters <- before + scale (after - before), scale <- scale sqrt(bound / KL)
+    KL      <- k3 estimate of KL(before || after) per token, from the log-probs after the updates
+    while KL > bound: parameters <- before + scale (after - before), scale <- scale sqrt(bound / KL)
 
-The KL of a short step grows with the square of its length, so that one scaling is mostly enough. The optimizer's state
-stays what the updates made it: a refused step has moved the moments and nothing else.
+The KL of a short step grows with the square of its length, so one scaling is mostly enough. The optimizer's state stays
+as the updates left it: a rejected step changes the moments and nothing else. rl.step.learn calls it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TRIES = 4      # scalings before a step is refused
-MARGIN = 0.95  # of the way that the quadratic would allow
+TRIES = 4      # scalings before a step is rejected
+MARGIN = 0.95  # of the step length that a quadratic KL would allow
 
 
 def k3(before, after, mask) -> float:
-    """Mean over the masked tokens of r - 1 - log r, r = p_after / p_before (http://joschu.net/blog/kl-approx.html): an
-    estimate of KL(before || after) on tokens that `before` drew. inf where a log-prob is not finite."""
+    """Estimates KL(before || after) in nats per token on tokens that `before` drew.
+
+    The mean over mask of r - 1 - log r, r = p_after / p_before (http://joschu.net/blog/kl-approx.html).
+
+    Args:
+      before, after: [T] log-probs. mask: [T] bool.
+
+    Returns:
+      The estimate; inf if a log-prob is not finite, 0 for an empty mask.
+    """
     d = np.asarray(after, np.float64)[mask] - np.asarray(before, np.float64)[mask]
     if not np.isfinite(d).all():
         return float("inf")
@@ -29,8 +37,8 @@ def k3(before, after, mask) -> float:
 
 
 @jax.jit
-def between(before: dict, after: dict, scale):
-    """before + scale (after - before), in the dtype of each; `before` itself at 0."""
+def interpolate(before: dict, after: dict, scale):
+    """Returns before + scale (after - before), computed in fp32, in each array's dtype; exactly `before` at scale 0."""
     def one(a, b):
         return jnp.where(scale == 0, a, (a + scale * (b.astype(jnp.float32) - a.astype(jnp.float32))).astype(a.dtype))
 
@@ -38,27 +46,30 @@ def between(before: dict, after: dict, scale):
 
 
 class StepLimit:
-    """Around the updates of one step. Every process calls it; log-probs are the same on all.
+    """Bounds the KL of one step: made before its updates, applied after them by `enforce`.
+
+    Collective: every process calls it and gets the same log-probs.
 
     Args:
-      columns: what the update reads; `support` and `routes` of it are scored with.
+      policy: roles.role.Policy. traj: Trajectories of the batch. layout: training.Layout to score in.
+      columns: token columns of the update, of which scoring reads `support` and `routes`.
     """
 
     def __init__(self, policy, traj, layout, columns):
         self.policy, self.traj, self.layout = policy, traj, layout
-        self.beside = {name: columns[name] for name in ("support", "routes") if name in columns} or None
+        self.scoring_columns = {name: columns[name] for name in ("support", "routes") if name in columns} or None
         self.params = {name: jnp.copy(x) for name, x in policy.state.trainable.items()}
         self.before = self._logprobs()
 
     def _logprobs(self) -> np.ndarray:
-        found = self.policy.score(self.traj, self.layout, self.beside)
+        found = self.policy.score(self.traj, self.layout, self.scoring_columns)
         return found["logprob"] if isinstance(found, dict) else found
 
     def _kl(self) -> float:
         return k3(self.before, self._logprobs(), self.traj.loss_mask)
 
-    def keep(self, limit: float) -> dict[str, float]:
-        """Scales the step back until its KL is within the limit. Returns metrics."""
+    def enforce(self, limit: float) -> dict[str, float]:
+        """Scales the step back until its KL is at most `limit` nats per token, or rejects it. Returns metrics."""
         asked, scale = self._kl(), 1.0
         made, after, where = asked, self.policy.state.trainable, None
         for _ in range(TRIES):
@@ -74,5 +85,5 @@ class StepLimit:
         return {"policy/step_kl": made, "policy/step_kl_asked": min(asked, 1e30), "policy/step_scale": scale}
 
     def _take(self, after, scale: float, where) -> None:
-        found = jax.device_put(between(self.params, after, np.float32(scale)), where)
-        self.policy.held = self.policy.state.replace(trainable=found)
+        found = jax.device_put(interpolate(self.params, after, np.float32(scale)), where)
+        self.policy.state = self.policy.state.replace(trainable=found)

@@ -1,4 +1,7 @@
-"""Between rooms: prompts -> requests -> trajectories -> reward items and records. Host values only."""
+"""Converts between data, engines, rewards and training: prompts -> requests -> trajectories -> reward items, records.
+
+Called by rl.rollouts, rl.evaluation and recipes. Host values only; nothing here samples or scores.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ from jaxrl.types import FINISH, Trajectories
 def sampling_params(
     group, max_new_tokens: int, stop=(), stop_token_ids=(), keep_stop=True, min_new_tokens=0
 ) -> SamplingParams:
-    """SamplingParams from config.rollout or config.eval, which share option names."""
+    """Returns the SamplingParams of `group`, which is config.rollout or config.eval (they share option names).
+
+    Args:
+      max_new_tokens, min_new_tokens: bounds of a completion. stop: stop strings, kept in the text if keep_stop.
+      stop_token_ids: tokens that end a completion beyond the model's end-of-text tokens.
+    """
     return SamplingParams(
         temperature=group.temperature,
         top_p=group.top_p,
@@ -35,22 +43,26 @@ def sampling_params(
 def make_requests(
     batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int, adapter=lambda example: 0
 ) -> list[Request]:
-    """One request per (prompt, sample), ordered; `batch` is [(position, Example)]. adapter: Example -> its number,
-    where there are several."""
+    """Returns one Request per (prompt, sample), ordered by prompt.
+
+    Args:
+      batch: [(position, Example)]. samples: completions per prompt. root_seed: run.seed, from which each key's seed
+        follows. stream, step: part of the key. adapter: Example -> number of its adapter, 0 = none or the only one.
+    """
     keys = [(Key(stream, step, position, k), example) for position, example in batch for k in range(samples)]
     return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key, e, adapter=adapter(e))
             for key, e in keys]
 
 
 def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
-    """Trajectories of answered requests, in request order.
+    """Builds Trajectories from requests and their results (paired), in request order.
 
-    A completion is one sequence. An episode goes on in one sequence, in which what was put between its turns is masked,
-    until a turn opens another. Further columns: kept; support, routes and adapter where they are told; of episodes turn
+    A completion is one sequence. An episode continues in one sequence, with the tokens between its turns masked, until
+    a turn opens another. Further columns: kept; support, routes and adapter where results have them; of episodes turn
     (-1 where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 = none).
 
-    With `max_sequence_tokens`, completions are cut so that each sequence stays within it (finish becomes "length");
-    episodes are within it.
+    max_sequence_tokens: completions are cut so that each sequence stays within it (finish becomes "length"); 0 = no
+    cut. Episodes respect it already.
     """
     several, finish, turns, sizes = any(r.turns for r in results), [], [], []
     for i, (request, result) in enumerate(zip(requests, results, strict=True)):
@@ -105,7 +117,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
 
 
 def _routes(results, sizes, turns, width: int) -> np.ndarray:
-    """[T, W] int16, the experts of every token, -1 where an engine did not tell them."""
+    """Returns [T, W] int16, the experts of every token; -1 where an engine did not report them."""
     added, out = np.zeros(len(results), int), []
     np.add.at(added, [i for i, *_ in turns], [len(turn.added) for *_, turn in turns])
     for result, rest, size in zip(results, added, sizes, strict=True):
@@ -115,7 +127,7 @@ def _routes(results, sizes, turns, width: int) -> np.ndarray:
 
 
 def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
-    """Number, reward and anchor of the turn that sampled each token."""
+    """Returns the columns turn, reward and anchor: of the turn that sampled each token."""
     out = {"turn": np.full(len(mask), -1, np.int32), "reward": np.zeros(len(mask)),
            "anchor": np.zeros(len(mask), np.int64)}
     sizes = pieces[:, 1]
@@ -127,11 +139,13 @@ def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
 
 
 def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=None):
-    """([completion], [RewardItem]), one of each per trajectory, as are `examples`.
+    """Returns ([completion text], [RewardItem]), one of each per trajectory.
 
-    A completion is the last turn as text; for rewards and people, never re-encoded. decode: as of
-    data.completion_texts. texts: the completions, where they are known. prefix: data.response_prefix, which rewards
-    see.
+    A completion's text is its last turn, for rewards and people; it is never encoded again.
+
+    Args:
+      examples: Example of each trajectory. decode: as returned by data.completion_texts.
+      prefix: data.response_prefix, which rewards see before the text. texts: the texts, if they are known already.
     """
     turn = traj.columns.get("turn")
     ids = [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
@@ -145,7 +159,7 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
 
 
 def contexts(traj: Trajectories, turn) -> list[np.ndarray]:
-    """Token ids before the last turn of each trajectory, in its last sequence. turn: the column, if there is one."""
+    """Returns the token ids before each trajectory's last turn, in its last sequence. turn: that column or None."""
     out = []
     for last, at in zip([*(traj.first[1:] - 1), traj.num_sequences - 1], traj.sampled(), strict=True):
         own = at if turn is None else at[turn[at] == turn[at].max(initial=0)]
@@ -155,9 +169,15 @@ def contexts(traj: Trajectories, turn) -> list[np.ndarray]:
 
 
 def records(traj: Trajectories, examples, texts, result, advantages=None, episodes=None) -> list[dict]:
-    """One JSON-able record per trajectory: what was asked, completed, and how it was scored; `prompt` as the model saw
-    it, `asked` as the row has it where that is another text or messages; `tokens` are all it sampled, `version` and
-    `last_version` those of its first and last token. episodes: of `episodes.conversations`."""
+    """Returns one JSON-able record per trajectory: prompt, completion, reference answer, rewards, sampled tokens.
+
+    `prompt` is the text that the model saw, `asked` the row's prompt where it differs; `tokens` are all sampled tokens,
+    `version` and `last_version` the weights of the first and the last.
+
+    Args:
+      examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] or None.
+      episodes: of `episodes.conversations`, or None.
+    """
     out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)
     for i, (example, text, scored, at, score) in enumerate(rows):
         out.append({
@@ -185,7 +205,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
 
 
 def _finite(numbers) -> list:
-    """None for what is not finite, which JSON has no word for."""
+    """Returns the numbers as a list, with None for those that are not finite: JSON cannot express them."""
     return np.where(np.isfinite(numbers), numbers, None).tolist()
 
 
@@ -193,7 +213,7 @@ COLUMNS = ("tokens", "logprobs", "kept", "versions")
 
 
 def results_to_bytes(results: list[Result], meta) -> bytes:
-    """Results on their way to other processes, with `meta` (JSON-able) beside them."""
+    """Encodes results and a JSON-able `meta` for other processes and checkpoints."""
     flat = {name: np.concatenate([getattr(r, name) for r in results]) for name in COLUMNS} if results else {}
     if support := [r.support for r in results if r.support is not None]:  # what was aborted may have no token and none
         flat["support"] = np.concatenate(support)
@@ -209,7 +229,7 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
 
 
 def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
-    """(results, meta) of `results_to_bytes`."""
+    """Decodes the bytes of `results_to_bytes`. Returns (results, meta)."""
     (meta, rows), flat = decode(data)
     out, at, told, routed = [], 0, 0, 0
     routes_of = flat["routes_of"].tolist() if "routes_of" in flat else [-1] * len(rows)
@@ -228,8 +248,15 @@ def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
     return out, meta
 
 
-def exchanged(session, what: str, results: list[Result], rows, meta=None) -> tuple[dict, list]:
-    """({request id: (result, *its row)}, meta) of every process. Collective; rows and meta are JSON-able."""
+def exchange_results(session, what: str, results: list[Result], rows, meta=None) -> tuple[dict, list]:
+    """Gathers every process's results. Collective.
+
+    Args:
+      what: names the meeting, the same on all processes. rows: a JSON-able list per result. meta: JSON-able.
+
+    Returns:
+      ({request id: (result, *its row)} over all processes, [meta of each process]).
+    """
     sent = gather(session.peers, f"{session.place}: {what}", results_to_bytes(results, [list(rows), meta]))
     parts = [results_from_bytes(data) for data in sent]
     known = {r.id: (r, *row) for results, (rows, _) in parts for r, row in zip(results, rows, strict=True)}
@@ -237,9 +264,15 @@ def exchanged(session, what: str, results: list[Result], rows, meta=None) -> tup
 
 
 def recorded_outcomes(old: list[dict], traj: Trajectories, examples, texts, by: str) -> list[dict | None]:
-    """Outcomes of an earlier try at the same step: where prompt, sample, sampled tokens, their text and the reference
-    answer are the same, and the same code scored them under the same options (`by`: RewardPool.key()); else None.
-    old: rows of `records`, of whatever version of jaxrl."""
+    """Finds the rewards that an interrupted attempt at the same step already computed, as [N] records or None.
+
+    A record is reused if prompt, sample, sampled tokens, their text and the reference answer are equal, and the same
+    code scored it under the same options.
+
+    Args:
+      old: rows of `records`, written by any version of jaxrl. examples, texts: of each trajectory.
+      by: RewardPool.key() of this run.
+    """
     known = {(r.get("group"), r.get("sample")): r for r in old}
     out = []
     for i, (example, text, at) in enumerate(zip(examples, texts, traj.sampled(), strict=True)):

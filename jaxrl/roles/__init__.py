@@ -1,3 +1,3 @@
-"""Sets of parameters of a job and what is done with them: policy (role), reference, critic, teachers, reward model; how
-they are placed, saved and handed to engines (parameters, role.WeightSync).
+"""The sets of parameters of a job: policy (role), reference, critic, teachers, reward model; and how they are placed,
+saved and synced to engines (parameters, role.WeightSync).
 """

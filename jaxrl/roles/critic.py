@@ -1,4 +1,7 @@
-"""PPO's critic: its model, its state and its steps. With critic.shared it is a head on the policy's own trunk."""
+"""PPO's critic: its model, its state and its steps. With critic.shared it is a value head on the policy's trunk.
+
+rl.roles makes it, rl.step.learn trains it. Advantages from its values are in rl.advantages.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from jaxrl.training.score import make_value_score
 
 @dataclasses.dataclass
 class Running:
-    """Mean and standard deviation of all returns so far (Chan et al.'s update of counts, means and squares)."""
+    """The running mean and standard deviation of all returns (Chan et al.'s update of counts, means and squares)."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -29,9 +32,11 @@ class Running:
 
     @property
     def std(self) -> float:
+        """The standard deviation (divisor: count); 1 while it is undefined or zero."""
         return math.sqrt(self.squares / self.count) if self.count > 1 and self.squares > 0 else 1.0
 
     def add(self, x: np.ndarray) -> None:
+        """Adds returns x [n] to the statistics."""
         if not len(x):
             return
         n, mean = len(x), float(x.mean())
@@ -42,17 +47,17 @@ class Running:
 
 
 class Critic(Role):
-    """A part of a run (see Session.restore): its arrays and host values are in every checkpoint.
+    """The critic of a job. A part of a run (see Session.restore): every checkpoint has its arrays and host values.
 
     Args:
-      total_steps: of the run.
+      total_steps: RL steps of the run, for the schedule.
     """
 
     def __init__(self, job, total_steps: int):
         self.options, self.shared = job.config.critic, job.config.critic.shared
         super().__init__("critic", job)
         self.place = "policy" if self.shared else "critic"
-        # of the policy's trunk with its adapters, or of a trunk of its own, which trains whole
+        # the policy's trunk with its adapters, or a separate trunk, all of which trains
         self.model = job.model if self.shared else job.model.base
         self._score = make_value_score(self.model, put=self.put)
         self.epochs, minibatches = job.config.updates
@@ -73,37 +78,36 @@ class Critic(Role):
     # ---- a part of the run
 
     def abstract(self):
+        """Returns shapes, dtypes and shardings of the TrainState; {} for a shared trunk."""
         return {} if self.shared else parameters.abstract_state(
             self.job, self.optimizer, self.tree, everything=True, role=self.place)
 
     def start(self, arrays, host: dict | None) -> None:
-        """From a checkpoint's arrays and host values, or anew (None)."""
+        """Starts from a checkpoint's arrays and host values, or from critic.path or the policy's start (None)."""
         if host:
             self.running = Running(**host)
         if not self.shared:
             with self.on():
-                self.held = arrays if host else self._new()
+                self.state = arrays if host else self._new()
             self.rest()
 
-    @property
-    def state(self):
-        return self.held
-
     def arrays(self):
-        return {} if self.shared else self.held
+        """Returns the TrainState for a checkpoint; {} for a shared trunk."""
+        return {} if self.shared else self.state
 
     def host(self) -> dict:
+        """Returns the running statistics of returns for a checkpoint."""
         return dataclasses.asdict(self.running)
 
     def _new(self):
-        """The trunk of critic.path, or the policy's at its start; the value head of a reward model, or zero."""
+        """Loads the trunk of critic.path or the policy's start; the value head of a reward model, or zeros."""
         job, abstract = self.job, self.abstract()
         dtype = parameters.DTYPES[job.config.train.param_dtype]
         shardings = parameters.param_shardings(job, tree=self.tree, role=self.place)
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
             revision = self.options.revision if self.options.path else job.config.model.revision
-            then = parameters.settled if self.streams else None
+            then = parameters.move_to_host if self.streams else None
             params = hf.load_critic(self.tree, parameters.source_of(source), revision, shardings, dtype, then)
         else:
             init = lambda key: parameters.cast(self.tree, self.tree.init(key), dtype)  # noqa: E731
@@ -113,19 +117,23 @@ class Critic(Role):
     # ---- its steps
 
     def values(self, policy_state, traj, layout):
-        """(values [T] in units of the score, what the network says of them [T]) before any update of this step."""
+        """Computes values before any update of this step.
+
+        Returns:
+          (values [T] float64 in units of the score, outputs of the network [T], normalised per critic.normalize).
+        """
         if self.shared:
             raw = self._score(training.merge(policy_state.trainable, policy_state.frozen), traj, layout)
         else:
             with self.on():
-                self.held = self._awake(self.held)
-                raw = self._score(training.merge(self.held.trainable, self.held.frozen), traj, layout)
+                self.state = self._awake(self.state)
+                raw = self._score(training.merge(self.state.trainable, self.state.frozen), traj, layout)
         if not self.options.normalize:
             return raw.astype(np.float64), raw
         return self.running.mean + self.running.std * raw.astype(np.float64), raw
 
     def _awake(self, state):
-        """The state where its devices can use it; what the optimizer keeps in host memory comes when it is applied."""
+        """Returns the state on its devices, except optimizer state that stays in host memory until it is applied."""
         if not self.rests:
             return state
         woken = memory.to_devices(state.replace(opt_state=None))
@@ -133,15 +141,25 @@ class Critic(Role):
         return woken.replace(opt_state=state.opt_state if keep else memory.to_devices(state.opt_state))
 
     def columns(self, returns, raw, mask) -> dict[str, np.ndarray]:
-        """Columns of the value loss, in the network's units."""
+        """Returns the columns of the value loss, in the network's units, and updates the running statistics.
+
+        Args:
+          returns: [T] in units of the score. raw: [T] outputs of the network. mask: [T] bool, scored tokens.
+        """
         if self.options.normalize:
             self.running.add(returns[mask])
             returns = (returns - self.running.mean) / self.running.std
         return {"return": returns.astype(np.float32), "old_value": raw}
 
     def learn(self, traj, columns, seed: int) -> list:
-        """All its optimizer steps on one batch; returns their metrics on the device, none where the policy's update has
-        them."""
+        """Runs all its optimizer steps on one batch.
+
+        Args:
+          columns: with return and old_value, [T]. seed: of the shuffle into minibatches.
+
+        Returns:
+          The metrics of each step, on the device; [] for a shared trunk, which the policy's update trains.
+        """
         if self.shared:
             return []
         job, c, pending = self.job, self.job.config, []
@@ -154,7 +172,7 @@ class Critic(Role):
                 for minibatch in layout.minibatches:
                     weights = {"token": training.loss_weights(traj, minibatch.sequences, "token_mean")["token"]}
                     batches = (self.put(training.pack(traj, m, columns, weights)) for m in minibatch.microbatches)
-                    self.held, metrics = self.update(self.held, batches)
+                    self.state, metrics = self.update(self.state, batches)
                     pending.append(metrics)
         self.rest()
         return pending

@@ -1,14 +1,15 @@
-"""A run's parameters: what they are, where they lie and where they come from. (A critic of its own has a
-model of its own, critic.py.)
+"""A run's parameters: their table, placement, initial values, checkpointed fields and form in the engine.
 
-The policy is a language model, with a value head where the critic shares its trunk (`policy_tree`); its rows are in
-models.parameters. An update sees two flat dicts, (trainable, frozen), which together are all of it. What they are bound
-to: the model's forward pass takes all of them (`training.merge`), engine and export the language model alone
-(`policy_params`, `published`), both as one tree.
+roles.role, roles.critic and roles.reference call it. The rows of the table are in models.parameters, a separate
+critic's model in roles.critic.
 
-With adapters (config.lora, models.adapters) these and what lora.modules_to_save names train, and the base is frozen: it
-is never written, rests in lora.base_dtype (its linear maps as lora.base says), and a checkpoint holds its digest
-instead of it (`kept`, `restored`).
+The policy is a language model, with a value head if the critic shares its trunk (`policy_tree`). An update sees two
+flat dicts, (trainable, frozen), which together are all parameters. The model's forward pass takes all of them as one
+tree (`training.merge`); engine and export take the language model alone (`policy_params`, `engine_params`).
+
+With adapters (config.lora, models.adapters) the adapters and the modules of lora.modules_to_save train and the base is
+frozen: it is never written, is stored in lora.base_dtype (its linear maps per lora.base), and a checkpoint holds its
+digest instead (`checkpoint_fields`, `fields_from_checkpoint`).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from jaxrl.types import TrainState
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 
-def adapted(config, model):
-    """The model with the adapter that config.lora describes, if any. Raises ConfigError as peft.resolve does."""
+def attach_adapter(config, model):
+    """Returns the model with the adapters of config.lora, if any. Raises ConfigError as peft.resolve does."""
     if not lora_on(config):
         return model
     bits = config.lora.base if config.lora.base != "none" else ""
@@ -54,25 +55,25 @@ def adapted(config, model):
 
 
 def policy_tree(model, shares_trunk: bool):
-    """What knows the policy's parameters: the model, with a value head where the critic shares its trunk."""
+    """Returns the parameter table of the policy: the model, with a value head if the critic shares its trunk."""
     return ValueModel(model, keep_head=True) if shares_trunk else model
 
 
 def flat_axes(tree) -> dict[str, tuple]:
-    """Parameter name -> logical axis names."""
+    """Returns flat parameter name -> logical axis names."""
     return {"/".join(entry.path): entry.axes for entry in tree.entries}
 
 
 def flat_layers(model, tree) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> numbers of the layers it is of (decoder.layers_of). tree: the model, or one around it."""
+    """Returns flat parameter name -> numbers of its layers (decoder.layers_of). tree: the model, or one around it."""
     return {"/".join(entry.path): decoder.layers_of(model.config, entry.path) for entry in tree.entries}
 
 
 def policy_optimizer(job, updates: int):
-    """(optax transformation of the policy's parameters, schedule), or of an adapter set
-    (training.adapter_set.Optimizers, None).
+    """Returns (optax transformation of the policy's parameters, schedule); (training.adapter_set.Optimizers, None) for
+    several adapters.
 
-    updates: optimizer steps of the whole run; an adapter's schedule counts those that hold rows of its own.
+    updates: optimizer steps of the whole run; an adapter's schedule counts the steps that have rows of it.
     """
     c, about = job.config, (flat_axes(job.tree), flat_layers(job.model, job.tree))
     rules = []
@@ -85,12 +86,13 @@ def policy_optimizer(job, updates: int):
 
 
 def in_parts(job) -> str:
-    """training.make_update's, of the policy. What several adapters learn with is small, and goes as a whole."""
+    """Returns the argument `in_parts` of training.make_update for the policy; "none" for several adapters, whose
+    optimizer state is small."""
     return "none" if adapter_set.adapter_names(job.model) else training.in_parts(job.config.optimizer.name)
 
 
 def source_of(path: str) -> str:
-    """Where a model really is. Without a network the hub is given up at once."""
+    """Resolves a model's path or hub id to where it is read from; without a network the hub is not tried."""
     found = data_room.resolve(path) if path else ""
     if found and not Path(found).is_dir():
         data_room.offline_if_unreachable()
@@ -98,7 +100,7 @@ def source_of(path: str) -> str:
 
 
 def param_shardings(job, rules=sharding.TRAIN_RULES, tree=None, role="policy"):
-    """Tree of shardings of the policy's parameters, or of those of another `tree` (a Model or ValueModel) and role."""
+    """Returns the shardings of the policy's parameters as a tree; of another `tree` (Model or ValueModel) and role."""
     tree = tree or job.tree
     return sharding.param_shardings(job.mesh_of(role), tree.logical_axes(), _shapes(tree, jnp.float32), rules)
 
@@ -108,20 +110,20 @@ def _shapes(tree, dtype):
 
 
 def policy_params(trainable, frozen):
-    """The language model's parameters (nested tree), without a value head."""
+    """Merges flat trainable and frozen parameters to the language model's nested tree, without a value head."""
     return {name: node for name, node in training.merge(trainable, frozen).items() if name != "value"}
 
 
-def dtypes(job, everything=False):
-    """Entry of the parameter table -> its dtype: train.param_dtype, but lora.base_dtype for the base of adapters.
+def dtype_of(job, everything=False):
+    """Returns a function entry of the parameter table -> dtype: train.param_dtype; lora.base_dtype for a frozen base.
 
-    Adapters are fp32: their steps are small beside their values. So are kernels that become codes (lora.base), and the
-    codes' scales.
+    Adapters are fp32, because their steps are small relative to their values. So are kernels that become codes
+    (lora.base), and the codes' scales. everything: all parameters train, as for a critic.
     """
     master = DTYPES[job.config.train.param_dtype]
     if job.model.adapter is None or everything:
         return lambda entry: entry.dtype(master)
-    own, base, adapter = trained(job), DTYPES[job.config.lora.base_dtype], job.model.adapter
+    own, base, adapter = trained_names(job), DTYPES[job.config.lora.base_dtype], job.model.adapter
     exact = {entry.path for entry in adapters.in_few_bits(adapter, job.model.base.entries)}
 
     def of(entry):
@@ -135,34 +137,41 @@ def dtypes(job, everything=False):
     return of
 
 
-def trained(job) -> frozenset[str]:
-    """Flat names of what trains with adapters: these, modules that train whole, the value head."""
+def trained_names(job) -> frozenset[str]:
+    """Returns the flat names of parameters that train with adapters: adapters, modules_to_save, the value head."""
     head = {"/".join(e.path) for e in job.tree.entries if e.path[0] == "value"}
-    return (adapters.trains(job.model) | head) - fixed(job.tree)
+    return (adapters.trains(job.model) | head) - untrained_names(job.tree)
 
 
-def fixed(tree) -> frozenset[str]:
-    """Flat names of what never has a gradient: it chooses and does not weigh (rows of models.parameters)."""
+def untrained_names(tree) -> frozenset[str]:
+    """Returns the flat names of parameters without a gradient: they select experts and weigh nothing (Row.fixed)."""
     return frozenset("/".join(e.path) for e in tree.entries if e.row.fixed)
 
 
 def cast(tree, params, dtype):
-    """A Model's or ValueModel's parameters in `dtype`, or a tree of them; rows that are `fixed` in fp32 or better."""
+    """Casts parameters of a Model or ValueModel to `dtype` (one, or a tree); Row.fixed entries stay fp32 or better."""
     kinds = dtype if isinstance(dtype, dict) else tree.tree(lambda entry: entry.dtype(dtype))
     return jax.tree.map(lambda x, kind: x.astype(kind), params, kinds)
 
 
 def initial_params(job, path: str = "", dtype=None, role="policy", revision=None, as_codes=False):
-    """The language model the run starts from, without adapters (nested tree, sharded): from `path` (at its hub
-    `revision`) or model.path, or random from run.seed. dtype: one, or a tree of them; None = train.param_dtype.
-    as_codes: kernels as lora.base has them."""
+    """Loads or initialises the language model the run starts from, without adapters.
+
+    Args:
+      path: folder or hub id, at hub `revision`; "" = model.path, or random from run.seed for model.init=random.
+      dtype: one, or a tree of them; None = train.param_dtype. role: on whose devices. as_codes: kernels quantized as
+        lora.base.
+
+    Returns:
+      Nested tree of sharded arrays.
+    """
     c, model = job.config.model, job.model.base
     dtype = DTYPES[job.config.train.param_dtype] if dtype is None else dtype
     shardings = param_shardings(job, tree=model, role=role)
     source = path or (c.path if c.init == "pretrained" else "")
     if source:
         codes = _to_codes(job) if as_codes else lambda entry, array: array
-        then = (lambda entry, array: settled(codes(entry, array))) if job.streams(role) else codes
+        then = (lambda entry, array: move_to_host(codes(entry, array))) if job.streams(role) else codes
         return hf.load_params(model, source_of(source), revision if path else c.revision, shardings, dtype, then)
 
     def init(key):
@@ -175,9 +184,8 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
     return jax.jit(init, out_shardings=shardings)(jax.random.key(job.config.run.seed))
 
 
-def settled(tree):
-    """The tree of a role that streams, whose buffers are taken over: what is worth it goes to host memory, one array
-    after the other."""
+def move_to_host(tree):
+    """Moves the large arrays of a streamed role to host memory, one by one; frees their device buffers."""
     def one(x):
         if memory.rests(x) or not memory.worth_it(x):
             return x
@@ -189,7 +197,7 @@ def settled(tree):
 
 
 def _to_codes(job):
-    """(row of the base, array) -> codes and scale where lora.base asks for them."""
+    """Returns a function (entry of the base, array) -> codes and scale if lora.base quantizes it, else the array."""
     few = {entry.path for entry in adapters.in_few_bits(job.model.adapter, job.model.base.entries)}
     places = param_shardings(job, tree=job.model)
 
@@ -204,18 +212,18 @@ def _to_codes(job):
 
 
 def base_params(job):
-    """The base of a policy with adapters, as it lies in its TrainState. Arrays that become codes do so one by one where
-    they are read from files."""
-    return initial_params(job, dtype=job.model.base.tree(dtypes(job)), as_codes=bool(job.model.adapter.quantized))
+    """Loads the base of a policy with adapters, as in its TrainState; quantizes arrays one by one as they are read."""
+    dtypes = job.model.base.tree(dtype_of(job))
+    return initial_params(job, dtype=dtypes, as_codes=bool(job.model.adapter.quantized))
 
 
-def policy_start(job):
-    """The language model as the policy starts: initial_params, and adapters where there are some."""
-    return initial_params(job) if job.model.adapter is None else with_adapters(job, base_params(job))
+def initial_policy(job):
+    """Returns the language model as the policy starts: initial_params, with adapters if any."""
+    return initial_params(job) if job.model.adapter is None else add_initial_adapters(job, base_params(job))
 
 
-def with_adapters(job, params):
-    """The base's parameters with adapters as they start: those of lora.path, or lora.init's from run.seed."""
+def add_initial_adapters(job, params):
+    """Adds initial adapters to the base's parameters: those of lora.path, or lora.init's from run.seed."""
     where = {"/".join(e.path): e for e in job.model.entries if e.row.init == "adapter"}
     places = flatten_dict(param_shardings(job, tree=job.model), sep="/")
     key = jax.random.fold_in(jax.random.key(job.config.run.seed), zlib.crc32(b"lora"))
@@ -227,14 +235,14 @@ def with_adapters(job, params):
     start = jax.jit(lambda key, params: work(key, memory.fetched(params)),
                     out_shardings={name: places[name] for name in where})(key, params)
     if job.config.lora.path:
-        kinds = {"/".join(e.path): dtypes(job)(e) for e in job.model.entries}
+        kinds = {"/".join(e.path): dtype_of(job)(e) for e in job.model.entries}
         start |= {name: put(value.astype(kinds[name]), places[name])
                   for name, value in peft.read(job.config.lora.path, job.model.base)[1].items()}
     return adapters.joined(params, start)
 
 
 def _directions(job, params):
-    """What lora.init=eva wants to know: the principal directions of what modules read, over the first rows."""
+    """Returns the principal directions of modules' inputs over the first rows, for lora.init=eva."""
     rows = [job.stream.dataset[i] for i in range(min(job.config.data.prompts_per_step, len(job.stream.dataset)))]
     texts = [r.prompt_ids if r.target_ids is None else np.concatenate([r.prompt_ids, r.target_ids]) for r in rows]
     length = max(map(len, texts))
@@ -245,8 +253,8 @@ def _directions(job, params):
 
 
 def start_params(job):
-    """What the policy's TrainState starts from: policy_start, with a value head at zero where there is one."""
-    params = policy_start(job)
+    """Returns the parameters of a new policy's TrainState: initial_policy, with a value head of zeros if any."""
+    params = initial_policy(job)
     if job.tree is job.model:
         return params
     head = functools.partial(job.tree.with_head, dtype=DTYPES[job.config.train.param_dtype])
@@ -261,17 +269,17 @@ def start_params(job):
 
 
 def engine_model(job):
-    """The model that the engine computes with: its parameters are `published`."""
+    """Returns the model that the engine computes with, whose parameters are `engine_params`."""
     return job.model if job.config.lora.publish == "adapter" else job.model.base
 
 
-def published(job, params):
-    """The language model as the engine takes it (lora.publish), of its parameters with adapters (nested tree)."""
-    return params if engine_model(job) is job.model else merged(job, params)
+def engine_params(job, params):
+    """Returns the parameters that the engine gets (lora.publish), from those with adapters (nested trees)."""
+    return params if engine_model(job) is job.model else merge_adapters(job, params)
 
 
-def merged(job, params):
-    """The language model without adapters that computes the same. Arrays without adapter are the given ones."""
+def merge_adapters(job, params):
+    """Merges adapters into the base: parameters without adapters that compute the same. Other arrays are shared."""
     if job.model.adapter is None:
         return params
     flat = flatten_dict(params, sep="/")
@@ -304,15 +312,15 @@ def _merge(model, where):
 # ---- what a checkpoint holds of adapters
 
 
-def kept(job, state: dict) -> dict:
-    """What a checkpoint holds of the fields of a TrainState: all but the base of adapters."""
+def checkpoint_fields(job, state: dict) -> dict:
+    """Returns the fields of a TrainState that a checkpoint stores: all but the frozen base of adapters."""
     if job.model.adapter is None or "frozen" not in state:
         return state
     return {**state, "frozen": {name: x for name, x in state["frozen"].items() if adapters.is_adapter(name)}}
 
 
-def restored(job, abstract: TrainState, fields: dict) -> dict:
-    """The fields of a TrainState of which a checkpoint held what is `kept`: the base is read again."""
+def fields_from_checkpoint(job, abstract: TrainState, fields: dict) -> dict:
+    """Completes the fields of a TrainState from a checkpoint's (`checkpoint_fields`); the base is loaded again."""
     if job.model.adapter is None:
         return fields
     base = flatten_dict(base_params(job), sep="/")
@@ -321,17 +329,17 @@ def restored(job, abstract: TrainState, fields: dict) -> dict:
 
 
 def base_digest(frozen) -> np.ndarray:
-    """adapters.digest of the base among what is frozen (flat)."""
+    """Returns adapters.digest of the base, taken from the flat frozen parameters."""
     return adapters.digest({name: x for name, x in frozen.items() if not adapters.is_adapter(name)})
 
 
 def check_base(found: np.ndarray, wanted: np.ndarray) -> None:
-    """Raises ConfigError where a base that was read again is not the one that its adapter was trained on."""
+    """Raises ConfigError if the digest of the base differs from the one that its adapters were trained on."""
     if not np.array_equal(found, wanted):
         raise ConfigError(
             "model.path, lora.base_dtype, lora.base: the base model is not, bit for bit, the one that the checkpoint's "
-            f"adapters were trained on (digest {bytes(found).hex()[:16]}, then {bytes(wanted).hex()[:16]}); bring its "
-            "files back, and give the dtype that it was held in (another kind of device may compute in another one)")
+            f"adapters were trained on (digest {bytes(found).hex()[:16]}, then {bytes(wanted).hex()[:16]}); restore "
+            "its files and set the dtype that it had (another kind of device may choose another one)")
 
 
 # ---- the state of an update
@@ -339,19 +347,19 @@ def check_base(found: np.ndarray, wanted: np.ndarray) -> None:
 
 def _parts(job, params, everything: bool):
     if job.model.adapter is not None and not everything:
-        return training.split(params, trained(job))
+        return training.split(params, trained_names(job))
     trainable, frozen = ((".*",), ()) if everything else (job.config.model.trainable, job.config.model.frozen)
-    own = fixed(job.tree) & flatten_dict(params, sep="/", is_leaf=lambda _, x: not isinstance(x, dict)).keys()
+    own = untrained_names(job.tree) & flatten_dict(params, sep="/", is_leaf=lambda _, x: not isinstance(x, dict)).keys()
     return training.partition(params, trainable, (*frozen, *(f"^{name}$" for name in sorted(own))))
 
 
 def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -> TrainState:
-    """Shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation.
+    """Returns shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation.
 
-    tree: whose parameters they are (None = the policy's). everything: all of them train, whatever model.frozen says.
+    tree: table of the parameters (None = the policy's). everything: all train, whatever model.frozen says.
     """
     c, tree = job.config, tree or job.tree
-    where, kind = param_shardings(job, tree=tree, role=role), dtypes(job, everything)
+    where, kind = param_shardings(job, tree=tree, role=role), dtype_of(job, everything)
     params = tree.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, kind(entry)))
     params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), params, where)
     trainable, frozen = _parts(job, params, everything)
@@ -375,8 +383,8 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
 
 
 def _part_of(param, shape) -> bool:
-    """Whether a shape is that of one of several adapters in a parameter that holds all of them side by side: it differs
-    along one axis, which is not split."""
+    """Whether a shape is that of one adapter in a parameter that holds several side by side: they differ along one
+    axis, which is not sharded."""
     if len(shape) != len(param.shape):
         return False
     along = [i for i, (a, b) in enumerate(zip(shape, param.shape, strict=True)) if a != b]
@@ -384,11 +392,11 @@ def _part_of(param, shape) -> bool:
 
 
 def new_state(job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:
-    """TrainState at step 0 around `params` (whose buffers are taken over)."""
+    """Makes a TrainState at step 0 around `params`, whose buffers it donates."""
     trainable, frozen = _parts(job, params, everything)
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     if any(map(memory.rests, jax.tree.leaves(abstract))):
-        trainable, frozen = ({k: settled(x) if memory.rests(place[k]) else x for k, x in tree.items()}
+        trainable, frozen = ({k: move_to_host(x) if memory.rests(place[k]) else x for k, x in tree.items()}
                              for tree, place in ((trainable, abstract.trainable), (frozen, abstract.frozen)))
         if isinstance(optimizer, training.adapter_set.Optimizers):  # all but the base is small
             start = jax.jit(_start(job, optimizer), out_shardings=shardings.replace(frozen={}), donate_argnums=0)
@@ -401,12 +409,12 @@ def new_state(job, optimizer, abstract: TrainState, params, everything=False) ->
 
 
 def _nothing():
-    """An optimizer without a state."""
+    """Returns an optimizer without a state."""
     return optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, state))
 
 
 def _start(job, optimizer):
-    """(trainable, frozen) -> TrainState."""
+    """Returns a function (trainable, frozen) -> TrainState."""
     of_several = isinstance(optimizer, training.adapter_set.Optimizers)
     start = training.adapter_set.init_state if of_several else training.init_state
     return functools.partial(start, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16,

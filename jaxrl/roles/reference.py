@@ -1,5 +1,6 @@
-"""The reference policy that the KL pulls towards, and what it shares with the policy: temperature and precision of
-log-probs.
+"""The reference policy of the KL penalty, and the options that it shares with the policy: temperature and precision.
+
+rl.roles makes it; roles.sums caches its sums for preference losses.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
 
-def trained_at(config) -> float:
-    """The temperature of the trainer's log-probs."""
+def training_temperature(config) -> float:
+    """Returns the temperature of the trainer's log-probs: algorithm.temperature, or else rollout.temperature."""
     return config.algorithm.temperature or config.rollout.temperature
 
 
 def precision(job) -> dict:
-    """The options of every objective of a job."""
+    """Returns the keyword arguments that every objective of a job takes: chunks, clipping, router terms, loss scale."""
     c = job.config
     fp16 = job.compute_dtype == jnp.float16
     return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=fp16,
@@ -33,8 +34,11 @@ def precision(job) -> dict:
 
 
 class Reference(Role):
-    """The frozen policy that the KL pulls towards. It is a part of the checkpoint only where it is reset on the way;
-    else it can be made again. See Session.restore for what a part is."""
+    """The frozen policy of the KL penalty, in reference.dtype.
+
+    A part of checkpoints (see Session.restore); they hold its arrays only if it is reset during the run, otherwise it
+    is loaded again.
+    """
 
     def __init__(self, job, score=None):
         super().__init__("reference", job, score)
@@ -44,6 +48,7 @@ class Reference(Role):
         self.epochs = 0.0
 
     def abstract(self):
+        """Returns shapes, dtypes and shardings of its checkpointed arrays; {} if it never changes."""
         if not self.moves:
             return {}
         shapes = jax.eval_shape(self.job.model.base.init, jax.random.key(0))
@@ -52,17 +57,18 @@ class Reference(Role):
         return memory.kept(found) if self.streams else found
 
     def start(self, arrays, host: dict | None) -> None:
+        """Starts from a checkpoint, or from reference.path or the policy's start (None)."""
         if host and self.moves:
-            self.held, self.epochs = arrays, host["epochs"]
+            self.state, self.epochs = arrays, host["epochs"]
         elif self.job.here(self.name):
             with self.on():
                 path, revision = self.options.path, self.options.revision
                 start = parameters.initial_params(self.job, path, role=self.name, revision=revision)
-                self.held = self._cast(start)
+                self.state = self._cast(start)
         self.rest()
 
     def _cast(self, params):
-        """A copy in the reference's dtype; of one that streams, made array by array."""
+        """Returns a copy in the reference's dtype; made array by array if it is streamed from host memory."""
         if not self.streams:
             return cast_params(params, self.dtype)
         cast = functools.partial(cast_params, dtype=self.dtype)
@@ -72,13 +78,16 @@ class Reference(Role):
         return parameters.param_shardings(self.job, tree=self.job.model.base, role=self.name)
 
     def arrays(self):
-        return self.held if self.moves else {}
+        return self.state if self.moves else {}
 
     def host(self) -> dict | None:
         return {"epochs": self.epochs} if self.moves else None
 
     def after_step(self, policy, step: int, epoch: float) -> dict[str, float]:
-        """Becomes the policy where a reset is due after `step` completed steps, at `epoch` passes over the data."""
+        """Copies the policy if a reset is due after `step` completed steps and `epoch` passes over the data.
+
+        Returns the metric policy/reference_reset; {} if it is never reset.
+        """
         if not self.moves:
             return {}
         steps, passes = self.options.reset_steps, self.options.reset_epochs
@@ -92,19 +101,19 @@ class Reference(Role):
         return {"policy/reference_reset": float(due)}
 
     def take(self, policy) -> None:
-        """Becomes the policy."""
-        self.held = self._cast(policy.weights())
+        """Copies the policy's weights."""
+        self.state = self._cast(policy.weights())
         if self.job.mesh_of(self.name) is not self.job.mesh:
-            self.held = memory.moved(self.held, self._place())
+            self.state = memory.moved(self.state, self._place())
         self.rest()
 
 
 class BaseReference(Reference):
-    """The reference of a policy that trains adapters: its own frozen base, so that there is no second copy. Scored by
-    the model without adapters on the policy's layout, it is bitwise the model that the base was read from (on CPUs).
+    """The reference of a policy that trains adapters: its own frozen base, without a second copy.
 
-    Where the policy does not begin as its base (lora.path, modules that train whole), or where the reference moves, the
-    few arrays that train are kept as they were then and scored with the same base; a checkpoint holds them.
+    The model without adapters scores it on the policy's layout, bitwise as the model that the base was read from (on
+    CPUs). If the policy does not begin as its base (lora.path, modules that train whole), or if the reference is reset,
+    copies of the few trained arrays are scored with the same base; a checkpoint holds them.
     """
 
     policy = None  # set by rl.roles.Roles
@@ -114,7 +123,7 @@ class BaseReference(Reference):
         self.place = "policy"
         self.alone = not (self.moves or job.config.lora.path or job.model.adapter.saved)
         if not self.alone:
-            self._score = make_score(job.model, temperature=trained_at(job.config),
+            self._score = make_score(job.model, temperature=training_temperature(job.config),
                                      chunk=job.config.train.logprob_chunk, put=self.put)
 
     def abstract(self):
@@ -126,25 +135,27 @@ class BaseReference(Reference):
         if host is None:
             self.take(self.policy)
         else:
-            self.held, self.epochs = arrays, host["epochs"]
+            self.state, self.epochs = arrays, host["epochs"]
 
     def take(self, policy) -> None:
-        copy = lambda x: parameters.settled(cast_params(x, x.dtype)) if memory.rests(x) else jnp.copy(x)  # noqa: E731
-        self.held = jax.tree.map(copy, _of_model(policy.state.trainable))
+        def copy(x):
+            return parameters.move_to_host(cast_params(x, x.dtype)) if memory.rests(x) else jnp.copy(x)
+
+        self.state = jax.tree.map(copy, _of_model(policy.state.trainable))
 
     def params(self):
         frozen = self.policy.state.frozen
         if self.alone:
             return adapters.without(parameters.policy_params({}, frozen))
-        return parameters.policy_params(self.held, frozen)
+        return parameters.policy_params(self.state, frozen)
 
     def arrays(self):
-        return {} if self.alone else self.held
+        return {} if self.alone else self.state
 
     def host(self) -> dict | None:
         return None if self.alone else {"epochs": self.epochs}
 
 
 def _of_model(flat: dict) -> dict:
-    """The leaves that are not a value head's."""
+    """Returns the parameters that do not belong to a value head."""
     return {name: x for name, x in flat.items() if not name.startswith("value/")}

@@ -1,9 +1,9 @@
 """A reward model in reinforcement learning (reward.model.*): a sequence classifier whose score of a completion is one
-more reward, the part `reward_model`, beside those of functions.
+more reward, the part `reward_model`. run.setup makes it, rl.rollouts and rl.evaluation call it.
 
-It is a role: frozen, on devices of its own choice, at rest in host memory where mesh.roles says so. It scores a batch
-once that is whole, on every process the same, so that it does not matter how far ahead completions were drawn. It reads
-the sampled tokens where its tokenizer is the policy's, else a text that is rendered anew for it.
+It is a frozen role on the devices of mesh.roles.reward_model. It scores a batch once all completions are there, on
+every process the same, so staleness does not change scores. It reads the sampled tokens if its tokenizer is the
+policy's, else a text rendered for it. (recipes.reward_model trains one; LLM judges are in rewards.judge.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = logging.getLogger("jaxrl")
 PART, OVERLONG = "reward_model", "error: too long"
 
 
-class Described(NamedTuple):
-    """What is read of a reward model before any device work. render: reward.model.render, decided."""
+class RewardModelFiles(NamedTuple):
+    """The description of a reward model, read before any device work. render: reward.model.render, resolved."""
 
     source: str
     hf_config: dict
@@ -40,11 +40,11 @@ class Described(NamedTuple):
     render: str
 
 
-def described(config, tokenizer) -> Described | None:
-    """Reads description and tokenizer of reward.model.path; None where it is empty. tokenizer: the policy's.
+def read_reward_model(config, tokenizer) -> RewardModelFiles | None:
+    """Reads description and tokenizer of reward.model.path; returns None if it is empty. tokenizer: the policy's.
 
-    Raises ConfigError where they cannot be read, where the weights are no sequence classifier with one label, and where
-    completions cannot be put into its tokens.
+    Raises ConfigError if they cannot be read, if the weights are not a sequence classifier with one label, or if
+    completions cannot be expressed in its tokens.
     """
     o = config.reward.model
     if not o.path:
@@ -68,18 +68,18 @@ def described(config, tokenizer) -> Described | None:
     elif render == "chat" and not own.chat_template:
         why = "its tokenizer has no chat template; set text"
     elif render != "tokens" and episodes(config):
-        why = "only the tokens of an episode are as they were sampled; take a reward model with the policy's tokenizer"
+        why = "episodes can only be scored by their sampled tokens; use a reward model with the policy's tokenizer"
     elif len(own) > table.config.vocab_size:
         why = f"its tokenizer has {len(own)} entries, its vocab_size is {table.config.vocab_size}"
     if why:
         raise ConfigError(f"reward.model.path={o.path!r}, reward.model.render={render}: {why}")
-    return Described(source, hf_config, tree, own, render)
+    return RewardModelFiles(source, hf_config, tree, own, render)
 
 
-class Judge(Role):
-    """The reward model of a job. Args: the job; what was read of it."""
+class RewardModel(Role):
+    """The reward model of a job, loaded on its devices. Args: job; read: its description (read_reward_model)."""
 
-    def __init__(self, job, read: Described):
+    def __init__(self, job, read: RewardModelFiles):
         super().__init__(PART, job)
         c, o = job.config, job.config.reward.model
         scan, compute = c.model.scan_layers == "true", job.compute_dtype
@@ -99,18 +99,21 @@ class Judge(Role):
                                           mesh.shape["cp"], windows)
         with self.on():
             where = parameters.param_shardings(job, tree=self.tree, role=PART)
-            self.held = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])
+            self.state = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])
         self.rest()
 
-    def judged(self, traj, examples, texts, result: RewardResult | None) -> RewardResult | None:
-        """The rewards, and behind them the part `reward_model` with its weight: the score behind the last token of each
-        trajectory (of its last sequence, where there are several). A sequence that is longer than
-        reward.model.max_sequence_tokens or whose score is not finite has none, which is a failure.
+    def add_scores(self, traj, examples, texts, result: RewardResult | None) -> RewardResult | None:
+        """Adds the part `reward_model` with its weight: the score after the last token of each trajectory. Collective.
 
-        traj: N trajectories. examples, texts: of each its row and its completion. result: of the reward functions; None
-        (a stop came) stays None.
+        Of several sequences of a trajectory it reads the last. A sequence that is longer than
+        reward.model.max_sequence_tokens, or whose score is not finite, has no score, which counts as a failure.
 
-        Raises RunStopped where more than reward.max_failed_fraction fail. Collective.
+        Args:
+          traj: N trajectories. examples, texts: row and completion text of each.
+          result: RewardResult of the reward functions; None (after a stop) is returned as None.
+
+        Raises:
+          RunStopped: more than reward.max_failed_fraction of the completions have no score.
         """
         if result is None:
             return None
@@ -125,29 +128,29 @@ class Judge(Role):
             self.rest()
         fine = np.isfinite(values)
         why = np.where(sizes <= self.longest, "nan", OVERLONG)
-        told = np.where(fine, "ok", why).tolist()
+        outcomes = np.where(fine, "ok", why).tolist()
         if (~fine).mean() > self.most_failed:
             raise RunStopped(f"reward.model: {(~fine).sum()} of {len(fine)} completions have no score, more than "
                              f"reward.max_failed_fraction={self.most_failed:g} allows; the longest sequence has "
                              f"{sizes.max()} tokens, reward.model.max_sequence_tokens={self.longest}")
-        return with_part(result, np.where(fine, values, np.nan), told, self.weight)
+        return add_part(result, np.where(fine, values, np.nan), outcomes, self.weight)
 
 
-def with_part(result: RewardResult, values, told, weight: float) -> RewardResult:
-    """A result with the part `reward_model`. values: [N], NaN = absent. told: outcome of each."""
+def add_part(result: RewardResult, values, outcomes, weight: float) -> RewardResult:
+    """Returns the result with the part `reward_model`. values: [N], NaN = absent. outcomes: [N], "ok" or a reason."""
     known = np.isfinite(values)
     has = known | np.isfinite(result.total)
     total = np.where(has, weight * np.where(known, values, 0.0) + np.nan_to_num(result.total), np.nan)
-    said = [a | {PART: b} for a, b in zip(result.outcomes, told, strict=True)]
-    return RewardResult(total, result.parts | {PART: values}, said, result.item_metrics,
-                        metrics_of(total, said, result.item_metrics), result.by)
+    merged = [a | {PART: b} for a, b in zip(result.outcomes, outcomes, strict=True)]
+    return RewardResult(total, result.parts | {PART: values}, merged, result.item_metrics,
+                        metrics_of(total, merged, result.item_metrics), result.by)
 
 
 class Tokens:
-    """The sampled tokens as they are."""
+    """Passes the sampled tokens on as they are."""
 
     def __call__(self, traj, examples, texts):
-        """([prompt ids], [ids behind them], [N] prefixes: those of equal value have equal prompts)."""
+        """Returns ([prompt ids], [ids after them], [N] prefixes: equal values mean equal prompts)."""
         last = [*(traj.first[1:] - 1), traj.num_sequences - 1]
         whole = [traj.tokens[traj.offsets[q]:traj.offsets[q + 1]] for q in last]
         split = [np.split(ids, [traj.prompt_lengths[q]]) for q, ids in zip(last, whole, strict=True)]
@@ -155,9 +158,11 @@ class Tokens:
 
 
 class Rendering:
-    """The row's prompt and the completion in the tokens of another model. text: the prompt as a run with that tokenizer
-    would render it, the completion, and its end token where the completion came to its end; chat: the chat template's
-    rendering of the conversation, the answer in it."""
+    """Renders the row's prompt and the completion in the tokens of the reward model.
+
+    kind="text": the prompt as a run with that tokenizer would render it, the completion, and an end token if the
+    completion finished. kind="chat": the chat template's rendering of the conversation with the completion in it.
+    """
 
     def __init__(self, config, tokenizer, kind: str):
         self.template, self.kind, self.prefix = Template(config, tokenizer), kind, config.data.response_prefix
@@ -166,7 +171,7 @@ class Rendering:
         self.end = [] if end is None else [end]
 
     def __call__(self, traj, examples, texts):
-        """As of Tokens."""
+        """Returns the same as Tokens. Raises RunStopped if a prompt cannot be rendered."""
         try:
             return self._rendered(traj, examples, texts)
         except PromptError as e:
@@ -174,15 +179,16 @@ class Rendering:
 
     def _rendered(self, traj, examples, texts):
         if self.kind == "chat":
-            said = [{"role": "assistant", "content": self.prefix + text} for text in texts]
-            told = [[*messages(e.prompt), answer] for e, answer in zip(examples, said, strict=True)]
-            ids = self.template.encode([self.template.conversation(each, False) for each in told])
+            replies = [{"role": "assistant", "content": self.prefix + text} for text in texts]
+            chats = [[*messages(e.prompt), reply] for e, reply in zip(examples, replies, strict=True)]
+            ids = self.template.encode([self.template.conversation(chat, False) for chat in chats])
             return [ids[0][:0]] * len(ids), ids, np.arange(len(ids))
         prompts = self.template.encode_prompts([self.template.render(e.prompt) for e in examples])
         ended = [self.end if finish == 0 else [] for finish in traj.finish]
-        answers = [ids + end for ids, end in zip(self.template.encode(list(texts)), ended, strict=True)]
-        return prompts, answers, traj.group
+        completions = [ids + end for ids, end in zip(self.template.encode(list(texts)), ended, strict=True)]
+        return prompts, completions, traj.group
 
 
 def messages(prompt) -> list[dict]:
+    """Returns a prompt as chat messages: a text becomes one user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

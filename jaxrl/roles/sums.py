@@ -1,4 +1,7 @@
-"""Sums of answers' log-probs, and those of a frozen reference, each computed once in a run."""
+"""Sums of completions' log-probs for preference losses; those of the frozen reference are computed once and cached.
+
+recipes.preference calls it. Losses of these sums are in algorithms.preference.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,20 @@ from jaxrl.processes.exchange import gather
 from jaxrl.roles.reference import Reference
 
 log = logging.getLogger("jaxrl")
-KEY = 16  # bytes of an answer's key
-RECORD = np.dtype([("key", f"V{KEY}"), ("sum", "<f8"), ("check", "V8")])  # check: of the two before it
+KEY = 16  # bytes of a completion's key
+RECORD = np.dtype([("key", f"V{KEY}"), ("sum", "<f8"), ("check", "V8")])  # check: digest of key and sum
 
 
-def sums_of(role, traj, layout) -> np.ndarray:
-    """[N] sums of the answers' log-probs under a role's parameters, in nats, float64."""
+def logprob_sums(role, traj, layout) -> np.ndarray:
+    """Returns [N] float64 sums of the completions' log-probs under a role's parameters, in nats."""
     return traj.total(role.score(traj, layout).astype(np.float64))
 
 
-def keys_of(traj) -> list[bytes]:
-    """Of each answer (a trajectory of one sequence) a hash of its prompt's and its own token ids: what text, template
-    and tokenizer come to."""
+def completion_keys(traj) -> list[bytes]:
+    """Returns a hash of prompt and completion token ids for each trajectory (of one sequence each).
+
+    Another text, template or tokenizer gives another key.
+    """
     out = []
     for i, prompt in enumerate(traj.prompt_lengths):
         ids = traj.tokens[traj.offsets[i]:traj.offsets[i + 1]].astype("<i4")
@@ -33,8 +38,8 @@ def keys_of(traj) -> list[bytes]:
     return out
 
 
-class OwnBase(Reference):
-    """The reference of a policy that begins as its frozen base and trains adapters: that base, with no second copy."""
+class SharedBaseReference(Reference):
+    """The reference of a policy that trains adapters from its frozen base: that base, without a second copy."""
 
     policy = None  # a Role; ReferenceSums sets it
 
@@ -43,53 +48,53 @@ class OwnBase(Reference):
         self.place = "policy"
 
     def start(self, arrays, host) -> None:
-        """There is nothing to load."""
+        """Does nothing: the policy has the parameters."""
 
     def rest(self) -> None:
-        """Nor to move."""
+        """Does nothing: the policy moves the parameters."""
 
     def params(self):
         return adapters.without(self.policy.params())
 
 
 class ReferenceSums:
-    """Sums under the frozen reference: `sums(traj, layout, policy)` is [N] in nats, float64, at temperature 1.
+    """Log-prob sums under the frozen reference: `sums(traj, layout, policy)` is [N] float64 in nats, at temperature 1.
 
-    Every sum is kept in <run.dir>/reference/<digest>.bin, records of an answer's key, its sum and a digest of both. The
-    file's digest is of the reference: its weights, model config and dtypes; sums of another one lie in another file.
-    The model is loaded when a sum is missing, and let go once a call found none missing.
+    Every sum is stored in <run.dir>/reference/<digest>.bin as a completion's key, its sum and a digest of both. The
+    file's name is a digest of the reference (weights, model config, dtypes), so another reference has another file. The
+    model is loaded when a sum is missing, and freed once a call finds none missing.
     """
 
     def __init__(self, s, job, score):
         c = job.config
         self.own = job.model.adapter is not None and not c.reference.path
-        self.s, self.role = s, (OwnBase if self.own else Reference)(job, score)
-        said = [reference_print(c), job.hf_config, c.reference.dtype, c.train.compute_dtype]
-        said += [c.lora.base, c.lora.base_dtype] if self.own else []
-        said += ["checked"]  # files of before have no check
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.s, self.role = s, (SharedBaseReference if self.own else Reference)(job, score)
+        parts = [reference_print(c), job.hf_config, c.reference.dtype, c.train.compute_dtype]
+        parts += [c.lora.base, c.lora.base_dtype] if self.own else []
+        parts += ["checked"]  # earlier files have no check
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.path = s.run_dir / "reference" / f"{digest}.bin"
         self.known = None
 
     def __call__(self, traj, layout, policy) -> np.ndarray:
-        """policy: the role that trains, of which the reference may be the base."""
+        """Returns [N] float64 sums in nats. policy: the role that trains, whose base the reference may be."""
         self.role.policy = policy
         if self.known is None:
             self.known = self._read()
-        keys = keys_of(traj)
+        keys = completion_keys(traj)
         missing = [i for i, key in enumerate(keys) if key not in self.known]
         if missing:
             self._score(traj, layout, keys, missing)
         else:
-            self.role.held = None
+            self.role.state = None
         return np.array([self.known[key] for key in keys])
 
     def _score(self, traj, layout, keys, missing) -> None:
-        """All answers are scored where one is missing, in the layout that they have anyway: as the policy is, so that a
-        policy that is the reference has the same sums. What is known stays."""
-        if self.role.held is None and self.role.job.here("reference"):
+        """Scores all completions of the batch if one is missing, in the policy's layout, so that a policy equal to the
+        reference has equal sums. Known sums stay."""
+        if self.role.state is None and self.role.job.here("reference"):
             self.role.start(None, None)
-        found = sums_of(self.role, traj, layout)
+        found = logprob_sums(self.role, traj, layout)
         self.role.rest()
         new = {keys[i]: float(found[i]) for i in missing}
         self.known |= new
@@ -99,8 +104,7 @@ class ReferenceSums:
                 f.write(np.array([(key, x, _check(key, x)) for key, x in new.items()], RECORD).tobytes())
 
     def _read(self) -> dict[bytes, float]:
-        """What process 0 finds on its disk; a record that was cut off by the end of its process is dropped, and so is
-        one that is not what was written: its answer is scored anew."""
+        """Reads the sums on process 0's disk. Truncated and damaged records are dropped and computed again."""
         data = b""
         if self.s.peers.first and self.path.exists():
             data = self.path.read_bytes()
@@ -111,7 +115,7 @@ class ReferenceSums:
         found = np.frombuffer(gather(self.s.peers, "sums of the reference", data)[0], RECORD)
         known = [(bytes(key), float(x)) for key, x, check in found.tolist() if check == _check(key, x)]
         if len(known) < len(found) and self.s.peers.first:
-            log.warning("%s: %d of %d sums are not what was written and are computed anew", self.path,
+            log.warning("%s: %d of %d sums are damaged and are computed again", self.path,
                         len(found) - len(known), len(found))
         return dict(known)
 

@@ -1,4 +1,5 @@
-"""What a teacher said of given rows, in files: its most probable tokens and their log-probs at every scored token.
+"""Files of a teacher's outputs for given rows: its most probable tokens and their log-probs at every scored token.
+recipes.distill writes them (teacher.save); roles.teachers.FileTeacher reads them (teacher.files).
 
 A folder of safetensors files, each of which holds n sequences with t scored tokens in all:
 
@@ -8,8 +9,8 @@ A folder of safetensors files, each of which holds n sequences with t scored tok
     logprobs  float32 or float16 [t, K]
 
 and, as text in its metadata: vocabulary (teachers.vocabulary), temperature, teacher (a name, for people), sha256 (of
-the bytes of the four arrays, one after the other; checked when the file is opened). The key is of token ids, so another
-template, tokenizer or system prompt is another key, and what is not there is an error.
+the bytes of the four arrays, one after the other; checked when the file is opened). The key is a hash of token ids, so
+another template, tokenizer or system prompt gives another key; a missing key is an error.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ ARRAYS = ("keys", "offsets", "ids", "logprobs")
 
 
 def key(tokens, mask) -> bytes:
-    """Of one sequence."""
+    """Returns the key of one sequence. tokens: its ids. mask: its scored tokens."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=WIDTH)
     digest.update(np.packbits(np.asarray(mask, bool)).tobytes())
     return digest.digest()
 
 
 def write(folder, name: str, traj, ids, logprobs, *, vocabulary: str, temperature: float, teacher: str) -> None:
-    """One file of a batch. ids, logprobs: [T, K], read at scored tokens. It is there whole or not at all."""
+    """Writes the file of one batch, atomically.
+
+    Args:
+      ids, logprobs: [T, K], of which scored tokens are stored. The others go into the metadata.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pieces = list(zip(traj.offsets, traj.offsets[1:], strict=False))
@@ -63,7 +68,7 @@ def _digest(arrays) -> str:
 
 
 class TeacherFiles:
-    """A folder of such files, opened for reading.
+    """A folder of teacher files, opened for reading.
 
     Args:
       folder: teacher.files.
@@ -86,8 +91,8 @@ class TeacherFiles:
                 raise ConfigError(f"teacher.files={folder!r}: {path.name} is not what teacher.save writes ({e}); "
                                   "write it again") from None
             if about.get("sha256") != digest:
-                raise ConfigError(f"teacher.files={folder!r}: {path.name} is not what was written (its sha256 is "
-                                  "another one); bring it back, or write it again with teacher.save")
+                raise ConfigError(f"teacher.files={folder!r}: {path.name} is damaged (its sha256 differs); restore it, "
+                                  "or write it again with teacher.save")
             if about.get("vocabulary") != vocabulary:
                 raise ConfigError(f"teacher.files={folder!r}: {path.name} is of a teacher with another vocabulary; its "
                                   "ids mean other tokens. Write it again with teacher.save for this tokenizer")
@@ -104,8 +109,10 @@ class TeacherFiles:
             raise ConfigError(f"teacher.files={folder!r}: no files there; write them with teacher.save")
 
     def columns(self, traj) -> dict[str, np.ndarray]:
-        """teacher_ids [T, top_k] (-1 where not scored) and teacher_logprobs of a batch. Raises ConfigError where one of
-        its sequences is not there."""
+        """Returns teacher_ids [T, top_k] (-1 where not scored) and teacher_logprobs [T, top_k] of a batch.
+
+        Raises ConfigError if the files lack one of its sequences.
+        """
         ids = np.full((len(traj.tokens), self.top), -1, np.int32)
         logprobs, missing = np.zeros(ids.shape, np.float32), []
         for i, (a, b) in enumerate(zip(traj.offsets, traj.offsets[1:], strict=False)):
@@ -119,9 +126,9 @@ class TeacherFiles:
             ids[at] = file.get_slice("ids")[start:end][:, :self.top]
             logprobs[at] = file.get_slice("logprobs")[start:end][:, :self.top]
         if missing:
-            raise ConfigError(f"teacher.files={self.folder!r}: nothing of {len(missing)} of this step's "
-                              f"{len(traj.lengths)} rows: they were written for other rows, another template or "
-                              "another distill.on_prompt; write them again with teacher.save")
+            raise ConfigError(f"teacher.files={self.folder!r}: {len(missing)} of this step's {len(traj.lengths)} rows "
+                              "are missing: the files were written for other rows, another template or another "
+                              "distill.on_prompt; write them again with teacher.save")
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
     def close(self) -> None:

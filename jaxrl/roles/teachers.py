@@ -1,12 +1,13 @@
-"""Teachers: what says, of a batch's scored tokens, what the student should. Three of one contract:
+"""Teachers of distillation: models that give target log-probs for a batch's scored tokens. Three with one interface:
 
-    ask(traj, layout, student)   token columns [T, ...] for the loss (see training.Distillation), or "teacher" [T], the
-                                 log-probs of the tokens themselves. student() -> [T, K] its own most probable tokens
-    head()                       parameters that the loss reads beside the student's
+    targets(traj, layout, student)   token columns [T, ...] for the loss (see training.Distillation), or "teacher" [T],
+                                     the log-probs of the tokens themselves. student() -> [T, K], its most probable ids
+    head()                           parameters that the loss reads in addition to the student's
     close()
 
-local: a model on devices of the run (mesh.roles.teacher); the only one that can say all of its distribution, and what
-it thinks of tokens that the student chose. servers: vLLM's log-probs of prompts. files: what a teacher said before.
+local: a model on devices of the run (mesh.roles.teacher); only it can give the whole distribution, and log-probs of
+tokens that the student chose. servers: vLLM's log-probs of prompts. files: outputs saved by teacher.save.
+recipes.distill calls them.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ from jaxrl.sharding import memory
 from jaxrl.training.distillation import TEACHER
 
 
-def wanted(config) -> str:
-    """What of a teacher's distribution the loss needs: "hidden" (all of it), "top" (its most probable tokens), "at"
-    (log-probs of the student's most probable ones), "logprob" (those of the tokens that stand there)."""
+def needed_part(config) -> str:
+    """Returns which part of a teacher's distribution the loss needs.
+
+    "hidden" (all of it), "top" (its most probable tokens), "at" (log-probs of the student's most probable tokens) or
+    "logprob" (log-probs of the sequence's own tokens).
+    """
     d = config.distill
     if d.loss == "sampled":
         return "logprob"
@@ -45,7 +49,7 @@ def wanted(config) -> str:
 
 
 def check(config, tokenizer) -> None:
-    """Raises ConfigError, before any device work, for a teacher that cannot be read or has other tokens."""
+    """Raises ConfigError, before any device work, for a teacher that cannot be read or has another vocabulary."""
     t = config.teacher
     if teacher_kind(config) == "files":
         TeacherFiles(t.files, vocabulary(tokenizer), config.distill)
@@ -66,8 +70,10 @@ def check(config, tokenizer) -> None:
 
 
 def check_vocabulary(student, teacher, name: str) -> None:
-    """Raises ConfigError unless two tokenizers give the same tokens the same ids. (Their models may have different
-    numbers of ids that no token has: heads are padded.)"""
+    """Raises ConfigError unless two tokenizers map the same tokens to the same ids.
+
+    Their models may have different numbers of padded ids. name: teacher.path, for the message.
+    """
     mine, theirs = student.get_vocab(), teacher.get_vocab()
     if mine == theirs:
         return
@@ -82,22 +88,22 @@ def check_vocabulary(student, teacher, name: str) -> None:
 
 
 def vocabulary(tokenizer) -> str:
-    """A fingerprint of a tokenizer's map from tokens to ids."""
+    """Returns a fingerprint of a tokenizer's map from tokens to ids, 16 hex digits."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 def open_teacher(job):
-    """The teacher that the config names."""
+    """Opens the teacher of the config: local, servers or files. Raises ConfigError."""
     return {"local": LocalTeacher, "servers": ServerTeacher, "files": FileTeacher}[teacher_kind(job.config)](job)
 
 
 class LocalTeacher(Role):
-    """A frozen model on devices of the run."""
+    """A frozen teacher on devices of the run (mesh.roles.teacher)."""
 
     def __init__(self, job):
         super().__init__("teacher", job)
         c = job.config
-        self.options, self.wants = c.teacher, wanted(c)
+        self.options, self.wants = c.teacher, needed_part(c)
         source = parameters.source_of(self.options.path)
         described = hf.load_config(source, self.options.revision)
         unrolled = c.platform.kind == "cpu" and described.get("num_hidden_layers", 0) <= SHALLOW
@@ -110,7 +116,7 @@ class LocalTeacher(Role):
         with self.on():
             where = parameters.param_shardings(job, tree=self.model, role=self.place)
             dtype = parameters.DTYPES[self.options.dtype]
-            self.held = hf.load_params(self.model, source, self.options.revision, where, dtype)
+            self.state = hf.load_params(self.model, source, self.options.revision, where, dtype)
         top = c.distill.top_k if self.wants == "top" else 0
         if top > self.vocab:
             raise ConfigError(f"distill.top_k={top}: the teacher has {self.vocab} tokens; lower it, or set 0 for all")
@@ -119,8 +125,8 @@ class LocalTeacher(Role):
             hidden=self.wants == "hidden")
         self.rest()
 
-    def ask(self, traj, layout, student) -> dict[str, np.ndarray]:
-        """Raises RunStopped for a token that the teacher has no id for: it could not read it."""
+    def targets(self, traj, layout, student) -> dict[str, np.ndarray]:
+        """Returns the token columns of the loss. Raises RunStopped for a token that the teacher has no id for."""
         if (beyond := int(traj.tokens.max())) >= (size := self.model.config.vocab_size):
             raise RunStopped(f"the student wrote the token {beyond}, one of its padded ids that no text has; the "
                              f"teacher's model ends at {size - 1}. Train the student on text first (run.recipe=sft), "
@@ -137,12 +143,14 @@ class LocalTeacher(Role):
         return {"teacher_ids": self._known(found["ids"]), "teacher_logprobs": found["logprobs"]}
 
     def _known(self, ids):
-        """ids that both have; -1 for the others, whose mass is then in the tail."""
+        """Returns ids that both models have; -1 for the others, whose probability then counts to the tail."""
         return np.where(ids < self.vocab, ids, -1).astype(np.int32)
 
     def head(self) -> dict[str, jax.Array]:
-        """{name below the parameters: the output matrix}, as wide as the student's, on the policy's devices: there the
-        divergence over the whole vocabulary is taken. {} where the loss does not need it."""
+        """Returns {parameter name: output matrix} for a divergence over the whole vocabulary; {} for other losses.
+
+        The matrix is as wide as the student's and lies on the policy's devices, where the divergence is computed.
+        """
         if self.wants != "hidden":
             return {}
         tied, job = self.model.config.tied, self.job
@@ -162,37 +170,37 @@ class LocalTeacher(Role):
         return {f"{TEACHER}/{outer}/{inner}": memory.moved(weight, where)}
 
     def close(self) -> None:
-        self.held = None
+        self.state = None
 
 
 class ServerTeacher:
-    """A model behind vLLM servers, which say the log-probs of a prompt's own tokens and of their most probable ones."""
+    """A teacher on vLLM servers, which return log-probs of a prompt's tokens and of the most probable tokens."""
 
     def __init__(self, job):
         c = job.config
-        self.wants, self.top, self.vocab = wanted(c), c.distill.top_k, job.model.config.vocab_size
+        self.wants, self.top, self.vocab = needed_part(c), c.distill.top_k, job.model.config.vocab_size
         self._scorer = PromptScorer(c.teacher.servers, c.teacher.timeout_seconds, c.longest)
 
     def head(self) -> dict:
         return {}
 
-    def ask(self, traj, layout, student) -> dict[str, np.ndarray]:
-        """Process 0 asks and tells the others."""
-        said = b""
+    def targets(self, traj, layout, student) -> dict[str, np.ndarray]:
+        """Returns the token columns of the loss; process 0 requests them and sends them to the others. Collective."""
+        sent = b""
         if peers().first:
-            said = encode(None, self._asked(traj))
-        return decode(gather(peers(), "what the teacher's servers say", said)[0])[1]
+            sent = encode(None, self._request(traj))
+        return decode(gather(peers(), "what the teacher's servers say", sent)[0])[1]
 
-    def _asked(self, traj) -> dict[str, np.ndarray]:
+    def _request(self, traj) -> dict[str, np.ndarray]:
         count = len(traj.tokens)
         sequences = np.split(traj.tokens, traj.offsets[1:-1])
-        answers = self._scorer.score(sequences, self.top if self.wants == "top" else 0)
+        scored = self._scorer.score(sequences, self.top if self.wants == "top" else 0)
         if self.wants == "logprob":
-            own = np.concatenate([a.own for a in answers])
+            own = np.concatenate([s.own for s in scored])
             return {"teacher": np.where(traj.loss_mask, own, 0).astype(np.float32)}
         ids, logprobs = np.full((count, self.top), -1, np.int32), np.zeros((count, self.top), np.float32)
-        for start, answer in zip(traj.offsets, answers, strict=False):
-            ids[start:start + len(answer.ids)], logprobs[start:start + len(answer.ids)] = answer.ids, answer.logprobs
+        for start, one in zip(traj.offsets, scored, strict=False):
+            ids[start:start + len(one.ids)], logprobs[start:start + len(one.ids)] = one.ids, one.logprobs
         return {"teacher_ids": np.where(ids < self.vocab, ids, -1).astype(np.int32), "teacher_logprobs": logprobs}
 
     def close(self) -> None:
@@ -200,7 +208,7 @@ class ServerTeacher:
 
 
 class FileTeacher:
-    """What another teacher said of the same rows (teacher.save)."""
+    """A teacher whose outputs for the same rows were saved with teacher.save."""
 
     def __init__(self, job):
         c = job.config
@@ -209,7 +217,7 @@ class FileTeacher:
     def head(self) -> dict:
         return {}
 
-    def ask(self, traj, layout, student) -> dict[str, np.ndarray]:
+    def targets(self, traj, layout, student) -> dict[str, np.ndarray]:
         return self._files.columns(traj)
 
     def close(self) -> None:

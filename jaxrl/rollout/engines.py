@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl.config.load import editable
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.user_code import imported
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, type_of
 from jaxrl.rollout.protocol import Engine, EngineInfo
 from jaxrl.rollout.shapes import DEFAULT_SLOTS
 
@@ -160,7 +160,7 @@ def make_engine(context: EngineContext) -> Engine:
                           "(docs/guides/extend.md)")
     made = factory(*given)
     if not isinstance(getattr(made, "info", None), EngineInfo):
-        raise ConfigError(f"rollout.engine={name!r} made a {type(made).__name__} that says nothing of itself: derive "
+        raise ConfigError(f"rollout.engine={name!r} made {type_of(made)} that says nothing of itself: derive "
                           "it from jaxrl.rollout.Engine (docs/guides/extend.md)")
     return made
 

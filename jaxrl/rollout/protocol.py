@@ -5,7 +5,7 @@ requests of one group; a turn of a conversation is a request. `generate` is the 
 
 An engine of your own is made by a factory of an EngineContext (`engines`). `check_request` and `check_ids` refuse what
 cannot be served, `stops.find_stop` looks for stop strings, `weights.chunks` has what `publish` brings as a Hugging Face
-folder would; tests/numpy_engine.py is one that uses nothing else.
+folder would; tests/helpers/numpy_engine.py is one that uses nothing else.
 
 Only numpy here: a process without an accelerator can speak this protocol.
 """

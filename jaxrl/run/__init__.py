@@ -1,3 +1,3 @@
-"""What stands around every training loop and knows no algorithm: the session (directory, log, stop, processes,
-checkpoints), a job's inputs (setup), objects handed over from Python, and how a run ends.
+"""The parts of a run that every recipe shares: the session (directory, log, stop, processes, checkpoints), a job's
+inputs (setup), the loop (fit), objects passed from Python, and closing. Nothing here knows an algorithm.
 """

@@ -1,4 +1,4 @@
-"""How a run ends: everything that was opened is closed, whatever one of them does; and what is said last."""
+"""Closes everything a session opened, even if closing one of them fails, and formats the last line of a run."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ log = logging.getLogger("jaxrl")
 
 
 class Closers:
-    """What a run has to close, newest first."""
+    """The objects that a run closes at its end, newest first."""
 
     def __init__(self):
         self._closers = []
 
-    def own(self, thing):
+    def add(self, thing):
+        """Registers an object to be closed with the run; returns it."""
         self._closers.append(thing.close)
         return thing
 
     def enter(self, context):
+        """Enters a context manager, and leaves it with the run."""
         context.__enter__()
         self._closers.append(lambda: context.__exit__(None, None, None))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Closes all. The first failure is raised, unless `error` is on its way already; all others are logged."""
+        """Closes everything. Raises the first failure unless the run already ends by `error`; logs all others."""
         first = None
         while self._closers:
             try:
                 self._closers.pop()()
             except Exception as e:
                 if error is not None or first is not None:
-                    log.error("while the run was closed: %s: %s", type(e).__name__, e)
+                    log.error("closing the run failed: %s: %s", type(e).__name__, e)
                 first = first or e
         if first is not None and error is None:
             raise first
 
 
-def closing(out: dict) -> str:
-    """The last line of a run: what became of it and where it lies."""
+def closing_line(out: dict) -> str:
+    """Returns the last console line of a run from its summary: result, accuracy, best checkpoint, folders."""
     held_out = [f"{100 * out[f'eval_{when}']['accuracy']:.1f}% {when}"
                 for when in ("before", "after") if "accuracy" in out.get(f"eval_{when}", {})]
     how = f"ended by {out['ended_by']}, " if "ended_by" in out else "done "

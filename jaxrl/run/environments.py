@@ -1,4 +1,7 @@
-"""The workers that play a run's episodes, and the engine of episodes around the engine of turns."""
+"""Opens the workers of a run's episodes, and wraps an engine of turns in the engine of episodes.
+
+run.setup calls it. The episodes themselves are in rollout.episodes and jaxrl.envs.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,22 @@ from jaxrl.envs.pool import EpisodePool
 from jaxrl.rollout.episodes import EpisodeEngine
 
 
-def open_pool(s) -> EpisodePool | None:
-    """The workers of a Session's episodes, starting; None for runs without."""
-    c, given = s.spec, s.given
+def open_episode_pool(s) -> EpisodePool | None:
+    """Starts the workers that run a Session's episodes; None for a run without episodes."""
+    c, inputs = s.spec, s.inputs
     if not c.episodes:
         return None
     env = SimpleNamespace(**{name: c.env[name] for name in c.env})
     env.judged = bool(c.reward.functions or c.reward.model.path)
-    env.function, env.tools = given.env or env.function, given.tools or env.tools
-    return s.own(EpisodePool(env, c.user, c.run.dir, c.sandbox))
+    env.function, env.tools = inputs.env or env.function, inputs.tools or env.tools
+    return s.close_at_end(EpisodePool(env, c.user, c.run.dir, c.sandbox))
 
 
-def in_episodes(engine, pool: EpisodePool, spec, tokenizer):
-    """An engine of episodes around one of turns. Raises ConfigError where the chat template cannot tell new messages
-    behind what was sampled."""
+def episode_engine(engine, pool: EpisodePool, spec, tokenizer):
+    """Returns an engine of episodes around an engine of turns.
+
+    Raises ConfigError if the chat template cannot render new messages after sampled tokens.
+    """
     renderer = TurnRenderer(spec, tokenizer, pool.tools)
     renderer.check(bool(pool.tools))
     return EpisodeEngine(engine, pool, renderer, spec.env, longest=spec.longest, seed=spec.run.seed,

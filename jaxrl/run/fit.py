@@ -1,16 +1,25 @@
-"""The loop of every job: restore, introduce, sync weights, evaluate, step until the run ends, finish."""
+"""The loop of every recipe: restore, introduce, sync weights, evaluate, step until the run ends, finish.
+
+Recipes and loops of one's own call `fit` (docs/reference/python.md). A step's content is the recipe's.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from jaxrl.roles.role import WeightSync
-from jaxrl.run.setup import derived, describe, first_prompt
+from jaxrl.run.setup import derived_numbers, describe, first_prompt
 from jaxrl.telemetry.flops import Speed
 
 
 class Line(NamedTuple):
-    """What a step logs: metrics per step, means over the last `steps` steps; records of its completions."""
+    """One line of metrics.
+
+    Attributes:
+      metrics: name -> value per step, means over the last `steps` steps.
+      records: of the step's completions, for callbacks.
+      steps: number of steps since the last line.
+    """
 
     metrics: dict
     records: list = []
@@ -24,26 +33,29 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
     Args:
       s, job: session and job. policy: roles.role.Policy, not yet started.
       open_step: speed -> step; called once the policy is restored. step() runs one step, advances the session and
-        returns its Line, {} where no line is due yet, or None if a stop was requested before the update.
-      parts: what a checkpoint holds beside the policy (see Session.restore).
+        returns its Line, {} if no line is due yet, or None if a stop was requested before the update.
+      parts: further parts of a checkpoint (see Session.restore).
       publish: (weights, version) -> hands weights to the engine; None = no engine needs them.
       sync_every: steps between weight syncs; 0 = only before evaluations.
-      evaluation: sync -> what Session takes as `evaluate`; not called without held-out sets.
-      about: further lines for the introduction. first_row: what is printed of the data; default the first prompt.
+      evaluation: sync -> the function that Session calls as `evaluate`; not called without held-out sets.
+      about: further lines of the introduction. first_row: line about the data; default the first prompt.
+
+    Raises:
+      ConfigError: a checkpoint or option does not fit. RunStopped: the run had to stop; what was saved can be resumed.
     """
     s.restore(policy, parts)
-    s.introduce(f"{describe(job)}{about and chr(10) + about}", derived(job.config))
+    s.introduce(f"{describe(job)}{about and chr(10) + about}", derived_numbers(job.config))
     speed = Speed(job, policy.state.trainable)
     step = open_step(speed)
     sync = None if publish is None else WeightSync(s, policy, publish)
     if sync is not None:
         sync()
     s.say(first_prompt(s, job) if first_row is None else first_row)
-    plan = s.given.comparison if "plan" in job.config.recipe.modes else None
+    plan = s.inputs.comparison if "plan" in job.config.recipe.modes else None
     s.begin(plan and plan(job.config, job, s.step), speed.rates)
     evaluate = evaluation(sync) if evaluation is not None and job.eval_sets else None
     s.before_first_step(evaluate)
-    while s.goes_on():
+    while s.should_continue():
         line = step()
         if line is None:
             break

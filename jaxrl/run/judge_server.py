@@ -1,5 +1,8 @@
-"""vLLM servers of the run's own behind judges: stock servers with the weights of their folder, on devices and ports of
-their own. Nothing is published to them; they end with the run."""
+"""Starts and watches vLLM servers for judges (reward.judge*) that name a model but no servers.
+
+They are stock servers with the weights of their model folder, on their own devices and ports. They get no weight syncs
+and end with the run. run.setup starts them; rewards.judge sends the requests.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,13 @@ log = logging.getLogger("jaxrl")
 HOST, LOOK_SECONDS = "127.0.0.1", 1.0
 
 
-def launch(o: dict, options, port: int, cpu: bool, key: str) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of a judge's server. o: options of the judge. options: rollout.vllm, of which interpreter
-    and level of the log count. Its endpoints under /v1 ask for the key, which goes by the environment."""
+def server_command(o: dict, options, port: int, cpu: bool, key: str) -> tuple[list[str], dict[str, str]]:
+    """Returns (command, environment) that start a judge's server.
+
+    Args:
+      o: options of the judge. options: rollout.vllm, whose `python` and `log_level` are used.
+      cpu: whether the installed vLLM runs on CPUs. key: required by the endpoints under /v1, passed by environment.
+    """
     flags = {"model": o["model"], "host": HOST, "port": port, "seed": 0, "uvicorn-log-level": "warning",
              "generation-config": "vllm"}
     if cpu:  # as for the policy's servers
@@ -38,12 +45,15 @@ def launch(o: dict, options, port: int, cpu: bool, key: str) -> tuple[list[str],
 
 
 class JudgeServers:
-    """One server for each judge among these functions that has a model and no servers. They start at once; one that
-    ends is started again, rollout.vllm.restarts times, and what is asked meanwhile has no score.
+    """One vLLM server for each judge that has a model and no servers. They start at once.
 
-    Args: config; functions: of the run's rewards; count: processes of the run.
+    A server that ends is restarted, up to rollout.vllm.restarts times; requests meanwhile get no score.
 
-    Raises ConfigError: several processes, no vLLM.
+    Args:
+      config: of the run. functions: names of the run's reward functions. count: processes of the run.
+
+    Raises:
+      ConfigError: the run has several processes, or vLLM is not installed.
     """
 
     def __init__(self, config, functions, count: int = 1):
@@ -52,7 +62,7 @@ class JudgeServers:
         self._folder = Path(config.run.dir or ".") / "vllm"
         self._launched: dict[str, tuple] = {}
         self._processes: dict[str, ServerProcess] = {}
-        self.found: dict[str, Server] = {}
+        self.servers: dict[str, Server] = {}
         self._closing, self._watcher = threading.Event(), None
         if not wanted:
             return
@@ -65,11 +75,11 @@ class JudgeServers:
             log.warning(notice)
         for name, o in wanted.items():
             if not cpu and not o["devices"]:
-                log.warning("judge %r: its server takes the devices that jaxrl takes, too; name others in devices, or "
-                            "give it a part of their memory by server_args={'gpu_memory_utilization': ...}", name)
+                log.warning("judge %r: its server uses the same devices as jaxrl; set other `devices`, or limit its "
+                            "memory with server_args={'gpu_memory_utilization': ...}", name)
             port = free_port(HOST)
-            self._launched[name] = launch(o, self._options, port, cpu, self._key)
-            self.found[name] = Server(f"http://{HOST}:{port}/v1", self._key)
+            self._launched[name] = server_command(o, self._options, port, cpu, self._key)
+            self.servers[name] = Server(f"http://{HOST}:{port}/v1", self._key)
             self._start(name)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="judge-servers")
         self._watcher.start()
@@ -79,9 +89,12 @@ class JudgeServers:
         self._processes[name] = ServerProcess(command, env, self._folder / f"judge_{name}.log")
 
     def wait(self) -> None:
-        """Returns when all answer. Raises ConfigError for one that ends or is not up in rollout.vllm.setup_seconds."""
+        """Waits until all servers respond.
+
+        Raises ConfigError if one ends or does not respond within rollout.vllm.setup_seconds.
+        """
         end, said = time.monotonic() + self._options.setup_seconds, False
-        for name, server in self.found.items():
+        for name, server in self.servers.items():
             while not _answers(server):
                 process = self._processes[name]
                 if process.exit_status() is not None or time.monotonic() > end:
@@ -93,17 +106,17 @@ class JudgeServers:
                 time.sleep(0.25)
 
     def _watch(self) -> None:
-        left = dict.fromkeys(self.found, self._options.restarts)
+        left = dict.fromkeys(self.servers, self._options.restarts)
         up = set()
         while not self._closing.wait(LOOK_SECONDS):
-            for name, server in self.found.items():
+            for name, server in self.servers.items():
                 process = self._processes[name]
                 if process.exit_status() is None:
                     process.bound_log()
                     up |= {name} if name not in up and _answers(server) else set()
-                elif name in up and left[name]:  # (one that never came up is `wait`'s)
+                elif name in up and left[name]:  # `wait` handles a server that never came up
                     left[name] -= 1
-                    log.warning("the server of judge %r %s: %s; it is started again", name, process.ended(),
+                    log.warning("the server of judge %r %s: %s; restarting it", name, process.ended(),
                                 process.complaint())
                     self._start(name)
 

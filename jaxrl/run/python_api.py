@@ -1,5 +1,8 @@
-"""What a caller hands over as Python objects beside the config: rows, a tokenizer, reward functions, environments,
-tools, callbacks."""
+"""Python objects that a caller passes to jaxrl.train besides the config: rows, a tokenizer, reward functions,
+environments, tools, callbacks; and the calls of those callbacks.
+
+jaxrl.api makes PythonInputs, a Session carries them, run.setup reads them.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,37 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl.data import GIVEN
-from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.errors import ConfigError, RunStopped, type_of
 
 
-class Given(NamedTuple):
-    """None where the config decides. `eval` maps names to rows."""
+class PythonInputs(NamedTuple):
+    """Objects of jaxrl.train that replace options of the config; None where the option applies.
+
+    Attributes:
+      eval: set name -> rows.
+      comparison: (spec, job, step) -> object that predicts the run and records what it measures (planning.comparison).
+    """
 
     rewards: Sequence | None = None
     data: Any = None
     eval: Mapping[str, Any] | None = None
     tokenizer: Any = None
     callbacks: tuple[Callable, ...] = ()
-    # (spec, job, step) -> what predicts the run and keeps what it measures (planning.comparison)
     comparison: Callable | None = None
     env: Callable | None = None
     tools: Sequence[Callable | str] | None = None
 
 
 class Step:
-    """What a callback is called with, after each line of metrics.
+    """The argument of a callback, which is called after each line of metrics.
 
-    number: completed steps; 0 for the evaluation before the first. total: steps the run aims at. metrics: name ->
-    float, as in metrics.jsonl. samples: the records of the step's training completions, as in rollouts/ (prompt,
-    completion, answer, score, reward, advantage, tokens ...); [] in SFT and for step 0. run_dir: where the run writes.
+    Attributes:
+      number: completed steps; 0 for the evaluation before the first step.
+      total: steps the run aims at.
+      metrics: name -> float, as in metrics.jsonl.
+      samples: records of the step's training completions, as in rollouts/ (prompt, completion, answer, score, reward,
+        advantage, tokens ...); [] in SFT and for step 0.
+      run_dir: the run's directory.
     """
 
     def __init__(self, number: int, total: int, metrics: dict[str, float], samples: list[dict], run_dir: str):
@@ -42,15 +53,19 @@ class Step:
         self.stopped = self.stopped or str(reason) or "a callback"
 
 
-def call_back(session, metrics: dict[str, float], records=()) -> str:
-    """Process 0 calls the callbacks of a run. Returns on all why one of them ends it, or ""; one that fails is a
-    RunStopped on all."""
+def run_callbacks(session, metrics: dict[str, float], records=()) -> str:
+    """Calls the run's callbacks on process 0. Collective.
+
+    Returns, on every process, the reason for which a callback ends the run, or "". Raises RunStopped on every process
+    if a callback fails.
+    """
     step = Step(session.step, session.total_steps, metrics, list(records), str(session.run_dir))
-    session.together("callbacks", lambda: call(session.given.callbacks if session.peers.first else (), step))
+    session.together("callbacks", lambda: call_each(session.inputs.callbacks if session.peers.first else (), step))
     return session.decide("end?", lambda: step.stopped)
 
 
-def call(callbacks, step: Step) -> bool:
+def call_each(callbacks, step: Step) -> bool:
+    """Calls callbacks in order; returns True. Raises RunStopped if one fails, naming its file and line."""
     for callback in callbacks:
         try:
             callback(step)
@@ -58,26 +73,28 @@ def call(callbacks, step: Step) -> bool:
             name = getattr(callback, "__name__", type(callback).__name__)
             frame = traceback.extract_tb(e.__traceback__)[-1]
             raise RunStopped(f"the callback {name!r} failed after step {step.number}: {type(e).__name__}: {e} (line "
-                             f"{frame.lineno} of {frame.filename}). Mend it, and the same call goes on from the newest "
-                             "checkpoint") from e
+                             f"{frame.lineno} of {frame.filename}). Fix it and repeat the call to resume from the "
+                             "latest checkpoint") from e
     return True
 
 
-def taken(config, model=None, data=None, rewards=None, tokenizer=None, eval=None, callbacks=(), env=None, tools=None
-          ) -> Given:
-    """Writes into the config that objects are given (in place), and returns them. Raises ConfigError for what none can
-    be."""
+def apply_python_inputs(config, model=None, data=None, rewards=None, tokenizer=None, eval=None, callbacks=(), env=None,
+                        tools=None) -> PythonInputs:
+    """Sets the options that the arguments of jaxrl.train replace, in place, and returns the objects among them.
+
+    Raises ConfigError for an argument of the wrong type.
+    """
     if model is not None:
         if not isinstance(model, str):
-            raise ConfigError(f"model is a {type(model).__name__}: expected a Hugging Face folder or hub id")
+            raise ConfigError(f"model is {type_of(model)}: expected a Hugging Face folder or hub id")
         if config.run.warm_start:
-            raise ConfigError(f"model={model!r} beside run.warm_start={config.run.warm_start!r}, which makes the model "
+            raise ConfigError(f"model={model!r} with run.warm_start={config.run.warm_start!r}, which makes the model "
                               "itself: leave one of them out (run.warm_start='')")
         config.model.path, config.model.init = model, "pretrained"
     if tokenizer is not None:
         own = not isinstance(tokenizer, str)
         if own and not (callable(tokenizer) and hasattr(tokenizer, "get_vocab")):
-            raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: expected a folder, a hub id or a tokenizer "
+            raise ConfigError(f"tokenizer is {type_of(tokenizer)}: expected a folder, a hub id or a tokenizer "
                               "of transformers")
         config.model.tokenizer, tokenizer = (GIVEN + "tokenizer", tokenizer) if own else (tokenizer, None)
     if data is not None:
@@ -102,8 +119,8 @@ def taken(config, model=None, data=None, rewards=None, tokenizer=None, eval=None
     callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
     for callback in callbacks:
         if not callable(callback):
-            raise ConfigError(f"callbacks holds a {type(callback).__name__}: expected functions that take one step")
-    return Given(rewards, data, eval, tokenizer, callbacks, env=env, tools=tools)
+            raise ConfigError(f"callbacks holds {type_of(callback)}: expected functions that take one step")
+    return PythonInputs(rewards, data, eval, tokenizer, callbacks, env=env, tools=tools)
 
 
 def _name(function) -> str:

@@ -1,25 +1,25 @@
-"""What stands around a recipe's loop: its directory, log, stop, processes, checkpoints and triggers.
+"""The session of a run: its directory, log, stop requests, processes, checkpoints and triggers.
 
-A Session knows no algorithm and holds none of a run's state: what is to be saved is handed to it as parts (see
-`restore`).
+Recipes open one around their loop (mostly through run.fit). A Session knows no algorithm and owns none of a run's
+state: the parts of a checkpoint are passed to it (see `restore`).
 
-    with Session(spec, given) as s:
+    with Session(spec, inputs) as s:
         ...
-        s.restore(parts)
-        s.begin(evaluate)
-        while s.goes_on():
+        s.restore(policy, parts)
+        s.begin()
+        while s.should_continue():
             ...
             with s.changing():
                 ... the update ...
                 s.advance(cursor, samples)
-            s.after_step(metrics, evaluate)
+            s.after_step(metrics, evaluate, export)
         return s.finish(evaluate, export)
 
-With several processes all walk through the same calls. What depends on time or on what happened to one of them is
-agreed at stamped meetings (`together`, `decide`, `goes_on`), so that none can act on a decision the others lack.
+With several processes all make the same calls. Decisions that depend on time or on one process are agreed at stamped
+meetings (`together`, `decide`, `should_continue`), so that no process acts on a decision that the others lack.
 
-Leaving by an error saves first, where the state is that of a whole step (`changing`) and all processes know of the
-error; the error itself goes on. summary.json then has it as `error`.
+An error that leaves the session saves a checkpoint first, if the state is that of a whole step (`changing`) and all
+processes know of the error; the error is then raised, and summary.json has it as `error`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from jaxrl.processes.deadline import within
 from jaxrl.processes.faults import Faults, GracefulStop
 from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
-from jaxrl.run.closing import Closers, closing
-from jaxrl.run.python_api import Given, call_back
+from jaxrl.run.closing import Closers, closing_line
+from jaxrl.run.python_api import PythonInputs, run_callbacks
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
@@ -51,12 +51,12 @@ from jaxrl.telemetry.health import Divergence, Idle
 from jaxrl.telemetry.profiler import Profiler, memory_of, steps_of
 
 log = logging.getLogger("jaxrl")
-SAVE_AGAIN_SECONDS = 60.0  # after the disk refused a save
-CLOSING_SECONDS = 60.0  # for closing a run whose disk hangs
+SAVE_AGAIN_SECONDS = 60.0  # until the next attempt after a failed save
+CLOSING_SECONDS = 60.0  # limit for closing a run whose disk hangs
 
 
 class Progress(NamedTuple):
-    """How far a run is: completed steps, position in the order of the data, sequences learnt from."""
+    """How far a run is: completed steps, position in the order of the data, sequences trained on."""
 
     step: int = 0
     cursor: int = 0
@@ -64,10 +64,14 @@ class Progress(NamedTuple):
 
 
 class Session:
-    """See the module. Args: a Spec; what was handed over from Python (jaxrl.run.python_api)."""
+    """The directory, log, stop requests, checkpoints and triggers of one run; see the module for its use.
 
-    def __init__(self, spec, given: Given | None = None):
-        self.spec, self.given, self.run_dir = spec, given or Given(), Path(spec.run.dir)
+    Args:
+      spec: resolved Spec. inputs: Python objects of the caller (jaxrl.run.python_api), or None.
+    """
+
+    def __init__(self, spec, inputs: PythonInputs | None = None):
+        self.spec, self.inputs, self.run_dir = spec, inputs or PythonInputs(), Path(spec.run.dir)
         self.progress = Progress()
         self.started = time.monotonic()
         self.phase = Phases()
@@ -85,7 +89,7 @@ class Session:
         self._stop_agreed = self._error_agreed = False
         self._whole = False  # the parts are those of self.step
         self._closers = Closers()
-        self.own = self._closers.own
+        self.close_at_end = self._closers.add
 
     @property
     def step(self) -> int:
@@ -96,7 +100,7 @@ class Session:
     def __enter__(self):
         try:
             c = self.spec
-            self.console = self.own(open_console(c.run.dir, c, silent=not self.peers.first))
+            self.console = self.close_at_end(open_console(c.run.dir, c, silent=not self.peers.first))
             self.console.start()
             self._starting = self.phase("start")
             self._starting.__enter__()
@@ -108,14 +112,14 @@ class Session:
         return self
 
     def _find_checkpoint(self) -> None:
-        """The checkpoint that is resumed, or None: process 0 looks, the others take the same."""
+        """Finds the checkpoint to resume, the same on all processes. Raises ConfigError if a fixed option changed."""
         c = self.spec
         to = c.checkpoint.upload.to if c.run.mode == "train" else ()
-        self.uploads = self.own(Uploads(c.checkpoint.upload)) if to and self.peers.first else None
-        # What is older than a checkpoint must be on disk before it: metrics, and the rewards decided so far.
+        self.uploads = self.close_at_end(Uploads(c.checkpoint.upload)) if to and self.peers.first else None
+        # Metrics and rewards of the steps before a checkpoint must be on disk before it commits.
         before = lambda: self.telemetry.flush()  # noqa: E731
-        self.checkpointer = self.own(Checkpointer(c.run.dir, c, self.faults, before, self.uploads))
-        self.stop.newest = lambda: f"checkpoints: {self.checkpointer.newest()}; the same command goes on"
+        self.checkpointer = self.close_at_end(Checkpointer(c.run.dir, c, self.faults, before, self.uploads))
+        self.stop.newest = lambda: f"checkpoints: {self.checkpointer.newest()}; rerun the same command to resume"
         self.resumed = self.checkpointer.choose(c.run.resume)
         if self.resumed is None or c.run.mode != "train":
             return
@@ -126,15 +130,15 @@ class Session:
         for change in taken:
             log.info("changed since the checkpoint: %s", change)
 
-    def held(self, name: str) -> dict | None:
-        """What the checkpoint that is resumed holds of a part (its `host`)."""
+    def resumed_part(self, name: str) -> dict | None:
+        """Returns the host values of a part in the checkpoint that is resumed, or None."""
         return None if self.resumed is None else self.resumed.host.get("parts", {}).get(name)
 
-    def reads(self, stream, read: dict) -> None:
-        """Takes the stream of training rows (None: there is none), which says where the data end, and the fingerprints
-        of what is read, which checkpoints keep."""
-        self.stream, self.read = stream, read
-        if stream is not None and self.peers.count == 1:  # several agree on a stop where they meet, behind the rows
+    def set_stream(self, stream, fingerprints: dict) -> None:
+        """Sets the stream of training rows (or None), which bounds the run, and the fingerprints of its inputs, which
+        checkpoints store."""
+        self.stream, self.fingerprints = stream, fingerprints
+        if stream is not None and self.peers.count == 1:  # several processes agree on a stop after the rows are read
             stream.interrupted = self.interrupted
         self.total_steps, self.ending = end(self.spec, stream and stream.total_steps)
 
@@ -143,12 +147,14 @@ class Session:
         self.spec = spec
 
     def restore(self, policy, parts=()) -> None:
-        """Starts the policy and the other parts of a run, from the checkpoint that is resumed or anew.
+        """Starts the policy and the other parts of a run, from the resumed checkpoint or from scratch.
 
-        A part has `name`, `abstract()` (tree of ShapeDtypeStructs, {} for nothing), `start(arrays, host)` (what a
-        checkpoint held, or None and None), `arrays()` and `host()` (JSON-able dict; None = nothing of it is kept). The
-        policy's trees stand in a checkpoint by their own names, and it has no `host`. A checkpoint without a part
-        starts it anew, one with a part that is not wanted leaves it.
+        A part has `name`, `abstract()` (tree of ShapeDtypeStructs, {} for nothing), `start(arrays, host)` (from a
+        checkpoint, or None and None), `arrays()` and `host()` (JSON-able dict; None = the part is not saved). The
+        policy's trees are stored under their own names, and it has no `host`. A part that the checkpoint lacks starts
+        from scratch; a stored part that the run does not use is ignored.
+
+        Raises ConfigError if the directory lacks space or cannot be written.
         """
         self.policy, self.parts = policy, parts
         own = policy.abstract()
@@ -172,7 +178,7 @@ class Session:
         self._new = [p.name for p in parts if restored and p.name not in held and p.host() is not None]
 
     def resume_at(self, host: dict) -> None:
-        """Goes on from where a checkpoint's host values say."""
+        """Sets progress, evaluations and the best score from a checkpoint's host values."""
         self.progress = Progress(host["step"], host["cursor"], host["samples"])
         self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]
         self._take_best(Best(self.spec, host.get("best")))
@@ -182,13 +188,17 @@ class Session:
         self.ended_by = best.over
 
     def open_telemetry(self, read_only: bool = False, step: int | None = None) -> None:
-        """The sinks of metrics. step: completed steps of an earlier run that goes on."""
-        self.telemetry = self.own(Telemetry(
+        """Opens the sinks of metrics. step: completed steps of the run that is resumed. read_only: writes none."""
+        self.telemetry = self.close_at_end(Telemetry(
             self.run_dir, self.spec, self.total_steps, resume_step=step, read_only=read_only,
             silent=not self.peers.first, console=self.console))
 
     def introduce(self, lines, numbers: dict) -> None:
-        """Opens telemetry; says what a person should know before the first step. numbers: derived, for config.json."""
+        """Opens telemetry and prints the introduction of the run.
+
+        Args:
+          lines: text of run.setup.describe. numbers: derived numbers, written to config.json.
+        """
         c = self.spec
         self.open_telemetry(step=self.step if self._restored else None)
         self.phase.watch = self.console.phase
@@ -207,20 +217,21 @@ class Session:
             self.say(f"resumed   step {self.step} from {self._restored.path}{lacks}")
 
     def begin(self, comparison=None, rates=lambda metrics, seconds: {}) -> None:
-        """The last thing before the loop.
+        """Ends start-up: profiler, predictions, clocks. Called last before the loop.
 
-        comparison: what predicts this run and keeps what it measures (planning.comparison), or None. rates: (metrics,
-        seconds by phase) -> further metrics.
+        Args:
+          comparison: predicts this run and records what it measures (planning.comparison), or None.
+          rates: (metrics, seconds by phase) -> further metrics.
         """
         c, process, self.rates, self.comparison = self.spec, self.peers.index, rates, comparison
         if comparison is not None and (planned := comparison.start()):
             self.say(planned)
         steps, memory = steps_of(c.profile, process), memory_of(c.profile, process)
         if steps or memory:
-            self.profiler = self.own(Profiler(steps, self.run_dir / "profile", memory, c.profile.python))
+            self.profiler = self.close_at_end(Profiler(steps, self.run_dir / "profile", memory, c.profile.python))
             self.profiler.at(self.step)
         self._whole = True
-        if not self.ended():  # whatever an earlier run said, and however this one ends
+        if not self.ended():  # overwrites the summary of an earlier run
             self.telemetry.summary({"finished": False, "error": None})
         self._starting.__exit__(None, None, None)
         self.phase.take()  # start-up is not part of the first step
@@ -229,35 +240,35 @@ class Session:
     # -- during a step --------------------------------------------------------------------------------------------
 
     def fault(self, component: str, phase: str = "") -> None:
+        """Raises the fault that faults.plan injects into this component and step, if any (for tests)."""
         if self.spec.faults.plan:
             self.faults.fire(component, self.step + 1, phase)
 
     def say(self, text: str) -> None:
-        """A message to the person at the console; nothing where it is empty."""
+        """Prints a message on the console; nothing if it is empty."""
         if text:
             self.telemetry.print(text)
 
     def interrupted(self) -> bool:
-        """Whether a stop has reached this process, by a signal or by word of another; asked while it works alone."""
+        """Whether this process knows of a requested stop, from a signal or another process. Not collective."""
         if self.stop.reason:
             self.peers.ask_stop()
         return bool(self.stop.reason) or self.peers.stop_asked
 
     def stopping(self) -> bool:
-        """Whether the run is to stop, the same on all processes: it changes at meetings only. (Alone: at once.)"""
+        """Whether the run stops, the same on all processes: changes at meetings only (at once for a single process)."""
         return self.interrupted() if self.peers.count == 1 else self._stop_agreed
 
     @property
     def place(self) -> str:
-        """The stamp of a meeting: which step the run is in, and which weights it samples from."""
+        """The stamp of a meeting: the step the run is in, and the weights it samples from."""
         return f"step {self.step + 1}, weights {self.step}"
 
     def together(self, what: str, work):
-        """What work() returns, or None on every process where a stop reached one of them before it was done (work() is
-        None).
+        """Returns work(); None on every process if a stop reached one of them first (its work() returned None).
 
-        What stops one of them (an engine that is lost, rewards that fail, a completion that never came) stops all: each
-        raises it, and they can still save together.
+        An error of one process (a lost engine, failed rewards, a completion that timed out) is raised on all, so that
+        they can still save a checkpoint together.
         """
         return work() if self.peers.count == 1 else self._together(what, work)
 
@@ -274,38 +285,42 @@ class Session:
         if any(text for _, text in states):
             self._error_agreed = True
             kind = RunStopped if error is None else type(error)
-            told = [f"{self.peers.who(i)}: {text}" for i, (_, text) in enumerate(states) if text]
-            raise kind("; ".join(told)) from error
+            reasons = [f"{self.peers.who(i)}: {text}" for i, (_, text) in enumerate(states) if text]
+            raise kind("; ".join(reasons)) from error
         self._stop_agreed |= not all(fine for fine, _ in states)
         return None if self._stop_agreed else done
 
     def decide(self, what: str, choose, *arguments):
-        """What process 0 finds by choose(*arguments), on all."""
+        """Returns choose(*arguments) of process 0 on all processes. Collective."""
         if self.peers.count == 1:
             return choose(*arguments)
         return self.peers.decide(f"{self.place}: {what}", choose, *arguments)
 
-    def goes_on(self) -> bool:
-        """Asked before every step. A stop that reached any process since is agreed here."""
+    def should_continue(self) -> bool:
+        """Whether another step follows. Collective: all processes agree here on stops since the last step."""
         if self.peers.count > 1:
             self._stop_agreed |= any(self.peers.meet(f"{self.place}: go on?", self.interrupted()))
         return not (self.stopping() or self.ended())
 
     def ended(self) -> bool:
-        """Whether train.steps, data.epochs or train.max_samples is reached, or a callback ended it; the same on all."""
+        """Whether train.steps, data.epochs or train.max_samples is reached or a callback ended the run."""
         samples = self.spec.train.max_samples
         counted = (self._last_step and self.step >= self._last_step) or (samples and self.progress.samples >= samples)
         return bool(self.ended_by or counted) or self.stream.exhausted(self.progress.cursor)
 
     @contextlib.contextmanager
     def changing(self):
-        """Around what turns the state of one step into that of the next. An error in here leaves a state of no step."""
+        """Context of the update and `advance`. An error inside leaves no consistent state, so none is saved."""
         self._whole = False
         yield
         self._whole = True
 
     def advance(self, cursor: int, samples: int) -> Progress:
-        """The update of this step is done: the step counts."""
+        """Completes a step after its update; returns the new progress.
+
+        Args:
+          cursor: position of the data after the step. samples: sequences it trained on.
+        """
         self.progress = Progress(self.step + 1, cursor, self.progress.samples + samples)
         if self.profiler is not None:
             self.profiler.at(self.step)
@@ -314,15 +329,18 @@ class Session:
     # -- around steps ---------------------------------------------------------------------------------------------
 
     def before_first_step(self, evaluate) -> None:
-        """evaluate() -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
+        """Evaluates before the first step, or prints why the run has no steps left.
+
+        evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets.
+        """
         if self.ended_by:
-            self.say(f"this run was ended at step {self.step} by {self.ended_by}; go on with a larger eval.patience, or"
-                     " 0")
+            self.say(f"this run was ended at step {self.step} by {self.ended_by}; to continue, set a larger "
+                     "eval.patience, or 0")
             return
         if self.ended():
             name = self.ending.partition("=")[0]
             further = 2 * (self.step if name == "train.steps" else get(self.spec.asked, name))
-            asked = "" if self.step <= self.total_steps else f" ({self.total_steps} are asked for)"
+            asked = "" if self.step <= self.total_steps else f" (of {self.total_steps} requested)"
             self.say(f"this run has finished its {self.step} steps{asked}; extend it with --config.{name}={further}, or"
                      " start another with --config.run.dir=...")
             return
@@ -333,12 +351,16 @@ class Session:
                 if self.best.wanted:
                     self.best.check(metrics)
                 self.eval_before = self.last_summary if first else self.eval_before
-                self.ended_by = call_back(self, self.telemetry.step(self.step, metrics, self.phase.take()))
+                self.ended_by = run_callbacks(self, self.telemetry.step(self.step, metrics, self.phase.take()))
 
     def after_step(self, metrics: dict, evaluate, export, steps: int = 1, records=()) -> None:
-        """Evaluates, logs and saves as the triggers say. One line of metrics, written before its checkpoint; `metrics`
-        are per step, of the last `steps` steps. records: of the step's completions, for callbacks. export(folder):
-        writes the model."""
+        """Evaluates, logs, saves, exports and calls callbacks as they are due after a step.
+
+        Args:
+          metrics: per step, means over the last `steps` steps. They are written before the step's checkpoint.
+          evaluate: as of `before_first_step`. export: folder -> writes the model.
+          records: of the step's completions, for callbacks.
+        """
         epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         best = False
@@ -355,8 +377,8 @@ class Session:
             self.save()
         if due("export"):
             self._export(export, self.run_dir / f"export_{self.step:08d}")
-        if self.given.callbacks or self.peers.count > 1:  # others may have been given some
-            self.ended_by = call_back(self, metrics, records) or self.ended_by
+        if self.inputs.callbacks or self.peers.count > 1:  # other processes may have callbacks
+            self.ended_by = run_callbacks(self, metrics, records) or self.ended_by
 
     def _log_step(self, metrics: dict, steps: int) -> dict:
         together, compiled = self.phase.take(), self.compilations.take()
@@ -376,18 +398,18 @@ class Session:
         return metrics
 
     def _evaluate(self, evaluate) -> dict:
-        """Metrics of the held-out sets; {} when a stop came on the way. What is not finished is due again."""
+        """Returns metrics of the held-out sets; {} after a stop, and the evaluation stays due."""
         self.due["eval"].missed = True
         with self.phase("eval"):
-            metrics, rows, told = evaluate()
+            metrics, rows, summary = evaluate()
         if metrics:
             self.due["eval"].missed = False
-            self.last_summary, self.last_eval = told, {"step": self.step, **told}
+            self.last_summary, self.last_eval = summary, {"step": self.step, **summary}
             self.telemetry.samples(self.step, rows)
         return metrics
 
     def _better(self, evaluated: dict) -> bool:
-        """Whether a checkpoint is due, since this evaluation is the best. Ends the run where eval.patience says so."""
+        """Whether this evaluation is the best, so that a checkpoint is due. Ends the run per eval.patience."""
         if not evaluated or not self.best.wanted:
             return False
         found = self.best.add(self.step, evaluated)
@@ -399,17 +421,17 @@ class Session:
         return False
 
     def save(self) -> None:
-        """A checkpoint of this step, unless there is one."""
+        """Saves a checkpoint of this step in the background, unless there is one."""
         if self.checkpointer.committed == self.step:
             return
         with self.phase("checkpoint"):
             self.checkpointer.save(self.step, *self.content())
 
     def content(self) -> tuple[dict, dict]:
-        """(arrays, host values) of a checkpoint of this step."""
+        """Returns (arrays, JSON-able host values) of a checkpoint of this step."""
         host = {
             **self.progress._asdict(), "eval_before": self.eval_before, "last_eval": self.last_eval,
-            "config": redacted(self.spec.asked), "read": self.read,
+            "config": redacted(self.spec.asked), "read": self.fingerprints,
             "triggers": {name: due.state() for name, due in self.due.items()},
             "best": self.best and self.best.state(),
             "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
@@ -417,8 +439,8 @@ class Session:
         arrays = {part.name: part.arrays() for part in self.parts if part.name in host["parts"]}
         return self.policy.arrays() | arrays, host
 
-    def save_for_good(self) -> None:
-        """Returns once this step is on disk, whole. Raises SavesFail where that cannot be."""
+    def save_and_wait(self) -> None:
+        """Saves this step and returns once the checkpoint is complete on disk. Raises SavesFail if that fails."""
         self.checkpointer.wait()  # a save of this step may be under way, and may fail
         self.save()
         self.checkpointer.require(self.step)
@@ -434,7 +456,10 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def finish(self, evaluate, export) -> dict:
-        """Final evaluation, checkpoint, export, summary (returned); after a stop only checkpoint and summary."""
+        """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop only saves.
+
+        Raises SavesFail if the last checkpoint cannot be written.
+        """
         c = self.spec
         stopped = self.stopping() and not self.ended()
         evaluated, best = (self.last_eval or {}).get("step") == self.step, False
@@ -446,17 +471,17 @@ class Session:
         unsaved = None
         try:
             if (stopped or c.checkpoint.at_end or best) and self.step > 0:
-                self.save_for_good()
+                self.save_and_wait()
             self.checkpointer.wait()
         except SavesFail as e:
             if stopped or not c.checkpoint.export_at_end:
                 raise
-            unsaved = e  # an export is smaller, and may lie elsewhere
+            unsaved = e  # an export is smaller, and may be on another disk
         self.phase.take()
         out = self._summary(stopped)
         try:
             if not stopped and c.checkpoint.export_at_end:
-                self._go_to_best()
+                self._load_best()
                 self._export(export, self.run_dir / "export")
                 out["export"] = str(self.run_dir / "export")
         finally:
@@ -467,21 +492,21 @@ class Session:
         self.telemetry.flush()  # what is not on disk is no finished run
         self.telemetry.summary(out)
         if c.checkpoint.upload.to:
-            out["uploads"] = self.decide("uploads", self._sent, stopped)
+            out["uploads"] = self.decide("uploads", self._finish_uploads, stopped)
             self.telemetry.summary(out)
         self.report()
         if stopped:
-            saved = "everything is saved, the same command goes on from here"
-            saved = saved if self.step else "no step was done, nothing was saved"
+            saved = "all state is saved; rerun the same command to resume"
+            saved = saved if self.step else "no step was completed, nothing was saved"
             self.say(f"stopped at step {self.step} of {self.total_steps}; {saved}")
         else:
             if self.comparison is not None and (compared := self.comparison.end()):
                 self.say(compared)
-            self.say(closing(out))
+            self.say(closing_line(out))
         return out
 
-    def _go_to_best(self) -> None:
-        """The policy becomes that of the best evaluation, with checkpoint.keep_best, where its checkpoint is there."""
+    def _load_best(self) -> None:
+        """With checkpoint.keep_best, loads the policy of the best evaluation if its checkpoint can be read."""
         step = self.checkpointer.best
         if step in (None, self.step):
             return
@@ -490,16 +515,17 @@ class Session:
         except CheckpointError as e:
             log.error("the exported model is that of step %d, not of the best evaluation: %s", self.step, e)
             return
-        self.policy.held = None  # two do not fit
+        self.policy.state = None  # two do not fit
         self.policy.start(arrays)
 
     def report(self) -> None:
-        """Writes report.html anew, where log.report asks for it."""
+        """Writes report.html if log.report is set."""
         if self.spec.log.report and self.peers.first:
             report_of(self.run_dir)
 
-    def _sent(self, stopped: bool) -> dict:
-        """What became of uploads. After a stop they get run.stop_seconds, and the last checkpoint is not the run's."""
+    def _finish_uploads(self, stopped: bool) -> dict:
+        """Waits for uploads and returns their results; after a stop at most run.stop_seconds, without the last
+        checkpoint."""
         c = self.spec
         if not stopped and self.uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
             path = self.checkpointer.path_of(self.step)
@@ -536,31 +562,31 @@ class Session:
 
     def __exit__(self, kind, error, trace):
         seconds = CLOSING_SECONDS if isinstance(error, DiskHangs) else 0
-        with within(seconds, f"stopped: {error}"):  # what is still to be written may hang, too
+        with within(seconds, f"stopped: {error}"):  # the remaining writes may hang, too
             if error is not None and self.telemetry is not None and self.spec.run.mode == "train":
-                self._keep(error)
+                self._save_after_error(error)
             self._closers.close(error)
 
-    def _keep(self, error: BaseException) -> None:
-        """What can be kept of a run that ends by an error. Raises nothing: the user is to see the error."""
-        known = self.peers.count == 1 or self._error_agreed  # saving is a thing of all processes
+    def _save_after_error(self, error: BaseException) -> None:
+        """Saves a checkpoint and the summary of a run that ends by an error. Raises nothing."""
+        known = self.peers.count == 1 or self._error_agreed  # saving is collective
         try:
             if self._whole and known and self.step > 0 and not isinstance(error, SavesFail):
-                self.save_for_good()
-                log.error("the run ends by an error; step %d is saved, the same command goes on from it", self.step)
+                self.save_and_wait()
+                log.error("the run ends by an error; step %d is saved: rerun the same command to resume", self.step)
         except Exception as e:
             log.error("the run ends by an error, and step %d could not be saved: %s", self.step, e)
-        known = {"uploads": self.uploads.end(self.spec.run.stop_seconds)} if self.uploads is not None else {}
-        told = {"finished": False, "error": f"{type(error).__name__}: {error}", "steps": self.step}
+        uploads = {"uploads": self.uploads.end(self.spec.run.stop_seconds)} if self.uploads is not None else {}
+        entries = {"finished": False, "error": f"{type(error).__name__}: {error}", "steps": self.step}
         try:
-            self.telemetry.summary(told | known)
+            self.telemetry.summary(entries | uploads)
         except Exception as e:
             log.error("summary.json could not be written: %s", e)
         self.report()
 
 
 def triggers(spec, states: dict) -> dict[str, Every]:
-    """When evaluation, checkpoints and exports are due. states: of an earlier run that goes on."""
+    """Returns when evaluation, checkpoints and exports are due, by name. states: of the resumed checkpoint."""
     e, c = spec.eval, spec.checkpoint
     periods = {"eval": (e.every_steps, e.every_epochs, e.every_seconds),
                "save": (c.every_steps, c.every_epochs, 60 * c.every_minutes),

@@ -1,4 +1,5 @@
-"""What every job needs before its first step: mesh, tokenizer, model, state, and how batches reach the devices."""
+"""Sets up a job before its first step: reads and checks inputs, makes mesh, model and engine, describes the run.
+Recipes call `open_run`, replay and the planner `open_job`. Parameters are made by jaxrl.roles."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ from jaxrl.processes.exchange import put
 from jaxrl.resolve.spec import here, resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.rewards.items import trial_items
-from jaxrl.roles.parameters import DTYPES, adapted, dtypes, engine_model, policy_tree, source_of, trained
-from jaxrl.roles.reward_model import Judge, described
+from jaxrl.roles.parameters import DTYPES, attach_adapter, dtype_of, engine_model, policy_tree, source_of, trained_names
+from jaxrl.roles.reward_model import RewardModel, read_reward_model
 from jaxrl.rollout import EngineContext, engine_of, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
-from jaxrl.run.environments import in_episodes, open_pool
+from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
 from jaxrl.run.session import Session
 from jaxrl.sharding import memory
@@ -56,7 +57,7 @@ KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on
 
 @dataclasses.dataclass
 class Job:
-    """The fixed parts of a run. Parameters live in TrainState, not here."""
+    """The fixed parts of a run; parameters are in the TrainState of its roles."""
 
     config: Any
     run_dir: Path
@@ -67,37 +68,37 @@ class Job:
     eos_ids: tuple[int, ...]
     compute_dtype: Any
     row_shapes: Any
-    # where nothing is learnt; row_shapes itself unless train.score_tokens_per_microbatch says otherwise
+    # RowShapes of scoring; row_shapes itself unless train.score_tokens_per_microbatch is set
     score_shapes: Any
     meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
-    # What open_run adds: rewards of training and of evaluation, held-out sets, the stream of training rows, the rollout
-    # engine.
+    # Added by open_run: rewards of training and of evaluation, held-out sets, stream of training rows, engine.
     rewards: Any = None
     eval_rewards: Any = None
     eval_sets: dict = dataclasses.field(default_factory=dict)
     stream: Any = None
     engine: Any = None
-    judge: Any = None  # the reward model (roles.reward_model), where there is one
+    reward_model: Any = None  # roles.reward_model.RewardModel, or None
 
     @property
     def decode(self):
-        """ids of completions -> their texts, see data.completion_texts."""
+        """A function token ids of completions -> texts (see data.completion_texts)."""
         return data_room.completion_texts(self.tokenizer, (*self.eos_ids, *self.config.rollout.stop_token_ids))
 
     def mesh_of(self, role: str):
+        """Returns the mesh of a role; the policy's unless mesh.roles says otherwise."""
         return self.meshes.get(role, self.mesh)
 
     def on(self, role: str):
-        """A context in which programs are those of a role's mesh."""
+        """Returns a context in which programs run on a role's mesh."""
         mesh = self.mesh_of(role)
         return contextlib.nullcontext() if mesh is self.mesh else jax.set_mesh(mesh)
 
     def here(self, role: str) -> bool:
-        """Whether this process has devices of a role."""
+        """Whether a role has devices in this process."""
         return jax.process_index() in processes_of(self.mesh_of(role))
 
     def apart(self, role: str) -> bool:
-        """Whether a role has devices that no other one uses."""
+        """Whether a role has devices that no other role uses."""
         others = [self.mesh, *(mesh for name, mesh in self.meshes.items() if name != role)]
         taken = {d for mesh in others for d in mesh.devices.flat}
         return role in self.meshes and not set(self.meshes[role].devices.flat) & taken
@@ -113,17 +114,18 @@ class Job:
         return self.config.mesh.roles.get(role, {}).get("rest") == "streamed"
 
     def put(self, batch, role="policy"):
-        """Host PackedBatch -> a role's devices, rows over dp x fsdp x ep and each row over cp. Every process has the
-        whole batch and gives its devices their parts."""
+        """Puts a host PackedBatch, whole on every process, on a role's devices: rows over dp x fsdp x ep, each row over
+        cp."""
         return put(batch, sharding.batch_sharding(self.mesh_of(role)))
 
     @property
     def tree(self):
+        """The parameter table of the policy, with the critic's value head if it shares the trunk."""
         return policy_tree(self.model, self.config.shares_trunk)
 
 
 def start_jax(config) -> None:
-    """Process-wide jax settings; called once before the first device use."""
+    """Applies process-wide jax settings (determinism, GPU memory, compile cache), before the first device use."""
     if config.run.deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     share_gpus(shared_gpus(config), memory_fraction(config), os.environ)
@@ -133,7 +135,7 @@ def start_jax(config) -> None:
     if jax.config.jax_compilation_cache_dir != directory:  # an earlier job of this process may have used another
         compilation_cache.reset_cache()
         jax.config.update("jax_compilation_cache_dir", directory)
-    least = min(0.3, jax.config.jax_persistent_cache_min_compile_time_secs)  # less where who started it says so
+    least = min(0.3, jax.config.jax_persistent_cache_min_compile_time_secs)  # the environment may set less
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     if cache and config.run.compile_cache_gb:
@@ -141,11 +143,11 @@ def start_jax(config) -> None:
 
 
 def trim_cache(folder: Path, limit_gb: float) -> None:
-    """Deletes the compiled programs that were used longest ago until the rest takes at most so many GB.
+    """Deletes the least recently used compiled programs until the cache takes at most limit_gb GB.
 
     (jax's own limit, jax_compilation_cache_max_size, stops writing into a folder that was begun without it.)
     """
-    with contextlib.suppress(OSError):  # another run may be at it, too; a program that is gone is compiled again
+    with contextlib.suppress(OSError):  # another run may trim, too; a deleted program is compiled again
         found = [(max(s.st_atime, s.st_mtime), s.st_size, p) for p in folder.glob("*-cache") for s in [p.stat()]]
         total = 0
         for _, size, path in sorted(found, reverse=True):
@@ -155,10 +157,10 @@ def trim_cache(folder: Path, limit_gb: float) -> None:
 
 
 def share_gpus(how: str, fraction: float, environ) -> None:
-    """Sets jax's part of GPUs that servers take `fraction` of (how: engines.shared_gpus); what the user set stays.
+    """Limits jax's memory on GPUs of which servers take `fraction`, in `environ`; values that the user set stay.
 
-    In turns: memory is given back to the device as soon as it is free, which of jax's allocators only `platform` does
-    (jax's documentation, "GPU memory allocation"); it costs time at every allocation. Side by side: a fixed part.
+    how (engines.shared_gpus) "turns": memory returns to the device once it is free, which of jax's allocators only
+    `platform` does (jax's documentation, "GPU memory allocation"), at a cost per allocation. "halves": a fixed part.
     """
     if how == "turns":
         environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -167,7 +169,7 @@ def share_gpus(how: str, fraction: float, environ) -> None:
 
 
 def first_prompt(s, job) -> str:
-    """What a person should see of the data before the first step; "" where there is nothing new."""
+    """Returns a console line with the first rendered prompt; "" for a resumed run or one without rows."""
     if job.stream is None or s.step:
         return ""
     example = job.stream.dataset[0]
@@ -175,6 +177,7 @@ def first_prompt(s, job) -> str:
 
 
 def stream_metrics(s, job) -> dict[str, float]:
+    """Returns the metrics data/*, source/* and time/compiled_programs at the run's progress."""
     data = job.stream.dataset
     return {
         "data/epoch": s.stream.epoch(s.progress.cursor),
@@ -186,73 +189,73 @@ def stream_metrics(s, job) -> dict[str, float]:
          for what, value in zip(("share", "epoch"), found, strict=True)}
 
 
-class Read(NamedTuple):
-    """All that a user brings, read and checked: Inputs, rewards of training and of evaluation, held-out sets, stream of
-    training rows, workers of episodes, description of a reward model."""
+class JobInputs(NamedTuple):
+    """The inputs of a job, read and checked: tokenizer and model description, rewards of training and evaluation,
+    held-out sets, stream of training rows, workers of episodes, description of a reward model."""
 
-    inputs: Inputs
+    model_inputs: ModelInputs
     rewards: Any
     eval_rewards: Any
     eval_sets: dict
     stream: Any
     pool: Any = None
-    judge: Any = None
+    reward_model: Any = None
 
 
-def read_all(s, with_rewards: bool = True) -> Read:
-    """Reads and checks everything that a user brings to a Session, before any device work. Raises ConfigError.
-    with_rewards: also rewards, but in a job of pairs none of whose held-out sets is to be answered."""
-    c, given, pool, rewards, eval_rewards, servers = s.spec, s.given, None, None, None, None
+def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
+    """Reads and checks all inputs of a Session before any device work. Raises ConfigError. with_rewards: also opens
+    rewards, unless the job trains on pairs and no held-out set needs completions."""
+    c, inputs, pool, rewards, eval_rewards, servers = s.spec, s.inputs, None, None, None, None
     for sink in c.log.sinks:
         find_sink(sink)
     if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
-        pool, rewards, eval_rewards, servers = _workers(s)
-    inputs = read_inputs(c, given.tokenizer)
-    data_room.day_of(inputs.tokenizer, (s.resumed.host.get("read") or {}).get("day", "") if s.resumed else "")
+        pool, rewards, eval_rewards, servers = _start_workers(s)
+    model_inputs = read_model_inputs(c, inputs.tokenizer)
+    data_room.day_of(model_inputs.tokenizer, (s.resumed.host.get("read") or {}).get("day", "") if s.resumed else "")
     if s.resumed is None:
-        check_weights(c, inputs)
-    judge = described(c, inputs.tokenizer) if with_rewards else None
+        check_weights(c, model_inputs)
+    reward_model = read_reward_model(c, model_inputs.tokenizer) if with_rewards else None
     if pool is not None:
         pool.ready()
-    train_set, eval_sets = load_data(c, given, inputs, pool.tools if pool is not None else ())
+    train_set, eval_sets = load_data(c, inputs, model_inputs, pool.tools if pool is not None else ())
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items() if its is not None}
-    read = compared(c, s.peers, inputs, train_set, eval_sets, s.resumed, workers)
-    stream = None if train_set is None else s.own(data_room.Stream.from_config(c, train_set, s.held))
-    s.reads(stream, read)
-    with_rewards = with_rewards and (not c.recipe.pairs or bool(answered(c, eval_sets)))
+    fingerprints = compared(c, s.peers, model_inputs, train_set, eval_sets, s.resumed, workers)
+    stream = None if train_set is None else s.close_at_end(data_room.Stream.from_config(c, train_set, s.resumed_part))
+    s.set_stream(stream, fingerprints)
+    with_rewards = with_rewards and (not c.recipe.pairs or bool(sets_to_complete(c, eval_sets)))
     if with_rewards:
         if rewards is None:
-            pool, rewards, eval_rewards, servers = _workers(s)
+            pool, rewards, eval_rewards, servers = _start_workers(s)
         servers.wait()
-        first = next(iter(answered(c, eval_sets).values()), None)
+        first = next(iter(sets_to_complete(c, eval_sets).values()), None)
         scored = train_set if c.recipe.samples and train_set is not None else first
         for scorer, dataset in {eval_rewards: first, rewards: scored}.items():
             scorer.wait()
-            # a reward that fails on the first rows of what it is for stops the run here
+            # a reward that fails on the first rows of its data stops the run here
             if c.reward.trial and dataset is not None:
-                scorer.trial(trial_items(dataset, inputs.tokenizer, c.data.response_prefix))
+                scorer.trial(trial_items(dataset, model_inputs.tokenizer, c.data.response_prefix))
             if s.peers.first:
                 for found in scorer.agreements():
                     log.info(found.text())
-    return Read(inputs, rewards, eval_rewards, eval_sets, stream, pool, judge)
+    return JobInputs(model_inputs, rewards, eval_rewards, eval_sets, stream, pool, reward_model)
 
 
-def _workers(s):
-    """(pool of episodes or None, rewards of training, of evaluation, servers of judges), which begin to start."""
-    pool = open_pool(s)
-    given = s.given.rewards if s.given.rewards is not None else s.spec.reward.functions
-    named = {f for f in (*given, *s.spec.eval.rewards) if isinstance(f, str)}
-    servers = s.own(JudgeServers(s.spec, named, s.peers.count))
-    rewards = eval_rewards = s.own(RewardPool(s.spec, functions=s.given.rewards, servers=servers.found))
+def _start_workers(s):
+    """Starts workers; returns (pool of episodes or None, training rewards, evaluation rewards, judge servers)."""
+    pool = open_episode_pool(s)
+    functions = s.inputs.rewards if s.inputs.rewards is not None else s.spec.reward.functions
+    named = {f for f in (*functions, *s.spec.eval.rewards) if isinstance(f, str)}
+    servers = s.close_at_end(JudgeServers(s.spec, named, s.peers.count))
+    rewards = eval_rewards = s.close_at_end(RewardPool(s.spec, functions=s.inputs.rewards, servers=servers.servers))
     if s.spec.eval.rewards:
-        eval_rewards = s.own(RewardPool(s.spec, names=s.spec.eval.rewards, servers=servers.found))
+        eval_rewards = s.close_at_end(RewardPool(s.spec, names=s.spec.eval.rewards, servers=servers.servers))
     return pool, rewards, eval_rewards, servers
 
 
-def answered(c, eval_sets: dict) -> dict:
-    """The held-out sets that an engine answers: in jobs of pairs those whose rows are prompts alone, else all. Raises
-    ConfigError for a set that is of both kinds."""
+def sets_to_complete(c, eval_sets: dict) -> dict:
+    """Returns the held-out sets that need completions: all; in jobs of pairs those whose rows are prompts alone. Raises
+    ConfigError for a set that mixes both."""
     if not c.recipe.pairs:
         return eval_sets
     out = {}
@@ -260,76 +263,77 @@ def answered(c, eval_sets: dict) -> dict:
         whole = dataset.target_lengths > 0
         if whole.any() and not whole.all():
             raise ConfigError(f"eval set {name}: {int(whole.sum())} of its {len(dataset)} rows hold pairs or labels, "
-                              "the others prompts alone; give two sets")
+                              "the others prompts alone; split it into two sets")
         out |= {} if whole.any() else {name: dataset}
     return out
 
 
-def load_data(c, given, inputs: Inputs, tools=()):
-    """(training rows, or None; held-out sets by name). tools: schemas of what prompts offer."""
-    tokenizer, eos = inputs.tokenizer, inputs.eos_ids[0]
-    train_set = None if c.run.mode == "eval" else data_room.load_train(c, tokenizer, eos, given.data, tools)
-    return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set, given.eval, given.data, tools)
+def load_data(c, inputs, model_inputs: ModelInputs, tools=()):
+    """Returns (training rows or None, held-out sets by name). tools: schemas of the tools that prompts offer."""
+    tokenizer, eos = model_inputs.tokenizer, model_inputs.eos_ids[0]
+    train_set = None if c.run.mode == "eval" else data_room.load_train(c, tokenizer, eos, inputs.data, tools)
+    return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools)
 
 
-def check_inputs(config, given=None, with_rewards: bool = True) -> None:
+def check_inputs(config, inputs=None, with_rewards: bool = True) -> None:
     """Reads and checks all inputs of a job and closes them again. Raises ConfigError; touches no device."""
-    with Session(resolve(config), given) as s:
-        read_all(s, with_rewards)
+    with Session(resolve(config), inputs) as s:
+        read_job_inputs(s, with_rewards)
 
 
 def open_run(s, with_engine: bool = True) -> Job:
-    """The job of a Session: all inputs, then devices and model, then the engine with nothing in it yet."""
-    read = read_all(s, with_engine)
-    job = open_job(s.spec, read.inputs)
+    """Opens the job of a Session: all inputs, then devices and model, then (with_engine) the engine, without weights.
+    Raises ConfigError."""
+    read = read_job_inputs(s, with_engine)
+    job = open_job(s.spec, read.model_inputs)
     s.set_spec(job.config)
-    look_at_kernels(s, job)
+    check_kernels(s, job)
     engine = None
     if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
                                            job.eos_ids, job.hf_config))
-        beside = job.apart("sampler")
+        overlaps = job.apart("sampler")
         if read.pool is not None:
-            engine = in_episodes(engine, read.pool, job.config, job.tokenizer)
-            beside = beside or engine.info.concurrent
-        engine = s.own(ThreadedEngine(engine) if job.config.ahead and beside else engine)
+            engine = episode_engine(engine, read.pool, job.config, job.tokenizer)
+            overlaps = overlaps or engine.info.concurrent
+        engine = s.close_at_end(ThreadedEngine(engine) if job.config.ahead and overlaps else engine)
         if job.rests("sampler"):
             if not engine.info.sleeps:
                 raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
                                   "(EngineInfo.sleeps)")
-            engine.rest()  # what is loaded next finds its devices free
-    judge = Judge(job, read.judge) if read.judge is not None else None
+            engine.rest()  # frees its devices for the parameters that are loaded next
+    reward_model = RewardModel(job, read.reward_model) if read.reward_model is not None else None
     return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
-                               stream=read.stream, engine=engine, judge=judge)
+                               stream=read.stream, engine=engine, reward_model=reward_model)
 
 
-def look_at_kernels(s, job) -> None:
-    """Takes out of what runs by itself the kernels of these devices that do not agree with the reference, on every
-    process what one of them found. The first time that device, jax and kernel meet; CPUs have none."""
+def check_kernels(s, job) -> None:
+    """Disables kernels that disagree with the reference on these devices, on every process if one finds so. Checks once
+    per device, jax version and kernel; CPUs have no kernels."""
     wrong: dict[str, dict[str, str]] = {"attention": {}, "experts": {}}
     c, kernels = job.model.config, [name for name in ORDERS[platform()] if name not in XLA]
     if kernels and job.config.model.attention == "auto":
         heads = check.Heads(2 * c.num_heads // c.num_kv_heads, 2, c.head_dim)
         found = check.first_use(job.compute_dtype, heads, c.attention_softcap, c.sinks, KERNELS)
-        for told in s.peers.meet("kernels of attention", found):
-            wrong["attention"] |= told
+        for disagreeing in s.peers.meet("kernels of attention", found):
+            wrong["attention"] |= disagreeing
     if kernels and c.num_experts and job.config.model.experts == "auto":
         tp = job.mesh.shape["tp"]
         width = c.expert_size // tp if c.expert_size % tp == 0 else c.expert_size
         layer = check.Experts(c.hidden_size, width, gate_of(c), f"{c.activation} {c.gate_alpha} {c.gate_limit}",
                               c.expert_bias)
         found = check.first_use_of_experts(job.compute_dtype, layer, KERNELS)
-        for told in s.peers.meet("kernels of experts", found):
-            wrong["experts"] |= told
+        for disagreeing in s.peers.meet("kernels of experts", found):
+            wrong["experts"] |= disagreeing
     for op, names in wrong.items():
         distrust(op, names)
         for name, why in names.items():
-            log.warning("%s: %s does not agree with the reference on this device (%s), and is left out: the next "
-                        "implementation runs. jaxrl doctor writes what to report", op, name, why)
+            log.warning("%s: %s does not agree with the reference on this device (%s); the next implementation runs. "
+                        "Report it with the file that jaxrl doctor writes", op, name, why)
 
 
-class Inputs(NamedTuple):
-    """What a job reads before it touches a device. `table` is the model's, for its parameter table only."""
+class ModelInputs(NamedTuple):
+    """Tokenizer and model description, read before any device work. table: the model, for its parameter table only."""
 
     tokenizer: Any
     hf_config: dict
@@ -338,13 +342,13 @@ class Inputs(NamedTuple):
 
 
 def check_experts(config, model) -> None:
-    """ConfigError for options of experts and routers that the model does not have."""
+    """Raises ConfigError for options of experts and routers that do not fit the model."""
     t, kind = config.train, "a model without experts"
-    given = {f"train.{n}": t[n] for n in ("router_balance", "router_z", "router_bias_rate") if t[n]}
-    given |= {"model.experts": config.model.experts} if config.model.experts != "auto" else {}
-    given |= {"algorithm.routes": config.algorithm.routes} if config.algorithm.routes != "own" else {}
-    if given and not model.config.num_expert_layers:
-        name, value = next(iter(given.items()))
+    options = {f"train.{n}": t[n] for n in ("router_balance", "router_z", "router_bias_rate") if t[n]}
+    options |= {"model.experts": config.model.experts} if config.model.experts != "auto" else {}
+    options |= {"algorithm.routes": config.algorithm.routes} if config.algorithm.routes != "own" else {}
+    if options and not model.config.num_expert_layers:
+        name, value = next(iter(options.items()))
         raise ConfigError(f"{name}={value} has no effect on {kind}; leave it out")
     if t.router_bias_rate and not router.has_correction(model):
         raise ConfigError(f"train.router_bias_rate={t.router_bias_rate}: the routers of this family choose by their "
@@ -354,10 +358,10 @@ def check_experts(config, model) -> None:
                           "adapters does not change; leave it out")
 
 
-def read_inputs(config, tokenizer=None) -> Inputs:
-    """Reads tokenizer (None: as the config says) and model description. Touches no device, loads no weights.
+def read_model_inputs(config, tokenizer=None) -> ModelInputs:
+    """Reads the tokenizer (unless passed) and the model description. Touches no device, loads no weights.
 
-    Raises ConfigError when one cannot be read or they do not fit each other.
+    Raises ConfigError if one cannot be read or they do not fit each other.
     """
     m = config.model
     try:
@@ -366,14 +370,14 @@ def read_inputs(config, tokenizer=None) -> Inputs:
     except ConfigError as e:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
     unrolled = dataclasses.replace(table, scan_layers=False)  # whether layers are scanned is not decided yet
-    adapters.check(adapted(config, unrolled))
+    adapters.check(attach_adapter(config, unrolled))
     experts = table.config.num_expert_layers
     check_experts(config, unrolled)
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
                           "is that of all adapters' tokens; train one adapter at a time")
     if experts and config.lora.publish == "adapter" and engine_of(config).servers and recipe_of(config).samples:
-        raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters beside "
+        raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters with "
                           f"experts are not known to work in {engine_of(config).title}; set lora.publish=merged")
     family = models.FAMILIES[hf_config["model_type"]]
     check_served(config, hf_config, family)
@@ -387,11 +391,11 @@ def read_inputs(config, tokenizer=None) -> Inputs:
             f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {table.config.vocab_size};"
             " use the model's own tokenizer or set model.config.vocab_size"
         )
-    return Inputs(tokenizer, hf_config, eos_ids(config, hf_config, tokenizer), table)
+    return ModelInputs(tokenizer, hf_config, eos_ids(config, hf_config, tokenizer), table)
 
 
-def check_weights(config, inputs: Inputs) -> None:
-    """Raises ConfigError, from the files' headers, for weights of policy or reference that do not fit the model."""
+def check_weights(config, inputs: ModelInputs) -> None:
+    """Raises ConfigError if weights of policy, reference or critic do not fit the model, by their files' headers."""
     if config.model.init == "pretrained":
         check, table = hf.check_weights, inputs.table
         if recipe_of(config).scores:  # a language model or a sequence classifier
@@ -406,15 +410,13 @@ def check_weights(config, inputs: Inputs) -> None:
                 raise ConfigError(f"{role}.path={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
 
 
-def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
-    """Makes the mesh and the fixed parts of a run around `inputs` (None: read here). Loads no weights.
+def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
+    """Makes the mesh and the fixed parts of a run; loads no weights. config: a Spec or ConfigDict, resolved against
+    the devices. model_inputs: None = read here. mesh: for plans, of devices that need not exist; not set as jax's mesh.
 
-    config: a Spec or ConfigDict, of which all is decided here that the devices have a say in. mesh: one of devices that
-    need not be here, for plans; it is not put in force.
-
-    Raises ConfigError when the devices do not fit the mesh, and as read_inputs does.
+    Raises ConfigError if the devices do not fit the mesh, and as read_model_inputs does.
     """
-    tokenizer, hf_config, ends, _ = inputs or read_inputs(config)
+    tokenizer, hf_config, ends, _ = model_inputs or read_model_inputs(config)
     meshes = {}
     if mesh is None:
         meshes = sharding.role_meshes(config.mesh)
@@ -452,25 +454,25 @@ def open_job(config, inputs: Inputs | None = None, mesh=None) -> Job:
 
 
 def check_roles(config) -> None:
-    """Raises ConfigError where something should rest in host memory and the platform has none for it, and for a
-    sampler's role with an engine that has devices of its own."""
+    """Raises ConfigError for options of host memory that the platform lacks, and for mesh.roles.sampler with an engine
+    that has its own devices."""
     if "sampler" in config.mesh.roles and not engine_of(config).on_mesh:
-        raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has devices "
-                          "of its own; leave it out, or set rollout.engine=jax")
+        raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has its own "
+                          "devices; leave it out, or set rollout.engine=jax")
     asked = ["optimizer.offload"] * config.optimizer.offload
     asked += ["model.remat=offload"] * (config.model.remat == "offload")
-    asked += [f"mesh.roles.{role}.rest" for role, given in config.mesh.roles.items()
-              if given.get("rest") in ("host", "streamed")]
+    asked += [f"mesh.roles.{role}.rest" for role, options in config.mesh.roles.items()
+              if options.get("rest") in ("host", "streamed")]
     if asked and not memory.can_rest(jax.local_devices()[0]):
         raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's "
                           "memory; leave it out")
 
 
 def build_model(spec, hf_config):
-    """The model as the spec computes it."""
+    """Builds the model with the spec's dtypes, attention, remat and adapters."""
     c = spec.model
     if spec.origin("model.remat") == "model" and c.remat == "none" and c.remat_every > 1:
-        log.warning("model.remat_every=%d does nothing: model.remat=auto recomputes nothing here; set model.remat=full",
+        log.warning("model.remat_every=%d has no effect: model.remat=auto is none here; set model.remat=full",
                     c.remat_every)
     every = 1 if c.remat == "none" else c.remat_every
     if spec.platform is not None:
@@ -478,14 +480,14 @@ def build_model(spec, hf_config):
     model = models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
                          remat=c.remat, remat_every=every, attention=c.attention, matmul=spec.train.matmul,
                          experts=c.experts, ring=c.ring_attention)
-    return adapted(spec, model)
+    return attach_adapter(spec, model)
 
 
 def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
-    """Token ids that end an answer: model.eos_tokens, else that with which the chat template ends a turn and those of
-    the model and its tokenizer. The first is what training writes behind an answer.
+    """Returns the token ids that end a completion; training appends the first to a target: model.eos_tokens, else the
+    chat template's end of turn and the end-of-text tokens of model and tokenizer.
 
-    Raises ConfigError for an unknown token or when there is none.
+    Raises ConfigError for an unknown token or if there is none.
     """
     if config.model.eos_tokens:
         ids = []
@@ -508,7 +510,7 @@ def _size(model) -> str:
 
 
 def describe(job: Job) -> str:
-    """What a person should know before the first step."""
+    """Returns the introduction of a run: devices, model, adapters, algorithm, resolved options, derived numbers."""
     c = job.config
     device = jax.devices()[0]
     lines = [
@@ -520,22 +522,22 @@ def describe(job: Job) -> str:
         f"model     {job.hf_config.get('model_type')}, {_size(job.model.base)}, compute "
         f"{jnp.dtype(job.compute_dtype).name}, master {c.train.param_dtype}",
         *adapter_lines(job),
-        *turns_lines(job),
+        *staleness_lines(job),
     ]
     if c.recipe.samples and c.recipe.judged:
         lines += algorithm_lines(c)
     decided = [f"{name}={get(c, name)} ({origin})" for name, origin in c.origins.items()
                if not name.startswith(("algorithm.", "optimizer.lr"))]
     lines.append("decided   " + ", ".join(decided))
-    numbers = derived(c) | ({"training rows": len(job.stream.dataset)} if job.stream is not None else {})
+    numbers = derived_numbers(c) | ({"training rows": len(job.stream.dataset)} if job.stream is not None else {})
     if job.stream is not None and job.stream.mix is not None:
         numbers |= {f"rows of {name}": len(part) for name, part in job.stream.dataset.parts.items()}
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
     return "\n".join(lines)
 
 
-def turns_lines(job: Job) -> list[str]:
-    """Says that staleness overlaps nothing, where the engine samples only while the trainer waits for it."""
+def staleness_lines(job: Job) -> list[str]:
+    """Returns a note if rollout.max_staleness overlaps nothing: the engine samples only while the trainer waits."""
     stale = job.config.rollout.max_staleness
     if not stale or job.engine is None or job.engine.info.concurrent:
         return []
@@ -548,21 +550,21 @@ def turns_lines(job: Job) -> list[str]:
 
 
 def adapter_lines(job: Job) -> list[str]:
-    """What trains, and what does not, where there are adapters."""
+    """Returns lines about adapters: which parameters train, how the base is stored; [] without adapters."""
     if (adapter := job.model.adapter) is None:
         return []
-    own, ranks = trained(job), sorted({target.rank for target in adapter.targets})
+    own, ranks = trained_names(job), sorted({target.rank for target in adapter.targets})
     each = {name: ", ".join(f"{key}={value}" for key, value in sorted(job.config.lora.adapters[name].items()))
             for name, _ in adapter.parts}
     size = sum(math.prod(e.shape) for e in job.tree.entries if "/".join(e.path) in own)
-    kind, held = dtypes(job), [e for e in job.model.entries if "/".join(e.path) not in own]
+    kind, held = dtype_of(job), [e for e in job.model.entries if "/".join(e.path) not in own]
     weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in held)
     bits = (job.config.lora.base != "none") * f"{job.config.lora.base}, the rest of it in "
     ranks = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     return [f"adapters  rank {ranks} on {len(adapter.targets)} modules, {size / 1e6:.3f} M parameters train; the base "
-            f"is frozen in {bits}{job.config.lora.base_dtype} ({weight / 1e6:.2f} MB), the engine is given "
+            f"is frozen in {bits}{job.config.lora.base_dtype} ({weight / 1e6:.2f} MB), the engine gets "
             f"{job.config.lora.publish} weights",
-            *(f"          {k} {name}: {given}" for k, (name, given) in enumerate(each.items(), 1))]
+            *(f"          {k} {name}: {options}" for k, (name, options) in enumerate(each.items(), 1))]
 
 
 ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "ratio", "clip_low", "clip_high",
@@ -570,8 +572,7 @@ ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "
 
 
 def algorithm_lines(spec) -> list[str]:
-    """The preset's row of choices: the main ones, those in which it is not grpo, and what the user set, each with its
-    origin."""
+    """Returns lines with the preset's main choices, those that differ from grpo, and options set by the user."""
     picked, row = spec.chosen(), spec.row()
     parts = [f"{name}={value}" + (" (config)" if origin == "config" else "")
              for name, (value, origin) in row.items() if name in ALWAYS_SHOWN or name in picked]
@@ -580,8 +581,8 @@ def algorithm_lines(spec) -> list[str]:
         "          " + ", ".join(parts[i:i + 9]) for i in range(9, len(parts), 9)]]
 
 
-def derived(spec) -> dict[str, float]:
-    """Numbers that follow from the config, printed at start."""
+def derived_numbers(spec) -> dict[str, float]:
+    """Returns numbers that follow from the config (sequences, updates, lengths), printed at start."""
     out = {"sequences per step": sequences(spec)}
     if spec.recipe.samples:
         out["optimizer steps per step"] = math.prod(spec.updates)
@@ -595,5 +596,5 @@ def derived(spec) -> dict[str, float]:
 
 
 def host_scalars(metrics) -> dict[str, float]:
-    """Device scalars -> Python floats, in one transfer."""
+    """Converts device scalars to Python floats, in one transfer."""
     return {k: float(np.asarray(v)) for k, v in jax.device_get(metrics).items()}

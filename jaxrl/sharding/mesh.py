@@ -39,7 +39,8 @@ def mesh_shape(mesh_config, num_devices: int) -> tuple[int, ...]:
             raise ConfigError(f"{given}: {num_devices} device(s) cannot be divided by {fixed} = {known}; lower {fixed}")
         sizes[sizes.index(-1)] = num_devices // known
     elif known != num_devices:
-        raise ConfigError(f"{given}: needs {known} devices, {num_devices} are here; set one axis to -1")
+        available = f"{num_devices} {'is' if num_devices == 1 else 'are'} available"
+        raise ConfigError(f"{given}: mesh asks for {known} devices, {available}; set one axis to -1, e.g. mesh.fsdp=-1")
     return tuple(sizes)
 
 

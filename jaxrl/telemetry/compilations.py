@@ -4,6 +4,7 @@ a long compilation leaves behind given back. And the thread that compiles progra
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,17 +50,17 @@ class Compilations:
 
 
 class Beside:
-    """Programs, by key, that a thread compiles beside the work, in the order in which they were begun. The thread is
-    one for the process: the work wants the other cores."""
+    """Programs, by key, that threads compile beside the work, in the order in which they were begun. The process has
+    one of them for every four cores, at most four: the work wants the other cores."""
 
-    _thread = ThreadPoolExecutor(1, BESIDE)
+    _threads = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), BESIDE)
 
     def __init__(self):
         self.coming: dict[Any, Future] = {}
 
     def begin(self, key, compiled, *args) -> None:
         """compiled(*args) returns the program."""
-        self.coming[key] = self._thread.submit(compiled, *args)
+        self.coming[key] = self._threads.submit(compiled, *args)
 
     def begun(self, key) -> bool:
         """Whether it is being compiled, or there."""

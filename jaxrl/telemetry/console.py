@@ -18,7 +18,7 @@ LONGEST = 600.0  # between two of them
 POLL = 1.0
 NO_PHASES = ("step", "wall", "tokens_per_second", "compiled_programs", "compilations", "compilations_beside")
 DOING = {"start": "reading, loading, starting the engine", "rollout": "generating completions",
-         "reward": "scoring completions", "score": "log-probs of the completions", "update": "learning",
+         "reward": "scoring completions", "score": "log-probs of the completions", "update": "optimizing",
          "publish": "new weights for the engine", "eval": "completing held-out prompts", "checkpoint": "saving",
          "export": "writing the model", "data": "reading rows", "wait": "for the other processes"}
 

@@ -81,9 +81,6 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism("mismatch.correction", "gap/corrected_fraction"),
     Mechanism("dynamic_sampling", "rollout/masked_fraction"),
     Mechanism("dynamic_sampling", "rollout/discarded_fraction"),
-    Mechanism("shared_prefix_tokens", "policy/prefix_masked_fraction"),
-    Mechanism("m2_threshold", "policy/m2_masked_fraction"),
-    Mechanism("cov_share", "policy/cov_masked_fraction"),
     Mechanism("early_stop_ratio", "policy/early_stopped"),
     Mechanism("early_stop_kl", "policy/early_stopped"),
     Mechanism("entropy_target", "policy/entropy_coef"),
@@ -91,6 +88,13 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism("kl.coef", "policy/kl"),
     Mechanism("advantage", "advantage/anchored_fraction"),
 )
+
+
+def mechanisms() -> tuple[Mechanism, ...]:
+    """MECHANISMS and the token masks."""
+    from jaxrl.algorithms import TOKEN_MASKS  # not at every reading of a report: it imports jax
+
+    return (*MECHANISMS, *(Mechanism(option, mask.metric) for option, mask in TOKEN_MASKS.items()))
 
 
 class Idle:
@@ -101,7 +105,7 @@ class Idle:
     """
 
     def __init__(self, given: dict):
-        self.watched = {m: 0 for m in MECHANISMS if given.get(m.option) not in OFF}  # -> steps that it did nothing
+        self.watched = {m: 0 for m in mechanisms() if given.get(m.option) not in OFF}  # -> steps that it did nothing
         self._given = given
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:

@@ -59,9 +59,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/dual_clip_fraction", "share of tokens with negative advantage above algorithm.dual_clip or delta"),
     Metric("policy/ratio_mean", "mean ratio of current to proximal policy, by token, sequence or geometric mean as algorithm.ratio"),
     Metric("policy/sequence_masked_fraction", "share of tokens in completions that algorithm.mismatch.sequence_delta drops"),
-    Metric("policy/prefix_masked_fraction", "share of tokens in shared openings (algorithm.shared_prefix_tokens)"),
-    Metric("policy/m2_masked_fraction", "share of tokens that algorithm.m2_threshold leaves out"),
-    Metric("policy/cov_masked_fraction", "share of tokens that algorithm.cov_share leaves out"),
+    Metric("policy/<mask>_masked_fraction", "share of tokens that a token mask leaves out: prefix (algorithm.shared_prefix_tokens), m2"
+           " (algorithm.m2_threshold), cov (algorithm.cov_share)"),
     Metric("policy/kl_in_reward", "mean KL per token that was subtracted from the rewards (dpo: of which its log-ratios are the sums)"),
     Metric("policy/entropy_coef", "coefficient of the entropy bonus"),
     Metric("policy/positive_nll", "mean negative log-likelihood per token of completions that pass"),
@@ -208,4 +207,3 @@ def metrics_table(columns: int = 120) -> str:
     width = max(len(m.name) for m in METRICS)
     return "\n".join(textwrap.fill(m.meaning, columns - 1, initial_indent=f"    {m.name:<{width}}  ",
                                    subsequent_indent=" " * (width + 6), break_long_words=False) for m in METRICS)
-    return "\n".join(f"    {m.name:<{width}}  {m.meaning}" for m in METRICS)

@@ -32,7 +32,7 @@ def load(spec: str):
             raise LoadError(f"{place} has no function {name!r}; it has: {', '.join(own) or 'none'}")
         found = getattr(found, part)
     if not callable(found):
-        raise LoadError(f"{spec} is a {type(found).__name__}, not a function")
+        raise LoadError(f"{spec} has type {type(found).__name__}; expected a function")
     return found
 
 

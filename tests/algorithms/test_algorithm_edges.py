@@ -6,16 +6,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithm_runs import job, watched, with_options
-from test_options_algorithm import algorithm, batch_of, config, jax_as_it_was, of_tokens, open_job, row, thirds  # noqa: F401
-from training_helpers import policy_objective
+from helpers.algorithm_runs import job, watched, with_options
+from helpers.algorithm_steps import batch_of, config, jax_as_it_was, of_tokens, row, thirds  # noqa: F401
+from helpers.training_helpers import policy_objective
 
 from jaxrl import training
 from jaxrl.checkpoint.resume import changes_past
 from jaxrl.errors import ConfigError
+from jaxrl.rl.roles import Roles
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.role import Policy
+from jaxrl.run import setup
 from jaxrl.training.update import make_apply
+
+
+@pytest.fixture(scope="module")
+def open_job():
+    return setup.open_job(config())
+
+
+@pytest.fixture(scope="module")
+def algorithm(open_job):
+    """algorithm({option: value}) -> Roles of a checked config, around one tiny model."""
+    return lambda changes=None: Roles(with_options(open_job, config(changes)), 5)
 
 OWN = """
 import jax.numpy as jnp
@@ -91,7 +104,7 @@ def test_every_option_is_classified_for_resumption(name):
     changes_past(name)  # KeyError: taken as "not an option of this jaxrl; ignored"
 
 
-def test_a_non_finite_update_leaves_the_entropy_coefficient_alone(algorithm):  # noqa: F811
+def test_a_non_finite_update_leaves_the_entropy_coefficient_alone(algorithm):
     """One NaN entropy makes the adaptive coefficient NaN, and with it every later loss."""
     cfg = algorithm({"algorithm.entropy_target": 3.0}).loss
     state = training.init_state({"w": jnp.ones(3)}, {}, optax.sgd(1.0))
@@ -126,7 +139,7 @@ def test_reward_mean_is_of_the_shaped_rewards_not_of_the_normalised(tmp_path):
     assert metrics["reward/mean"] == pytest.approx(metrics["reward/digits"])
 
 
-def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):  # noqa: F811
+def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):
     """reset_optimizer starts optax's own count anew (warm-up again), but optim/lr is schedule(state.step)."""
     c = config({"algorithm.kl.coef": 0.1, "reference.reset_steps": 1, "reference.reset_optimizer": True, "optimizer.name": "sgd",
                 "optimizer.lr": 1.0, "optimizer.warmup_steps": 4, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": 0.0})
@@ -140,7 +153,7 @@ def test_the_learning_rate_told_after_a_reset_is_the_one_that_acts(open_job):  #
         state, _ = apply(state, {"w/kernel": jnp.ones((1, 1))}, metrics)
     policy = object.__new__(Policy)
     opened = with_options(open_job, c)
-    policy.held, policy.optimizer, policy.job = state, optimizer, opened
+    policy.state, policy.optimizer, policy.job = state, optimizer, opened
     Reference(opened).after_step(policy, 1, 0.0)
     before = float(policy.state.trainable["w/kernel"][0, 0])
     state, told = apply(policy.state, {"w/kernel": jnp.ones((1, 1))}, metrics)

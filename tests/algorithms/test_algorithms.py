@@ -131,6 +131,7 @@ def _enumerate(estimator):
         return jax.grad(expected)(theta), jax.grad(kl)(theta, False), jax.grad(kl)(theta, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", ["k2", "k3_unbiased", "k3"])
 def test_kl_gradient_by_enumeration(estimator):
     got, forward, reverse = _enumerate(estimator)
@@ -145,6 +146,7 @@ def test_mismatch_weight_truncates_and_has_no_gradient():
     assert (jax.grad(lambda o: mismatch_weight(o, behaviour, mask, 2.0).sum())(old) == 0).all()
 
 
+@pytest.mark.full
 def test_policy_gradient_is_unbiased_on_a_bandit():
     """sum over actions of p * grad(loss) equals -grad of the expected reward, when advantages are the rewards."""
     with jax.enable_x64(True):

@@ -3,12 +3,12 @@
 import functools
 from types import SimpleNamespace
 
-import algorithm_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from helpers import algorithm_cases, oracle
+from helpers.tiers import first_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +139,7 @@ def float64_agrees(name, seed):
     np.testing.assert_allclose(grad / scale, want_grad / scale, rtol=0, atol=1e-12, err_msg=f"{name}, seed {seed}")
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@first_cases(6, "name", LOSSES)
 def test_float64_agrees_to_1e12(name):
     for seed in SEEDS:
         float64_agrees(name, seed)
@@ -162,7 +162,7 @@ def fp32_agrees(name, seed):
     np.testing.assert_allclose(grad, want_grad, rtol=0, atol=1e-6 * grad_terms, err_msg=f"{name}, seed {seed}")
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@first_cases(6, "name", LOSSES)
 def test_fp32_agrees_to_1e6_of_the_sum_of_absolute_terms(name):
     for seed in SEEDS:
         fp32_agrees(name, seed)

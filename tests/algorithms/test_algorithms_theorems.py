@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 
 from jaxrl import algorithms as alg
 
@@ -85,7 +86,7 @@ def apart(a, b):
 # -- unbiased rows -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", alg.PRESETS)
+@first_cases(8, "row", alg.PRESETS)
 def test_on_policy_every_row_has_the_reinforce_gradient(row):
     """Sequence by sequence, not only on average: all ratios are 1."""
     cfg, weight = cfg_of(row), RNG.normal(size=(Y, 1))
@@ -514,7 +515,7 @@ def test_a_user_registers_a_policy_loss():
         return -jnp.where(tokens.mask, tokens.logp * cfg.clip_low, 0), {}
 
     try:
-        assert alg.policy_loss("mine") is mine
+        assert alg.policy_loss("mine").function is mine
         assert alg.register_policy_loss("mine")(mine) is mine  # a module that is imported twice
         with pytest.raises(ValueError, match="'mine' exists"):
             alg.register_policy_loss("mine")(lambda tokens, cfg: None)

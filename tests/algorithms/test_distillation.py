@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 
 from jaxrl.algorithms.distillation import DENSE, sampled_advantages, sparse_divergence
 from jaxrl.kernels.logprob import divergence
@@ -38,6 +39,7 @@ def test_sampled_terms_have_the_gradient_of_the_reverse_kl_in_expectation():
     assert np.abs(exact).max() > 0.1
 
 
+@pytest.mark.full
 def test_sampled_terms_of_whole_sequences_have_the_gradient_of_their_kl():
     """Two steps of three tokens, the second's distribution depending on the first: with discount 1 the expectation over all
     nine sequences is the gradient of KL(p(y1 y2) || q(y1 y2)); with discount 0 it is that of the KL at visited states alone."""
@@ -71,7 +73,7 @@ def test_sampled_terms_of_whole_sequences_have_the_gradient_of_their_kl():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -b, atol=1e-13), total, jax.grad(truth)(params))
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@first_cases(1, "kind", DENSE)
 def test_with_a_tail_it_is_a_divergence_and_a_lower_bound(kind):
     """Over the teacher's and the student's top 4 of 20: never negative, at most the full divergence, and equal to it when the
     set is all but one token; without the tail the two KLs are negative for some."""
@@ -92,8 +94,8 @@ def test_with_a_tail_it_is_a_divergence_and_a_lower_bound(kind):
     assert (min(below) < -0.05) == (kind != "jsd")  # jsd's terms are an f-divergence's with f'(1) = 0: none is negative
 
 
-@pytest.mark.parametrize("kind", DENSE)
-@pytest.mark.parametrize("tail", [True, False])
+@first_cases(1, "kind", DENSE)
+@first_cases(1, "tail", [True, False])
 def test_a_teacher_that_is_the_student_has_no_gradient(kind, tail):
     """With the tail; and jsd without it, whose integrand has its minimum there. Forward and reverse have not: without the tail
     they would move a student that has arrived."""

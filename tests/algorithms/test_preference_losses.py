@@ -1,20 +1,12 @@
 """Losses of preferences: their derivatives are their difference quotients, and what the papers say of them holds."""
 
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.preference_options import options
 
 from jaxrl.algorithms import preferred_advantages
 from jaxrl.algorithms.preference import LOSSES, Table, needs_reference, preference_loss, weighted
-from jaxrl.config.schema import SCHEMA
-
-DEFAULTS = {name: option.default for name, option in SCHEMA["preference"].items()}
-
-
-def options(*loss, **changes):
-    smoothing = 0.1 if any(LOSSES[name].smoothing == "needs" for name in loss) else 0.0
-    return SimpleNamespace(**DEFAULTS | {"loss": loss, "label_smoothing": smoothing} | changes)
 
 
 def batch(pairs=5, seed=0, spread=4.0):

@@ -10,39 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_training import gradient, layout_of, one_at_a_time, worst
-from training_helpers import batch_of_groups, params_of, policy_objective, tiny_model
+from helpers.preset_losses import LOSSES, weights_of
+from helpers.training_helpers import (
+    batch_of_groups,
+    gradient,
+    layout_of,
+    one_at_a_time,
+    params_of,
+    policy_objective,
+    tiny_model,
+    worst,
+)
 
 from jaxrl import training
-from jaxrl.algorithms import PRESETS
 from jaxrl.models.value import ValueModel
 
 LAYOUTS = ("padded_wide", "packed", "packed_shared_8_microbatches")
 
 
-def loss_of(preset):
-    """The loss of a preset off-policy, with what it leaves to others switched on: entropy, both kinds of clipping."""
-    v = PRESETS[preset]
-    correction = v["mismatch.correction"]
-    in_loss = v["kl.placement"] == "loss"
-    return policy_objective(
-        **{name: value for name, value in v.items() if "." not in name and name != "old_logprobs"}
-        | {"entropy_coef": 0.01}, old="column", chunk=32, max_grad_norm=0.0,
-        kl_coef=(v["kl.coef"] or 0.1) * in_loss, kl_estimator=v["kl.estimator"],
-        mismatch="token_tis" if correction == "auto" else correction, mismatch_cap=v["mismatch.cap"])
 
 
-LOSSES = {name: loss_of(name) for name in PRESETS}
-LOSSES["bounds"] = policy_objective(LOSSES["grpo"], dual_clip=1.1, delta=1.3, mismatch="sequence_mis", mismatch_cap=4.0,
-                                       mismatch_low=0.3, sequence_delta=0.05)
-LOSSES["means"] = policy_objective(LOSSES["gspo"], ratio="sequence_token", mismatch="geometric_tis", mismatch_cap=1.01)
 
 
-def weights_of(traj, preset):
-    v = PRESETS.get(preset, PRESETS["grpo"])
-    positive = np.arange(traj.num_sequences) % 3 == 0 if v["positive_nll_coef"] else None
-    return training.loss_weights(traj, np.arange(traj.num_sequences), v["aggregation"], max_tokens=14, positive=positive,
-                                 dropped=np.arange(traj.num_sequences) == 4)
 
 
 def sensitivities(traj, columns, weights, layout, loss, logp_T, entropy_T):
@@ -111,7 +100,7 @@ def test_the_gradient_through_the_model_neither():
 def test_data_shards_neither():
     """Four shards of the rows, in a process with four devices; sums over sequences stay within a row and so within a shard."""
     here = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, here / "sharded_presets.py"], capture_output=True, text=True, timeout=300,
+    done = subprocess.run([sys.executable, here / "helpers" / "sharded_presets.py"], capture_output=True, text=True, timeout=300,
                           env={**os.environ, "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -54,7 +54,7 @@ def test_loss_and_gradient_are_trls(tmp_path, margin, center):
     """RewardTrainer's compute_loss around a table of scores in float64."""
     torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl")
     from datasets import Dataset
-    from tiny_models import SIZES, make_tokenizer
+    from helpers.tiny_models import SIZES, make_tokenizer
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
     model = Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1))

@@ -5,8 +5,8 @@ import random
 
 import numpy as np
 import pytest
-from data_cases import make_config, write_jsonl
-from turn_cases import FAMILIES, TOOLS, make_tokenizer
+from helpers.data_cases import make_config, write_jsonl
+from helpers.turn_cases import FAMILIES, TOOLS, make_tokenizer
 
 from jaxrl.data import DataError, end_of_turn, load_tokenizer, load_train
 

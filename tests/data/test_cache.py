@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_cases import TEMPLATE, make_config, make_tokenizer, write_jsonl
-from run_tools import environment
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, write_jsonl
+from helpers.run_tools import environment
 
 from jaxrl.data import Stream, cache, load_eval_sets, load_tokenizer, load_train, loading
 from jaxrl.data.cache import Cache

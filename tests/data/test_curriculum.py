@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_job
-from data_cases import make_config, make_tokenizer, write_jsonl
-from run_tools import fingerprint
+from helpers import tiny_job
+from helpers.data_cases import make_config, make_tokenizer, write_jsonl
+from helpers.run_tools import fingerprint
 
 import jaxrl
 from jaxrl.data import Stream, load_tokenizer, load_train
@@ -121,7 +121,7 @@ def test_pass_rates_are_of_the_judged_reward():
 
 
 @pytest.mark.parametrize("options, what", [
-    ({"difficulty_window": ("0:1..2",)}, "of which column? Set data.difficulty"),
+    ({"difficulty_window": ("0:1..2",)}, "has no effect without data.difficulty; set data.difficulty"),
     ({"difficulty": "level", "difficulty_window": ("0:1-2",)}, "'0:1-2' is not 'step:low..high'"),
     ({"difficulty": "level", "difficulty_window": ("0:3..2",)}, "3 is above 2"),
     ({"difficulty": "level", "difficulty_window": ("3:1..2",)}, "the first window begins at step 0"),
@@ -138,7 +138,7 @@ def test_curricula_that_cannot_be(options, what):
     assert what in str(error.value)
     config = tiny_job.get_config("sft")
     config.data.pass_rate_min = 0.5
-    with pytest.raises(ConfigError, match="run.recipe=sft samples nothing to measure them by"):
+    with pytest.raises(ConfigError, match="has no effect with run.recipe=sft; set run.recipe=rl"):
         check(config)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
 
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, resolve
 from jaxrl.data.sources import BadRows, from_memory, read
@@ -335,6 +335,7 @@ def test_a_folder_without_a_tokenizer_is_told_from_one_that_cannot_be_read(tmp_p
         load_tokenizer(config)
 
 
+@pytest.mark.full
 @pytest.mark.torch
 def test_a_tokenizer_of_no_model_is_the_same_without_torch(plain, tmp_path):
     """The class that AutoTokenizer takes, and it is asked where a model's config or code of its own might decide. Neither it nor
@@ -518,7 +519,7 @@ def test_rows_that_a_caller_holds_are_read_like_files(plain, tmp_path):
     sets = load_eval_sets(config, tokenizer, EOS, sets={"own": rows[:2]}, rows=rows)
     assert {name: len(s) for name, s in sets.items()} == {"own": 2, "heldout": 3}
     both = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
-    for wrong, text in ((both, "DatasetDict: expected rows.*one of its splits: train"), ([], "data holds no rows"), (3, "data is a int"),
+    for wrong, text in ((both, "DatasetDict: expected rows.*one of its splits: train"), ([], "data holds no rows"), (3, "data is an int"),
                         (["x"], r"data\[0\]: a row must be a JSON object, not str")):
         with pytest.raises(DataError, match=text):
             load_train(config, tokenizer, EOS, wrong)

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
-from run_tools import ROOT, environment
-from tiny_job import MODEL
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
+from helpers.run_tools import ROOT, environment
+from helpers.tiny_job import MODEL
 
 from jaxrl.checkpoint import fingerprints as inputs
 from jaxrl.checkpoint.checkpointer import Checkpointer
@@ -57,8 +57,8 @@ def test_hosts_with_other_files_are_named_before_the_first_step(tmp_path):
              "checkpoint.export_at_end": "false", "data.max_rows": 0, "run.dir": tmp_path / "run"}
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl.launch", "--processes=2", "--", str(tmp_path / "host.py"), str(tmp_path),
-         f"--config={ROOT}/tests/tiny_job.py:sft", *[f"--config.{k}={v}" for k, v in flags.items()]],
-        capture_output=True, text=True, timeout=120, env=environment())
+         f"--config={ROOT}/tests/helpers/tiny_job.py:sft", *[f"--config.{k}={v}" for k, v in flags.items()]],
+        capture_output=True, text=True, timeout=600, env=environment())
     said = done.stdout + done.stderr
     assert done.returncode == 2 and "the processes of this run are not alike" in said, said
     for name in ("training data", "eval set test", "chat template"):
@@ -95,8 +95,8 @@ def test_a_host_whose_rewards_are_written_otherwise_is_named(job, tmp_path):
 
 
 def read(run):
-    found = setup.read_inputs(run.spec)
-    return found, *setup.load_data(run.spec, run.given, found)
+    found = setup.read_model_inputs(run.spec)
+    return found, *setup.load_data(run.spec, run.inputs, found)
 
 
 @pytest.fixture
@@ -114,9 +114,9 @@ def job(tmp_path):
 
     spec = resolve(make())
     with Session(spec) as session:
-        setup.read_all(session, with_rewards=False)
+        setup.read_job_inputs(session, with_rewards=False)
     saved = Checkpointer(spec.run.dir, spec)
-    saved.save(1, {}, {"config": redacted(spec.asked), "read": session.read, "parts": {}})
+    saved.save(1, {}, {"config": redacted(spec.asked), "read": session.fingerprints, "parts": {}})
     saved.close()
     return make
 
@@ -196,7 +196,7 @@ def test_weights_are_told_apart_and_commits_of_the_hub_are_kept(tmp_path, monkey
         c.algorithm.kl.coef = 0.1
         tokenizer, asked = load_tokenizer(c), []
         assert tokenizer.chat_template == name
-        found = setup.Inputs(tokenizer, {**MODEL, hf.SOURCE: {}}, (2,), None)
+        found = setup.ModelInputs(tokenizer, {**MODEL, hf.SOURCE: {}}, (2,), None)
         assert inputs.fingerprints(resolve(c), found, None, {})["weights of the reference"] == prints[name]
         c.critic.path, c.critic.revision, c.model.init = "somebody/tiny", name, "random"
         for check in ("check_weights", "check_critic"):

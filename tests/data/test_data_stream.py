@@ -6,8 +6,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import tiny_job
-from data_cases import make_config, make_tokenizer, questions, write_jsonl
+from helpers import tiny_job
+from helpers.data_cases import make_config, make_tokenizer, questions, write_jsonl
 
 from jaxrl.config.help import page
 from jaxrl.config.load import default_config, put
@@ -103,7 +103,7 @@ def test_workers_prepare_the_next_steps_ahead():
     config.data.prompts_per_step, config.data.workers, config.data.prefetch = 4, 2, 3
     stream = Stream.from_config(config, data)
     first, _ = stream.take(0)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while len(data.read) < 16:  # the step asked for and three more, with nobody asking
         assert time.monotonic() < end, data.read
         time.sleep(0.01)
@@ -155,7 +155,7 @@ def test_a_run_ends_at_the_first_limit_that_is_set(tmp_path, options, expected):
     for name, value in options.items():
         put(c, name, value)
     with Session(resolve(c)) as run:
-        setup.read_all(run, with_rewards=False)
+        setup.read_job_inputs(run, with_rewards=False)
     assert (run.total_steps, run.ending) == expected
 
 

@@ -156,6 +156,7 @@ def test_worked_answers_are_long_and_spread(rows, tokenizer):
     assert sum(lengths) / len(lengths) >= 24 and max(lengths) >= 4 * min(lengths)
 
 
+@pytest.mark.full
 def test_text_survives_the_tokenizer(rows, tokenizer):
     for name in FILES:
         for r in rows[name]:

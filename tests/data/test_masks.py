@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from data_cases import make_config, write_jsonl
-from turn_cases import FAMILIES, make_tokenizer
+from helpers.data_cases import make_config, write_jsonl
+from helpers.turn_cases import FAMILIES, make_tokenizer
 
 from jaxrl.data import DataError, load_tokenizer, load_train
 from jaxrl.data.overlong import Limits, fitted
@@ -157,7 +157,7 @@ def test_marks_that_do_not_tell(tmp_path):
         load(tmp_path, *marked("mistral"), [{"prompt": smuggled}], data__assistant_mask="template")
     with pytest.raises(ConfigError, match="has no {% generation %}"):
         load(tmp_path, *TEMPLATES["mistral"], [{"prompt": ASKED}], data__assistant_mask="template")
-    with pytest.raises(ConfigError, match="data.assistant_mask=template has no effect without data.train_turns=all"):
+    with pytest.raises(ConfigError, match="data.assistant_mask='template' has no effect with data.train_turns=last"):
         load(tmp_path, *marked("mistral"), [{"prompt": ASKED}], data__assistant_mask="template", data__train_turns="last")
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_job
-from data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
-from run_tools import fingerprint
-from test_options_algorithm import config as algorithm_config
-from test_options_algorithm import decided, trajectories
+from helpers import tiny_job
+from helpers.algorithm_runs import decided
+from helpers.algorithm_steps import config as algorithm_config
+from helpers.algorithm_steps import trajectories
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, questions, write_jsonl
+from helpers.run_tools import fingerprint
 
 import jaxrl
 from jaxrl.checkpoint.resume import config_changes
@@ -237,7 +238,7 @@ WRONG = [  # sources, further options, what is said
     ({"a": {"rewards": "exact"}}, {"reward.column": "verifier"}, "a.rewards with reward.column"),
     ({"a": {"rewards": "exact"}}, {"run.recipe": "sft"}, "run.recipe=sft has no rewards"),
     ({"a": {"system_prompt": "Hi."}}, {"env.tools": ("jaxrl.envs.examples:add",)}, "a.system_prompt: the turns of an episode"),
-    ({}, {"data.exhausted": "others"}, "one source of rows only"),
+    ({}, {"data.exhausted": "others"}, "data.exhausted='others' has no effect without data.sources"),
 ]
 
 

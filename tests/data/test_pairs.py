@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from data_cases import TEMPLATE, make_config, make_tokenizer, write_jsonl
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer, write_jsonl
 
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, make_pairs
 

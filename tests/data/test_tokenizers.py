@@ -63,7 +63,7 @@ def test_a_template_that_asks_for_the_time_is_told_the_runs_day(tmp_path):
     """Any format, in ids and in texts alike, of a run that goes on on another day, too; other templates are left alone."""
     import datetime
 
-    from data_cases import make_config, write_jsonl
+    from helpers.data_cases import make_config, write_jsonl
 
     from jaxrl.data import day_of, load_tokenizer, load_train
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from data_cases import make_config, write_jsonl
-from turn_cases import FAMILIES, TOOLS, make_tokenizer
+from helpers.data_cases import make_config, write_jsonl
+from helpers.turn_cases import FAMILIES, TOOLS, make_tokenizer
 
 from jaxrl import models, training
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from turn_cases import FAMILIES, TOOLS, chatml, make_renderer, make_tokenizer, random_text, renderer
+from helpers.turn_cases import FAMILIES, TOOLS, chatml, make_renderer, make_tokenizer, random_text, renderer
 
 from jaxrl.data.dataset import PromptError
 from jaxrl.data.tokens import MARKER

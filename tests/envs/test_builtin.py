@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.tiers import first_cases
 from transformers import AutoTokenizer
 
 import jaxrl
@@ -271,7 +272,7 @@ def test_what_chance_says_in_the_library_has_nothing_to_do_with_the_question():
         assert max(abs(a - b / sum(make.HABITS)) for a, b in zip(shares, make.HABITS, strict=True)) < 0.05, said
 
 
-@pytest.mark.parametrize("name", NAMES)
+@first_cases(1, "name", NAMES)
 def test_everything_fits_the_configs(name, tokenizer):
     rl, sft = load_config(f"env:{name}"), load_config(f"env_sft:{name}")
     longest, first = 0, 0

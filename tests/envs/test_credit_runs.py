@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from algorithm_runs import job, watched
-from worlds import TEMPLATE
+from helpers.algorithm_runs import job, watched
+from helpers.worlds import TEMPLATE
 
 WORLD = """
 async def crossroads(task, chat):

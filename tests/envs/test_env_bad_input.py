@@ -4,8 +4,9 @@ does wrong while it runs is in test_env_faults.py.)"""
 import sys
 import textwrap
 
-import env_cases
 import pytest
+from helpers import env_cases
+from helpers.tiers import first_cases
 
 from jaxrl.envs import pool as pool_module
 from jaxrl.errors import ConfigError
@@ -100,7 +101,7 @@ CASES = {
     "odd spec": ({"function": "my module:f"}, "env.function: 'my module:f' is neither a name, nor package.module:function"),
     "no module": ({"function": "not_a_module:f"}, "env.function='not_a_module:f': importing not_a_module failed: .*No module named"),
     "no such name": ({"function": "{}/things.py:epsiode"}, "has no function 'epsiode'; it has: .*episode"),
-    "a number": ({"function": "{}/things.py:number"}, "things.py:number is a int, not a function"),
+    "a number": ({"function": "{}/things.py:number"}, "things.py:number has type int; expected a function"),
     "tool and function": ({"function": "guess", "tools": ("m:f",)}, r"env.function='guess' and env.tools=.*give the tools to chat.send"),
     "tool's name alone": ({"tools": ("f",)}, "env.tools: 'f' names no function; write f:function"),
     "tool twice": ({"tools": ("m:f", "m:f")}, "env.tools names m:f twice; leave one away"),
@@ -133,7 +134,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@first_cases(12, "name", CASES)
 def test_refused_before_a_run(name, folder, monkeypatch):
     options, text = CASES[name]
     monkeypatch.setattr(pool_module, "START_SECONDS", 1.0 if name == "blocks" else 60.0)

@@ -5,9 +5,9 @@ import os
 import sys
 from pathlib import Path
 
-import env_cases
 import pytest
-from env_cases import play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import play, texts, turn
 
 from jaxrl.errors import ConfigError
 

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import env_cases
 import pytest
-from env_cases import follow, play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import follow, play, texts, turn
+from helpers.tiers import first_cases
 
 from jaxrl.envs import pool as pool_module
 from jaxrl.errors import RunStopped
@@ -61,7 +62,7 @@ EPISODES = textwrap.dedent('''
                 except OSError: pass
         if kind == "close": os.closerange(3, 40)
         if kind.startswith("http"):
-            with urllib.request.urlopen(kind, timeout=10) as reply:
+            with urllib.request.urlopen(kind, timeout=300) as reply:
                 json.load(reply)
         return 1.0
 
@@ -191,7 +192,7 @@ def clock(monkeypatch):
     return ours
 
 
-def until(condition, seconds=120.0):
+def until(condition, seconds=600.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "never happened"
@@ -208,7 +209,7 @@ def kinds(*names):
 
 
 @pytest.mark.parametrize("name, where", [("episode", "episode"), ("plainly", "plainly"), ("Game", "step")])
-@pytest.mark.parametrize("threads", [False, True])
+@first_cases(1, "threads", [False, True])
 def test_exceptions_and_values(pool, name, where, threads):
     names = ["raise", "exit", "nan", "list", "text", "inf", "stop", "fine", "print", "input", "fork"]
     ends, said = play(pool(name, threads=threads), kinds(*names), lambda id, k, data: turn("ok" if k == 0 else "end"))
@@ -229,7 +230,7 @@ def test_exceptions_and_values(pool, name, where, threads):
     assert ends["fork"].kind == "done" and len(said["fork"]) == 2  # the child has no part in it
 
 
-@pytest.mark.parametrize("name, kind, cause", [
+@first_cases(2, "name, kind, cause", [
     ("episode", "die", "its worker ended: it exited with status 7"),
     ("plainly", "die", "its worker ended: it exited with status 7"),
     ("Game", "crash", "its worker ended: it was ended by SIGSEGV"),
@@ -247,7 +248,7 @@ def test_a_lost_worker_is_the_fault_of_whose_code_ran(pool, name, kind, cause):
     assert set(outcomes(ends).values()) == {"done"}
 
 
-@pytest.mark.parametrize("name", ["episode", "plainly"])
+@first_cases(1, "name", ["episode", "plainly"])
 @pytest.mark.parametrize("kind, cause", [
     ("write", "instead of a reply came"), ("close", "its worker ended: its streams to the trainer were closed")])
 def test_streams_that_are_spoiled_are_the_fault_of_who_is_always_there(pool, name, kind, cause):
@@ -288,7 +289,7 @@ def lost(p, kind, clock=None):
     return follow(p, set(rows), lambda id, k, data: None)
 
 
-@pytest.mark.parametrize("name, kind, threads", [
+@first_cases(2, "name, kind, threads", [
     ("episode", "sleep", False), ("episode", "spin", False), ("plainly", "sleep", False), ("plainly", "spin", True),
     ("Game", "spin", False), ("Game", "sleep", True)])
 def test_what_blocks_costs_its_worker(pool, clock, name, kind, threads):
@@ -302,7 +303,7 @@ LATE = "late", "a turn took longer than env.step_seconds=600"
 
 
 @pytest.mark.parametrize("name", ["episode", "plainly", "Game"])
-@pytest.mark.parametrize("threads", [False, True])
+@first_cases(1, "threads", [False, True])
 def test_what_comes_back_late_is_late(pool, name, threads):
     p = pool(name, threads=threads, step_seconds=600.0)
     for kind, outcome in (("brief", LATE), ("fine", "done")):
@@ -451,7 +452,7 @@ def free_port() -> int:
 PARENT = textwrap.dedent('''
     import sys, time
     sys.path[:0] = sys.argv[2:]
-    import env_cases
+    from helpers import env_cases
     pool = env_cases.pool(sys.argv[1] + ":sees", workers=1)
     pool.start("e", {"row": {"kind": "long"}, "prompt": "", "seed": 0})
     (event,) = pool.events(30.0)
@@ -476,7 +477,7 @@ def test_workers_end_with_the_pool_and_with_a_parent_that_is_killed(pool, source
     with pytest.raises(RuntimeError, match="the pool of episodes is closed"):
         p.events(1.0)
     here = Path(__file__)
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(source), str(here.parent), str(here.parents[2])],
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(source), str(here.parents[1]), str(here.parents[2])],
                               stdout=subprocess.PIPE, text=True)
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from episode_cases import WORLDS, Scripted, playing, requests, tokenizer
-from turn_cases import FAMILIES, make_tokenizer
-from worlds import NEWS
+from helpers.episode_cases import WORLDS, Scripted, playing, requests, tokenizer
+from helpers.turn_cases import FAMILIES, make_tokenizer
+from helpers.worlds import NEWS
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
@@ -116,9 +116,9 @@ def configured(**env):
 
 
 @pytest.mark.parametrize("options, said", [
-    ({"function": "", "max_turns": 3}, "env.max_turns: there are no episodes"),
+    ({"function": "", "max_turns": 3}, "env.max_turns=3 has no effect without env.function, env.program, env.tools and env.mcp"),
     ({"tools": ("x:y",)}, "env.function and env.tools"),
-    ({"run__recipe": "sft"}, "run.recipe=sft samples nothing"),
+    ({"run__recipe": "sft"}, "env.function='calc' has no effect with run.recipe=sft; set run.recipe=rl or distill"),
     ({"data__response_prefix": "A:"}, "data.response_prefix='A:': no use"),
     ({"data__chat": "false"}, "data.chat=false: the turns"),
     ({"data__add_generation_prompt": False}, "data.add_generation_prompt=False"),

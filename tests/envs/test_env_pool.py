@@ -9,10 +9,10 @@ import textwrap
 import time
 from pathlib import Path
 
-import env_cases
 import numpy as np
 import pytest
-from env_cases import follow, play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import follow, play, texts, turn
 
 from jaxrl.envs import Observation, Step, ToolError
 from jaxrl.errors import ConfigError
@@ -342,7 +342,7 @@ def convert(amount: float, unit: Literal["a", "b"]) -> float:
 """
 POOL_CELL = """
 import sys
-from env_cases import play, pool, texts, turn
+from helpers.env_cases import play, pool, texts, turn
 calls = [("convert", {"amount": 2, "unit": "b"}), ("convert", {"amount": -1, "unit": "a"})]
 with pool(tools=(convert,), run_dir=sys.argv[1], workers=1, max_parallel_calls=2) as p:
     print("seen", texts(play(p, {"e": {}}, lambda id, k, data: turn("", *calls[:2 - 2 * k]))[1]["e"]))
@@ -353,7 +353,7 @@ def test_tools_of_a_notebook_cell(tmp_path):
     """The real thing: typed into IPython's shell, with what the function uses, in its annotations too."""
     code = (f"from IPython.core.interactiveshell import InteractiveShell\nshell = InteractiveShell.instance()\n"
             f"shell.run_cell({TOOL_CELL!r})\nshell.run_cell({POOL_CELL!r})\n")
-    path = os.pathsep.join((str(Path(__file__).parents[2]), str(Path(__file__).parent)))
+    path = os.pathsep.join((str(Path(__file__).parents[2]), str(Path(__file__).parents[1])))
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], env={**os.environ, "PYTHONPATH": path},
                          capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "seen ['go', '6.0', 'nothing below 0']" in out.stdout, out.stdout + out.stderr

@@ -2,9 +2,9 @@
 
 import time
 
-import env_cases
 import pytest
-from env_cases import play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import play, texts, turn
 
 from jaxrl.errors import ConfigError
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from run_tools import ledger, run
-from worlds import TEMPLATE
+from helpers.run_tools import ledger, run
+from helpers.worlds import TEMPLATE
 
-WORLDS = Path(__file__).with_name("worlds.py").resolve()
+WORLDS = Path(__file__).resolve().parents[1] / "helpers" / "worlds.py"
 JOB = ("train.steps=5", "eval.every_steps=0", "eval.before=False", "eval.after=False", "checkpoint.every_steps=2",
        f"env.function={WORLDS}:slow", "env.max_turns=4", "env.max_observation_tokens=8", "reward.functions=()")
 

@@ -4,9 +4,9 @@ import textwrap
 import typing
 from typing import Any, Literal
 
-import env_cases
 import pytest
-from env_cases import play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import play, texts, turn
 from transformers.utils import get_json_schema
 
 from jaxrl.envs import tools

@@ -2,9 +2,20 @@
 
 import numpy as np
 import pytest
-from episode_cases import WORLDS
-from rollout_helpers import END, HF, config, log_softmax, model, params, prompt, teacher_logits, tokenizer, vllm_server
-from worlds import LETTERS
+from helpers.episode_cases import WORLDS
+from helpers.rollout_helpers import (
+    END,
+    HF,
+    config,
+    log_softmax,
+    model,
+    params,
+    prompt,
+    teacher_logits,
+    tokenizer,
+    vllm_server,
+)
+from helpers.worlds import LETTERS
 
 from jaxrl.data.turns import TurnRenderer
 from jaxrl.envs.pool import EpisodePool

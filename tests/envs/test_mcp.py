@@ -4,14 +4,13 @@ import sys
 import threading
 from pathlib import Path
 
-import env_cases
-import mcp_server
 import pytest
-from env_cases import play, texts, turn
+from helpers import env_cases, mcp_server
+from helpers.env_cases import play, texts, turn
 
 from jaxrl.errors import ConfigError
 
-STDIO = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')} stdio"
+STDIO = f"{sys.executable} {Path(__file__).parents[1] / 'helpers' / 'mcp_server.py'} stdio"
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import time
 import urllib.request
 from pathlib import Path
 
-import env_cases
 import pytest
-from env_cases import play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import play, texts, turn
 
 from jaxrl.errors import ConfigError
 
@@ -29,7 +29,7 @@ def serve():
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         python = sys.executable if file == "openenv_server.py" else REAL
-        processes.append(subprocess.Popen([python, Path(__file__).with_name(file), str(port), kind, str(capacity)]))
+        processes.append(subprocess.Popen([python, Path(__file__).parents[1] / "helpers" / file, str(port), kind, str(capacity)]))
         for _ in range(3000):  # (importing openenv may take a minute)
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/schema", timeout=60).close()
@@ -82,10 +82,11 @@ def test_actions_that_are_no_text(serve, file):
                                     no, no, no, "higher"]
 
 
+@pytest.mark.full
 def test_what_services_do_wrong(serve):
     """All of it is the environment's fault, has its cause, and ends in time."""
     url = serve()
-    with pool(url, step_seconds=8.0) as p:
+    with pool(url, step_seconds=30.0) as p:
         rows = dict.fromkeys(("garbage", "other", "nothing", "odd", "words", "die", "break", "hang"), {})
         ends, _ = play(p, rows, lambda id, k, said: turn(id))
     causes = {id: (e.data["fault"], e.data["cause"].replace(url, "URL").replace(" (in step)", "")) for id, e in ends.items()}

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_tools import fingerprint, run
-from worlds import TEMPLATE
+from helpers.run_tools import fingerprint, run
+from helpers.worlds import TEMPLATE
 
-WORLDS = Path(__file__).with_name("worlds.py").resolve()
+WORLDS = Path(__file__).resolve().parents[1] / "helpers" / "worlds.py"
 SAME = ("rollout.compaction=False", "train.steps=4", "eval.every_steps=2", "checkpoint.every_steps=2", "run.stop_seconds=1")
 
 

@@ -5,13 +5,13 @@ import os
 import sys
 from pathlib import Path
 
-import env_cases
 import pytest
-from env_cases import play, texts, turn
+from helpers import env_cases
+from helpers.env_cases import play, texts, turn
 
 from jaxrl.errors import ConfigError
 
-FILE = Path(__file__).with_name("programs.py")
+FILE = Path(__file__).parents[1] / "helpers" / "programs.py"
 PROGRAM = f"{sys.executable} {FILE}"
 
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from episode_cases import params, playing, requests, rescored, tokenizer
+from helpers.episode_cases import params, playing, requests, rescored, tokenizer
 
 from jaxrl.rl.trajectories import collect
 from jaxrl.rollout import generate
 
 pytestmark = pytest.mark.slow
-FILE = Path(__file__).with_name("programs.py")
+FILE = Path(__file__).parents[1] / "helpers" / "programs.py"
 PROGRAM = f"{sys.executable} {FILE}"
 
 

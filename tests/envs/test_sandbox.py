@@ -8,7 +8,7 @@ import sys
 import tempfile
 
 import pytest
-from sandbox_cases import ESCAPES, EXHAUSTIONS, surroundings
+from helpers.sandbox_cases import ESCAPES, EXHAUSTIONS, surroundings
 
 import jaxrl
 from jaxrl import sandbox

@@ -12,11 +12,11 @@ import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import env_cases
 import pytest
+from helpers import env_cases
+from helpers.sandbox_cases import ESCAPES, NOT_STOPPED, surroundings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sandbox_cases import ESCAPES, NOT_STOPPED, surroundings
 
 from jaxrl import sandbox
 from jaxrl.config.load import default_config

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, check, computed_tiles, leave_mesh
+from helpers.attention_cases import CASES, check, computed_tiles, leave_mesh
+from helpers.tiers import first_cases
+from helpers.tiny_models import ARCHITECTURES, SIZES
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
-from tiny_models import ARCHITECTURES, SIZES
 
 from jaxrl.kernels import fallback
 from jaxrl.kernels.attention import attention, cached, cached_attention
@@ -66,7 +67,7 @@ def oracle(q, k, v, positions, segments, prefixes, window, softcap, scale, sinks
     return out
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@first_cases(1, "options", OPTIONS)
 def test_implementations_equal_the_definition(options, monkeypatch):
     """Both, at 1e-12 in float64, with keys in another order than queries; blocks that do not divide the length."""
     monkeypatch.setattr(blockwise, "BLOCK", 5)
@@ -118,7 +119,7 @@ def test_gradients_agree(monkeypatch):
             assert float(want[i][index]) == pytest.approx(slope, rel=1e-4, abs=1e-6), array.shape
 
 
-@pytest.mark.parametrize("name", ["reference", "blockwise"])
+@first_cases(1, "name", ["reference", "blockwise"])
 def test_padding_is_finite_and_invisible(name):
     """Rows of nothing but padding, and queries without any key, give finite values and gradients; real tokens do not
     depend on padding."""
@@ -137,6 +138,7 @@ def test_padding_is_finite_and_invisible(name):
     np.testing.assert_array_equal(np.where(padding, 0, other), np.where(padding, 0, real))
 
 
+@pytest.mark.full
 def test_gradients_of_sinks(monkeypatch):
     """In float64 against automatic differentiation of the reference at 1e-12 per tensor, with windows, shared prompts and
     padding; a sink far below all scores is as good as none, to the bit."""

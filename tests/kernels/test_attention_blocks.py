@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from attention_cases import CASES, Case, inputs
+from helpers.attention_cases import CASES, Case, inputs
 
 from jaxrl.kernels.attention.packed.blocks import active_blocks, block_lists
 from jaxrl.kernels.attention.packed.reference import visible

@@ -6,16 +6,16 @@ import heapq
 import os
 from types import SimpleNamespace
 
-import attention_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case
+from helpers import attention_cases
+from helpers.attention_cases import Case
+from helpers.tiny_models import ARCHITECTURES, SIZES
 from jax import export
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from tiny_models import ARCHITECTURES, SIZES
 
 from jaxrl.kernels.attention import cached, gpu_chip
 from jaxrl.kernels.attention.gpu_chip import sizes_of
@@ -262,6 +262,7 @@ def on_a_gpu(*arguments, **options):
         return cudnn.attention(*arguments, **options)
 
 
+@pytest.mark.full
 def test_rows_that_cudnn_serves():
     """One sequence per row from position 0, then padding: nothing else is causal by row index."""
     def single(layout, length=40, shuffled=False):

@@ -3,12 +3,13 @@ eyes, whatever tokens each device has. (Meshes of several devices, kernels among
 
 import functools
 
-import attention_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case, in_a_ring
+from helpers import attention_cases
+from helpers.attention_cases import Case, in_a_ring
+from helpers.tiers import first_cases
 
 from jaxrl.kernels.attention import ring_attention
 from jaxrl.kernels.attention.packed import ring
@@ -18,8 +19,8 @@ CASES = [Case("whole", length=128), Case("documents", softcap=2.0), Case("ones")
          Case("documents", length=700, heads=2, groups=1, window=200, dtype="float64")]
 
 
-@pytest.mark.parametrize("name, count", [("reference", 2), ("blockwise", 4)])
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in CASES[3:5] else pytest.mark.slow, id=str(case)) for case in CASES])
+@first_cases(1, "name, count", [("reference", 2), ("blockwise", 4)])
+@first_cases(1, "case", [pytest.param(case, marks=[] if case in CASES[3:5] else pytest.mark.slow, id=str(case)) for case in CASES])
 def test_a_ring_is_attention_over_whole_rows(case, name, count):
     """Queries without a key in some parts, or in all; sinks, which count once; prompts whose answers lie elsewhere."""
     with jax.enable_x64(case.dtype == "float64"):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import SHARED_CASES, SMALL_BLOCKS, check_shared, shared_inputs
+from helpers.attention_cases import SHARED_CASES, SMALL_BLOCKS, check_shared, shared_inputs
+from helpers.tiers import first_cases
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
@@ -54,7 +55,7 @@ TPU_CASES = [*SHARED_CASES[:3], dataclasses.replace(SHARED_CASES[0], size=80, gr
              dataclasses.replace(SHARED_CASES[1], dtype="float32")]
 
 
-@pytest.mark.parametrize("case", [
+@first_cases(1, "case", [
     pytest.param(c, id=str(i), marks=() if i < 2 else pytest.mark.slow if i == 2 else pytest.mark.nightly) for i,
     c in enumerate(TPU_CASES)])
 def test_tpu_kernel(case, small_blocks):
@@ -107,6 +108,7 @@ def test_nothing_is_shared_below_a_block_or_out_of_line(shape, length):
     assert not any(tile for _, tile, _ in entries(work, cached.tpu.Call(512, shape[2], work.width)))
 
 
+@pytest.mark.full
 def test_layers_with_a_window_read_their_own_copies(small_blocks):
     (q, k, v), positions, names, lengths = shared_inputs(SHARED_CASES[0])
     tiles = share(names, lengths)

@@ -11,11 +11,11 @@ import pytest
 HERE = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("kind", ["tpu", pytest.param("gpu", marks=pytest.mark.mosaic)])
+@pytest.mark.parametrize("kind", [pytest.param("tpu", marks=pytest.mark.full), pytest.param("gpu", marks=pytest.mark.mosaic)])
 def test_keys_are_equal_in_processes_with_different_histories(kind):
     def keys(*names):
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "PYTHONHASHSEED": "random"}
-        return subprocess.Popen([sys.executable, str(HERE / "cache_key_worker.py"), kind, *names], env=env, text=True,
+        return subprocess.Popen([sys.executable, str(HERE / "helpers" / "cache_key_worker.py"), kind, *names], env=env, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     processes = [keys("decode", "update"), keys("prefill", "update", "decode")]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 
 from jaxrl.kernels import check, fallback
 from jaxrl.kernels.attention.cached import api as cached
@@ -56,7 +57,7 @@ def kernel(monkeypatch):
     fallback.distrust("attention", ())
 
 
-@pytest.mark.parametrize("broken", [unshared, raising, *(pytest.param(f, marks=pytest.mark.nightly) for f in (
+@first_cases(1, "broken", [unshared, raising, *(pytest.param(f, marks=pytest.mark.nightly) for f in (
     leaking, windowless, no_gradient_of_values))], ids=lambda f: f.__name__)
 def test_a_broken_kernel_is_found(kernel, broken):
     kernel(broken)
@@ -65,6 +66,7 @@ def test_a_broken_kernel_is_found(kernel, broken):
     assert ("illegal memory access" if broken is raising else "attention in rows wrong: off by") in wrong["made"]
 
 
+@pytest.mark.full
 def test_right_ones_and_those_that_refuse_are_not_blamed(kernel):
     assert check.first_use(jnp.float32, HEADS) == {}  # CPUs have no kernels: nothing is computed
     for function in (packed.reference.attention, refusing):
@@ -72,6 +74,7 @@ def test_right_ones_and_those_that_refuse_are_not_blamed(kernel):
         assert check.first_use(jnp.float32, HEADS) == {}
 
 
+@pytest.mark.full
 def test_slots_that_see_what_lies_behind_them_are_found(monkeypatch):
     def late(q, k, v, positions, *rest, **how):
         return cached.reference.attention(q, k, v, positions + 1, *rest, **how)
@@ -104,7 +107,7 @@ def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monke
     def look(attention, others):
         job = SimpleNamespace(model=SimpleNamespace(config=model), compute_dtype=jnp.dtype(np.float32),
                               config=SimpleNamespace(model=SimpleNamespace(attention=attention)))
-        setup.look_at_kernels(SimpleNamespace(peers=SimpleNamespace(meet=lambda what, value: [value, *others])), job)
+        setup.check_kernels(SimpleNamespace(peers=SimpleNamespace(meet=lambda what, value: [value, *others])), job)
         return packed.order("auto")
 
     assert look("auto", []) == ("made", *packed.XLA)

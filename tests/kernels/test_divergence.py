@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 
 from jaxrl.kernels.logprob import divergence
 
@@ -25,8 +26,8 @@ def exact(hidden, head, teacher, teacher_head, kind, beta, cap, teacher_cap, voc
     return {"forward": kl(q, p), "reverse": kl(p, q), "jsd": beta * kl(q, m) + (1 - beta) * kl(p, m)}[kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("transposed", [False, True])
+@first_cases(1, "kind", KINDS)
+@first_cases(1, "transposed", [False, True])
 def test_values_and_gradients_are_those_of_full_logits(kind, transposed):
     with jax.enable_x64(True):
         hidden, head, teacher, teacher_head, valid = _inputs()
@@ -47,7 +48,7 @@ def test_values_and_gradients_are_those_of_full_logits(kind, transposed):
         assert not np.any(got[1][2]) and not np.any(got[1][3]) and np.abs(got[1][1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@first_cases(1, "kind", KINDS)
 def test_a_teacher_that_is_the_student_moves_nothing(kind):
     hidden, head, *_, valid = _inputs(dtype=np.float32)
     value, grads = jax.value_and_grad(
@@ -55,6 +56,7 @@ def test_a_teacher_that_is_the_student_moves_nothing(kind):
     assert abs(value) < 1e-5 and max(np.abs(g).max() for g in grads) < 1e-5
 
 
+@pytest.mark.full
 def test_memory_holds_neither_logits_nor_a_gradient_of_a_head_that_does_not_learn():
     scored, d, vocab = 2048, 32, 8192
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)  # noqa: E731

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 from jax.extend.core import jaxprs_in_params
 
 from jaxrl.kernels.experts import api, experts, tuned
@@ -85,7 +86,7 @@ SHAPES = [dict(tokens=23, slots=3, count=5)] + [pytest.param(shape, marks=pytest
     dict(tokens=31, slots=4, count=3))]  # the last as with experts on several devices: more slots than experts here
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@first_cases(1, "shape", SHAPES, ids=str)
 def test_blocks_equal_the_reference_in_float64(shape, small):
     """Forward and every gradient to 1e-12 of the tensor's norm, for every routing through one program."""
     with jax.enable_x64(True):
@@ -104,6 +105,7 @@ def test_blocks_equal_the_reference_in_float64(shape, small):
                 assert not y.any() and not any(g.any() for g in grads.values())
 
 
+@pytest.mark.full
 def test_biases_and_clamped_gates(small):
     """gpt-oss's experts: every routing against the definition, gradients of blocks against automatic differentiation of the
     reference, in float64 at 1e-12 of each tensor's norm; many gates and ups at their limit."""
@@ -185,6 +187,7 @@ def test_what_kernels_refuse(caplog):
     refused("float64 inputs", "tpu", x.astype(np.float64), interpret=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 3e-6), pytest.param(jnp.bfloat16, 2e-2, marks=pytest.mark.slow)])
 def test_blocks_in_the_types_that_models_compute_with(dtype, tolerance, small):
     arrays, dy = inputs(dtype=dtype)
@@ -200,6 +203,7 @@ def test_blocks_in_the_types_that_models_compute_with(dtype, tolerance, small):
         close(grads[name], want_grads[name], tolerance, name)
 
 
+@pytest.mark.full
 def test_a_token_does_not_depend_on_the_tokens_beside_it(small):
     """Output, and gradients of x and gates, to the bit: other neighbours, another place, another chunk."""
     tokens = 40
@@ -225,6 +229,7 @@ def put(into, place, own):
     return into
 
 
+@pytest.mark.full
 def test_memory_is_static_and_nothing_is_dropped(monkeypatch):
     """One program serves a balanced routing and all tokens to the same experts; its memory is that of a chunk."""
     count, slots, size, width, chunk = 16, 2, 32, 64, 512
@@ -251,6 +256,7 @@ def test_memory_is_static_and_nothing_is_dropped(monkeypatch):
     assert four - two <= 1.1 * 4 * 2 * chunk * (2 * size + 3 * slots)  # copies of x, dy and ids, in chunks
 
 
+@pytest.mark.full
 def test_blocks_are_those_that_hold_rows():
     """Every slot has its own row, in a block of its expert; blocks are as few as they can be."""
     for kind in ROUTES:
@@ -299,6 +305,7 @@ def products(function, *arguments):
     return count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
+@pytest.mark.full
 def test_weights_have_no_gradient_where_nobody_asks(small):
     arrays, dy = inputs(dtype=jnp.float32)
     ids = routes("random")
@@ -316,6 +323,7 @@ def test_weights_have_no_gradient_where_nobody_asks(small):
         np.testing.assert_array_equal(got, every[name])
 
 
+@pytest.mark.full
 def test_what_is_not_finite_stays_with_its_token(small):
     """A token of NaN spoils no other token, and without a slot it spoils nothing."""
     arrays, dy = inputs(dtype=jnp.float32)

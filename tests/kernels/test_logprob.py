@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.tiers import first_only
 
 from jaxrl.kernels.logprob import chunked, logprob_and_entropy
 
 
-@pytest.fixture(params=[0, 20, 25])
+@pytest.fixture(params=first_only([0, 20, 25]))
 def blocks(request, monkeypatch):
     """The vocabulary of 50 whole, in blocks that overlap at its end, and in even ones."""
     if request.param:
@@ -68,6 +69,7 @@ def test_kept_logits_are_those_that_would_be_made_again(blocks, monkeypatch):
     assert products == more - 1
 
 
+@pytest.mark.full
 @IMPLEMENTATIONS
 def test_an_embedding_table_serves_as_it_lies(implementation, blocks):
     hidden, head, targets, valid = _inputs()
@@ -85,6 +87,7 @@ def test_an_embedding_table_serves_as_it_lies(implementation, blocks):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 @IMPLEMENTATIONS
 def test_the_most_probable_tokens_come_along(implementation, blocks):
     hidden, head, targets, valid = _inputs()
@@ -131,6 +134,7 @@ def test_invalid_tokens_are_inert_even_when_not_finite():
     np.testing.assert_array_equal(jnp.where(valid[..., None], grad, 0), jnp.where(valid[..., None], dirty_grad, 0))
 
 
+@pytest.mark.full
 def test_memory_does_not_hold_the_logits():
     rows, scored, d, vocab = 1, 4096, 64, 32768
     shapes = (
@@ -162,6 +166,7 @@ def results_of_shape(jaxpr, shape) -> int:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_head_that_does_not_learn_costs_no_gradient(transposed, monkeypatch):
     """No fp32 array of the head's size is in the program, whatever a compiler would make of one that nobody reads, nor in its

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+from helpers.tiers import first_cases
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import training
 from jaxrl.config.load import default_config, put
@@ -65,7 +66,7 @@ def test_integers_are_exact():
     np.testing.assert_array_equal(np.asarray(product(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), 1, "int8")), x @ w)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@first_cases(1, "name", NAMES)
 def test_gradients_go_straight_through(name):
     """That of x is the product of rounded g and w with scales along the outputs; that of w, of g and x as they are or, in
     fp8_tensor, rounded; both of several contracted axes, as in attention's output."""
@@ -87,7 +88,7 @@ def test_gradients_go_straight_through(name):
     assert y.dtype == dx.dtype == dw.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", NAMES)
+@first_cases(1, "name", NAMES)
 def test_a_row_does_not_know_its_neighbours(name):
     """Where the scheme says so, bitwise; where it does not, a large neighbour changes a row."""
     x, w = operands(inputs=(160,))

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
-from run_tools import ROOT, run
+from helpers import tiny_models
+from helpers.run_tools import ROOT, run
 
 import jaxrl
 from jaxrl.config.load import load_config

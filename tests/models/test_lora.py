@@ -1,5 +1,5 @@
 """Adapters in the model: the factored product is the merged one, its gradients are those of the dense matrix put through A and B, and
-what is frozen costs nothing. (tests/lora_cases.py)"""
+what is frozen costs nothing. (tests/helpers/lora_cases.py)"""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from lora_cases import GEMMA, HF, LINEAR, all_linear, batch, build, gradient, hidden, init, merged, started
+from helpers.lora_cases import GEMMA, HF, LINEAR, all_linear, batch, build, gradient, hidden, init, merged, started
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
@@ -30,6 +30,7 @@ def layers(hf):
     return hf["num_hidden_layers"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hf, scan", LAYOUTS)
 def test_the_factored_product_is_the_merged_one_and_so_are_its_gradients(hf, scan):
     """In float64, with ranks that differ along a scanned stack and modules without adapter: loss and hidden states to 1e-12, and
@@ -94,6 +95,7 @@ def test_scanned_and_unrolled_layers_are_the_same_model():
             np.testing.assert_allclose(found[cut], unrolled[name, leaf][1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_an_adapter_that_starts_changes_nothing_and_off_is_the_base_bitwise():
     """B is zero: with it the model computes the base's numbers, and without its leaves the very same program does."""
     model = build(all_linear())
@@ -106,6 +108,7 @@ def test_an_adapter_that_starts_changes_nothing_and_off_is_the_base_bitwise():
     jax.tree.map(np.testing.assert_array_equal, merged(model, params), base)
 
 
+@pytest.mark.full
 def test_the_start_is_peft_s():
     """A is uniform in +-1/sqrt(inputs) (default) or normal with deviation 1/r (gaussian), drawn by module."""
     model = build(Adapter(tuple(Target(f"model.layers.{i}.{name}", 16, 1.0) for i in range(3) for name in LINEAR)), {**HF, "hidden_size": 64})
@@ -120,6 +123,7 @@ def test_the_start_is_peft_s():
         adapters.initial(model, jax.random.key(0), "he_uniform")
 
 
+@pytest.mark.full
 def test_shifted_adapters_subtract_their_start():
     with jax.enable_x64(True):
         model = build(dataclasses.replace(all_linear(), shifted=True), dtype=jnp.float64)
@@ -154,6 +158,7 @@ def test_decomposed_adapters_have_the_lengths_that_they_train(scan):
                 assert name != "layers/sub_0/mlp/up/kernel" or (~has).any()
 
 
+@pytest.mark.full
 def test_modules_that_train_whole():
     """Of a tied head both uses train; a scanned array trains in all of its repetitions or is refused."""
     saved = lambda *names, **more: adapters.trains(build(dataclasses.replace(all_linear(), saved=names), **more))  # noqa: E731
@@ -175,6 +180,7 @@ def test_what_cannot_be_a_target_is_refused(name, said):
         build(Adapter((Target(name, 4, 1.0),))).entries  # noqa: B018
 
 
+@pytest.mark.full
 def test_a_frozen_embedding_gets_no_gradient():
     """Neither the scatter that would give it nor the table among what the backward pass keeps."""
     def lookup(table, factor, tokens):
@@ -188,6 +194,7 @@ def test_a_frozen_embedding_gets_no_gradient():
     assert grad[0].tolist() == [6.0] * 8 and not np.any(grad[1:])
 
 
+@pytest.mark.full
 def test_the_digest_of_a_base_sees_every_bit_and_no_layout():
     params = init(build(), jax.random.key(0))
     first = adapters.digest(params)
@@ -201,6 +208,7 @@ def test_the_digest_of_a_base_sees_every_bit_and_no_layout():
     assert len(prints) == 4
 
 
+@pytest.mark.full
 def test_dropout_drops_its_share_and_keeps_the_mean():
     x, keep = np.ones((400, 50), np.float32), np.float32(0.75)
     out = np.asarray(adapters.dropped(x, jax.random.key_data(jax.random.key(1)), keep))
@@ -211,8 +219,8 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 @pytest.mark.slow
 def test_sharded_adapters_are_those_of_one_device():
     """On eight simulated devices, dp x fsdp x tp = 2 x 2 x 2 (sharded_lora.py): A lies as the kernel's inputs, B as its outputs."""
-    worker = Path(__file__).parents[1] / "sharded_lora.py"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)])}
+    worker = Path(__file__).parents[1] / "helpers" / "sharded_lora.py"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, worker.parents[1:3]))}
     done = subprocess.run([sys.executable, worker], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     out = json.loads(done.stdout.splitlines()[-1])

@@ -4,10 +4,11 @@ import zlib
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import pytest
-from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
+from helpers import model_cases
+from helpers.tiers import first_cases
+from helpers.tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build, rope
@@ -46,7 +47,7 @@ def test_logits_equal_transformers(checkpoints, architecture):
         assert max(worst.values()) < 1e-4, (scan_layers, worst)
 
 
-@pytest.mark.parametrize("architecture, entry", [
+@first_cases(1, "architecture, entry", [
     ("mistral", {"sliding_window": 7}), ("qwen2_window", {"sliding_window": 6}),
     ("qwen2_window", {"layer_types": ["sliding_attention", "full_attention"]}),
     ("gemma2", {"attn_logit_softcapping": 3.3}), ("gemma2", {"final_logit_softcapping": 4.4}),
@@ -74,6 +75,7 @@ def test_every_entry_matters_and_agrees(checkpoints, tmp_path, architecture, ent
     assert np.abs(changed - model_cases.reference(tmp_path)(row[0][0])).max() < 1e-4
 
 
+@pytest.mark.full
 def test_float64_forms_agree():
     """Scanned and unrolled, packed and alone in a row: 1e-12 in float64."""
     with jax.enable_x64(True):
@@ -143,7 +145,7 @@ def test_remat_recomputes_and_keeps_the_gradient(scan_layers, policies):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12), grads["none"], grads[remat])
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@first_cases(1, "scan_layers", [False, True])
 def test_decoding_updates_the_cache_in_place(scan_layers):
     """A jitted loop over decode needs no second cache: scratch memory stays below one layer's share of it (unrolled),
     or two of them (scanned: the slice a layer reads)."""
@@ -166,6 +168,7 @@ def test_decoding_updates_the_cache_in_place(scan_layers):
     assert memory.temp_size_in_bytes < (2 if scan_layers else 1) * size / 6
 
 
+@pytest.mark.full
 def test_cache_slots():
     """insert copies rows into slots (dropping slots beyond the cache), take picks slots, longer prompts are refused."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=True)
@@ -184,6 +187,7 @@ def test_cache_slots():
         model.insert(model.init_cache(2, 3, jnp.float32), kv, np.array([0]), np.array([0]))
 
 
+@pytest.mark.full
 def test_initial_parameters():
     """normal(init_std), zero biases, unit norms; the same numbers scanned and unrolled; pure and traceable."""
     config = {**SIZES, "model_type": "qwen2", "vocab_size": 500, "initializer_range": 0.05, "num_hidden_layers": 3}
@@ -201,6 +205,7 @@ def test_initial_parameters():
     assert hidden.dtype == jnp.bfloat16 and jax.eval_shape(flat.logits, a, hidden).dtype == jnp.float32
 
 
+@pytest.mark.full
 def test_initial_parameters_of_large_models(monkeypatch):
     """Beyond AT_ONCE every tensor is a normal draw of the key folded with its HF name, wherever it is stacked."""
     from jaxrl.models import model as room
@@ -234,6 +239,7 @@ def test_logical_axes_and_counts(checkpoints, architecture):
                 assert name in ("norm", "layers") or sizes[name] == size
 
 
+@pytest.mark.full
 def test_flops_match_the_compiled_program():
     """The formula is XLA's count for a row of the same length, up to the elementwise part."""
     config = {**SMALL, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2048, "head_dim": 64}

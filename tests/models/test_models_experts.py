@@ -11,11 +11,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import pytest
-import tiny_job
-from tiny_models import EXPERTS, SIZES, make_tiny
+from helpers import model_cases, tiny_job
+from helpers.tiers import first_cases
+from helpers.tiny_models import EXPERTS, SIZES, make_tiny
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, build, decoder, placement
@@ -25,7 +25,7 @@ from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
 from jaxrl.models.io import hf, tensorfile
 from jaxrl.planning import memory
-from jaxrl.run.setup import read_inputs
+from jaxrl.run.setup import read_model_inputs
 
 SMALL = {**SIZES, **EXPERTS["qwen2_moe"][1], "model_type": "qwen2_moe", "num_hidden_layers": 5}
 
@@ -66,6 +66,7 @@ def test_logits_equal_transformers(checkpoints, architecture):
     assert bool(decoder.spans(model.config, True)[1]) == (architecture != "qwen3_moe_mixed" or scan_layers)
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("architecture, entry", [
     ("qwen3_moe", {"norm_topk_prob": False}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
@@ -269,6 +270,7 @@ def test_layers_behind_the_last_are_not_read(checkpoints, tmp_path):
     np.testing.assert_array_equal(model_cases.reference(tmp_path / "out")(row), model_cases.reference(source)(row))
 
 
+@pytest.mark.full
 def test_what_chooses_never_trains():
     """Whatever model.trainable says, with adapters too."""
     from types import SimpleNamespace
@@ -282,10 +284,10 @@ def test_what_chooses_never_trains():
     job = SimpleNamespace(model=model, tree=model, config=config)
     for everything in (False, True):
         trainable, frozen = parameters._parts(job, params, everything)
-        assert set(frozen) == {name} == parameters.fixed(model) and frozen[name].dtype == np.float32 and "head/kernel" in trainable
+        assert set(frozen) == {name} == parameters.untrained_names(model) and frozen[name].dtype == np.float32 and "head/kernel" in trainable
     whole = resolved(Selection(2, 4.0, target_modules=("q_proj",), modules_to_save=("mlp.gate",)), model, strict=True)
     model = dataclasses.replace(model, adapter=whole)
-    names = parameters.trained(SimpleNamespace(model=model, tree=model, config=config))
+    names = parameters.trained_names(SimpleNamespace(model=model, tree=model, config=config))
     assert name not in names and "layers/sub_0/mlp/router/kernel" in names
 
 
@@ -414,7 +416,7 @@ def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
     c = tiny_job.get_config()
     c.train.router_z = 0.1
     with pytest.raises(ConfigError, match="train.router_z=0.1 has no effect"):
-        read_inputs(c)
+        read_model_inputs(c)
     c.model.config = {**c.model.config.to_dict(), **SIZES, "model_type": "mixtral"}
     c.rollout.engine = "vllm"
     oss = tiny_job.get_config()
@@ -423,10 +425,10 @@ def test_what_has_no_effect_or_no_engine_with_experts_is_refused():
         served = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "num_hidden_layers": 2, "model_type": "gpt_oss"}
         oss.model.config = {**SIZES, **EXPERTS["gpt_oss"][1], **served, name: other}
         with pytest.raises(ConfigError, match=rf"rollout.engine=vllm with {name}=.*vLLM computes .*gpt_oss with {theirs}.*set rollout.engine=jax"):
-            read_inputs(oss)
+            read_model_inputs(oss)
     c.lora.rank, c.lora.publish = 4, "adapter"
     with pytest.raises(ConfigError, match="lora.publish=adapter with experts .model_type=mixtral.*set lora.publish=merged"):
-        read_inputs(c)
+        read_model_inputs(c)
 
 
 def test_both_names_of_the_count_and_models_without_experts():
@@ -517,7 +519,7 @@ def primitives(jaxpr, name):
     return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(primitives(x, name) for x in within)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@first_cases(1, "remat", ["none", "full", "dots"])
 def test_routes_are_never_computed_twice(remat):
     """A tie that falls otherwise in the backward pass would differentiate another function."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=False, remat=remat)
@@ -572,6 +574,7 @@ def test_adapters_on_experts_are_refused(names):
         resolved(Selection(2, 4.0, target_modules=names), model, strict=True)
 
 
+@pytest.mark.full
 def test_adapters_beside_experts():
     """all-linear: attention, dense layers and the shared expert; as do names with the experts left out."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=True)
@@ -582,6 +585,7 @@ def test_adapters_beside_experts():
     assert {t.name for t in resolved(some, model, strict=True).targets} == {n for n in every if n.endswith("up_proj")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture, kinds", [("olmoe", {"scale"}), ("gpt_oss", {"scale", "bias", "sinks"})])
 def test_decay_spares_the_vectors_of_experts_models(architecture, kinds):
     """Those of all heads and experts too, which are arrays of two axes."""
@@ -609,7 +613,7 @@ def test_sharded_as_on_one_device(checkpoints, tmp_path, architecture):
 
     source = make_tiny(architecture, tmp_path / "source", tokenizer=False, num_attention_heads=4,
                        **({"num_key_value_heads": 2} if architecture != "deepseek_v3" else {}))
-    script = Path(__file__).parent.parent / "sharded_models.py"
+    script = Path(__file__).parent.parent / "helpers" / "sharded_models.py"
     done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])

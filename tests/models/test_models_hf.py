@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import pytest
+from helpers import model_cases
+from helpers.tiers import first_cases
+from helpers.tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny, make_tokenizer
 from safetensors import safe_open
-from tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.errors import ConfigError
@@ -49,8 +50,8 @@ def rewrite(folder, change):
     save_file({k: v.contiguous() for k, v in tensors.items()}, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("architecture", ["llama", "llama_bias", "gemma3"])
+@first_cases(1, "dtype", ["bfloat16", "float32", "float16"])
+@first_cases(1, "architecture", ["llama", "llama_bias", "gemma3"])
 def test_import_and_export_are_bit_exact(tmp_path, architecture, dtype):
     """Every tensor comes back with its dtype, shape and bytes; tied heads as the source wrote them; both layouts."""
     source = make_tiny(architecture, tmp_path / "source", dtype=dtype, tokenizer=False)
@@ -138,6 +139,7 @@ def test_random_model_exports_without_a_source(tmp_path):
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source_names", ["nothing", "another end"])
 def test_exported_model_stops_where_it_stopped_here(tmp_path, source_names):
     """transformers' generate ends at the tokens that ended answers in the run, whatever the family's default is (llama: 2)."""
@@ -383,7 +385,7 @@ def test_hub_ids_resolve_through_the_cache(tmp_path, monkeypatch):
 def test_sharded_loading_and_running(tmp_path):
     """On eight simulated devices: see sharded_models.py, which runs in a process of its own."""
     source = make_tiny("gemma2", tmp_path / "source", dtype="bfloat16", tokenizer=False, num_hidden_layers=4)
-    worker = Path(__file__).parents[1] / "sharded_models.py"
+    worker = Path(__file__).parents[1] / "helpers" / "sharded_models.py"
     command = [sys.executable, worker, source, tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

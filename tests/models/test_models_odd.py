@@ -5,10 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-import model_cases
-import model_odd_configs as odd
 import numpy as np
 import pytest
+from helpers import model_cases
+from helpers import model_odd_configs as odd
+from helpers.tiers import first_cases
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build
@@ -98,7 +99,7 @@ FOUND = [  # read in silence as something else once: logits were off by 0.1 to 6
 ]
 
 
-@pytest.mark.parametrize("family, entries", FOUND, ids=name_of)
+@first_cases(1, "family, entries", FOUND, ids=name_of)
 def test_once_misread(family, entries, tmp_path):
     assert compare(family, entries, tmp_path)[0] < LIMIT
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import SIZES
-from training_helpers import batch_of_groups
+from helpers.tiny_models import SIZES
+from helpers.training_helpers import batch_of_groups
 
 from jaxrl import training
 from jaxrl.models import build, decoder
@@ -65,6 +65,7 @@ def names(model):
     return [name for entry in model.entries for name in entry.hf_names]
 
 
+@pytest.mark.full
 def test_the_table_has_every_tensor_once():
     """A prefix, two stacked axes, a rest behind the scan; the same tensors and counts unrolled."""
     scanned, unrolled = model_of(True), model_of(False)
@@ -111,6 +112,7 @@ def test_forward_decode_and_hf_tensors(tmp_path):
     np.testing.assert_allclose(step, hidden[:, 8], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_an_expert_is_what_a_loop_computes():
     model = model_of(False)
     own = decoder.Weights(model.config, {row.path: row for row in ROWS}, {

@@ -1,4 +1,4 @@
-"""Adapters beside PEFT's own: which modules they are on, what they start from and compute, their files byte by byte. (tests/peft_cases.py)"""
+"""Adapters beside PEFT's own: which modules they are on, what they start from and compute, their files byte by byte. (tests/helpers/peft_cases.py)"""
 
 import dataclasses
 import json
@@ -8,10 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft_cases as cases
 import pytest
 from flax.traverse_util import flatten_dict
-from peft_cases import theirs, torch
+from helpers import peft_cases as cases
+from helpers.peft_cases import theirs, torch
+from helpers.tiers import first_cases
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.errors import ConfigError
@@ -84,6 +85,7 @@ def test_outputs_and_a_step_are_pefts(path, selection, init, scan):
         assert found["logits"] < 1e-12 and max(found.values()) < (1e-12 if optimizer == "sgd" else 1e-9), (optimizer, found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("init, rslora", [("pissa", False), ("pissa", True), ("olora", False)])
 def test_decomposed_starts_are_pefts(path, init, rslora):
     """The product and what PEFT leaves of the base, from PEFT's own decomposition; ours leaves the base as it is, so the start computes
@@ -199,7 +201,7 @@ def test_a_folder_of_pefts_comes_back_byte_for_byte(path, tmp_path, selection, d
         np.testing.assert_allclose(cases.logits(model, params), want, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("selection", ["all-linear", "pattern", "modules_to_save", "layers", "excluded", "dora"])
+@first_cases(1, "selection", ["all-linear", "pattern", "modules_to_save", "layers", "excluded", "dora"])
 def test_a_folder_of_ours_comes_back_from_peft_byte_for_byte(path, tmp_path, selection):
     given = cases.options(**cases.SELECTIONS[selection][0])
     model, base = cases.our_model(path, given)
@@ -223,6 +225,7 @@ def test_a_folder_of_ours_comes_back_from_peft_byte_for_byte(path, tmp_path, sel
     assert again.keys() == first.keys() and all(np.array_equal(again[n], first[n]) for n in first)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("init, rslora", [("pissa", False), ("olora", True)])
 def test_what_began_as_a_part_of_the_base_is_written_as_plain_lora(path, tmp_path, init, rslora):
     """Twice the rank, PEFT's conversion: opened on the untouched base, PEFT computes what the trained model did."""
@@ -245,6 +248,7 @@ def test_what_began_as_a_part_of_the_base_is_written_as_plain_lora(path, tmp_pat
 ATTENTION_DOWN = ("q_proj", "down_proj")
 
 
+@pytest.mark.full
 def test_a_tied_matrix_is_saved_for_both_of_its_uses(tied, tmp_path):
     """PEFT's two copies hold the same numbers, and compute what we do; a folder with one of the two is refused."""
     given = cases.options(targets=("q_proj",), modules_to_save=("embed_tokens",))

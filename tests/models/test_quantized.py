@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from lora_cases import HF, QUICK, all_linear, batch, build, gradient, hidden, init, merged
+from helpers.lora_cases import HF, QUICK, all_linear, batch, build, gradient, hidden, init, merged
+from helpers.tiers import first_cases
 from scipy.stats import norm
 
 from jaxrl.errors import ConfigError
@@ -65,7 +66,7 @@ def reference_nf4(w_OxI):
     return packed[:, 0] * 16 + packed[:, 1], scales[:, 0], (NF4[codes] * scales).reshape(w_OxI.shape)
 
 
-@pytest.mark.parametrize("shape, inputs", [((128, 6), 1), ((192, 2, 3), 1), ((4, 32, 10), 2)])
+@first_cases(1, "shape, inputs", [((128, 6), 1), ((192, 2, 3), 1), ((4, 32, 10), 2)])
 def test_codes_are_those_of_an_independent_implementation(shape, inputs):
     """Bytes in the order in which bitsandbytes lays out [outputs, inputs]; errors within half of a gap; zero stays zero."""
     kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -92,7 +93,7 @@ def test_codes_are_those_of_an_independent_implementation(shape, inputs):
     assert (np.abs(back - matrix) <= scales[:, None] * 0.5001).all() and np.abs(back - matrix).max() > 0
 
 
-@pytest.mark.parametrize("kind", quantized.KINDS)
+@first_cases(1, "kind", quantized.KINDS)
 def test_the_product_and_its_gradient_are_those_of_the_dense_kernel(kind):
     """In float64 to 1e-12, with two input axes; what is kept for the backward pass is the codes, no kernel."""
     with jax.enable_x64(True):
@@ -106,6 +107,7 @@ def test_the_product_and_its_gradient_are_those_of_the_dense_kernel(kind):
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(back)) <= sum(leaf.nbytes for leaf in jax.tree.leaves(node))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", quantized.KINDS)
 def test_no_dequantised_kernel_is_kept_between_forward_and_backward(kind):
     """Compiled, twelve more maps of a scanned chain need the memory of their inputs, not of a kernel."""
@@ -147,7 +149,7 @@ def split(model, params):
 
 
 def loss(model, flat, rows):
-    from lora_cases import loss as whole
+    from helpers.lora_cases import loss as whole
 
     return whole(model, adapters.joined({}, flat), *rows)
 

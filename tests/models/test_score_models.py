@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import SIZES, make_tokenizer
+from helpers.tiers import first_only
+from helpers.tiny_models import SIZES, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl import training
@@ -18,7 +19,7 @@ KINDS = {"qwen2": {"tie_word_embeddings": True}, "llama": {}, "gemma3_text": {}}
 PAD = 3
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=first_only(KINDS))
 def classifier(request, tmp_path_factory):
     """(transformers' classifier with random weights, its folder)."""
     return made(tmp_path_factory.mktemp(request.param), request.param, **KINDS[request.param])
@@ -86,6 +87,7 @@ def test_a_sequence_classifier_scores_and_is_written_as_transformers_has_it(clas
     np.testing.assert_array_equal(theirs(again), expected)
 
 
+@pytest.mark.full
 def test_the_head_may_have_another_name(tmp_path):
     """value_head.weight, as critics of other libraries have it: read and written; without the name it is a stray tensor."""
     _, folder = made(tmp_path / "in")
@@ -108,6 +110,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path, labels, name, said):
         hf.check_critic(tree, folder, scores=True)
 
 
+@pytest.mark.full
 def test_padding_that_is_the_end_token_is_not_named(tmp_path):
     """transformers reads at the last token that is not padding: with the end token as padding, before the end. Then that of the
     tokenizer (here 0) is named where it is another one, else none."""

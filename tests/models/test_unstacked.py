@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lora_cases import GEMMA, HF, all_linear, build, started
-from rollout_helpers import END, config, params, prompt, tokenizer
-from rollout_helpers import HF as SAMPLED
+from helpers.lora_cases import GEMMA, HF, all_linear, build, started
+from helpers.rollout_helpers import END, config, params, prompt, tokenizer
+from helpers.rollout_helpers import HF as SAMPLED
+from helpers.tiers import first_cases
 
 from jaxrl import models
 from jaxrl.models import unstacked
@@ -29,7 +30,7 @@ class OnGpu:
         self.devices = np.array([type("Device", (), {"platform": "gpu"})])
 
 
-@pytest.mark.parametrize("hf", [HF, QWEN3, LLAMA, GEMMA, EXPERTS], ids=["qwen2", "qwen3", "llama", "gemma3", "experts"])
+@first_cases(1, "hf", [HF, QWEN3, LLAMA, GEMMA, EXPERTS], ids=["qwen2", "qwen3", "llama", "gemma3", "experts"])
 def test_the_layout_for_decoding_is_the_same_model(hf):
     """Prefill and three decoding steps give the scanned model's hidden states; every array is as its entry says."""
     source = models.build(hf, compute_dtype=jnp.float32, scan_layers=True)
@@ -73,6 +74,7 @@ def test_layers_of_a_kind_are_lowered_once():
     assert not re.findall(r"dynamic_slice.*tensor<5x", text)
 
 
+@pytest.mark.full
 def test_adapters_are_cut_out_where_every_layer_has_them():
     """With adapters products stay apart; ranks that a scan filled up stay so. Where a layer has none the scan stays."""
     even = build(all_linear(3, rank=2), scan=True)
@@ -88,6 +90,7 @@ def test_adapters_are_cut_out_where_every_layer_has_them():
     assert not unstacked.for_decoding(build(scan=True), OnGpu(tp=2)).joined
 
 
+@pytest.mark.full
 def test_an_engine_samples_the_same_in_either_layout(monkeypatch):
     """Weights come as a trainer has them, scanned: the same tokens, and their log-probs to rounding."""
     scanned = models.build(SAMPLED, compute_dtype=jnp.float32, scan_layers=True)

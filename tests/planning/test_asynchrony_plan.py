@@ -38,7 +38,7 @@ def test_a_plan_and_a_run_say_that_one_device_overlaps_nothing():
     from types import SimpleNamespace
 
     from jaxrl.rollout.protocol import EngineInfo
-    from jaxrl.run.setup import turns_lines
+    from jaxrl.run.setup import staleness_lines
 
     rows = [{"max_staleness": 2, "step_seconds": 5.0, "trainer": 0.4, "engine": 0.6}]
     said = lambda beside: "\n".join(table({"basis": "plan.lengths", "beside": beside, "rows": rows, "balance": {}}))  # noqa: E731
@@ -46,7 +46,7 @@ def test_a_plan_and_a_run_say_that_one_device_overlaps_nothing():
 
     def lines(stale, concurrent):
         rollout, info = SimpleNamespace(max_staleness=stale), EngineInfo(concurrent=concurrent)
-        return " ".join(turns_lines(SimpleNamespace(config=SimpleNamespace(rollout=rollout), engine=SimpleNamespace(info=info))))
+        return " ".join(staleness_lines(SimpleNamespace(config=SimpleNamespace(rollout=rollout), engine=SimpleNamespace(info=info))))
 
     assert "max_staleness=2" in lines(2, False) and "take turns" in lines(2, False) and "mesh.roles.sampler.devices" in lines(2, False)
     assert lines(0, False) == lines(2, True) == ""

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import tiny_job
-from algorithm_runs import job, same, watched
+from helpers import tiny_job
+from helpers.algorithm_runs import job, same, watched
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
@@ -72,6 +72,7 @@ def test_the_offloaded_optimizer_learns_the_same(runs):
     assert runs["host"].kinds == [{memory.HOST}] * 2 and memory.HOST not in set.union(*runs["device"].kinds)
 
 
+@pytest.mark.full
 def test_a_policy_at_rest_is_in_host_memory_while_answers_are_sampled(runs):
     """mesh.roles.policy.rest=host; its updates are those of the other run (above)."""
     assert runs["host"].while_sampling == [{memory.HOST}] * 2
@@ -90,6 +91,7 @@ def test_offload_may_change_on_the_way(runs):
         assert near(again.after.policy, last.after.policy) and near(again.after.optimizer, last.after.optimizer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices, options, roles", [
     pytest.param(1, {"algorithm.preset": "ppo", "critic.shared": False, "algorithm.kl.coef": 0.01, "optimizer.layer_decay": 0.9},
                  ("policy", "critic", "reference"), marks=pytest.mark.slow),
@@ -103,7 +105,7 @@ def test_streamed_roles_learn_the_same(tmp_path, devices, options, roles):
     """mesh.roles.<role>.rest=streamed: a step is the step without it, in fp32 to 1e-6 of each array's largest number, from a
     checkpoint of either, sampled from weights that were published; large arrays are in host memory and small ones are not."""
     tests = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, str(tests / "streamed_worker.py"), str(devices), str(tmp_path), json.dumps(options),
+    done = subprocess.run([sys.executable, str(tests / "helpers" / "streamed_worker.py"), str(devices), str(tmp_path), json.dumps(options),
                            *roles], capture_output=True, text=True, cwd=tests,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])})
     assert done.returncode == 0, done.stderr[-3000:]
@@ -142,7 +144,7 @@ def test_offload_is_refused_where_there_is_no_host_memory(monkeypatch):
     monkeypatch.setattr(memory, "can_rest", lambda device: False)
     c = default_config()
     c.optimizer.offload = True
-    inputs = setup.Inputs(None, {}, (0,), None)
+    inputs = setup.ModelInputs(None, {}, (0,), None)
     with pytest.raises(ConfigError, match="optimizer.offload: a cpu cannot keep"):
         setup.open_job(c, inputs)
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl import main as command
@@ -423,7 +423,7 @@ def test_the_largest_is_found_and_the_next_does_not_fit():
 @pytest.fixture(scope="module")
 def of_tiny(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    flags = ["--config=" + str(HERE / "tiny_job.py"), "--config.run.mode=plan", "--config.plan.target=cpu:8", "--config.mesh.tp=2",
+    flags = ["--config=" + str(HERE / "helpers" / "tiny_job.py"), "--config.run.mode=plan", "--config.plan.target=cpu:8", "--config.mesh.tp=2",
              f"--config.plan.json={path}"]
     return command.main(flags), json.loads(path.read_text())
 
@@ -464,13 +464,14 @@ def test_a_kernel_computes_what_is_seen_and_xla_the_whole_row():
 def test_what_cannot_fit_is_refused_with_the_nearest_that_does(capsys, monkeypatch):
     """What the refusal advises is planned in turn, and fits."""
     monkeypatch.setattr(cases, "device_memory", lambda config, target: (9e6, 9e6))
-    flags = ["--config=" + str(HERE / "tiny_job.py"), "--config.run.mode=plan", "--config.plan.target=cpu:2"]
+    flags = ["--config=" + str(HERE / "helpers" / "tiny_job.py"), "--config.run.mode=plan", "--config.plan.target=cpu:2"]
     assert command.main([*flags, "--config.train.tokens_per_microbatch=4096"]) == 2
     said = capsys.readouterr().err
     assert "does not fit" in said and "nearest that fits" in said
     assert command.main([*flags, *re.findall(r"--config\.\S+", said)]) == 0
 
 
+@pytest.mark.full
 def test_predict_is_cheap_and_agrees_with_the_plan(of_tiny):
     import time
 

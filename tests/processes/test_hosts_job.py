@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from run_tools import ROOT, environment
-from worlds import TEMPLATE
+from helpers.run_tools import ROOT, environment
+from helpers.worlds import TEMPLATE
 
 STEPS, HALF = 4, 2
 OPTIONS = ("algorithm.entropy_coef=0.01", "algorithm.num_minibatches=2", "checkpoint.export_at_end=false", f"train.steps={STEPS}",
@@ -15,7 +15,7 @@ OPTIONS = ("algorithm.entropy_coef=0.01", "algorithm.num_minibatches=2", "checkp
 
 def job(folder, processes, *flags):
     command = [sys.executable, "-m", "jaxrl.launch", f"--processes={processes}", f"--devices={4 // processes}", "--",
-               str(ROOT / "tests" / "hosts_job.py"), str(folder), *[f"--config.{o}" for o in OPTIONS], *flags]
+               str(ROOT / "tests" / "helpers" / "hosts_job.py"), str(folder), *[f"--config.{o}" for o in OPTIONS], *flags]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -69,7 +69,7 @@ def test_two_processes_train_stop_and_one_goes_on(tmp_path):
 def test_episodes_of_two_processes_are_those_of_one(tmp_path):
     """Each process plays the episodes of its groups, in workers of its own: same turns and scores, losses within rounding."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE, encoding="utf-8")
-    episodes = ("train.steps=2", f"model.chat_template={tmp_path / 'chat.jinja'}", f"env.function={ROOT / 'tests/envs/worlds.py'}:several",
+    episodes = ("train.steps=2", f"model.chat_template={tmp_path / 'chat.jinja'}", f"env.function={ROOT / 'tests/helpers/worlds.py'}:several",
                 "env.max_turns=4", "env.max_observation_tokens=8", "env.workers=1", "reward.functions=()", "rollout.compaction=False",
                 "algorithm.advantage=turn", "mesh.fsdp=4", "eval.before=false")
     flags = [f"--config.{f}" for f in episodes]

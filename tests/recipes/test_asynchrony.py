@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-import tiny_job
-from run_tools import fingerprint, ledger
+from helpers import tiny_job
+from helpers.run_tools import fingerprint, ledger
 
 import jaxrl
 from jaxrl.checkpoint.checkpointer import _read
@@ -139,7 +139,7 @@ def test_interrupted_and_resumed_nothing_is_lost_or_doubled(tmp_path):
 @pytest.mark.parametrize("changes,message", [
     (dict(rollout__partial=True), "rollout.partial=True has no effect with rollout.max_staleness=0"),
     (dict(rollout__max_staleness=1, mesh__roles={"sampler": {"rest": "none"}}), "mesh.roles.sampler.rest=none with rollout.max_staleness=1"),
-    (dict(rollout__sync_every=4, run__recipe="sft"), "rollout.sync_every=4: run.recipe=sft samples nothing"),
+    (dict(rollout__sync_every=4, run__recipe="sft"), "rollout.sync_every=4 has no effect with run.recipe=sft; set run.recipe=rl or distill"),
     (dict(rollout__max_staleness=-1), "rollout.max_staleness=-1"),
     (dict(rollout__sync_every=0), "rollout.sync_every=0"),
 ])

@@ -9,7 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
-import tiny_job
+from helpers import tiny_job
 from safetensors.numpy import save_file
 
 import jaxrl.recipes.rl  # noqa: F401  (imported now: under a patched jax it would not be whole)

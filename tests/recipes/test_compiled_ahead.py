@@ -5,7 +5,7 @@ import logging
 
 import jax
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl.config.load import put
@@ -47,11 +47,16 @@ def test_an_update_calls_what_was_compiled_ahead(kind, tmp_path, compiled):
 @pytest.mark.slow
 def test_without_it_the_run_is_the_same(tmp_path, monkeypatch):
     one = run(tmp_path / "with")
-    monkeypatch.setattr(precompile, "PLATFORMS", ())
+    monkeypatch.setattr(precompile, "may_precompile", lambda platform, processes: False)
     other = run(tmp_path / "without")
     of_update = ("loss", "optim", "reward/mean")
     plain = lambda lines: [{k: v for k, v in line.items() if k.startswith(of_update)} for line in lines]  # noqa: E731
     assert len(one) == 2 and plain(one) == plain(other) and len(plain(one)[0]) > 3
+
+
+@pytest.mark.parametrize("platform, processes, may", [("cpu", 1, True), ("cpu", 2, True), ("tpu", 4, True), ("gpu", 1, True), ("gpu", 2, False)])
+def test_a_process_of_several_does_not_compile_for_gpus_at_its_own_time(platform, processes, may):
+    assert precompile.may_precompile(platform, processes) == may
 
 
 @pytest.mark.slow

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.training_helpers import HF, batch_of_groups, params_of
 from safetensors.numpy import load_file, save_file
-from training_helpers import HF, batch_of_groups, params_of
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config, put
 from jaxrl.config.registry import sequences
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.distill import Rows, joined
+from jaxrl.recipes.distill import MixedRows, join_batches
 from jaxrl.resolve.checks import common as config_checks
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.rollout.vllm.scoring import answer
@@ -52,11 +52,11 @@ class Stream:
 @pytest.mark.parametrize("on_policy, size", [(0.5, 4), (0.25, 8), (0.75, 4), (1.0, 3), (0.0, 5), (0.3, 10)])
 def test_on_policy_rows_and_the_others_are_each_row_once(on_policy, size):
     """Every step has its share of them; what the student answers comes as a stream of its own, numbered from 0."""
-    rows, number, cursor, seen = Rows(Stream(size), config(distill__on_policy=on_policy, data__prompts_per_step=size)), 0, 0, []
+    rows, number, cursor, seen = MixedRows(Stream(size), config(distill__on_policy=on_policy, data__prompts_per_step=size)), 0, 0, []
     for _ in range(7):
         given, after = rows.step(cursor)
-        count = rows.before(after) - rows.before(cursor)
-        assert count == round(on_policy * size) and number == rows.before(cursor)
+        count = rows.count_before(after) - rows.count_before(cursor)
+        assert count == round(on_policy * size) and number == rows.count_before(cursor)
         drawn, number = rows.take(number, count) if count else ([], number)
         assert [k for k, _ in drawn] == list(range(number - count, number))
         seen += [example for _, example in (*given, *drawn)]
@@ -76,14 +76,14 @@ def test_sequences_of_a_step_are_counted():
 
 def test_a_batch_of_both_kinds_keeps_every_sequence():
     (a, _), (b, _) = batch_of_groups(groups=2, size=3), batch_of_groups(groups=4, size=1, seed=1)
-    both = joined([a, b], on_prompt=False)
+    both = join_batches([a, b], on_prompt=False)
     assert both.num_trajectories == 10 and len(np.unique(both.group)) == 6
     for whole, part, first in ((both, a, 0), (both, b, 6)):
         for i in range(part.num_trajectories):
             mine, theirs = (slice(*t.offsets[j:j + 2]) for t, j in ((whole, first + i), (part, i)))
             for name in ("tokens", "loss_mask", "logprobs"):
                 np.testing.assert_array_equal(getattr(whole, name)[mine], getattr(part, name)[theirs])
-    scored = joined([a, b], on_prompt=True)
+    scored = join_batches([a, b], on_prompt=True)
     assert scored.total().tolist() == (both.lengths - 1).tolist() and not scored.loss_mask[scored.offsets[:-1]].any()
 
 
@@ -188,7 +188,7 @@ def test_files_give_back_what_was_written_whatever_the_order(tmp_path):
         np.testing.assert_array_equal(found["teacher_logprobs"][mask], said[1][mask][:, :3])
         assert (found["teacher_ids"][~mask] == -1).all() and found["teacher_ids"].dtype == np.int32
     changed = dataclasses.replace(traj, **{"tokens": traj.tokens + (np.arange(len(traj.tokens)) == 0)})
-    with pytest.raises(ConfigError, match="nothing of 1 of this step's 6 rows"):
+    with pytest.raises(ConfigError, match="1 of this step's 6 rows are missing"):
         files.columns(changed)
     files.close()
 
@@ -205,7 +205,7 @@ def test_files_of_another_teacher_are_refused(tmp_path):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options(top_k=5))
     content = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-    with pytest.raises(ConfigError, match="a.safetensors is not what was written"):
+    with pytest.raises(ConfigError, match="a.safetensors is damaged"):
         teacher_files.TeacherFiles(str(tmp_path), "v", _options())
     (tmp_path / "a.safetensors").write_bytes(content)
     save_file({"x": np.zeros(3)}, tmp_path / "b.safetensors")
@@ -258,7 +258,7 @@ def test_a_server_s_reply_is_read_by_token_and_rank():
     ({"distill__loss": "forward", "distill__gamma": 0.5}, "distill.gamma=0.5 has no effect with distill.loss=forward"),
     ({"distill__loss": "forward", "distill__beta": 0.3}, "distill.beta=0.3 has no effect"),
     ({"distill__loss": "jsd", "distill__beta": 1.0}, "distill.beta=1.0: must lie between 0 and 1"),
-    ({"distill__loss": "forward", "distill__tail": False}, "distill.tail=False has no effect over the whole vocabulary"),
+    ({"distill__loss": "forward", "distill__tail": False}, "distill.tail=False has no effect with distill.top_k=0"),
     ({"distill__loss": "reverse", "distill__ce": 0.5}, "distill.ce=0.5 has no effect with distill.on_policy=1"),
     ({"distill__on_policy": 0.5}, "distill.on_policy=0.5 with distill.loss=sampled"),
     ({"distill__loss": "forward", "distill__on_policy": 0.5, "rollout__max_staleness": 1}, "rollout.max_staleness=1 with distill.on_policy=0.5"),
@@ -266,25 +266,25 @@ def test_a_server_s_reply_is_read_by_token_and_rank():
     ({"teacher__servers": ("http://a:1",), "teacher__path": ""}, "its tokenizer is compared"),
     ({"teacher__servers": ("http://a:1",), "distill__loss": "reverse"}, "distill.loss=reverse, distill.top_k=0 with teacher.servers"),
     ({"teacher__servers": ("a:1",)}, "teacher.servers entry 'a:1': expected http"),
-    ({"teacher__servers": ("http://a:1",), "teacher__dtype": "fp32"}, "teacher.dtype='fp32' has no effect with teacher.servers"),
+    ({"teacher__servers": ("http://a:1",), "teacher__dtype": "fp32"}, "teacher.dtype='fp32' has no effect with teacher.servers=('http://a:1',)"),
     ({"teacher__servers": ("http://a:1",), "distill__teacher_temperature": 2.0}, "distill.teacher_temperature=2.0 with teacher.servers"),
     ({"teacher__timeout_seconds": 5.0}, "teacher.timeout_seconds=5.0 has no effect without teacher.servers"),
     ({"teacher__files": "f", "teacher__path": ""}, "teacher.files='f': files hold the teacher's most probable tokens"),
     ({"teacher__save": "f", "distill__loss": "forward", "distill__top_k": 4}, "teacher.save='f': files hold"),
     ({"teacher__files": "f"}, "teacher.files='f' beside teacher.path"),
     ({"algorithm__preset": "dapo"}, "algorithm.preset=dapo: it says what is made of rewards"),
-    ({"algorithm__kl__coef": 0.1}, "algorithm.kl.coef=0.1 has no effect in distillation"),
-    ({"algorithm__clip_low": 0.1, "distill__loss": "reverse"}, "algorithm.clip_low=0.1 has no effect in distillation with distill.loss=reverse"),
+    ({"algorithm__kl__coef": 0.1}, "algorithm.kl.coef=0.1 has no effect with run.recipe=distill; set run.recipe=rl"),
+    ({"algorithm__clip_low": 0.1, "distill__loss": "reverse"}, "clip_low=0.1 has no effect with distill.loss=reverse; set distill.loss=sampled"),
     ({"algorithm__num_minibatches": 3}, "algorithm.num_minibatches=3"),
-    ({"critic__coef": 0.1}, "critic.coef=0.1 has no effect in distillation"),
+    ({"critic__coef": 0.1}, "critic.coef=0.1 has no effect with run.recipe=distill"),
     ({"mesh__roles": {"reference": {"rest": "host"}}}, "mesh.roles.reference: run.recipe=distill has no reference"),
     ({"mesh__roles": {"teacher": {"rest": "host"}}, "teacher__servers": ("http://a:1",)}, "mesh.roles.teacher: the teacher is in teacher.servers"),
     ({"mesh__roles": {"teacher": {"rest": "host"}}}, None),
-    ({"data__pass_rate_min": 0.2}, "data.pass_rate_min=0.2, data.pass_rate_max=1.0: rewards choose no rows in distillation"),
-    ({"train__loss_on_prompt": True}, "train.loss_on_prompt=True: it is distill.on_prompt here"),
+    ({"data__pass_rate_min": 0.2}, "data.pass_rate_min=0.2 has no effect with run.recipe=distill; set run.recipe=rl"),
+    ({"train__loss_on_prompt": True}, "train.loss_on_prompt=True has no effect with run.recipe=distill"),
     ({"reward__functions": (), "eval__sets": ("test=x.jsonl",)}, "nothing says which answers to eval.sets are right"),
     ({"reward__functions": ()}, None),
-    ({"run__recipe": "rl", "teacher__path": "x", "distill__coef": 2.0}, "distill.coef, teacher.path: run.recipe=rl has no teacher"),
+    ({"run__recipe": "rl", "teacher__path": "x", "distill__coef": 2.0}, "teacher.path='x' has no effect with run.recipe=rl; set run.recipe=distill"),
 ])
 def test_options_that_do_nothing_together_are_refused(options, said):
     if said is None:

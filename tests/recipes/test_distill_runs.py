@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distill_job import job, make_models, trained
-from tiny_job import get_config
+from helpers.distill_job import job, make_models, trained
+from helpers.tiny_job import get_config
 
 from jaxrl import training
 from jaxrl.algorithms.distillation import sampled_advantages
@@ -119,8 +119,8 @@ def test_a_teacher_on_devices_of_its_own_changes_nothing(folder, tmp_path):
     """Four devices, the policy over two: mesh.roles puts the teacher on the same, or on the two others, split in another way and at
     rest in host memory. Loss and weights agree, over the whole vocabulary and its top."""
     make_models(tmp_path)
-    worker = Path(__file__).parents[1] / "distill_job.py"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)]), "JAX_PLATFORMS": "cpu"}
+    worker = Path(__file__).parents[1] / "helpers" / "distill_job.py"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, worker.parents[1:3])), "JAX_PLATFORMS": "cpu"}
     shared, apart = ([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")] for done in [
         subprocess.run([sys.executable, worker, tmp_path, layout], capture_output=True, text=True, env=env, check=True)
         for layout in ("shared", "apart")])
@@ -140,7 +140,7 @@ def asked(c):
     rows = [SimpleNamespace(prompt_ids=np.arange(3, 9), target_ids=np.arange(9, 40 + k), trained=None) for k in range(9)]
     traj = demonstrations(rows, range(9), False)
     layout = training.make_layout(traj.sizes, here.score_shapes, share_prompts=False)
-    return teacher, teacher.ask(traj, layout, None), sum(len(m.microbatches) for m in layout.minibatches)
+    return teacher, teacher.targets(traj, layout, None), sum(len(m.microbatches) for m in layout.minibatches)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_a_local_teacher_is_held_as_asked(folder, tmp_path):
     said = {}
     for dtype in ("fp32", "bf16"):
         teacher, columns, _ = asked(job(folder, tmp_path, teacher__dtype=dtype, distill__loss="forward", distill__top_k=4))
-        assert {x.dtype.name for x in jax.tree.leaves(teacher.held)} == {{"fp32": "float32", "bf16": "bfloat16"}[dtype]}
+        assert {x.dtype.name for x in jax.tree.leaves(teacher.state)} == {{"fp32": "float32", "bf16": "bfloat16"}[dtype]}
         said[dtype] = columns["teacher_logprobs"]
         assert said[dtype].dtype == np.float32
     assert 0 < np.abs(said["fp32"] - said["bf16"]).max() < 0.2
@@ -176,7 +176,7 @@ def test_the_objective_is_what_the_options_say():
     c.distill.tail, c.distill.ce, c.distill.top_k = False, 0.1, 4
     c.distill.temperature, c.distill.teacher_temperature = 0.9, 1.1
     spec = resolve(c, engine="jax")
-    assert teachers.wanted(spec) == "at"
+    assert teachers.needed_part(spec) == "at"
     stub = SimpleNamespace(config=spec, compute_dtype=jnp.float32)
     teacher = SimpleNamespace(model="model", vocab=7)
     found = distill.objective(stub, None, teacher)
@@ -188,7 +188,7 @@ def test_the_objective_is_what_the_options_say():
     spec = resolve(c, engine="jax")
     algorithm = SimpleNamespace(loss="policy gradient")
     assert distill.objective(SimpleNamespace(config=spec), algorithm, teacher) == "policy gradient"
-    assert teachers.wanted(spec) == "logprob"
+    assert teachers.needed_part(spec) == "logprob"
 
 
 def test_sampled_advantages_take_coef_and_gamma():
@@ -200,6 +200,7 @@ def test_sampled_advantages_take_coef_and_gamma():
     np.testing.assert_allclose(sampled_advantages(logp, logq, mask, spans, coef=1.0, gamma=0.0), np.where(mask, r / 2, 0), rtol=1e-14)
 
 
+@pytest.mark.full
 def test_a_teacher_s_revision_and_tokens_are_looked_at(folder, tmp_path, monkeypatch):
     """A hub cache with two revisions of the teacher, read without a network: one has the student's tokens, one has not."""
     import huggingface_hub.constants

@@ -4,9 +4,10 @@ import errno
 import json
 import logging
 import resource
+from pathlib import Path
 
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
@@ -69,13 +70,14 @@ def test_a_last_save_that_fails_is_no_finished_run(tmp_path, stopped):
     assert checkpoints(tmp_path) == ["00000002", "00000004"]
 
 
+@pytest.mark.full
 def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, capsys, monkeypatch):
     """Real, and for root too: the kernel writes no file beyond RLIMIT_FSIZE."""
     from jaxrl import main as command
 
-    flags = ["--config=tests/tiny_job.py:sft", f"--config.run.dir={tmp_path / 'run'}", "--config.train.steps=2",
+    flags = ["--config=tests/helpers/tiny_job.py:sft", f"--config.run.dir={tmp_path / 'run'}", "--config.train.steps=2",
              "--config.log.console=plain", "--config.checkpoint.export_at_end=False"]
-    monkeypatch.chdir(str(tiny_job.__file__).rsplit("/", 2)[0])
+    monkeypatch.chdir(Path(__file__).parents[2])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
@@ -84,9 +86,10 @@ def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, ca
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr()
     assert "stopped: checkpoint of step 2 not written (File too large); there is none yet" in said.err
-    assert "everything is saved" not in said.out + said.err and told(tmp_path)["finished"] is False
+    assert "all state is saved" not in said.out + said.err and told(tmp_path)["finished"] is False
 
 
+@pytest.mark.full
 def test_a_refused_save_is_tried_again_before_its_next_turn(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrl.run.session.SAVE_AGAIN_SECONDS", 0.0)
     c = config(tmp_path, faults__plan=("checkpoint.enospc@step=2,phase=before",), log__every_steps=1, checkpoint__at_end=False,
@@ -144,6 +147,7 @@ def test_the_state_is_saved_whatever_ends_the_run(tmp_path, monkeypatch, how, ca
     assert how == "export" or all("eval/accuracy" in line for line in found)
 
 
+@pytest.mark.full
 def test_an_error_inside_an_update_leaves_the_last_checkpoint(tmp_path):
     """A state between two steps is none: it must not be saved under either's number."""
     c = config(tmp_path, faults__plan=("update.raise@step=4",))
@@ -169,12 +173,12 @@ def test_a_closer_that_fails_does_not_skip_the_rest(tmp_path, caplog):
     """The first error is raised and the others are logged; none hides the error of the run."""
     closed = []
     run = Session(resolve(config(tmp_path)))
-    things = [run.own(Thing(closed)), run.own(Thing(closed, OSError("second"))), run.own(Thing(closed, OSError("first")))]
+    things = [run.close_at_end(Thing(closed)), run.close_at_end(Thing(closed, OSError("second"))), run.close_at_end(Thing(closed, OSError("first")))]
     with pytest.raises(OSError, match="first"):
         run.__exit__(None, None, None)
     assert closed == things[::-1] and "second" in caplog.text
 
-    run.own(Thing(closed, OSError("third")))
+    run.close_at_end(Thing(closed, OSError("third")))
     with caplog.at_level(logging.ERROR, "jaxrl"):
         run.__exit__(ValueError, ValueError("of the run"), None)  # raises nothing: the caller's error goes on
     assert "third" in caplog.text
@@ -206,6 +210,7 @@ def score(prompt, completion, **columns):
         pool.close()
 
 
+@pytest.mark.full
 def test_divergence_is_named_and_ends_a_run_that_asks_for_it(tmp_path, caplog):
     """Supervised training at a learning rate of 3: said with the rate and the gradient's norm, in the summary, too; asked to, the run ends
     saved and is not finished."""
@@ -232,6 +237,7 @@ def test_what_counts_as_divergence():
 # ---- the best evaluation
 
 
+@pytest.mark.full
 def test_the_best_is_kept_and_exported_and_patience_ends_a_run(tmp_path, caplog):
     """A metric that never changes: the first evaluation is the best, two more end the run. Its checkpoint outlives checkpoint.keep=1, its
     weights are the export's. The same command does no further step, and with patience off it goes on."""
@@ -251,6 +257,7 @@ def test_the_best_is_kept_and_exported_and_patience_ends_a_run(tmp_path, caplog)
     assert on["steps"] == 4 and on["finished"] and on["best"]["step"] == 1 and checkpoints(tmp_path) == ["00000001", "00000004"]
 
 
+@pytest.mark.full
 def test_the_evaluation_behind_the_last_step_counts_for_the_best(tmp_path):
     """Of a run that a callback ends: the reward is a clock, so the last is the best and is exported, not the one before."""
     options = dict(arg="rl", eval__every_steps=2, eval__metric="eval/test/reward_mean", eval__after=True, checkpoint__keep_best=True,
@@ -293,9 +300,9 @@ def test_what_counts_as_the_best():
 
 
 @pytest.mark.parametrize("changes, said", [
-    (dict(eval__patience=2), "eval.patience=2 has no effect without held-out rows"),
-    (dict(checkpoint__keep_best=True, eval__sets=("a=b",), eval__every_steps=0), "checkpoint.keep_best=True has no effect without evaluations"),
-    (dict(eval__metric="eval/accuracy"), "eval.metric='eval/accuracy' has no effect without eval.patience and checkpoint.keep_best"),
+    (dict(eval__patience=2), "eval.patience=2 has no effect with data.eval_fraction=0 and without eval.sets; set eval.sets or data.eval_fraction"),
+    (dict(checkpoint__keep_best=True, eval__sets=("a=b",), eval__every_steps=0), "checkpoint.keep_best=True has no effect with eval.every_steps=0"),
+    (dict(eval__metric="eval/accuracy"), "eval.metric='eval/accuracy' has no effect with eval.patience=0 and checkpoint.keep_best=False"),
 ])
 def test_options_of_the_best_without_evaluations(tmp_path, changes, said):
     with pytest.raises(ConfigError, match=said):

@@ -6,9 +6,10 @@ import json
 import shutil
 import sys
 
-import algorithm_runs
 import numpy as np
 import pytest
+from helpers import algorithm_runs
+from helpers.tiers import first_cases
 
 import jaxrl
 from jaxrl.errors import ConfigError
@@ -72,7 +73,7 @@ TAKEN = {"taken": 16, "computed": 0}
 COMPUTED = {"taken": 0, "computed": 16}
 
 
-@pytest.mark.parametrize("step", [3, 2])
+@first_cases(1, "step", [3, 2])
 def test_an_unedited_fork_is_the_run_it_left(recorded, tmp_path, step):
     """From a checkpoint, and with a step computed again before it; from another place, nothing is sampled or scored, and all that the
     last step reads and leaves is bitwise the same."""
@@ -84,6 +85,7 @@ def test_an_unedited_fork_is_the_run_it_left(recorded, tmp_path, step):
     assert mine.keys() == theirs.keys() and all(np.array_equal(mine[n], theirs[n], equal_nan=True) for n in mine)
 
 
+@pytest.mark.full
 def test_an_edited_reward_is_all_that_is_computed_at_its_step(recorded, tmp_path):
     """The other function of the same file is taken, unless what it imports was edited; behind the step all is sampled."""
     told, metrics = forked(recorded, tmp_path, 3, EDITED)

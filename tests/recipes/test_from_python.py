@@ -9,14 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny_job
-from run_tools import environment
+from helpers import tiny_job
+from helpers.run_tools import environment
 
 import jaxrl
 from jaxrl.config.load import config_of
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import RewardPool
-from jaxrl.run.python_api import Given, Step, call, call_back, taken
+from jaxrl.run.python_api import PythonInputs, Step, apply_python_inputs, call_each, run_callbacks
 
 ROWS = [{"question": f"What is {a} plus {b}?", "answer": str(a + b), "level": a} for a in range(4) for b in range(6)]
 
@@ -77,7 +77,7 @@ def test_a_failing_callback_ends_the_run_with_the_step_saved(tmp_path):
     def careless(step):
         return step.metrics["loss/of_mine"]
 
-    failed = r"'careless' failed after step 1: KeyError: 'loss/of_mine' \(line \d+ of .*goes on from the newest checkpoint"
+    failed = r"'careless' failed after step 1: KeyError: 'loss/of_mine' \(line \d+ of .*resume from the latest checkpoint"
     with pytest.raises(jaxrl.RunStopped, match=failed):
         jaxrl.train(job(tmp_path), data=ROWS, rewards=reward, tokenizer=tokenizer(), callbacks=careless)
     assert (tmp_path / "run" / "checkpoints" / "00000001").is_dir()
@@ -86,18 +86,18 @@ def test_a_failing_callback_ends_the_run_with_the_step_saved(tmp_path):
 def test_what_is_given_takes_the_place_of_the_config():
     c = config_of({"optimizer": {"lr": 1e-5}, "train.steps": 7, "user": {"cap": 2}, "algorithm": {"kl": {"coef": 0.1}}})
     assert (c.optimizer.lr, c.train.steps, c.user.cap, c.algorithm.kl.coef) == (1e-5, 7, 2, 0.1)
-    given = taken(c, "folder", "rows.jsonl", ["exact"], "other", {"a": "a.jsonl", "b": ROWS}, ())
+    given = apply_python_inputs(c, "folder", "rows.jsonl", ["exact"], "other", {"a": "a.jsonl", "b": ROWS}, ())
     assert (c.model.path, c.data.path, c.model.tokenizer, c.reward.functions) == ("folder", ("rows.jsonl",), "other", ("exact",))
     assert c.eval.sets == ("a=a.jsonl", "b=given://b") and given.data is None and list(given.eval) == ["b"]
 
 
 @pytest.mark.parametrize("config, given, complaint", [
     ({"optimizer.learning_rate": 1}, {}, "did you mean optimizer.lr"),
-    (3, {}, "config is a int"),
+    (3, {}, "config is an int"),
     ("grpo", {"model": "folder"}, "run.warm_start='grpo_sft', which makes the model itself"),
-    (None, {"model": object()}, "model is a object: expected a Hugging Face folder"),
-    (None, {"tokenizer": 3}, "tokenizer is a int"),
-    (None, {"callbacks": [3]}, "callbacks holds a int"),
+    (None, {"model": object()}, "model is an object: expected a Hugging Face folder"),
+    (None, {"tokenizer": 3}, "tokenizer is an int"),
+    (None, {"callbacks": [3]}, "callbacks holds an int"),
     ({"model.path": "x", "data.path": "given://data"}, {"rewards": ["exact"]}, "rows that a call from Python held; give them again"),
 ])
 def test_what_cannot_be_meant_is_refused(config, given, complaint):
@@ -113,7 +113,7 @@ def test_the_first_reason_to_stop_is_kept_and_all_callbacks_are_called():
         step.stop("second")
 
     step = Step(1, 2, {}, [], "")
-    assert call([stops, calls.append], step) and step.stopped == "first" and calls == [step]
+    assert call_each([stops, calls.append], step) and step.stopped == "first" and calls == [step]
 
 
 def test_a_script_that_its_own_reward_workers_import_is_told_so(tmp_path):
@@ -130,13 +130,13 @@ def test_only_the_first_process_calls_and_all_take_its_word():
     def process(first):
         return SimpleNamespace(
             step=2, total_steps=9, run_dir="runs/x", peers=SimpleNamespace(first=first),
-            given=Given(callbacks=(lambda step: (called.append(step.samples), step.stop("enough")),)),
+            inputs=PythonInputs(callbacks=(lambda step: (called.append(step.samples), step.stop("enough")),)),
             together=lambda what, work: meetings.append(what) or work(),
             decide=lambda what, choose: meetings.append(what) or (choose() if first else "enough"))
 
     for first in (True, False):
         run = process(first)
-        assert call_back(run, {}, [{"prompt": "x"}]) == "enough"
+        assert run_callbacks(run, {}, [{"prompt": "x"}]) == "enough"
     assert called == [[{"prompt": "x"}]] and meetings == ["callbacks", "end?"] * 2
 
 
@@ -150,6 +150,7 @@ def test_the_package_shows_what_there_is():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment()).stdout == "[]\n"
 
 
+@pytest.mark.full
 def test_the_command_does_what_the_module_does(tmp_path):
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["jaxrl"].partition(":")

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from algorithm_runs import decided, job, watched
-from data_cases import TEMPLATE, make_config, make_tokenizer
-from training_helpers import batch_of_groups, conversation
+from helpers import tiny_job
+from helpers.algorithm_runs import decided, job, watched
+from helpers.data_cases import TEMPLATE, make_config, make_tokenizer
+from helpers.training_helpers import batch_of_groups, conversation
 
 from jaxrl import models
 from jaxrl.config.load import put
@@ -25,7 +25,7 @@ from jaxrl.models.value import ValueModel
 from jaxrl.resolve.checks import common
 from jaxrl.rewards.items import RewardResult
 from jaxrl.rl.trajectories import collect
-from jaxrl.roles.reward_model import Judge, described
+from jaxrl.roles.reward_model import RewardModel, read_reward_model
 from jaxrl.run import setup
 
 
@@ -74,7 +74,7 @@ def judge_of(path, **changes):
         put(c, name, value)
     common.check(c)
     opened = setup.open_job(c)
-    return Judge(opened, described(opened.config, opened.tokenizer))
+    return RewardModel(opened, read_reward_model(opened.config, opened.tokenizer))
 
 
 def nothing(n):
@@ -84,7 +84,7 @@ def nothing(n):
 
 def results_of(judge, traj, examples=None, texts=None):
     n = traj.num_trajectories
-    return judge.judged(traj, examples or [None] * n, texts or [""] * n, nothing(n))
+    return judge.add_scores(traj, examples or [None] * n, texts or [""] * n, nothing(n))
 
 
 # -- in a run
@@ -175,9 +175,9 @@ def test_another_tokenizer_reads_text(tmp_path):
     put(c, "reward.model.path", path)
     put(c, "env.function", "guess")
     with pytest.raises(ConfigError, match="only the tokens of an episode are as they were sampled"):
-        described(c, load_tokenizer(c))
+        read_reward_model(c, load_tokenizer(c))
     with pytest.raises(ConfigError, match="reward.model.render=chat: its tokenizer has no chat template; set text"):
-        described(put_all(tiny_job.get_config(), {"reward.model.path": policys_path(tmp_path), "reward.model.render": "chat"}),
+        read_reward_model(put_all(tiny_job.get_config(), {"reward.model.path": policys_path(tmp_path), "reward.model.render": "chat"}),
                   load_tokenizer(tiny_job.get_config()))
 
 
@@ -191,6 +191,7 @@ def put_all(c, changes):
     return c
 
 
+@pytest.mark.full
 def test_what_is_too_long_has_no_score(policys):
     """reward.model.max_sequence_tokens: absent, not 0, and counted as a failure, which ends the run where they are too many."""
     traj, _ = batch_of_groups(groups=6, size=4)
@@ -206,6 +207,7 @@ def test_what_is_too_long_has_no_score(policys):
         results_of(judge_of(policys[0], **{"reward.model.max_sequence_tokens": 9}), traj)
 
 
+@pytest.mark.full
 def test_head_weight_and_dtype(policys, tmp_path):
     traj, _ = batch_of_groups(groups=2, size=2)
     path, _ = policys
@@ -214,7 +216,7 @@ def test_head_weight_and_dtype(policys, tmp_path):
     heavy = results_of(judge_of(path, **{"reward.model.weight": -2.0}), traj)
     np.testing.assert_allclose(heavy.total - 0.5, -2 * (plain.total - 0.5))
     half = judge_of(path, **{"reward.model.dtype": "bf16"})
-    assert {x.dtype for x in jax.tree.leaves(half.held)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(half.state)} == {jnp.dtype(jnp.bfloat16)}
     rounded = results_of(half, traj).parts["reward_model"] - plain.parts["reward_model"]
     assert 1e-5 < np.abs(rounded).max() < 1
     named = reward_model(tmp_path / "named", tokenizer, name="value_head")[0]
@@ -223,6 +225,7 @@ def test_head_weight_and_dtype(policys, tmp_path):
         judge_of(named)
 
 
+@pytest.mark.full
 def test_its_revision(tmp_path, monkeypatch):
     """A hub cache with two revisions, read without a network."""
     import huggingface_hub.constants
@@ -250,11 +253,11 @@ import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
 import test_judge
-from training_helpers import batch_of_groups
+from helpers.training_helpers import batch_of_groups
 traj = batch_of_groups(groups=3, size=4)[0]
 for roles in ({}, {"policy": {"devices": "0-1"}, "reward_model": {"devices": "2-3", "fsdp": 2, "rest": "host"}}):
     judge = test_judge.judge_of(sys.argv[1], **{"mesh.roles": roles})
-    resting = sorted({x.sharding.memory_kind for x in jax.tree.leaves(judge.held)})
+    resting = sorted({x.sharding.memory_kind for x in jax.tree.leaves(judge.state)})
     found = test_judge.results_of(judge, traj).parts["reward_model"]
     with judge.on():
         held = jax.tree.leaves(judge.params())
@@ -293,7 +296,7 @@ PATH = {"reward.model.path": "some/rm"}
     ({"reward.model.weight": 2.0}, "reward.model.weight=2.0 has no effect without reward.model.path"),
     ({"reward.model.dtype": "fp32"}, "reward.model.dtype='fp32' has no effect without reward.model.path"),
     ({"mesh.roles": {"reward_model": {"rest": "host"}}}, "mesh.roles.reward_model: there is no reward model; set reward.model.path"),
-    ({"critic.head": "v_head"}, "critic.head='v_head' has no effect without critic.path"),
+    ({"algorithm.preset": "ppo", "critic.head": "v_head"}, "critic.head='v_head' has no effect without critic.path"),
 ])
 def test_what_cannot_work_is_refused(changes, said):
     with pytest.raises(ConfigError) as e:

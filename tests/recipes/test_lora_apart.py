@@ -1,7 +1,7 @@
 """What decides whether adapters are published apart from their base, and what of them is refused before a run starts."""
 
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 from jaxrl.config.load import put
 from jaxrl.errors import ConfigError

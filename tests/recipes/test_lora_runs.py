@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tiny_job
-from lora_cases import LINEAR
-from run_tools import fingerprint
-from training_helpers import batch_of_groups
+from helpers import tiny_job
+from helpers.lora_cases import LINEAR
+from helpers.run_tools import fingerprint
+from helpers.training_helpers import batch_of_groups
 
 import jaxrl
 from jaxrl import training
@@ -93,6 +93,7 @@ def test_the_export_is_the_base_with_the_adapters_merged(finished):
             assert not moved.any()
 
 
+@pytest.mark.full
 def test_scores_follow_the_adapters_and_the_engine_samples_from_them(finished, tmp_path):
     """Merged for the engine or apart, its log-probs are the update's; at the start policy and reference are one."""
     jaxrl.train(config(tmp_path / "run", algorithm__kl__coef=0.01, lora__publish="adapter"))
@@ -117,14 +118,15 @@ def started(c):
 def moved(policy):
     """The policy after some update: all that trains is another number."""
     state = policy.state
-    policy.held = state.replace(trainable={name: x + 0.05 * (1 + np.arange(x.size).reshape(x.shape) % 3) for name, x in state.trainable.items()})
+    policy.state = state.replace(trainable={name: x + 0.05 * (1 + np.arange(x.size).reshape(x.shape) % 3) for name, x in state.trainable.items()})
 
 
+@pytest.mark.full
 def test_the_reference_is_the_base_bitwise_and_has_no_copy_of_it(tmp_path):
     """Scored after the adapters have moved, it is to the bit what a fresh model without adapters says."""
     c = config(tmp_path, algorithm__kl__coef=0.01)
     job, algorithm, policy = started(c)
-    assert isinstance(algorithm.reference, BaseReference) and algorithm.reference.held is None
+    assert isinstance(algorithm.reference, BaseReference) and algorithm.reference.state is None
     traj, _ = batch_of_groups(vocab=190)
     layout = training.make_layout(traj.sizes, job.row_shapes)
     before = policy.score(traj, layout)
@@ -139,6 +141,7 @@ def test_the_reference_is_the_base_bitwise_and_has_no_copy_of_it(tmp_path):
     assert held is policy.state.frozen["embed/embedding"]
 
 
+@pytest.mark.full
 def test_a_reference_that_moves_or_does_not_begin_at_the_base_keeps_what_trains(tmp_path):
     c = config(tmp_path, algorithm__kl__coef=0.01, reference__reset_steps=2)
     job, algorithm, policy = started(c)
@@ -152,6 +155,7 @@ def test_a_reference_that_moves_or_does_not_begin_at_the_base_keeps_what_trains(
     assert set(algorithm.reference.arrays()) == set(policy.state.trainable)
 
 
+@pytest.mark.full
 def test_publishes_leave_the_base_as_it_is_and_copy_what_has_adapters_only(tmp_path):
     job, _, policy = started(config(tmp_path))
     for _ in range(5):
@@ -183,6 +187,7 @@ def test_another_base_is_refused_at_resume(tmp_path):
         jaxrl.train(config(tmp_path / "run", **options | {"train__steps": 2}))
 
 
+@pytest.mark.full
 def test_the_base_rests_in_its_own_dtype_and_costs_no_optimizer_state(tmp_path):
     """lora.base_dtype; A, B and what trains whole are fp32. rank and init decide the adapters; alpha and rslora the scale."""
     state = lambda **more: started(config(tmp_path, **more))[2].state  # noqa: E731
@@ -220,6 +225,7 @@ def test_supervised_runs_train_adapters_with_dropout_and_resume_bitwise(tmp_path
     assert fingerprint(tmp_path / "whole") == fingerprint(tmp_path / "parts")
 
 
+@pytest.mark.full
 def test_a_run_is_evaluated_from_its_checkpoint(finished, tmp_path):
     """With the adapters: as the export, a whole model, is."""
     shutil.copytree(finished, tmp_path / "run")
@@ -229,6 +235,7 @@ def test_a_run_is_evaluated_from_its_checkpoint(finished, tmp_path):
     assert out["eval"]["sets"] == whole["eval"]["sets"]
 
 
+@pytest.mark.full
 def test_options_choose_modules_ranks_and_scales(tmp_path):
     def chosen(**more):
         adapter = setup.open_job(resolve(config(tmp_path, **more))).model.adapter
@@ -334,6 +341,7 @@ def test_a_run_on_a_quantised_base_moves_resumes_bitwise_and_exports_what_it_tra
         traj, training.make_layout(traj.sizes, job.row_shapes))).max() > 1e-5
 
 
+@pytest.mark.full
 def test_frozen_arrays_cost_no_memory_in_the_update(tmp_path):
     """Compiled: the update's arguments and results shrink by the gradients and moments of the base."""
     def compiled(**more):

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from data_cases import make_config, make_tokenizer, questions, write_jsonl
+from helpers.data_cases import make_config, make_tokenizer, questions, write_jsonl
+from helpers.training_helpers import batch_of_groups, policy_objective
 from jax.experimental.compilation_cache import compilation_cache
-from training_helpers import batch_of_groups, policy_objective
 
 from jaxrl import models, training
 from jaxrl.algorithms import group_advantages
@@ -119,6 +119,7 @@ def same(a, b):
 # -- run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_seed_decides_parameters_and_samples(tiny):
     first, again, other = (parameters.initial_params(setup.open_job(tiny("run.seed", s))) for s in (0, 0, 1))
     assert same(first, again) and not same(first, other)
@@ -171,6 +172,7 @@ def test_faults_reach_the_run(tiny):
 # -- model -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_model_config_and_init(tiny, tmp_path):
     """init=random reads a folder's config only, init=pretrained its weights too; model.config wins over the folder."""
     job = setup.open_job(tiny("run.seed", 3))
@@ -189,6 +191,7 @@ def test_model_config_and_init(tiny, tmp_path):
     assert setup.open_job(c).model.config.num_layers == 3
 
 
+@pytest.mark.full
 def test_revisions_of_a_hub_model(tiny, tmp_path, monkeypatch):
     """A hub cache with two revisions, read without a network."""
     import huggingface_hub.constants
@@ -206,6 +209,7 @@ def test_revisions_of_a_hub_model(tiny, tmp_path, monkeypatch):
         assert setup.open_job(c).model.config.num_layers == layers
 
 
+@pytest.mark.full
 def test_scan_layers_decides_how_parameters_are_stacked(tiny):
     def names(scan):
         model = setup.open_job(tiny("model.scan_layers", scan, "model.config.num_hidden_layers", 2)).model
@@ -230,6 +234,7 @@ def layers_recomputed(text: str) -> int:
     return len(re.findall(r"policy=(?!None)", text))
 
 
+@pytest.mark.full
 def test_remat_and_attention_choose_the_program(tiny):
     remat = {r: program(tiny("model.remat", r)) for r in ("auto", "none", "full", "dots", "offload")}
     assert remat["auto"] == remat["none"] and not layers_recomputed(remat["none"])
@@ -239,6 +244,7 @@ def test_remat_and_attention_choose_the_program(tiny):
     assert attention["reference"] != attention["blockwise"] and attention["auto"] in attention.values()
 
 
+@pytest.mark.full
 def test_experts_choose_the_program(tiny):
     """One of the implementations by name, auto being XLA's blocks here; a model without experts has no use for it."""
     def of(name):
@@ -253,6 +259,7 @@ def test_experts_choose_the_program(tiny):
         program(tiny("model.experts", "blocks"))
 
 
+@pytest.mark.full
 def test_a_ring_gathers_no_keys(tiny):
     """Over two devices of cp that need not exist: keys and values, four numbers to an axis, are sent on and gathered nowhere."""
     mesh = jax.sharding.AbstractMesh((1, 1, 2, 1, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 5)
@@ -273,13 +280,14 @@ def test_a_ring_gathers_no_keys(tiny):
         tiny("model.ring_attention", True)
 
 
+@pytest.mark.full
 def test_remat_every_recomputes_layers_together(tiny):
     """Four layers: as many recomputed parts, two, or (a group of three and the rest) two."""
     configs = [tiny("model.remat", "full", "model.remat_every", n) for n in (1, 2, 3)]
     for c in configs:
         c.model.config.num_hidden_layers = 4
     assert [layers_recomputed(program(c)) for c in configs] == [4, 2, 2]
-    for remat, every, message in (("none", 2, "remat=none recomputes nothing"), ("full", 0, "remat_every=0")):
+    for remat, every, message in (("none", 2, "remat_every=2 has no effect with model.remat=none"), ("full", 0, "remat_every=0")):
         with pytest.raises(ConfigError, match=message):
             tiny("model.remat", remat, "model.remat_every", every)
 
@@ -480,12 +488,17 @@ def test_static_shapes_of_the_sampler(tiny):
     assert (usual.decode_steps, shapes("rollout.decode_steps", 3).decode_steps) == (16, 3)
 
 
+@pytest.mark.full
 def test_reward_workers(tiny, tmp_path):
-    (tmp_path / "who.py").write_text(
-        "import os, time\ndef who(prompt, completion):\n    time.sleep(0.1)\n    return 1.0, {'pid': os.getpid()}\n"
-    )
+    """A call returns when so many workers are at work as are asked for."""
     for workers in (1, 2):
-        c = tiny("reward.workers", workers, "reward.functions", (f"{tmp_path}/who.py:who",))
+        there = tmp_path / str(workers)
+        there.mkdir()
+        (tmp_path / "who.py").write_text(
+            f"import os, pathlib, time\ndef who(prompt, completion):\n    there = pathlib.Path({str(there)!r})\n"
+            f"    (there / str(os.getpid())).touch()\n    while len(os.listdir(there)) < {workers}: time.sleep(0.01)\n"
+            "    return 1.0, {'pid': os.getpid()}\n")
+        c = tiny("reward.timeout_seconds", 300.0, "reward.workers", workers, "reward.functions", (f"{tmp_path}/who.py:who",))
         with RewardPool(c) as pool:
             result = pool.score([RewardItem("q", "c")] * 8)
         assert len({m["who"]["pid"] for m in result.item_metrics}) == workers
@@ -638,6 +651,7 @@ def test_truncated_answers_can_be_masked():
     np.testing.assert_array_equal(kept[~cut], masked[~cut])  # denominators stay
 
 
+@pytest.mark.full
 def test_reference_path_and_dtype(tiny, tmp_path):
     job = setup.open_job(tiny("run.seed", 9))
     given = parameters.initial_params(job)
@@ -649,7 +663,7 @@ def test_reference_path_and_dtype(tiny, tmp_path):
         part = Roles(job, 5).reference
         if part is not None:
             part.start(None, None)
-        return part and part.held, parameters.initial_params(job)
+        return part and part.state, parameters.initial_params(job)
 
     assert reference()[0] is None  # no KL term, nothing is loaded
     own, start = reference("algorithm.kl.coef", 0.1, "reference.dtype", "fp32")
@@ -685,6 +699,7 @@ def test_warm_up_as_a_fraction_and_from_a_start():
     assert [float(make_schedule(c, 16)(i)) for i in range(6)] == pytest.approx([1.25, 1.5, 1.75, 2.0, 2.0, 2.0])
 
 
+@pytest.mark.full
 def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
     def check(streak, limit):
         state = SimpleNamespace(step=np.int32(9), stats={"nonfinite_streak": np.int32(streak)})
@@ -707,6 +722,7 @@ def test_a_run_ends_after_max_nonfinite_updates_in_a_row(tiny):
 # -- train -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_row_shapes_follow_tokens_per_microbatch_and_row_lengths(tiny):
     short = ("data.max_prompt_tokens", 40, "rollout.max_new_tokens", 60)
     shapes = [
@@ -746,6 +762,7 @@ def test_share_prompts_packs_one_copy_per_group():
     assert [layout.used_tokens for layout in layouts] == [10 + 4 * 5, 4 * 15]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, dtype", [("fp32", jnp.float32), ("bf16", jnp.bfloat16), ("fp16", jnp.float16)])
 def test_compute_dtype(tiny, name, dtype):
     job = setup.open_job(tiny("train.compute_dtype", name))
@@ -756,6 +773,7 @@ def test_compute_dtype(tiny, name, dtype):
     assert setup.open_job(tiny()).compute_dtype == jnp.float32  # auto, here on the CPU
 
 
+@pytest.mark.full
 def test_log_probs_are_fp32_under_bf16():
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((2, 6, 16), (16, 50)))
@@ -766,6 +784,7 @@ def test_log_probs_are_fp32_under_bf16():
     np.testing.assert_allclose(logp, np.take_along_axis(np.asarray(exact), targets[..., None], -1)[..., 0], atol=1e-4)
 
 
+@pytest.mark.full
 def test_param_dtype(tiny):
     for name, dtype in (("fp32", jnp.float32), ("bf16", jnp.bfloat16)):
         job = setup.open_job(tiny("train.param_dtype", name))
@@ -780,11 +799,12 @@ def test_loss_on_prompt():
     assert masks == [[False, False, False, True, True], [False, True, True, True, True]]
 
 
+@pytest.mark.full
 def test_a_run_ends_at_max_samples_or_steps(tiny):
     def finished(limit, samples, step=3):
         s = Session(resolve(tiny("train.max_samples", limit, "train.steps", 9)))
         s.progress, s.stream = Progress(step, 0, samples), SimpleNamespace(exhausted=lambda cursor: False)
-        return not s.goes_on()
+        return not s.should_continue()
 
     assert not finished(0, 10**9) and not finished(64, 63)
     assert finished(64, 64) and finished(0, 0, step=9)

@@ -5,7 +5,6 @@ Most is shown on the parts of a step (advantages, gather, one update). Four shor
 trunk, early stop, adaptive entropy) and `own` (a user's loss, advantage and filter).
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,35 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_job
-from algorithm_runs import decided, job, same, watched, with_options
 from flax.traverse_util import flatten_dict
-from jax.experimental.compilation_cache import compilation_cache
-from training_helpers import batch_of_groups
+from helpers import tiny_job
+from helpers.algorithm_runs import decided, job, same, watched, with_options
+from helpers.algorithm_steps import batch_of, config, jax_as_it_was, of_tokens, row, thirds, trajectories  # noqa: F401
+from helpers.tiers import first_cases
+from helpers.training_helpers import batch_of_groups
 
 from jaxrl import training
 from jaxrl.algorithms import PRESETS, Tokens
-from jaxrl.config.load import put
 from jaxrl.config.schema import options
-from jaxrl.config.schema_algorithm import PRESET_NAMES
-from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.models.value import ValueModel
-from jaxrl.processes.group import Peers
-from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import resolve
-from jaxrl.rewards.pool import RewardResult
 from jaxrl.rl import step as rl_step
-from jaxrl.rl.advantages import advantages, spread
-from jaxrl.rl.roles import Roles, start_of_step
-from jaxrl.rl.rollouts import Rollouts
+from jaxrl.rl.advantages import advantages, spread_over_tokens
+from jaxrl.rl.roles import Roles, clear_early_stop
 from jaxrl.roles import parameters
 from jaxrl.roles.critic import Critic
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.role import Policy
-from jaxrl.rollout import Engine, Health, Result
 from jaxrl.run import setup
 from jaxrl.training.objective import find_policy_loss
 from jaxrl.training.optimizer import critics_optimizer
@@ -55,34 +47,8 @@ from jaxrl.training.update import loss_and_metrics, make_apply
 from jaxrl.types import Trajectories
 
 
-@pytest.fixture(scope="module", autouse=True)
-def jax_as_it_was(tmp_path_factory):
-    """`open_job` and runs set jax up for the whole process. Programs compiled here serve the runs after."""
-    names = ("jax_default_matmul_precision", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
-             "jax_persistent_cache_min_entry_size_bytes")
-    before, mesh = {n: getattr(jax.config, n) for n in names}, jax.sharding.get_mesh()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax.set_mesh(mesh)
-    compilation_cache.reset_cache()
-
-
-def config(changes=None):
-    """The tiny job with changes (dotted name -> value), checked."""
-    c = tiny_job.get_config()
-    for name, value in (changes or {}).items():
-        put(c, name, value)
-    common.check(c)
-    return c
-
-
-def row(changes=None):
-    return common.resolved_algorithm(config(changes))
-
-
 @pytest.fixture(scope="module")
-def open_job(jax_as_it_was):
+def open_job():
     return setup.open_job(config())
 
 
@@ -96,8 +62,7 @@ def algorithm(open_job):
 
 
 def test_every_preset_has_a_name_and_passes_the_checks():
-    assert set(PRESET_NAMES) == set(PRESETS) and len(PRESET_NAMES) == len(PRESETS)
-    for name in PRESET_NAMES:
+    for name in PRESETS:
         states = {"env.function": "guess", "rollout.prompt_lengths": ()} if name == "gigpo" else {}
         assert row({"algorithm.preset": name} | states) == dict(PRESETS[name])
 
@@ -162,6 +127,7 @@ def test_policy_loss_chooses_the_formula(token_losses):
     assert one["pg"][0] == pytest.approx(-logp) and one["pg"][1] == pytest.approx(-1)
 
 
+@pytest.mark.full
 def test_ratio_is_of_tokens_sequences_or_their_clipped_mean(token_losses):
     """Ratios 1.5 and 0.6: their geometric mean is 0.9487."""
     wide, ratios, plus = {"algorithm.clip_low": 0.9, "algorithm.clip_high": 9.0}, [1.5, 0.6], [1.0, 1.0]
@@ -185,6 +151,7 @@ def test_dual_clip_and_delta_bound_the_loss_of_a_negative_advantage(token_losses
     assert at_ratio_five({"algorithm.delta": 1.5}) == (1.5, True)
 
 
+@pytest.mark.full
 def test_cispo_bounds_the_weight_on_both_sides(token_losses):
     ratios, ones = [4.0, 1.0, 0.25], [1.0] * 3
     plain = token_losses({"algorithm.preset": "cispo"}, ratios, ones)[1]
@@ -212,26 +179,10 @@ def test_dppo_leaves_out_tokens_whose_probability_moved_too_far(token_losses):
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
-def trajectories(lengths, groups):
-    """Prompts of one token, answers of `lengths`."""
-    n, offsets = len(lengths), np.concatenate([[0], np.cumsum(np.asarray(lengths) + 1)]).astype(np.int64)
-    mask = ~np.isin(np.arange(offsets[-1]), offsets[:-1])
-    zeros = np.zeros(offsets[-1])
-    return Trajectories(
-        tokens=np.arange(offsets[-1], dtype=np.int32), offsets=offsets, loss_mask=mask, logprobs=zeros.astype(np.float32),
-        versions=zeros.astype(np.int32), prompt_lengths=np.ones(n, np.int32), group=np.asarray(groups, np.int64),
-        sample=np.arange(n, dtype=np.int32), seed=np.arange(n, dtype=np.uint32), finish=np.zeros(n, np.int8))
 
 
-PLAIN = {"algorithm.advantage_mean": "none", "algorithm.advantage_std": "none", "algorithm.whiten": False}
 
 
-def of_tokens(changes, scores, lengths, **given):
-    """Advantages of the answers' tokens under an algorithm row, and the critic's returns."""
-    traj = trajectories(lengths, range(len(lengths)))
-    given = {k: np.where(traj.loss_mask, np.resize(np.insert(v, 0, 9.0), len(traj.tokens)), 9.0) for k, v in given.items()}
-    found = advantages(decided(config({**PLAIN, **changes})).algorithm, traj, np.asarray(scores, float), **given)
-    return found.tokens[traj.loss_mask], None if found.returns is None else found.returns[traj.loss_mask]
 
 
 def test_advantage_chooses_the_estimator_and_gamma_discounts():
@@ -290,86 +241,25 @@ def test_kl_placement_in_the_reward_costs_coef_times_kl(algorithm):
 
 def test_what_an_advantage_function_may_return():
     traj = trajectories([2, 1], [0, 0])
-    np.testing.assert_array_equal(spread("mine:f", [3.0, 4.0], traj), [3, 3, 3, 4, 4])
-    np.testing.assert_array_equal(spread("mine:f", range(5), traj), range(5))
+    np.testing.assert_array_equal(spread_over_tokens("mine:f", [3.0, 4.0], traj), [3, 3, 3, 4, 4])
+    np.testing.assert_array_equal(spread_over_tokens("mine:f", range(5), traj), range(5))
     with pytest.raises(ConfigError, match=r"algorithm.advantage='mine:f' returned shape \(3,\): expected one number per"):
-        spread("mine:f", [1.0, 2.0, 3.0], traj)
+        spread_over_tokens("mine:f", [1.0, 2.0, 3.0], traj)
     with pytest.raises(ConfigError, match="not finite"):
-        spread("mine:f", [1.0, np.inf], traj)
+        spread_over_tokens("mine:f", [1.0, np.inf], traj)
 
 
 # -- a step's batch ----------------------------------------------------------------------------------------------------
 
 
-class Prompts:
-    """A data set of `rows` prompts."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return self.rows
-
-    def __getitem__(self, i):
-        return SimpleNamespace(prompt_ids=np.array([7]), prompt=f"p{i}", prompt_text=f"p{i}", columns={}, answer=None)
 
 
-class Echo(Engine):
-    """An engine whose answer to prompt g, sample k is the tokens answer(g, k); `asked` holds the requests."""
-
-    def __init__(self, answer):
-        self.answer, self.asked, self.waiting = answer, [], []
-
-    def health(self):
-        return Health(True)
-
-    def submit(self, requests):
-        self.asked += requests
-        self.waiting += requests
-
-    def poll(self, deadline_s):
-        out, self.waiting = [self.result(r) for r in self.waiting], []
-        return out
-
-    abort = publish = close = None  # never called here
-
-    def result(self, r):
-        k = "greedy" if r.sampling.temperature == 0 else r.key.sample
-        tokens = np.asarray(self.answer(r.group, k), np.int32)
-        zeros = np.zeros(len(tokens), np.float32)
-        return Result(r.id, tokens, zeros, zeros, 0 * tokens, "length" if len(tokens) >= 10 else "stop", r.seed)
 
 
-class Scores:
-    """Rewards by name, of an answer's tokens; `called` counts the answers that had no recorded outcome."""
-
-    def __init__(self, **functions):
-        self.functions, self.called = functions, 0
-
-    def score(self, items, recorded, stop):
-        self.called += sum(r is None for r in recorded)
-        parts = {n: np.array([float(f(i.token_ids)) for i in items]) for n, f in self.functions.items()}
-        ok = {n: "ok" for n in parts}
-        return RewardResult(sum(parts.values()), parts, [ok] * len(items), [{}] * len(items), {})
 
 
-def batch_of(changes, answer, rows=100, start=0, **functions):
-    """(batch, engine, rewards) of one step: 4 prompts, 2 answers each. Position in the data = group."""
-    base = {"rollout.group_size": 2, "rollout.max_new_tokens": 10, "data.epochs": 1}
-    engine, rewards = Echo(answer), Scores(**(functions or {"digits": lambda tokens: tokens[0]}))
-    session = SimpleNamespace(
-        interrupted=lambda: False, fault=lambda name: None, peers=Peers(), together=lambda what, work: work(),
-        phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(read_rollouts=lambda step: []))
-    source = Rollouts(
-        decided(config({**base, **changes})), session, engine=engine, rewards=rewards, steps=100,
-        stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),
-        decode=lambda ids: [str(list(i)) for i in ids])
-    return source.next(SimpleNamespace(step=0, cursor=start)), engine, rewards
 
 
-def thirds(g, k):
-    """Every third prompt is always answered alike."""
-    return [5, 1] if g % 3 == 0 else [5 + k, 1]
 
 
 def test_refill_replaces_groups_without_signal():
@@ -475,7 +365,7 @@ def steps_of(c, update, batch, layout, columns):
     """The policy's optimizer steps on a batch, where only the update matters: update(batches) -> metrics."""
     policy = SimpleNamespace(put=lambda packed: packed, update=update)
     prepared = rl_step.Prepared(rl_step.StepLayout(layout, layout, 0), columns, None, None, None)
-    return rl_step.policy_steps(decided(c), policy, batch, prepared)
+    return rl_step.update_policy(decided(c), policy, batch, prepared)
 
 
 def packed_weights(changes, batch, columns=None):
@@ -570,7 +460,7 @@ def by_sequence(table, values, reduce):
     return np.repeat(found, t.lengths)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@first_cases(1, "level", ["token", "sequence", "geometric"])
 def test_mismatch_correction_by_level_and_action_with_its_bounds(algorithm, table, level):
     mask = table.traj.loss_mask
     gap = np.where(mask, np.random.default_rng(1).normal(0, 0.3, len(mask)), 0)
@@ -620,7 +510,7 @@ def test_positive_nll_coef_adds_the_mean_nll_of_positive_answers(algorithm, tabl
     assert loss - plain == pytest.approx(0.5 * metrics["policy/positive_nll"], rel=1e-4)
 
 
-@pytest.mark.parametrize("option, metric, fine, above", [("early_stop_ratio", "policy/ratio_mean", 1.4, 1.6),
+@first_cases(1, "option, metric, fine, above", [("early_stop_ratio", "policy/ratio_mean", 1.4, 1.6),
                                                          ("early_stop_kl", "policy/approx_kl", 0.1, 2.0)])
 def test_early_stop_leaves_out_the_rest_of_a_step(algorithm, option, metric, fine, above):
     """The update above the limit and all after it change nothing, until the next step begins."""
@@ -631,7 +521,7 @@ def test_early_stop_leaves_out_the_rest_of_a_step(algorithm, option, metric, fin
     moved = []
     for value in (fine, above, fine, None, fine):
         if value is None:
-            state = start_of_step(state)
+            state = clear_early_stop(state)
             continue
         metrics = {name: jnp.float32(value if name == metric else other) for name, other in values.items()}
         new, metrics = apply(state, {"w": jnp.full(3, 0.1)}, metrics)
@@ -653,10 +543,10 @@ def test_reset_epochs_counts_passes_over_the_data(open_job):
     reference, steps = Reference(opened), itertools.count(1)
 
     def after(cursor, value):
-        policy.held = state.replace(trainable={"w/kernel": jnp.full(3, value)})
-        return reference.after_step(policy, next(steps), cursor / 10)["policy/reference_reset"], float(reference.held["w"]["kernel"][0])
+        policy.state = state.replace(trainable={"w/kernel": jnp.full(3, value)})
+        return reference.after_step(policy, next(steps), cursor / 10)["policy/reference_reset"], float(reference.state["w"]["kernel"][0])
 
-    reference.held = {"w": {"kernel": jnp.zeros(3)}}
+    reference.state = {"w": {"kernel": jnp.zeros(3)}}
     assert [after(3, 1.0), after(6, 2.0), after(9, 3.0)] == [(0, 0), (1, 2), (0, 2)]
     held, said = reference.arrays(), json.loads(json.dumps(reference.host()))
     reference = Reference(opened)
@@ -825,6 +715,7 @@ def test_a_shared_value_head_stays_in_the_training_state(shared):
     assert "value" not in shared.steps[0].after.policy_tree
 
 
+@pytest.mark.full
 def test_scoring_has_rows_of_its_own_where_asked(ppo, shared):
     """One row at a time where the update has three: more microbatches, the same log-probs but for rounding. Else the update's own."""
     assert all(step.scored is step.layout for step in ppo.steps)
@@ -834,6 +725,7 @@ def test_scoring_has_rows_of_its_own_where_asked(ppo, shared):
         assert 0 < step.updates[0]["old_gap/max"] < 1e-4
 
 
+@pytest.mark.full
 def test_coef_weighs_the_shared_value_loss(shared):
     """loss = policy's + 0.7 x value's - adaptive coefficient x entropy."""
     for step in shared.steps:
@@ -842,6 +734,7 @@ def test_coef_weighs_the_shared_value_loss(shared):
             assert m["loss"] == pytest.approx(m["policy/loss"] + value - entropy, abs=1e-5) and value > 1e-4
 
 
+@pytest.mark.full
 def test_the_entropy_coefficient_grows_below_its_target_up_to_its_maximum(shared):
     """By entropy_rate per update taken, and one of each step's three is (early stop); after the second it is entropy_max."""
     coefs = [m["policy/entropy_coef"] for step in shared.steps for m in step.updates]
@@ -849,6 +742,7 @@ def test_the_entropy_coefficient_grows_below_its_target_up_to_its_maximum(shared
     assert max(m["policy/entropy"] for m in shared.steps[1].updates) < 9
 
 
+@pytest.mark.full
 def test_early_stop_begins_anew_at_every_step(shared):
     """early_stop_kl is passed at each step's second update: one of three is taken."""
     for i, step in enumerate(shared.steps):
@@ -901,6 +795,7 @@ def test_an_own_advantage_and_an_own_policy_loss_in_a_run(own):
         assert m["policy/loss"] == pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.full
 def test_refill_in_a_run(own):
     """Four groups in every step; the next begins where the last one's rounds ended."""
     for step in own:
@@ -1036,7 +931,7 @@ REFUSED = [
     ({"algorithm.m2_threshold": 0.04}, "algorithm.m2_threshold=0.04 with algorithm.old_logprobs=auto: it reads the trainer's log-probs"),
     ({"algorithm.cov_share": 0.1, "algorithm.old_logprobs": "rollout"}, "algorithm.cov_share=0.1 with algorithm.old_logprobs=rollout"),
     ({"algorithm.cov_low": 6.0}, "algorithm.cov_low=6.0: must be below algorithm.cov_high=5.0"),
-    ({"algorithm.policy_loss": "topr", "algorithm.ratio": "geometric"}, "set token or sequence (the product)"),
+    ({"algorithm.policy_loss": "topr", "algorithm.ratio": "geometric"}, "set algorithm.ratio=token or sequence, or"),
     ({"algorithm.temperature": 0.5}, "algorithm.mismatch.correction=auto: it would compare log-probs of two temperatures; set it to none"),
     ({"algorithm.temperature": 0.5, "algorithm.mismatch.correction": "none", "algorithm.old_logprobs": "rollout"},
      "algorithm.old_logprobs=rollout: it would compare log-probs of two temperatures; set it to auto or recompute"),
@@ -1054,42 +949,45 @@ REFUSED = [
     ({"algorithm.dynamic_sampling_rounds": 0}, "algorithm.dynamic_sampling_rounds=0: must be above 0"),
     ({"critic.lr": 0.0}, "critic.lr=0.0: must be above 0"),
     ({"algorithm.aggregation_constant": 9.0}, "algorithm.aggregation_constant=9.0 has no effect with algorithm.aggregation=token_mean; "
-     "set constant"),
+     "set algorithm.aggregation=constant"),
     ({"algorithm.aggregation": "constant", "algorithm.aggregation_sequences": 2}, "algorithm.aggregation_sequences=2 has no effect with "
-     "algorithm.aggregation=constant; set token_mean"),
+     "algorithm.aggregation=constant; set algorithm.aggregation=token_mean"),
     ({"algorithm.aggregation_sequences": -1}, "algorithm.aggregation_sequences=-1: must not be negative"),
     ({"algorithm.aggregation": "constant", "algorithm.aggregation_constant": -1.0}, "aggregation_constant=-1.0: must not be negative"),
-    ({"optimizer.decay_shape": "sqrt"}, "optimizer.decay_shape='sqrt' has no effect with optimizer.schedule=constant; set wsd"),
+    ({"optimizer.decay_shape": "sqrt"}, "optimizer.decay_shape='sqrt' has no effect with optimizer.schedule=constant; set optimizer.schedule=wsd"),
     ({"train.score_tokens_per_microbatch": -1}, "train.score_tokens_per_microbatch=-1: must not be negative"),
-    ({**GAE, "critic.shared": True, "critic.optimizer": {"b1": 0.5}}, "has no effect with critic.shared; it belongs to a critic of its"),
+    ({**GAE, "critic.shared": True, "critic.optimizer": {"b1": 0.5}}, "critic.optimizer=['b1'] has no effect with critic.shared=True; leave"),
     ({"algorithm.dual_clip": 0.9}, "algorithm.dual_clip=0.9: must be above 1, or 0 for off"),
     ({"algorithm.delta": 1.1}, "algorithm.delta=1.1: must be at least 1 + clip_high = 1.2, or 0 for off"),
-    ({"algorithm.advantage": "gea"}, "algorithm.advantage='gea': outcome, returns, gae, "),
-    ({"algorithm.policy_loss": "ppo"}, "algorithm.policy_loss='ppo': clip, cispo, sapo, dppo, topr, pg, "),
+    ({"algorithm.advantage": "gea"}, "algorithm.advantage='gea': choose one of outcome, returns, gae, "),
+    ({"algorithm.policy_loss": "ppo"}, "algorithm.policy_loss='ppo': choose one of clip, cispo, sapo, dppo, topr, pg, "),
     ({"algorithm.advantage": "nowhere:f"}, "algorithm.advantage='nowhere:f' cannot be imported: ModuleNotFoundError"),
     ({"algorithm.policy_loss": "./no.py:f"}, "algorithm.policy_loss='./no.py:f' cannot be imported: FileNotFoundError"),
     ({"algorithm.policy_loss": "math:pi"}, "algorithm.policy_loss='math:pi' is a float, not a function"),
     ({"algorithm.advantage": "returns", "algorithm.lam": 0.9}, "algorithm.lam=0.9 has no effect with "
-     "algorithm.advantage=returns; set gae"),
-    ({"algorithm.lam_alpha": 0.1}, "algorithm.lam_alpha=0.1 has no effect with algorithm.advantage=outcome; set gae"),
-    ({"algorithm.critic_lam": 0.1}, "algorithm.critic_lam=0.1 has no effect with algorithm.advantage=outcome; set gae"),
-    ({"algorithm.gamma": 0.9}, "algorithm.gamma=0.9 has no effect with algorithm.advantage=outcome; set returns or gae"),
-    *(({f"critic.{n}": v}, f"critic.{n}={v!r} has no effect with algorithm.advantage=outcome; set gae, or algorithm.preset=ppo")
+     "algorithm.advantage=returns; set algorithm.advantage=gae"),
+    ({"algorithm.lam_alpha": 0.1}, "algorithm.lam_alpha=0.1 has no effect with algorithm.advantage=outcome; set algorithm.advantage=gae"),
+    ({"algorithm.critic_lam": 0.1}, "algorithm.critic_lam=0.1 has no effect with algorithm.advantage=outcome; set algorithm.advantage=gae"),
+    ({"algorithm.gamma": 0.9}, "algorithm.gamma=0.9 has no effect with algorithm.advantage=outcome; set algorithm.advantage=returns or "
+     "gae"),
+    *(({f"critic.{n}": v}, f"critic.{n}={v!r} has no effect with algorithm.advantage=outcome; set algorithm.advantage=gae, or leave")
       for n, v in (("path", "x"), ("shared", True), ("coef", 1.0), ("lr", 1.0), ("value_clip", 0.0), ("num_minibatches", 2),
                    ("warmup_steps", 1), ("normalize", True))),
-    *(({**GAE, "critic.shared": True, f"critic.{n}": v}, f"critic.{n}={v!r} has no effect with critic.shared; it belongs to a "
-       "critic of its own") for n, v in (("path", "x"), ("num_minibatches", 2), ("warmup_steps", 1))),
+    *(({**GAE, "critic.shared": True, f"critic.{n}": v}, f"critic.{n}={v!r} has no effect with critic.shared=True; leave out "
+       "critic.shared") for n, v in (("path", "x"), ("num_minibatches", 2), ("warmup_steps", 1))),
     ({**GAE, "critic.num_minibatches": 3}, "critic.num_minibatches=3: data.prompts_per_step=4 would give 1.33 prompts per "
      "optimizer step; choose a divisor of 4"),
     ({"algorithm.advantage_low": 1.0, "algorithm.advantage_high": 1.0}, "algorithm.advantage_low=1.0: must be below "
      "algorithm.advantage_high=1.0"),
     ({"algorithm.ratio": "sequence", "algorithm.policy_loss": "dppo"}, "algorithm.ratio=sequence with "
-     "algorithm.policy_loss=dppo: it works by token; set algorithm.ratio=token"),
+     "algorithm.policy_loss=dppo: set algorithm.ratio=token, or another loss"),
     ({"algorithm.ratio": "geometric", "algorithm.policy_loss": "cispo"}, "algorithm.ratio=geometric with "
-     "algorithm.policy_loss=cispo: the geometric mean belongs to clip"),
+     "algorithm.policy_loss=cispo: set algorithm.ratio=token or sequence or sequence_token, or another loss"),
     ({"algorithm.ratio": "geometric", "algorithm.dual_clip": 3.0}, "algorithm.dual_clip and delta must be 0"),
-    ({"algorithm.policy_loss": "sapo", "algorithm.delta": 2.0}, "algorithm.dual_clip and delta have no effect with "
-     "algorithm.policy_loss=sapo; set clip"),
+    ({"algorithm.policy_loss": "sapo", "algorithm.delta": 2.0}, "algorithm.delta=2.0 has no effect with algorithm.policy_loss=sapo; it "
+     "belongs to clip"),
+    ({"algorithm.policy_loss": "pg", "algorithm.cispo_max_ratio": 3.0}, "algorithm.cispo_max_ratio=3.0 has no effect with "
+     "algorithm.policy_loss=pg; it belongs to cispo"),
     ({"algorithm.cispo_min_ratio": 5.0}, "algorithm.cispo_min_ratio=5.0: must be below cispo_max_ratio=5.0"),
     ({**KL, "algorithm.kl.estimator": "k1"}, "algorithm.kl.estimator=k1 in the loss: its expected gradient is zero, it would "
      "do nothing; take k3_unbiased or k2, or algorithm.kl.placement=reward"),
@@ -1097,16 +995,16 @@ REFUSED = [
      "its ratio there; take k1"),
     ({**KL, "algorithm.kl.placement": "reward", "algorithm.kl.estimator": "k1", "algorithm.old_logprobs": "rollout"},
      "algorithm.old_logprobs=rollout with a KL in the reward"),
-    ({"algorithm.kl.placement": "reward"}, "algorithm.kl.placement='reward' has no effect while algorithm.kl.coef is 0; set a "
-     "coefficient"),
-    *(({f"reference.{n}": v}, f"reference.{n}={v!r} has no effect while algorithm.kl.coef is 0; set a coefficient")
+    ({"algorithm.kl.placement": "reward"}, "algorithm.kl.placement='reward' has no effect with algorithm.kl.coef=0; set "
+     "algorithm.kl.coef"),
+    *(({f"reference.{n}": v}, f"reference.{n}={v!r} has no effect with algorithm.kl.coef=0; set algorithm.kl.coef, or leave it out")
       for n, v in (("path", "x"), ("reset_steps", 2), ("reset_epochs", 0.5))),
-    ({**KL, "reference.reset_optimizer": True}, "reference.reset_optimizer has no effect without reference.reset_steps or "
-     "reset_epochs"),
-    ({"algorithm.mismatch.correction": "none", "algorithm.mismatch.cap": 3.0}, "algorithm.mismatch.cap=3.0 has no effect while "
-     "algorithm.mismatch.correction is none; set token_tis"),
+    ({**KL, "reference.reset_optimizer": True}, "reference.reset_optimizer=True has no effect with reference.reset_steps=0 and "
+     "reference.reset_epochs=0; set reference.reset_steps or reference.reset_epochs"),
+    ({"algorithm.mismatch.correction": "none", "algorithm.mismatch.cap": 3.0}, "algorithm.mismatch.cap=3.0 has no effect with "
+     "algorithm.mismatch.correction=none; set algorithm.mismatch.correction=token_tis, sequence_tis"),
     ({"algorithm.mismatch.correction": "token_tis", "algorithm.mismatch.low": 0.5}, "algorithm.mismatch.low=0.5 has no effect "
-     "with algorithm.mismatch.correction=token_tis; set token_mis (IcePop), sequence_mis or geometric_mis"),
+     "with algorithm.mismatch.correction=token_tis; set algorithm.mismatch.correction=token_mis, sequence_mis or geometric_mis"),
     ({"algorithm.mismatch.correction": "token_mis", "algorithm.mismatch.low": 2.0}, "algorithm.mismatch.low=2.0: must be below "
      "algorithm.mismatch.cap=2.0"),
     ({"algorithm.mismatch.correction": "sequence_tis", "algorithm.old_logprobs": "rollout"}, "algorithm.mismatch.correction="
@@ -1116,12 +1014,12 @@ REFUSED = [
      "of this run nor an import path"),
     ({"algorithm.dynamic_sampling": "mask", "algorithm.keep_group": "nowhere:f"}, "algorithm.keep_group='nowhere:f' cannot be "
      "imported"),
-    ({"algorithm.keep_group": "digits"}, "algorithm.keep_group='digits' has no effect while algorithm.dynamic_sampling is off; "
-     "set mask or refill"),
+    ({"algorithm.keep_group": "digits"}, "algorithm.keep_group='digits' has no effect with algorithm.dynamic_sampling=off; "
+     "set algorithm.dynamic_sampling=mask or refill"),
     ({"algorithm.entropy_target": 1.0, "algorithm.entropy_coef": 0.1}, "algorithm.entropy_coef=0.1 with entropy_target=1.0: "
      "the coefficient adapts by itself, up to entropy_max; set entropy_coef=0"),
-    ({"algorithm.early_stop_kl": 0.1}, "algorithm.early_stop_ratio and early_stop_kl have no effect with one optimizer step "
-     "per batch; raise algorithm.num_minibatches or ppo_epochs"),
+    ({"algorithm.early_stop_kl": 0.1}, "algorithm.early_stop_kl=0.1 has no effect with algorithm.num_minibatches=1 and "
+     "algorithm.ppo_epochs=1; raise algorithm.num_minibatches or algorithm.ppo_epochs"),
     ({**TWO, "algorithm.early_stop_ratio": 1.0}, "algorithm.early_stop_ratio=1.0: must be above 1, the ratio of an unchanged "
      "policy; 0 = off"),
     *(({f"algorithm.{n}": "x"}, f"algorithm.{n}='x': choose one of ") for n in ("ratio", "dynamic_sampling", "kl.placement",

@@ -25,6 +25,7 @@ from jaxrl.recipes import sft
 from jaxrl.rollout.embedded import EmbeddedEngine
 from jaxrl.telemetry.names import HISTOGRAMS
 
+pytestmark = pytest.mark.full
 MODEL = {
     "model_type": "qwen2",
     "vocab_size": 192,

@@ -2,18 +2,18 @@
 
 import json
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from data_cases import write_jsonl
-from run_tools import fingerprint, run
-from test_preference_losses import options
-from test_training import LAYOUTS, gradient, layout_of
-from training_helpers import batch_of_groups, params_of, tiny_model
+from helpers import tiny_job
+from helpers.data_cases import write_jsonl
+from helpers.preference_options import options
+from helpers.run_tools import fingerprint, run
+from helpers.training_helpers import LAYOUTS, batch_of_groups, gradient, layout_of, params_of, tiny_model
 
 import jaxrl
 from jaxrl import training
@@ -146,7 +146,7 @@ def test_a_sum_that_is_not_what_was_written_is_computed_anew(trained, tmp_path, 
         copy.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
         caplog.clear()
         found = sums.ReferenceSums._read(opened)
-        assert len(found) == len(whole) // sums.RECORD.itemsize - 1 and "1 of 44 sums are not what was written" in caplog.text
+        assert len(found) == len(whole) // sums.RECORD.itemsize - 1 and "1 of 44 sums are damaged" in caplog.text
 
 
 @pytest.mark.slow
@@ -184,8 +184,9 @@ def test_adapters_learn_beside_their_own_base(tmp_path, monkeypatch):
 
 
 def test_keys_are_of_prompt_and_answer():
-    batch = [preference.Answer(np.array(p, np.int32), np.array(a, np.int32)) for p, a in (([1, 2], [3]), ([1], [2, 3]), ([1, 2], [4]), ([1, 2], [3]))]
-    keys = sums.keys_of(preference.demonstrations(batch, [0, 1, 2, 3], False))
+    rows = (([1, 2], [3]), ([1], [2, 3]), ([1, 2], [4]), ([1, 2], [3]))
+    batch = [preference.Completion(np.array(p, np.int32), np.array(a, np.int32)) for p, a in rows]
+    keys = sums.completion_keys(preference.demonstrations(batch, [0, 1, 2, 3], False))
     assert keys[0] == keys[3] and len(set(keys)) == 3
 
 
@@ -200,6 +201,7 @@ def test_losses_that_need_no_reference_load_none(loss, rows, tmp_path, monkeypat
     assert not (tmp_path / "run" / "reference").exists() and lines(tmp_path)[0]["loss"] > 0
 
 
+@pytest.mark.full
 def test_kto_learns_from_labels(tmp_path):
     """z0 is of answers behind the prompts of other rows, over the whole step; 0 where the policy is the reference."""
     rows = [{"prompt": r["prompt"], "completion": r[side], "label": side == "chosen"} for r in ROWS for side in ("chosen", "rejected")]
@@ -218,9 +220,9 @@ def test_prompts_are_rolled_over_the_rows_of_a_step():
     ids = lambda *x: np.array(x, np.int32)  # noqa: E731
     pair = SimpleNamespace(prompt_ids=ids(1, 2), target_ids=ids(3, 4), rejected_ids=ids(5), columns={})
     single = SimpleNamespace(prompt_ids=ids(6, 7, 8), target_ids=ids(9), rejected_ids=None, columns={"label": False})
-    step = preference.Step(job, [pair, single])
+    step = preference.PreferenceStep(job, [pair, single])
     assert step.table.chosen.tolist() == [0] and step.table.rejected.tolist() == [1] and step.table.good.tolist() == [True, False, False]
-    traj, _ = step.mismatched()
+    traj, _ = step.mismatched_prompts()
     rows = [traj.tokens[a:b].tolist() for a, b in zip(traj.offsets[:-1], traj.offsets[1:], strict=True)]
     assert rows == [[6, 7, 8, 3, 4], [6, 7, 8, 5], [1, 2, 9]]
 
@@ -258,7 +260,7 @@ def test_a_held_out_set_is_of_one_kind(tmp_path):
     ({"train.loss_on_prompt": True}, "train.loss_on_prompt=True has no effect"), ({"data.train_turns": "all"}, "data.train_turns=all"),
     ({"lora.path": "x"}, "lora.path='x' with run.recipe=preference: the reference would be the base"),
     ({"lora.rank": 2, "lora.modules_to_save": ("lm_head",)}, "name one with reference.path"),
-    ({"run.recipe": "sft", "preference.beta": 0.2}, "preference.beta: run.recipe=sft learns from no preferences"),
+    ({"run.recipe": "sft", "preference.beta": 0.2}, "preference.beta=0.2 has no effect with run.recipe=sft; set run.recipe=preference"),
 ])
 def test_what_cannot_work_is_refused(changes, why, tmp_path):
     with pytest.raises(ConfigError, match=why):
@@ -271,7 +273,7 @@ def test_what_cannot_work_is_refused(changes, why, tmp_path):
 JOB = """
 import sys
 from pathlib import Path
-sys.path[:0] = [{tests!r}, {recipes!r}, {training!r}, {algorithms!r}, {data!r}]
+sys.path[:0] = [{tests!r}, {recipes!r}]
 def get_config(arg=None):
     import test_preference
     return test_preference.config(Path({folder!r}), preference__loss=("dpo", "kto"), log__every_steps=1)
@@ -280,9 +282,8 @@ def get_config(arg=None):
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_bitwise_an_unbroken_run(tmp_path):
-    tests = tiny_job.Path(tiny_job.__file__).parent
-    folders = {name: str(tests / name) for name in ("recipes", "training", "algorithms", "data")}
-    (tmp_path / "job.py").write_text(JOB.format(tests=str(tests), folder=str(tmp_path), **folders))
+    tests = Path(__file__).resolve().parents[1]
+    (tmp_path / "job.py").write_text(JOB.format(tests=str(tests), recipes=str(tests / "recipes"), folder=str(tmp_path)))
     for name, *faults in (("whole",), ("killed", "faults.plan='checkpoint.kill9@step=4,phase=tensors',")):  # step 2's has ended by then
         status, text = run(tmp_path / name, *faults, config=tmp_path / "job.py")
         assert status == (-signal.SIGKILL if faults else 0), text

@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import algorithm_runs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import worlds
+from helpers import algorithm_runs, worlds
 
 import jaxrl
 from jaxrl.config.load import load_config
@@ -45,7 +44,7 @@ def test_a_record_holds_the_batch_bit_by_bit(run):
     assert list(found) == [1, 2]
     for path, step in zip(found.values(), steps, strict=True):
         record, batch = files.read(path), step.batch
-        again = recording.batch_of(record)
+        again = recording.restore_batch(record)
         assert all(equal(getattr(again.traj, f.name), getattr(batch.traj, f.name)) for f in dataclasses.fields(batch.traj)
                    if f.name != "columns")
         for mine, theirs in ((again.traj.columns, batch.traj.columns), (again.result.parts, batch.result.parts)):
@@ -61,6 +60,7 @@ def test_a_record_holds_the_batch_bit_by_bit(run):
     assert told["tokens"] == sum(len(step.batch.traj.tokens) for step in steps)
 
 
+@pytest.mark.full
 def test_a_flipped_bit_is_found_and_named(run, tmp_path):
     path = files.steps(run[0] / files.FOLDER)[2]
     content, draw = path.read_bytes(), np.random.default_rng(0)
@@ -92,6 +92,7 @@ def test_two_records_of_a_step_and_strange_names_are_refused(run, tmp_path):
     assert files.read(files.steps(tmp_path)[1]).header["engine"] == "other"
 
 
+@pytest.mark.full
 def test_bounds_and_what_a_resumed_run_makes_again(tmp_path):
     record = files.Record(1, {}, {"x": np.arange(3)})
     for step in (1, 2, 3, 4):
@@ -246,18 +247,17 @@ def test_a_step_that_cannot_be_scaled_is_refused():
     traj = SimpleNamespace(loss_mask=np.array([True, True, False]))
 
     class Policy:
-        held = before
-        state = property(lambda self: self.held)
+        state = before
 
         def score(self, *_):
-            moved = float(self.held.trainable["a"][0]) != 0
+            moved = float(self.state.trainable["a"][0]) != 0
             return np.array([np.nan if moved else -1.0, -2.0, 0.0])
 
     policy = Policy()
     bounded = StepLimit(policy, traj, None, {})
-    policy.held = after
-    assert bounded.keep(0.1) == {"policy/step_kl": 0.0, "policy/step_kl_asked": 1e30, "policy/step_scale": 0.0}
-    assert all(equal(np.asarray(policy.held.trainable[k]), np.asarray(x)) for k, x in params.items())
+    policy.state = after
+    assert bounded.enforce(0.1) == {"policy/step_kl": 0.0, "policy/step_kl_asked": 1e30, "policy/step_scale": 0.0}
+    assert all(equal(np.asarray(policy.state.trainable[k]), np.asarray(x)) for k, x in params.items())
     assert k3(np.log([0.5, 0.5]), np.log([0.25, 0.75]), np.ones(2, bool)) == pytest.approx(
         np.mean([0.5 - 1 - np.log(0.5), 1.5 - 1 - np.log(1.5)]))
 
@@ -268,7 +268,7 @@ def test_impossible_records_are_refused(tmp_path):
         check(config)
     config.record.every, config.run.recipe = 1, "sft"
     config.train.max_step_kl = 0.1
-    with pytest.raises(ConfigError, match="record.every=1 with run.recipe=sft") as told:
+    with pytest.raises(ConfigError, match="record.every=1 has no effect with run.recipe=sft") as told:
         check(config)
     assert "train.max_step_kl=0.1 has no effect" in str(told.value)
     config = algorithm_runs.job(tmp_path, {"replay.steps": "3", "replay.run": str(tmp_path)})

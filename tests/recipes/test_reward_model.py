@@ -6,15 +6,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny_job
-from data_cases import write_jsonl
+from helpers import tiny_job
+from helpers.data_cases import write_jsonl
 from safetensors.numpy import load_file
 
 import jaxrl
 from jaxrl.config.load import put
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.reward_model import batch_of
+from jaxrl.recipes.reward_model import make_batch
 from jaxrl.resolve.checks import common
 
 ROWS = [json.loads(line) for line in (Path(jaxrl.__file__).parent / "data/embedded/arith/sft.jsonl").read_text().splitlines()[:48]]
@@ -127,11 +127,12 @@ def test_it_starts_from_a_classifier_and_writes_its_head_by_its_name(tmp_path):
         jaxrl.train(config(tmp_path, *sets, run__dir=str(tmp_path / "third"), **more))
 
 
+@pytest.mark.full
 def test_center_and_margin_are_in_the_loss(tmp_path):
     rows = [row | {"lead": float(i % 3)} for i, row in enumerate(pairs(ROWS[:6]))]
     c = config(tmp_path, rows, data__prompts_per_step=6, reward_model__center=0.5, data__margin_column="lead")
     data = load_train(c, load_tokenizer(c), 1)
-    batch = batch_of([data[i] for i in range(6)], c)
+    batch = make_batch([data[i] for i in range(6)], c)
     scores = np.random.default_rng(0).normal(size=12)
     rest = scores[::2] - scores[1::2] - np.arange(6) % 3
     expected = np.mean(np.log1p(np.exp(-rest))) + 0.5 * np.mean((scores[::2] + scores[1::2]) ** 2)
@@ -154,12 +155,13 @@ def test_steps_are_learnt(tmp_path):
     assert lines(tmp_path)[-1]["score/accuracy"] > 0.9
 
 
+@pytest.mark.full
 def test_a_step_is_read_behind_its_separator(tmp_path):
     """The separator of the config, one token here, ends every step; the slot behind it is in the loss."""
     for separator, token in (("\n", 3), ("?", 11)):
         c = config(tmp_path, steps(), reward_model__kind="steps", reward_model__separator=separator)
         data, row = load_train(c, load_tokenizer(c), 1), steps()[0]
-        traj = batch_of([data[0], data[1]], c).traj
+        traj = make_batch([data[0], data[1]], c).traj
         own = traj.tokens[:traj.offsets[1]]
         at = np.flatnonzero(traj.loss_mask[:traj.offsets[1]])
         assert len(at) == len(row["labels"]) == 3 and (own[at - 1] == token).all() and at[-1] == len(own) - 1
@@ -187,7 +189,7 @@ def test_rows_that_are_none_are_refused(tmp_path, kind, row, said):
 
 @pytest.mark.parametrize("changes, said", [
     ({"reward_model__center": 0.1, "reward_model__kind": "steps"}, "reward_model.center=0.1 has no effect with reward_model.kind=steps"),
-    ({"reward_model__separator": " "}, "reward_model.separator=' ' has no effect with reward_model.kind=pairs; set kind=steps"),
+    ({"reward_model__separator": " "}, "reward_model.separator=' ' has no effect with reward_model.kind=pairs; set reward_model.kind=steps"),
     ({"reward_model__labels_column": "completions", "reward_model__kind": "steps"}, "two columns must be named"),
     ({"reward_model__center": -1.0}, "reward_model.center=-1.0: must not be negative"),
     ({"run__mode": "eval"}, "run.mode=eval with run.recipe=reward_model: it has train"),

@@ -35,8 +35,8 @@ def test_roles_on_devices_of_their_own_change_nothing(tmp_path):
     """PPO with critic and reference on eight devices (roles_worker.py): policy on one half, critic and reference on the other in
     different shapes, the sampler on two devices; and all of them at rest in host memory between their uses. Three steps, with a
     reset of the reference: tokens, losses and all parameters equal those of the shared mesh, bitwise."""
-    worker = Path(__file__).parents[1] / "roles_worker.py"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)])}
+    worker = Path(__file__).parents[1] / "helpers" / "roles_worker.py"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, worker.parents[1:3]))}
     done = subprocess.run([sys.executable, worker, tmp_path], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     shared, halves, rests = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
@@ -122,7 +122,7 @@ def test_roles_of_a_job_with_all_of_them_pass():
 @pytest.mark.slow
 def test_colocated_is_a_sampler_that_rests(tmp_path, monkeypatch):
     """The embedded engine under rollout.placement=colocated leaves the devices for every update, and the run is the same one."""
-    from run_tools import ROOT, fingerprint
+    from helpers.run_tools import ROOT, fingerprint
 
     from jaxrl.api import train
     from jaxrl.config.load import load_config
@@ -130,15 +130,16 @@ def test_colocated_is_a_sampler_that_rests(tmp_path, monkeypatch):
     rests, real = [], embedded.EmbeddedEngine.rest
     monkeypatch.setattr(embedded.EmbeddedEngine, "rest", lambda self: (rests.append(self._version), real(self))[1])
     for placement in ("auto", "colocated"):
-        train(load_config(str(ROOT / "tests/tiny_job.py"), {
+        train(load_config(str(ROOT / "tests/helpers/tiny_job.py"), {
             "run.dir": str(tmp_path / placement), "rollout.placement": placement, "train.steps": 2, "eval.max_rows": 2}))
     assert rests == [-1, 0, 1]
     assert fingerprint(tmp_path / "auto") == fingerprint(tmp_path / "colocated")
 
 
+@pytest.mark.full
 def test_a_resting_sampler_holds_nothing_and_comes_back(tmp_path):
     """The same answer before and after; no rest while a request is on its way."""
-    from rollout_helpers import HF, random_params, requests
+    from helpers.rollout_helpers import HF, random_params, requests
 
     from jaxrl import models
 

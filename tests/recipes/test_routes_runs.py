@@ -4,7 +4,7 @@ import json
 
 import jax
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 import jaxrl
 from jaxrl.config.load import put

@@ -1,15 +1,17 @@
 """A new loss option, a new recipe and a new kind of objective need what belongs to them and no change elsewhere."""
 
 import json
+import runpy
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
-import tiny_job
-from data_cases import write_jsonl
+from helpers import tiny_job
+from helpers.data_cases import write_jsonl
 from test_docs import ROOT, blocks_of
 
 import jaxrl
-from jaxrl.algorithms import POLICY_LOSSES, register_policy_loss
+from jaxrl.algorithms import POLICY_LOSSES, TOKEN_MASKS, PolicyLoss, TokenMask
 from jaxrl.config.load import put
 from jaxrl.config.option import Option
 from jaxrl.config.registry import RECIPES
@@ -17,19 +19,21 @@ from jaxrl.config.schema import SCHEMA
 from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks import common
+from jaxrl.telemetry.health import mechanisms
+from jaxrl.telemetry.names import describe
 
 
 @pytest.mark.slow
 def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
-    """Place one: its row, with default, bound and meaning. Place two: the function. A run trains with it, and its bound is kept."""
+    """Place one: the option, with default, bound and meaning. Place two: the loss, with its row. A run trains with it, its bound is
+    kept, and it is refused where another loss is chosen, or a ratio that it does not take."""
     monkeypatch.setitem(SCHEMA["algorithm"], "haste", Option(1.0, "factor on every token's loss", bound=">0"))
 
-    @register_policy_loss("hasty")
     def hasty(tokens, cfg):
         loss = -cfg.haste * jnp.where(tokens.mask, tokens.advantage * tokens.logp, 0)
         return loss, {}
 
-    monkeypatch.setitem(POLICY_LOSSES, "hasty", hasty)
+    monkeypatch.setitem(POLICY_LOSSES, "hasty", PolicyLoss(hasty, ("token",), ("haste",)))
     norms = {}
     for haste in (1.0, 3.0):
         c = tiny_job.get_config()
@@ -41,9 +45,39 @@ def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
         norms[haste] = line["optim/grad_norm"]
     assert norms[3.0] == pytest.approx(3 * norms[1.0], rel=1e-5) and norms[1.0] > 0
     put(c, "algorithm.haste", -1.0)
-    with pytest.raises(ConfigError, match="algorithm.haste=-1.0: must be above 0"):
+    put(c, "algorithm.policy_loss", "clip")
+    put(c, "algorithm.ratio", "sequence")
+    with pytest.raises(ConfigError) as refused:
         common.check(c)
-    del POLICY_LOSSES["hasty"]
+    assert "algorithm.haste=-1.0: must be above 0" in str(refused.value)
+    assert "algorithm.haste=-1.0 has no effect with algorithm.policy_loss=clip; it belongs to hasty" in str(refused.value)
+    put(c, "algorithm.policy_loss", "hasty")
+    with pytest.raises(ConfigError, match="algorithm.ratio=sequence with algorithm.policy_loss=hasty: set algorithm.ratio=token"):
+        common.check(c)
+    options_page = runpy.run_path(str(ROOT / "docs" / "generate.py"))["options_page"]()
+    (row,) = (line for line in options_page.splitlines() if line.startswith("| `algorithm.haste`"))
+    assert "`algorithm.policy_loss=hasty`" in row
+
+
+@pytest.mark.slow
+def test_a_token_mask_is_an_option_and_a_row(monkeypatch, tmp_path):
+    """Place one: the option. Place two: the mask, with its row. A run leaves the tokens out, says how many, and would say that none is."""
+    monkeypatch.setitem(SCHEMA["algorithm"], "skip", Option(0, "no loss on every so many-th token; 0 = off", bound=">=0"))
+
+    def skip(tokens):
+        return np.arange(len(tokens.tokens)) % tokens.options.skip > 0
+
+    monkeypatch.setitem(TOKEN_MASKS, "skip", TokenMask(skip, "policy/skip_masked_fraction", ("old",)))
+    c = tiny_job.get_config()
+    c.run.dir, c.log.console, c.eval.sets, c.train.steps = str(tmp_path / "run"), "off", (), 1
+    put(c, "algorithm.skip", 4)
+    with pytest.raises(ConfigError, match="algorithm.skip=4 with algorithm.old_logprobs=auto: it reads the trainer's log-probs"):
+        common.check(c)
+    c.algorithm.old_logprobs = "recompute"
+    jaxrl.train(c)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < line["policy/skip_masked_fraction"] < 0.5
+    assert ("skip", "policy/skip_masked_fraction") in mechanisms() and describe("policy/skip_masked_fraction")
 
 
 @pytest.mark.slow
@@ -81,7 +115,7 @@ def test_a_recipe_is_a_file_of_its_own(monkeypatch, tmp_path):
 def test_a_recipe_that_is_none_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("RECIPE = 3\n")
-    for path, why in (("./mine.py:RECIPE", "is a int, not a Recipe"), ("./mine.py:OTHER", "cannot be imported"), ("./no.py:RECIPE", "No such file")):
+    for path, why in (("./mine.py:RECIPE", "is an int, not a Recipe"), ("./mine.py:OTHER", "cannot be imported"), ("./no.py:RECIPE", "No such file")):
         c = tiny_job.get_config("sft")
         c.run.recipe = path
         with pytest.raises(ConfigError, match=f"run.recipe='{path}'.*{why}"):

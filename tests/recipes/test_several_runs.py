@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny_job
-from run_tools import fingerprint
+from helpers import tiny_job
+from helpers.run_tools import fingerprint
 
 import jaxrl
 from jaxrl.config.load import put

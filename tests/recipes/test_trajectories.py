@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from training_helpers import conversation, cut
+from helpers.training_helpers import conversation, cut
 
 from jaxrl import training
 from jaxrl.algorithms.aggregation import AGGREGATIONS

@@ -1,9 +1,9 @@
 """A model must not be able to be absent: whatever it writes has the score of a wrong answer. Texts and readers: hostile_texts.py."""
 
-import hostile_texts
 import numpy as np
 import pytest
-from hostile_texts import texts
+from helpers import hostile_texts
+from helpers.hostile_texts import texts
 
 from jaxrl import sandbox
 from jaxrl.config.load import default_config
@@ -50,7 +50,7 @@ def test_no_text_is_absent_in_a_worker():
 @pytest.mark.slow
 def test_no_text_is_absent_in_an_environment():
     """Each environment of the house plays each text, as an answer and as a call's argument, to its end."""
-    import env_cases
+    from helpers import env_cases
 
     from jaxrl.envs.parsers import PARSERS
 

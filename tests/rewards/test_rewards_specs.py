@@ -195,7 +195,7 @@ def test_eval_rewards_keep_the_weights_of_training():
     ("def f(:\n", "f", "SyntaxError"),
     ("import not_a_module_at_all\n", "f", "No module named 'not_a_module_at_all'"),
     ("def g(prompt, completion): pass\n", "f", "has no function 'f'; it has: g"),
-    ("f = 3\n", "f", "is a int, not a function"),
+    ("f = 3\n", "f", "has type int; expected a function"),
     ("raise SystemExit(2)\n", "f", "SystemExit"),
     ("import os\nos._exit(5)\n", "f", "it exited with status 5 while importing"),
 ])

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 import pytest
-import tiny_job
-from run_tools import fingerprint, run
-from service_cases import CASES, Scripted, asked, config, form, items, lengths, service_scores
+from helpers import tiny_job
+from helpers.run_tools import fingerprint, run
+from helpers.service_cases import CASES, Scripted, asked, config, form, items, lengths, service_scores
 
 from jaxrl.config.load import default_config, redacted
 from jaxrl.config.schema import SCHEMA
@@ -24,7 +24,7 @@ from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.http import retry_after
 from jaxrl.rewards.judge import CONTROL, FRAME, Judge
 from jaxrl.rewards.services import Server, find, named
-from jaxrl.run.judge_server import launch
+from jaxrl.run.judge_server import server_command
 
 EVERY_DAY = ("429 at first", "half a JSON", "self-signed certificate")
 SLOW = ("slow", "restarts in mid-batch")
@@ -164,7 +164,7 @@ def test_deadline_retries_and_concurrency_are_kept(kind):
     with Scripted(answer) as server:
         c = config()
         c.reward.functions = (kind,)
-        c.reward[kind].update(given | {"servers": (server.url,), "concurrency": 2, "deadline_seconds": 30.0})
+        c.reward[kind].update(given | {"servers": (server.url,), "concurrency": 2, "deadline_seconds": 300.0})
         c.reward.remote.batch = 1
         result, _ = asked(c, items(6))
         assert most[0] == 2 and len(server.requests) == 6 and np.isfinite(result.total).all()
@@ -308,7 +308,7 @@ def test_agreement_with_labelled_rows_is_told_and_may_stop_the_run(tmp_path):
         c = default_config()
         c.reward.functions, c.reward.workers, c.run.dir = ("judge",), 1, str(tmp_path)
         c.reward.judge.update({"servers": (server.url,), "model": "m", "labelled": str(file), "concurrency": 2, "retries": 0,
-                               "deadline_seconds": 20.0})
+                               "deadline_seconds": 300.0})
         with RewardPool(c) as pool:
             found, = pool.agreements()
             assert (found.share, found.absent) == (0.25, 1) and found.difference == pytest.approx((1 + 4 + 8) / 3)
@@ -332,7 +332,7 @@ def test_judges_of_the_runs_own_servers_are_found_with_their_key(tmp_path):
 def test_a_server_of_the_runs_own_is_a_stock_server_on_its_devices():
     """It has its weights and no door for others: neither development endpoints nor jaxrl's guard, nor dummy weights."""
     o = {"model": "folder", "devices": "2,3", "server_args": {"tensor_parallel_size": 2, "max_model_len": 64}}
-    command, env = launch(o, default_config().rollout.vllm, 8123, cpu=False, key="k")
+    command, env = server_command(o, default_config().rollout.vllm, 8123, cpu=False, key="k")
     words = " ".join(command)
     assert "--tensor-parallel-size 2" in words and "--max-model-len 64" in words and "--model folder" in words and "--port 8123" in words
     assert env["CUDA_VISIBLE_DEVICES"] == "2,3" and "VLLM_SERVER_DEV_MODE" not in env and "k" not in command
@@ -345,7 +345,7 @@ def test_a_server_of_the_runs_own_is_a_stock_server_on_its_devices():
     ({"functions": ("remote",), "remote.servers": ("http://me:pw@a",)}, r"holds a user or password.*key_env"),
     ({"functions": ("remote",), "remote.servers": ("a:80",)}, r"no http:// or https:// URL"),
     ({"functions": ("remote",), "remote.servers": ("http://a",), "remote.weights": (1.0, 2.0)}, r"2 weights for 1 keys"),
-    ({"functions": ("remote",), "remote.servers": ("http://a",), "remote.task": "x"}, r"task='x' has no effect with format=own"),
+    ({"functions": ("remote",), "remote.servers": ("http://a",), "remote.task": "x"}, r"task='x' has no effect with reward.remote.format=own"),
     ({"functions": ("remote",), "remote.servers": ("http://a",), "remote.format": "cosmos"}, r"functions is empty"),
     ({"functions": ("remote",), "remote.servers": ("http://a",), "remote.clip_min": 1.0, "remote.clip_max": 0.0}, r"not below clip_max"),
     ({"functions": ("math",), "remotes": {"math": {}}}, r"'math' cannot be its name"),
@@ -354,7 +354,7 @@ def test_a_server_of_the_runs_own_is_a_stock_server_on_its_devices():
     ({"functions": ("judge",)}, r"reward.judge.model is empty"),
     ({"functions": ("judge",), "judge.model": "m", "judge.pattern": "abc"}, r"has no group"),
     ({"functions": ("judge",), "judge.model": "m", "judge.servers": ("http://a",), "judge.devices": "1"}, r"devices='1' has no effect"),
-    ({"functions": ("judge",), "judge.model": "m", "judge.min_agreement": 0.5}, r"no effect without labelled"),
+    ({"functions": ("judge",), "judge.model": "m", "judge.min_agreement": 0.5}, r"min_agreement=0.5 has no effect without reward.judge.labelled"),
     ({"functions": ("judge",), "judge.model": "m", "judge.prompt_file": __file__}, r"is no placeholder"),
     ({"functions": ("judge",), "judge.model": "m", "judge.lowest": 10.0}, r"lowest=10 is not below highest=10"),
     ({"functions": ("judge",), "judge.model": "m", "executor": "ray"}, r"servers is empty with reward.executor=ray"),

@@ -4,6 +4,7 @@ import collections
 
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 
 from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result
 from jaxrl.rollout.queue import RolloutQueue, last_step, staleness
@@ -134,7 +135,7 @@ def test_without_staleness_the_engine_sees_one_step_at_a_time():
 
 
 @pytest.mark.parametrize("k,n", [(4, 1), (1, 3)])
-@pytest.mark.parametrize("at", range(1, 9))
+@first_cases(4, "at", range(1, 9))
 def test_killed_and_resumed_nothing_is_lost_or_doubled(k, n, at):
     queue, random = make(RandomEngine(at), k, n, 12), np.random.default_rng(at)
     queue.publish(None, 0)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from rollout_helpers import END, HF, VOCAB, config, log_softmax, prompt, random_params, tokenizer
+from helpers import tiny_job
+from helpers.rollout_helpers import END, HF, VOCAB, config, log_softmax, prompt, random_params, tokenizer
+from helpers.tiers import first_cases
 
 from jaxrl import models
 from jaxrl.config.load import default_config
@@ -101,7 +102,7 @@ def new_tokens(said):
                for (p, r), (q, _) in zip(before, now, strict=True))
 
 
-@pytest.mark.parametrize("hf,scan", [("plain", False), ("windows", False),
+@first_cases(1, "hf,scan", [("plain", False), ("windows", False),
                                      pytest.param("windows", True, marks=pytest.mark.slow)])
 def test_a_conversation_is_what_prefilling_every_turn_gives(hf, scan):
     """Tokens, log-probs, the trainer's recomputation of them; and only new tokens are run."""
@@ -148,6 +149,7 @@ def plain():
     return talk(made(), keep=False)
 
 
+@pytest.mark.full
 def test_new_weights_end_what_is_parked():
     engine, seen = made(), []
 
@@ -164,6 +166,7 @@ def test_new_weights_end_what_is_parked():
             np.testing.assert_allclose(r.logprobs, scored(q, r, seed=turn), atol=1e-5, rtol=0)
 
 
+@pytest.mark.full
 def test_a_turn_across_a_publish_is_not_kept():
     """Its keys and values are of both weights."""
     engine, ids = made(), prompt(3, 9)
@@ -177,6 +180,7 @@ def test_a_turn_across_a_publish_is_not_kept():
     np.testing.assert_allclose(result.logprobs, scored(later, result, seed=1), atol=1e-5, rtol=0)
 
 
+@pytest.mark.full
 def test_parked_slots_are_given_up_to_requests_that_wait_the_oldest_first(plain):
     engine = made(slots=3)
     old = [Request(f"old{i}", prompt(i), SamplingParams(max_new_tokens=14 - 4 * i, min_new_tokens=9 - 4 * i), seed=i, keep=True)
@@ -191,6 +195,7 @@ def test_parked_slots_are_given_up_to_requests_that_wait_the_oldest_first(plain)
     assert 1 < engine.counters()["extended_prompts"] < 2 * len(TURNS) and engine.counters()["evicted"] > 4
 
 
+@pytest.mark.full
 def test_slots_are_free_again_once_nobody_will_come(plain):
     engine = made()
 
@@ -215,6 +220,7 @@ def test_slots_are_free_again_once_nobody_will_come(plain):
     driven.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["earlier", "shorter", "other", "twice"])
 def test_a_prompt_that_goes_on_otherwise_is_prefilled(change):
     engine = made()
@@ -232,6 +238,7 @@ def test_a_prompt_that_goes_on_otherwise_is_prefilled(change):
     assert engine.health().parked == (change == "other")
 
 
+@pytest.mark.full
 def test_what_a_stop_string_cut_off_is_forgotten():
     """The slot holds keys and values of tokens behind the cut; the next turn writes over them."""
     engine, sampling = made(), SamplingParams(max_new_tokens=24, stop=("a", "b", "c", "d"), keep_stop=False)
@@ -245,6 +252,7 @@ def test_what_a_stop_string_cut_off_is_forgotten():
     assert kept >= 3 and engine.counters()["extended_prompts"] == 3
 
 
+@pytest.mark.full
 def test_conversations_share_no_tile(monkeypatch):
     """Two with the same tokens: their keys were computed by different calls."""
     engine = made()
@@ -299,6 +307,7 @@ def test_a_run_of_several_turns_has_at_most_twelve_programs():
     assert engine.health().compiled + len(list(engine._calls(0))) == PROGRAMS == 12
 
 
+@pytest.mark.full
 def test_a_plan_counts_the_program():
     c = tiny_job.get_config()
     c.run.mode, c.plan.target = "plan", "cpu:2"
@@ -315,7 +324,7 @@ def test_a_plan_counts_the_program():
 SHARDED = """
     import jax, numpy as np
     jax.config.update("jax_default_matmul_precision", "highest")
-    from rollout_helpers import config
+    from helpers.rollout_helpers import config
     from test_parked import made, scored, talk, new_tokens
     from jaxrl.sharding import make_mesh
     cfg = config()

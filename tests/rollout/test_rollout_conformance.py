@@ -6,10 +6,9 @@ import json
 import os
 
 import numpy as np
-import numpy_engine
 import pytest
-import tiny_job
-from rollout_helpers import (
+from helpers import numpy_engine, tiny_job
+from helpers.rollout_helpers import (
     END,
     VOCAB,
     engine,
@@ -23,6 +22,7 @@ from rollout_helpers import (
     tokenizer,
     vllm_server,
 )
+from helpers.tiers import first_cases
 
 import jaxrl
 from jaxrl.errors import ConfigError
@@ -37,7 +37,8 @@ ENGINES = {
     "driven": lambda **options: ThreadedEngine(engine(compaction=False, **options)),
     "vllm": lambda **options: engine(engine="vllm", servers=(vllm_server(),), seeded="true", **options),
 }
-ROWS = [pytest.param(name, marks=pytest.mark.vllm) if name == "vllm" else name for name in ENGINES]
+MARKS = {"vllm": pytest.mark.vllm, "numpy": ()}  # the quickest is the everyday case
+ROWS = [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in ENGINES]
 TIMEOUT = 120.0
 
 
@@ -55,7 +56,7 @@ def shared(request):
     made.close()
 
 
-@pytest.fixture(scope="module", params=["embedded", "import path", "numpy"])
+@pytest.fixture(scope="module", params=[row for row in ROWS if row.values[0] in ("embedded", "import path", "numpy")])
 def shared_here(request):
     """The same for what is not promised of servers: work inside poll alone, log-probs before truncation."""
     made = ENGINES[request.param]()
@@ -117,7 +118,7 @@ def test_logprobs_are_the_scorers_at_that_temperature(idle, temperature):
         assert (r.kept == 0).all()
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "temperature": 1.4}],
+@first_cases(1, "options", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "temperature": 1.4}],
                          ids=str)
 def test_scorer_minus_kept_is_the_sampled_logprob(here, options):
     asked = requests(24, seed=3, **options)
@@ -171,7 +172,7 @@ def test_stop_token_ids_end_the_answer_and_stay(idle):
         assert (r.finish == "stop") == (r.tokens[-1] in (*ends, END))
 
 
-@pytest.mark.parametrize("keep_stop", [True, False])
+@first_cases(1, "keep_stop", [True, False])
 def test_stop_strings_cut_at_the_token_that_completes_them(idle, keep_stop):
     free = generate(idle, requests(48, seed=8), TIMEOUT)
     stops = tuple(decode(r.tokens[4:6]) for r in free if len(r.tokens) > 12)[:3]
@@ -201,7 +202,7 @@ def test_stop_strings_wait_for_the_minimum(idle):
         assert late == [] or late == [len(r.tokens)]
 
 
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.8},
+@first_cases(1, "options", [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.8},
                                      {"repetition_penalty": 1.2, "frequency_penalty": 0.3}], ids=str)
 def test_penalties_match_an_oracle(here, options):
     """Greedy, so that every token is the argmax of the penalised logits; reported log-probs stay without penalty."""

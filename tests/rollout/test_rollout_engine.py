@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import (
+from helpers.rollout_helpers import (
     END,
     config,
     engine,
@@ -160,6 +160,7 @@ def test_the_tail_moves_through_smaller_slot_counts(compact):
         np.testing.assert_allclose(r.logprobs, want[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
 
 
+@pytest.mark.full
 def test_slots_stay_busy_while_requests_wait(compact):
     """Long-tailed lengths: at most 1.15 slot-steps per token before the queue is empty."""
     lengths = np.clip(np.random.default_rng(3).lognormal(1.8, 0.8, 600), 1, 24).astype(int)
@@ -173,6 +174,7 @@ def test_slots_stay_busy_while_requests_wait(compact):
     assert grown["slot_steps_queued"] / grown["tokens_queued"] <= 1.15
 
 
+@pytest.mark.full
 def test_every_static_length_agrees_with_the_scorer(compact):
     compact.publish(params(), 2)
     asked = [Request(f"r{n}", prompt(n, n), SamplingParams(max_new_tokens=24), seed=n) for n in range(1, 21)]
@@ -211,6 +213,7 @@ def test_once_requests_differ_every_program_is_there_before_it_is_needed():
     other.close()
 
 
+@pytest.mark.full
 def test_the_cache_is_updated_in_place(compact):
     held = sum(a.nbytes for a in jax.tree.leaves(compact._cache))
     programs = compact._programs.compiled
@@ -279,7 +282,7 @@ def test_windows_soft_caps_and_scanned_layers_agree_with_the_scorer():
 SHARDED = """
     import jax, numpy as np
     jax.config.update("jax_default_matmul_precision", "highest")
-    from rollout_helpers import config, engine, log_softmax, requests, teacher_logits
+    from helpers.rollout_helpers import config, engine, log_softmax, requests, teacher_logits
     from jaxrl.rollout import generate
     from jaxrl.sharding import make_mesh
     cfg = config()

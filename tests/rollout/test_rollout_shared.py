@@ -9,8 +9,8 @@ import textwrap
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import SMALL_BLOCKS
-from rollout_helpers import END, config, prompt, random_params
+from helpers.attention_cases import SMALL_BLOCKS
+from helpers.rollout_helpers import END, config, prompt, random_params
 
 from jaxrl import models
 from jaxrl.kernels.attention.cached.shared import WIDTH
@@ -121,8 +121,8 @@ def test_samples_do_not_depend_on_neighbours(small_blocks):
 SHARDED = """
     import jax, numpy as np
     jax.config.update("jax_default_matmul_precision", "highest")
-    from attention_cases import SMALL_BLOCKS
-    from rollout_helpers import config
+    from helpers.attention_cases import SMALL_BLOCKS
+    from helpers.rollout_helpers import config
     from test_rollout_shared import groups, made
     from jaxrl.rollout import generate
     from jaxrl.sharding import make_mesh

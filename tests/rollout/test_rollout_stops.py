@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from rollout_helpers import VOCAB, ids, tokenizer
+from helpers.rollout_helpers import VOCAB, ids, tokenizer
 
 from jaxrl.rollout.stops import find_stop, text_decoder
 

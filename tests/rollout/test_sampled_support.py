@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from rollout_helpers import END, HF, config, model, params, requests, support, teacher_logits, tokenizer
+from helpers import tiny_job
+from helpers.rollout_helpers import END, HF, config, model, params, requests, support, teacher_logits, tokenizer
 
 from jaxrl import training
 from jaxrl.errors import ConfigError
@@ -51,6 +51,7 @@ def test_the_engine_tells_its_support(answered):
     assert len(seen) > 2  # top_p leaves supports of many sizes
 
 
+@pytest.mark.full
 def test_the_scorer_takes_it_over(answered):
     """Log-probs of draw and scorer agree; without the support they are apart by the mass that was cut."""
     asked, results = answered

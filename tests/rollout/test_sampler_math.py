@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import log_softmax, support
+from helpers.rollout_helpers import log_softmax, support
+from helpers.tiers import first_cases
 from scipy import stats
 
 from jaxrl.rollout import SamplingParams
@@ -59,7 +60,7 @@ OPTIONS = [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_p": 0.8}, {"top
            {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "min_p": 0.01}]
 
 
-@pytest.mark.parametrize("vocab", [97, 256])
+@first_cases(1, "vocab", [97, 256])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_draws_follow_the_truncated_distribution(vocab, options):
     logits = np.random.default_rng(vocab).normal(size=vocab) * 2

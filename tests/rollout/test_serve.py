@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rollout_helpers import HF, params, vllm_server
+from helpers.rollout_helpers import HF, params, vllm_server
+from helpers.vllm_cases import many, on_url, wait_until_ready
 from test_vllm_parts import interpreter, runnable  # noqa: F401  (a fixture)
-from vllm_cases import many, on_url, wait_until_ready
 
 from jaxrl import serve
 from jaxrl.errors import ConfigError
@@ -43,7 +43,7 @@ def test_a_folder_names_servers(tmp_path, monkeypatch):
 
 def test_gpus_are_dealt_out():
     assert serve.shares(["0", "1", "2", "3"], 2, 2) == ("0,1", "2,3") and serve.shares([], 2, 2) == ()
-    with pytest.raises(ConfigError, match="replicas=3 of tensor_parallel=2 want 6 GPUs, this host has 4"):
+    with pytest.raises(ConfigError, match="replicas=3 with tensor_parallel=2: needs 6 GPUs, this host has 4"):
         serve.shares(["0", "1", "2", "3"], 3, 2)
 
 
@@ -94,7 +94,7 @@ def test_a_hung_server_is_started_again_and_then_given_up(tmp_path, monkeypatch,
         first = host.servers.processes[0]
         os.kill(first.pid, signal.SIGSTOP)
         until(lambda: host.servers.processes[0] is not first and host.servers.up[0])
-        assert first.exit_status() == -signal.SIGKILL and "hangs: " in caplog.text and "it is started again" in caplog.text
+        assert first.exit_status() == -signal.SIGKILL and "hangs: " in caplog.text and "restarting it" in caplog.text
         os.kill(host.servers.processes[0].pid, signal.SIGSTOP)
         until(lambda: host.servers.processes[0].exit_status() is not None)
         assert not host.look()  # none is left: jaxrl.serve ends with 1

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lora_cases import all_linear, started
-from rollout_helpers import END, HF, config, model, params, prompt, tokenizer
+from helpers.lora_cases import all_linear, started
+from helpers.rollout_helpers import END, HF, config, model, params, prompt, tokenizer
 
 from jaxrl.models import adapters
 from jaxrl.models.adapters import adapter_set

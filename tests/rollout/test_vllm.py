@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_helpers import END, config, log_softmax, params, requests, support, teacher_logits, vllm_server
-from vllm_cases import CASES, many, on_url, own_servers
+from helpers.rollout_helpers import END, config, log_softmax, params, requests, support, teacher_logits, vllm_server
+from helpers.vllm_cases import CASES, many, on_url, own_servers
 
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import EngineLost, generate
@@ -19,7 +19,7 @@ from jaxrl.rollout.vllm.process import free_port
 
 pytestmark = pytest.mark.vllm
 TIMEOUT = 120.0
-TINY = Path(__file__).parents[1] / "tiny_job.py"
+TINY = Path(__file__).parents[1] / "helpers" / "tiny_job.py"
 
 # The others take minutes; evidence/vllm_faults.py runs them all.
 QUICK = ["kill -9 of a server", "a server with other weights", "the same without checksums", "a tensor dropped from a publish",
@@ -58,7 +58,7 @@ def test_every_transport_brings_the_weights(options):
 def nccl(tmp_path, monkeypatch):
     """A library with NCCL's calls that works between processes of one machine, in host memory: there is no GPU here."""
     library = tmp_path / "libnccl.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, Path(__file__).parents[1] / "nccl_stand_in.c"], check=True)
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, Path(__file__).parents[1] / "helpers" / "nccl_stand_in.c"], check=True)
     monkeypatch.setenv("JAXRL_NCCL", str(library))
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import HF, log_softmax, model, params, requests
+from helpers.rollout_helpers import HF, log_softmax, model, params, requests
+from helpers.vllm_cases import on_url, own_servers
 from safetensors.numpy import load_file
 from test_vllm import run_tiny
-from vllm_cases import on_url, own_servers
 
 from jaxrl import models
 from jaxrl.errors import ConfigError
@@ -157,7 +157,7 @@ def test_adapters_that_vllm_does_not_serve_are_refused_before_a_server_starts():
                           (dict(targets=(Target("model.layers.0.mlp.up_proj", 513, 1.0),)), "up to rank 512, not 513; set lora.publish=merged"),
                           (dict(targets=(Target("model.layers.0.mlp.up_proj", 300, 1.0),), shifted=True), "not 600, twice that of training")]:
         found = dataclasses.replace(model(), adapter=dataclasses.replace(adapted().adapter, **changed))
-        from rollout_helpers import config, tokenizer
+        from helpers.rollout_helpers import config, tokenizer
         with pytest.raises(ConfigError, match=said):
             VllmEngine(EngineContext(config(engine="vllm"), found, tokenizer(), None, (1,), HF))
     assert [apart.needed_rank(a) for a in (None, adapted().adapter, adapted(True).adapter)] == [0, 8, 8]

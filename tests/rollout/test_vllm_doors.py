@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from rollout_helpers import log_softmax, params, requests, teacher_logits
-from vllm_cases import own_servers
+from helpers.rollout_helpers import log_softmax, params, requests, teacher_logits
+from helpers.vllm_cases import own_servers
 
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import generate
@@ -29,7 +29,7 @@ CONTROL = ("/collective_rpc", "/init_weight_transfer_engine", "/start_weight_upd
 def engine():
     """One server, with the key of this run; a middleware of the user's stands behind the guard."""
     paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    with own_servers(engine_kwargs={"middleware": ["vllm_routes.Routes"]}, env={"PYTHONPATH": paths}, transport="shm") as made:
+    with own_servers(engine_kwargs={"middleware": ["helpers.vllm_routes.Routes"]}, env={"PYTHONPATH": paths}, transport="shm") as made:
         yield made
 
 

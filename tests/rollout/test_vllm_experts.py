@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import HF, random_params, requests
-from vllm_cases import own_servers
+from helpers.rollout_helpers import HF, random_params, requests
+from helpers.vllm_cases import own_servers
 
 from jaxrl import models
 from jaxrl.rollout import generate

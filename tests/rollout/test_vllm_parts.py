@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import run_tools
-import tiny_job
-from rollout_helpers import HF, random_params, requests
+from helpers import run_tools, tiny_job
+from helpers.rollout_helpers import HF, random_params, requests
+from helpers.tiers import first_cases
 from safetensors.numpy import load_file
 
 import jaxrl
@@ -113,13 +113,13 @@ def test_an_engine_that_cannot_be_imported_is_named(path):
 
 def test_the_gap_warns_and_stops(caplog):
     limits = runnable(algorithm__mismatch__warn=0.15, algorithm__mismatch__stop=0.3).algorithm.mismatch
-    rl_metrics.check_gap(limits, 1, {"gap/mean": 0.12})
+    rl_metrics.check_logprob_gap(limits, 1, {"gap/mean": 0.12})
     assert not caplog.records
-    rl_metrics.check_gap(limits, 2, {"gap/mean": 0.2})
+    rl_metrics.check_logprob_gap(limits, 2, {"gap/mean": 0.2})
     assert "step 2" in caplog.text and "algorithm.mismatch.warn=0.15" in caplog.text
     with pytest.raises(RunStopped, match="algorithm.mismatch.stop=0.3"):
-        rl_metrics.check_gap(limits, 3, {"gap/mean": 0.4})
-    rl_metrics.check_gap(SimpleNamespace(warn=0, stop=0), 4, {"gap/mean": 9.0})
+        rl_metrics.check_logprob_gap(limits, 3, {"gap/mean": 0.4})
+    rl_metrics.check_logprob_gap(SimpleNamespace(warn=0, stop=0), 4, {"gap/mean": 9.0})
 
 
 # ---- vLLM's command line and payloads -----------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@first_cases(1, "dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_are_the_exported_tensors(name, dtype, tmp_path):
     hf_config, scan = FAMILIES[name]

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
-from service_cases import service_scores
+from helpers import tiny_job
+from helpers.service_cases import service_scores
 
 from jaxrl import models
 from jaxrl.data import load_tokenizer
@@ -108,7 +108,7 @@ def test_a_judge_that_is_killed_is_started_again_and_what_was_asked_meanwhile_is
             assert process.wait(500) == 0, (tmp_path / "log").read_text()[-3000:]
         finally:
             process.kill()
-    assert "the server of judge 'judge'" in (tmp_path / "log").read_text() and "it is started again" in (tmp_path / "log").read_text()
+    assert "the server of judge 'judge'" in (tmp_path / "log").read_text() and "restarting it" in (tmp_path / "log").read_text()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     scored = [x for x in lines if "reward/judge" in x]
     assert len(scored) == 6 and all(x.get("reward/failed_fraction", 0) == 0 for x in scored)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rollout_helpers import HF, config, log_softmax, model, params, requests, teacher_logits
-from vllm_cases import Said, on_url, own_servers, wait_until_ready
+from helpers.rollout_helpers import HF, config, log_softmax, model, params, requests, teacher_logits
+from helpers.vllm_cases import Said, on_url, own_servers, wait_until_ready
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError

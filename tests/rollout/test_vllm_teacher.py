@@ -8,8 +8,8 @@ import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import HF, random_params
-from tiny_job import get_config
+from helpers.rollout_helpers import HF, random_params
+from helpers.tiny_job import get_config
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config

@@ -4,9 +4,9 @@ rematerialisation."""
 import sys
 from pathlib import Path
 
-import collective_cases
 import pytest
-from collective_cases import CASES
+from helpers import collective_cases
+from helpers.collective_cases import CASES
 
 from jaxrl.kernels.experts import tuned
 from jaxrl.planning import compiling
@@ -19,11 +19,12 @@ RULES = ("the MLP is not split over tp", "weights are not gathered before use", 
                                   for case in CASES if case != "8B on 256"])  # that one: evidence/sharding.py
 @pytest.mark.slow
 def test_collectives_stay_within_their_budget(case):
-    """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/collective_cases.py"""
+    """Compiled for 8 to 256 simulated devices. After a change that is meant: python tests/helpers/collective_cases.py"""
     rows, rematerialised = collective_cases.found(case)
     assert collective_cases.over(rows, collective_cases.budget(case)) == [] and rematerialised == 0
 
 
+@pytest.mark.full
 def test_what_experts_send_over_ep():
     """Per layer of an update, in every chunk: tokens (once more in the backward pass, with their gradients), ids and gates are
     gathered, outputs and the gradients of tokens and gates are reduced; of a prefill tokens, ids, gates and outputs."""
@@ -38,6 +39,7 @@ def test_what_experts_send_over_ep():
     assert ("prefill", "all-gather", 8) not in budget  # a router chooses where its tokens are
 
 
+@pytest.mark.full
 def test_what_cut_rows_send_over_cp():
     """Per layer of an update keys and values are gathered in the forward pass and when it is computed again, and their gradients
     reduced; positions and segments once for all layers, the last hidden states once. Of a sampler nothing is."""
@@ -54,7 +56,7 @@ def with_broken(rule: str) -> list[str]:
 
     def broken(command, **options):
         assert command[1:3] == ["-m", "jaxrl.planning.compiling"]
-        return popen([sys.executable, str(Path(__file__).parents[1] / "broken_rule.py"), rule, *command[3:]], **options)
+        return popen([sys.executable, str(Path(__file__).parents[1] / "helpers" / "broken_rule.py"), rule, *command[3:]], **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling.subprocess, "Popen", broken)

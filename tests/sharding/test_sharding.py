@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
@@ -24,8 +25,8 @@ SOME = ("8,1,1", "2,4,1", "4,1,2", "2,2,2", "1,1,8")
 
 def on_eight(what, folder, *meshes):
     """(what sharded_layouts.py prints, by mesh, its stderr)."""
-    worker = Path(__file__).parents[1] / "sharded_layouts.py"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parent.parent), str(worker.parent)])}
+    worker = Path(__file__).parents[1] / "helpers" / "sharded_layouts.py"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, worker.parents[1:3]))}
     done = subprocess.run([sys.executable, worker, what, folder, *meshes], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -118,7 +119,7 @@ def test_numbers_and_shares_on_meshes(tmp_path):
 EXPERTS = ("1,1,1,1", "8,1,1,1", "2,2,2,1", "1,4,2,1", "4,1,2,1", "1,1,8,1", "1,2,2,2", "1,1,2,4")
 
 
-@pytest.mark.parametrize("meshes", [pytest.param(("1,1,1,1", "2,2,2,1", "1,4,2,1"), marks=pytest.mark.slow),
+@first_cases(1, "meshes", [pytest.param(("1,1,1,1", "2,2,2,1", "1,4,2,1"), marks=pytest.mark.slow),
                                     pytest.param(EXPERTS, marks=pytest.mark.nightly)], ids=["some", "all"])
 def test_experts_on_meshes(meshes, tmp_path):
     """As one device: log-probs, loss and gradients within 1e-5 in fp32, gradients within 1e-12 of each tensor in float64.
@@ -156,6 +157,7 @@ def test_biases_and_sinks_on_meshes(tmp_path):
 CUT = ("1,1,1,1,1", "1,1,2,1,1", "1,1,4,1,1", "1,2,2,2,1", "1,1,4,1,2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model, meshes", [pytest.param("cut", CUT[::4], marks=pytest.mark.slow),
                                            pytest.param("cut", CUT, marks=pytest.mark.nightly),
                                            pytest.param("cut_ring", CUT[::4], marks=pytest.mark.slow),

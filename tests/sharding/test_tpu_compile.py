@@ -20,7 +20,7 @@ def test_kernels_compile_alone_and_in_a_sharded_job(target):
     take the kernels because their mesh is a TPU's, and decoding, with shared prompts and without, makes no second
     cache."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, str(HERE / "tpu_compile_worker.py"), target], env=env, capture_output=True,
+    done = subprocess.run([sys.executable, str(HERE / "helpers" / "tpu_compile_worker.py"), target], env=env, capture_output=True,
                           text=True,
                           timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

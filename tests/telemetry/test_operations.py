@@ -3,6 +3,7 @@
 import ctypes
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_helpers import batch_of_groups
+from helpers.training_helpers import batch_of_groups
 
 from jaxrl import models
-from jaxrl.telemetry.compilations import EVENT, Beside, Compilations
+from jaxrl.telemetry.compilations import BESIDE, EVENT, Beside, Compilations
 from jaxrl.telemetry.flops import Operations, Speed
 
 # hidden 8, 2 heads of 4, 1 kv head of 4, MLP 12, vocabulary 61; the second layer sees 5 positions
@@ -125,8 +126,9 @@ def test_after_a_long_compilation_the_heap_gives_back_what_nobody_uses():
     libc.free(blocks[-1])
 
 
-def test_what_a_thread_compiles_beside_the_work_counts_only_where_it_was_waited_for():
+def test_what_a_thread_compiles_beside_the_work_counts_only_where_it_was_waited_for(monkeypatch):
     """And what has not begun is given back to who asks for it."""
+    monkeypatch.setattr(Beside, "_threads", ThreadPoolExecutor(1, BESIDE))
     count, beside, gate = Compilations(), Beside(), threading.Event()
     compiled = lambda k: jax.jit(lambda x: k * x)(np.ones(3, np.float32))  # noqa: E731
     beside.begin("done", compiled, 3)

@@ -6,7 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-import tiny_job
+from helpers import tiny_job
 
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check

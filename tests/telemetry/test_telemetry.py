@@ -240,7 +240,7 @@ def test_wandb_offline(tmp_path):
     t.close()
     assert wandb.run is None
     record, = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    end = time.monotonic() + 60  # another process of W&B writes the file
+    end = time.monotonic() + 300  # another process of W&B writes the file
     while b"reward/mean" not in record.read_bytes() and time.monotonic() < end:
         time.sleep(0.2)
     content = record.read_bytes()
@@ -515,4 +515,4 @@ def test_a_process_that_a_library_keeps_ends_with_its_status(tmp_path):
     code = ("import atexit, time\nfrom jaxrl import main\nmain.main, main.EXIT_SECONDS = (lambda *_: 3), 0.5\n"
             "atexit.register(time.sleep, 1000)\nmain.command()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 3 and "a library did not let the process end" in done.stderr
+    assert done.returncode == 3 and "a library kept the process alive" in done.stderr

@@ -84,7 +84,7 @@ def test_a_silent_log_says_what_goes_on():
     clock.now += 39
     console.step(2, {})
     console._phase, console._since = "update", clock.now
-    assert wait(99) == [] and wait(2) == ["still in update after 1m40s: learning"]
+    assert wait(99) == [] and wait(2) == ["still in update after 1m40s: optimizing"]
     console.print("any message counts")
     assert wait(99) == [] and len(wait(2)) == 1
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_helpers import batch_of_groups
+from helpers.training_helpers import batch_of_groups
 
 from jaxrl import training
 from jaxrl.algorithms.numerics import sequence_sum

@@ -4,11 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import model_cases
 import numpy as np
 import optax
 import pytest
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+from helpers import model_cases
+from helpers.tiers import first_cases
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import training
 from jaxrl.config.load import default_config, put
@@ -58,7 +59,7 @@ def test_no_layout_changes_the_gradient():
         np.testing.assert_allclose(metrics["router/load"].sum(1), 1, atol=1e-12)
 
 
-@pytest.mark.parametrize("scan", (False, True))
+@first_cases(1, "scan", (False, True))
 def test_the_bias_of_routers_follows_the_load(scan):
     """Up where an expert had less than the mean, down where it had more, by the rate, less their mean; in the layers that
     have experts, of updates that count."""
@@ -101,6 +102,7 @@ def test_an_update_moves_the_bias_of_a_family_that_has_one():
     assert set(state.frozen) == {name} and np.abs(moved).max() > 0
 
 
+@pytest.mark.full
 def test_the_bias_evens_a_load():
     """Tokens whose logits favour two experts of eight: the bias spreads them over all, and what is added to all experts alike
     is never moved."""

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_helpers import END, config, random_params, tokenizer
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+from helpers.rollout_helpers import END, config, random_params, tokenizer
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import training
 from jaxrl.errors import ConfigError
@@ -178,6 +178,7 @@ def test_sampled_experts_are_the_trainers_own():
     np.testing.assert_allclose(replayed[traj.loss_mask], traj.logprobs[traj.loss_mask], atol=1e-4)
 
 
+@pytest.mark.full
 def test_noise_in_the_samplers_router():
     """A sampler that routes otherwise is farther from the trainer; replayed experts bring them together."""
     m, weights, asked, _, results = sampled()

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_helpers import params_of, tiny_model
+from helpers.training_helpers import params_of, tiny_model
 
 from jaxrl import training
 from jaxrl.algorithms.scores import bradley_terry, step_labels

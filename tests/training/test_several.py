@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from lora_cases import all_linear, build, started
-from training_helpers import batch_of_groups, policy_objective
+from helpers.lora_cases import all_linear, build, started
+from helpers.tiers import first_cases
+from helpers.training_helpers import batch_of_groups, policy_objective
 
 from jaxrl import training
 from jaxrl.config.load import default_config
@@ -115,7 +116,7 @@ def close(found, want, atol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-9, atol=atol), found, want)
 
 
-@pytest.mark.parametrize("scan, layout, bits, which", [
+@first_cases(1, "scan, layout, bits, which", [
     pytest.param(False, "packed", "", ("second",), marks=pytest.mark.slow),
     pytest.param(True, "one row each", "", tuple(PARTS), marks=pytest.mark.slow),
     pytest.param(False, "packed", "int8", tuple(PARTS), marks=pytest.mark.nightly)])

@@ -1,7 +1,7 @@
 """Sizes that a config leaves to jaxrl."""
 
 import pytest
-from tiny_job import MODEL
+from helpers.tiny_job import MODEL
 
 from jaxrl.config.load import default_config
 from jaxrl.resolve.spec import Platform, resolve

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+from helpers.tiers import first_cases
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config
-from jaxrl.roles.parameters import flat_axes, flat_layers, settled
+from jaxrl.roles.parameters import flat_axes, flat_layers, move_to_host
 from jaxrl.sharding import memory
 from jaxrl.training import streaming
 from jaxrl.training.layout import RowShapes
@@ -52,7 +53,7 @@ def two_steps(model, place: str, name="adamw", poison=False):
     state = training.init_state(*training.partition(params_of(model, np.float64), (".*",), ("gate",)), optimizer)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     if place == "all":
-        state = state.replace(trainable=settled(state.trainable), frozen=settled(state.frozen))
+        state = state.replace(trainable=move_to_host(state.trainable), frozen=move_to_host(state.frozen))
     if place:
         state = state.replace(opt_state=streaming.init_in_parts(optimizer, state.trainable, memory.kept(like.opt_state)))
     update = training.make_update(model, optimizer, schedule, LOSS, training.in_parts(name))
@@ -72,7 +73,7 @@ def close(a, b):
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scan, name, places", [
+@first_cases(1, "scan, name, places", [
     pytest.param(True, "adamw", ("optimizer", "all"), marks=pytest.mark.slow),
     pytest.param(True, "adafactor", ("optimizer", "all"), marks=pytest.mark.nightly),
     pytest.param(False, "lion", ("all",), marks=pytest.mark.nightly)])

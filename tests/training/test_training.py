@@ -5,7 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_helpers import HF, batch_of_groups, conversation, cut, params_of, policy_objective, tiny_model
+from helpers.training_helpers import (
+    HF,
+    LAYOUTS,
+    LOSS,
+    batch_of_groups,
+    conversation,
+    cut,
+    gradient,
+    layout_of,
+    one_at_a_time,
+    params_of,
+    policy_objective,
+    tiny_model,
+    worst,
+)
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config
@@ -18,20 +32,6 @@ from jaxrl.training.score import forward_logprobs
 from jaxrl.training.update import _group_microbatches
 from jaxrl.types import Sizes
 
-LONGEST = 9 + 14
-LAYOUTS = {  # name -> (row length, rows per microbatch, shared prompts)
-    "padded": (LONGEST + 1, 20, False),
-    "padded_wide": (96, 20, False),
-    "packed": (48, 16, False),
-    "packed_shared": (48, 16, True),
-    "packed_shared_2_microbatches": (48, 4, True),
-    "packed_shared_8_microbatches": (48, 1, True),
-    "one_row": (512, 1, True),
-}
-LOSS = policy_objective(
-    kl_coef=0.1, entropy_coef=0.01, old="column", mismatch="token_tis", chunk=32, max_grad_norm=0.0
-)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_in_haste():
@@ -42,46 +42,12 @@ def compiled_in_haste():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def gradient(model, params, traj, columns, weights, layout, dtype, loss=LOSS, dirty=False):
-    """The accumulated gradient of one optimizer step, via the functions training uses."""
-    update = training.make_update(model, optax.sgd(1.0), lambda i: 1.0, loss)
-    trainable, frozen = training.partition(params, (".*",), ())
-    state = training.init_state(trainable, frozen, optax.sgd(1.0))
-
-    def batches():
-        for micro in layout.minibatches[0].microbatches:
-            batch = training.pack(traj, micro, columns, weights, dtype)
-            if dirty:
-                pad = batch.segments == 0
-                batch = batch.replace(
-                    tokens=np.where(pad, 7, batch.tokens), positions=np.where(pad, 3, batch.positions)
-                )
-                unused = batch.weights["token"] == 0
-                batch = batch.replace(
-                    columns={k: np.where(unused, 1e30, v).astype(dtype) for k, v in batch.columns.items()},
-                    targets=np.where(unused, 5, batch.targets),
-                )
-            yield jax.tree.map(jnp.asarray, batch)
-
-    return update.gradients(state, batches())
 
 
-def layout_of(traj, name):
-    length, rows, share = LAYOUTS[name]
-    shapes = RowShapes((length,), ((rows,),))
-    return training.make_layout(traj.sizes, shapes, share_prompts=share)
 
 
-def worst(a, b):
-    """Largest relative L2 difference over tensors."""
-    return max(float(np.linalg.norm(np.asarray(a[k] - b[k])) / np.linalg.norm(np.asarray(b[k]))) for k in b)
 
 
-def one_at_a_time(traj):
-    """The truth: each sequence in a microbatch of its own, without neighbours or shared prompts."""
-    blocks = [training.layout.Block((i,), int(traj.lengths[i])) for i in range(traj.num_sequences)]
-    micro = tuple(training.layout.Microbatch(LONGEST, ((b,),)) for b in blocks)
-    return training.Layout((training.Minibatch(np.arange(traj.num_sequences), micro),), 0, 1)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.nightly)])
@@ -424,6 +390,7 @@ def test_optimizer_groups_and_decay_spare_vectors():
     np.testing.assert_allclose(updates["w"], -0.05, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_deeper_layers_learn_faster_by_layer_decay():
     """lr x 0.5^(L - l) with a group's multiplier beside it, by the layer that HF's names say, in layers that a scan repeats (two
     times two), in the one behind them and unrolled; the embedding is layer 0, the rest learns at lr. The state is the same
@@ -452,6 +419,7 @@ def test_deeper_layers_learn_faster_by_layer_decay():
         assert list(steps) == pytest.approx([want], rel=1e-6), name
 
 
+@pytest.mark.full
 def test_optimizer_names_and_imports():
     c = default_config().optimizer
     c.lr = 1e-6

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_job
+from helpers import tiny_job
 from jax._src.array import ArrayImpl
 
 import jaxrl

@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from training_helpers import HF, batch_of_groups, params_of, policy_objective
+import pytest
+from helpers.training_helpers import HF, batch_of_groups, params_of, policy_objective
 
 from jaxrl import models, training
 from jaxrl.training import update
 from jaxrl.training.layout import RowShapes
 
 
+@pytest.mark.full
 def test_gradients_of_scanned_layers_are_added_where_they_are_computed():
     """The layers' gradients are the largest thing of this update: its temporaries are a part of them, unless jax is too old."""
     model = models.build({**HF, "num_hidden_layers": 16, "intermediate_size": 512}, compute_dtype=jnp.float32,

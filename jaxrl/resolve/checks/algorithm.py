@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxrl.algorithms import ADVANTAGES, POLICY_LOSSES
+from jaxrl.algorithms import POLICY_LOSSES, TOKEN_MASKS
 from jaxrl.algorithms.presets import IMPLIED
 from jaxrl.config.lengths import episodes
-from jaxrl.config.load import editable, get
-from jaxrl.config.option import no_effect
+from jaxrl.config.load import editable
 from jaxrl.config.registry import recipe_of
-from jaxrl.config.schema import SCHEMA, options
+from jaxrl.config.schema import SCHEMA
 from jaxrl.config.user_code import imported
 from jaxrl.data.mixture import ALGORITHM
+from jaxrl.errors import type_of
 from jaxrl.resolve.checks.data import entry
+from jaxrl.resolve.checks.unread import unread
 from jaxrl.resolve.spec import algorithm_row
 from jaxrl.rollout.engines import ENGINES, OWN, engine_of
 
@@ -25,24 +26,15 @@ def resolved_algorithm(cfg) -> dict:
 
 def algorithm(cfg) -> list[str]:
     """Everything below `algorithm`, and what stands beside it."""
-    bound = cfg.train.max_step_kl
     if not recipe_of(cfg).samples or not recipe_of(cfg).judged:
-        none = no_effect("train.max_step_kl", bound, f"with run.recipe={cfg.run.recipe}", "leave it out")
-        return [none] * bool(bound)
-    v = resolved_algorithm(cfg)
-    out = []
+        return []
+    v, out, bound = resolved_algorithm(cfg), [], cfg.train.max_step_kl
     if bound and cfg.mesh.roles.get("policy", {}).get("rest") == "streamed":
         out.append(f"train.max_step_kl={bound} with mesh.roles.policy.rest=streamed: it holds the parameters before "
                    "and after a step on the devices; leave one of them out")
-    for name, known in (("advantage", (*ESTIMATORS, *ADVANTAGES)), ("policy_loss", tuple(POLICY_LOSSES))):
-        if v[name] not in known and ":" not in v[name]:
-            out.append(f"algorithm.{name}={v[name]!r}: {', '.join(known)}, a name that was registered, or an import "
-                       "path (module:function, ./file.py:function)")
-        elif ":" in v[name]:
-            out += import_path(f"algorithm.{name}", v[name])
-    return out or [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v), *_pairs(cfg, v),
-                   *_ratios(v), *_kl(cfg, v), *_mismatch(cfg, v), *_beside(cfg, v), *_routes(cfg, v),
-                   *_of_sources(cfg, v)]
+    return out + [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v), *_pairs(cfg, v),
+                   *_ratios(cfg, v), *_kl(v), *_mismatch(cfg, v), *_beside(cfg, v), *_routes(cfg, v),
+                  *_of_sources(cfg, v)]
 
 
 def _of_sources(cfg, v):
@@ -67,24 +59,25 @@ def _of_sources(cfg, v):
         if v_own["advantage_mean"] == "greedy" != v["advantage_mean"]:
             return [f"{where}.advantage_mean=greedy: greedy completions are drawn for all sources or for none; set"
                     " algorithm.advantage_mean"]
-        kind = v_own["advantage"]
-        if kind not in (*ESTIMATORS, *ADVANTAGES):
-            if ":" not in kind:
-                return [f"{where}.advantage={kind!r}: {', '.join((*ESTIMATORS, *ADVANTAGES))}, or an import path"]
-            out += import_path(f"{where}.advantage", kind)
-        known = (*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v))
-        out += [f"{where}: {m}" for m in (*_batch_division(own, v_own), *_estimators(own, v_own), *_turns(own, v_own))
-                if m not in known]
+        if ":" in v_own["advantage"]:
+            out += import_path(f"{where}.advantage", v_own["advantage"])
+        told = [_advantage(config, row) for config, row in ((cfg, v), (own, v_own))]
+        out += [f"{where}: {m}" for m in told[1] if m not in told[0]]
     return out
 
 
 def of_samples(cfg, v) -> list[str]:
     """What is checked too where samples are learnt from and no reward decides. v: as of resolved_algorithm."""
-    return [*_batch_division(cfg, v), *_ratios(v), *_mismatch(cfg, v)]
+    return [*_batch_division(cfg, v), *_ratios(cfg, v), *_mismatch(cfg, v)]
+
+
+def _advantage(cfg, v) -> list[str]:
+    """What a source's table `algorithm` may get wrong."""
+    return [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v),
+            *unread(cfg, tuple(f"algorithm.{name}" for name in ALGORITHM))]
 
 
 MOST_SUPPORT = 128
-ESTIMATORS = ("outcome", "returns", "gae", "turn", "gigpo", "dpo")
 
 
 def import_path(name, path, kind=Callable):
@@ -93,7 +86,7 @@ def import_path(name, path, kind=Callable):
     except Exception as e:  # it is the user's code: anything may go wrong in it
         return [f"{name}={path!r} cannot be imported: {type(e).__name__}: {e}"]
     wanted = "a function" if kind is Callable else f"a {kind.__name__}"
-    return [] if isinstance(found, kind) else [f"{name}={path!r} is a {type(found).__name__}, not {wanted}"]
+    return [] if isinstance(found, kind) else [f"{name}={path!r} is {type_of(found)}, not {wanted}"]
 
 
 def _batch_division(cfg, v):
@@ -110,37 +103,16 @@ def _batch_division(cfg, v):
     return out
 
 
-def of_aggregation(a, v) -> list[str]:
-    """Options of an aggregation that is another one; a: the table `algorithm`, v: it resolved."""
-    return [no_effect(f"algorithm.{n}", a[n], f"with algorithm.aggregation={v['aggregation']}", f"set {kind}")
-            for n, kind in (("aggregation_constant", "constant"), ("aggregation_sequences", "token_mean"))
-            if a[n] and v["aggregation"] != kind]
-
-
 def _estimators(cfg, v):
-    """Options of the advantage that its estimator does not read, and bounds that cross."""
-    a, out = cfg.algorithm, []
-    given = lambda name: get(a, name) is not None  # noqa: E731
-    kind = f"with algorithm.advantage={v['advantage']}"
-    if v["advantage"] != "gae":
-        out += [no_effect(f"algorithm.{n}", v[n], kind, "set gae")
-                for n in ("lam", "lam_alpha", "critic_lam") if given(n)]
-        defaults = options()
-        out += [no_effect(f"critic.{n}", cfg.critic[n], kind, "set gae, or algorithm.preset=ppo") for n in cfg.critic
-                if cfg.critic[n] is not None and cfg.critic[n] != type(cfg.critic[n])(defaults[f"critic.{n}"].default)]
-    if v["advantage"] not in ("returns", "gae") and given("gamma"):
-        out.append(no_effect("algorithm.gamma", v["gamma"], kind, "set returns or gae"))
+    """Bounds of the advantage that cross, and baselines that do not go with the reward."""
+    out = []
     low, high = v["advantage_low"], v["advantage_high"]
     if low is not None and high is not None and low >= high:
         out.append(f"algorithm.advantage_low={low}: must be below algorithm.advantage_high={high}")
-    if cfg.critic.shared and v["advantage"] == "gae":
-        out += [no_effect(f"critic.{n}", cfg.critic[n], "with critic.shared", "it belongs to a critic of its own")
-                for n in ("path", "optimizer", "num_minibatches", "warmup_steps") if cfg.critic[n]]
     if v["advantage_mean"] == "greedy" and (cfg.reward.norm_mean, cfg.reward.norm_std) != ("none", "none"):
         out.append(f"reward.norm_mean={cfg.reward.norm_mean}, reward.norm_std={cfg.reward.norm_std} with "
                    "algorithm.advantage_mean=greedy: the greedy completions' scores are not normalised; set both to "
                    "none")
-    out += of_aggregation(a, v)
     if v["positive_nll_coef"] and not cfg.reward.functions:
         out.append("algorithm.positive_nll_coef needs a reward that says which completions are right")
     return out
@@ -149,15 +121,7 @@ def _estimators(cfg, v):
 def _turns(cfg, v):
     """Credit by turn, and rewards of turns beside what rescales scores."""
     name, out = v["advantage"], []
-    given = lambda n: get(cfg.algorithm, n) is not None  # noqa: E731
     kind, several = f"with algorithm.advantage={name}", episodes(cfg)
-    if given("turn_gamma") and name not in ("turn", "gigpo"):
-        out.append(no_effect("algorithm.turn_gamma", v["turn_gamma"], kind, "set turn or gigpo"))
-    if given("turn_gamma") and name == "turn" and not several:
-        out.append(no_effect("algorithm.turn_gamma", v["turn_gamma"], "where a completion is a single turn",
-                             "set env.function or env.tools"))
-    if given("anchor_coef") and name != "gigpo":
-        out.append(no_effect("algorithm.anchor_coef", v["anchor_coef"], kind, "set gigpo"))
     if name == "gigpo" and not cfg.env.function:
         out.append("algorithm.advantage=gigpo compares turns that an episode decided in the same state (chat.state): "
                    "set env.function, or take algorithm.preset=grpo, which is the same without states")
@@ -194,15 +158,12 @@ def _pairs(cfg, v):
     return out
 
 
-def _ratios(v):
+def _ratios(cfg, v):
     out, loss, ratio = [], v["policy_loss"], v["ratio"]
-    if ratio != "token" and loss in ("pg", "dppo"):
-        out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss={loss}: it works by token; set "
-                   "algorithm.ratio=token")
-    if ratio not in ("token", "sequence") and loss == "topr":
-        out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss=topr: set token or sequence (the product)")
-    if ratio == "geometric" and loss in ("cispo", "sapo"):
-        out.append(f"algorithm.ratio=geometric with algorithm.policy_loss={loss}: the geometric mean belongs to clip")
+    ratios = POLICY_LOSSES[loss].ratios if loss in POLICY_LOSSES else ()
+    if ratios and ratio not in ratios:
+        out.append(f"algorithm.ratio={ratio} with algorithm.policy_loss={loss}: set algorithm.ratio="
+                   f"{' or '.join(ratios)}, or another loss")
     if ratio == "geometric" and (v["dual_clip"] or v["delta"]):
         out.append("algorithm.ratio=geometric clips tokens before their mean: algorithm.dual_clip and delta must be 0")
     if ratio != "geometric" and not 0 < v["clip_low"] <= 1:
@@ -213,19 +174,18 @@ def _ratios(v):
     if v["cispo_min_ratio"] >= v["cispo_max_ratio"]:
         out.append(f"algorithm.cispo_min_ratio={v['cispo_min_ratio']}: must be below "
                    f"cispo_max_ratio={v['cispo_max_ratio']}")
-    for name in ("m2_threshold", "cov_share"):
-        if v[name] and v["old_logprobs"] != "recompute":
-            out.append(f"algorithm.{name}={v[name]} with algorithm.old_logprobs={v['old_logprobs']}: it reads "
+    for name, mask in TOKEN_MASKS.items():
+        value = v.get(name, cfg.algorithm[name])
+        if value and "old" in mask.columns and v["old_logprobs"] != "recompute":
+            out.append(f"algorithm.{name}={value} with algorithm.old_logprobs={v['old_logprobs']}: it reads "
                        "the trainer's log-probs before the update; set algorithm.old_logprobs=recompute")
     if v["cov_low"] >= v["cov_high"]:
         out.append(f"algorithm.cov_low={v['cov_low']}: must be below algorithm.cov_high={v['cov_high']}")
-    if loss in ("cispo", "sapo", "dppo", "topr", "pg") and (v["dual_clip"] or v["delta"]):
-        out.append(f"algorithm.dual_clip and delta have no effect with algorithm.policy_loss={loss}; set clip")
     return out
 
 
-def _kl(cfg, v):
-    a, r, out = cfg.algorithm, cfg.reference, []
+def _kl(v):
+    out = []
     if v["kl.coef"]:
         if v["kl.placement"] == "loss" and v["kl.estimator"] == "k1":
             out.append("algorithm.kl.estimator=k1 in the loss: its expected gradient is zero, it would do nothing; "
@@ -236,27 +196,11 @@ def _kl(cfg, v):
         if v["kl.placement"] == "reward" and v["old_logprobs"] == "rollout":
             out.append("algorithm.old_logprobs=rollout with a KL in the reward: it is the trainer's policy that is "
                        "compared with the reference; set auto or recompute")
-    else:
-        without = "while algorithm.kl.coef is 0"
-        out += [no_effect(f"algorithm.kl.{n}", a.kl[n], without, "set a coefficient")
-                for n in ("estimator", "placement") if a.kl[n] is not None]
-        out += [no_effect(f"reference.{n}", r[n], without, "set a coefficient")
-                for n in ("path", "reset_steps", "reset_epochs") if r[n]]
-    if r.reset_optimizer and not (r.reset_steps or r.reset_epochs):
-        out.append("reference.reset_optimizer has no effect without reference.reset_steps or reset_epochs")
     return out
 
 
 def _mismatch(cfg, v):
-    a, out = cfg.algorithm, []
-    choice, rollout = v["mismatch.correction"], v["old_logprobs"] == "rollout"
-    if choice == "none":
-        without = "while algorithm.mismatch.correction is none"
-        out += [no_effect(f"algorithm.mismatch.{n}", a.mismatch[n], without, "set token_tis")
-                for n in ("cap", "low") if a.mismatch[n] is not None]
-    if v["mismatch.low"] and not choice.endswith("_mis"):
-        out.append(f"algorithm.mismatch.low={v['mismatch.low']} has no effect with "
-                   f"algorithm.mismatch.correction={choice}; set token_mis (IcePop), sequence_mis or geometric_mis")
+    out, choice, rollout = [], v["mismatch.correction"], v["old_logprobs"] == "rollout"
     if v["mismatch.low"] >= v["mismatch.cap"]:
         out.append(f"algorithm.mismatch.low={v['mismatch.low']}: must be below "
                    f"algorithm.mismatch.cap={v['mismatch.cap']}")
@@ -319,9 +263,6 @@ def _beside(cfg, v):
         out += import_path("algorithm.keep_group", a.keep_group)
     elif a.keep_group and a.keep_group not in {f.rpartition(":")[2] for f in cfg.reward.functions}:
         out.append(f"algorithm.keep_group={a.keep_group!r}: neither a reward of this run nor an import path")
-    if a.keep_group and v["dynamic_sampling"] == "off":
-        without = "while algorithm.dynamic_sampling is off"
-        out.append(no_effect("algorithm.keep_group", a.keep_group, without, "set mask or refill"))
     if a.sampled_support:
         r = cfg.rollout
         if not 0 < r.top_k <= MOST_SUPPORT:
@@ -338,9 +279,6 @@ def _beside(cfg, v):
     if v["entropy_target"] and v["entropy_coef"]:
         out.append(f"algorithm.entropy_coef={v['entropy_coef']} with entropy_target={v['entropy_target']}: the "
                    "coefficient adapts by itself, up to entropy_max; set entropy_coef=0")
-    if (a.early_stop_ratio or a.early_stop_kl) and v["ppo_epochs"] * v["num_minibatches"] == 1:
-        out.append("algorithm.early_stop_ratio and early_stop_kl have no effect with one optimizer step per batch; "
-                   "raise algorithm.num_minibatches or ppo_epochs")
     if 0 < a.early_stop_ratio <= 1:
         out.append(f"algorithm.early_stop_ratio={a.early_stop_ratio}: must be above 1, the ratio of an unchanged "
                    "policy; 0 = off")

@@ -6,14 +6,15 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxrl.checkpoint.uploads import place_of
 from jaxrl.config.lengths import episodes, longest_completion, longest_sequence
 from jaxrl.config.load import get
-from jaxrl.config.option import BOUNDS, no_effect
+from jaxrl.config.option import BOUNDS, no_effect, not_chosen
 from jaxrl.config.registry import Recipe, recipe_of
-from jaxrl.config.schema import CHANGEABLE, SCHEMA, element_kind, options
+from jaxrl.config.schema import CHANGEABLE, element_kind, options
 from jaxrl.config.suggest import not_yet
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.algorithm import algorithm, import_path, resolved_algorithm
@@ -26,6 +27,7 @@ from jaxrl.resolve.checks.replay import AGAIN, replays
 from jaxrl.resolve.checks.reward_model import PART, reward_models
 from jaxrl.resolve.checks.sandbox import sandbox
 from jaxrl.resolve.checks.services import missing_logger, services
+from jaxrl.resolve.checks.unread import unread
 from jaxrl.rollout.engines import ENGINES, engine_of
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
 from jaxrl.sharding import targets
@@ -37,9 +39,9 @@ def check(cfg) -> None:
     """Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
-        for rule in (_ranges, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine, _rewards, ray,
-                     sandbox, services, reward_models, algorithm, lora, preference, distillation, _optimizer,
-                     _precision, evaluation, _checkpoints, _uploads, _launch, replays, _misc):
+        for rule in (_ranges, _unread, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine,
+                     _rewards, ray, sandbox, services, reward_models, algorithm, lora, preference, distillation,
+                     _optimizer, _precision, evaluation, _checkpoints, _uploads, _launch, replays, _misc):
             if cfg.run.mode not in AGAIN or rule not in (_engine, _rewards, sandbox, services):  # they stay closed
                 problems += rule(cfg)
     if problems:
@@ -53,10 +55,10 @@ def _types(cfg):
         if isinstance(opt.default, dict) or (value is None and opt.default is None):
             continue
         if opt.or_path and ":" in value:
-            out += import_path(name, value, Recipe)
-        elif opt.choices and value not in opt.choices:
+            out += import_path(name, value, Recipe if name == "run.recipe" else Callable)
+        elif not isinstance(value, tuple) and (wrong := not_chosen(opt, value)):
             missing = f"; {not_yet(str(value))}" if not_yet(str(value)) else ""
-            out.append(f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}{missing}")
+            out.append(f"{name}={value!r}: {wrong}{missing}")
         if isinstance(opt.default, tuple):
             out += _elements(name, value)
         if isinstance(value, float) and not math.isfinite(value):
@@ -84,6 +86,12 @@ def _ranges(cfg):
         if opt.bound and value is not None and not BOUNDS[opt.bound][0](value):
             out.append(f"{name}={value}: {BOUNDS[opt.bound][1]}")
     return out
+
+
+def _unread(cfg):
+    """Options that were set and that nothing reads. Of recorded steps, what stays closed is not asked about."""
+    closed = ("reward.", "sandbox.") if cfg.run.mode in AGAIN else ()
+    return [problem for problem in unread(cfg) if not problem.startswith(closed)]
 
 
 def _mesh(cfg):
@@ -176,9 +184,6 @@ def _model(cfg):
         )
     if not cfg.model.tokenizer and not cfg.model.path and not cfg.run.warm_start and cfg.run.mode != "plan":
         out.append("model.tokenizer is empty and there is no model.path to take one from")
-    if cfg.model.remat_every > 1 and cfg.model.remat == "none":
-        out.append(f"model.remat_every={cfg.model.remat_every}: model.remat=none recomputes nothing; set "
-                   "model.remat=full, or leave it at 1")
     if cfg.model.chat_template and not Path(cfg.model.chat_template).is_file():
         out.append(f"model.chat_template={cfg.model.chat_template!r}: no such file")
     for name in ("model.trainable", "model.frozen"):
@@ -276,13 +281,7 @@ def _rollout(cfg):
 def _ahead(cfg):
     """What generating ahead of training, or publishing more rarely, cannot go with."""
     r, out = cfg.rollout, []
-    at_once = {"max_staleness": 0, "sync_every": 1, "partial": False}
-    asked = [f"rollout.{name}={r[name]}" for name, off in at_once.items() if r[name] != off]
-    if asked and not recipe_of(cfg).samples:
-        return [f"{', '.join(asked)}: run.recipe={cfg.run.recipe} samples nothing to learn from; leave it out"]
-    if r.partial and not r.max_staleness:
-        why = "with rollout.max_staleness=0: no completion is under way when weights are published"
-        out.append(no_effect("rollout.partial", True, why, "set rollout.max_staleness"))
+    asked = [f"rollout.{name}={r[name]}" for name, off in (("max_staleness", 0), ("sync_every", 1)) if r[name] != off]
     if (r.max_staleness or r.sync_every > 1) and cfg.mesh.roles.get("sampler", {}).get("rest", "device") != "device":
         out.append(f"mesh.roles.sampler.rest=none with {', '.join(asked)}: the sampler keeps completions under way, or "
                    "the weights of several steps; leave one of them out")
@@ -292,13 +291,8 @@ def _ahead(cfg):
 def _episodes(cfg):
     """Options below `env`, among each other and with the rest."""
     e, out = cfg.env, []
-    if not episodes(cfg):
-        changed = [f"env.{name}" for name, opt in SCHEMA["env"].items() if get(e, name) != opt.default
-                   and not (isinstance(opt.default, dict) and not e[name])]
-        return [f"{', '.join(changed)}: there are no episodes; set env.function, env.program or env.tools, or leave it "
-                "out"] * bool(changed)
-    if not recipe_of(cfg).samples:
-        return [f"env.function, env.program, env.tools: run.recipe={cfg.run.recipe} samples nothing; leave them out"]
+    if not episodes(cfg) or not recipe_of(cfg).samples:
+        return []
     out += elsewhere(cfg)
     for name, value in (("data.response_prefix", cfg.data.response_prefix), ("env.options", e.options and e.tools)):
         if value:
@@ -321,10 +315,6 @@ def _episodes(cfg):
     if wrong := [name for name in e.variables if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
         out.append(f"env.variables={e.variables}: {wrong[0]!r} is no name; give names only, their values come from "
                    "this process")
-    if e.publish == "turn" and (cfg.rollout.partial or not cfg.rollout.max_staleness):
-        why = "with rollout.partial=True" if cfg.rollout.partial else "with rollout.max_staleness=0"
-        out.append(no_effect("env.publish", "turn", f"{why}: no publication waits for episodes",
-                             "leave it out, or set rollout.max_staleness without rollout.partial"))
     return out
 
 
@@ -440,18 +430,12 @@ def _rewards(cfg):
 
 
 def _precision(cfg):
-    """Options of numbers' formats that others leave without effect."""
-    t, out, defaults = cfg.train, [], options()
-    if t.matmul_emulated and t.matmul == "default":
-        out.append(no_effect("train.matmul_emulated", True, "with train.matmul=default", "leave it out"))
+    """Formats of numbers that do not go together."""
+    t, out = cfg.train, []
     if t.matmul != "default" and cfg.lora.base != "none":
         out.append(f"train.matmul={t.matmul} with lora.base={cfg.lora.base}: its products are of the numbers that the "
                    "codes of the base stand for; leave one of them out")
     scale = t.loss_scale
-    given = [n for n in scale if scale[n] != defaults[f"train.loss_scale.{n}"].default]
-    if given and t.compute_dtype != "fp16":
-        out.append(no_effect(f"train.loss_scale.{given[0]}", scale[given[0]],
-                             f"with train.compute_dtype={t.compute_dtype}", "set fp16"))
     if not scale.min <= scale.initial <= scale.max:
         out.append(f"train.loss_scale.initial={scale.initial:g}: must be between train.loss_scale.min={scale.min:g} "
                    f"and max={scale.max:g}")
@@ -463,12 +447,6 @@ def _precision(cfg):
 
 def _optimizer(cfg):
     o, out = cfg.optimizer, []
-    if o.decay_shape != "linear" and o.schedule != "wsd":
-        without = f"with optimizer.schedule={o.schedule}"
-        out.append(no_effect("optimizer.decay_shape", o.decay_shape, without, "set wsd"))
-    if o.schedule == "constant":
-        out += [no_effect(f"optimizer.{name}", o[name], "with optimizer.schedule=constant", "set linear, cosine or wsd")
-                for name in ("floor", "decay_steps") if o[name]]
     out += _critics_optimizer(cfg)
     out += _regexes("optimizer.groups", tuple(o.groups.keys()))
     for pattern, group in o.groups.items():
@@ -497,8 +475,8 @@ def _critics_optimizer(cfg):
         return [str(e).replace("optimizer.", "critic.optimizer.", 1)]
     if plain.optimizer.schedule == "constant":  # the policy's, which are no mistake of the critic's
         plain.optimizer.update({name: 0 for name in ("floor", "decay_steps") if name not in own})
-    found = [p for rule in (_types, _ranges, _optimizer) for p in rule(plain) if p.startswith("optimizer.")]
-    return ["critic." + p for p in found if p not in (q for rule in (_types, _ranges) for q in rule(cfg))]
+    found = [p for rule in (_types, _ranges, _unread, _optimizer) for p in rule(plain) if p.startswith("optimizer.")]
+    return ["critic." + p for p in found if p not in (q for rule in (_types, _ranges, _unread) for q in rule(cfg))]
 
 
 def _checkpoints(cfg):
@@ -529,10 +507,6 @@ def _uploads(cfg):
             place_of(url)
         except ConfigError as e:
             out.append(str(e))
-    for name in ("exports", "checkpoints") if not u.to else ():
-        if u[name] != SCHEMA["checkpoint"]["upload"][name].default:
-            out.append(no_effect(f"checkpoint.upload.{name}", u[name], "without checkpoint.upload.to",
-                                  "name a place such as s3://bucket/folder"))
     c = cfg.checkpoint
     if u.to and u.checkpoints == "final" and not c.at_end:
         out.append("checkpoint.upload.checkpoints=final with checkpoint.at_end=False: the last checkpoint is not "
@@ -550,11 +524,6 @@ def _launch(cfg):
     if c.processes < 0 or c.process < -1:
         out.append(f"launch.processes={c.processes}, launch.process={c.process}: a count from 1 (0 = from the "
                    "environment) and a number from 0 (-1 = from the environment)")
-    unset = {"coordinator": "", "processes": 0, "process": -1}
-    given = {name: c[name] for name in unset if c[name] != unset[name]}
-    if given and c.hosts in ("none", "tpu"):
-        out.append(f"launch.{', launch.'.join(given)} with launch.hosts={c.hosts}: it does not read them; set auto or "
-                   "explicit")
     if 0 < c.wait_seconds < cfg.rollout.timeout_seconds:
         out.append(f"launch.wait_seconds={c.wait_seconds:g}: below "
                    f"rollout.timeout_seconds={cfg.rollout.timeout_seconds:g}, so that a slow rollout would be taken "
@@ -571,18 +540,11 @@ def _misc(cfg):
         out.append(f"profile.memory={cfg.profile.memory}: numbers of steps, from 0")
     if any(p < 0 for p in cfg.profile.processes):
         out.append(f"profile.processes={cfg.profile.processes}: numbers of processes, from 0")
-    if cfg.log.every_steps != 1 and cfg.run.recipe in ("rl", "distill", "reward_model"):
-        out.append(no_effect("log.every_steps", cfg.log.every_steps, f"with run.recipe={cfg.run.recipe}",
-                             "leave it out: there is a line every step"))
     if cfg.run.mode != "plan" and (missing := missing_logger(cfg)):
         out.append(missing)
     if unknown := set(cfg.run.accept_changed) - set(CHANGEABLE):
         out.append(f"run.accept_changed={cfg.run.accept_changed}: {', '.join(sorted(unknown))} unknown; choose from "
                    f"{', '.join(CHANGEABLE)}")
-    for name in ("reference", "critic"):
-        if cfg[name].revision and not cfg[name].path:
-            out.append(no_effect(f"{name}.revision", cfg[name].revision, f"without {name}.path",
-                                  f"set {name}.path, or model.revision"))
     there = "://" in cfg.run.resume or Path(cfg.run.resume).exists()
     if cfg.run.resume not in ("auto", "must", "never") and not there:
         out.append(f"run.resume={cfg.run.resume!r}: auto, must, never, or the path of a run or checkpoint that exists")

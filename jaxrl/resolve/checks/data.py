@@ -7,8 +7,7 @@ import math
 import re
 
 from jaxrl.config.lengths import episodes
-from jaxrl.config.load import get
-from jaxrl.config.option import BOUNDS, no_effect
+from jaxrl.config.option import BOUNDS, not_chosen
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA
 from jaxrl.data.mixing import weight_at
@@ -22,9 +21,7 @@ def sources(cfg) -> list[str]:
     """data.sources, data.exhausted and what does not go with them."""
     d, out = cfg.data, []
     if not d.sources:
-        given = d.exhausted != SCHEMA["data"]["exhausted"].default
-        return [f"data.exhausted={d.exhausted}: there is one source of rows only; set data.sources, or leave it "
-                "out"] * given
+        return []
     if d.exhausted != "repeat" and not d.epochs:
         out.append(f"data.exhausted={d.exhausted} with data.epochs=0: nothing is ever exhausted; set data.epochs=1")
     if d.eval_fraction:
@@ -38,14 +35,8 @@ def sources(cfg) -> list[str]:
 
 
 def conversations(cfg) -> list[str]:
-    """data.assistant_mask, data.overlong_completion."""
-    d, recipe, out = cfg.data, recipe_of(cfg), []
-    if d.assistant_mask != "turns" and (d.train_turns != "all" or recipe.samples or recipe.pairs):
-        out.append(f"data.assistant_mask={d.assistant_mask} has no effect without data.train_turns=all in SFT; set "
-                   "that, or leave it out")
-    if d.overlong_completion != "filter" and (recipe.samples or recipe.pairs or recipe.scores):
-        out.append(f"data.overlong_completion={d.overlong_completion}: run.recipe={cfg.run.recipe} trains on whole "
-                   "completions; leave it out")
+    """data.overlong_completion."""
+    d, out = cfg.data, []
     if d.overlong_completion == "split" and cfg.train.loss_on_prompt:
         out.append("data.overlong_completion=split with train.loss_on_prompt: what stands before a piece would be "
                    "trained on twice; leave one of them out")
@@ -57,16 +48,12 @@ def curricula(cfg) -> list[str]:
     d = cfg.data
     thresholds = f"data.pass_rate_min={d.pass_rate_min}, data.pass_rate_max={d.pass_rate_max}"
     if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
-        if not recipe_of(cfg).samples:
-            return [f"{thresholds}: run.recipe={cfg.run.recipe} samples nothing to measure them by; leave them out"]
         if d.pass_rate_min > d.pass_rate_max:
             return [f"{thresholds}: no rate lies between; lower the first or raise the second"]
         if d.workers or d.difficulty_window:
             with_ = f"data.workers={d.workers}" if d.workers else f"data.difficulty_window={d.difficulty_window}"
             why = "rows read ahead" if d.workers else "a window"
             return [f"{thresholds} with {with_}: {why} would be chosen before the rates are known; leave one out"]
-    if d.difficulty_window and not d.difficulty:
-        return [f"data.difficulty_window={d.difficulty_window}: of which column? Set data.difficulty, or leave it out"]
     try:
         windows(d.difficulty_window)
     except ValueError as e:
@@ -124,8 +111,8 @@ def entry(name, opt, value):
         return [] if hasattr(value, "keys") else [f"{name}={value!r}: must be a table"]
     if not isinstance(value, kind) or (kind in (int, float) and isinstance(value, bool)):
         return [f"{name}={value!r}: must be of type {kind.__name__}"]
-    if opt.choices and value not in opt.choices:
-        return [f"{name}={value!r}: choose one of {', '.join(map(str, opt.choices))}"]
+    if wrong := not_chosen(opt, value):
+        return [f"{name}={value!r}: {wrong}"]
     if opt.bound and not BOUNDS[opt.bound][0](value):
         return [f"{name}={value}: {BOUNDS[opt.bound][1]}"]
     return []
@@ -155,7 +142,7 @@ def _weights(given):
 
 
 def evaluation(cfg):
-    """Options below `eval`, and of what goes by evaluations."""
+    """Options below `eval`."""
     out, seen = [], set()
     for entry in cfg.eval.sets:
         name, eq, path = entry.partition("=")
@@ -169,18 +156,4 @@ def evaluation(cfg):
             f"eval.samples={cfg.eval.samples} with eval.temperature=0: greedy completions are all equal; set a "
             "temperature"
         )
-    return out + _best(cfg)
-
-
-def _best(cfg):
-    """Options of the best evaluation, where there is none, or nothing goes by it."""
-    e = cfg.eval
-    by = [(name, get(cfg, name)) for name in ("eval.patience", "checkpoint.keep_best") if get(cfg, name)]
-    if not by:
-        return [no_effect("eval.metric", e.metric, "without eval.patience and checkpoint.keep_best",
-                          "set one of them")] * bool(e.metric)
-    if not (e.sets or cfg.data.eval_fraction):
-        return [no_effect(*by[0], "without held-out rows", "name some in eval.sets, or set data.eval_fraction")]
-    if not (e.every_steps or e.every_epochs or e.every_seconds):
-        return [no_effect(*by[0], "without evaluations on the way", "set eval.every_steps")]
-    return []
+    return out

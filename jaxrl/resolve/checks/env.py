@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from jaxrl.config.load import get
-from jaxrl.config.option import no_effect
-from jaxrl.config.schema import SCHEMA
-
-OF_PROGRAMS = ("score", "crash", "train_calls")
-OF_RAY = ("ray_address", "ray_cpus")
-
 
 def ray(cfg) -> list[str]:
     """Where workers of episodes and of rewards run."""
-    out = []
-    for group in ("env", "reward"):
-        o = cfg[group]
-        if o.executor != "ray":
-            remedy = f"set {group}.executor=ray, or leave it out"
-            out += [no_effect(f"{group}.{name}", o[name], f"with {group}.executor=local", remedy)
-                    for name in OF_RAY if o[name] != SCHEMA[group][name].default]
     env, reward = cfg.env, cfg.reward
     if env.executor == reward.executor == "ray" and env.ray_address != reward.ray_address:
-        out.append(f"env.ray_address={env.ray_address!r} and reward.ray_address={reward.ray_address!r}: a process is "
-                   "in one Ray cluster; give both the same address")
-    return out
+        return [f"env.ray_address={env.ray_address!r} and reward.ray_address={reward.ray_address!r}: a process is in "
+                "one Ray cluster; give both the same address"]
+    return []
 
 
 def elsewhere(cfg) -> list[str]:
@@ -41,12 +27,4 @@ def elsewhere(cfg) -> list[str]:
         out.append(f"env.options={dict(e.options)}: no use with env.mcp; write them into the servers' command lines")
     if e.function == "openenv" and not e.servers:
         out.append("env.function=openenv without env.servers: name the services, as in env.servers=http://host:8000")
-    if e.servers and e.function != "openenv":
-        out.append(no_effect("env.servers", e.servers, f"with env.function={e.function!r}", "set env.function=openenv, "
-                             "or leave it out"))
-    if e.mcp_session != "episode" and not e.mcp:
-        out.append(no_effect("env.mcp_session", e.mcp_session, "without env.mcp", "leave it out"))
-    if not e.program:
-        out += [no_effect(f"env.{name}", get(e, name), "without env.program", "leave it out")
-                for name in OF_PROGRAMS if get(e, name) != SCHEMA["env"][name].default]
     return out

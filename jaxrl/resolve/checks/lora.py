@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from jaxrl.algorithms.preference import needs_reference
 from jaxrl.config.load import get
-from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA
 from jaxrl.errors import ConfigError
@@ -18,23 +17,16 @@ from jaxrl.rollout.engines import engine_of
 from jaxrl.rollout.vllm.apart import asked_rank
 from jaxrl.rollout.vllm.options import LORA_RANKS
 
-OF_FOLDER = ("rank", "alpha", "targets", "exclude", "layers", "rslora", "dora", "rank_pattern", "alpha_pattern",
-             "modules_to_save", "init")  # what a folder of lora.path says itself
 SERVED = ("rl", "sft", "preference", "distill")
 DROPS = ("sft",)  # recipes that neither sample nor compare with an earlier score
 
 
 def lora(cfg) -> list[str]:
     if not lora_on(cfg):
-        return [no_effect(f"lora.{name}", sorted(value) if name == "adapters" else value, "with lora.rank=0",
-                          "set lora.rank")
-                for name in SCHEMA["lora"] if _given(cfg, name) for value in [get(cfg.lora, name)]]
+        return []
     out = []
     if not is_init(cfg.lora.init):
         out.append(f"lora.init={cfg.lora.init!r}: choose {', '.join(INITS)}")
-    if cfg.lora.path:
-        out += [no_effect(f"lora.{name}", get(cfg.lora, name), "with lora.path, whose folder says it", "leave it out")
-                for name in OF_FOLDER if _given(cfg, name)]
     if cfg.lora.dora and is_shifted(cfg.lora.init):
         out.append(f"lora.dora=True with lora.init={cfg.lora.init}: the lengths are those of the base, of which the "
                    "adapter would be a part; choose another init")
@@ -55,7 +47,7 @@ def lora(cfg) -> list[str]:
     if cfg.reference.path and (cfg.reference.reset_steps or cfg.reference.reset_epochs):
         out.append(f"reference.path={cfg.reference.path!r} with reference.reset_steps or reset_epochs and adapters: "
                    "what it is reset to lies on the policy's base; leave one of them out")
-    begins = [name for name in ("path", "modules_to_save") if _given(cfg, name)]
+    begins = [name for name in ("path", "modules_to_save") if get(cfg.lora, name)]
     if cfg.run.recipe == "preference" and needs_reference(cfg.preference) and begins and not cfg.reference.path:
         out.append(f"lora.{begins[0]}={get(cfg.lora, begins[0])!r} with run.recipe=preference: the reference would be "
                    "the base, from which the policy then differs; name one with reference.path, or leave it out")
@@ -108,8 +100,3 @@ def _apart(cfg) -> list[str]:
         out.append(f"lora.publish=adapter with lora.rank={cfg.lora.rank}: {row.title} serves adapters up to rank "
                    f"{LORA_RANKS[-1]}{twice}; set lora.publish=merged, or lower it")
     return out
-
-
-def _given(cfg, name: str) -> bool:
-    value = get(cfg.lora, name)
-    return bool(value) if name == "adapters" else value != SCHEMA["lora"][name].default

@@ -5,7 +5,6 @@ from __future__ import annotations
 from jaxrl.algorithms.preference import LOSSES, needs_reference
 from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
-from jaxrl.config.schema import SCHEMA
 
 THEIRS = {"sigmoid": "dpo", "cdpo": "dpo with preference.label_smoothing", "exo_pair": "exo", "nca_pair": "nca",
           "bco_pair": "bco", "sppo_hard": "sppo", "sigmoid_norm": "dpo_norm", "sft": "nll", "slic": "hinge",
@@ -19,45 +18,32 @@ def learns(cfg) -> bool:
 
 def preference(cfg) -> list[str]:
     """Everything below `preference`, and what of other groups it cannot go with."""
-    p = cfg.preference
-    defaults = {name: type(p[name])(opt.default) for name, opt in SCHEMA["preference"].items()}
-    changed = [name for name in defaults if p[name] != defaults[name]]
+    p, out = cfg.preference, []
     if not learns(cfg):
-        return [f"{', '.join(f'preference.{n}' for n in changed)}: run.recipe={cfg.run.recipe} learns from no "
-                "preferences; set run.recipe=preference, or leave it out"] * bool(changed)
+        return []
     if not p.loss:
         return ["preference.loss is empty: name a loss, for example dpo"]
-    out = []
     for name in p.loss:
         if name not in LOSSES:
             hint = f"{name} is {THEIRS[name]}" if name in THEIRS else f"choose from {', '.join(LOSSES)}"
             out.append(f"preference.loss={name!r}: {hint}")
-    return out or [*_losses(p, changed), *_beside(cfg, p)]
+    return out or [*_losses(p), *_beside(cfg, p)]
 
 
-def _losses(p, changed):
-    out, losses = [], {name: LOSSES[name] for name in p.loss}
-    named = ", ".join(p.loss)
-    if len(losses) < len(p.loss):
-        out.append(f"preference.loss={named}: a loss is named twice; give it a weight in preference.loss_weights")
+def _losses(p):
+    out = []
+    if len(set(p.loss)) < len(p.loss):
+        out.append(f"preference.loss={', '.join(p.loss)}: a loss is named twice; give it a weight in "
+                   "preference.loss_weights")
     if p.loss_weights and len(p.loss_weights) != len(p.loss):
         out.append(f"preference.loss_weights={p.loss_weights}: {len(p.loss_weights)} weights for {len(p.loss)} losses")
     if p.label_smoothing >= 0.5:
         out.append(f"preference.label_smoothing={p.label_smoothing}: must be below 0.5, where labels say nothing")
-    if p.label_smoothing and all(row.smoothing == "no" for row in losses.values()):
-        takers = ", ".join(name for name, row in LOSSES.items() if row.smoothing != "no")
-        out.append(no_effect("preference.label_smoothing", p.label_smoothing, f"with preference.loss={named}",
-                             f"it belongs to {takers}"))
-    if not p.label_smoothing and any(row.smoothing == "needs" for row in losses.values()):
-        out.append("preference.loss=exo compares with labels that are right with probability 1 - label_smoothing: set "
-                   "preference.label_smoothing, for example 0.001")
-    read = {option for row in losses.values() for option in row.options}
-    for name in changed:
-        owners = [loss for loss, row in LOSSES.items() if name in row.options]
-        if owners and name not in read:
-            out.append(no_effect(f"preference.{name}", p[name], f"with preference.loss={named}",
-                                 f"it belongs to {', '.join(owners)}"))
-    if p.rpo_alpha and "nll" in losses:
+    for name in p.loss:
+        if (needs := LOSSES[name].needs) and not p[needs]:
+            out.append(f"preference.loss={name} compares with labels that are right with probability 1 - {needs}: set "
+                       f"preference.{needs}, for example 0.001")
+    if p.rpo_alpha and "nll" in p.loss:
         out.append(f"preference.rpo_alpha={p.rpo_alpha} is a weight of nll, which preference.loss names, too; give it "
                    "one weight")
     return out
@@ -79,6 +65,4 @@ def _beside(cfg, p):
                    "the step; set 2 or more")
     if cfg.data.train_turns != "last":
         out.append(f"data.train_turns={cfg.data.train_turns}: a pair is one answer against another; set last")
-    if cfg.train.loss_on_prompt:
-        out.append(no_effect("train.loss_on_prompt", True, "on pairs, whose answers share it", "leave it out"))
     return out

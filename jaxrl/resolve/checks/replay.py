@@ -7,11 +7,9 @@ from pathlib import Path
 
 from jaxrl.certify.claims import CLAIMS
 from jaxrl.checkpoint.resume import changes_past
-from jaxrl.config.load import get, parse_value
-from jaxrl.config.option import no_effect
+from jaxrl.config.load import parse_value
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import options
-from jaxrl.config.schema_jobs import REPLAY
 from jaxrl.config.suggest import unknown_option
 from jaxrl.errors import ConfigError
 
@@ -58,12 +56,8 @@ def place(config) -> None:
 def forks(cfg) -> list[str]:
     """Every problem of fork.run."""
     run, fork, recipe = cfg.run, cfg.fork, recipe_of(cfg)
-    if not fork.run:
-        return [no_effect("fork.step", fork.step, "without fork.run", "set fork.run")] if fork.step else []
     out, where = [], f"fork.run={fork.run!r}"
-    if "replay" not in recipe.modes:
-        return [f"{where} with run.recipe={run.recipe}: steps of reinforcement learning are recorded; leave it out"]
-    if run.mode != "train":  # the fork's own config, for something else
+    if not fork.run or "replay" not in recipe.modes or run.mode != "train":  # it may be a fork's, for something else
         return []
     if not fork.step:
         out.append(f"fork.step=0 with {where}: set the first step that is to be computed anew, from 1")
@@ -76,25 +70,16 @@ def forks(cfg) -> list[str]:
 
 def replays(cfg) -> list[str]:
     """Every problem: field, value, remedy."""
-    record, recipe, out = cfg.record, recipe_of(cfg), []
-    out += [f"certify.accept={cfg.certify.accept}: {name!r} is no claim; choose of {', '.join(CLAIMS)}"
-            for name in cfg.certify.accept if name not in CLAIMS]
-    if record.every and not (recipe.samples and recipe.judged):
-        out.append(f"record.every={record.every} with run.recipe={cfg.run.recipe}: steps of reinforcement learning are "
-                   "recorded; leave it out")
-    if record.last and not record.every:
-        out.append(no_effect("record.last", record.last, "with record.every=0", "set record.every"))
+    out = [f"certify.accept={cfg.certify.accept}: {name!r} is no claim; choose of {', '.join(CLAIMS)}"
+           for name in cfg.certify.accept if name not in CLAIMS]
     out += forks(cfg)
     if cfg.run.mode not in AGAIN:
-        return out + [no_effect(f"replay.{name}", get(cfg.replay, name), f"with run.mode={cfg.run.mode}",
-                                f"set run.mode to {' or '.join(AGAIN)}") for name in REPLAY if get(cfg.replay, name)]
+        return out
     try:
         numbers(cfg.replay.steps)
     except ValueError as e:
         out.append(f"replay.steps={cfg.replay.steps!r}: {str(e)!r} is no step; expected steps from 1, as 812 or "
                    "10:20,30")
-    if cfg.replay["try"] and cfg.run.mode != "replay":
-        out.append(no_effect("replay.try", cfg.replay["try"], f"with run.mode={cfg.run.mode}", "set run.mode=replay"))
     if cfg.replay["try"] and cfg.lora.adapters:
         out.append("replay.try with lora.adapters: what it measures is of one set of adapters; leave it out")
     try:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
-from jaxrl.config.schema import options
 from jaxrl.resolve.checks.algorithm import resolved_algorithm
 
 PART = "reward_model"  # the name that its score has among the rewards
@@ -17,35 +15,23 @@ def reward_models(cfg) -> list[str]:
     out = [f"{name}={value!r}: a module's name in HF's files, such as score" for name, value in
            (("reward.model.head", cfg.reward.model.head), ("reward_model.head", cfg.reward_model.head),
             ("critic.head", cfg.critic.head)) if not re.fullmatch(r"\w+(\.\w+)*", value)]
-    if cfg.critic.head != "score" and not cfg.critic.path:
-        out.append(no_effect("critic.head", cfg.critic.head, "without critic.path", "set critic.path"))
     return out + (_trained(cfg) if recipe_of(cfg).scores else []) + _used(cfg)
 
 
 def _trained(cfg) -> list[str]:
     """run.recipe=reward_model."""
-    o, out = cfg.reward_model, []
-    if o.kind == "steps":
-        out += [no_effect(f"reward_model.{name}", o[name], "with reward_model.kind=steps", "set kind=pairs")
-                for name in ("center",) if o[name]]
-        if not o.steps_column or not o.labels_column or o.steps_column == o.labels_column:
-            out.append(f"reward_model.steps_column={o.steps_column!r}, reward_model.labels_column={o.labels_column!r}: "
-                       "two columns must be named")
-    for name in ("steps_column", "labels_column", "separator"):
-        default = options()[f"reward_model.{name}"].default
-        if o.kind == "pairs" and o[name] != default:
-            out.append(no_effect(f"reward_model.{name}", o[name], "with reward_model.kind=pairs", "set kind=steps"))
-    return out
+    o = cfg.reward_model
+    if o.kind == "steps" and (not o.steps_column or not o.labels_column or o.steps_column == o.labels_column):
+        return [f"reward_model.steps_column={o.steps_column!r}, reward_model.labels_column={o.labels_column!r}: two "
+                "columns must be named"]
+    return []
 
 
 def _used(cfg) -> list[str]:
     """reward.model.*."""
     o, out = cfg.reward.model, []
-    if not o.path:
-        return [no_effect(f"reward.model.{name}", o[name], "without reward.model.path", "set reward.model.path")
-                for name in o if name != "path" and o[name] != options()[f"reward.model.{name}"].default]
-    if not recipe_of(cfg).samples:
-        return [no_effect("reward.model.path", o.path, f"with run.recipe={cfg.run.recipe}", "leave it out")]
+    if not o.path or not recipe_of(cfg).samples:
+        return []
     row, a = resolved_algorithm(cfg), cfg.algorithm
     named = {f.rpartition(":")[2] for f in (*cfg.reward.functions, *cfg.eval.rewards)}
     if PART in named:

@@ -8,17 +8,15 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from jaxrl.config.option import BOUNDS, no_effect
+from jaxrl.config.option import BOUNDS, no_effect, not_chosen
 from jaxrl.config.schema import options
 from jaxrl.errors import ConfigError
+from jaxrl.resolve.checks.unread import is_set, unread
 from jaxrl.rewards.builtin import registered
 from jaxrl.rewards.judge import unknown_names
 from jaxrl.rewards.services import TABLES, named, prompt_of
 
 BUILTIN_NAMES = tuple(registered())
-# Options that some formats alone read.
-ONLY = {"columns": ("own", "cosmos", "areal"), "functions": ("cosmos",), "fetch_url": ("cosmos",),
-        "language": ("areal",), "model": ("classify", "pooling"), "task": ("pooling",)}
 
 
 def services(cfg) -> list[str]:
@@ -31,6 +29,9 @@ def services(cfg) -> list[str]:
     for name, (kind, o) in named(cfg.reward).items():
         where = f"reward.{kind}" if name == kind else f"reward.{TABLES[kind]}.{name}"
         if name in asked:
+            value_of = lambda option, o=o: o[option.rpartition(".")[2]]  # noqa: E731
+            told = unread(cfg, (f"reward.{kind}.",), value_of)
+            out += [p.replace(f"reward.{kind}.", f"{where}.") for p in told]
             out += (_remote if kind == "remote" else _judge)(where, o) + _common(where, o)
             if cfg.reward.executor == "ray" and kind == "judge" and not o["servers"]:
                 out.append(f"{where}.servers is empty with reward.executor=ray: a server of the run's own answers on "
@@ -73,8 +74,8 @@ def _wrong(option, value) -> str:
     kinds = (list, tuple) if kind is tuple else kind
     if kind is not dict and not isinstance(value, kinds) or isinstance(value, bool) and kind is not bool:
         return f"must be {'a list' if kind is tuple else kind.__name__}"
-    if option.choices and value not in option.choices:
-        return f"choose from {', '.join(option.choices)}"
+    if wrong := not_chosen(option, value):
+        return wrong
     if option.bound and not BOUNDS[option.bound][0](value):
         return BOUNDS[option.bound][1]
     return ""
@@ -87,14 +88,9 @@ def _unused(cfg, kind, where, name) -> list[str]:
         return [f"{where}: no reward of that name is asked for; {remedy}"]
     if cfg.reward[TABLES[kind]]:
         return []
-    given = [key for key, value in cfg.reward[kind].items()
-             if _plain(value) != _plain(options()[f"{where}.{key}"].default)]
+    given = [key for key, value in cfg.reward[kind].items() if is_set(options()[f"{where}.{key}"], value)]
     return [no_effect(f"{where}.{key}", cfg.reward[kind][key], f"without the reward {name}", remedy)
             for key in given[:1]]
-
-
-def _plain(value):
-    return list(value) if isinstance(value, tuple) else dict(value) if hasattr(value, "items") else value
 
 
 def _common(where, o) -> list[str]:
@@ -123,9 +119,6 @@ def _remote(where, o) -> list[str]:
     out, kind = [], o["format"]
     if not o["servers"]:
         out.append(f"{where}.servers is empty: name the service, --config.{where}.servers=http://host:8000")
-    for name, formats in ONLY.items():
-        if kind not in formats and _plain(o[name]) != _plain(options()[f"reward.remote.{name}"].default):
-            out.append(f"{where}.{name}={o[name]!r} has no effect with format={kind}; it is for {', '.join(formats)}")
     keys = [key for key in o["score_key"].split("+") if key.strip()]
     count = len(o["functions"]) if kind == "cosmos" else max(1, len(keys))
     if kind == "cosmos" and not o["functions"]:
@@ -152,13 +145,6 @@ def _judge(where, o) -> list[str]:
     if not o["model"]:
         out.append(f"{where}.model is empty: name the model at {where}.servers, or the folder of one that a server of "
                    "the run's own loads")
-    for name in ("devices", "server_args"):
-        if o["servers"] and o[name]:
-            out.append(f"{where}.{name}={o[name]!r} has no effect with servers={tuple(o['servers'])}, which run "
-                       "already; leave it out")
-    if not o["servers"] and o["key_env"]:
-        out.append(f"{where}.key_env={o['key_env']!r} has no effect without servers: a server of the run's own gets a "
-                   "key of the run's")
     try:
         if re.compile(o["pattern"]).groups < 1:
             out.append(f"{where}.pattern={o['pattern']!r} has no group: put the score into parentheses")
@@ -170,9 +156,6 @@ def _judge(where, o) -> list[str]:
         out.append(f"{where}.extra.{taken[0]}: jaxrl says it; leave it out")
     if o["labelled"] and not Path(o["labelled"]).expanduser().is_file():
         out.append(f"{where}.labelled={o['labelled']!r}: no such file")
-    if o["min_agreement"] and not o["labelled"]:
-        out.append(f"{where}.min_agreement={o['min_agreement']:g} has no effect without labelled; name the rows to "
-                   "agree with")
     return out + _prompt(where, o)
 
 

@@ -109,7 +109,7 @@ def calls_are_read(name: str):
 
 def turns_are_read(family: str):
     """The ids of the text, its markers as the tokenizer has them, and as they are spelled."""
-    from turn_cases import TOOLS, renderer
+    from helpers.turn_cases import TOOLS, renderer
     reader = renderer(family, TOOLS)
 
     def read(text):
@@ -185,7 +185,7 @@ def readers() -> dict:
     assert known == set(REWARDS), "a built-in reward without its columns here"
     out = {f"reward {name}": lambda text, name=name: wrong(builtin.registered()[name]("q", text, **REWARDS[name])) for name in REWARDS}
     out |= {f"calls as {name}": calls_are_read(name) for name in PARSERS}
-    from turn_cases import FAMILIES
+    from helpers.turn_cases import FAMILIES
     out |= {f"turns of {family}": turns_are_read(family) for family in FAMILIES if FAMILIES[family][3]}
     out |= {"environment guess": stepped(worlds.guess, {"number": 31}), "environment lake": stepped(worlds.lake, {"map": "P#\n#G"})}
     out |= {f"action of {name}": action(fields) for name, fields in (

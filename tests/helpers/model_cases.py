@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny_models import VOCAB
 
+from helpers.tiny_models import VOCAB
 from jaxrl.models import build
 from jaxrl.models.io import hf
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(run_dir, *overrides, config="tests/tiny_job.py"):
+def command(run_dir, *overrides, config="tests/helpers/tiny_job.py"):
     return [
         sys.executable,
         "-m",
@@ -26,7 +26,7 @@ def environment():
     return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-def run(run_dir, *overrides, config="tests/tiny_job.py", timeout=300):
+def run(run_dir, *overrides, config="tests/helpers/tiny_job.py", timeout=300):
     """Runs to the end; returns (exit status, everything printed)."""
     done = subprocess.run(
         command(run_dir, *overrides, config=config), env=environment(), capture_output=True, text=True, timeout=timeout

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import types
 import warnings
@@ -18,20 +19,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict
-from tiny_models import VOCAB, make_tiny
 
+from helpers.tiny_models import VOCAB, make_tiny
 from jaxrl.config.load import default_config
 from jaxrl.models import adapters, build
 from jaxrl.models.adapters import peft, selection
 from jaxrl.models.io import hf
 from jaxrl.training.optimizer import make_optimizer
 
-try:
-    import peft as theirs
-    import torch
-    from transformers import AutoModelForCausalLM
-except ImportError:  # without them tests marked `torch` are deselected
-    theirs = torch = AutoModelForCausalLM = None
+
+class Imported:
+    """A package that is imported at its first use: collecting the tests needs none that takes seconds, or may not be there."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        return getattr(importlib.import_module(self._name), name)
+
+
+theirs, torch, transformers = Imported("peft"), Imported("torch"), Imported("transformers")
 
 LAYERS, LR = 3, 0.05
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -77,7 +84,7 @@ def checkpoint(folder, architecture="llama_bias", **entries):
 
 def torch_model(path, attention="eager"):
     """sdpa: computes in the dtype it is given; eager has a softmax in fp32."""
-    return AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32).eval()
 
 
 def in_float64(model):

@@ -3,7 +3,7 @@
 Written against the text of jaxrl/rollout/protocol.py alone. It keeps a model of its own, made of the HF tensors of
 jaxrl.rollout.weights, and works inside `poll`, one token of every running request at a time.
 
-    rollout.engine=tests/numpy_engine.py:NumpyEngine
+    rollout.engine=tests/helpers/numpy_engine.py:NumpyEngine
 """
 
 import collections

@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny_job import MODEL, get_config
 
 import jaxrl
+from helpers.tiny_job import MODEL, get_config
 from jaxrl import models
 from jaxrl.config.load import put
 from jaxrl.data import load_tokenizer

@@ -17,8 +17,8 @@ import numpy as np
 import optax
 from jax._src import cache_key
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from training_helpers import HF, batch_of_groups, policy_objective
 
+from helpers.training_helpers import HF, batch_of_groups, policy_objective
 from jaxrl import models, training
 from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.programs import decode_chunk

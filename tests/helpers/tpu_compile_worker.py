@@ -15,10 +15,10 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPL
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny_job
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from helpers import tiny_job
 from jaxrl.kernels.attention import Shared, attention, cached_attention, share
 from jaxrl.kernels.attention.cached.shared import WIDTH
 from jaxrl.planning import compiling, programs

@@ -1,6 +1,8 @@
 """What test_collectives.py compiles, and how its budget is written.
 
-    python tests/collective_cases.py [case ...]   # writes tests/collectives.csv anew, or these cases of it, after a change that is meant
+    PYTHONPATH=. python tests/helpers/collective_cases.py [case ...]
+
+Writes tests/collectives.csv anew, or these cases of it, after a change that is meant.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from jaxrl.planning import compiling
 from jaxrl.planning.case import open_case
 from jaxrl.sharding.mesh import AXES
 
-BUDGET = Path(__file__).with_name("collectives.csv")
-ROOT = Path(__file__).resolve().parent.parent
+BUDGET = Path(__file__).parents[1] / "collectives.csv"
+ROOT = Path(__file__).resolve().parents[2]
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
         "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768}
 QWEN8B = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,

@@ -28,7 +28,7 @@ def turn(text="", *calls, finish="stop", thinking="") -> dict:
     return {"text": text, "thinking": thinking, "calls": found, "finish": finish, "tokens": [7, 2]} | written
 
 
-def play(episodes, rows, model=lambda id, k, said: turn("ok"), seconds=60.0, seed=lambda id: 1):
+def play(episodes, rows, model=lambda id, k, said: turn("ok"), seconds=600.0, seed=lambda id: 1):
     """Plays rows {id: columns} to their ends. model: (id, number of the turn, data of the send) -> turn, or None for no
     answer. Returns ({id: event}, {id: [data of its sends]}); each id ends once."""
     for id, row in rows.items():
@@ -36,7 +36,7 @@ def play(episodes, rows, model=lambda id, k, said: turn("ok"), seconds=60.0, see
     return follow(episodes, set(rows), model, seconds)
 
 
-def follow(episodes, ids, model=lambda id, k, said: turn("ok"), seconds=60.0):
+def follow(episodes, ids, model=lambda id, k, said: turn("ok"), seconds=600.0):
     ends, said, deadline = {}, {id: [] for id in ids}, time.monotonic() + seconds
     while set(ends) != ids:
         assert time.monotonic() < deadline, f"never ended: {sorted(ids - set(ends))}"
@@ -57,7 +57,7 @@ def texts(said) -> list[str]:
     return [message["content"] for data in said for message in data["messages"]]
 
 
-def alone(episodes, seconds=10.0):
+def alone(episodes, seconds=300.0):
     """Waits until nothing that episodes started is left below the one worker (Linux)."""
     def below(pid):
         found = children(pid)

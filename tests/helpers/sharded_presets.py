@@ -5,10 +5,9 @@ import json
 import jax
 import numpy as np
 import optax
-from test_presets import LOSSES, weights_of
-from test_training import gradient, layout_of, worst
-from training_helpers import batch_of_groups, params_of, tiny_model
 
+from helpers.preset_losses import LOSSES, weights_of
+from helpers.training_helpers import batch_of_groups, gradient, layout_of, params_of, tiny_model, worst
 from jaxrl import sharding, training
 from jaxrl.config.load import default_config
 

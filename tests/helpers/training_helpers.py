@@ -6,12 +6,14 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from ml_collections import FrozenConfigDict
 
 from jaxrl import models, training
 from jaxrl.config.load import default_config, editable
 from jaxrl.resolve.spec import resolve
 from jaxrl.rollout import Key, Request, Result, Turn
+from jaxrl.training.layout import RowShapes
 from jaxrl.types import Trajectories
 
 HF = {
@@ -140,3 +142,60 @@ def cut(traj):
         versions=np.where(fresh, traj.versions[where], -1), prompt_lengths=np.array(prompts, np.int32),
         columns={name: column[where] for name, column in traj.columns.items()}, trajectory=np.array(trajectory),
         prefix=np.array(prefix))
+
+
+LONGEST = 9 + 14
+LAYOUTS = {  # name -> (row length, rows per microbatch, shared prompts)
+    "padded": (LONGEST + 1, 20, False),
+    "padded_wide": (96, 20, False),
+    "packed": (48, 16, False),
+    "packed_shared": (48, 16, True),
+    "packed_shared_2_microbatches": (48, 4, True),
+    "packed_shared_8_microbatches": (48, 1, True),
+    "one_row": (512, 1, True),
+}
+LOSS = policy_objective(
+    kl_coef=0.1, entropy_coef=0.01, old="column", mismatch="token_tis", chunk=32, max_grad_norm=0.0
+)
+
+
+def gradient(model, params, traj, columns, weights, layout, dtype, loss=LOSS, dirty=False):
+    """The accumulated gradient of one optimizer step, via the functions training uses."""
+    update = training.make_update(model, optax.sgd(1.0), lambda i: 1.0, loss)
+    trainable, frozen = training.partition(params, (".*",), ())
+    state = training.init_state(trainable, frozen, optax.sgd(1.0))
+
+    def batches():
+        for micro in layout.minibatches[0].microbatches:
+            batch = training.pack(traj, micro, columns, weights, dtype)
+            if dirty:
+                pad = batch.segments == 0
+                batch = batch.replace(
+                    tokens=np.where(pad, 7, batch.tokens), positions=np.where(pad, 3, batch.positions)
+                )
+                unused = batch.weights["token"] == 0
+                batch = batch.replace(
+                    columns={k: np.where(unused, 1e30, v).astype(dtype) for k, v in batch.columns.items()},
+                    targets=np.where(unused, 5, batch.targets),
+                )
+            yield jax.tree.map(jnp.asarray, batch)
+
+    return update.gradients(state, batches())
+
+
+def layout_of(traj, name):
+    length, rows, share = LAYOUTS[name]
+    shapes = RowShapes((length,), ((rows,),))
+    return training.make_layout(traj.sizes, shapes, share_prompts=share)
+
+
+def worst(a, b):
+    """Largest relative L2 difference over tensors."""
+    return max(float(np.linalg.norm(np.asarray(a[k] - b[k])) / np.linalg.norm(np.asarray(b[k]))) for k in b)
+
+
+def one_at_a_time(traj):
+    """The truth: each sequence in a microbatch of its own, without neighbours or shared prompts."""
+    blocks = [training.layout.Block((i,), int(traj.lengths[i])) for i in range(traj.num_sequences)]
+    micro = tuple(training.layout.Microbatch(LONGEST, ((b,),)) for b in blocks)
+    return training.Layout((training.Minibatch(np.arange(traj.num_sequences), micro),), 0, 1)

@@ -15,7 +15,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # six programs per layout, and nothing here is about speed
 import numpy as np
-from algorithm_runs import job, watched
+from helpers.algorithm_runs import job, watched
 
 from jaxrl.recipes import rl
 
@@ -40,9 +40,9 @@ def main():
 
         def look(parts, places=places, one_step=one_step):
             out, roles = one_step(parts), parts.roles
-            places.update(policy=devices(roles.policy.state), critic=devices(roles.critic.state), reference=devices(roles.reference.held),
+            places.update(policy=devices(roles.policy.state), critic=devices(roles.critic.state), reference=devices(roles.reference.state),
                           sampler=devices(parts.job.engine._params), kinds=sorted({
-                              x.sharding.memory_kind for x in jax.tree.leaves((roles.critic.state, roles.reference.held))}))
+                              x.sharding.memory_kind for x in jax.tree.leaves((roles.critic.state, roles.reference.state))}))
             return out
 
         rl.one_step = look

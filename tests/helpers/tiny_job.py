@@ -1,6 +1,6 @@
 """A config of a few seconds for tests, and its reward: a random two-layer model learns to answer with digits.
 
-Used as a file, too: python -m jaxrl.main --config=tests/tiny_job.py
+Used as a file, too: python -m jaxrl.main --config=tests/helpers/tiny_job.py
 """
 
 from pathlib import Path

@@ -26,14 +26,13 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
-import attention_cases
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tiny_job
 from flax.traverse_util import flatten_dict
+from helpers import attention_cases, tiny_job
+from helpers.training_helpers import batch_of_groups, policy_objective
 from ml_collections import FrozenConfigDict
-from training_helpers import batch_of_groups, policy_objective
 
 import jaxrl
 from jaxrl import models, sharding, training

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rollout_helpers import random_params
-from tiny_job import MODEL
-from worlds import TEMPLATE
 
+from helpers.rollout_helpers import random_params
+from helpers.tiny_job import MODEL
+from helpers.worlds import TEMPLATE
 from jaxrl import data, models
 from jaxrl.config.load import default_config
 from jaxrl.data.turns import TurnRenderer

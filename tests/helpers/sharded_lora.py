@@ -13,7 +13,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 import ml_collections
 import numpy as np
 from flax.traverse_util import flatten_dict
-from lora_cases import HF, all_linear, batch, build, loss, started
+from helpers.lora_cases import HF, all_linear, batch, build, loss, started
 
 from jaxrl import sharding
 from jaxrl.models import adapters

@@ -1,4 +1,4 @@
-"""Episodes for tests: file-based environments of the tiny job (tests/tiny_job.py), and a chat template for its tokenizer."""
+"""Episodes for tests: file-based environments of the tiny job (tests/helpers/tiny_job.py), and a chat template for its tokenizer."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ async def several(task, chat):
 
 
 async def letters(task, chat):
-    """Two or three turns for the letters' tokenizer of tests/rollout_helpers.py."""
+    """Two or three turns for the letters' tokenizer of tests/helpers/rollout_helpers.py."""
     turn = await chat.send(task.prompt)
     for _ in range(random.Random(task.seed).randint(1, 2)):
         turn = await chat.send("xyz")
@@ -121,7 +121,7 @@ async def broken_sometimes(task, chat):
             if kind == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == 2:
-                time.sleep(60)
+                time.sleep(600)
             return float("nan")
     return await several(task, chat)
 

@@ -1,4 +1,4 @@
-"""What processes of a group say to each other: python -m jaxrl.launch ... -- tests/hosts_peers.py FOLDER
+"""What processes of a group say to each other: python -m jaxrl.launch ... -- tests/helpers/hosts_peers.py FOLDER
 
 Each writes FOLDER/<process>.json: question -> answer.
 """
@@ -46,7 +46,7 @@ def main():
 
     say("who", [peers.index, peers.count, peers.who(1), jax.process_count(), jax.device_count()])
     try:  # the coordinator is at 127.0.0.1
-        socket.create_connection(("127.0.0.2", int(os.environ["JAXRL_COORDINATOR"].rpartition(":")[2])), timeout=10).close()
+        socket.create_connection(("127.0.0.2", int(os.environ["JAXRL_COORDINATOR"].rpartition(":")[2])), timeout=300).close()
         say("another address", "open")
     except ConnectionRefusedError:
         say("another address", "refused")
@@ -64,7 +64,7 @@ def main():
     say("still together", peers.meet("five", me))
     if me == 1:
         peers.ask_stop()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while not peers.stop_asked and time.monotonic() < end:
         time.sleep(0.05)
     say("stop", peers.stop_asked)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import tiny_job
 
 import jaxrl
+from helpers import tiny_job
 from jaxrl.config.load import put
 from jaxrl.recipes import rl
 from jaxrl.resolve.spec import Platform, resolve
@@ -58,7 +58,7 @@ def photo(loop):
         policy_tree=host(policy.weights()),
         critic=None if critic is None or critic.shared else host(vars(critic.state)),
         running=None if critic is None else critic.host(),
-        reference=None if reference is None else host(reference.held),
+        reference=None if reference is None else host(reference.state),
         cursor=loop.s.progress.cursor,
     )
 
@@ -70,7 +70,7 @@ def watched(config):
     critic_updates.
     """
     steps, published, now = [], {}, SimpleNamespace()
-    one_step, learn, policy_steps, publish = rl.one_step, rl_step.learn, rl_step.policy_steps, embedded.EmbeddedEngine.publish
+    one_step, learn, update_policy, publish = rl.one_step, rl_step.learn, rl_step.update_policy, embedded.EmbeddedEngine.publish
 
     def look_at_step(loop):
         roles = loop.roles
@@ -93,7 +93,7 @@ def watched(config):
         return learn(spec, roles, batch, prepared, step, **how)
 
     def look_at_policy(*args):
-        found = policy_steps(*args)
+        found = update_policy(*args)
         now.updates = [setup.host_scalars(m) for m in found]
         return found
 
@@ -105,7 +105,7 @@ def watched(config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rl, "one_step", look_at_step)
         patch.setattr(rl_step, "learn", look_at_update)
-        patch.setattr(rl_step, "policy_steps", look_at_policy)
+        patch.setattr(rl_step, "update_policy", look_at_policy)
         patch.setattr(embedded.EmbeddedEngine, "publish", look_at_publish)
         try:
             summary = jaxrl.train(config)

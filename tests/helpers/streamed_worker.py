@@ -19,7 +19,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 import numpy as np
 from safetensors.numpy import load_file
 
-from algorithm_runs import job, watched
+from helpers.algorithm_runs import job, watched
 
 from jaxrl.recipes import rl
 from jaxrl.sharding import memory
@@ -45,7 +45,7 @@ def main(folder, options, roles):
         state, critic, reference = parts.roles.policy.state, parts.roles.critic, parts.roles.reference
         held = {"policy": (state.trainable, state.frozen), "optimizer": state.opt_state,
                 "critic": None if critic is None or critic.shared else vars(critic.state),
-                "reference": None if reference is None else reference.held}
+                "reference": None if reference is None else reference.state}
         kinds.append({name: {str(memory.worth_it(x)): x.sharding.memory_kind for x in jax.tree.leaves(tree)}
                       for name, tree in held.items()})
         return done

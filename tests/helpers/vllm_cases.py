@@ -22,7 +22,8 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
-from rollout_helpers import (
+
+from helpers.rollout_helpers import (
     END,
     HF,
     config,
@@ -35,7 +36,6 @@ from rollout_helpers import (
     tokenizer,
     vllm_server,
 )
-
 from jaxrl import models
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
@@ -311,7 +311,7 @@ def extra_server(folder: Path, plugins=True, **changes):
 TRAINER = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from vllm_cases import own_servers
+from helpers.vllm_cases import own_servers
 with own_servers() as engine:
     print(*[p.pid for p in engine.fleet.processes], flush=True)
     time.sleep(600)
@@ -320,7 +320,7 @@ with own_servers() as engine:
 
 def trainer_killed():
     """kill -9 of the trainer: its servers end by themselves."""
-    code = TRAINER.format(tests=os.path.dirname(os.path.abspath(__file__)))
+    code = TRAINER.format(tests=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     pid = int(trainer.stdout.readline())
     assert group_alive(pid)

@@ -1,6 +1,6 @@
 """The tiny job as one of several processes, sampled anew or from what an earlier run recorded.
 
-    python -m jaxrl.launch --processes=N -- tests/hosts_job.py RUN_DIR [--recorded=DIR] [--config.group.option=value ...]
+    python -m jaxrl.launch --processes=N -- tests/helpers/hosts_job.py RUN_DIR [--recorded=DIR] [--config.group.option=value ...]
 
 Each process writes what it decided into RUN_DIR/seen_<process>.json: the seeds it asked with, every Layout, the rows and
 which of them its devices hold, and fingerprints of every state that was saved or restored.
@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
 import numpy as np  # noqa: E402
-import tiny_job  # noqa: E402
 
 import jaxrl  # noqa: E402
+from helpers import tiny_job  # noqa: E402
 from jaxrl import training  # noqa: E402
 from jaxrl.checkpoint.checkpointer import flatten  # noqa: E402
 from jaxrl.config.load import parse_flags, put  # noqa: E402

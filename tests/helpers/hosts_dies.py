@@ -1,4 +1,4 @@
-"""A group of which one process dies: python -m jaxrl.launch ... -- tests/hosts_dies.py PROCESS HOW HEARTBEAT_SECONDS FOLDER
+"""A group of which one process dies: python -m jaxrl.launch ... -- tests/helpers/hosts_dies.py PROCESS HOW HEARTBEAT_SECONDS FOLDER
 
 The others wait for it, process 1 in a call of the coordinator that nothing interrupts.
 """
