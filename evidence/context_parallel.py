@@ -93,10 +93,10 @@ def even(batches, row: int, count: int, windows) -> dict:
     for prompts, answers, groups in batches:
         shapes = training.row_shapes((row,), int((prompts + answers).max()), row, 1, 1, count, windows)
         micros = training.make_layout(Sizes(prompts, answers, groups, groups), shapes).minibatches[0].microbatches
-        pairs = np.concatenate([ranks.pairs(*positions(m, prompts, answers), windows) for m in micros])
+        pairs = np.concatenate([ranks.count_keys(*positions(m, prompts, answers), windows) for m in micros])
         whole = np.arange(row)[None].repeat(len(pairs), 0)
-        found.append([ranks.busiest(pairs, places, count) for places in
-                      (ranks.dealt(pairs, count), zigzag(row, count)[None].repeat(len(pairs), 0), whole)])
+        found.append([ranks.imbalance(pairs, places, count) for places in
+                      (ranks.assign_tokens(pairs, count), zigzag(row, count)[None].repeat(len(pairs), 0), whole)])
     return dict(zip(("dealt", "zigzag", "pieces"), np.mean(found, axis=0).round(4).tolist(), strict=True))
 
 

@@ -47,11 +47,11 @@ def main() -> int:
                 sys.exit(f"{name}: {said[-2000:]}")
         for name, (_, wanted) in PAIRS.items():
             a, b = diff.Run(Path(folder, "A")), diff.Run(Path(folder, name))
-            where = diff.parting(diff.compare(a, b))
+            where = diff.first_divergence(diff.compare(a, b))
             found = where[0] if where else SAME
             place = where[1].parts[1] if where else "; ".join(
                 f"{n} up to {f.largest:.1e}" for n, f in diff.compare(a, b).items() if f.first) or "equal bit by bit"
-            options = [text.replace(f"{ROOT}/", "").replace(f"{folder}/", "") for text in diff.options(a, b)]
+            options = [text.replace(f"{ROOT}/", "").replace(f"{folder}/", "") for text in diff.differing_options(a, b)]
             rows.append({"differs": name, "options": options, "parts_at": found, "first": place, "wanted": wanted})
             failed += [name] * (found != wanted)
     table(["B differs in", "the runs part at", "first difference"], [[r["differs"], r["parts_at"], r["first"]] for r in rows])

@@ -149,10 +149,10 @@ def w2_one(rank: int) -> dict:
     state, seconds = policy.state, []
     empty, accumulate, apply = policy.program.compiled(state)
     grads, metrics = jax.eval_shape(empty, state.trainable, state.frozen, packed[0])
-    from jaxrl.training import at_once
+    from jaxrl.training import microbatches_per_call
 
-    together = tuple(packed[:at_once(state)])
-    together += together[-1:] * (at_once(state) - len(together))
+    together = tuple(packed[:microbatches_per_call(state)])
+    together += together[-1:] * (microbatches_per_call(state) - len(together))
     lowered = {"update": accumulate.lower(state.trainable, state.frozen, state.stats, grads, metrics, together, 1),
                "apply": apply.lower(state, grads, metrics)}
     programs = {name: program.compile().memory_analysis() for name, program in lowered.items()}

@@ -29,8 +29,8 @@ from flax.traverse_util import flatten_dict
 from jaxrl import models, training
 from jaxrl.config.load import default_config
 from jaxrl.models import adapters
-from jaxrl.models.adapters import Adapter, Target, several
-from jaxrl.training.several import Optimizers, Rule
+from jaxrl.models.adapters import Adapter, Target, adapter_set
+from jaxrl.training.adapter_set import Optimizers, Rule
 from jaxrl.types import Trajectories
 
 HF = dict(model_type="qwen2", vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
@@ -62,17 +62,17 @@ class Case:
 
     def __init__(self, count: int, only: int = 0, of: int = 0, dtype: str = "float32"):
         self.count, base = count, models.build(HF, compute_dtype=dtype, scan_layers=False)
-        adapter = several.together({f"a{k}": one() for k in range(count)}) if count else one()
+        adapter = adapter_set.combine_adapters({f"a{k}": one() for k in range(count)}) if count else one()
         self.model = dataclasses.replace(base, adapter=adapter)
         c = default_config().optimizer
         c.lr, c.warmup_steps = 1e-3, 0
         rule = training.make_optimizer(c, 10, {"/".join(e.path): e.axes for e in self.model.entries})
-        names = several.names(self.model)
+        names = adapter_set.adapter_names(self.model)
         optimizer = Optimizers(self.model, tuple(Rule(name, *rule, 1.0) for name in names)) if names else rule[0]
         drawn = flatten_dict(jax.jit(self.model.init)(jax.random.key(0)), sep="/")
         params = {n: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for n, x in drawn.items()}
         own = adapters.trains(self.model)
-        start = training.several.init_state if names else training.init_state
+        start = training.adapter_set.init_state if names else training.init_state
         self.state = start({n: x for n, x in params.items() if n in own}, {n: x for n, x in params.items() if n not in own}, optimizer)
         self.update = training.make_update(self.model, optimizer, rule[1], training.NextToken(chunk=512))
         traj = batch(of if only else count, only)
@@ -109,7 +109,7 @@ def separate(dtype: str) -> float:
         for _ in range(3):
             case.step()
     for k, case in enumerate(alone):
-        own = several.taken(both.model, k, both.state.trainable)
+        own = adapter_set.take_leaves(both.model, k, both.state.trainable)
         worst = max(worst, *(float(jnp.abs(own[name] - x).max()) for name, x in case.state.trainable.items()))
     return worst
 

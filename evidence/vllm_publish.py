@@ -25,8 +25,12 @@ from common import commit, record, table  # noqa: E402
 
 from jaxrl import models  # noqa: E402
 from jaxrl.config.load import default_config  # noqa: E402
-from jaxrl.rollout import EngineContext, make_engine  # noqa: E402
-from jaxrl.rollout.vllm import transport, weights  # noqa: E402
+from jaxrl.rollout import (  # noqa: E402
+    EngineContext,
+    make_engine,
+    weights,  # noqa: E402
+)
+from jaxrl.rollout.vllm import transport  # noqa: E402
 
 HF = dict(model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
           num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=4096, rms_norm_eps=1e-6,

@@ -58,7 +58,7 @@ CASES = [  # file, line, change, boundary, what is said of it
 def test_the_first_difference_is_named(run, edit, case):
     file, line, change, boundary, said = CASES[case]
     text, apart = told(run, edit(file, line, change))
-    assert apart and f"The runs part at {boundary}, {said}" in text and "All before it is equal." in text
+    assert apart and f"The runs diverge at {boundary}, {said}" in text and "All before it is equal." in text
     assert text.count(": equal") == len(diff.BOUNDARIES) - 1 + 1  # all others, and the weights
     assert (f"  {boundary}: differ from {said}") in text
 

@@ -24,13 +24,13 @@ def alone(monkeypatch):
 def test_a_finding_is_told_written_and_holds_no_secret(tmp_path, monkeypatch, capsys):
     found = {"versions": [Line("ok", "Python 9")], "machine": [Line("ok", "JAX_TOKEN=hf_abcdefghijklmnopqrstu"), Line(
         "note", f"XLA_DIR={Path.home()}/x, https://me:secret@host/y")], "kernels": [Line("wrong", "attention, gpu: wrong: off by 2")]}
-    monkeypatch.setattr(doctor, "examined", lambda name: (0.5, found.get(name, [Line("-", "nothing")])))
+    monkeypatch.setattr(doctor, "run_examination", lambda name: (0.5, found.get(name, [Line("-", "nothing")])))
     assert doctor.main([f"--out={tmp_path}/d.txt", "--skip=vllm,cache"]) == 1
     written = (tmp_path / "d.txt").read_text()
     assert written.strip().endswith("1 things are wrong") and "WRONG attention, gpu: wrong: off by 2" in written
     assert "hf_abc" not in written and "secret" not in written and str(Path.home()) + "/x" not in written
     assert "vllm" not in written and "devices (0.5 s)" in written and written.split("\n")[0] in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "examined", lambda name: (0.5, [Line("ok", "fine")]))
+    monkeypatch.setattr(doctor, "run_examination", lambda name: (0.5, [Line("ok", "fine")]))
     assert doctor.main([f"--out={tmp_path}/d.txt"]) == 0 and "nothing is wrong" in (tmp_path / "d.txt").read_text()
 
 
@@ -41,14 +41,14 @@ def test_a_finding_is_told_written_and_holds_no_secret(tmp_path, monkeypatch, ca
 ])
 def test_one_that_crashes_is_a_finding(alone, code, said):
     alone("devices", code)
-    _, [(state, text)] = doctor.examined("devices")
+    _, [(state, text)] = doctor.run_examination("devices")
     assert state == "wrong" and said in text
 
 
 def test_one_that_hangs_is_ended_with_what_it_started(alone):
     """Else this would wait for the grandchild, which holds the same pipe."""
     alone("vllm", "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(3600)'])", seconds=2)
-    _, [(state, text)] = doctor.examined("vllm")
+    _, [(state, text)] = doctor.run_examination("vllm")
     assert state == "wrong" and "did not end within 2 s" in text
 
 
@@ -65,6 +65,6 @@ def test_versions_are_held_to_what_jaxrl_asks_for(monkeypatch):
 def test_the_real_requirements_are_read_and_one_process_tells_its_findings():
     names = examinations._requirements()
     assert any(text.startswith("jax>=") for text in names) and not any("extra" in text for text in names)
-    seconds, lines = doctor.examined("machine")
+    seconds, lines = doctor.run_examination("machine")
     assert seconds > 0 and {state for state, _ in lines} <= {"ok", "note"}
     assert any(text.startswith("working directory") for _, text in lines)

@@ -1,4 +1,4 @@
-"""Pure array functions: advantages, policy losses, KL, aggregation weights, presets. They know arrays only."""
+"""Pure array functions: advantages, policy losses, KL, aggregation weights, presets. Nothing else of jaxrl is used."""
 # ruff: noqa: F401
 
 from jaxrl.algorithms.advantages import (

@@ -1,4 +1,4 @@
-"""Scores and rewards to advantages and returns; host numpy, float64.
+"""Computes advantages and returns from scores and rewards; host numpy, float64.
 
 `group_advantages` gives one number per trajectory, `token_returns` and `gae` one per token. Over tokens only the scored
 ones (`mask_T`: the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between
@@ -16,13 +16,13 @@ ADVANTAGES = {}  # name -> f(AdvantageInputs) -> [N] or [T]; what users register
 STD_EPS = 1e-6
 VARIANCE_EPS = 1e-8
 EQUAL = 1e-8  # scores that differ by less are equal: a group of equals carries no signal, its advantage is exactly 0
-TOLD = 1e-6  # of the sum of |rewards of turns|: a rest that is smaller is the rounding of rewards in fp32
+TURN_REWARD_ROUNDING = 1e-6  # a remainder below this share of sum |rewards of turns| is rounding of fp32 rewards
 MEANS = ("none", "group", "batch", "leave_one_out", "greedy")
 STDS = ("none", "group", "batch", "group_population", "group_mean")
 
 
 def register_advantage(name: str):
-    """Decorator: makes an advantage known by `name`, for algorithm.advantage:
+    """Decorator that registers an advantage as `name` for algorithm.advantage:
 
         @register_advantage("best_of_group")
         def best_of_group(inputs: AdvantageInputs):
@@ -102,7 +102,7 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
 
 
 def preferred_advantages(scores_N, groups_N, ratios_N, beta: float):
-    """What makes of REINFORCE the gradient of DPO on the best and the worst answer of each group, as they are sampled
+    """Advantages with which REINFORCE has the gradient of DPO on the best and the worst completion of each group
     (OAIF, arXiv 2402.04792; DPO: 2305.18290, eq. 7):
 
         A_best = beta * sigmoid(-beta * (x_best - x_worst)) * N / P        A_worst = -A_best        else 0
@@ -133,7 +133,7 @@ def preferred_advantages(scores_N, groups_N, ratios_N, beta: float):
 
 
 def _members(groups_N):
-    """Indices of each group's members."""
+    """Returns the indices of each group's members."""
     groups = np.asarray(groups_N)
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else []
@@ -160,7 +160,7 @@ def _centred(own, whole, baseline, mean):
 
 
 def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_rewards_T=None):
-    """Reward of each token [T]: the trajectory's score at its last scored token, minus kl_coef * KL at each.
+    """Returns token rewards [T]: the trajectory's score at its last scored token, minus kl_coef * KL at each token.
 
     InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). With rewards of turns, which are part of
     the score: those where they are, and at the last scored token what their sum does not explain of the score, so that
@@ -182,14 +182,15 @@ def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_reward
     if turn_rewards_T is not None:
         own = np.where(np.repeat(known, counts), np.asarray(turn_rewards_T, np.float64)[at], 0.0)
         rewards[at] += own
-        told, most = (np.bincount(np.repeat(np.arange(len(counts)), counts), x, len(counts)) for x in (own, abs(own)))
-        scores = np.where(np.abs(scores - told) <= TOLD * most, 0.0, scores - told)
+        whose = np.repeat(np.arange(len(counts)), counts)
+        turn_sum, most = (np.bincount(whose, x, len(counts)) for x in (own, abs(own)))
+        scores = np.where(np.abs(scores - turn_sum) <= TURN_REWARD_ROUNDING * most, 0.0, scores - turn_sum)
     rewards[at[ends[last] - 1]] += scores[last]
     return rewards
 
 
 def token_returns(rewards_T, mask_T, offsets, gamma):
-    """Reward to go over scored tokens, R_t = r_t + gamma * R_next [T]; 0 on the others."""
+    """Returns the reward to go over scored tokens, R_t = r_t + gamma * R_next [T]; 0 on the others."""
     return gae(rewards_T, np.zeros(len(mask_T)), mask_T, offsets, gamma, 1.0)[0]
 
 
@@ -267,7 +268,7 @@ def clip_advantages(advantages, low, high):
 
 
 def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, minimum: int):
-    """Where the loss may count: False on the opening a completion shares with a completion of another score, bool [T].
+    """Returns bool [T]: False on the opening that a completion shares with a completion of another score.
 
     Of two completions to one prompt that begin alike and end with different scores, the common opening is pushed both
     ways: what remains is noise (Cosmos-RL's min_filter_prefix_tokens). A completion loses its longest prefix that it
@@ -284,23 +285,23 @@ def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, 
     allowed = np.ones(len(tokens), bool)
     for members in _members(groups_N):
         known = [int(i) for i in members if np.isfinite(scores[i])]
-        answers = [tokens[starts[i] : offsets[i + 1]].tolist() for i in known]
-        for i, length in zip(known, _mixed_prefixes(answers, scores[known]), strict=True):
+        completions = [tokens[starts[i] : offsets[i + 1]].tolist() for i in known]
+        for i, length in zip(known, _mixed_prefixes(completions, scores[known]), strict=True):
             if length >= minimum:
                 allowed[starts[i] : starts[i] + length] = False
     return allowed
 
 
-def _mixed_prefixes(answers, scores):
+def _mixed_prefixes(completions, scores):
     """Length of the longest prefix that each completion shares with one of another score."""
-    lengths = [0] * len(answers)
-    mixed, depth = [range(len(answers))], 0
+    lengths = [0] * len(completions)
+    mixed, depth = [range(len(completions))], 0
     while mixed:  # classes of completions that are alike up to `depth` and differ in score
         classes = {}
         for c, group in enumerate(mixed):
             for i in group:
-                if len(answers[i]) > depth:
-                    classes.setdefault((c, answers[i][depth]), []).append(i)
+                if len(completions[i]) > depth:
+                    classes.setdefault((c, completions[i][depth]), []).append(i)
         depth += 1
         mixed = [group for group in classes.values() if not _flat(scores[group])]
         for group in mixed:

@@ -1,4 +1,4 @@
-"""Losses that bring a student p to a teacher q, from log-probs.
+"""Distillation losses, which move a student p towards a teacher q, from log-probs.
 
 Dense: a divergence per token. Of the whole vocabulary, straight from hidden states, it is kernels.logprob.divergence;
 here are its sparse forms, of log-probs at K given tokens, with automatic derivatives:
@@ -32,8 +32,11 @@ DENSE = ("forward", "reverse", "jsd")
 
 
 def with_tail(logp_K, used_K):
-    """[..., K] log-probs -> [..., K+1]: the last is that of all other tokens. used: bool; where False a place holds no
-    token. A mass of the K that rounds to 1 or more leaves a tail of one rounding error."""
+    """Appends the log-prob of all other tokens: [..., K] -> [..., K+1].
+
+    used_K: bool; False = the place holds no token. If the mass of the K rounds to 1 or more, the tail is one rounding
+    error.
+    """
     logp = jnp.where(used_K, logp_K, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(logp, axis=-1, keepdims=True))
     total = top + jnp.log(jnp.sum(jnp.where(used_K, jnp.exp(logp - top), 0), axis=-1, keepdims=True))
@@ -42,7 +45,7 @@ def with_tail(logp_K, used_K):
 
 
 def sparse_divergence(logp_K, logq_K, used_K, *, kind: str, beta: float = 0.5, tail: bool = True):
-    """Divergence [...] in nats from log-probs [..., K] of student and teacher at the same tokens.
+    """Computes the divergence [...] in nats from log-probs [..., K] of student and teacher at the same tokens.
 
     Args:
       used_K: bool; where False a place holds no token (its log-probs are finite and mean nothing). At least one is True
@@ -68,12 +71,12 @@ def sparse_divergence(logp_K, logq_K, used_K, *, kind: str, beta: float = 0.5, t
 
 
 def sampled_advantages(logp_T, logq_T, mask_T, spans, *, coef: float, gamma: float) -> np.ndarray:
-    """[T] float64: A_t = r_t + gamma A_next with r = -coef (log p(y) - log q(y)), 0 where not scored.
+    """Returns advantages [T] float64: A_t = r_t + gamma A_next, r = -coef (log p(y) - log q(y)); 0 where not scored.
 
     Args:
       logp_T, logq_T: log-probs of the drawn tokens under the policy that is updated and under the teacher.
       mask_T, spans: as of token_returns. coef: the factor; no baseline, no normalisation by group.
-      gamma: 0 = each token by its own term; above 0 a token also answers for the terms behind it.
+      gamma: discount; 0 = each token gets its own term only, above 0 also the discounted terms of later tokens.
     """
     rewards = -coef * (np.asarray(logp_T, np.float64) - np.asarray(logq_T, np.float64))
     return token_returns(np.where(mask_T, rewards, 0.0), mask_T, spans, gamma)

@@ -1,4 +1,4 @@
-"""The entropy bonus that switches itself on."""
+"""Adaptive coefficient of the entropy bonus."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def register_policy_loss(name: str):
-    """Decorator: makes a policy loss known by `name`. The same signature as the built-in ones:
+    """Decorator that registers a policy loss as `name`, with the signature of the built-in ones:
 
         @register_policy_loss("sft_like")
         def sft_like(tokens: Tokens, cfg):
@@ -261,7 +261,7 @@ def register_policy_loss(name: str):
 
 
 def policy_loss(name: str) -> PolicyLoss:
-    """The policy loss registered as `name`: f(tokens, cfg) -> (loss, stats). ValueError names the known ones."""
+    """Returns the policy loss registered as `name`: f(tokens, cfg) -> (loss, stats). Raises ValueError if unknown."""
     if name not in POLICY_LOSSES:
         raise ValueError(f"policy_loss={name!r}: expected {', '.join(sorted(POLICY_LOSSES))}")
     return POLICY_LOSSES[name]

@@ -1,9 +1,9 @@
-"""Losses of preferences: (loss, derivative) on [N] numbers, on the host in float64.
+"""Preference losses: (loss, derivative) on [N] numbers, on the host in float64.
 
-training.objective.sequence_weights makes an update of them. All are means over the whole step.
+training.objective.sequence_weights turns the derivative into token weights. All are means over the whole step.
 
-Notation: s = sum of an answer's log-probs under the policy, r = under the reference, in nats, |y| = its tokens;
-x = s - r, m = s / |y|; of a pair c is the chosen answer, w the rejected one, z = x_c - x_w, d = beta z; sp(a) =
+Notation: s = sum of a completion's log-probs under the policy, r = under the reference, in nats, |y| = its tokens;
+x = s - r, m = s / |y|; of a pair c is the chosen completion, w the rejected, z = x_c - x_w, d = beta z; sp(a) =
 log(1 + e^a) = -log sigmoid(-a); eps = label_smoothing.
 """
 
@@ -14,20 +14,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LIKELIEST = -1e-9  # mean log-prob above which odds are those of this one (an answer of probability 1 has infinite odds)
+MAX_MEAN_LOGP = -1e-9  # odds are taken at most at this mean log-prob (a completion of probability 1 has infinite odds)
 
 
 class Table(NamedTuple):
-    """Which of N answers belong together. chosen, rejected: [P] indices, one pair each. good: [N] bool, those that are
-    chosen or labelled as good."""
+    """The pairs and labels of N completions.
+
+    Attributes:
+      chosen, rejected: [P] indices, one pair each.
+      good: [N] bool, chosen or labelled as good.
+    """
 
     chosen: np.ndarray
     rejected: np.ndarray
     good: np.ndarray
 
 
-class Given(NamedTuple):
-    """What a loss reads. s, r, lengths: [N] float64 (r is 0 where no reference is needed). z0: of kto."""
+class PreferenceBatch(NamedTuple):
+    """The inputs of a preference loss.
+
+    Attributes:
+      s, r, lengths: [N] float64; r is 0 if no reference is needed.
+      table: pairs and labels.
+      z0: of kto.
+      options: all below `preference`.
+    """
 
     s: np.ndarray
     r: np.ndarray
@@ -41,11 +52,11 @@ class Given(NamedTuple):
         return self.s - self.r
 
     def sides(self, values_N):
-        """([P] of the chosen, [P] of the rejected)."""
+        """Returns (values of the chosen [P], values of the rejected [P])."""
         return values_N[self.table.chosen], values_N[self.table.rejected]
 
     def pairs(self, loss_P, slope_c, slope_w):
-        """(mean, derivative [N]) of losses of pairs with their derivatives by s of either side."""
+        """Returns (mean, derivative [N]) of losses of pairs, from their derivatives by s of either side."""
         derivative, count = np.zeros(len(self.s)), max(len(loss_P), 1)
         np.add.at(derivative, self.table.chosen, np.broadcast_to(slope_c, loss_P.shape) / count)
         np.add.at(derivative, self.table.rejected, np.broadcast_to(slope_w, loss_P.shape) / count)
@@ -65,193 +76,197 @@ def _smoothed(d, eps):
     return (1 - eps) * sp(-d) + eps * sp(d), -(1 - eps) * sigmoid(-d) + eps * sigmoid(d)
 
 
-def _of_difference(given: Given, loss, slope):
+def _of_difference(batch: PreferenceBatch, loss, slope):
     """A loss of d alone."""
-    return given.pairs(loss, given.options.beta * slope, -given.options.beta * slope)
+    return batch.pairs(loss, batch.options.beta * slope, -batch.options.beta * slope)
 
 
-def _d(given: Given):
-    x_c, x_w = given.sides(given.x)
-    return given.options.beta * (x_c - x_w)
+def _d(batch: PreferenceBatch):
+    x_c, x_w = batch.sides(batch.x)
+    return batch.options.beta * (x_c - x_w)
 
 
-def dpo(given: Given):
+def dpo(batch: PreferenceBatch):
     """DPO (arXiv 2305.18290, eq. 7): sp(-d); with eps > 0 conservative DPO: (1 - eps) sp(-d) + eps sp(d)."""
-    return _of_difference(given, *_smoothed(_d(given), given.options.label_smoothing))
+    return _of_difference(batch, *_smoothed(_d(batch), batch.options.label_smoothing))
 
 
-def robust(given: Given):
+def robust(batch: PreferenceBatch):
     """Robust DPO (arXiv 2403.00409, eq. 12), unbiased where a share eps of the labels is flipped:
     ((1 - eps) sp(-d) - eps sp(d)) / (1 - 2 eps)."""
-    d, eps = _d(given), given.options.label_smoothing
+    d, eps = _d(batch), batch.options.label_smoothing
     loss = ((1 - eps) * sp(-d) - eps * sp(d)) / (1 - 2 * eps)
-    return _of_difference(given, loss, (-(1 - eps) * sigmoid(-d) - eps * sigmoid(d)) / (1 - 2 * eps))
+    return _of_difference(batch, loss, (-(1 - eps) * sigmoid(-d) - eps * sigmoid(d)) / (1 - 2 * eps))
 
 
-def hinge(given: Given):
+def hinge(batch: PreferenceBatch):
     """SLiC's (arXiv 2305.10425), with log-ratios (arXiv 2309.06657): max(0, 1 - d)."""
-    d = _d(given)
-    return _of_difference(given, np.maximum(1 - d, 0), -(d < 1).astype(float))
+    d = _d(batch)
+    return _of_difference(batch, np.maximum(1 - d, 0), -(d < 1).astype(float))
 
 
-def ipo(given: Given):
+def ipo(batch: PreferenceBatch):
     """IPO (arXiv 2310.12036, eq. 17): (z - 1 / (2 beta))^2. With ipo_mean each side's x is divided by its |y|."""
-    o, x = given.options, given.x
-    per = given.sides(1 / given.lengths) if o.ipo_mean else (1.0, 1.0)
-    x_c, x_w = given.sides(x)
+    o, x = batch.options, batch.x
+    per = batch.sides(1 / batch.lengths) if o.ipo_mean else (1.0, 1.0)
+    x_c, x_w = batch.sides(x)
     error = x_c * per[0] - x_w * per[1] - 1 / (2 * o.beta)
-    return given.pairs(error**2, 2 * error * per[0], -2 * error * per[1])
+    return batch.pairs(error**2, 2 * error * per[0], -2 * error * per[1])
 
 
-def dpo_norm(given: Given):
+def dpo_norm(batch: PreferenceBatch):
     """DPO of means (arXiv 2411.15124, sec. 5.1.1): sp(-beta (x_c / |c| - x_w / |w|))."""
-    o, (n_c, n_w) = given.options, given.sides(given.lengths)
-    x_c, x_w = given.sides(given.x)
+    o, (n_c, n_w) = batch.options, batch.sides(batch.lengths)
+    x_c, x_w = batch.sides(batch.x)
     loss, slope = _smoothed(o.beta * (x_c / n_c - x_w / n_w), 0.0)
-    return given.pairs(loss, o.beta * slope / n_c, -o.beta * slope / n_w)
+    return batch.pairs(loss, o.beta * slope / n_c, -o.beta * slope / n_w)
 
 
-def exo(given: Given):
+def exo(batch: PreferenceBatch):
     """EXO for pairs (arXiv 2402.00856, eq. 16): KL of (sigmoid(d), sigmoid(-d)) to (1 - eps, eps)."""
-    d, eps = _d(given), given.options.label_smoothing
+    d, eps = _d(batch), batch.options.label_smoothing
     q, other = sigmoid(d), sigmoid(-d)
     loss = q * (-sp(-d) - np.log1p(-eps)) + other * (-sp(d) - np.log(eps))
-    return _of_difference(given, loss, q * other * (d - np.log1p(-eps) + np.log(eps)))
+    return _of_difference(batch, loss, q * other * (d - np.log1p(-eps) + np.log(eps)))
 
 
-def discopop(given: Given):
+def discopop(batch: PreferenceBatch):
     """DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, eq. 5): (1 - g) sp(-d) + g e^-d, g = sigmoid(d / tau)."""
-    d, tau = _d(given), given.options.discopop_tau
+    d, tau = _d(batch), batch.options.discopop_tau
     g, off = sigmoid(d / tau), sigmoid(-d / tau)
     power = np.exp(-d - sp(-d / tau))  # g e^-d
     slope = -off * sigmoid(-d) - power + off / tau * (power - g * sp(-d))
-    return _of_difference(given, off * sp(-d) + power, slope)
+    return _of_difference(batch, off * sp(-d) + power, slope)
 
 
-def _of_sides(given: Given, loss, slope_a, slope_b):
+def _of_sides(batch: PreferenceBatch, loss, slope_a, slope_b):
     """A loss of a = beta x_c and b = beta x_w."""
-    return given.pairs(loss, given.options.beta * slope_a, given.options.beta * slope_b)
+    return batch.pairs(loss, batch.options.beta * slope_a, batch.options.beta * slope_b)
 
 
-def _a_b(given: Given):
-    return given.sides(given.options.beta * given.x)
+def _a_b(batch: PreferenceBatch):
+    return batch.sides(batch.options.beta * batch.x)
 
 
-def nca(given: Given):
+def nca(batch: PreferenceBatch):
     """NCA for pairs (arXiv 2402.05369, eq. 12): sp(-a) + sp(a) / 2 + sp(b) / 2, a = beta x_c, b = beta x_w."""
-    a, b = _a_b(given)
-    return _of_sides(given, sp(-a) + (sp(a) + sp(b)) / 2, -sigmoid(-a) + sigmoid(a) / 2, sigmoid(b) / 2)
+    a, b = _a_b(batch)
+    return _of_sides(batch, sp(-a) + (sp(a) + sp(b)) / 2, -sigmoid(-a) + sigmoid(a) / 2, sigmoid(b) / 2)
 
 
-def bco(given: Given):
+def bco(batch: PreferenceBatch):
     """BCO for pairs (arXiv 2404.04656), its reward shift at 0: sp(-a) + sp(b)."""
-    a, b = _a_b(given)
-    return _of_sides(given, sp(-a) + sp(b), -sigmoid(-a), sigmoid(b))
+    a, b = _a_b(batch)
+    return _of_sides(batch, sp(-a) + sp(b), -sigmoid(-a), sigmoid(b))
 
 
-def apo_zero(given: Given):
+def apo_zero(batch: PreferenceBatch):
     """APO-zero (arXiv 2408.06266, eq. 7): sigmoid(-a) + sigmoid(b)."""
-    a, b = _a_b(given)
-    return _of_sides(given, sigmoid(-a) + sigmoid(b), -sigmoid(a) * sigmoid(-a), sigmoid(b) * sigmoid(-b))
+    a, b = _a_b(batch)
+    return _of_sides(batch, sigmoid(-a) + sigmoid(b), -sigmoid(a) * sigmoid(-a), sigmoid(b) * sigmoid(-b))
 
 
-def apo_down(given: Given):
+def apo_down(batch: PreferenceBatch):
     """APO-down (arXiv 2408.06266, eq. 8): sigmoid(a) + sigmoid(b - a)."""
-    a, b = _a_b(given)
+    a, b = _a_b(batch)
     lead = sigmoid(a - b) * sigmoid(b - a)
-    return _of_sides(given, sigmoid(a) + sigmoid(b - a), sigmoid(a) * sigmoid(-a) - lead, lead)
+    return _of_sides(batch, sigmoid(a) + sigmoid(b - a), sigmoid(a) * sigmoid(-a) - lead, lead)
 
 
-def sppo(given: Given):
+def sppo(batch: PreferenceBatch):
     """SPPO with hard labels (arXiv 2405.00675, eq. 4.7): (x_c - 1 / (2 beta))^2 + (x_w + 1 / (2 beta))^2."""
-    (x_c, x_w), half = given.sides(given.x), 0.5 / given.options.beta
-    return given.pairs((x_c - half)**2 + (x_w + half)**2, 2 * (x_c - half), 2 * (x_w + half))
+    (x_c, x_w), half = batch.sides(batch.x), 0.5 / batch.options.beta
+    return batch.pairs((x_c - half)**2 + (x_w + half)**2, 2 * (x_c - half), 2 * (x_w + half))
 
 
-def aot(given: Given):
+def aot(batch: PreferenceBatch):
     """AOT (arXiv 2406.05882), paired: dpo's loss between order statistics over the step, of s_c - s_w and of
     r_c - r_w."""
-    ours, theirs = (np.subtract(*given.sides(v)) for v in (given.s, given.r))
-    order, beta = np.argsort(ours, kind="stable"), given.options.beta
-    loss, slope = _smoothed(beta * (ours[order] - np.sort(theirs)), given.options.label_smoothing)
+    ours, theirs = (np.subtract(*batch.sides(v)) for v in (batch.s, batch.r))
+    order, beta = np.argsort(ours, kind="stable"), batch.options.beta
+    loss, slope = _smoothed(beta * (ours[order] - np.sort(theirs)), batch.options.label_smoothing)
     by_pair = np.empty(len(order))
     by_pair[order] = beta * slope
-    return given.pairs(loss, by_pair, -by_pair)
+    return batch.pairs(loss, by_pair, -by_pair)
 
 
-def aot_unpaired(given: Given):
+def aot_unpaired(batch: PreferenceBatch):
     """AOT, unpaired: dpo's loss between order statistics over the step, of x_c and of x_w."""
-    (x_c, x_w), beta = given.sides(given.x), given.options.beta
+    (x_c, x_w), beta = batch.sides(batch.x), batch.options.beta
     first, second = np.argsort(x_c, kind="stable"), np.argsort(x_w, kind="stable")
-    loss, slope = _smoothed(beta * (x_c[first] - x_w[second]), given.options.label_smoothing)
+    loss, slope = _smoothed(beta * (x_c[first] - x_w[second]), batch.options.label_smoothing)
     slope_c, slope_w = np.empty(len(first)), np.empty(len(first))
     slope_c[first], slope_w[second] = beta * slope, -beta * slope
-    return given.pairs(loss, slope_c, slope_w)
+    return batch.pairs(loss, slope_c, slope_w)
 
 
-def simpo(given: Given):
+def simpo(batch: PreferenceBatch):
     """SimPO (arXiv 2405.14734, eq. 6): sp(-(beta (m_c - m_w) - gamma)); eps as in dpo. No reference."""
-    o, (n_c, n_w) = given.options, given.sides(given.lengths)
-    s_c, s_w = given.sides(given.s)
+    o, (n_c, n_w) = batch.options, batch.sides(batch.lengths)
+    s_c, s_w = batch.sides(batch.s)
     loss, slope = _smoothed(o.beta * (s_c / n_c - s_w / n_w) - o.simpo_gamma, o.label_smoothing)
-    return given.pairs(loss, o.beta * slope / n_c, -o.beta * slope / n_w)
+    return batch.pairs(loss, o.beta * slope / n_c, -o.beta * slope / n_w)
 
 
-def cpo(given: Given):
+def cpo(batch: PreferenceBatch):
     """CPO's preference part (arXiv 2401.08417, eq. 3): sp(-beta (s_c - s_w)); eps as in dpo. No reference; its other
     part is `nll`."""
-    s_c, s_w = given.sides(given.s)
-    return _of_difference(given, *_smoothed(given.options.beta * (s_c - s_w), given.options.label_smoothing))
+    s_c, s_w = batch.sides(batch.s)
+    return _of_difference(batch, *_smoothed(batch.options.beta * (s_c - s_w), batch.options.label_smoothing))
 
 
-def orpo(given: Given):
+def orpo(batch: PreferenceBatch):
     """ORPO (arXiv 2403.07691, eq. 6): nll + beta sp(o_w - o_c), o = m - log(1 - e^m). No reference."""
-    beta, m = given.options.beta, np.minimum(given.s / given.lengths, LIKELIEST)
-    o_c, o_w = given.sides(m - np.log(-np.expm1(m)))
-    by_sum = np.where(m < LIKELIEST, -1 / np.expm1(m), 0.0) / given.lengths  # do/ds
+    beta, m = batch.options.beta, np.minimum(batch.s / batch.lengths, MAX_MEAN_LOGP)
+    o_c, o_w = batch.sides(m - np.log(-np.expm1(m)))
+    by_sum = np.where(m < MAX_MEAN_LOGP, -1 / np.expm1(m), 0.0) / batch.lengths  # do/ds
     slope = -beta * sigmoid(o_w - o_c)
-    odds = given.pairs(beta * sp(o_w - o_c), *(sign * slope * side for sign, side in zip(
-        (1, -1), given.sides(by_sum), strict=True)))
-    return tuple(sum(both) for both in zip(nll(given), odds, strict=True))
+    odds = batch.pairs(beta * sp(o_w - o_c), *(sign * slope * side for sign, side in zip(
+        (1, -1), batch.sides(by_sum), strict=True)))
+    return tuple(sum(both) for both in zip(nll(batch), odds, strict=True))
 
 
-def nll(given: Given):
-    """-log-prob per token of the good answers: sum s / sum |y| over all of them."""
-    good = given.table.good
-    tokens = max(given.lengths[good].sum(), 1.0)
-    return float(-given.s[good].sum() / tokens), np.where(good, -1 / tokens, 0.0)
+def nll(batch: PreferenceBatch):
+    """-log-prob per token of the good completions: -sum s / sum |y| over all of them."""
+    good = batch.table.good
+    tokens = max(batch.lengths[good].sum(), 1.0)
+    return float(-batch.s[good].sum() / tokens), np.where(good, -1 / tokens, 0.0)
 
 
-def _of_answers(given: Given, gain, slope):
-    """Mean over the answers of weight (1 - gain), weight by label; slope: of the gain by s."""
-    o = given.options
-    weight = np.where(given.table.good, o.desirable_weight, o.undesirable_weight) / max(len(given.s), 1)
+def _mean_unpaired(batch: PreferenceBatch, gain, slope):
+    """Returns (mean over completions of weight (1 - gain), derivative), weight by label. slope: d gain / d s."""
+    o = batch.options
+    weight = np.where(batch.table.good, o.desirable_weight, o.undesirable_weight) / max(len(batch.s), 1)
     return float(np.sum(weight * (1 - gain))), -weight * slope
 
 
-def kto(given: Given):
-    """KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good answers. z0 is a
-    constant."""
-    signed = np.where(given.table.good, given.options.beta, -given.options.beta)
-    v = signed * (given.x - given.z0)
-    return _of_answers(given, sigmoid(v), signed * sigmoid(v) * sigmoid(-v))
+def kto(batch: PreferenceBatch):
+    """KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions. z0 is
+    a constant."""
+    signed = np.where(batch.table.good, batch.options.beta, -batch.options.beta)
+    v = signed * (batch.x - batch.z0)
+    return _mean_unpaired(batch, sigmoid(v), signed * sigmoid(v) * sigmoid(-v))
 
 
-def apo_zero_unpaired(given: Given):
-    """APO-zero of single answers: kto with z0 = 0."""
-    return kto(given._replace(z0=0.0))
+def apo_zero_unpaired(batch: PreferenceBatch):
+    """APO-zero of unpaired completions: kto with z0 = 0."""
+    return kto(batch._replace(z0=0.0))
 
 
 class Loss(NamedTuple):
     """A row of LOSSES.
 
-    function: Given -> (loss, dloss/ds [N]). answers: of answers with labels (those of pairs count as a good and a bad
-    one); else of pairs. reference: whether it reads r. per_token: whether its reward is. needs: the option that must be
-    on. options: those below `preference` that it reads.
+    Attributes:
+      function: PreferenceBatch -> (loss, dloss/ds [N]).
+      unpaired: reads completions with labels (a pair counts as a good and a bad one); False = reads pairs.
+      reference: reads r.
+      per_token: its reward is per token.
+      needs: the option that must be on; "" = none.
+      options: those below `preference` that it reads.
     """
 
     function: Callable
-    answers: bool = False
+    unpaired: bool = False
     reference: bool = True
     per_token: bool = False
     needs: str = ""
@@ -274,18 +289,18 @@ LOSSES: dict[str, Loss] = {
     "aot": Loss(aot, options=_SMOOTHED),
     "aot_unpaired": Loss(aot_unpaired, options=_SMOOTHED),
     "discopop": Loss(discopop, options=("beta", "discopop_tau")),
-    "kto": Loss(kto, answers=True, options=("beta", "desirable_weight", "undesirable_weight")),
-    "apo_zero_unpaired": Loss(apo_zero_unpaired, answers=True,
+    "kto": Loss(kto, unpaired=True, options=("beta", "desirable_weight", "undesirable_weight")),
+    "apo_zero_unpaired": Loss(apo_zero_unpaired, unpaired=True,
                               options=("beta", "desirable_weight", "undesirable_weight")),
     "orpo": Loss(orpo, reference=False, per_token=True),
     "simpo": Loss(simpo, reference=False, per_token=True, options=(*_SMOOTHED, "simpo_gamma")),
     "cpo": Loss(cpo, reference=False, options=_SMOOTHED),
-    "nll": Loss(nll, answers=True, reference=False, options=()),
+    "nll": Loss(nll, unpaired=True, reference=False, options=()),
 }
 
 
 def weighted(options) -> dict[str, float]:
-    """Losses of the options below `preference` -> their weights. rpo_alpha is a weight of `nll`."""
+    """Returns {loss: weight} of the options below `preference`; rpo_alpha is a weight of `nll`."""
     weights = options.loss_weights or (1.0,) * len(options.loss)
     out = dict(zip(options.loss, weights, strict=True))
     return out | ({"nll": out.get("nll", 0.0) + options.rpo_alpha} if options.rpo_alpha else {})
@@ -297,39 +312,39 @@ def needs_reference(options) -> bool:
 
 
 def preference_loss(policy_N, reference_N, lengths_N, table: Table, options, z0: float = 0.0):
-    """The weighted sum of the losses that `options` name.
+    """Computes the weighted sum of the losses that `options` name.
 
     Args:
-      policy_N, reference_N: s and r of each answer; reference_N None where no loss reads it.
+      policy_N, reference_N: s and r of each completion; reference_N is None if no loss reads it.
       lengths_N: tokens of each.
       options: all below `preference` (schema), or an object with these attributes.
-      z0: kto's, max(0, mean of x over prompts with answers of other prompts) of the step.
+      z0: kto's, max(0, mean of x over prompts with completions of other prompts) of the step.
 
     Returns:
-      (loss, dloss/ds [N] float64, metrics). The reward of an answer is the first loss's: beta x, of cpo and nll beta s,
-      of simpo and orpo beta m. reward/chosen and reward/rejected are its means over good and other answers,
-      reward/margin their difference, over pairs where there are any, reward/accuracy the share of pairs whose chosen
-      answer has the larger one, ties counting half.
+      (loss, dloss/ds [N] float64, metrics). The reward of a completion is the first loss's: beta x, of cpo and nll
+      beta s, of simpo and orpo beta m. reward/chosen and reward/rejected are its means over good and other completions.
+      reward/margin is their difference, over pairs if there are any; reward/accuracy is the share of pairs whose chosen
+      completion has the larger reward, ties counting half.
     """
     s = np.asarray(policy_N, np.float64)
     r = np.zeros(len(s)) if reference_N is None else np.asarray(reference_N, np.float64)
-    given = Given(s, r, np.maximum(np.asarray(lengths_N, np.float64), 1.0), table, float(z0), options)
+    batch = PreferenceBatch(s, r, np.maximum(np.asarray(lengths_N, np.float64), 1.0), table, float(z0), options)
     loss, derivative, metrics = 0.0, np.zeros(len(s)), {}
     parts = weighted(options)
     for name, weight in parts.items():
-        value, slope = LOSSES[name].function(given)
+        value, slope = LOSSES[name].function(batch)
         loss, derivative = loss + weight * value, derivative + weight * slope
         metrics |= {f"loss/{name}": value} if len(parts) > 1 else {}
-    return loss, derivative, metrics | _rewards(given)
+    return loss, derivative, metrics | _rewards(batch)
 
 
-def _rewards(given: Given) -> dict[str, float]:
-    first, table = LOSSES[given.options.loss[0]], given.table
-    reward = given.options.beta * (given.x if first.reference else given.s)
-    reward = reward / given.lengths if first.per_token else reward
+def _rewards(batch: PreferenceBatch) -> dict[str, float]:
+    first, table = LOSSES[batch.options.loss[0]], batch.table
+    reward = batch.options.beta * (batch.x if first.reference else batch.s)
+    reward = reward / batch.lengths if first.per_token else reward
     out = {f"reward/{name}": float(reward[which].mean())
            for name, which in (("chosen", table.good), ("rejected", ~table.good)) if which.any()}
     if len(table.chosen):
-        lead = np.subtract(*given.sides(reward))
+        lead = np.subtract(*batch.sides(reward))
         return out | {"reward/margin": float(lead.mean()), "reward/accuracy": float((np.sign(lead) + 1).mean() / 2)}
     return out | ({"reward/margin": out["reward/chosen"] - out["reward/rejected"]} if len(out) == 2 else {})

@@ -136,7 +136,7 @@ PRESETS = MappingProxyType(
         # (in the loss) is not what it is known for: kl.coef. Episodes only.
         "gigpo": {**_GRPO, "advantage": "gigpo", "turn_gamma": 0.95},
         # arXiv 2402.04792 (OAIF): DPO on the best and the worst of a group, as they are sampled; beta (kl.coef) is
-        # the paper's and TRL's 0.1. Of more than two answers TRL takes two; groups of equals have no pair.
+        # the paper's and TRL's 0.1. Of more than two completions TRL takes two; groups of equals have no pair.
         "online_dpo": {**_GRPO, "advantage": "dpo", "advantage_mean": "none", "advantage_std": "none",
                        "policy_loss": "pg", "aggregation": "sequence_sum", "kl.coef": 0.1, "kl.estimator": "k1",
                        "kl.placement": "reward"},

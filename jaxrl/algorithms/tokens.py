@@ -1,4 +1,4 @@
-"""What a policy loss sees of the scored tokens of one microbatch, and an advantage of one step's completions."""
+"""The inputs of a policy loss (scored tokens of one microbatch) and of an advantage (one step's completions)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ sum of its tokens' rewards (`token_rewards`), and what follows from it is the re
 
     G_k = r_k + turn_gamma * G_(k+1)
 
-which is 0 behind a trajectory's last turn. Tokens that were not sampled are not read.
+which is 0 after a trajectory's last turn. Tokens that were not sampled are not read.
 
 Legend: N trajectories, T tokens of the ragged batch, K = largest number of a turn + 1; trajectory i owns tokens
 offsets[i]:offsets[i+1], over all its sequences.
@@ -42,7 +42,7 @@ def _cells(turn_T, mask_T, offsets) -> _Cells:
 
 
 def _to_go(rewards_T, cells: _Cells, gamma):
-    """G [N, K]; 0 behind the last turn."""
+    """Returns the reward to go G [N, K]; 0 after the last turn."""
     rewards = np.asarray(rewards_T, np.float64)[cells.at]
     out = np.bincount(cells.flat, rewards, cells.shape[0] * cells.shape[1]).reshape(cells.shape)
     for k in range(cells.shape[1] - 2, -1, -1):
@@ -51,7 +51,7 @@ def _to_go(rewards_T, cells: _Cells, gamma):
 
 
 def turn_advantages(rewards_T, turn_T, mask_T, offsets, groups_N, present_N, gamma):
-    """Reward to go less what the group's others have to go at that turn [T]:
+    """Returns advantages [T]: reward to go minus the mean reward to go of the group's other members at that turn.
 
         A_k = G_k - 1/(n-1) sum over the n-1 other members of their G_k,  0 for those that have ended before turn k
 
@@ -82,7 +82,7 @@ def turn_advantages(rewards_T, turn_T, mask_T, offsets, groups_N, present_N, gam
 
 
 def anchor_advantages(rewards_T, turn_T, anchor_T, mask_T, offsets, groups_N, present_N, gamma, *, mean, std):
-    """GiGPO's advantage of a step among those taken in the same state [T] (arXiv 2505.10978):
+    """Returns GiGPO's advantages [T] of a step among those taken in the same state (arXiv 2505.10978):
 
         A_S(k) = (G_k - mean of G over the anchor group) / std of G over the anchor group
 

@@ -32,7 +32,7 @@ class PairReader(Reader):
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, targets, tools)
         self.data, self.losses = config.data, config.preference.loss
-        self.labels = all(name in LOSSES and LOSSES[name].answers for name in self.losses)
+        self.labels = all(name in LOSSES and LOSSES[name].unpaired for name in self.losses)
 
     def __call__(self, row: dict) -> Row:
         """Returns the Row of a raw row. Raises PromptError naming the column and the remedy."""

@@ -1,16 +1,16 @@
-"""Where two runs part: jaxrl diff RUN_A RUN_B [--rounding 1e-4]
+"""Finds where two runs diverge: jaxrl diff RUN_A RUN_B [--rounding 1e-4]
 
-Reads two run directories (config.json, metrics.jsonl, rollouts/, eval/, export/), computes nothing anew and writes
-nothing. It says which options and versions differ, and then goes through what both recorded, step by step, in the order
-in which a step makes it: prompts, seeds, completions, the sampler's log-probs, rewards, advantages, the update's
-numbers. The first of these boundaries that differs by more than rounding is where the runs part; all that comes after
-it follows from it.
+Reads two run directories (config.json, metrics.jsonl, rollouts/, eval/, export/), recomputes nothing and writes
+nothing. It lists the options and versions that differ, and then compares what both runs recorded, step by step, in the
+order in which a step makes it: prompts, seeds, completions, the sampler's log-probs, rewards, advantages, the update's
+numbers. The runs diverge at the first of these boundaries that differs by more than rounding; all later differences
+may follow from it.
 
-Two numbers differ by rounding where |a - b| <= rounding * max(1, |a|, |b|); gradient norm and learning rate, which may
-be small, where |a - b| <= rounding * max(|a|, |b|). In fp32 another packing, mesh or processor moves log-probs by up to
-some 1e-5; the default leaves room for ten times that.
+Two numbers differ by rounding if |a - b| <= rounding * max(1, |a|, |b|); for gradient norm and learning rate, which may
+be small, if |a - b| <= rounding * max(|a|, |b|). In fp32 another packing, mesh or processor moves log-probs by up to
+about 1e-5; the default allows ten times that.
 
-Exit status: 0 equal, or equal within rounding; 1 they part; 2 a directory that holds no run.
+Exit status: 0 equal, or equal within rounding; 1 the runs diverge; 2 a directory holds no run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from jaxrl.config.load import flat
 from jaxrl.errors import ConfigError
 
 ROUNDING = 1e-4
-WHERE = ("run.dir", "run.compile_cache", "log.", "profile.", "checkpoint.", "plan.")  # options that change no result
-# Metrics that neither a step's result nor its cause show in: rates, counts of compilations, what caches hold.
-ASIDE = ("time", "perf/", "flops/", "step", "compile", "engine/", "memory/", "packing/", "eval/", "optim/")
+# Prefixes of options that change no result.
+IGNORED_OPTIONS = ("run.dir", "run.compile_cache", "log.", "profile.", "checkpoint.", "plan.")
+# Prefixes of metrics that show neither a result nor its cause: rates, compilations, cache contents. The boundaries of
+# evaluation and optimizer compare eval/ and optim/.
+IGNORED_METRICS = ("time", "perf/", "flops/", "step", "compile", "engine/", "memory/", "packing/", "eval/", "optim/")
 
 
 # ---- what is compared
@@ -37,46 +39,57 @@ ASIDE = ("time", "perf/", "flops/", "step", "compile", "engine/", "memory/", "pa
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """A place in a step. `of` gives its content from a record (a line of rollouts/), or from a line of metrics."""
+    """A stage of a step whose content is compared.
+
+    Attributes:
+      name: as it is printed.
+      of: record (a line of rollouts/, or with `lines` a line of metrics) -> {field: value}.
+      lines: compare lines of metrics.
+      floor: smallest magnitude that a difference is taken relative to.
+    """
 
     name: str
     of: Callable[[dict], dict]
     lines: bool = False
-    floor: float = 1.0  # of what a difference is a share of
+    floor: float = 1.0
 
 
-def fields(*names: str) -> Callable[[dict], dict]:
+def select_fields(*names: str) -> Callable[[dict], dict]:
+    """Returns a function that selects the fields `names` of a record."""
     return lambda record: {name: record[name] for name in names if name in record}
 
 
-def starting(*beginnings: str) -> Callable[[dict], dict]:
+def select_prefixes(*beginnings: str) -> Callable[[dict], dict]:
+    """Returns a function that selects the metrics whose names start with one of `beginnings`."""
     return lambda line: {name: value for name, value in line.items() if name.startswith(beginnings)}
 
 
 def scores(record: dict) -> dict:
+    """Returns a record's score with the parts and outcomes of its reward."""
     reward = record.get("reward") or {}
     return {"score": record.get("score"), **{f"reward {k}": v for k, v in (reward.get("parts") or {}).items()},
             **{f"outcome {k}": v for k, v in (reward.get("outcomes") or {}).items()}}
 
 
 BOUNDARIES = (
-    Boundary("prompts", fields("group", "sample", "prompt", "asked", "answer", "source")),
-    Boundary("seeds", fields("seed")),
-    Boundary("versions that sampled", fields("version", "last_version")),
-    Boundary("completions", fields("tokens", "finish")),
-    Boundary("the sampler's log-probs", fields("logprobs")),
+    Boundary("prompts", select_fields("group", "sample", "prompt", "asked", "answer", "source")),
+    Boundary("seeds", select_fields("seed")),
+    Boundary("versions that sampled", select_fields("version", "last_version")),
+    Boundary("completions", select_fields("tokens", "finish")),
+    Boundary("the sampler's log-probs", select_fields("logprobs")),
     Boundary("code of the rewards", lambda record: {"code": (record.get("reward") or {}).get("by")}),
     Boundary("rewards", scores),
-    Boundary("advantages", fields("advantage")),
-    Boundary("the update's metrics", lambda line: {k: line[k] for k in line if not k.startswith(ASIDE)}, lines=True),
-    Boundary("gradient and learning rate", starting("optim/"), lines=True, floor=1e-30),
-    Boundary("evaluation", starting("eval/"), lines=True),
+    Boundary("advantages", select_fields("advantage")),
+    Boundary("the update's metrics", lambda line: {k: line[k] for k in line if not k.startswith(IGNORED_METRICS)},
+             lines=True),
+    Boundary("gradient and learning rate", select_prefixes("optim/"), lines=True, floor=1e-30),
+    Boundary("evaluation", select_prefixes("eval/"), lines=True),
 )
 
 
 @dataclasses.dataclass
-class Found:
-    """What was seen at a boundary over all steps: the first place that is not equal, and the first beyond rounding."""
+class Comparison:
+    """The result at one boundary over all steps: the first unequal place, and the first one beyond rounding."""
 
     steps: int = 0
     largest: float = 0.0  # of the differences within rounding, as shares of the larger number or of 1
@@ -85,7 +98,13 @@ class Found:
 
 
 def difference(a, b, rounding: float, floor: float = 1.0) -> tuple[float, str]:
-    """(0 where equal, the share where within rounding, inf beyond; the place and values of the first that is worst)."""
+    """Compares two JSON values: (0 if equal, the relative difference if within rounding, else inf; text of the worst).
+
+    Args:
+      a, b: values; dicts and equally long lists are compared item by item.
+      rounding: largest relative difference that counts as rounding.
+      floor: smallest magnitude that a difference is taken relative to.
+    """
     if isinstance(a, dict) and isinstance(b, dict):
         pairs = [(key, a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b])]
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
@@ -122,7 +141,10 @@ def _short(value) -> str:
 
 
 class Run:
-    """A run directory, read where it is asked."""
+    """A run directory; config and metrics are read at once, rollouts when asked for.
+
+    Raises ConfigError for a folder without a readable config.json and for lines that are not JSON.
+    """
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -147,25 +169,26 @@ class Run:
         return out
 
     def steps(self) -> list[int]:
-        """Those with recorded completions."""
+        """Returns the sorted steps with recorded completions."""
         return sorted(int(p.stem.split("_")[1]) for p in (self.folder / "rollouts").glob("step_*.jsonl"))
 
     def records(self, step: int) -> list[dict]:
+        """Reads the recorded completions of a step."""
         return self._lines(f"rollouts/step_{step:08d}.jsonl")
 
 
-def options(a: Run, b: Run) -> list[str]:
-    """Texts of the options that differ and may change a result, and of the versions."""
-    names = [n for n in sorted(a.config.keys() | b.config.keys()) if not n.startswith(WHERE)]
+def differing_options(a: Run, b: Run) -> list[str]:
+    """Returns a text for each option that differs and may change a result, and for each version that differs."""
+    names = [n for n in sorted(a.config.keys() | b.config.keys()) if not n.startswith(IGNORED_OPTIONS)]
     out = [f"{n}: {_short(a.config.get(n))} and {_short(b.config.get(n))}" for n in names
            if a.config.get(n) != b.config.get(n)]
     return out + [f"version of {n}: {a.versions.get(n)} and {b.versions.get(n)}"
                   for n in sorted(a.versions.keys() | b.versions.keys()) if a.versions.get(n) != b.versions.get(n)]
 
 
-def compare(a: Run, b: Run, rounding: float = ROUNDING) -> dict[str, Found]:
-    """Every boundary's name -> what was found over the steps that both recorded."""
-    out = {boundary.name: Found() for boundary in BOUNDARIES}
+def compare(a: Run, b: Run, rounding: float = ROUNDING) -> dict[str, Comparison]:
+    """Compares two runs over the steps that both recorded; returns {boundary's name: Comparison}."""
+    out = {boundary.name: Comparison() for boundary in BOUNDARIES}
     steps = sorted((a.lines.keys() & b.lines.keys()) | (set(a.steps()) & set(b.steps())))
     recorded = set(a.steps()) & set(b.steps())
     for step in steps:
@@ -178,13 +201,13 @@ def compare(a: Run, b: Run, rounding: float = ROUNDING) -> dict[str, Found]:
 
 
 def _pairs(a: list[dict], b: list[dict]) -> list[tuple]:
-    """Records of one place in the step; what one side lacks is {}."""
+    """Pairs the records of two runs by their place in the step; a record that one side lacks is {}."""
     size = max(len(a), len(b))
     a, b = a + [{}] * (size - len(a)), b + [{}] * (size - len(b))
     return [(f"completion {i + 1}", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
 
 
-def _look(found: Found, boundary: Boundary, step: int, both, rounding: float) -> None:
+def _look(found: Comparison, boundary: Boundary, step: int, both, rounding: float) -> None:
     if not both or both[0][1] is None or both[0][2] is None:
         return
     found.steps += 1
@@ -199,14 +222,14 @@ def _look(found: Found, boundary: Boundary, step: int, both, rounding: float) ->
             found.largest = max(found.largest, away)
 
 
-def parting(found: dict[str, Found]) -> tuple[str, Found] | None:
-    """The boundary where the runs part: of the earliest step, the first in the order of a step."""
+def first_divergence(found: dict[str, Comparison]) -> tuple[str, Comparison] | None:
+    """Returns (name, Comparison) of the first boundary, in the earliest step, that differs beyond rounding, or None."""
     apart = [(f.parts[0], i, name) for i, (name, f) in enumerate(found.items()) if f.parts]
     return (min(apart)[2], found[min(apart)[2]]) if apart else None
 
 
-def weights(a: Run, b: Run) -> str:
-    """How the exported models differ; "" where not both have one."""
+def compare_exports(a: Run, b: Run) -> str:
+    """Describes in one line how the exported models differ; "" unless both runs have an export."""
     import numpy as np
 
     from jaxrl.models.io.tensorfile import read_header
@@ -233,23 +256,23 @@ def weights(a: Run, b: Run) -> str:
     return f"{len(moved)} of {len(mine)} tensors differ, most {worst[1]}, by {worst[0]:.2g}"
 
 
-# ---- told
+# ---- report
 
 
 def report(a: Run, b: Run, rounding: float) -> tuple[list[str], bool]:
-    """(lines for a person, whether the runs part)."""
-    changed, found = options(a, b), compare(a, b, rounding)
+    """Returns (lines of the printed report, whether the runs diverge)."""
+    changed, found = differing_options(a, b), compare(a, b, rounding)
     out = [f"A {a.folder}, steps with metrics: {len(a.lines)}", f"B {b.folder}, steps with metrics: {len(b.lines)}", ""]
     out += ["Options and versions that differ:", *[f"  {text}" for text in changed or ["none"]], ""]
     for name, f in found.items():
         said = "nothing that both recorded" if not f.steps else "equal" if not f.first else (
             f"within rounding (up to {f.largest:.1e}), from {f.first}" if not f.parts else f"differ from {f.parts[1]}")
         out.append(f"  {name}: {said}")
-    out += [f"  exported weights: {said}"] if (said := weights(a, b)) else []
-    where = parting(found)
+    out += [f"  exported weights: {said}"] if (said := compare_exports(a, b)) else []
+    where = first_divergence(found)
     if where:
         name, f = where
-        out += ["", f"The runs part at {name}, {f.parts[1]}"]
+        out += ["", f"The runs diverge at {name}, {f.parts[1]}"]
         earlier = [n for n, g in found.items() if g.first and not g.parts]
         out += [f"Before it only rounding differs ({', '.join(earlier)})."] if earlier else ["All before it is equal."]
     elif not any(f.steps for f in found.values()):

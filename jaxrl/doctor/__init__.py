@@ -1,5 +1,5 @@
-"""What a machine can do for jaxrl, found out in a minute: jaxrl doctor
+"""Checks in about a minute whether a machine can run jaxrl: jaxrl doctor
 
-Each examination (`examinations.py`) runs in a process of its own (`__main__.py`), so that one that crashes or hangs is
-named and the others go on. Nothing of it needs a config or a model.
+Each examination (`examinations.py`) runs in its own process (`__main__.py`), so one that crashes or hangs is reported
+and the others continue. No examination needs a config or a model.
 """

@@ -1,11 +1,10 @@
 """jaxrl doctor [--out FILE] [--skip vllm,kernels]
 
-Looks at what jaxrl stands on here: versions against those it needs, memory, disk, devices, every kernel of this device
-against the reference, collectives, the cache of compiled programs, and where vLLM is installed a server of a tiny
-model.
-Says what is wrong and what to do, and writes all of it, without secrets, to a file that can be attached to an issue.
+Checks this machine: package versions, memory, disk, devices, every kernel of this device against the reference,
+collectives, the cache of compiled programs, and, if vLLM is installed, a server of a tiny model.
+Prints what is wrong and what to do, and writes all of it, without secrets, to a file that you can attach to an issue.
 
-Exit status: 0 nothing is wrong; 1 something is.
+Exit status: 0 if nothing is wrong, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxrl.__main__ import run
 from jaxrl.doctor.examinations import EXAMINATIONS
 
 MARKS = {"ok": "  ok   ", "note": "  note ", "wrong": "  WRONG", "-": "  -    "}
-TAIL = 15  # last lines of what an examination said that failed
+TAIL = 15  # last lines of stderr that are shown of a failed examination
 
 
 def main(argv=None) -> int:
@@ -45,8 +44,8 @@ def main(argv=None) -> int:
     for name in EXAMINATIONS:
         if name in skip:
             continue
-        seconds, lines = examined(name)
-        text.append(cleaned("\n".join([f"{name} ({seconds:.1f} s)", *(
+        seconds, lines = run_examination(name)
+        text.append(redact("\n".join([f"{name} ({seconds:.1f} s)", *(
             MARKS[state] + " " + said.replace("\n", "\n         ") for state, said in lines)])))
         wrong += sum(state == "wrong" for state, _ in lines)
         print(text[-1], flush=True)
@@ -57,9 +56,11 @@ def main(argv=None) -> int:
     return int(bool(wrong))
 
 
-def examined(name: str) -> tuple[float, list]:
-    """(seconds, [(state, text)]) of an examination in a process of its own; its end by an error, a signal or the clock
-    is a finding, too."""
+def run_examination(name: str) -> tuple[float, list]:
+    """Runs an examination in its own process and returns (seconds, [(state, text)]).
+
+    A failure, a signal or a timeout of the process is returned as one line with the state "wrong".
+    """
     began, limit = time.monotonic(), EXAMINATIONS[name][1]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen([sys.executable, "-m", "jaxrl.doctor", f"--one={name}"], stdout=subprocess.PIPE,
@@ -83,8 +84,8 @@ def examined(name: str) -> tuple[float, list]:
     return seconds, [("wrong", f"{name} {why}; its last lines:\n{tail}")]
 
 
-def cleaned(text: str) -> str:
-    """Without what looks like a secret, and without the name of the user."""
+def redact(text: str) -> str:
+    """Removes what looks like a secret, and the path of the user's home, from a text."""
     for place, instead in ((str(Path.home()), "~"),):
         text = text.replace(place, instead) if len(place) > 1 else text
     try:

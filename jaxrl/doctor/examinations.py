@@ -1,7 +1,7 @@
-"""The examinations, which __main__ runs in a process each.
+"""The examinations of jaxrl doctor; doctor.__main__ runs each in its own process.
 
-An examination is a function () -> [Line]; it imports what it needs inside, so that a package that is missing or broken
-stops it alone.
+An examination is a function () -> [Line]. It imports what it needs inside the function, so a missing or broken package
+stops that examination only.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from typing import NamedTuple
 
 import jaxrl
 
-RUNS_IN_GB = 20  # free disk from which on nothing is said of it
+RUNS_IN_GB = 20  # less free disk than this gets a note
 VARIABLES = re.compile("(JAX|XLA|LIBTPU|TPU|CUDA|NVIDIA|NCCL|HF_HUB_OFFLINE|OMP|TF_CPP|VLLM|SLURM_[NP])")
 
 
 class Line(NamedTuple):
-    """state: "ok", "note" (works, could be better), "wrong" (has to be mended), "-" (not there, or does not apply)."""
+    """One finding. state: "ok", "note" (works, could be better), "wrong" (must be fixed), "-" (absent, or not
+    applicable)."""
 
     state: str
     text: str
 
 
 def versions() -> list[Line]:
-    """Python and packages against what jaxrl asks for. Imports none of them."""
+    """Compares the versions of Python and packages with those jaxrl requires, without importing the packages."""
     from packaging.requirements import Requirement
 
     python = f"Python {platform.python_version()}, {platform.platform()}"
@@ -62,7 +63,7 @@ def _version(name: str) -> str:
 
 
 def _requirements() -> list[str]:
-    """What jaxrl needs without extras: of the installed package, or of the checkout."""
+    """Returns jaxrl's requirements without extras: those of the checkout, else of the installed package."""
     project = Path(jaxrl.__file__).parents[1] / "pyproject.toml"
     if project.exists():
         import tomllib
@@ -72,7 +73,7 @@ def _requirements() -> list[str]:
 
 
 def machine() -> list[Line]:
-    """Processor, memory, disk, what the environment says to libraries."""
+    """Reports processor, memory, disk, and the environment variables that libraries read."""
     cpu = _lines("/proc/cpuinfo")
     name = next((line.partition(":")[2].strip() for line in cpu if line.startswith("model name")), "")
     limits = [line.split() for line in _lines("/proc/meminfo")]
@@ -101,7 +102,7 @@ def _lines(path: str) -> list[str]:
 
 
 def devices() -> list[Line]:
-    """What jax finds, and whether a program runs on each device."""
+    """Lists the devices jax finds, and checks that a program runs on each of them."""
     import jax
     import jax.numpy as jnp
 
@@ -123,7 +124,7 @@ def devices() -> list[Line]:
 
 
 def kernels() -> list[Line]:
-    """Every implementation that this platform may take, against the reference: results and gradients."""
+    """Compares results and gradients of every kernel this platform may use with the reference's."""
     from jaxrl.kernels import check
     from jaxrl.resolve.spec import here
     from jaxrl.roles.parameters import DTYPES
@@ -136,7 +137,7 @@ def kernels() -> list[Line]:
 
 
 def collectives() -> list[Line]:
-    """Sums, gathers, scatters and exchanges over all devices of this process, against numpy."""
+    """Compares sums, gathers, scatters and exchanges over all devices of this process with numpy's results."""
     import jax
     import numpy as np
     from jax.sharding import PartitionSpec as P
@@ -167,7 +168,7 @@ def collectives() -> list[Line]:
 
 
 def cache() -> list[Line]:
-    """Whether compiled programs can be kept where runs keep them, and what lies there."""
+    """Checks that the cache of compiled programs can be written, and reports its size."""
     folder = Path.home() / ".cache" / "jaxrl" / "xla"
     held = [p.stat().st_size for p in folder.glob("*-cache")] if folder.is_dir() else []
     try:
@@ -181,7 +182,7 @@ def cache() -> list[Line]:
 
 
 def vllm() -> list[Line]:
-    """A server of a tiny model: started, given weights, asked, and how far its log-probs are from the trainer's."""
+    """Starts a vLLM server of a tiny model, publishes weights, samples, and compares log-probs with the trainer's."""
     if importlib.util.find_spec("vllm") is None:
         return [Line("-", "vLLM is not installed here: rollouts come from the embedded sampler (rollout.engine=jax)")]
     from jaxrl.config.load import default_config

@@ -1,4 +1,4 @@
-"""What a model is made of: one ModelConfig, read from any HF config of models.families."""
+"""ModelConfig, the architecture of a model, read from any HF config of models.families."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrl.models.rope_config import ropes, rotary_size
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What differs between the layers of one model."""
+    """The fields that differ between the layers of one model."""
 
     rope: Rope
     window: int = 0  # positions a token sees, itself included; 0 = all
@@ -79,7 +79,7 @@ class ModelConfig:
 
     @property
     def routes(self) -> int:
-        """Expert ids of a token in all layers."""
+        """Number of expert ids of a token in all layers."""
         return self.num_expert_layers * self.experts_per_token
 
     @property
@@ -98,7 +98,7 @@ class ModelConfig:
 
     @property
     def ropes(self) -> list[Rope]:
-        """The distinct rotary embeddings."""
+        """Returns the distinct rotary embeddings."""
         return list(dict.fromkeys(layer.rope for layer in self.layers))
 
     @property
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def cache_widths(self) -> dict[str, int]:
-        """Numbers of a token in a layer's cache, by array."""
+        """Numbers per token in a layer's cache, by array."""
         return {"latent": self.latent_width} if self.latent_size else {"k": self.key_width, "v": self.key_width}
 
     @property

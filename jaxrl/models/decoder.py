@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.kernels.low_precision import DEFAULT
 from jaxrl.models import latent, parameters
 from jaxrl.models.adapters import dropped, quantized, stretch
-from jaxrl.models.adapters.several import own_columns
+from jaxrl.models.adapters.adapter_set import scale_columns
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
 from jaxrl.models.placement import (
@@ -127,7 +127,7 @@ class Weights(NamedTuple):
         few = product(x, gathered(a, (*row.axes[:row.inputs], None), x.dtype), row.inputs)
         acc = jnp.promote_types(few.dtype, jnp.float32)
         few, scale = few.astype(acc), scale.astype(acc)
-        few = (own_columns(few, scale, self.whose) if scale.ndim else few * scale).astype(x.dtype)
+        few = (scale_columns(few, scale, self.whose) if scale.ndim else few * scale).astype(x.dtype)
         return product(few, gathered(b, (None, *row.axes[row.inputs:]), x.dtype), 1)
 
     def stretch(self, name: str):
@@ -222,7 +222,7 @@ def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
 
 
 def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, ...]:
-    """Every parameter of a language model, in the order of their paths."""
+    """Returns the parameter table of a language model, in the order of the paths."""
     before, repeats, behind = spans(config, scan_layers)
     out = parameters.entries(config, parameters.MODEL)
     for i in (*before, *behind):
@@ -235,8 +235,10 @@ def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, .
 
 
 def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
-    """Numbers, from 1, of the layers that the parameter at a path is of: several where it is stacked over the
-    repetitions of the block. The embedding is of layer 0; what stands behind the layers, of the last one."""
+    """Returns the numbers, from 1, of the layers that a parameter belongs to: one, or all that it is stacked over.
+
+    The embedding belongs to layer 0; final norm and head belong to the last layer.
+    """
     group, (_, repeats, _) = path[0], spans(config, True)
     if group == "layers":
         first = config.prefix + int(path[1].removeprefix("sub_")) + 1
@@ -247,7 +249,7 @@ def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def added_up(first: dict, *more: dict) -> dict:
-    """Sums by name, and what is stacked one behind the other."""
+    """Adds auxiliary outputs by name; those of feed_forward.STACKED are concatenated."""
     join = lambda name, a, b: jnp.concatenate([a, b]) if name in STACKED else a + b  # noqa: E731
     out = dict(first)
     for each in more:

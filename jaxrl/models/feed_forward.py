@@ -1,4 +1,4 @@
-"""The second half of a layer, one function per kind: a dense MLP, or experts of which a router gives every token a few.
+"""Feed-forward blocks, one function per kind: a dense MLP, or experts with a router.
 
 Every function takes (weights, x [B, L, D]), weights being models.decoder.Weights, and returns (y, auxiliary). Experts
 say beside y, for the loss (training.router) and for those who replay routes:
@@ -46,7 +46,7 @@ STACKED = ("routes",)  # of what layers say, that which is stacked instead of su
 class Part(NamedTuple):
     """A mixer, `apply(weights, layer, implementation, x, shared, cache, index) -> (y, keys and values)`, or a
     feed-forward, `apply(weights, x) -> (y, auxiliary)`: auxiliary is a dict of arrays for the loss, which are summed
-    over the layers (those of STACKED are put one behind the other along their first axis)."""
+    over the layers (those of STACKED are concatenated along their first axis)."""
 
     rows: tuple[parameters.Row, ...]
     apply: Callable
@@ -174,8 +174,7 @@ def experts(own, x):
 
 
 def by_token(auxiliary):
-    """[B, L, n * K] int16: the experts of a token in all n layers that have some, as they are kept beside tokens (-1
-    where they are not known)."""
+    """Returns [B, L, n * K] int16: a token's experts in all n layers with experts, as a token column (-1 = unknown)."""
     routes = jnp.moveaxis(auxiliary["routes"], 0, 2)
     return routes.reshape(*routes.shape[:2], -1).astype(jnp.int16)
 

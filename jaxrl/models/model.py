@@ -1,4 +1,6 @@
-"""Model: the pure functions every other room calls.
+"""The Model: initialisation, forward pass, prefill and decoding of a decoder as pure functions of its parameters.
+
+Built with `build`; called by training, the embedded engine and the planner. Weights are read and written in models.io.
 
 Legend: B rows, L tokens per row, P prompt length, D hidden size, V vocabulary, S cache slots, C cache length, G
 key-value heads, K head size.
@@ -17,7 +19,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder, parameters, unstacked
-from jaxrl.models.adapters import several
+from jaxrl.models.adapters import adapter_set
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.sharding import memory
@@ -25,7 +27,7 @@ from jaxrl.sharding import memory
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", remat_every: int = 1,
           attention: str = "auto", matmul: str = "default", experts: str = "auto", ring: bool = False) -> Model:
-    """The model an HF config describes.
+    """Builds the Model that an HF config describes.
 
     Args:
       hf_config: a config.json as a dict (see hf.load_config).
@@ -120,24 +122,24 @@ class Model:
 
     @functools.cached_property
     def base(self) -> Model:
-        """The model without its adapter."""
+        """Returns the model without its adapter."""
         return self if self.adapter is None else dataclasses.replace(self, adapter=None)
 
     def tree(self, function):
-        """The parameter tree with `function(entry)` at every leaf."""
+        """Returns the parameter tree with `function(entry)` at every leaf."""
         return parameters.tree(self.entries, function)
 
     def init(self, key):
-        """Random fp32 parameters: normal(init_std) matrices, zero biases, norms that scale by one; an adapter as
-        adapters.initial and adapters.magnitudes have it.
+        """Draws fp32 parameters: normal(init_std) matrices, zero biases, norms that scale by one; adapters start as
+        adapters.initial and adapters.magnitudes define.
 
-        Pure. The values do not depend on mesh, scan or compute dtype, those of the base on no adapter.
+        Pure. Values do not depend on mesh, scan or compute dtype; those of the base do not depend on the adapter.
         """
         if self.adapter is not None:
             base = adapters.base_in_few_bits(self, self.base.init(key))
-            each = [several.alone(self, k) for k in range(len(several.names(self)))] or [self]
+            each = [adapter_set.select_model(self, k) for k in range(len(adapter_set.adapter_names(self)))] or [self]
             start = [adapters.initial(one, key) | adapters.magnitudes(one, base) for one in each]
-            return adapters.joined(base, several.joined(self, start) if self.adapter.parts else start[0])
+            return adapters.joined(base, adapter_set.join_leaves(self, start) if self.adapter.parts else start[0])
         drawn = (_draw_at_once if self.num_parameters <= AT_ONCE else _draw_by_kind)(key, self.entries)
 
         constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0}
@@ -151,7 +153,7 @@ class Model:
         return self.tree(values)
 
     def logical_axes(self):
-        """Tree of tuples of logical axis names, one per dimension."""
+        """Returns the tree of tuples of logical axis names, one per dimension."""
         return self.tree(lambda entry: entry.axes)
 
     def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL, whose_BxL=None):
@@ -162,23 +164,23 @@ class Model:
         A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
         windows compare positions. Padding (segment 0) returns finite values without meaning.
 
-        whose: number of each token's adapter, where there are several (models.several; likewise below); 0 = none.
+        whose: number of each token's adapter, in an adapter set (models.adapters.adapter_set); 0 = none. None: no set.
         """
         rows = tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL
         return decoder.forward(self, params, *rows, whose_BxL=whose_BxL)[:2]
 
     def hidden(self, *args):
-        """The hidden states alone."""
+        """Returns the hidden states of `forward` without the auxiliary outputs."""
         return self.forward(*args)[0]
 
     def head(self, params):
-        """The output matrix [D, V] in the compute dtype, or the embedding [V, D] where `config.tied`."""
+        """Returns the output matrix [D, V] in the compute dtype, or the embedding [V, D] if `config.tied`."""
         outer, inner = ("embed", "embedding") if self.config.tied else ("head", "kernel")
         axes = next(entry.axes for entry in self.entries if entry.path == (outer, inner))
         return gathered(memory.fetched(params[outer][inner]), axes, self.compute_dtype)
 
     def logits(self, params, hidden):
-        """[..., D] -> [..., V] in fp32 or better, soft-capped where the model does."""
+        """Computes logits [..., V] of hidden states [..., D] in fp32 or better, soft-capped if the model is."""
         acc = jnp.promote_types(self.compute_dtype, jnp.float32)
         contract = (((hidden.ndim - 1,), (1 if self.config.tied else 0,)), ((), ()))
         logits = jax.lax.dot_general(hidden, self.head(params), contract, preferred_element_type=acc)
@@ -231,7 +233,7 @@ class Model:
         return jax.tree_util.tree_map_with_path(copy, cache, kv)
 
     def take(self, cache, slots_K):
-        """A cache of the given slots, in their order (to continue with fewer of them)."""
+        """Returns a cache of some slots, in their order, to continue decoding with fewer of them."""
         def rows(path, values):
             return values[:, slots_K] if path[0].key == "layers" else values[slots_K]
 
@@ -268,7 +270,7 @@ class Model:
         return (cache, auxiliary) if told else cache
 
     def check_length(self, tokens: int) -> None:
-        """ConfigError where a sequence of this many tokens needs a rotary scaling that depends on its length."""
+        """Raises ConfigError if a sequence of this length needs a rotary scaling that depends on the length."""
         for layer in self.config.layers:
             if layer.rope.kind == "dynamic" and tokens > layer.rope.original_max:
                 raise ConfigError(
@@ -281,11 +283,11 @@ class Model:
 
     @property
     def num_active(self) -> int:
-        """Parameters that take part in computing one token: of experts, the chosen ones."""
+        """Returns the number of parameters that compute one token; of experts, only the chosen ones count."""
         return sum(entry.active for entry in self.entries)
 
     def flops_per_token(self, context: int) -> int:
-        """Floating-point operations of the forward pass for one token that sees `context` tokens (itself included).
+        """Returns the FLOPs of the forward pass for one token that sees `context` tokens (itself included).
 
         Matrix products only, the head included, the embedding lookup not; a multiply and an add count as two. The
         backward pass costs twice as much.

@@ -1,4 +1,4 @@
-"""Every parameter once, as data: shape, initial values, logical axes, HF name, and how the HF tensor is laid out.
+"""The parameter table: shape, initial values, logical axes, HF name and HF layout of every parameter, as data.
 
 Initialisation, shardings, checkpoints in HF's format, counts of parameters and of operations follow from these rows and
 nothing else. Our paths are joined by '/'. A layer's parameters live under `layer_<i>` (unrolled) or, stacked over the
@@ -224,7 +224,7 @@ class Entry:
 
 
 def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int = 0) -> list[Entry]:
-    """The arrays of some rows.
+    """Returns the entries of some rows of the parameter table.
 
     Args:
       config: ModelConfig. rows: those whose `when` fits are taken.
@@ -247,7 +247,7 @@ def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int
 
 
 def tree(entries, function):
-    """The nested parameter tree with `function(entry)` at every leaf."""
+    """Returns the nested parameter tree with `function(entry)` at every leaf."""
     out = {}
     for entry in entries:
         *groups, leaf = entry.path

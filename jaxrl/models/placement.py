@@ -1,4 +1,4 @@
-"""Where activations and weights live while a model runs under `jax.set_mesh`; without a mesh nothing happens here.
+"""Places activations and weights while a model runs under `jax.set_mesh`; does nothing without a mesh.
 
 Rows are split over the data axes, the tokens of each over cp, heads and widths over tp. Weights are gathered over fsdp,
 cp and ep before they are used, so the sums inside a layer are the same for every split of the data axes; experts stay
@@ -84,7 +84,7 @@ def gathered(weight, axes, dtype):
 
 
 def whole(x):
-    """x on every device."""
+    """Replicates x on every device."""
     return x if _mesh() is None else jax.lax.with_sharding_constraint(x, P())
 
 

@@ -37,7 +37,7 @@ class Rope:
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Angle per position for each pair of dimensions: [F] float32."""
+    """Returns the angle per position for each pair of dimensions: [F] float32."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = 1.0 / np.float32(rope.theta) ** exponents
     return _SCALINGS[rope.kind](rope, head_dim, plain).astype(np.float32)
@@ -82,7 +82,7 @@ KINDS = tuple(_SCALINGS)
 
 
 def magnitude(rope: Rope) -> float:
-    """Factor on cos and sin: 1 but for yarn."""
+    """Returns the factor on cos and sin: 1 except for yarn."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -102,7 +102,7 @@ def _mscale(rope: Rope, mscale: float) -> float:
 
 
 def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
-    """cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`.
+    """Computes cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`.
 
     On CPUs a loop over the two halves of F makes them once for all layers: XLA fuses anything less into every use, and
     computes them for every head of every layer, forward and backward.

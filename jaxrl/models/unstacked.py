@@ -1,4 +1,4 @@
-"""The layout of a model's weights for decoding on GPUs: arrays for each layer, and one for products of the same input.
+"""Converts weights to the decoding layout for GPUs: arrays per layer, joined for products of the same input.
 
 A scan over layers cuts each layer's weights out of arrays that hold all layers. A training step does so for thousands
 of tokens; a decoding step does so for one token a slot, and on GPUs XLA copies the weights first, because its products
@@ -70,7 +70,7 @@ def by_layer(model, params, cut=None) -> dict:
 
 
 def _joined(target, params) -> dict:
-    """What `joined` entries hold: the outputs of the parts, flat, one behind the other."""
+    """Returns the arrays of `joined` entries: the outputs of the parts, flat and concatenated."""
     def at(*path):
         return functools.reduce(lambda node, key: node[key], path, params)
 

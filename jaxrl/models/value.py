@@ -38,7 +38,7 @@ class ValueModel:
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:
-        """As Model.entries, with those of the value head."""
+        """Returns the parameter table of the Model and its value head."""
         trunk = [entry for entry in self.model.entries if self.keep_head or entry.path[0] != "head"]
         kernel, bias = parameters.VALUE
         rows = [dataclasses.replace(kernel, hf=f"{self.name}.weight")] + [bias] * self.bias
@@ -49,11 +49,11 @@ class ValueModel:
         return parameters.tree(self.entries, function)
 
     def init(self, key):
-        """Random trunk (see Model.init), zero value head; fp32. Pure."""
+        """Draws fp32 parameters: a random trunk (see Model.init) and a zero value head. Pure."""
         return self.with_head(self.model.init(key))
 
     def with_head(self, params, dtype=None):
-        """A Model's parameters with a value head at zero. dtype: of the head; None = the embedding's."""
+        """Adds a zero value head to a Model's parameters. dtype: of the head; None = the embedding's."""
         dtype = params["embed"]["embedding"].dtype if dtype is None else dtype
         return self.tree(lambda entry: jnp.zeros(entry.shape, dtype) if entry.path[0] == "value" else entry.of(params))
 
@@ -62,7 +62,7 @@ class ValueModel:
 
 
 def values(params, hidden_RxSxD):
-    """Values [R, S] in fp32 or better: hidden . kernel + bias (where there is one)."""
+    """Computes values [R, S] in fp32 or better: hidden . kernel + bias (if there is one)."""
     acc = jnp.promote_types(hidden_RxSxD.dtype, jnp.float32)
     head = fetched(params["value"])
     out = jnp.einsum("rsd,d->rs", hidden_RxSxD.astype(acc), head["kernel"].astype(acc))

@@ -348,7 +348,7 @@ def _apply(config, model, mesh: dict, name: str) -> float:
     if parts == "none":
         return state
     largest = max(math.prod(e.shape) for e in model.entries) * 4 / math.prod(mesh.values())
-    return min(2 * state, 8 * (largest if parts == "parameter" else min(largest, streaming.AT_ONCE)))
+    return min(2 * state, 8 * (largest if parts == "parameter" else min(largest, streaming.PART_BYTES)))
 
 
 def program_names(config, rollout) -> list[str]:

@@ -133,7 +133,7 @@ def one_update(job, policy: Policy, traj: Trajectories, step: int):
 
 def line_metrics(pending) -> dict[str, float]:
     """Averages metrics, token counts and operations over the updates since the last line; one transfer per update."""
-    steps = [training.several.over_all(host_scalars(m)) for m, *_ in pending]
+    steps = [training.adapter_set.mean_over_adapters(host_scalars(m)) for m, *_ in pending]
     names = dict.fromkeys(k for s in steps for k in s)
     out = {k: float(np.mean([s[k] for s in steps if k in s])) for k in names}
     lengths = np.concatenate([t.completion_lengths for _, t, *_ in pending])

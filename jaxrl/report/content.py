@@ -6,7 +6,7 @@ import datetime
 
 import jaxrl
 from jaxrl.config.load import default_config, get, options
-from jaxrl.diff import WHERE
+from jaxrl.diff import IGNORED_OPTIONS
 from jaxrl.report import curves, timeline
 from jaxrl.report.explained import explained_steps, tried_changes
 from jaxrl.report.findings import findings
@@ -67,7 +67,7 @@ def _group(runs: list[Run], members: list[int]) -> dict:
 def _differences(runs: list[Run]) -> list[list]:
     """[[option or version, a value per run], ...] of those in which runs differ; places and logs are left out."""
     tables = [run.config | {f"version of {k}": v for k, v in run.versions.items()} for run in runs]
-    names = sorted({n for t in tables for n in t if not n.startswith(WHERE)})
+    names = sorted({n for t in tables for n in t if not n.startswith(IGNORED_OPTIONS)})
     return [[n, *(_option_text(t.get(n)) for t in tables)]
             for n in names if len({_option_text(t.get(n)) for t in tables}) > 1]
 

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from jaxrl.diff import WHERE
+from jaxrl.diff import IGNORED_OPTIONS
 from jaxrl.report.runs import Run
 from jaxrl.report.thin import kept_points, shorts
 from jaxrl.telemetry.names import METRICS, describe
@@ -43,7 +43,7 @@ UNITS = (
     ("gap/stale_*", "nats"), ("gap/k3", "nats"), ("old_gap/max", "nats"), ("distill/*", "nats"),
     ("publish/seconds", "s"), ("publish/gb_per_second", "GB/s"), ("data/epoch", "passes"), ("data/samples", "samples"),
 )
-IGNORED_OPTIONS = ("run.seed", "run.resume")  # options in which runs of one curve may differ
+OPTIONS_OF_REPEATS = ("run.seed", "run.resume")  # options in which runs of one curve may differ
 IGNORED_METRICS = ("time/wall",)
 
 
@@ -63,7 +63,8 @@ def groups(runs: list[Run]) -> list[list[int]]:
     for i, run in enumerate(runs):
         own = str(run.config.get("run.dir") or "\0")
         say = lambda v, own=own: v.replace(own, "<run.dir>") if isinstance(v, str) else v  # noqa: E731
-        same = {k: say(v) for k, v in run.config.items() if not k.startswith(WHERE) and k not in IGNORED_OPTIONS}
+        same = {k: say(v) for k, v in run.config.items()
+                if not k.startswith(IGNORED_OPTIONS) and k not in OPTIONS_OF_REPEATS}
         key = json.dumps(same, sort_keys=True, default=str) if same else f"{i}"
         out.setdefault(key, []).append(i)
     return list(out.values())

@@ -93,7 +93,7 @@ def lowered(update, state, carry, microbatch=None):
     if microbatch is None:
         state = state.replace(frozen={k: x for k, x in state.frozen.items() if not memory.rests(x)})
         return update.compiled(state)[2].lower(state, *carry)
-    together = (microbatch,) * training.at_once(state)
+    together = (microbatch,) * training.microbatches_per_call(state)
     count = jax.ShapeDtypeStruct((), jnp.int32, weak_type=True) if len(together) > 1 else None
     return update.compiled(state)[1].lower(state.trainable, state.frozen, state.stats, *carry, together, count)
 

@@ -169,6 +169,6 @@ def clear_early_stop(state):
         flag = stats["stopped"]
         return {**stats, "stopped": put(np.zeros((), flag.dtype), flag.sharding)}
 
-    if training.several.is_several(state):
+    if training.adapter_set.is_adapter_set(state):
         return state.replace(stats={name: cleared(stats) for name, stats in state.stats.items()})
     return state.replace(stats=cleared(state.stats))

@@ -172,7 +172,7 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
     of_critic = critic.learn(batch.traj, prepared.columns, prepared.layout.seed) if critic is not None else []
     warming_up = critic is not None and step < spec.critic.warmup_steps
     pending = [] if warming_up else update_policy(spec, roles.policy, batch, prepared, meanwhile)
-    metrics = mean_metrics([training.several.over_all(host_scalars(m)) for m in pending])
+    metrics = mean_metrics([training.adapter_set.mean_over_adapters(host_scalars(m)) for m in pending])
     for bucket in [name for name in metrics if "gap/stale_" in name]:  # from a part of the mean to a mean
         share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
         metrics |= {bucket: part / share} if share else {}

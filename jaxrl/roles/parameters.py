@@ -30,7 +30,7 @@ from jaxrl import sharding, training
 from jaxrl.config import adapter_table
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder
-from jaxrl.models.adapters import initialization, peft, quantized, several
+from jaxrl.models.adapters import adapter_set, initialization, peft, quantized
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
@@ -51,7 +51,7 @@ def attach_adapter(config, model):
         return dataclasses.replace(peft.resolve(options, model), dropout=options.dropout, quantized=bits)
 
     parts = {name: one(adapter_table.lora_of(config, name)) for name in adapter_table.names(config)}
-    return dataclasses.replace(model, adapter=several.together(parts) if parts else one(config.lora))
+    return dataclasses.replace(model, adapter=adapter_set.combine_adapters(parts) if parts else one(config.lora))
 
 
 def policy_tree(model, shares_trunk: bool):
@@ -70,25 +70,25 @@ def flat_layers(model, tree) -> dict[str, tuple[int, ...]]:
 
 
 def policy_optimizer(job, updates: int):
-    """Returns (optax transformation of the policy's parameters, schedule); (training.several.Optimizers, None) for
+    """Returns (optax transformation of the policy's parameters, schedule); (training.adapter_set.Optimizers, None) for
     several adapters.
 
     updates: optimizer steps of the whole run; an adapter's schedule counts the steps that have rows of it.
     """
     c, about = job.config, (flat_axes(job.tree), flat_layers(job.model, job.tree))
     rules = []
-    for name in several.names(job.model):
+    for name in adapter_set.adapter_names(job.model):
         own = training.optimizer.adapters_optimizer(c, name)
-        rules.append(training.several.Rule(name, *training.make_optimizer(own, updates, *about), own.max_grad_norm))
+        rules.append(training.adapter_set.Rule(name, *training.make_optimizer(own, updates, *about), own.max_grad_norm))
     if rules:
-        return training.several.Optimizers(job.model, tuple(rules)), None
+        return training.adapter_set.Optimizers(job.model, tuple(rules)), None
     return training.make_optimizer(c.optimizer, updates, *about)
 
 
 def in_parts(job) -> str:
     """Returns the argument `in_parts` of training.make_update for the policy; "none" for several adapters, whose
     optimizer state is small."""
-    return "none" if several.names(job.model) else training.in_parts(job.config.optimizer.name)
+    return "none" if adapter_set.adapter_names(job.model) else training.in_parts(job.config.optimizer.name)
 
 
 def source_of(path: str) -> str:
@@ -375,7 +375,7 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
 
     state = jax.tree_util.tree_map_with_path(place, state)
     if job.streams(role):
-        trainable = state.trainable if several.names(job.model) else memory.kept(state.trainable)
+        trainable = state.trainable if adapter_set.adapter_names(job.model) else memory.kept(state.trainable)
         state = state.replace(trainable=trainable, frozen=memory.kept(state.frozen))
     if job.streams(role) or c.optimizer.offload:
         state = state.replace(opt_state=memory.kept(state.opt_state))
@@ -398,10 +398,10 @@ def new_state(job, optimizer, abstract: TrainState, params, everything=False) ->
     if any(map(memory.rests, jax.tree.leaves(abstract))):
         trainable, frozen = ({k: move_to_host(x) if memory.rests(place[k]) else x for k, x in tree.items()}
                              for tree, place in ((trainable, abstract.trainable), (frozen, abstract.frozen)))
-        if isinstance(optimizer, training.several.Optimizers):  # all but the base is small
+        if isinstance(optimizer, training.adapter_set.Optimizers):  # all but the base is small
             start = jax.jit(_start(job, optimizer), out_shardings=shardings.replace(frozen={}), donate_argnums=0)
             return start(trainable, {}).replace(frozen=frozen)
-        moments = training.streaming.initial(optimizer, trainable, abstract.opt_state)
+        moments = training.streaming.init_in_parts(optimizer, trainable, abstract.opt_state)
         around = shardings.replace(trainable={}, frozen={}, opt_state=())
         state = jax.jit(_start(job, _nothing()), out_shardings=around)({}, {})
         return state.replace(trainable=trainable, frozen=frozen, opt_state=moments)
@@ -415,8 +415,8 @@ def _nothing():
 
 def _start(job, optimizer):
     """Returns a function (trainable, frozen) -> TrainState."""
-    of_several = isinstance(optimizer, training.several.Optimizers)
-    start = training.several.init_state if of_several else training.init_state
+    of_several = isinstance(optimizer, training.adapter_set.Optimizers)
+    start = training.adapter_set.init_state if of_several else training.init_state
     return functools.partial(start, optimizer=optimizer, fp16=job.compute_dtype == jnp.float16,
-                             router_load=training.router.even(job.model.config),
+                             router_load=training.router.even_load(job.model.config),
                              loss_scale=job.config.train.loss_scale.initial)

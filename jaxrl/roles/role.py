@@ -18,7 +18,7 @@ import optax
 from jaxrl import training
 from jaxrl.config import adapter_table
 from jaxrl.errors import RunStopped
-from jaxrl.models.adapters import peft, several
+from jaxrl.models.adapters import adapter_set, peft
 from jaxrl.models.io import hf
 from jaxrl.processes.exchange import gather
 from jaxrl.processes.group import peers
@@ -134,18 +134,18 @@ class Policy(Role):
     def restart_optimizer(self) -> None:
         """Resets the optimizer's state; learning-rate schedules continue."""
         state = self.state
-        fresh = training.streaming.initial(self.optimizer, state.trainable, state.opt_state)
+        fresh = training.streaming.init_in_parts(self.optimizer, state.trainable, state.opt_state)
         self.state = state.replace(opt_state=keep_schedules(fresh, state.opt_state))
 
     def export(self, folder) -> None:
         """Writes a Hugging Face folder: the model, or adapters per lora.export, each in a subfolder if several."""
         job = self.job
-        for k, name in enumerate(several.names(job.model)):
-            own = several.taken(job.model, k, {**self.state.trainable, **self.state.frozen})
-            one = dataclasses.replace(job, model=several.alone(job.model, k))
+        for k, name in enumerate(adapter_set.adapter_names(job.model)):
+            own = adapter_set.take_leaves(job.model, k, {**self.state.trainable, **self.state.frozen})
+            one = dataclasses.replace(job, model=adapter_set.select_model(job.model, k))
             options = adapter_table.lora_of(job.config, name)
             self._write(one, options, parameters.policy_params({}, own), Path(folder) / name)
-        if not several.names(job.model):
+        if not adapter_set.adapter_names(job.model):
             params = parameters.policy_params(self.state.trainable, self.state.frozen)
             self._write(job, job.config.lora, params, folder)
 
@@ -241,7 +241,7 @@ class WeightSync:
 def check_finite(state: TrainState, config) -> None:
     """Raises NothingFinite after optimizer.max_nonfinite updates in a row whose loss or gradient was not finite."""
     limit = config.optimizer.max_nonfinite
-    for adapter, count in training.several.flagged(state, "nonfinite_streak").items():
+    for adapter, count in training.adapter_set.counter_by_adapter(state, "nonfinite_streak").items():
         streak = int(np.asarray(count))
         if streak < limit:
             continue

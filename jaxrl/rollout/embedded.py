@@ -26,7 +26,7 @@ import numpy as np
 from jaxrl.errors import RunStopped
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
-from jaxrl.models.adapters import several
+from jaxrl.models.adapters import adapter_set
 from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
@@ -114,7 +114,7 @@ class EmbeddedEngine(Engine):
         self._held = self._closed = False
         self._counts = Counter({name: 0 for name in COUNTERS})
         self._table = _empty_table(shapes)
-        self._adapters = len(several.names(model))
+        self._adapters = len(adapter_set.adapter_names(model))
         self._whose = np.zeros(shapes.slots, np.int32)  # number of the adapter of the request in each slot
         self._no_history: dict[int, jax.Array] = {}
         self._ended_at: set[int] = set()  # up to two lengths of completions

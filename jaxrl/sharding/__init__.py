@@ -1,4 +1,4 @@
-"""Mesh and sharding rules."""
+"""Device meshes, sharding rules, host memory, and the table of chips that plans are made for."""
 
 from jaxrl.sharding.mesh import (
     ROLES,

@@ -1,8 +1,11 @@
-"""Arrays in host memory (pinned_host), under the sharding they have on the devices: those that rest there between their
-uses, and those that stay there and are streamed, a few layers at a time, through the programs that use them.
+"""Moves arrays between device memory and host memory (pinned_host), under the same sharding.
 
-A program sees in the type of an argument that it is in host memory, and copies what it computes with, where it does
-(`fetched`, `part`, `written`). XLA for CPUs runs the same programs; its host memory is its devices' own.
+Some arrays rest in host memory between their uses. Others stay there and are streamed, a few layers at a time, through
+the programs that use them: the type of an argument tells a program that it is in host memory, and the program copies
+the part it computes with (`fetched`, `part`, `written`). XLA for CPUs runs the same programs; its host memory is the
+devices' own.
+
+Called by roles (placement), models.decoder (layers) and training. Options that decide the placement are not read here.
 """
 
 from __future__ import annotations
@@ -18,33 +21,37 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 HOST = "pinned_host"
-WORTH_IT = 1 << 20  # bytes of a whole array from which on it is kept in host memory; a smaller one does not pay
+WORTH_IT = 1 << 20  # bytes of the smallest whole array that is kept in host memory; a smaller one does not pay
 
 
 def can_rest(device) -> bool:
-    """Whether arrays of this device can rest in its host's memory."""
+    """Whether a device supports arrays in its host's pinned memory."""
     return HOST in {memory.kind for memory in device.addressable_memories()}
 
 
 def resting(sharding):
-    """The same sharding in host memory."""
+    """Returns the same sharding in host memory."""
     return sharding.with_memory_kind(HOST)
 
 
 def awake(sharding):
-    """The same sharding in the devices' own memory."""
+    """Returns the same sharding in the devices' own memory."""
     if sharding.memory_kind != HOST:
         return sharding
     return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
 
 
 def rests(x) -> bool:
+    """Whether an array, or a shape with a sharding, is in host memory by its sharding."""
     return x.sharding.memory_kind == HOST
 
 
 def moved(tree, shardings):
-    """The tree on the devices of `shardings`, which may be others. Over several processes, whose devices cannot send to
-    each other's outside of a program, each array is made whole on its own devices first, one at a time."""
+    """Moves a tree to `shardings`, which may name other devices.
+
+    Devices of different processes cannot send to each other outside of a program. So with more than one process each
+    array is first replicated on its present devices, one array at a time.
+    """
     def one(x, where):
         near = x.is_fully_addressable and where.is_fully_addressable
         if near or x.sharding.device_set == where.device_set:
@@ -57,8 +64,10 @@ def moved(tree, shardings):
 
 
 def _between(x, where):
-    """The array in the memory of `where`, which splits it as it is. Of several processes each moves its own parts: a
-    program that did would have to be of the mesh in force."""
+    """Moves an array to the memory kind of `where`, which has the same sharding.
+
+    Each process moves its own shards, since a program that did so would have to use the mesh in force.
+    """
     if x.is_fully_addressable:
         return jax.device_put(x, where)
     parts = [jax.device_put(s.data, SingleDeviceSharding(s.device, memory_kind=where.memory_kind))
@@ -67,7 +76,7 @@ def _between(x, where):
 
 
 def to_devices(tree):
-    """The tree with all that rests moved to the devices' own memory; what is there stays as it is."""
+    """Moves the arrays of a tree that are in host memory to the devices' own memory; others are unchanged."""
     def move(x):
         if not rests(x):
             return x
@@ -77,13 +86,13 @@ def to_devices(tree):
 
 
 def to_host(tree, where=None):
-    """The tree in host memory; with `where`, a tree of shardings, only what rests there."""
+    """Moves a tree to host memory; with `where`, a tree of shardings, only the leaves that are in host memory there."""
     where = jax.tree.map(lambda x: resting(x.sharding), tree) if where is None else where
     return jax.tree.map(lambda x, s: _between(x, s) if s.memory_kind == HOST else x, tree, where)
 
 
 def one_of(x, index: tuple[int, ...]):
-    """x[index]; of an array that rests, on the devices."""
+    """Returns x[index]; of an array in host memory, a copy on the devices."""
     if not rests(x):
         return x[index] if index else x
     at = np.ravel_multi_index(index, x.shape[:len(index)]) if index else 0
@@ -104,7 +113,7 @@ def worth_it(x) -> bool:
 
 
 def kept(tree):
-    """Shapes with shardings, those that are worth it in host memory."""
+    """Returns shapes with shardings of a tree of them, where large arrays (`worth_it`) are placed in host memory."""
     def one(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=resting(x.sharding)) if worth_it(x) else x
 
@@ -117,11 +126,11 @@ def in_host(x) -> bool:
 
 
 class Streamed(NamedTuple):
-    """A parameter in host memory in the place of the parameter, and the sum of its gradients so far (host memory too).
+    """A parameter in host memory with the sum of its gradients so far, also in host memory; replaces the parameter.
 
-    `fetched` gives the parameter. Its gradient does not go to `value`: that of `sum` is the sum with this gradient
-    added, in host memory and in the sum's dtype. So a backward pass over stacked layers holds the gradient of one.
-    A node may be fetched once in a program: two uses would count the sum twice.
+    `fetched` returns the parameter. Its gradient does not go to `value`: the gradient of `sum` is the sum plus this
+    gradient, in host memory and in the sum's dtype. So a backward pass over stacked layers holds the gradient of one.
+    Fetch a node once in a program: two uses would count the sum twice.
     """
 
     value: jax.Array
@@ -129,7 +138,7 @@ class Streamed(NamedTuple):
 
 
 def fetched(tree):
-    """The tree with a copy in the devices' memory of every leaf that is in host memory. For programs."""
+    """Copies every leaf in host memory to the devices' memory. For use inside programs."""
     def one(x):
         if isinstance(x, Streamed):
             return _learning(*x)
@@ -156,23 +165,25 @@ _learning.defvjp(_learning_forward, _learning_backward)
 
 
 def part(x, start, size: int):
-    """`size` of the first axis from `start` on, in the devices' memory. For programs."""
+    """Copies rows `start` to `start + size` of the first axis to the devices' memory. For use inside programs."""
     return fetched(jax.lax.dynamic_slice_in_dim(x, start, size, 0))
 
 
 def written(x, new, start):
-    """x, wherever it is, with `new` in the place of a `part`. In a loop that carries x this is done in place."""
+    """Returns x, in its memory, with the rows from `start` on replaced by `new`; in place in a loop that carries x."""
     return jax.lax.dynamic_update_slice_in_dim(x, replaced(x, new), start, 0)
 
 
 def replaced(x, new):
-    """`new` where x is. For programs."""
+    """Returns `new` in the memory of x. For use inside programs."""
     return jax.device_put(new, jax.memory.Space.Host) if in_host(x) else new
 
 
 def zeros(like, dtype, rows: int):
-    """Zeros of the shape of an array, where it is; in host memory made `rows` of the first axis at a time. For
-    programs."""
+    """Returns zeros with the shape and the memory of `like`. For use inside programs.
+
+    rows: of the first axis, made at a time if `like` is in host memory.
+    """
     shape = like.shape
     if not in_host(like):
         return jnp.zeros(shape, dtype)

@@ -1,5 +1,8 @@
-"""The device mesh: axes dp (replicas), fsdp (shards of parameters), cp (shards of rows along their tokens, and of
-parameters), ep (shards of experts, and of all other parameters), tp (shards of heads, width, vocabulary)."""
+"""Makes the device mesh of every role from the config.
+
+Axes: dp (replicas), fsdp (shards of parameters), cp (shards of rows along their tokens, and of parameters), ep (shards
+of experts, and of all other parameters), tp (shards of heads, width, vocabulary).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ ROLES = ("policy", "reference", "critic", "teacher", "sampler", "reward_model") 
 
 
 def mesh_shape(mesh_config, num_devices: int) -> tuple[int, ...]:
-    """Sizes of AXES with one -1 filled so that the product is `num_devices`; an axis that mesh_config lacks is 1.
+    """Returns the sizes of AXES, with -1 replaced so that the product is `num_devices`; missing axes are 1.
 
     Raises ConfigError when the sizes cannot cover the devices.
     """
@@ -42,10 +45,10 @@ def mesh_shape(mesh_config, num_devices: int) -> tuple[int, ...]:
 
 
 def make_mesh(mesh_config, devices=None) -> Mesh:
-    """Mesh over all devices (or those given), in the order jax finds best for the topology.
+    """Makes the mesh over all devices (or `devices`), in the order jax finds best for the topology.
 
-    Where the devices are several slices (of a TPU, joined by the data centre's network), dp runs over slices first,
-    then fsdp; cp, ep and tp stay inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, and
+    If the devices are several TPU slices, joined by the data centre's network, dp runs over slices first, then fsdp;
+    cp, ep and tp stay inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, and
     around it ep, then cp join neighbours.
 
     Raises ConfigError for sizes that cannot cover the devices, and where cp, ep or tp would have to cross slices.
@@ -73,7 +76,7 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
 
 
 def row_parts(mesh_config) -> int:
-    """Equal parts that rows are cut into, so that they lie over mesh.cp of every role that reads them."""
+    """Returns the number of equal parts rows are cut into: a multiple of mesh.cp of every role that reads them."""
     roles = mesh_config.roles
     policy = roles.get("policy", {}).get("cp", mesh_config.cp)
     theirs = (roles.get(role, {}).get("cp", 1) for role in ("reference", "critic", "teacher"))
@@ -91,7 +94,7 @@ def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
 
 
 def indices(text: str, count: int, what: str = "device", of: str = "a process has") -> list[int]:
-    """Numbers of a process's devices, or of processes, from mesh.roles.<role>: "all", or ranges such as "0-3,6".
+    """Parses numbers of devices or processes in mesh.roles.<role>: "all", or ranges such as "0-3,6".
 
     Raises ValueError for text that is neither, and for numbers beyond `count`.
     """
@@ -111,10 +114,10 @@ def indices(text: str, count: int, what: str = "device", of: str = "a process ha
 
 
 def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
-    """The mesh of every role: the policy's where mesh.roles says nothing else, so that equal ones are one object.
+    """Returns {role: mesh}; roles without an entry in mesh.roles share the policy's mesh object.
 
-    A role has the same slice of every process's devices, or of those of some processes. Where only its devices are
-    given, fsdp takes all of them. Raises ConfigError for devices that are not there and sizes that do not fit them.
+    A role has the same slice of the devices of every process, or of some processes. If an entry names devices but no
+    sizes, fsdp takes all of them. Raises ConfigError for devices that do not exist and sizes that do not fit them.
     """
     devices = jax.devices() if devices is None else devices
     meshes = {}
@@ -149,23 +152,25 @@ def _slice_of(devices, role: str, given):
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """Numbers of the processes that have devices of a mesh."""
+    """Returns the sorted numbers of the processes that have devices of a mesh."""
     return sorted({d.process_index for d in mesh.devices.flat})
 
 
 def data_shards(mesh: Mesh) -> int:
-    """Number of shards the batch is split into."""
+    """Returns the number of shards a batch's rows are split into (dp x fsdp x ep)."""
     return math.prod(mesh.shape[a] for a in DATA_AXES)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over dp x fsdp x ep, their tokens (or scored slots), the second axis, over cp, the rest whole."""
+    """Returns a batch's sharding: rows over dp x fsdp x ep, tokens or scored slots (axis 1) over cp, the rest whole."""
     return NamedSharding(mesh, P(DATA_AXES, "cp") if mesh.shape["cp"] > 1 else P(DATA_AXES))
 
 
 def rollout_mesh(mesh: Mesh) -> Mesh:
-    """The same devices as a sampler uses them, in the same order: cp as more of fsdp. It splits no rows: slots take the
-    place, and weights are as they were, since in the rollout layout neither axis splits them."""
+    """Returns the mesh of the same devices, in the same order, for the embedded sampler: cp becomes a part of fsdp.
+
+    Rows are not split over cp there. Weights keep their placement, since the rollout layout splits them over neither.
+    """
     if mesh.shape["cp"] == 1:
         return mesh
     shape = rollout_shape(dict(mesh.shape))
@@ -173,9 +178,10 @@ def rollout_mesh(mesh: Mesh) -> Mesh:
 
 
 def rollout_shape(sizes: dict) -> dict:
-    """The sizes of `rollout_mesh`."""
+    """Returns the axis sizes of `rollout_mesh` for those of the training mesh."""
     return {**sizes, "fsdp": sizes["fsdp"] * sizes["cp"], "cp": 1}
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding that keeps an array whole on every device of a mesh."""
     return NamedSharding(mesh, P())

@@ -1,4 +1,4 @@
-"""One table from logical axes to mesh axes, per layout.
+"""Sharding rules: one table from logical axes of parameters to mesh axes per layout (training, rollout).
 
 Every parameter carries one logical axis name per dimension (`Model.logical_axes()`); a layout says which mesh axis, or
 axes, each one is split over. A dimension that these do not divide is split over those of them that do, as far as it
@@ -37,7 +37,7 @@ ROLLOUT_RULES = {**TRAIN_RULES, "embed": None, "expert_embed": None}
 
 
 def spec_for(name: str, axes: tuple, shape: tuple, mesh: Mesh, rules: dict = TRAIN_RULES) -> P:
-    """PartitionSpec of one parameter.
+    """Returns the PartitionSpec of one parameter with logical `axes` and `shape`.
 
     Raises ValueError naming the parameter for an axis missing from the table, or two dimensions on one mesh axis.
     """
@@ -58,12 +58,12 @@ def spec_for(name: str, axes: tuple, shape: tuple, mesh: Mesh, rules: dict = TRA
 
 
 def _subsets(axes: tuple) -> list[tuple]:
-    """The most axes first, of equally many the first in the table's order."""
+    """Returns all subsets of mesh axes, larger ones first, in the table's order."""
     return [part for n in range(len(axes), -1, -1) for part in itertools.combinations(axes, n)]
 
 
 def _divides(axes: tuple, size: int, mesh) -> int:
-    """Over how many devices `axes` split a dimension; 0 where they cannot."""
+    """Returns over how many devices `axes` split a dimension of `size`; 0 if they do not divide it."""
     count = math.prod(mesh.shape.get(a, 1) for a in axes)
     return 0 if size % count else count
 
@@ -73,7 +73,7 @@ def _mesh_axes(target) -> tuple[str, ...]:
 
 
 def param_shardings(mesh: Mesh, logical_axes, shapes, rules: dict = TRAIN_RULES):
-    """NamedSharding tree for a parameter tree.
+    """Returns the tree of NamedShardings for a parameter tree.
 
     Args:
       mesh: the device mesh.

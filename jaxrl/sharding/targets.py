@@ -1,4 +1,4 @@
-"""What a plan is made for: `v5p:4x4x8`, `h100:64`, `cpu:8`."""
+"""Parses plan.target, the hardware that a plan is made for: `v5p:4x4x8`, `h100:64`, `cpu:8`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Target:
 
     @property
     def per_host(self) -> int:
-        """Devices of one process."""
+        """Number of devices of one process."""
         return min(self.chip.host, self.count)
 
     @property
@@ -43,7 +43,7 @@ class Target:
 
 
 def parse(text: str) -> Target:
-    """Reads plan.target.
+    """Parses plan.target into a Target.
 
     A TPU slice is given by its shape (v5p:4x4x8) or its number of chips (then the most cubic shape is taken); GPUs and
     CPU devices by their number, 1 where it is left out. Raises ConfigError, naming the nearest chip, for anything else.
@@ -74,7 +74,7 @@ def parse(text: str) -> Target:
 
 
 def slice_shape(count: int, axes: int) -> tuple[int, ...]:
-    """The most cubic shape of `count` chips, ascending."""
+    """Returns the most cubic shape of a TPU slice with `count` chips and `axes` axes, ascending."""
     if axes == 1:
         return (count,)
     shapes = [tuple(sorted((first, *slice_shape(count // first, axes - 1)))) for first in range(1, count + 1)
@@ -83,7 +83,7 @@ def slice_shape(count: int, axes: int) -> tuple[int, ...]:
 
 
 def name_of(device) -> str | None:
-    """The table's name of a jax device, None where it has none."""
+    """Returns the name of a jax device in CHIPS, None if it is not in the table."""
     kind = device.device_kind.lower()
     if device.platform in ("cpu", "tpu"):
         return {"cpu": "cpu", "tpu v5": "v5p", "tpu v5p": "v5p", "tpu v5 lite": "v5e", "tpu v5e": "v5e",

@@ -1,4 +1,7 @@
-"""What a student minimises under a teacher, densely: a divergence at every scored token."""
+"""The objective of distillation: a divergence between student and teacher at every scored token.
+
+Formulas of the divergences are in algorithms.distillation; teachers are scored in roles.teachers.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,20 @@ TEACHER = "teacher"  # node of the parameters that holds the teacher's head
 
 @dataclasses.dataclass(frozen=True)
 class Distillation(Objective):
-    """(1 - ce) coef sum_t w_policy divergence_t - ce sum_t w_positive logp_t.
+    """Minimises (1 - ce) coef sum_t w_policy divergence_t - ce sum_t w_positive logp_t.
 
-    temperature: the student's. teacher_temperature: the teacher's, of whole distributions (columns of log-probs come
-    tempered). kind, beta, tail: as of algorithms.distillation. w_positive: of the demonstrations, where `ce` > 0.
+    With `teacher` the divergence is over the whole vocabulary, from the column "teacher_hidden" and the head that the
+    parameters hold under TEACHER (as wide as the student's). Without it, the divergence is over the columns
+    "teacher_ids" (-1 = no token) and "teacher_logprobs".
 
-    Two forms: with `teacher`, a Model, over the whole vocabulary, from the column "teacher_hidden" and the head that
-    the parameters hold under TEACHER (as wide as the student's; `vocab` ids of it are common); without, over the
-    columns "teacher_ids" (-1 = no token) and "teacher_logprobs".
+    Attributes:
+      temperature: of the student.
+      kind, beta, tail: as in algorithms.distillation.
+      coef: factor on the divergence.
+      ce: share of the cross-entropy on demonstrations, whose weights are w_positive; read if > 0.
+      teacher: the teacher's Model, or None.
+      vocab: ids that student and teacher have in common.
+      teacher_temperature: of the teacher's whole distributions; columns of log-probs have it applied already.
     """
 
     kind: str = "forward"

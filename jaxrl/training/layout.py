@@ -1,4 +1,6 @@
-"""Where every sequence goes: minibatch, microbatch, row. Computed from lengths alone, the same on every process.
+"""Assigns every sequence to a minibatch, a microbatch and a row, from lengths alone, equally on every process.
+
+Called by roles and the planner. Rows are filled with tokens in training.pack.
 
 A row holds blocks. A block is one copy of a prompt followed by completions of it (one when prompts are not shared). A
 sequence never crosses a row, a row never crosses a microbatch, a microbatch never crosses an optimizer step.
@@ -17,7 +19,7 @@ from jaxrl.types import Sizes
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Sequences that share a copy of their prompt, in a row."""
+    """Sequences of a row that share one copy of their prompt."""
 
     sequences: tuple[int, ...]
     tokens: int  # prompt once + all completions
@@ -25,6 +27,8 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
+    """Rows that are computed together; a microbatch has one of the shapes of RowShapes."""
+
     row_length: int
     rows: tuple[tuple[Block, ...], ...]  # padded with empty rows to a static count
     ranks: int = 1  # parts that each row is cut into (training.ranks)
@@ -41,13 +45,15 @@ class Minibatch:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
+    """The minibatches of one pass over a batch, with the packed positions that hold a token and all of them."""
+
     minibatches: tuple[Minibatch, ...]
     used_tokens: int
     total_tokens: int
 
     @property
     def efficiency(self) -> float:
-        """Share of the packed positions that hold a token."""
+        """Returns the share of packed positions that hold a token."""
         return self.used_tokens / max(self.total_tokens, 1)
 
 
@@ -64,13 +70,13 @@ class RowShapes:
 
 
 def row_unit(ranks: int) -> int:
-    """What the lengths of rows that are cut into so many parts are multiples of, where they are not given."""
+    """Returns the number of tokens that automatic row lengths are multiples of, if rows are cut into `ranks` parts."""
     return 8 if ranks == 1 else ranks * TILE
 
 
 def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int, sizes: int = 2, ranks: int = 1,
                windows=(0,)) -> RowShapes:
-    """Static row shapes from the config.
+    """Computes the static row shapes from the config.
 
     Args:
       row_lengths: train.row_lengths; empty = one length, the longest sequence rounded up to a multiple of `row_unit`.
@@ -78,7 +84,10 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
       tokens_per_microbatch: per data shard; raised to one row where it is smaller.
       shards: data shards; row counts are multiples of it.
       sizes: row counts per length: 2 = whole and a quarter, so that a last microbatch wastes little; 1 = whole only.
-      ranks: equal parts that a row is cut into (mesh.cp). windows: of the model's layers, 0 = none.
+      ranks: equal parts that a row is cut into (mesh.cp).
+      windows: of the model's layers, 0 = none.
+
+    Raises ConfigError for row lengths that cannot be cut, are more than two, or are shorter than `longest`.
     """
     unit = row_unit(ranks)
     lengths = tuple(sorted(row_lengths)) or (-(-longest // unit) * unit,)
@@ -103,21 +112,23 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
 def make_layout(
     sizes: Sizes, shapes: RowShapes, *, num_minibatches=1, share_prompts=True, keep_groups=False, seed=0
 ) -> Layout:
-    """Places sequences.
+    """Assigns sequences to minibatches, microbatches and rows.
 
-    Groups are shuffled by `seed` and dealt to minibatches (a group is never split over two), then packed into rows: by
-    first-fit decreasing, where completions of the emptiest rows fill up others while that saves whole rows, or row by
-    row, where that takes fewer. Rows are cut into microbatches of static row counts, in which every data shard gets
-    about the same work of attention.
+    Groups are shuffled by `seed` and dealt to minibatches; a group is never split over two. They are then packed into
+    rows by first-fit decreasing, after which completions of the emptiest rows fill up others while that saves whole
+    rows, or row by row if that takes fewer rows. Rows are cut into microbatches of static row counts, in which every
+    data shard gets about the same attention work.
 
     Args:
       sizes: of the sequences.
       shapes: static row shapes.
       num_minibatches: optimizer steps per pass.
       share_prompts: one prompt copy per block instead of one per completion.
-      keep_groups: all of a group in one microbatch, for losses that compare its members. Raises ConfigError where one
-      is too large.
+      keep_groups: put all of a group into one microbatch, for losses that compare its members.
       seed: decides the minibatches; unused with one.
+
+    Raises ConfigError for more minibatches than groups and, with keep_groups, for a group larger than a microbatch;
+    ValueError for a sequence longer than the longest row.
     """
     sizes = Sizes(*map(np.asarray, sizes[:3]), np.asarray(sizes.prefixes) if share_prompts else None)
     whole = sizes.prompts + sizes.completions
@@ -178,7 +189,7 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
                 count = counts[-1] if small else counts[0]
                 taken, rows = rows[:count], rows[count:]
                 taken = tuple(taken) + ((),) * (count - len(taken))
-                taken = _dealt(taken, shapes.shards, work) if work else taken
+                taken = _assign_rows_to_shards(taken, shapes.shards, work) if work else taken
                 yield Microbatch(length, taken, shapes.ranks, shapes.windows)
 
 
@@ -209,7 +220,7 @@ def attention_work(block: Block, prompts, completions) -> int:
     return prompt * (prompt + 1) // 2 + int((own * prompt + own * (own + 1) // 2).sum())
 
 
-def _dealt(rows, shards, work):
+def _assign_rows_to_shards(rows, shards, work):
     """The rows of a microbatch, by work, each to the shard that has least of it; a shard's rows are neighbours."""
     room, load, mine = len(rows) // shards, np.zeros(shards), [[] for _ in range(shards)]
     for row in sorted(rows, key=lambda row: -work.get(row, 0)):

@@ -1,6 +1,8 @@
-"""What an update minimises, as a value: which token columns and weights it reads, which roles must have spoken before,
-and how the loss of a microbatch follows from what the model says of its tokens. Update, scoring and planner read the
-same value.
+"""Objectives: what an update minimises, as a value.
+
+An objective names the token columns and weights it reads and the roles that must score the batch first, and computes
+the loss of a microbatch from the model's outputs. Update, scoring and planner read the same value. The formulas of
+policy losses are in jaxrl.algorithms; divergences of distillation are in training.distillation.
 
 A loss is a masked sum of weight * token loss. Weights are 1/denominator of one optimizer step and come from the host,
 so losses and metrics add up over microbatches and data shards. Metrics have the weight "token" = 1 / (scored tokens of
@@ -44,10 +46,12 @@ from jaxrl.training.score import forward_hidden, logprobs_of
 
 
 class Outputs:
-    """What a model says of a packed microbatch; computed where an objective asks for it, from one forward pass.
+    """Outputs of a model for one packed microbatch; log-probs and values are computed when an objective reads them.
 
-    auxiliary: what its layers say beside the hidden states, by name, summed over the layers (balance of experts ...);
-      {} if dense.
+    Attributes:
+      hidden: [R, S, D], the states that predict the scored slots, from one forward pass.
+      token: [R, S] weight "token"; mask: where it is positive.
+      auxiliary: {name: output of the layers summed over them} (balance of experts ...); {} for a dense model.
     """
 
     def __init__(self, model, params, batch, objective: Objective):
@@ -59,7 +63,7 @@ class Outputs:
         self.hidden, self.auxiliary = forward_hidden(model, params, batch)
 
     def of(self, batch, objective: Objective) -> Outputs:
-        """The same forward pass as `objective` sees it, which counts the slots that `batch` gives a weight."""
+        """Returns the outputs of the same forward pass with another objective and with the weights of `batch`."""
         part = copy.copy(self)
         part.batch, part.objective, part.token = batch, objective, batch.weights["token"]
         part.mask = part.token > 0
@@ -72,19 +76,19 @@ class Outputs:
                            temperature=self.objective.temperature, chunk=self.objective.chunk)
 
     def logprobs(self):
-        """(log-probs of the targets, entropies, {their token means}), [R, S]."""
+        """Returns (log-probs of the targets [R, S], entropies [R, S], {metric: their token means})."""
         logp, entropy = self._of_targets
         mean = lambda x: jnp.sum(self.token * jax.lax.stop_gradient(x))  # noqa: E731
         return logp, entropy, {"policy/entropy": mean(entropy), "policy/logprob": mean(logp)}
 
     def values(self):
-        """[R, S] of the value head."""
+        """Returns the values [R, S] of the value head."""
         return values(self.params, self.hidden)
 
 
 class LossScale(NamedTuple):
-    """How fp16's factor on the loss moves: doubled after `window` finite updates in a row, halved from `patience`
-    overflows in a row on, within its bounds."""
+    """Dynamic loss scaling of fp16: the factor on the loss doubles after `window` finite updates in a row and is halved
+    at each overflow from the `patience`-th in a row on, between `min` and `max`."""
 
     initial: float = 2.0**15
     min: float = 1.0
@@ -95,8 +99,12 @@ class LossScale(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The part that all objectives have. `columns` and `weights` are names in PackedBatch; `needs` says who must have
-    scored the batch before: "old" (the policy itself), "reference", "critic"."""
+    """The options and the interface that all objectives share.
+
+    Attributes:
+      columns, weights: names in PackedBatch that the loss reads.
+      needs: what must score the batch first: "old" (the policy itself), "reference", "critic".
+    """
 
     temperature: float = 1.0
     chunk: int = 1024          # scored tokens whose logits exist at once
@@ -109,21 +117,27 @@ class Objective:
 
     weights = ("policy", "token")
     columns = needs = ()
-    entropy_target, may_stop = 0.0, False  # what only some adapt, and whether updates may be left out
-    routers = True  # whether those of the model are its business: terms of training.router, metrics
+    entropy_target, may_stop = 0.0, False  # target of an adaptive entropy bonus; whether updates may be skipped
+    routers = True  # whether the loss and metrics include the terms of training.router
 
     def loss(self, outputs: Outputs, batch, entropy_coef=None):
-        """(weighted sum of token losses, metrics) of one microbatch."""
+        """Computes (weighted sum of token losses, metrics) of one microbatch.
+
+        entropy_coef: [] adaptive coefficient of the entropy bonus; None = the fixed one.
+        """
         raise TypeError(f"{type(self).__name__} has no loss")
 
     def stops(self, already, metrics):
-        """Whether the rest of an RL step's updates is left out."""
+        """Whether this optimizer step and the RL step's remaining ones are skipped.
+
+        already: [] bool, an earlier one was. metrics: of this optimizer step.
+        """
         return already
 
 
 @dataclasses.dataclass(frozen=True)
 class NextToken(Objective):
-    """-sum_t w_policy * logp: supervised fine-tuning, and every objective of sequences."""
+    """Minimises -sum_t w_policy * logp: supervised fine-tuning, and with `sequence_weights` any loss of sequences."""
 
     def loss(self, outputs, batch, entropy_coef=None):
         logp, _, metrics = outputs.logprobs()
@@ -132,8 +146,7 @@ class NextToken(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Score(Objective):
-    """sum_t w_policy * score at the slots of training.slots: every loss of scores, by the weights of
-    `score_weights`."""
+    """Minimises sum_t w_policy * score at the slots of training.slots: with `score_weights` any loss of scores."""
 
     @jax.named_scope("score")
     def loss(self, outputs, batch, entropy_coef=None):
@@ -142,7 +155,7 @@ class Score(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Value(Objective):
-    """The critic's: sum_t w_token * value loss."""
+    """Minimises the critic's loss, sum_t w_token * value loss (algorithms.value_loss, clipped at `clip`)."""
 
     clip: float = 0.0
 
@@ -165,13 +178,13 @@ class Value(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient(Objective):
-    """The policy's, in reinforcement learning:
+    """Minimises the policy's loss in reinforcement learning:
 
     sum_t w_policy * (factor * policy loss + kl.coef * kl) - entropy_coef * w_token * entropy
     + positive_nll_coef * w_positive * nll + value_coef * value loss; factor = mismatch weight and sequence mask.
 
-    options: config.algorithm with nothing left to decide, and `user`, the table config.user. A policy loss gets them as
-    its `cfg`, so an option of its own needs its row in the schema and nothing here.
+    options: the resolved config.algorithm, and `user`, the table config.user. A policy loss gets them as its `cfg`, so
+    a new option of a loss needs a row in the schema and nothing here.
     """
 
     options: Any = None
@@ -181,12 +194,12 @@ class PolicyGradient(Objective):
 
     @property
     def kl_coef(self) -> float:
-        """Of the KL term in the loss."""
+        """Coefficient of the KL term in the loss; 0 if KL is part of the reward."""
         return self.options.kl.coef if self.options.kl.placement == "loss" else 0.0
 
     @property
     def scores_old(self) -> bool:
-        """Whether the ratio is taken to a column "old"; else it is 1 by construction."""
+        """Whether ratios are taken to the column "old"; otherwise they are 1 by construction."""
         return self.options.old_logprobs != "current"
 
     @property
@@ -224,7 +237,7 @@ class PolicyGradient(Objective):
 
     @jax.named_scope("loss")
     def policy_terms(self, logp, entropy, batch, token, mask, entropy_coef):
-        """(sum of all terms of the policy's loss, metrics) from log-probs and entropies [R, S]."""
+        """Computes (sum of all terms of the policy's loss, metrics) from log-probs and entropies [R, S]."""
         o, weight, columns, fixed = self.options, batch.weights["policy"], batch.columns, jax.lax.stop_gradient(logp)
         old = columns["old"] if self.scores_old else fixed
         behaviour, ref = columns.get("behaviour"), columns.get("ref")
@@ -249,7 +262,7 @@ class PolicyGradient(Objective):
         return loss, metrics | self._gap_metrics(token, mask, fixed, old, batch)
 
     def _mismatch_factor(self, tokens, fixed, token, mask):
-        """(factor on the policy loss or None, metrics) of what corrects for completions that another policy drew."""
+        """Returns (factor on the policy loss or None, metrics): the off-policy correction of the config."""
         o, factor, metrics = self.options.mismatch, None, {}
         if o.correction != "none":
             level, _, action = o.correction.partition("_")
@@ -272,8 +285,9 @@ class PolicyGradient(Objective):
         return factor, metrics
 
     def _gap_metrics(self, token, mask, fixed, old, batch):
-        """Sampler-trainer difference of log-probs: mean and max of |d|, k3, share of tokens outside the clip range; by
-        staleness {"staleness/<first>": share of the tokens in a bucket, "gap/stale_<first>": its part of gap/mean}."""
+        """Computes metrics of the log-prob gap d (trainer minus engine): mean and max of |d|, k3, share of tokens
+        outside the clip range; by staleness "staleness/<first>", the share of tokens in a bucket, and
+        "gap/stale_<first>", its part of gap/mean."""
         if "behaviour" not in batch.columns:
             return {}
         d = jnp.where(mask, old - batch.columns["behaviour"], 0)
@@ -301,7 +315,7 @@ class PolicyGradient(Objective):
         return already
 
     def entropy_coefs(self, stats, entropy):
-        """The adaptive coefficient after this step, and what the next one applies of it."""
+        """Returns the adaptive entropy coefficient after this step, and the one that the next step applies."""
         o = self.options
         coef, _ = adaptive_entropy_coef(stats["entropy_coef"], entropy, o.entropy_target, o.entropy_rate, o.entropy_max)
         coef = coef.astype(stats["entropy_coef"].dtype)
@@ -309,8 +323,11 @@ class PolicyGradient(Objective):
 
 
 def applied_policy_loss(tokens: Tokens, options):
-    """(loss of each token [R, S], stats) of options.policy_loss. Raises ConfigError, before anything is compiled, for
-    what a function of the user's raises, and where it does not return these."""
+    """Computes (loss of each token [R, S], stats) with options.policy_loss.
+
+    Raises ConfigError, while tracing, if a user's function raises, or returns anything but a loss of the shape and
+    dtype of tokens.logp and a dict.
+    """
     name, shape = options.policy_loss, tokens.logp.shape
     wanted = "a loss per token with the shape and dtype of tokens.logp, and a dict to log (docs/guides/extend.md)"
     try:
@@ -336,17 +353,17 @@ def applied_policy_loss(tokens: Tokens, options):
 
 
 def _file_of(name: str) -> str:
-    """The end of the name of the file that "./my_loss.py:f" or "package.module:f" stands for."""
+    """Returns the last part of the path of the file that "./my_loss.py:f" or "package.module:f" names."""
     place = name.rpartition(":")[0]
     return place.rpartition("/")[2] if place.endswith(".py") else place.replace(".", "/") + ".py"
 
 
 def find_policy_loss(name: str):
-    """A registered policy loss, or the function an import path names. See algorithms.register_policy_loss."""
+    """Returns the registered policy loss `name`, or the function of an import path such as "./my_loss.py:f"."""
     return imported(name) if ":" in name else policy_loss(name)
 
 
-# Metrics of the stats that the losses of this house return; those of other losses are policy/<name>.
+# Metric names of the stats that jaxrl's losses return; stats of other losses are policy/<name>.
 STAT_NAMES = {"ratio": "ratio_mean", "clipped": "clip_fraction", "clipped_low": "clip_low_fraction",
               "clipped_high": "clip_high_fraction", "dual_clipped": "dual_clip_fraction"}
 
@@ -360,8 +377,8 @@ def _ratio_metrics(token, mask, fixed, old, stats):
 
 
 def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
-    """Weights [T] with which NextToken's update is that of any loss L(s_1 ... s_N) of the sums s_i of a trajectory's
-    log-probs.
+    """Returns weights [T] with which NextToken minimises any loss L(s_1 ... s_N) of the sums s_i of a
+    trajectory's log-probs.
 
     By the chain rule the gradient of L is sum_i dL/ds_i sum_t grad logp_t; NextToken's is -sum_t w_t grad logp_t, so
     w_t = -dL/ds_i. The derivatives are taken on the host in float64 over the whole batch (see algorithms.preference),
@@ -376,8 +393,8 @@ def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
 
 
 def score_weights(traj, derivative_K) -> dict[str, np.ndarray]:
-    """Weights [T] with which Score's update is that of any loss L(s_1 ... s_K) of the scores read at the slots of a
-    batch: w = dL/ds, by the chain rule.
+    """Returns weights [T] with which Score minimises any loss L(s_1 ... s_K) of the scores at the slots of a batch:
+    w = dL/ds, by the chain rule.
 
     Args:
       derivative_K: dL/ds of the slots in the order of the batch, already divided by L's denominator.

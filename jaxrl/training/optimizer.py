@@ -1,4 +1,7 @@
-"""optax optimizers and schedules from the config. Schedules count optimizer updates."""
+"""Makes optax optimizers and schedules from the config. Schedules count optimizer updates.
+
+Called by roles. The update itself is in training.update.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from jaxrl.errors import ConfigError
 
 
 def make_schedule(config, total_updates: int):
-    """Learning rate as a function of the number of updates applied.
+    """Returns the learning rate as a function of the number of applied updates.
 
     Linear warm-up from warmup_start * lr to lr, then constant, linear, cosine (to floor * lr over decay_steps, by
     default all remaining updates), or wsd: constant and a decay over the last decay_steps, shaped by decay_shape.
@@ -41,7 +44,7 @@ def make_schedule(config, total_updates: int):
     return optax.join_schedules([ramp, after], [warmup])
 
 
-# What is left of the way from lr to the floor after a share x of wsd's decay.
+# Remaining share of the way from lr to the floor, after a share x of wsd's decay.
 _SHAPES = {
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + jnp.cos(jnp.pi * x)) / 2,
@@ -55,28 +58,30 @@ _NAMED = {
     "adafactor": lambda c: optax.scale_by_factored_rms(),
 }
 _DECOUPLED_DECAY = ("adamw", "lion", "adafactor")
-BY_NUMBER = ("adamw", "adam", "sgd", "lion")  # what a number becomes depends on no other number of the parameter
-BY_PARAMETER = (*BY_NUMBER, "adafactor")      # and here on those of its own parameter
+BY_NUMBER = ("adamw", "adam", "sgd", "lion")  # the update of a number reads no other number of the parameter
+BY_PARAMETER = (*BY_NUMBER, "adafactor")      # the update of a number reads at most its own parameter
 
 
 def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], layers: dict[str, tuple] | None = None):
-    """(optax transformation over a flat dict of parameters, schedule).
+    """Returns (optax transformation over a flat dict of parameters, schedule).
 
-    Weight decay is decoupled (adamw, lion, adafactor) and spares vectors: biases, and parameters with at most one axis
-    beside "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the first match
+    Weight decay is decoupled (adamw, lion, adafactor) and skips vectors: biases, and parameters with at most one axis
+    besides "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the first match
     wins.
     `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
-    and BEiT, 2106.08254, which count the head as a layer more), with a group's multiplier and not instead of it.
+    and BEiT, 2106.08254, which count the head as one more layer), on top of a group's multiplier.
 
     Args:
       config: config.optimizer.
       total_updates: updates of the whole run, for schedules.
       logical_axes: parameter name -> logical axis names.
-      layers: parameter name -> numbers of its layers (models.decoder.layers_of), several where it is stacked over them;
-        needed with layer_decay alone.
+      layers: parameter name -> numbers of its layers (models.decoder.layers_of), more than one if it is stacked; needed
+        only with layer_decay.
+
+    Raises ConfigError for unknown keys of a group and for a pattern that matches no parameter.
     """
     if config.layer_decay != 1 and layers is None:
-        raise TypeError("optimizer.layer_decay needs to know which layer a parameter is of")
+        raise TypeError("optimizer.layer_decay needs the argument layers, the layer numbers of every parameter")
     schedule = make_schedule(config, total_updates)
     groups = [(p, dict(g)) for p, g in config.groups.items()]
     for pattern, group in groups:
@@ -113,8 +118,8 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
 
 
 def _by_layer(optimizer, decay: float, layers: dict[str, tuple] | None):
-    """The optimizer with its steps times decay^(L - l). Its state stays as it is, so that a run can go on under another
-    decay."""
+    """Returns the optimizer with its steps multiplied by decay^(L - l). The structure of its state is unchanged, so a
+    run can resume with another decay."""
     if decay == 1:
         return optimizer
     last = max(map(max, layers.values()))
@@ -128,7 +133,7 @@ def _by_layer(optimizer, decay: float, layers: dict[str, tuple] | None):
         return numbers.reshape(*lead, *(1,) * (step.ndim - len(lead)))
 
     def update(grads, state, params=None, *, at=None, **more):
-        """at: which rows of stacked layers these are, from which one on; None = all."""
+        """at: first row of the stacked layers in `grads`, which are some consecutive rows; None = all rows."""
         steps, state = optax.with_extra_args_support(optimizer).update(grads, state, params, **more)
         return {name: step * factor(name, step, at) for name, step in steps.items()}, state
 
@@ -136,8 +141,8 @@ def _by_layer(optimizer, decay: float, layers: dict[str, tuple] | None):
 
 
 def in_parts(name: str) -> str:
-    """What of a parameter a step of an optimizer must have at a time: "rows", the whole "parameter", or, as far as is
-    known here, all of them: "none" (see training.make_update)."""
+    """Returns how an optimizer can update in parts: by "rows" of a parameter, by whole "parameter", or "none": all
+    parameters at once, which is assumed of optimizers by import path (see training.make_update)."""
     return "rows" if name in BY_NUMBER else "parameter" if name in BY_PARAMETER else "none"
 
 
@@ -148,7 +153,7 @@ ADAPTERS_OWN = ("lr", *CRITICS_OWN)
 
 
 def critics_optimizer(config):
-    """config.optimizer as the critic has it: critic.lr and the entries of critic.optimizer instead of the policy's."""
+    """Returns the critic's optimizer config: config.optimizer with critic.lr and the entries of critic.optimizer."""
     c = editable(config)
     for name, value in config.critic.optimizer.items():
         put(c, f"optimizer.{name}", value)
@@ -159,7 +164,7 @@ def critics_optimizer(config):
 
 
 def adapters_optimizer(config, adapter: str):
-    """config.optimizer as one of several adapters has it: its own entries in lora.adapters before the others."""
+    """Returns an adapter's optimizer config: config.optimizer with the adapter's entries in lora.adapters."""
     c = editable(config)
     for name, value in config.lora.adapters[adapter].items():
         if name in ADAPTERS_OWN:
@@ -173,7 +178,7 @@ def _decays(name: str, axes) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError unless `optimizer.name` is one of ours or can be imported."""
+    """Raises ConfigError unless `optimizer.name` is one of jaxrl's or the import path of an optax factory."""
     if name not in _NAMED:
         _imported(name)
 

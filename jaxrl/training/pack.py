@@ -1,4 +1,6 @@
-"""Ragged token columns <-> static packed rows.
+"""Packs ragged token columns into rows of static shape and back; computes the loss weights of an optimizer step.
+
+Runs on the host in numpy. training.layout decides where sequences go; called by training.score and roles.
 
 Legend: R rows, L row length, S = L scored slots per row, T tokens of the ragged batch.
 """
@@ -20,7 +22,7 @@ def pack(
     weights: dict[str, np.ndarray],
     dtype=np.float32,
 ) -> PackedBatch:
-    """Fills the rows of one microbatch.
+    """Packs the sequences of one microbatch into its rows.
 
     Args:
       traj: the ragged batch.
@@ -64,13 +66,13 @@ def _kind(column, dtype):
 
 
 def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T: np.ndarray) -> None:
-    """Writes scored values back to their tokens in `out_T`, the inverse of `pack`'s column layout."""
+    """Writes the values [R, S] of scored slots to their tokens in `out_T`: the inverse of packing a column."""
     _, (row, slot, token, *_) = _places(traj, micro)
     out_T[token] = values_RxS[row, slot]
 
 
 def unpack_tokens(traj: Trajectories, micro: Microbatch, values_RxL: np.ndarray, out_T: np.ndarray) -> None:
-    """Writes values of the packed tokens back to theirs in `out_T`; of a shared prompt to that of each sequence."""
+    """Writes the values [R, L] of packed tokens to `out_T`; those of a shared prompt to each of its sequences."""
     (row, at, token, *_), _ = _places(traj, micro)
     out_T[token] = values_RxL[row, at]
     for block in (block for blocks in micro.rows for block in blocks):
@@ -81,7 +83,7 @@ def unpack_tokens(traj: Trajectories, micro: Microbatch, values_RxL: np.ndarray,
 
 
 def _places(traj: Trajectories, micro: Microbatch):
-    """Where the tokens of a microbatch go; int arrays in the order of the rows.
+    """Computes where the tokens of a microbatch go, as int arrays in the order of the rows.
 
     Returns:
       of every packed token its (row, index in the row, token of the batch, position, segment, prefix), and
@@ -118,8 +120,8 @@ def _places(traj: Trajectories, micro: Microbatch):
     number, slot = np.cumsum(np.diff(sequence, prepend=-1) != 0), np.arange(len(first)) - first
     if micro.ranks > 1:
         work = np.zeros((len(micro.rows), micro.row_length), np.int64)
-        work[row, at] = ranks.pairs(position, True, micro.windows)
-        places = ranks.dealt(work, micro.ranks)
+        work[row, at] = ranks.count_keys(position, True, micro.windows)
+        places = ranks.assign_tokens(work, micro.ranks)
         at, source = places[row, at], places[scored_row, source]
         slot = ranks.slots(slot, counts[scored_row], micro.row_length, micro.ranks)
     return ((row, at, token, position, segment, prefix),
@@ -128,14 +130,16 @@ def _places(traj: Trajectories, micro: Microbatch):
 
 def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together=0, dropped=None, keep=None,
                  positive=None):
-    """Token weights [T] of one optimizer step, by loss term; 0 on all other tokens. Denominators count trajectories,
-    those of each adapter apart where there are several.
+    """Computes token weights [T] of one optimizer step for each loss term; 0 on all other tokens.
+
+    Denominators count trajectories; in an adapter set each adapter has its own denominators.
 
     Args:
-      sequences: all of the trajectories of the optimizer step. aggregation, max_tokens, together: as
-        aggregation_weights'.
-      dropped: [N] bool, trajectories without policy loss. keep: [T] bool, tokens with one. What they take away keeps
-        its place in the denominators.
+      traj: the ragged batch.
+      sequences: indices of all sequences of the optimizer step.
+      aggregation, max_tokens, together: as in algorithms.aggregation_weights.
+      dropped: [N] bool, trajectories without policy loss; they still count in the denominators.
+      keep: [T] bool, tokens with policy loss; the others still count in the denominators.
       positive: [N] bool, trajectories of the positive-example loss; None = there is none.
 
     Returns:
@@ -150,7 +154,7 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together
 
 
 def _weights(traj, sequences, aggregation, *, max_tokens, together, dropped, keep, positive):
-    """`loss_weights` of trajectories that share their denominators."""
+    """Computes `loss_weights` of trajectories that share their denominators."""
     counts, whose = np.zeros(traj.num_trajectories), traj.trajectory[sequences]
     counts[whose] = traj.total()[whose]
     spread = lambda w: np.where(traj.loss_mask, traj.spread(w), 0.0)  # noqa: E731

@@ -1,9 +1,11 @@
-"""Which tokens of a row, and which of its scored slots, each rank of mesh.cp has: one of the equal parts that a row is
-cut into. Layout decides it from lengths alone; what a model computes does not depend on it (models.placement).
+"""Assigns the tokens and scored slots of a row to the ranks of mesh.cp, each of which has an equal part of the row.
 
-Tokens go in tiles, every rank as many: the tiles with most work first, each to the rank that has least so far. The work
-of a token is the number of keys it sees. So whatever stands in the row (several documents, shared prompts, padding),
-attention's work is even; a tile is whole in the kernels' blocks, so that a block holds neighbours.
+The assignment follows from lengths alone; what a model computes does not depend on it (models.placement). Tokens move
+in tiles, the same number to every rank: tiles with most work first, each to the rank with least work so far. The work
+of a token is the number of keys it sees. So attention's work is even whatever the row holds (several documents, shared
+prompts, padding). A tile is whole in the kernels' blocks, so that a block holds neighbours.
+
+Called by training.pack and the planner.
 
 Legend: R rows, L row length.
 """
@@ -18,15 +20,18 @@ TILE = 128  # of attention's kernels; divided where a rank has fewer tokens or n
 
 
 def tile_of(length: int, ranks: int) -> int:
+    """Returns the tokens of one tile in rows of `length` tokens."""
     return math.gcd(length // ranks, TILE)
 
 
-def pairs(positions, real, windows) -> np.ndarray:
-    """Keys that each token sees, itself included, summed over layers; 0 for padding. A shared prompt is behind it as
-    its own would be, so that its position says it.
+def count_keys(positions, real, windows) -> np.ndarray:
+    """Counts the keys that each token sees, itself included, summed over layers; 0 for padding.
+
+    The count follows from the position, since a shared prompt precedes a token as its own prompt would.
 
     Args:
-      positions, real: of the tokens, any shape.
+      positions: int, of the tokens, any shape.
+      real: bool, same shape; False = padding.
       windows: the window of each layer, 0 = none.
     """
     seen = positions + 1
@@ -34,8 +39,11 @@ def pairs(positions, real, windows) -> np.ndarray:
     return np.where(real, sum(n * (np.minimum(seen, w) if w else seen) for w, n in counts.items()), 0)
 
 
-def dealt(pairs_RxL: np.ndarray, ranks: int) -> np.ndarray:
-    """[R, L]: where each token of a row goes; rank k has the places k L / ranks to (k + 1) L / ranks."""
+def assign_tokens(pairs_RxL: np.ndarray, ranks: int) -> np.ndarray:
+    """Returns [R, L]: the new place of each token of a row; rank k has the places k L / ranks to (k + 1) L / ranks.
+
+    pairs_RxL: work of each token, of `count_keys`.
+    """
     rows, length = pairs_RxL.shape
     tile = tile_of(length, ranks)
     each = length // ranks // tile  # tiles of a rank
@@ -53,8 +61,12 @@ def dealt(pairs_RxL: np.ndarray, ranks: int) -> np.ndarray:
     return (places[:, :, None] * tile + np.arange(tile)).reshape(rows, length)
 
 
-def busiest(pairs_RxL: np.ndarray, places_RxL: np.ndarray, ranks: int) -> float:
-    """Work of the busiest rank over the mean, when all ranks wait for it in each row: 1 is even."""
+def imbalance(pairs_RxL: np.ndarray, places_RxL: np.ndarray, ranks: int) -> float:
+    """Returns the work of the busiest rank over the mean, if all ranks wait for it in each row; 1 = even.
+
+    Args:
+      pairs_RxL: work of each token. places_RxL: of `assign_tokens`. ranks: parts of a row.
+    """
     moved = np.empty_like(pairs_RxL)
     np.put_along_axis(moved, places_RxL, pairs_RxL, axis=1)
     each = moved.reshape(len(moved), ranks, -1).sum(axis=2)
@@ -62,7 +74,7 @@ def busiest(pairs_RxL: np.ndarray, places_RxL: np.ndarray, ranks: int) -> float:
 
 
 def slots(numbers, counts, length: int, ranks: int) -> np.ndarray:
-    """Where scored slots go: as many to each rank, in their order, front-packed.
+    """Returns the places of scored slots: the same number for each rank, in order, front-packed.
 
     Args:
       numbers: 0, 1, ... of each slot in its row. counts: slots of that row, at most `length`.

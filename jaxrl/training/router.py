@@ -1,4 +1,4 @@
-"""Terms of a loss that a model's routers add, and what is told of them. Models without experts have none.
+"""Computes the loss terms and metrics of a model's routers, and corrects their bias. Models without experts have none.
 
 With w the weight "token" of a scored token, 1 / (scored tokens of the optimizer step), and p the router's
 probabilities at the token whose hidden state predicts it,
@@ -6,9 +6,11 @@ probabilities at the token whose hidden state predicts it,
     balance = sum over layers of E * sum_t w_t sum_e load_e p_te        (Fedus et al., arXiv 2101.03961, eq. 4)
     z       = sum over layers of sum_t w_t (log sum_e exp logit_te)^2   (Zoph et al., arXiv 2202.08906, eq. 5)
 
-Both are sums over tokens, so packing, microbatches, shared prompts and the mesh cannot change them: load, the share of
-the tokens' places that experts have, is a constant in the gradient in any case, and is that of the whole optimizer step
-before. At the first step all experts count alike, which has no gradient.
+Both are sums over tokens, so packing, microbatches, shared prompts and the mesh cannot change them. `load`, each
+expert's share of the tokens' places, is a constant in the gradient; it is that of the whole previous optimizer step. At
+the first step all experts have an equal load, which has no gradient.
+
+Called by training.update (terms, bias) and training.score (replayed routes). Routing itself is in models.feed_forward.
 
 Legend: R rows, L row length, S scored slots per row, n layers with experts, E experts, K experts of a token.
 """
@@ -26,45 +28,55 @@ from jaxrl.models.parameters import CORRECTION
 from jaxrl.models.placement import at_sources
 
 
-def even(config):
-    """[n, E]: the load of routers that spread tokens evenly. None for a model without experts."""
+def even_load(config):
+    """Returns the load [n, E] of routers that spread tokens evenly; None for a model without experts."""
     layers = config.num_expert_layers
     return np.full((layers, config.num_experts), 1 / config.num_experts, np.float32) if layers else None
 
 
-def loaded(model, params, load_nxE):
-    """The parameters, and beside each router the load that its balance term is taken with."""
-    return _beside(model, params, LOAD, load_nxE)
+def with_load(model, params, load_nxE):
+    """Returns the parameter tree with each router's load [E], which its balance term reads, added to its layer."""
+    return _add_arrays(model, params, LOAD, load_nxE)
 
 
-def replayed(model, params, routes_RxLxnK):
-    """The parameters, and beside each router the experts that tokens are to have; see feed_forward.by_token."""
+def with_routes(model, params, routes_RxLxnK):
+    """Returns the parameter tree with the experts to use for every token added to each layer that has a router.
+
+    routes_RxLxnK: [R, L, n * K] integers, see feed_forward.by_token; -1 = not replayed.
+    """
     rows, length, _ = routes_RxLxnK.shape
     routes = routes_RxLxnK.reshape(rows, length, model.config.num_expert_layers, -1)
-    return _beside(model, params, REPLAYED, jnp.moveaxis(routes, 2, 0))
+    return _add_arrays(model, params, REPLAYED, jnp.moveaxis(routes, 2, 0))
 
 
-def corrected(model, frozen, load_nxE, rate: float):
-    """The parameters that do not train, with the bias by which routers choose (not weigh) moved towards an even load:
-    by `rate` up where an expert had less than the mean, down where it had more, less the mean of these steps, which no
-    choice depends on (Wang et al., arXiv 2408.15664, algorithm 1)."""
+def correct_bias(model, frozen, load_nxE, rate: float):
+    """Moves the bias by which routers choose (not weigh) experts towards an even load; returns the new `frozen`.
+
+    The bias of an expert with less than the mean load rises by `rate`, of one with more it falls by `rate` (Wang et
+    al., arXiv 2408.15664, algorithm 1). The mean of these steps is subtracted, since no choice depends on it.
+
+    Args:
+      frozen: flat dict of the parameters that do not train.
+      load_nxE: [n, E] load of the optimizer step.
+      rate: step size of the bias.
+    """
     step = rate * jnp.sign(jnp.mean(load_nxE, axis=-1, keepdims=True) - load_nxE)
-    steps = _placed(model, CORRECTION, step - jnp.mean(step, axis=-1, keepdims=True))
+    steps = _arrays_by_path(model, CORRECTION, step - jnp.mean(step, axis=-1, keepdims=True))
     return {name: x + steps[name].astype(x.dtype) if name in steps else x for name, x in frozen.items()}
 
 
 def has_correction(model) -> bool:
-    """Whether its routers have such a bias."""
+    """Whether the routers of a model have a correction bias."""
     return any("/".join(entry.path).endswith(CORRECTION) for entry in model.entries)
 
 
-def _beside(model, params, name, values_nx):
-    """The parameters with one more array in every layer that has experts."""
-    return unflatten_dict(flatten_dict(params, sep="/") | _placed(model, name, values_nx), sep="/")
+def _add_arrays(model, params, name, values_nx):
+    """Returns the parameter tree with one more array in every layer that has experts."""
+    return unflatten_dict(flatten_dict(params, sep="/") | _arrays_by_path(model, name, values_nx), sep="/")
 
 
-def _placed(model, name, values_nx) -> dict:
-    """Path of `name` in every layer that has experts -> its array, stacked where layers are."""
+def _arrays_by_path(model, name, values_nx) -> dict:
+    """Returns {flat path of `name` in each layer with experts: its array, stacked if the layers are}."""
     config, flat = model.config, {}
     number = {layer: i for i, layer in enumerate(
         i for i, layer in enumerate(config.layers) if layer.feed_forward != "mlp")}
@@ -77,12 +89,17 @@ def _placed(model, name, values_nx) -> dict:
     return flat
 
 
-def terms(outputs, batch, objective):
-    """(sum of the terms, metrics) of a microbatch; 0 and {} where no layer has a router.
+def loss_terms(outputs, batch, objective):
+    """Computes the routers' part of a microbatch: (sum of the loss terms, metrics); (0, {}) without routers.
 
-    Metrics: router/entropy, mean over tokens and layers; router/load [n, E], of which `told` makes what is shown;
-    router/balance and router/z, mean over layers, where they are in the loss; router/replayed and router/mismatch,
-    mean over tokens and layers, where routes are replayed.
+    Metrics: router/entropy, mean over tokens and layers; router/load [n, E], which `summarize_load` replaces;
+    router/balance and router/z, mean over layers, if they are in the loss; router/replayed and router/mismatch, mean
+    over tokens and layers, if routes are replayed.
+
+    Args:
+      outputs: objective.Outputs of the microbatch.
+      batch: PackedBatch; weight "token" is 1 / (scored tokens of the optimizer step).
+      objective: router_balance and router_z are its coefficients.
     """
     said, token = outputs.auxiliary, batch.weights["token"]
     if "routes" not in said:
@@ -109,9 +126,12 @@ def terms(outputs, batch, objective):
     return loss, metrics
 
 
-def told(metrics: dict) -> dict:
-    """Metrics of a whole optimizer step: the load of the fullest expert over the mean, of the layer where it is
-    largest, and the share of experts without a token; the mismatch over the tokens that were replayed."""
+def summarize_load(metrics: dict) -> dict:
+    """Replaces router/load by the metrics that are logged for a whole optimizer step.
+
+    router/load_max_over_mean: load of the fullest expert over the mean, of the layer where it is largest. router/idle:
+    share of experts without a token. router/mismatch is divided by the share of replayed tokens.
+    """
     if "router/load" not in metrics:
         return metrics
     load = metrics["router/load"]

@@ -1,4 +1,7 @@
-"""Log-probs of given tokens under given parameters: old, reference, and what tests compare with.
+"""Scores the tokens of a batch: log-probs, values or hidden states under given parameters.
+
+Called by roles for the proximal policy, reference, critic, reward model and teachers, and by training.objective for the
+update, with the same forward pass. Nothing here samples or updates.
 
 Legend: R rows, L row length, S scored slots per row, D hidden size.
 """
@@ -22,11 +25,15 @@ from jaxrl.training.pack import pack, unpack, unpack_tokens
 
 
 def forward_hidden(model, params, batch):
-    """([R, S, D], the hidden state that predicts each scored slot; auxiliary, see Model.forward). The one forward pass
-    of scoring and update: on the same layout both give bitwise equal results on the CPU. Routes that the batch has are
-    replayed."""
+    """Runs the one forward pass of scoring and update; routes in the batch are replayed.
+
+    On the same layout scoring and update give bitwise equal results on the CPU.
+
+    Returns:
+      (hidden [R, S, D], the state that predicts each scored slot; auxiliary outputs, see Model.forward).
+    """
     if batch.routes is not None:
-        params = router.replayed(model, params, batch.routes)
+        params = router.with_routes(model, params, batch.routes)
     rows = batch.tokens, batch.positions, batch.segments, batch.prefixes
     hidden_RxLxD, auxiliary = model.forward(params, *rows, batch.adapters)
     return at_sources(hidden_RxLxD, batch.sources), auxiliary
@@ -34,8 +41,16 @@ def forward_hidden(model, params, batch):
 
 @jax.named_scope("head")
 def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS, ids_RxSxK=None, top=0):
-    """(logprob_RxS, entropy_RxS) of a PackedBatch's targets at the given temperature, within the column `support` where
-    there is one; 0 where not valid. top, ids: as of logprob_and_entropy, which appends what they ask for."""
+    """Computes (log-prob [R, S], entropy [R, S]) in nats of a PackedBatch's targets; 0 where not valid.
+
+    Args:
+      hidden_RxSxD: of `forward_hidden`.
+      batch: PackedBatch; its column `support`, if present, restricts the distribution.
+      temperature: logits are divided by it.
+      chunk: scored tokens whose logits exist at once.
+      valid_RxS: bool, slots that are computed.
+      ids_RxSxK, top: as in kernels.logprob.logprob_and_entropy, which appends their results to the tuple.
+    """
     head, tied = model.head(params), model.config.tied
     return logprob_and_entropy(
         hidden_RxSxD,
@@ -54,12 +69,12 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
 
 
 def forward_logprobs(model, params, batch, **options):
-    """`logprobs_of` of `forward_hidden`."""
+    """Computes log-probs and entropies [R, S] from tokens: `logprobs_of` after `forward_hidden`."""
     return logprobs_of(model, params, forward_hidden(model, params, batch)[0], batch, **options)
 
 
 def make_score(model, *, temperature: float, chunk: int, put, routes: bool = False):
-    """A function `score(params, traj, layout) -> [T] float32` of the log-probs of all scored tokens.
+    """Returns score(params, traj, layout) -> [T] float32, the log-probs (nats) of all scored tokens, 0 on the others.
 
     Args:
       model: jaxrl.models.Model.
@@ -79,8 +94,7 @@ def make_score(model, *, temperature: float, chunk: int, put, routes: bool = Fal
 
 
 def make_value_score(model, *, put):
-    """The same for values: `score(params, traj, layout) -> [T] float32`, the value of the state each scored token was
-    drawn in.
+    """Returns score(params, traj, layout) -> [T] float32: the value of the state each scored token was sampled in.
 
     Args:
       model: jaxrl.models.Model; `params` has a value head (see models.value).
@@ -90,8 +104,7 @@ def make_value_score(model, *, put):
 
 
 def make_reader(model, *, temperature: float, chunk: int, put, top: int = 0, hidden: bool = False):
-    """A function `read(params, traj, layout, columns={}) -> {name: [T, ...]}`: what a model says of all scored tokens;
-    0 on the others.
+    """Returns read(params, traj, layout, columns={}) -> {name: [T, ...]}: outputs at all scored tokens, 0 elsewhere.
 
         "hidden" (alone, where `hidden`)  [T, D] the states that predict the tokens, in the compute dtype
         "logprob"                         [T] float32
@@ -135,6 +148,6 @@ def _over_layout(program, put):
 
 @functools.partial(jax.jit, static_argnames=("dtype",))
 def cast_params(params, dtype):
-    """Floating-point leaves cast to `dtype` (a frozen copy on the devices: reference, rollout)."""
+    """Casts floating-point leaves to `dtype`: a frozen copy on the devices, for reference or rollout."""
     cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
     return jax.tree.map(cast, memory.fetched(params))

@@ -1,7 +1,7 @@
-"""Sequences with slots at which a score is read *behind* tokens, as Trajectories.
+"""Builds Trajectories whose scored slots read a score behind given tokens, for reward models.
 
-A scored slot is read at the token before it (`PackedBatch.sources`). So a sequence gets one more token at its end,
-whose slot reads the last real token; no real token sees it. Packing, layout and shared prompts stay what they are.
+A scored slot is read at the token before it (`PackedBatch.sources`). So each sequence gets one more token at its end,
+whose slot reads the last real token; no real token sees it. Packing, layout and shared prompts are unchanged.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from jaxrl.types import Trajectories
 
 
 def scored_behind(prompts, completions, groups, reads=None, prefixes=None) -> Trajectories:
-    """N sequences prompt + completion + one token (0), with loss_mask True where the slot of a read is.
+    """Builds N sequences prompt + completion + one token (0), with loss_mask True at each slot that is read.
 
     Args:
       prompts, completions: N arrays of token ids; sequences of one prefix have equal prompts.
       groups: [N], sequences of one group stay in one optimizer step.
-      reads: N ascending int arrays of indices into the completions, after which a score is read; None: after the last
-        token of each sequence, of which there is at least one.
+      reads: N ascending int arrays of indices into the completions, behind which a score is read; None: behind the
+        last token of each sequence.
       prefixes: [N] as Trajectories.prefix; None = the groups.
+
+    Raises ValueError for a sequence without tokens.
     """
     tokens, mask = [], []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -28,7 +30,7 @@ def scored_behind(prompts, completions, groups, reads=None, prefixes=None) -> Tr
         mask[-1][-1 if reads is None else len(prompt) + np.asarray(reads[i]) + 1] = True
     offsets, n = np.cumsum([0, *map(len, tokens)]), len(tokens)
     if (np.diff(offsets) < 2).any():
-        raise ValueError("a sequence without tokens has no score")
+        raise ValueError("a sequence without tokens has no score: drop it, or give it a prompt")
     zeros = np.zeros(offsets[-1], np.float32)
     return Trajectories(
         tokens=np.concatenate(tokens), offsets=offsets, loss_mask=np.concatenate(mask), logprobs=zeros,

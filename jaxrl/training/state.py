@@ -1,4 +1,7 @@
-"""Parameters as two disjoint flat dicts (trainable, frozen), and the state an update changes."""
+"""Splits parameters into two disjoint flat dicts (trainable, frozen) and makes the state that an update changes.
+
+Called by roles.parameters. States of adapter sets are made in training.adapter_set.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from jaxrl.types import TrainState
 
 
 def partition(tree, trainable_patterns, frozen_patterns):
-    """Nested parameter tree -> (trainable, frozen), flat dicts keyed by 'layer_0/attn/q/kernel'.
+    """Splits a nested parameter tree by patterns into (trainable, frozen), flat dicts keyed by 'layer_0/attn/q/kernel'.
 
-    A name trains if a trainable pattern matches it (re.search) and no frozen pattern does. Raises ConfigError for a
-    pattern that matches nothing, or when nothing trains.
+    A parameter trains if a trainable pattern matches its name (re.search) and no frozen pattern does. Raises
+    ConfigError for a pattern that matches nothing, and if nothing trains.
     """
     flat = flatten_dict(tree, sep="/", is_leaf=lambda _, x: not isinstance(x, dict))
     for option, patterns in (("model.trainable", trainable_patterns), ("model.frozen", frozen_patterns)):
@@ -37,21 +40,27 @@ def partition(tree, trainable_patterns, frozen_patterns):
 
 
 def split(tree, names):
-    """Nested parameter tree -> (trainable, frozen), flat dicts as `partition` gives them: what `names` holds trains."""
+    """Splits a nested parameter tree into (trainable, frozen) flat dicts: the flat names in `names` train."""
     flat = flatten_dict(tree, sep="/", is_leaf=lambda _, x: not isinstance(x, dict))
     return {k: v for k, v in flat.items() if k in names}, {k: v for k, v in flat.items() if k not in names}
 
 
 def merge(trainable, frozen):
-    """The nested parameter tree, which the model takes, of two flat dicts."""
+    """Returns the nested parameter tree that a model takes, from the flat dicts of `partition` or `split`."""
     return unflatten_dict({**trainable, **frozen}, sep="/")
 
 
 def init_state(trainable, frozen, optimizer, fp16: bool = False, router_load=None,
                loss_scale: float = 2.0**15) -> TrainState:
-    """State before the first update. Pure, so it can be jitted with out_shardings or given to eval_shape.
+    """Returns the TrainState before the first update. Pure, so it can be jitted with out_shardings or eval_shaped.
 
-    router_load: training.router.even of a model with experts."""
+    Args:
+      trainable, frozen: flat dicts of parameters.
+      optimizer: optax transformation.
+      fp16: keep counters for dynamic loss scaling.
+      router_load: [n, E], training.router.even_load of a model with experts; None without experts.
+      loss_scale: first loss scale in fp16.
+    """
     stats = {name: jnp.zeros((), jnp.int32) for name in ("skipped", "nonfinite_streak", "stopped")}
     stats |= {name: jnp.zeros((), jnp.float32) for name in ("entropy_coef", "entropy_applied")}
     if fp16:

@@ -1,11 +1,11 @@
-"""An optimizer step whose moments, parameters and gradients are in host memory: each of these is on the devices a part
-at a time, and never all of them.
+"""Runs an optimizer step on moments, parameters and gradients in host memory, a part at a time on the devices.
 
-A part is some rows of a parameter's first axis, which is the repetitions of the layers where these are stacked, with
-the same rows of its gradient and of its moments; the whole parameter where an optimizer looks at more than one number
-of it at a time, or where its first axis is split over devices. Arrays that are small stay where they are and are
-updated together. The numbers are those of the plain step (training.update.make_apply), whose program is another one
-and may round apart.
+A part is some rows of a parameter's first axis (the repetitions of the layers if these are stacked) with the same rows
+of its gradient and of its moments. It is the whole parameter if the optimizer reads more than one number of it at a
+time, or if its first axis is split over devices. Small arrays stay where they are and are updated together. The result
+is that of the plain step (training.update.make_apply) up to rounding, since the programs differ.
+
+Called by training.update and, for the first state, by roles. sharding.memory moves the arrays.
 """
 
 from __future__ import annotations
@@ -18,30 +18,42 @@ import optax
 
 from jaxrl.sharding import memory
 
-AT_ONCE = 16 << 20  # bytes of a parameter's part on one device
+PART_BYTES = 16 << 20  # bytes of a parameter's part on one device
 TILE = 16           # rows of a matrix that accelerators lay out together
 
 
 def rows_at_once(x, whole: bool = False) -> int:
-    """Rows of the first axis of a parameter (an array, or its shape, dtype and sharding) that are updated at a time:
-    as many as AT_ONCE allows of those that divide it, at least one. whole: all of it.
+    """Returns how many rows of a parameter's first axis are updated at a time.
+
+    It is the largest divisor of the axis (for a matrix: a multiple of TILE) whose rows fit into PART_BYTES on one
+    device; if none fits, the smallest one. It is the whole axis if that is split over devices.
+
+    Args:
+      x: array, or its shape, dtype and sharding.
+      whole: update the whole parameter at once.
     """
     if whole or x.ndim < 2 or x.sharding.shard_shape(x.shape)[0] != x.shape[0]:
         return x.shape[0] if x.ndim else 1
     one = math.prod(x.sharding.shard_shape(x.shape)[1:]) * max(4, x.dtype.itemsize)
     fit = [n for n in range(1, x.shape[0] + 1) if x.shape[0] % n == 0 and (x.ndim > 2 or n % TILE == 0)]
-    return max([n for n in fit if n * one <= AT_ONCE], default=min(fit, default=x.shape[0]))
+    return max([n for n in fit if n * one <= PART_BYTES], default=min(fit, default=x.shape[0]))
 
 
-def away(state) -> list[str]:
-    """Names of the parameters of a TrainState that are in host memory, or whose moments are."""
+def names_in_host_memory(state) -> list[str]:
+    """Returns the sorted names of the parameters of a TrainState that are in host memory or whose moments are."""
     moments = {name for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
                if memory.rests(x) and (name := _name(path, state.trainable))}
     return sorted({name for name, x in state.trainable.items() if memory.rests(x)} | moments)
 
 
 def global_norm(grads, rows: dict[str, int], unscaled):
-    """optax.global_norm of the unscaled gradients, of which those in host memory come in parts."""
+    """Computes the global norm of all gradients; those in host memory are read in parts.
+
+    Args:
+      grads: flat dict of gradients.
+      rows: name -> rows at a time, of those in host memory.
+      unscaled: gradient -> gradient without fp16's loss scale.
+    """
     if not any(map(memory.in_host, grads.values())):
         return optax.global_norm(jax.tree.map(unscaled, grads))
     dtype = jnp.result_type(*grads.values())
@@ -56,14 +68,15 @@ def global_norm(grads, rows: dict[str, int], unscaled):
     return jnp.sqrt(total)
 
 
-def stepped(optimizer, state, grads, rows: dict[str, int], prepared, taken):
-    """(trainable, opt_state) after the step.
+def step_in_parts(optimizer, state, grads, rows: dict[str, int], prepared, taken):
+    """Runs one optimizer step and returns the new (trainable, opt_state).
 
     Args:
       optimizer: optax transformation that treats every parameter by itself.
-      rows: name -> rows at once (`rows_at_once`) of the parameters of `away`.
-      prepared: gradient as it lies -> gradient as the optimizer takes it.
-      taken: [] bool; else all stays as it is.
+      state: TrainState. grads: flat dict of gradients, placed like the parameters.
+      rows: name -> `rows_at_once` of the parameters of `names_in_host_memory`.
+      prepared: stored gradient -> unscaled and clipped gradient for the optimizer.
+      taken: [] bool; False leaves parameters and state unchanged.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     found, form = jax.tree_util.tree_flatten_with_path(state.opt_state)
@@ -71,7 +84,7 @@ def stepped(optimizer, state, grads, rows: dict[str, int], prepared, taken):
     keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)  # noqa: E731
 
     def step(grads, params, leaves, at):
-        """(parameters, leaves of the state) of one step of these parameters alone; leaves of others are left out."""
+        """Returns (parameters, leaves of the optimizer state) of one step of `params` alone."""
         about, own = jax.tree_util.tree_flatten_with_path(jax.eval_shape(optimizer.init, params))
         old = own.unflatten([leaves[path] for path, _ in about])
         updates, new = optimizer.update({k: prepared(g) for k, g in grads.items()}, old, params, at=at)
@@ -98,11 +111,15 @@ def stepped(optimizer, state, grads, rows: dict[str, int], prepared, taken):
     return trainable, form.unflatten([leaves[path] for path, _ in found])
 
 
-def initial(optimizer, trainable, abstract):
-    """The optimizer's state at its start, made parameter by parameter where it is to be in host memory.
+def init_in_parts(optimizer, trainable, abstract):
+    """Returns the optimizer state before the first update; state for host memory is made one parameter at a time.
 
-    trainable: arrays, in host memory perhaps. abstract: the state's shapes with shardings."""
-    if not isinstance(optimizer, optax.GradientTransformation):  # of several adapters, which are small
+    Args:
+      optimizer: optax transformation, or adapter_set.Optimizers, whose state is made at once since it is small.
+      trainable: flat dict of parameters, on the devices or in host memory.
+      abstract: shapes of the state, with shardings.
+    """
+    if not isinstance(optimizer, optax.GradientTransformation):  # of an adapter set, which is small
         places = jax.tree.map(lambda x: x.sharding, abstract)
         return jax.jit(lambda x: optimizer.init(memory.fetched(x)), out_shardings=places)(trainable)
     found, form = jax.tree_util.tree_flatten_with_path(abstract)
@@ -118,6 +135,6 @@ def initial(optimizer, trainable, abstract):
 
 
 def _name(path, names) -> str:
-    """The parameter that a leaf of an optimizer's state belongs to: the last key of its path; "" = none."""
+    """Returns the parameter that a leaf of optimizer state belongs to, the last key of its path; "" = none."""
     name = getattr(path[-1], "key", None) if path else None
     return name if name in names else ""

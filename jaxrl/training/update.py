@@ -1,4 +1,7 @@
-"""The jitted update: gradients accumulated over microbatches, then one optimizer step.
+"""Builds the jitted update: gradients accumulated over microbatches, then one optimizer step.
+
+Called by every trainable role (roles.role) and, on shapes alone, by the planner. Packing and layout are made before, in
+training.pack and training.layout; losses are defined in training.objective.
 
 The loss of an optimizer step is a sum over scored tokens of weight * token loss, with weights 1/denominator from the
 host. Metrics are sums with the weight "token" = 1 / (scored tokens of the step), so they add up over microbatches too.
@@ -19,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.platform import platform
 from jaxrl.sharding import memory
-from jaxrl.training import router, several, streaming
+from jaxrl.training import adapter_set, router, streaming
 from jaxrl.training.objective import Objective, Outputs
 from jaxrl.training.state import merge
 
@@ -27,43 +30,50 @@ IN_PLACE = jax.__version_info__ >= (0, 11)  # jax 0.10 mixes up gradients where 
 SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by maximum, all others by sum
 
 
-def combined(name: str):
-    """How a metric, or that of one adapter, goes together over microbatches."""
-    return jnp.maximum if several.plain(name) in SUMS_TO_MAX else jnp.add
+def reduction_of(name: str):
+    """Returns the function that combines a metric's values of two microbatches: sum or maximum."""
+    return jnp.maximum if adapter_set.without_adapter_prefix(name) in SUMS_TO_MAX else jnp.add
 
 
 def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entropy_coef=None, router_load=None):
-    """(weighted sum of token losses, metrics) of one microbatch.
+    """Computes the loss of one microbatch: (weighted sum of token losses, metrics).
 
     Args:
-      entropy_coef: [] coefficient of the policy's entropy bonus where it adapts; None = the objective's.
-      router_load: see training.router; None = even.
+      trainable, frozen: flat dicts of parameters; gradients are taken with respect to `trainable`.
+      batch: device PackedBatch. Its weights are 1/denominator of the whole optimizer step.
+      model: jaxrl.models.Model.
+      objective: what is minimised.
+      entropy_coef: [] adaptive coefficient of the policy's entropy bonus; None = the objective's fixed one.
+      router_load: [n, E] load of the balance term (training.router); None = even.
     """
     params = merge(trainable, frozen)
     if objective.routers and objective.router_balance and model.config.num_expert_layers:
-        params = router.loaded(model, params, router.even(model.config) if router_load is None else router_load)
+        load = router.even_load(model.config) if router_load is None else router_load
+        params = router.with_load(model, params, load)
     outputs = Outputs(model, params, batch, objective)
     loss, metrics = objective.loss(outputs, batch, entropy_coef)
     if objective.routers and "routes" in outputs.auxiliary:
-        more, said = router.terms(outputs, batch, objective)
-        loss, metrics = loss + more, metrics | said
+        router_loss, router_metrics = router.loss_terms(outputs, batch, objective)
+        loss, metrics = loss + router_loss, metrics | router_metrics
     return loss, metrics | {"loss": jax.lax.stop_gradient(loss)}
 
 
-# XLA for CPUs takes the temporaries of a call from the kernel anew, page by page: fewer calls, less of that.
-AT_ONCE_CPU = 8
+# XLA for CPUs allocates a call's temporaries from the kernel again each time, page by page; fewer calls cost less.
+MICROBATCHES_PER_CALL_CPU = 8
 
 
-def at_once(state) -> int:
-    """How many microbatches a call of `accumulate` gets: one, but where the state lies on one CPU device."""
+def microbatches_per_call(state) -> int:
+    """Returns how many microbatches one call of `accumulate` gets: 8 if the state is on a single CPU device, else 1."""
     where = jax.tree.leaves(state.trainable)[0].sharding
     on = platform(where.mesh if isinstance(where, NamedSharding) else None)
-    return AT_ONCE_CPU if on == "cpu" and where.num_devices == 1 else 1
+    return MICROBATCHES_PER_CALL_CPU if on == "cpu" and where.num_devices == 1 else 1
 
 
-def _together(microbatches, most: int):
-    """(tuple of `most` microbatches of one shape, how many of them count): neighbours, and the last one again where
-    there are fewer."""
+def _group_microbatches(microbatches, most: int):
+    """Yields (tuple of `most` consecutive microbatches of one shape, how many of them count).
+
+    A shorter group is filled up with copies of its last microbatch, which do not count.
+    """
     shape = lambda batch: tuple(x.shape for x in jax.tree.leaves(batch))  # noqa: E731
     for _, same in itertools.groupby(microbatches, shape):
         while some := tuple(itertools.islice(same, most)):
@@ -71,7 +81,7 @@ def _together(microbatches, most: int):
 
 
 def make_scaled(model, objective: Objective):
-    """scaled(trainable, frozen, batch, stats) -> (loss, times its scale in fp16; metrics)."""
+    """Returns scaled(trainable, frozen, batch, stats) -> (loss, in fp16 times the loss scale; metrics)."""
 
     def scaled(trainable, frozen, batch, stats):
         scale = stats["loss_scale"] if objective.fp16 else 1.0
@@ -83,8 +93,10 @@ def make_scaled(model, objective: Objective):
 
 
 def make_accumulate(scaled):
-    """accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics) plus those of the first
-    `count` of equally shaped microbatches, one after the other."""
+    """Returns accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics).
+
+    It adds the gradients and metrics of the first `count` of equally shaped microbatches, one after the other.
+    """
 
     def one(trainable, frozen, stats, grads, metrics, batch):
         near, away = ({k: x for k, x in trainable.items() if memory.in_host(x) == there} for there in (False, True))
@@ -100,7 +112,7 @@ def make_accumulate(scaled):
         refs = {k: jax.new_ref(grads[k]) for k, x in near.items() if IN_PLACE and x.dtype == grads[k].dtype}
         more, sums = backward.with_refs(near | refs, sums)(jnp.ones_like(loss))
         grads = {k: jax.freeze(refs[k]) if k in refs else grads[k] + more[k] for k in near} | sums
-        metrics = {k: combined(k)(metrics[k], new[k]) for k in new}
+        metrics = {k: reduction_of(k)(metrics[k], new[k]) for k in new}
         return grads, metrics
 
     def accumulate(trainable, frozen, stats, grads, metrics, batches, count):
@@ -115,14 +127,19 @@ def make_accumulate(scaled):
 
 
 def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None):
-    """apply(state, grads, metrics) -> (state, metrics). model: whose routers' bias is moved, where it is.
+    """Returns apply(state, grads, metrics) -> (state, metrics): one optimizer step with accumulated gradients.
 
-    Clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is counted.
-    Nor does an update whose mean ratio or approximate KL is above the objective's limit, and no other one until
-    `stats["stopped"]` is 0
-    again: the decision is one of the whole optimizer step, so micro-batches cannot change it.
+    It clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is
+    counted in `stats["skipped"]`. An update whose mean ratio or approximate KL is above the objective's limit is not
+    applied either, nor is any further one until `stats["stopped"]` is 0 again. The decision is made for the whole
+    optimizer step, so microbatches cannot change it.
 
-    rows: where some of it is in host memory, the parameters that come in parts (training.streaming).
+    Args:
+      optimizer: optax transformation.
+      schedule: update number -> learning rate, for the metric optim/lr.
+      objective: its clipping, loss scaling and limits.
+      model: needed if the objective corrects the routers' bias (router_bias_rate).
+      rows: name -> rows updated at a time, of the parameters with state in host memory (training.streaming).
     """
 
     @jax.named_scope("optimizer")
@@ -143,7 +160,7 @@ def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None)
         taken = finite & ~stopped
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)  # noqa: E731
         if rows:
-            trainable, opt_state = streaming.stepped(optimizer, state, grads, rows,
+            trainable, opt_state = streaming.step_in_parts(optimizer, state, grads, rows,
                                                      lambda g: clipped(unscaled(g)), taken)
         else:
             updates, opt_state = optimizer.update(jax.tree.map(clipped, grads), state.opt_state, state.trainable)
@@ -151,16 +168,16 @@ def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None)
             trainable, opt_state = keep(trainable, state.trainable), keep(opt_state, state.opt_state)
         frozen, load = state.frozen, metrics.get("router/load")
         if objective.router_bias_rate and load is not None:
-            frozen = keep(router.corrected(model, frozen, load, objective.router_bias_rate), frozen)
-        stats, metrics = _told(state, metrics, objective, finite, stopped, norm, schedule)
+            frozen = keep(router.correct_bias(model, frozen, load, objective.router_bias_rate), frozen)
+        stats, metrics = _step_stats(state, metrics, objective, finite, stopped, norm, schedule)
         step = state.step + taken.astype(jnp.int32)
         return state.replace(trainable=trainable, frozen=frozen, opt_state=opt_state, step=step, stats=stats), metrics
 
     return apply
 
 
-def _told(state, metrics, objective, finite, stopped, norm, schedule):
-    """(stats, metrics) behind an optimizer step."""
+def _step_stats(state, metrics, objective, finite, stopped, norm, schedule):
+    """Returns the updated stats and the step's metrics."""
     good, taken = finite.astype(jnp.int32), finite & ~stopped
     stats = {
         **state.stats,
@@ -174,8 +191,8 @@ def _told(state, metrics, objective, finite, stopped, norm, schedule):
     if "router/load" in metrics:
         stats["router_load"] = jnp.where(taken, metrics["router/load"], state.stats["router_load"])
     if objective.fp16:
-        stats |= _rescale(state.stats, finite, objective.loss_scale)
-    metrics = router.told(metrics) | {
+        stats |= _next_loss_scale(state.stats, finite, objective.loss_scale)
+    metrics = router.summarize_load(metrics) | {
         "optim/grad_norm": norm,
         "optim/lr": jnp.asarray(schedule(state.step), norm.dtype),
         "optim/skipped": 1.0 - good,
@@ -185,16 +202,16 @@ def _told(state, metrics, objective, finite, stopped, norm, schedule):
     return stats, metrics
 
 
-def _rescale(stats, finite, how):
-    """Dynamic loss scaling for fp16; see objective.LossScale."""
+def _next_loss_scale(stats, finite, how):
+    """Returns the entries of stats that dynamic loss scaling changes in fp16; see objective.LossScale."""
     streak, scale = jnp.where(finite, stats["finite_streak"] + 1, 0), stats["loss_scale"]
     grow, fall = streak >= how.window, stats["nonfinite_streak"] + 1 >= how.patience
     scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), jnp.where(fall, scale / 2, scale))
     return {"loss_scale": jnp.clip(scale, how.min, how.max), "finite_streak": jnp.where(grow, 0, streak)}
 
 
-def _empty(trainable, frozen, batch, stats, scaled, rows):
-    """(zero gradients in fp32 or better, zero metrics). stats: their shapes do."""
+def _zero_sums(trainable, frozen, batch, stats, scaled, rows):
+    """Returns (zero gradients in fp32 or better, zero metrics). stats: shapes suffice."""
     names = jax.eval_shape(scaled, trainable, frozen, batch, stats)[1]
     zeros = {k: memory.zeros(p, jnp.promote_types(p.dtype, jnp.float32), rows.get(k)) for k, p in trainable.items()}
     return zeros, {k: jnp.zeros(m.shape, m.dtype) for k, m in names.items()}
@@ -204,42 +221,46 @@ def _shapes(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _scaled_and_finish(model, optimizer, schedule, objective):
-    """(make_scaled's, rows -> make_apply's) of a model, or of its several adapters."""
-    if not isinstance(optimizer, several.Optimizers):
+def _make_loss_and_apply(model, optimizer, schedule, objective):
+    """Returns (function of make_scaled, function rows -> apply) for a model or for its adapter set."""
+    if not isinstance(optimizer, adapter_set.Optimizers):
         finish = lambda rows: make_apply(optimizer, schedule, objective, model, rows)  # noqa: E731
         return make_scaled(model, objective), finish
     objectives = optimizer.objectives(objective)
-    apply = several.make_apply(optimizer, [make_apply(one.rule, one.schedule, own) for one, own in zip(
+    apply = adapter_set.make_apply(optimizer, [make_apply(one.rule, one.schedule, own) for one, own in zip(
         optimizer.each, objectives.values(), strict=True)])
-    return several.make_scaled(model, objectives), lambda rows: apply
+    return adapter_set.make_scaled(model, objectives), lambda rows: apply
 
 
 def make_update(model, optimizer, schedule, objective: Objective, in_parts: str = "rows"):
-    """`update(state, microbatches) -> (state, metrics)`: one optimizer step; `state` is donated.
+    """Returns update(state, microbatches) -> (state, metrics): one optimizer step; `state` is donated.
 
-    `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device. With a
-    several.Optimizers it is a step of each adapter. What of the state is in host memory stays there; parameters that
-    are, are computed with a layer at a time, and so are their gradients.
+    `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device. Arrays of the state
+    that are in host memory stay there; the forward and backward pass copies such parameters, and computes their
+    gradients, a layer at a time.
 
-    in_parts: what of a parameter's state such an optimizer step has on the devices at a time: some "rows", the whole
-      "parameter"; "none": all of the optimizer's state, parameters then being there too.
+    Args:
+      optimizer: optax transformation, or adapter_set.Optimizers for one step of each adapter of a set.
+      schedule: update number -> learning rate; not used with adapter_set.Optimizers.
+      in_parts: how much state in host memory an optimizer step has on the devices at a time: "rows" of a parameter,
+        a whole "parameter", or "none": all of the optimizer's state, with the parameters on the devices as well.
     """
-    scaled, finish = _scaled_and_finish(model, optimizer, schedule, objective)
+    scaled, finish = _make_loss_and_apply(model, optimizer, schedule, objective)
     programs = {}  # by where the state lies: (empty, accumulate, finish)
 
     def compiled(state):
-        """Gradients lie where their parameters do from the first microbatch on, and the new state where the old one
-        did: so each program is compiled once."""
+        """Returns the jitted (zero sums, accumulate, apply) for a state's placement, each compiled once: gradients are
+        placed like their parameters and the new state like the old one."""
         where = jax.tree.map(lambda x: x.sharding, state)
         key = tuple(jax.tree.leaves(where))
         if key not in programs:
             grads = where.trainable
             one = next(iter(grads.values()))
             everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else memory.awake(one)
-            rows = {k: streaming.rows_at_once(state.trainable[k], in_parts != "rows") for k in streaming.away(state)}
+            rows = {k: streaming.rows_at_once(state.trainable[k], in_parts != "rows")
+                    for k in streaming.names_in_host_memory(state)}
             programs[key] = (
-                jax.jit(functools.partial(_empty, stats=_shapes(state.stats), scaled=scaled, rows=rows),
+                jax.jit(functools.partial(_zero_sums, stats=_shapes(state.stats), scaled=scaled, rows=rows),
                         out_shardings=(grads, everywhere)),
                 jax.jit(make_accumulate(scaled), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
                 jax.jit(finish({} if in_parts == "none" else rows), donate_argnums=0,
@@ -250,7 +271,7 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
     def gradients(state, microbatches):
         empty, accumulate, _ = compiled(state)
         carry = None
-        for batches, count in _together(microbatches, at_once(state)):
+        for batches, count in _group_microbatches(microbatches, microbatches_per_call(state)):
             carry = empty(state.trainable, state.frozen, batches[0]) if carry is None else carry
             count = jax.device_put(count) if len(batches) > 1 else None  # one microbatch always counts
             carry = accumulate(state.trainable, state.frozen, state.stats, *carry, batches, count)

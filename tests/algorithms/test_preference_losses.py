@@ -50,7 +50,7 @@ def test_far_sums_give_finite_numbers(name):
             continue  # its exponential is meant
         loss, derivative, metrics = preference_loss(x, r, lengths, table, options(name))
         assert np.isfinite(loss) and np.isfinite(derivative).all() and all(map(np.isfinite, metrics.values()))
-    if LOSSES[name].answers:
+    if LOSSES[name].unpaired:
         none = np.zeros(0, int)
         for good in (np.zeros(10, bool), np.ones(10, bool)):
             loss, derivative, metrics = preference_loss(s, r, lengths, Table(none, none, good), options(name))

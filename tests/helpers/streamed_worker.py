@@ -25,7 +25,7 @@ from jaxrl.recipes import rl
 from jaxrl.sharding import memory
 from jaxrl.training import streaming
 
-memory.WORTH_IT, streaming.AT_ONCE, streaming.TILE = 4096, 8192, 1
+memory.WORTH_IT, streaming.PART_BYTES, streaming.TILE = 4096, 8192, 1
 
 
 def difference(a, b):

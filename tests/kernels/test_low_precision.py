@@ -193,13 +193,13 @@ def test_what_cannot_be_had_is_refused():
 
 
 def test_the_loss_scale_moves_as_its_options_say():
-    from jaxrl.training.update import _rescale
+    from jaxrl.training.update import _next_loss_scale
 
     how = training.LossScale(initial=8.0, min=2.0, max=16.0, window=2, patience=2)
     stats = {"loss_scale": jnp.float32(8), "finite_streak": jnp.int32(0), "nonfinite_streak": jnp.int32(0)}
     seen = []
     for finite in (True, True, True, True, False, False, False, False, False):
-        stats |= _rescale(stats, jnp.asarray(finite), how)
+        stats |= _next_loss_scale(stats, jnp.asarray(finite), how)
         stats["nonfinite_streak"] = jnp.where(finite, 0, stats["nonfinite_streak"] + 1)
         seen.append(float(stats["loss_scale"]))
     assert seen == [8, 16, 16, 16, 16, 8, 4, 2, 2]

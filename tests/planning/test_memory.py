@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
         kinds, while_sampling, now = [], [], []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(memory, "WORTH_IT", 4096)  # bytes: matrices of the tiny model
-            patch.setattr(streaming, "AT_ONCE", 8192)
+            patch.setattr(streaming, "PART_BYTES", 8192)
             one_step, following = rl.one_step, Rollouts.next
 
             def look_while_sampling(*args, following=following, while_sampling=while_sampling, now=now):

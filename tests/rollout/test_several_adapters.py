@@ -10,7 +10,7 @@ from helpers.lora_cases import all_linear, started
 from helpers.rollout_helpers import END, HF, config, model, params, prompt, tokenizer
 
 from jaxrl.models import adapters
-from jaxrl.models.adapters import several
+from jaxrl.models.adapters import adapter_set
 from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make_engine
 
 PARTS = {"first": all_linear(2, rank=3, scale=4.0), "second": all_linear(2, rank=2, scale=6.0, skip=((0, "mlp.up_proj"),))}
@@ -33,10 +33,10 @@ def asked(number, *texts, after="", keep=False):
 def test_each_request_is_answered_by_its_own_adapter():
     """The same prompts at the same time, of one adapter and of the other: what each of them says is what an engine says that has it
     alone, in prefill, decoding and conversations that go on in their slots."""
-    both = dataclasses.replace(model(), adapter=several.together(PARTS))
-    alone = [several.alone(both, k) for k in range(2)]
+    both = dataclasses.replace(model(), adapter=adapter_set.combine_adapters(PARTS))
+    alone = [adapter_set.select_model(both, k) for k in range(2)]
     own = [adapters.joined(params(), {n: x for n, x in _flat(started(one, k)).items() if adapters.is_adapter(n)}) for k, one in enumerate(alone)]
-    values = adapters.joined(params(), several.joined(both, [_flat(tree) for tree in own]))
+    values = adapters.joined(params(), adapter_set.join_leaves(both, [_flat(tree) for tree in own]))
     prompts = [prompt(i, 5 + 2 * i) for i in range(3)]
     engine, said, more = engine_row(both, values), {}, {}
     first = [request for pair in zip(*(asked(k, *prompts, keep=True) for k in (1, 2)), strict=True) for request in pair]

@@ -54,14 +54,14 @@ def test_ranks_are_even(count):
     at, end = np.arange(length), length * 4 // 5
     rows = [at, at % 1500, np.where(at < 700, at, 700 + (at - 700) % 550)]
     real = np.stack([at < length, at < length, at < end])
-    pairs = ranks.pairs(np.stack(rows), real, (0,))
-    places = ranks.dealt(pairs, count)
+    pairs = ranks.count_keys(np.stack(rows), real, (0,))
+    places = ranks.assign_tokens(pairs, count)
     assert (np.sort(places, axis=1) == np.arange(length)).all()
     assert (places.reshape(3, -1, ranks.TILE) == places[:, ::ranks.TILE, None] + np.arange(ranks.TILE)).all(), "tiles stay whole"
-    assert all(ranks.busiest(pairs[i:i + 1], places[i:i + 1], count) < 1.05 for i in range(3))
-    contiguous = ranks.busiest(pairs[:1], np.arange(length)[None], count)
+    assert all(ranks.imbalance(pairs[i:i + 1], places[i:i + 1], count) < 1.05 for i in range(3))
+    contiguous = ranks.imbalance(pairs[:1], np.arange(length)[None], count)
     assert contiguous == pytest.approx(2 - 1 / count, rel=1e-3)
-    windowed = ranks.pairs(np.stack(rows), real, (0, 128, 128))
+    windowed = ranks.count_keys(np.stack(rows), real, (0, 128, 128))
     np.testing.assert_array_equal(windowed, pairs + 2 * np.minimum(pairs, 128))
 
 

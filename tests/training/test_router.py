@@ -35,7 +35,7 @@ def batches_of(traj, columns, name, dtype):
 
 def state_of(model, params, load=None):
     trainable, frozen = training.partition(params, (".*",), ())
-    return training.init_state(trainable, frozen, optax.sgd(1.0), router_load=router.even(model.config) if load is None else load)
+    return training.init_state(trainable, frozen, optax.sgd(1.0), router_load=router.even_load(model.config) if load is None else load)
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_the_bias_of_routers_follows_the_load(scan):
     names = ["layers/sub_0/mlp/router/correction"] if scan else [f"layer_{i}/mlp/router/correction" for i in (1, 2)]
     shape = (2, 5) if scan else (5,)
     frozen = {"layer_0/x": jnp.ones(3)} | {name: jnp.full(shape, 0.5) for name in names}
-    state = training.init_state({"w": jnp.ones(2)}, frozen, optax.sgd(1.0), router_load=router.even(model.config))
+    state = training.init_state({"w": jnp.ones(2)}, frozen, optax.sgd(1.0), router_load=router.even_load(model.config))
     load = np.array([[0.6, 0.2, 0.1, 0.1, 0.0], [0.2] * 5])
     apply = make_apply(optax.sgd(1.0), lambda i: 1.0, dataclasses.replace(LOSS, router_bias_rate=0.1), model)
     metrics = {"loss": jnp.float32(0), "router/load": jnp.asarray(load, jnp.float32)}
@@ -93,7 +93,7 @@ def test_an_update_moves_the_bias_of_a_family_that_has_one():
     params, (traj, columns) = params_of(model), batch_of_groups(groups=2, size=2)
     name = "layers/sub_0/mlp/router/correction"
     trainable, frozen = training.partition(params, (".*",), (name,))
-    state = training.init_state(trainable, frozen, optax.sgd(0.1), router_load=router.even(model.config))
+    state = training.init_state(trainable, frozen, optax.sgd(0.1), router_load=router.even_load(model.config))
     objective = dataclasses.replace(LOSS, router_balance=0.0, router_z=0.0, router_bias_rate=0.01)
     state, told = training.make_update(model, optax.sgd(0.1), lambda i: 0.1, objective)(state, batches_of(traj, columns, "shared", np.float32))
     load, moved = np.asarray(state.stats["router_load"]), np.asarray(state.frozen[name])
@@ -113,7 +113,7 @@ def test_the_bias_evens_a_load():
         chosen = np.argsort(-(logits + np.asarray(bias[name])), axis=1)[:, :2]
         load = np.bincount(chosen.ravel(), minlength=8)[None] / chosen.size
         worst.append(load.max() * 8)
-        bias = router.corrected(model, bias, jnp.asarray(load), 0.02)
+        bias = router.correct_bias(model, bias, jnp.asarray(load), 0.02)
     assert worst[0] > 3 and max(worst[-20:]) < 1.1 and abs(float(bias[name].sum())) < 1e-4
 
 
@@ -151,17 +151,17 @@ def test_terms_are_what_their_formulas_say():
     assert {"router/balance", "router/z"} <= set(told) and not {"router/balance", "router/z"} & set(none)
     np.testing.assert_allclose(both - plain, 2 * (0.5 * told["router/balance"] + 0.25 * told["router/z"]), rtol=1e-4)
     assert any(np.abs(at_both[k] - at_plain[k]).max() > 1e-4 for k in trainable if "router" in k)
-    (_, even), _ = run(trainable, 0.5, 0.25, router.even(model.config))
+    (_, even), _ = run(trainable, 0.5, 0.25, router.even_load(model.config))
     np.testing.assert_allclose(even["router/balance"], 1, rtol=1e-5)
     assert 0 < told["router/entropy"] <= np.log(5)
-    shown = router.told({"router/load": jnp.asarray([[0.5, 0.5, 0, 0, 0], [0.2] * 5])})
+    shown = router.summarize_load({"router/load": jnp.asarray([[0.5, 0.5, 0, 0, 0], [0.2] * 5])})
     assert float(shown["router/load_max_over_mean"]) == 2.5 and np.isclose(shown["router/idle"], 0.3)
 
 
 @pytest.mark.slow
 def test_an_even_load_has_no_gradient():
     model, trainable, run = case()
-    (_, at_plain), (_, at_even) = (run(trainable, coef, 0.0, router.even(model.config)) for coef in (0.0, 0.5))
+    (_, at_plain), (_, at_even) = (run(trainable, coef, 0.0, router.even_load(model.config)) for coef in (0.0, 0.5))
     for key in trainable:
         np.testing.assert_allclose(at_even[key], at_plain[key], rtol=1e-3, atol=2e-6)
 

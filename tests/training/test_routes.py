@@ -200,7 +200,7 @@ def test_scored_experts_are_replayed_whole():
     trainable, _ = training.partition(weights, (".*",), ())
     objective = policy_objective(old="column", max_grad_norm=0.0)
     _, told = jax.jit(lambda b: loss_and_metrics(trainable, {}, b, m, objective))(batches_of(traj, columns, "shared")[0])
-    told = router.told(told)
+    told = router.summarize_load(told)
     assert told["router/mismatch"] == 0 and np.isclose(told["router/replayed"], 1) and told["old_gap/max"] < 1e-5
 
 

@@ -15,9 +15,9 @@ from helpers.training_helpers import batch_of_groups, policy_objective
 from jaxrl import training
 from jaxrl.config.load import default_config
 from jaxrl.models import adapters
-from jaxrl.models.adapters import several
+from jaxrl.models.adapters import adapter_set
+from jaxrl.training.adapter_set import Optimizers, Rule
 from jaxrl.training.layout import RowShapes
-from jaxrl.training.several import Optimizers, Rule
 from jaxrl.types import Trajectories
 
 HF = dict(model_type="qwen2", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -60,12 +60,12 @@ def update_of(scan, bits):
 
 def cases(scan=False, parts=PARTS, bits=""):
     """(model with all, [models alone], parameters of all, [parameters alone])."""
-    model = build(several.together({n: dataclasses.replace(a, quantized=bits) for n, a in parts.items()}), HF, scan, jnp.float64)
-    alone = [several.alone(model, k) for k in range(len(parts))]
+    model = build(adapter_set.combine_adapters({n: dataclasses.replace(a, quantized=bits) for n, a in parts.items()}), HF, scan, jnp.float64)
+    alone = [adapter_set.select_model(model, k) for k in range(len(parts))]
     own = [flat(one, k) for k, one in enumerate(alone)]
     base = {name: x for name, x in own[0].items() if not adapters.is_adapter(name)}
     own = [{**one, **base} for one in own]  # one base
-    return model, alone, several.joined(model, own), own
+    return model, alone, adapter_set.join_leaves(model, own), own
 
 
 def batch(which=(1, 2)):
@@ -90,11 +90,11 @@ def packed(traj, columns, layout):
 
 def of_all(model):
     return Optimizers(model, tuple(rule(one, name) for name, one in zip(
-        several.names(model), (several.alone(model, k) for k in range(9)), strict=False)))
+        adapter_set.adapter_names(model), (adapter_set.select_model(model, k) for k in range(9)), strict=False)))
 
 
 def state_of(model, params, optimizer):
-    start = training.several.init_state if isinstance(optimizer, Optimizers) else training.init_state
+    start = training.adapter_set.init_state if isinstance(optimizer, Optimizers) else training.init_state
     own = adapters.trains(model)
     trainable = {name: jnp.copy(x) for name, x in params.items() if name in own}
     return start(trainable, {name: jnp.copy(x) for name, x in params.items() if name not in own}, optimizer)
@@ -131,9 +131,9 @@ def test_one_update_of_two_adapters_is_the_two_updates_of_one(scan, layout, bits
         if name not in which:
             continue
         want, told = alone(models[k], own[k], k, "one row each" if layout == "packed" else "packed")
-        close(several.taken(model, k, state.trainable), want.trainable)
+        close(adapter_set.take_leaves(model, k, state.trainable), want.trainable)
         close((state.opt_state[name], state.step[name], state.stats[name]), (want.opt_state, want.step, want.stats))
-        mine = training.several.of_adapter(metrics, name)
+        mine = training.adapter_set.metrics_of_adapter(metrics, name)
         assert mine.pop("held") == 1 and mine.keys() == told.keys()
         close(mine, told)
     norms = [metrics[f"adapter/{name}/optim/grad_norm"] for name in PARTS]
@@ -147,16 +147,16 @@ def test_tokens_of_one_adapter_leave_the_other_as_it_is():
     (model, _, params, _), optimizer, update = update_of(False, "")
     state = state_of(model, params, optimizer)
     gradient, _ = update.gradients(state, packed(*batch((1,)), "packed"))
-    first, second = (several.taken(model, k, gradient) for k in range(2))
+    first, second = (adapter_set.take_leaves(model, k, gradient) for k in range(2))
     assert all(np.any(np.asarray(x)) for x in first.values())
     assert not any(np.any(np.asarray(x)) for x in second.values())
     before, _ = update(state_of(model, params, optimizer), packed(*batch(), "packed"))
     kept = jax.tree.map(np.asarray, before)
     after, metrics = update(before, packed(*batch((1,)), "packed"))
-    for pick in (lambda s: several.taken(model, 1, s.trainable), lambda s: [s.opt_state["second"], s.step["second"], s.stats["second"]]):
+    for pick in (lambda s: adapter_set.take_leaves(model, 1, s.trainable), lambda s: [s.opt_state["second"], s.step["second"], s.stats["second"]]):
         jax.tree.map(np.testing.assert_array_equal, pick(kept), jax.tree.map(np.asarray, pick(after)))
     assert int(after.step["first"]) == 2 and int(after.step["second"]) == 1
-    told = training.several.over_all({name: float(x) for name, x in metrics.items()})
+    told = training.adapter_set.mean_over_adapters({name: float(x) for name, x in metrics.items()})
     assert told["loss"] == told["adapter/first/loss"] and not any(name.startswith("adapter/second/") for name in told)
 
 
@@ -168,16 +168,16 @@ def test_one_of_several_is_the_plain_adapter():
     traj, columns = batch((1,))
     state, metrics = training.make_update(model, optimizer, None, LOSS)(state_of(model, params, optimizer), packed(traj, columns, "packed"))
     want, told = alone(models[0], own[0], 0, "packed", steps=1)
-    close(several.taken(model, 0, state.trainable), want.trainable)
-    close(training.several.of_adapter(metrics, "first") | {"held": 0}, told | {"held": 0})
+    close(adapter_set.take_leaves(model, 0, state.trainable), want.trainable)
+    close(training.adapter_set.metrics_of_adapter(metrics, "first") | {"held": 0}, told | {"held": 0})
 
 
 def test_leaves_taken_apart_and_joined_are_the_same():
     for scan in (False, True):
         model, _, params, own = cases(scan)
         for k in range(2):
-            jax.tree.map(np.testing.assert_array_equal, several.taken(model, k, params), own[k])
+            jax.tree.map(np.testing.assert_array_equal, adapter_set.take_leaves(model, k, params), own[k])
         assert set(params) == {"/".join(e.path) for e in model.entries}
         assert all(params["/".join(e.path)].shape == e.shape for e in model.entries)
-    with pytest.raises(ValueError, match="was not told whose adapter"):
+    with pytest.raises(ValueError, match="adapter number"):
         jax.eval_shape(lambda p, x: model.hidden(training.merge(p, {}), x, x, x, x), params, np.ones((1, 4), np.int32))

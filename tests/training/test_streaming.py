@@ -22,7 +22,7 @@ LOSS = policy_objective(kl_coef=0.1, entropy_coef=0.01, old="column", chunk=32, 
 def small_things_pay(monkeypatch):
     """Matrices of tiny models go to host memory, vectors do not; and they come in several parts."""
     monkeypatch.setattr(memory, "WORTH_IT", 4096)
-    monkeypatch.setattr(streaming, "AT_ONCE", 16384)
+    monkeypatch.setattr(streaming, "PART_BYTES", 16384)
     monkeypatch.setattr(streaming, "TILE", 1)
 
 
@@ -55,7 +55,7 @@ def two_steps(model, place: str, name="adamw", poison=False):
     if place == "all":
         state = state.replace(trainable=move_to_host(state.trainable), frozen=move_to_host(state.frozen))
     if place:
-        state = state.replace(opt_state=streaming.initial(optimizer, state.trainable, memory.kept(like.opt_state)))
+        state = state.replace(opt_state=streaming.init_in_parts(optimizer, state.trainable, memory.kept(like.opt_state)))
     update = training.make_update(model, optimizer, schedule, LOSS, training.in_parts(name))
     micros = training.make_layout(traj.sizes, RowShapes((48,), ((4,),)), share_prompts=True).minibatches[0].microbatches
     assert len(micros) > 1
@@ -130,7 +130,7 @@ def test_an_optimizer_by_rows_is_one_by_rows():
     ((6,), False, 6)])
 def test_rows_at_once(monkeypatch, shape, whole, rows):
     """They divide the first axis, fit AT_ONCE, and are whole tiles of a matrix."""
-    monkeypatch.setattr(streaming, "AT_ONCE", 4 * 64 * 64 * 4)
+    monkeypatch.setattr(streaming, "PART_BYTES", 4 * 64 * 64 * 4)
     monkeypatch.setattr(streaming, "TILE", 16)
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert streaming.rows_at_once(jax.ShapeDtypeStruct(shape, np.float32, sharding=where), whole) == rows

@@ -29,7 +29,7 @@ from jaxrl.roles.parameters import flat_axes, flat_layers
 from jaxrl.training.layout import Block, RowShapes, attention_work
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.score import forward_logprobs
-from jaxrl.training.update import _together
+from jaxrl.training.update import _group_microbatches
 from jaxrl.types import Sizes
 
 
@@ -290,7 +290,7 @@ def test_one_compilation_serves_every_microbatch_and_step(caplog):
 
 def test_neighbours_of_one_shape_go_together():
     batches = [np.full(shape, i) for i, shape in enumerate((3, 3, 3, 4, 3))]
-    found = [([int(b[0]) for b in some], count) for some, count in _together(iter(batches), 2)]
+    found = [([int(b[0]) for b in some], count) for some, count in _group_microbatches(iter(batches), 2)]
     assert found == [([0, 1], 2), ([2, 2], 1), ([3, 3], 1), ([4, 4], 1)]
 
 

@@ -17,8 +17,8 @@ their start are subtracted, y = x W + scale * ((x A) B - (x A0) B0).
 `decomposed` adapters (DoRA, Liu et al., arXiv 2402.09353) train the length m of every output's column beside its
 direction: y = x W' * m / |W'|, W' = W + scale * A B, with |W'| [*outputs] a constant in the gradient, as PEFT has it.
 
-Several adapters over one base (`Adapter.parts`) lie side by side, A [*inputs, R] and B [R, *outputs] with R the sum of
-their ranks, and the numbers between A and B are those of the token's own adapter: see models.several.
+An adapter set (`Adapter.parts`), several adapters over one base, is stored as one A [*inputs, R] and one B
+[R, *outputs], R the sum of the ranks; each token uses the columns of its adapter: see models.adapters.adapter_set.
 
 The kernels of a `quantized` base are kept in few bits (models.quantized): those of the layers' linear maps that do not
 train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
@@ -52,8 +52,13 @@ NODE = "lora"  # the name under which a module's adapter stands
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One linear map with an adapter. name: HF's module name, model.layers.3.self_attn.q_proj. scale: what the product
-    of A and B is multiplied with."""
+    """A linear map with an adapter.
+
+    Attributes:
+      name: HF's module name, such as model.layers.3.self_attn.q_proj.
+      rank: columns of A.
+      scale: factor on the product of A and B.
+    """
 
     name: str
     rank: int
@@ -62,9 +67,15 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """What of a model adapts: its targets; HF names of modules that train whole beside them; see the module on
-    `shifted` and `decomposed`. dropout: of the numbers that A reads, where `noisy` parameters are given. quantized: one
-    of quantized.KINDS, or ""."""
+    """The adapter of a model, or an adapter set.
+
+    Attributes:
+      targets: linear maps with A and B.
+      saved: HF names of modules that train whole.
+      shifted, decomposed: see the module's docstring.
+      dropout: probability with which an input of A is dropped, if parameters are `noisy`.
+      quantized: how the base is stored, one of quantized.KINDS; "" = as it is.
+    """
 
     targets: tuple[Target, ...]
     saved: tuple[str, ...] = ()
@@ -72,26 +83,28 @@ class Adapter:
     dropout: float = 0.0
     decomposed: bool = False
     quantized: str = ""
-    parts: tuple[tuple[str, Adapter], ...] = ()  # (name, adapter) where there are several: see models.several
+    parts: tuple[tuple[str, Adapter], ...] = ()  # an adapter set: see models.adapters.adapter_set
 
 
 def module_of(hf_name: str) -> str:
-    """HF's name of the module that a tensor belongs to."""
+    """Returns HF's name of the module that a tensor belongs to."""
     return hf_name.rpartition(".")[0]
 
 
 def adaptable(entry) -> bool:
-    """Whether an entry of the parameter table is a kernel of a layer, which can have an adapter. (The head and the
-    embedding are read whole by the log-probs and the lookup, a router in full precision, experts by their kernel; they
-    can be trained whole.)"""
+    """Whether an entry of the parameter table can have an adapter: it is the kernel of a linear map in a layer.
+
+    Head, embedding, routers and experts cannot, since the code that uses them reads their weights directly; they can be
+    trained whole.
+    """
     return (bool(entry.inputs) and entry.row.adapts and entry.path[-1] == "kernel"
             and any("layers." in name for name in entry.hf_names))
 
 
 def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
-    """The rows of the base with those of the adapter's leaves, of the base's own.
+    """Returns the parameter table of base and adapter, from the table of the base.
 
-    Raises ConfigError for targets and saved modules that the base does not have or that cannot be such.
+    Raises ConfigError for targets and saved modules that the base does not have, or that cannot be adapted or saved.
     """
     ranks = {target.name: target for target in adapter.targets}
     _check(adapter, base)
@@ -104,14 +117,14 @@ def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
 
 
 def widths(adapter: Adapter, entry) -> tuple[int, ...]:
-    """Columns that each of several adapters (or the one) has in A of a kernel: its largest rank there."""
+    """Returns the columns of each adapter of the set (or of the only one) in A of a kernel: its largest rank there."""
     modules = {module_of(name) for name in entry.hf_names}
     own = [part for _, part in adapter.parts] or [adapter]
     return tuple(max((t.rank for t in one.targets if t.name in modules), default=0) for one in own)
 
 
 def in_few_bits(adapter: Adapter, base) -> list[parameters.Entry]:
-    """Rows of the base whose kernels are kept as codes."""
+    """Returns the entries of the base whose kernels are stored as codes."""
     if not adapter.quantized:
         return []
     own = saved_paths(adapter, base)
@@ -138,7 +151,7 @@ def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
 
 
 def check(model) -> None:
-    """Raises ConfigError where a model's adapter does not fit it."""
+    """Raises ConfigError if a model's adapter does not fit the model."""
     if model.adapter is not None:
         _check(model.adapter, model.base.entries)
 
@@ -175,10 +188,10 @@ def _check_bits(adapter: Adapter, base) -> None:
 
 
 def saved_paths(adapter: Adapter, base) -> frozenset[str]:
-    """Names ('embed/embedding') of the arrays that train whole. A tied head is the embedding: both uses train.
+    """Returns the flat names ('embed/embedding') of arrays that train whole; of a tied head, that of the embedding.
 
-    Raises ConfigError for a module that the model does not have, and where an array of a scanned stack would train in
-    some of its repetitions only.
+    Raises ConfigError for a module that the model does not have, and if an array of a scanned stack would train in only
+    some of its repetitions.
     """
     tied = not any(entry.path[0] == "head" for entry in base)
     saved = {"model.embed_tokens" if tied and name == "lm_head" else name for name in adapter.saved}
@@ -201,29 +214,29 @@ def saved_paths(adapter: Adapter, base) -> frozenset[str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a flat name ('layer_0/mlp/up/lora/a') is that of an adapter's leaf."""
+    """Whether a flat name ('layer_0/mlp/up/lora/a') belongs to an adapter."""
     return name.split("/")[-2:-1] == [NODE]
 
 
 def trains(model) -> frozenset[str]:
-    """Flat names of what trains: A, B, m and the modules that are saved whole."""
+    """Returns the flat names of the trainable arrays: A, B, m and the modules that train whole."""
     own = {"/".join(entry.path) for entry in model.entries}
     return frozenset(name for name in own if is_adapter(name) and name.endswith(("/a", "/b", "/m"))) | saved_paths(
         model.adapter, model.base.entries)
 
 
 def without(params):
-    """The base's parameters: the tree without `lora` nodes, codes as codes. No array is copied."""
+    """Returns the base's parameters: the tree without `lora` nodes. Codes stay codes and no array is copied."""
     return {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
 
 
 def joined(params, flat: dict):
-    """The tree with leaves by flat name put in."""
+    """Returns a parameter tree with the leaves `flat`, by flat name, added or replaced."""
     return unflatten_dict({**flatten_dict(params, sep="/"), **flat}, sep="/")
 
 
 def base_in_few_bits(model, params):
-    """The parameters of `model` without its adapter, of those of `model.base`."""
+    """Quantises parameters of `model.base` as the adapter stores them; returns a tree without `lora` nodes."""
     flat = flatten_dict(params, sep="/")
     for entry in in_few_bits(model.adapter, model.base.entries):
         name = "/".join(entry.path)
@@ -233,9 +246,12 @@ def base_in_few_bits(model, params):
 
 
 def merged(model, params):
-    """The parameters of `model.base` that compute what `model` does: W + scale * A B, each column made as long as m
-    says where the adapter is decomposed, in fp32 or better and cast back to W's dtype (fp32 or better where W is kept
-    as codes). Pure and jittable; the base's own arrays are read only. Kernels that `params` lack are left out."""
+    """Merges the adapter: returns parameters of `model.base` that compute the same as `model`.
+
+    Kernels become W + scale * A B, with columns scaled to the length m if the adapter is decomposed. They are computed
+    in fp32 or better and cast back to W's dtype (fp32 or better if W is stored as codes). Kernels missing in `params`
+    are skipped. Pure and jittable; `params` is not changed.
+    """
     flat = flatten_dict(params, sep="/")
     out = {name: value for name, value in flat.items() if not is_adapter(name)}
     for entry in in_few_bits(model.adapter, model.base.entries):
@@ -266,8 +282,10 @@ def merged(model, params):
 
 
 def lengths(kernel, a, b, scale, inputs: int):
-    """|W + scale * A B| [*outputs] of one module in fp32 or better, without forming the sum: with w, c a column of W
-    and of B, |w|^2 + 2 scale (A^T w) c + scale^2 c (A^T A) c."""
+    """Returns |W + scale * A B| [*outputs] of one module in fp32 or better, without forming the sum.
+
+    With w, c a column of W and of B: |w|^2 + 2 scale (A^T w) c + scale^2 c (A^T A) c.
+    """
     acc = jnp.promote_types(kernel.dtype, jnp.float32)
     kernel, a, b, scale = (x.astype(acc) for x in (kernel, a, b, scale))
     over = tuple(range(inputs))
@@ -279,27 +297,29 @@ def lengths(kernel, a, b, scale, inputs: int):
 
 
 def _stretch(m, lengths, scale, inputs: tuple[int, ...] = ()):
-    """m over the lengths, what a decomposed adapter multiplies its outputs with; 1 for the repetitions of a stack that
-    have no adapter (scale 0)."""
+    """Returns m / lengths, a decomposed adapter's factor on outputs; 1 for repetitions without adapter (scale 0)."""
     scale = scale.reshape(scale.shape + (1,) * (m.ndim - scale.ndim))
     return jnp.expand_dims(jnp.where(scale == 0, 1, m / jnp.where(scale == 0, 1, lengths)), inputs)
 
 
 def stretch(kernel, leaves, inputs: int):
-    """[*outputs]: m / |W + scale * A B| of one module, the latter without gradient. leaves: a, b, scale, m."""
+    """Returns m / |W + scale * A B| [*outputs] of one module; the length has no gradient. leaves: a, b, scale, m."""
     length = jax.lax.stop_gradient(lengths(kernel, leaves["a"], leaves["b"], leaves["scale"], inputs))
     return _stretch(leaves["m"].astype(length.dtype), length, leaves["scale"].astype(length.dtype))
 
 
 def _product(a, b, lead: int):
-    """[*lead, *inputs, r], [*lead, r, *outputs] -> [*lead, *inputs, *outputs]."""
+    """Multiplies A [*lead, *inputs, r] with B [*lead, r, *outputs] to [*lead, *inputs, *outputs]."""
     along = tuple(range(lead))
     return jax.lax.dot_general(a, b, (((a.ndim - 1,), (lead,)), (along, along)), precision=jax.lax.Precision.HIGHEST)
 
 
 def noisy(model, params, seed):
-    """Parameters under which the adapters drop what A reads: each number is 0 with the probability `dropout`, else
-    divided by 1 - dropout, differently in every module. seed: [] integer."""
+    """Returns parameters with which the adapters apply dropout to the inputs of A.
+
+    Each input is 0 with the probability `dropout`, else divided by 1 - dropout; every module draws its own mask.
+    seed: [] integer.
+    """
     key, rate, flat = jax.random.key(seed), model.adapter.dropout, {}
     for entry in model.entries:
         if entry.row.init == "adapter" and entry.path[-1] == "scale":
@@ -311,7 +331,7 @@ def noisy(model, params, seed):
 
 
 def dropped(x, key, keep):
-    """x where a coin of probability `keep` falls well, over it; else 0."""
+    """Applies dropout: x / keep with probability `keep`, else 0."""
     falls = jax.random.bernoulli(jax.random.wrap_key_data(key), keep, x.shape)
     return jnp.where(falls, x / keep.astype(x.dtype), jnp.zeros_like(x))
 
@@ -320,8 +340,9 @@ def dropped(x, key, keep):
 
 
 def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
-    """Flat name -> fp32 start of every leaf of the adapter but m (see `magnitudes`); B is
-    zero, so that it changes nothing yet. Pure.
+    """Returns {flat name: fp32 initial value} of every adapter leaf but m (see `magnitudes`). Pure.
+
+    B is zero, so the adapter changes nothing at first.
 
     default: A uniform in +-1/sqrt(inputs), as PEFT's and nn.Linear's (not he_uniform, which is sqrt(6) times wider).
     gaussian: A normal with standard deviation 1/r. The values of a module depend on its HF name and shape alone, not on
@@ -351,7 +372,7 @@ def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
 
 
 def magnitudes(model, base_params) -> dict[str, jax.Array]:
-    """Flat name -> fp32 start of m of decomposed adapters: the lengths of the base's columns."""
+    """Returns {flat name: fp32 initial value} of m of decomposed adapters: the lengths of the base's columns."""
     out, rows = {}, {e.path: e for e in model.base.entries}
     for entry in model.entries:
         if entry.row.init == "adapter" and entry.path[-1] == "m":
@@ -371,7 +392,7 @@ DRAWS = {
 
 
 def _drawn(model, key, targets, draw) -> dict[str, jax.Array]:
-    """Module -> A [*inputs, its rank]; one generator per shape."""
+    """Returns {module: A [*inputs, its rank]}, drawn with one generator per shape."""
     kinds: dict[tuple, list[str]] = {}
     for entry in model.base.entries:
         for name in map(module_of, entry.hf_names) if adaptable(entry) else ():
@@ -394,7 +415,7 @@ def _padded(a, shape):
 
 
 def digest(params) -> np.ndarray:
-    """[32] uint8, SHA-256 over names, dtypes, shapes and two 32-bit hashes of the contents of every array of a tree.
+    """Returns [32] uint8: SHA-256 over names, dtypes, shapes and two 32-bit hashes of the contents of a tree's arrays.
 
     The hashes are sums of integers over all elements, so mesh and layout do not change them, and computed where the
     arrays lie: nothing is gathered.
@@ -414,7 +435,7 @@ def _hashes(flat):
 
 
 def hashes(x):
-    """[2] uint32 of an array's contents, for programs; the same whatever the mesh and the layout."""
+    """Returns two hashes, [2] uint32, of an array's contents, whatever its mesh and layout. For use inside programs."""
     return jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
 
 

@@ -1,4 +1,4 @@
-"""What an adapter starts from: PEFT's inits, and those that begin as a part of the base.
+"""Initial values of adapters: PEFT's inits, and those that start as a part of the base.
 
 Per module, W [outputs, inputs] as Hugging Face has it, s the scale of the adapter's product:
 
@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder
-from jaxrl.models.adapters import NODE, adaptable, module_of, quantized, several
+from jaxrl.models.adapters import NODE, adaptable, adapter_set, module_of, quantized
 
 NITER = re.compile(r"pissa_niter_([1-9][0-9]*)")
 NAMES = (*adapters.DRAWS, "orthogonal", "pissa", "pissa_niter_<n>", "olora", "eva")
@@ -42,12 +42,12 @@ def is_init(name: str) -> bool:
 
 
 def is_shifted(name: str) -> bool:
-    """Whether an adapter begins as a part of the base, which is then subtracted."""
+    """Whether an init starts as a part of the base (pissa, olora), which is then subtracted in the product."""
     return name in ("pissa", "olora") or NITER.fullmatch(name) is not None
 
 
 def initial(model, key, base_params, name: str, directions: dict | None = None) -> dict[str, jax.Array]:
-    """Flat name -> start of every leaf of the model's adapter. Pure; jittable with `model` and `name` static.
+    """Returns {flat name: initial value} of every leaf of the model's adapter. Pure; jit with `model`, `name` static.
 
     Args:
       model: with its adapter (`shifted` as is_shifted(name) says). key: of the random ones.
@@ -61,8 +61,8 @@ def initial(model, key, base_params, name: str, directions: dict | None = None) 
     if not is_init(name):
         raise ConfigError(f"lora.init={name!r}: choose {', '.join(NAMES)}")
     if model.adapter.parts:
-        each = [several.alone(model, k) for k in range(len(model.adapter.parts))]
-        return several.joined(model, [initial(one, key, base_params, name) for one in each])
+        each = [adapter_set.select_model(model, k) for k in range(len(model.adapter.parts))]
+        return adapter_set.join_leaves(model, [initial(one, key, base_params, name) for one in each])
     if model.adapter.shifted != is_shifted(name):
         raise ValueError(f"lora.init={name} on an adapter with shifted={model.adapter.shifted}")
     if name in adapters.DRAWS:
@@ -134,11 +134,12 @@ def _start(name, w_IxO, rank, scale, key):
 
 
 def principal_inputs(model, base_params, tokens_BxL, positions_BxL, segments_BxL) -> dict[str, jax.Array]:
-    """HF module name -> [I, r], the r leading principal directions of what each target of the model's adapter reads,
-    over the tokens that are no padding (segment > 0), about their mean, in fp32 (float64 where the model computes in
-    it). Directions come in the order of their variance; their signs mean nothing.
+    """Returns {HF module name: [I, r]}, the r leading principal directions of the inputs of each adapter target.
 
-    Raises ConfigError where there are no more tokens than a rank.
+    They are taken over the tokens that are not padding (segment > 0), about the mean, in fp32 (float64 if the model
+    computes in it), in the order of their variance. Their signs are arbitrary.
+
+    Raises ConfigError if there are not more tokens than the rank.
     """
     targets = {t.name: t for t in model.adapter.targets}
     tokens = int((np.asarray(segments_BxL) > 0).sum())

@@ -1,4 +1,4 @@
-"""PEFT's LoRA folders, adapter_config.json with adapter_model.safetensors, in and out.
+"""Reads and writes PEFT's LoRA folders: adapter_config.json with adapter_model.safetensors.
 
 A folder that was read is written back byte for byte while its numbers are the same: fields that jaxrl does not know,
 dtypes and the layout of the file are those of the folder. Source: PEFT 0.21, peft_model.py (save_pretrained).
@@ -61,7 +61,7 @@ FIELDS: dict[str, Any] = {  # of a LoraConfig, as it is saved where nothing is s
 
 
 def resolve(options, model) -> Adapter:
-    """The adapter that config.lora describes on a model: that of the folder `options.path`, or by PEFT's rules.
+    """Returns the adapter that config.lora describes on a model: that of `options.path`, or by PEFT's rules.
 
     Entries of `targets` and `exclude` are HF names of modules or their ends behind a "."; a single entry with signs
     that no name has is a pattern for whole names; "all-linear" is every linear module but the output matrix. `exclude`
@@ -163,7 +163,7 @@ def _same(one: Adapter, other: Adapter) -> bool:
 
 
 def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
-    """The adapter in a PEFT folder (or hub id), and its values as the model's parameter tree has them.
+    """Reads the adapter in a PEFT folder (or hub id) and its values, laid out as in the model's parameter tree.
 
     Returns (Adapter, {path joined by "/": array}): a, b and scale beside every adapted kernel, fp32 (float64 where the
     file has it) and padded with zeros where ranks differ, and the arrays of modules that were trained whole.
@@ -230,12 +230,12 @@ def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
 
 
 def leaf_paths(entry) -> tuple[str, ...]:
-    """Paths of `a`, `b` and `scale` beside a kernel."""
+    """Returns the paths of a kernel's adapter leaves `a`, `b` and `scale`."""
     return tuple("/".join((*entry.path[:-1], NODE, leaf)) for leaf in ("a", "b", "scale"))
 
 
 def lora_shapes(entry, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of `a` and `b` of one tensor of a kernel's row."""
+    """Returns the shapes of `a` and `b` for one tensor of a kernel's row."""
     shape = entry.kind[0]
     return (*shape[:entry.inputs], rank), (rank, *shape[entry.inputs:])
 
@@ -243,7 +243,7 @@ def lora_shapes(entry, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 def write(folder, model, params, options, base_name: str, dtype: str = "auto") -> None:
-    """Writes a PEFT folder that appears at once, in the place of one that stands there.
+    """Writes a PEFT folder atomically, replacing an existing one.
 
     Every process of a run calls this, process 0 writes.
 

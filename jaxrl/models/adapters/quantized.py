@@ -39,14 +39,14 @@ _BETWEEN = (NF4[1:] + NF4[:-1]) / 2
 
 
 def _axes(kind: str, axes, inputs: int) -> tuple[tuple, tuple]:
-    """Logical axes of codes and scale, of those of a kernel."""
+    """Returns the logical axes of codes and of scale for those of a kernel."""
     if kind == "int8":
         return tuple(axes), tuple(axes[inputs:])
     return (axes[0], None, *axes[inputs:]), (axes[0], *axes[inputs:])
 
 
 def entries_of(entry: parameters.Entry, kind: str) -> tuple[parameters.Entry, ...]:
-    """The rows of codes and scale in the place of a kernel's row."""
+    """Returns the parameter table's entries of codes and scale that replace a kernel's entry."""
     shape, axes = entry.kind
     lead, outputs, blocks = entry.stacked, shape[entry.inputs:], math.prod(shape[:entry.inputs]) // BLOCK
     shapes = (shape, outputs) if kind == "int8" else ((blocks, BLOCK // 2, *outputs), (blocks, *outputs))
@@ -66,7 +66,7 @@ def dtype_of(entry: parameters.Entry, kind: str):
 
 
 def quantized(kernel, kind: str, inputs: int, stacked: int = 0) -> dict[str, jax.Array]:
-    """{codes, scale} of a kernel [*stacked, *I, *O]; nearest codes, computed in fp32. Pure, jittable."""
+    """Quantises a kernel [*stacked, *I, *O] to {codes, scale}: nearest codes, computed in fp32. Pure, jittable."""
     work = functools.partial(_int8 if kind == "int8" else _nf4, inputs=inputs)
     for _ in range(stacked):
         work = jax.vmap(work)
@@ -94,7 +94,7 @@ def _nf4(kernel, inputs):
 
 
 def dequantized(node, sizes: tuple[int, ...], stacked: int = 0) -> jax.Array:
-    """The kernel [*stacked, *I, *O] in fp32 that {codes, scale} stand for. sizes: of the axes *I."""
+    """Returns the fp32 kernel [*stacked, *I, *O] that {codes, scale} represent. sizes: of the axes *I."""
     def one(codes, scale):
         if codes.dtype == jnp.int8:
             return codes.astype(jnp.float32) * jax.lax.broadcast_to_rank(scale, codes.ndim)
@@ -135,7 +135,7 @@ def product(x, node, axes, inputs: int):
 
 
 def placed(node, axes, sizes, dtype):
-    """The kernel in `dtype` as every rank uses it (placement.gathered); codes travel, not numbers."""
+    """Returns the kernel in `dtype` as every rank uses it (placement.gathered); codes are gathered, not numbers."""
     kind = "int8" if node["codes"].dtype == jnp.int8 else "nf4"
     named = zip(LEAVES, _axes(kind, axes, len(sizes)), strict=True)
     node = {leaf: gathered(node[leaf], own, node[leaf].dtype) for leaf, own in named}

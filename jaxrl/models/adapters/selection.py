@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter is on, with which rank and scale: PEFT's rules on Hugging Face's names.
+"""Selects the modules that get an adapter, with rank and scale, by PEFT's rules on Hugging Face's names.
 
 Sources: PEFT 0.21, tuners/tuners_utils.py (check_target_module_exists), utils/other.py (get_pattern_key,
 _set_trainable).
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 def tensors(model) -> dict[str, Place]:
-    """Every tensor of the base by HF's name, in the order of the layers; a tied output matrix is the embedding."""
+    """Returns {HF name: tensor} of the base, in the order of the layers; a tied output matrix is the embedding."""
     found = {name: Place(entry, index) for entry in model.base.entries
              for index, name in zip(entry.indices, entry.hf_names, strict=True)}
     if model.config.tied:
@@ -37,12 +37,12 @@ def tensors(model) -> dict[str, Place]:
 
 
 def linears(model) -> dict[str, Place]:
-    """HF name of every module that can have an adapter -> its kernel, in the order of the layers."""
+    """Returns {HF name: kernel} of every module that can have an adapter, in the order of the layers."""
     return {module_of(name): place for name, place in tensors(model).items() if adaptable(place.entry)}
 
 
 def without_adapters(model) -> list[str]:
-    """HF name of every linear map of the layers that cannot have one: experts and their routers."""
+    """Returns the HF names of the linear maps in layers that cannot have an adapter: experts and their routers."""
     return [module_of(name) for name, place in tensors(model).items()
             if place.entry.inputs and not place.entry.row.adapts]
 
@@ -53,7 +53,7 @@ def modules_of(model) -> list[str]:
 
 
 def around(module: str) -> list[str]:
-    """A module's name and those of the modules around it."""
+    """Returns a module's name and those of the modules that contain it."""
     parts = module.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
@@ -61,7 +61,7 @@ def around(module: str) -> list[str]:
 # ---- which of them ---------------------------------------------------------------------------------------------------
 
 class Selection(NamedTuple):
-    """What PEFT's LoraConfig says about modules, under its names."""
+    """The fields of PEFT's LoraConfig that select modules, under PEFT's names."""
 
     r: int
     lora_alpha: float
@@ -80,7 +80,7 @@ OPTIONS = {"target_modules": "lora.targets", "exclude_modules": "lora.exclude", 
 
 
 def selection_of(options) -> Selection:
-    """config.lora in PEFT's words."""
+    """Converts config.lora to PEFT's terms."""
     alpha = options.rank if options.alpha is None else options.alpha
     return Selection(options.rank, alpha, options.rslora, _option(options.targets), _option(options.exclude),
                      tuple(options.layers), table("rank_pattern", options.rank_pattern, int),

@@ -68,7 +68,7 @@ class Turn(tensorfile.Stored):
 
 
 def interleaved(model) -> bool:
-    """Whether its experts lie on a disk as gpt-oss's do."""
+    """Whether a model's experts are stored in gpt-oss's layout."""
     return FAMILIES[model.config.family].interleaved
 
 

@@ -39,9 +39,9 @@ TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.safetensors")) -> Path:
-    """The local folder of a checkpoint: `path` itself, or the hub's snapshot of it (fetched if need be).
+    """Returns the local folder of a model: `path` itself, or the hub's snapshot of it (fetched if necessary).
 
-    Raises ConfigError where there is neither.
+    Raises ConfigError if neither exists.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -57,7 +57,7 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
 
 
 def load_config(path: str, revision: str | None = None, overrides: dict | None = None, weights: bool = True) -> dict:
-    """The HF config of a folder or hub id as a dict, with `overrides` in place, plus SOURCE.
+    """Loads the HF config of a folder or hub id as a dict, with `overrides` applied, plus SOURCE.
 
     Args:
       path: folder or hub id; empty = `overrides` alone is the config.
@@ -130,7 +130,7 @@ def _override(config: dict, overrides: dict) -> dict:
 
 
 def eos_token_ids(hf_config: dict, tokenizer=None) -> tuple[int, ...]:
-    """Every id that ends an answer: of the generation config, the config and the tokenizer, in this order, once."""
+    """Returns the ids that end a completion: of generation config, config and tokenizer, in this order, each once."""
     generation = hf_config.get(SOURCE, {}).get("generation_config", {})
     found = [generation.get("eos_token_id"), hf_config.get("eos_token_id"), getattr(tokenizer, "eos_token_id", None)]
     ids = [i for value in found if value is not None for i in (value if isinstance(value, list | tuple) else [value])]
@@ -139,7 +139,7 @@ def eos_token_ids(hf_config: dict, tokenizer=None) -> tuple[int, ...]:
 
 def load_params(model, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32,
                 then=None):
-    """The weights of a folder or hub id as a parameter tree.
+    """Loads the weights of a folder or hub id as a parameter tree.
 
     Tensors are mapped, not read whole: each device's slice is copied out, converted and sent, one tensor at a time.
     Stacked arrays are filled by donated writes. Each step is waited for, so that host copies do not pile up.
@@ -166,7 +166,7 @@ def _listed(folder) -> dict[str, tensorfile.Stored]:
 
 def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32,
                 then=None):
-    """The trunk of a causal model or of a sequence classifier with one label (a reward model), with a value head.
+    """Loads the trunk of a causal model, or of a sequence classifier with one label, with a value head.
 
     The head is the classifier's `<tree.name>.weight` [1, D]; zero where the folder has none. `shardings` as the
     tree's. then: array -> what is kept of it, before the next one is read. Raises as load_params does.
@@ -256,7 +256,10 @@ def _filler(sharding):
 
 
 def _match(model, stored, folder, head=True):
-    """Every tensor the model needs is there once, in its shape, and nothing else. head=False: but the output matrix."""
+    """Raises ConfigError unless a folder holds every tensor of the model, in its shape, and no other.
+
+    head=False: the output matrix may be missing.
+    """
     if not stored:
         raise ConfigError(f"{folder}: no {tensorfile.SINGLE} and no {tensorfile.INDEX}; convert the checkpoint to "
                           "safetensors, or set model.init=random")
@@ -340,7 +343,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
 
 
 def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], str]:
-    """The tensors in the order of the layers, and the name of the dtype that config.json gets."""
+    """Returns the tensors to write, in the order of the layers, and the dtype name for config.json."""
     source = hf_config.get(SOURCE, {})
     own = {}
     if isinstance(dtype, str) and dtype == "auto":

@@ -52,7 +52,7 @@ class Stored:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file.
+    """Reads the header of a safetensors file; returns {name: Stored}.
 
     Raises ConfigError naming the file, and the tensor if it is one's fault, for a file that is cut short, is no
     safetensors file, or whose header the safetensors library refuses: tensors cover the data without gaps or overlaps.
@@ -110,7 +110,7 @@ def _stored(name: str, file: Path, row, data: int) -> Stored:
 
 
 def shown(value) -> str:
-    """A value of somebody else's file in a message, at most 60 characters."""
+    """Formats a value of a file for a message, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -125,7 +125,7 @@ def unique(pairs: list) -> dict:
 
 
 def list_folder(folder: Path) -> dict[str, Stored]:
-    """All tensors of a checkpoint folder. Empty where it holds no safetensors.
+    """Lists all tensors of a model folder; {} if it holds no safetensors.
 
     As transformers (4 and 5) reads a folder: model.safetensors if it is there, whatever an index beside it names, else
     the shards that the index names. Raises ConfigError as `read_header` does, for an index that cannot be read, names
@@ -167,7 +167,7 @@ def list_folder(folder: Path) -> dict[str, Stored]:
 
 
 def shortened(names: Iterable[str], most: int = 5) -> str:
-    """'a, b, c and 12 more'."""
+    """Formats names for a message: 'a, b, c and 12 more'."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
