@@ -71,7 +71,7 @@ def main() -> int:
     model = models.build(HF, compute_dtype=jnp.bfloat16, scan_layers=True)
     params = jax.jit(model.init)(jax.random.key(0))
     jax.block_until_ready(params)
-    layer = max(sum(np.prod(e.hf_shape) for e, _ in group) * 2 for group in weights.layers(model)) / 1e6
+    layer = max(sum(np.prod(e.hf_shape) for e, _ in group) * 2 for group in weights._layers(model)) / 1e6
     engine, rows = make_engine(EngineContext(config, model, eos_ids=(0,), hf_config=HF)), []
     try:
         engine.publish(params, 0)
