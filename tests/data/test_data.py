@@ -386,7 +386,7 @@ def test_overlong_prompts(plain, tmp_path, caplog):
     ds = train(plain, path, data__max_prompt_tokens=8)
     assert [e.answer for e in ds] == [3, 8] and ds.prompt_lengths.tolist() == [3, 8]
     assert ds.filtered_rows == [1, 3] and [w.rsplit(":")[-1] for w in ds.filtered] == ["2", "4"]
-    assert "2 of 4 rows (50 %) are too long" in caplog.text and "2 left out" in ds.describe()
+    assert "2 of 4 rows (50 %) are too long" in caplog.text and "2 dropped" in ds.describe()
     ds = train(plain, path, data__max_prompt_tokens=8, data__overlong_prompt="truncate_left")
     assert [e.prompt_text for e in ds] == ["xxy", "xxxxxxxy", "xxxxxxxy", "xxxxxxxy"] and ds.truncated == 2
     assert all(len(e.prompt_ids) <= 8 for e in ds) and ds[3].prompt == "x" * 19 + "y"
@@ -617,7 +617,7 @@ def test_a_doubled_column_is_named(tmp_path, name, text):
         read(str(tmp_path / name), BadRows("error"), field="f")
     table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], names=["a", "a"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(DataError, match="the column 'a' is there 2 times"):
+    with pytest.raises(DataError, match="the column 'a' occurs 2 times"):
         read(str(tmp_path / "x.parquet"), BadRows("error"), field="f")
 
 
