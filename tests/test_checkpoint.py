@@ -283,7 +283,7 @@ def test_a_newer_format_is_refused_with_the_versions(tmp_path):
 
 
 @pytest.mark.parametrize("arrays, told, message", [
-    ({"a": 3}, {}, "a is int, no array"),
+    ({"a": 3}, {}, "a is int, not an array"),
     ({"a": {"key": jax.random.key(0)}}, {}, "a/key is a typed PRNG key"),
     ({"a": {"b": np.ones(1)}, "a/b": np.ones(1)}, {}, "two leaves have the path 'a/b'"),
     ({}, {"a": [{"b": np.float32(1)}]}, "host.a[0].b is float32"),

@@ -32,13 +32,13 @@ BEHAVIOURS = {
     "the rollout metrics in every line of metrics.jsonl": ("telemetry/names.py", "rollout/tokens"),
     "operations and their speed in every line of metrics.jsonl": ("telemetry/flops.py", "Counted is what the mathematics needs"),
     "policy/entropy is in every line of metrics.jsonl": ("telemetry/names.py", "policy/entropy"),
-    "every evaluation writes its answers and scores": ("rl/evaluation.py", "Answers and scores per row"),
-    "every step samples from the weights of the step before": ("recipes/rl.py", "publish the new weights"),
+    "every evaluation writes its answers and scores": ("rl/evaluation.py", "def write_rows"),
+    "every step samples from the weights of the step before": ("recipes/rl.py", "sync the new weights"),
     "tokens in, tokens out": ("rl/trajectories.py", "never re-encoded"),
     "the sampler's log-probs are always kept": ("rollout/protocol.py", "logprobs: np.ndarray"),
     "one denominator for all microbatches and devices": ("training/update.py", "weights 1/denominator"),
     "log-probs are at least fp32": ("algorithms/losses.py", "fp32 or better"),
-    "each process gives its devices their rows": ("processes/exchange.py", "a process sends its own devices their parts only"),
+    "each process gives its devices their rows": ("processes/exchange.py", "each process gives its devices their rows"),
 }
 
 # Options whose whole effect is what a config may say.

@@ -81,7 +81,7 @@ class Call:
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         plain = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if not self.by_name:
-            plain = [p for p in printable if p not in parameters[:2]]
+            plain = [p for p in plain if p not in parameters[:2]]
         self.named = {p.name: p.default is p.empty for p in plain if p.name not in self.first}
         self.wants_prompt = self.first[0] in names or self.takes_all
 

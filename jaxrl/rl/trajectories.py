@@ -1,6 +1,7 @@
 """Converts between data, engines, rewards and training: prompts -> requests -> trajectories -> reward items, records.
 
-Called by rl.rollouts, rl.evaluation and recipes. Host values only; nothing here samples or scores.
+Called by rl.rollouts, rl.evaluation and recipes. Host values only; nothing here samples or scores. Text is decoded
+for rewards and people, never re-encoded.
 """
 
 from __future__ import annotations

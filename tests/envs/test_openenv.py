@@ -123,7 +123,7 @@ def test_no_room_is_said_with_what_to_do(serve):
 def test_services_that_cannot_be_had(serve):
     url, other = serve(), serve(kind="number")
     for servers, options, why in (
-            (["http://127.0.0.1:9"], {}, "http://127.0.0.1:9 does not tell its actions at /schema"),
+            (["http://127.0.0.1:9"], {}, "http://127.0.0.1:9 does not describe its actions at /schema"),
             ([url, other], {}, r"other actions than .*\(number \(integer\); say \(string\)\); env.servers are replicas"),
             ([url], {"action": "no"}, r"env.options.action='no': an action of .* has the fields say \(string\)"),
             ([url], {"fields": 1}, "env.options.fields: openenv has action, observation"),

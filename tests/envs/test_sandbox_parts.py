@@ -360,7 +360,7 @@ def test_sandboxfusion_is_spoken_to_in_its_words(service, monkeypatch):
     assert remote(service(late)[0], api="fusion") == RunResult(None, "o", "e", "seconds")
     url, asked = service(fusion("SandboxError"), fusion("Success", **finished, return_code=0))
     assert remote(url, api="fusion", retries=1).exit == 0 and len(asked) == 2
-    with pytest.raises(SandboxError, match="SandboxFusion says SandboxError: m"):
+    with pytest.raises(SandboxError, match="SandboxFusion reports SandboxError: m"):
         remote(service(fusion("SandboxError"))[0], api="fusion", retries=0)
 
 
@@ -453,7 +453,7 @@ def test_a_part_of_the_tests(limits_alone):
 
 @pytest.mark.parametrize("tests, words", [
     ([], "has no tests"), ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"), ("x = (", "not valid Python"), (3, "type int"),
-    ([{"input": 1}], "neither asserts nor"), ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "arguments of f are a list"),
+    ([{"input": 1}], "neither asserts nor"), ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "arguments of f must be a list"),
     ("def check(candidate): pass", "entry_point"), ("x = 1", "has no tests"), ('{"a": 1}', "neither asserts nor")])
 def test_tests_that_cannot_be_read_are_no_score(tests, words):
     with pytest.raises(ValueError, match=words):

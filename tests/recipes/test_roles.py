@@ -88,7 +88,7 @@ def test_a_role_may_have_a_shape_of_its_own_on_all_devices():
     found = meshes(1, 4, {"sampler": {"dp": -1, "tp": 2}}, fsdp=4)
     assert found["sampler"].shape == {"dp": 2, "fsdp": 1, "cp": 1, "ep": 1, "tp": 2} and found["sampler"].ids == found["policy"].ids
     with pytest.raises(ConfigError, match="mesh.roles.critic on 2 of 4 devices: mesh.dp=1, mesh.fsdp=4, mesh.cp=1, mesh.ep=1, mesh.tp=1: "
-                                          "needs 4 devices"):
+                                          "mesh asks for 4 devices, 2 are available"):
         meshes(1, 4, {"critic": {"devices": "0-1", "fsdp": 4}})
     with pytest.raises(ConfigError, match="mesh.roles.critic.devices='4-7' names device 7, but a process has 4"):
         meshes(1, 4, {"critic": {"devices": "4-7"}})
@@ -150,7 +150,7 @@ def test_a_resting_sampler_holds_nothing_and_comes_back(tmp_path):
     for _ in range(2):
         engine.publish(params, 0)
         engine.submit(requests(1, max_new_tokens=4))
-        with pytest.raises(RuntimeError, match="1 requests are on their way"):
+        with pytest.raises(RuntimeError, match="1 requests are unfinished"):
             engine.rest()
         while not (found := engine.poll(5.0)):
             pass

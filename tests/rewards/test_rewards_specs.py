@@ -147,7 +147,7 @@ exec("def made(prompt, completion):\n    return 1.0", without_source)
     (nested_reads_global(), "uses the global 'JUDGE', a Judge"),
     (lambda prompt, completion: 1.0, "lambda"),
     (without_source["made"], "source of 'made' is not available"),
-    (JUDGE, "a Judge cannot be handed to worker processes"),
+    (JUDGE, "a Judge cannot be passed to worker processes"),
 ])
 def test_what_cannot_reach_a_worker_is_refused(function, text, tmp_path):
     with pytest.raises(ConfigError, match=text):
@@ -159,7 +159,7 @@ def test_what_cannot_reach_a_worker_is_refused(function, text, tmp_path):
     ({"functions": ("./missing.py:f",)}, "missing.py does not exist"),
     ({"functions": ("./missing.py",)}, "a file without a function; write ./missing.py:function"),
     ({"functions": ("my module:f",)}, "neither a name, nor package.module:function"),
-    ({"functions": ("exact", "exact")}, "given twice"),
+    ({"functions": ("exact", "exact")}, "listed twice"),
     ({"functions": ("exact",), "weights": (1.0, 2.0)}, r"2 entries for 1 functions \(exact\)"),
     ({"functions": ("exact",), "weights": (float("nan"),)}, "finite"),
     ({"functions": ("format",)}, "needs reward.format_pattern"),

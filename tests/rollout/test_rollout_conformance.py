@@ -382,7 +382,7 @@ def no_engine(context):
     assert len(generate(made, requests(2), TIMEOUT)) == 2
     made.close()
     for name, said in (("other", "of one argument, a jaxrl.rollout.EngineContext"),
-                       ("no_engine", "a EngineContext that says nothing of itself")):
+                       ("no_engine", "returned an EngineContext without `info`")):
         with pytest.raises(ConfigError, match=said):
             engine(engine=f"{tmp_path}/mine.py:{name}")
 

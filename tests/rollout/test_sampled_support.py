@@ -87,7 +87,7 @@ def refused_by(cfg, engine):
 @pytest.mark.parametrize("changes,message", [
     (dict(engine="vllm", top_k=7), "rollout.engine=vllm: vLLM does not tell its support; set jax"),
     (dict(engine="jax", top_k=100), "rollout.top_k=100: the vocabulary has 64 tokens"),
-    (dict(engine="./mine.py:make", top_k=7), "the engine ./mine.py:make does not tell its support"),
+    (dict(engine="./mine.py:make", top_k=7), "the engine ./mine.py:make does not return its support"),
 ])
 def test_what_cannot_be_had_is_refused(changes, message):
     cfg = tiny_job.get_config()

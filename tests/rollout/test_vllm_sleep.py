@@ -331,7 +331,7 @@ def test_a_given_server_sleeps_through_the_update():
             assert (memory.state, control.is_sleeping()) == ("awake", False)
             answers_are_of(engine, seed)
             engine.submit(requests(1, seed=5))
-            with pytest.raises(RuntimeError, match="1 requests are on their way"):
+            with pytest.raises(RuntimeError, match="1 requests are unfinished"):
                 engine.rest()
             generate_rest = engine.poll(60.0)
             assert len(generate_rest) == 1

@@ -284,7 +284,7 @@ def test_sinks_of_the_users_and_their_failures(tmp_path, monkeypatch, caplog):
     t.close()
     assert (run_dir / "mine.txt").read_text().endswith("closed\n")
     assert [r["step"] for r in lines(run_dir)] == [1, 2, 3, 4]
-    assert caplog.text.count("my_sinks:Mine failed; training goes on") == 1 and "service down" in caplog.text
+    assert caplog.text.count("my_sinks:Mine failed (service down); training goes on") == 1 and "service down" in caplog.text
     Telemetry(tmp_path / "b", config(sinks=(f"{tmp_path}/my_sinks.py:Mine",), tensorboard=False), 10).close()
     assert (tmp_path / "b" / "mine.txt").read_text() == "closed\n"
     for spec, message in (("my_sinks", "is not 'package.module:Class'"), ("my_sinks:Other", "cannot be imported"),
