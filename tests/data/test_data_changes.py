@@ -152,7 +152,7 @@ def test_a_checkpoint_without_fingerprints_goes_on_with_a_notice(tmp_path, job, 
     old.close()
     with caplog.at_level(logging.WARNING):
         check_inputs(c, with_rewards=False)
-    assert any("was written by an older jaxrl: which stored no fingerprints: data" in m for m in caplog.messages)
+    assert any("was written by an older jaxrl, which stored no fingerprints: data" in m for m in caplog.messages)
 
 
 def test_what_a_fingerprint_sees(tmp_path):

@@ -163,7 +163,7 @@ def test_a_step_of_many_passes_is_refused_with_its_size(caplog):
     c = tiny_job.get_config()  # groups of 8, up to 108 tokens
     c.data.prompts_per_step = 30
     Stream.from_config(c, Numbers(20))
-    assert "every prompt would come 1.5 times in one step of 240 sequences with up to 25,920 tokens" in caplog.text
+    assert "every prompt would occur 1.5 times in one step of 240 sequences with up to 25,920 tokens" in caplog.text
     c.data.prompts_per_step = 1_000_000
     with pytest.raises(ConfigError, match="data.prompts_per_step=1000000 is 2,000 times the 500 rows.*8,000,000 sequences.*lower it"):
         Stream.from_config(c, Numbers(500))
