@@ -127,7 +127,7 @@ def serving(folder, log, *more):
                 if httpx.get(f"{url}/health", timeout=2).status_code == 200:
                     break
             time.sleep(0.5)
-        assert process.exit_status() is None, process.complaint()
+        assert process.exit_status() is None, process.last_errors()
         yield url
     finally:
         process.stop()

@@ -46,7 +46,7 @@ def served(tmp_path_factory):
                 break
         except httpx.HTTPError:
             time.sleep(1)
-    assert process.exit_status() is None, process.complaint()
+    assert process.exit_status() is None, process.last_errors()
     yield folder, url
     process.stop()
 
