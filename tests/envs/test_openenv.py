@@ -126,7 +126,7 @@ def test_services_that_cannot_be_had(serve):
             (["http://127.0.0.1:9"], {}, "http://127.0.0.1:9 does not describe its actions at /schema"),
             ([url, other], {}, r"other actions than .*\(number \(integer\); say \(string\)\); env.servers are replicas"),
             ([url], {"action": "no"}, r"env.options.action='no': an action of .* has the fields say \(string\)"),
-            ([url], {"fields": 1}, "env.options.fields: openenv has action, observation"),
+            ([url], {"fields": 1}, "env.options.fields: unknown option; openenv has action, observation"),
             (["127.0.0.1:8000"], {}, "is not an address; write http://host:8000")):
         with pytest.raises(ConfigError, match=why), pool(*servers, options=options) as p:
             p.ready()
