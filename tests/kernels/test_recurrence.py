@@ -135,6 +135,7 @@ def test_padding_is_not_read():
     assert all(np.isfinite(g).all() for g in grads.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("decay", [-1e-6, -50.0])
 def test_extremes(decay):
     """Equal keys that are written whole, without decay and with more than fp32 can hold the inverse of."""
@@ -169,6 +170,7 @@ def test_rows_that_do_not_fit_are_nan():
     assert np.isfinite(run(arrays, segments, np.where(segments == 4, 3, 0))).all()
 
 
+@pytest.mark.full
 def test_a_state_goes_on():
     """Rows in two pieces, the second from the first's state; tokens that do not enter it are read again; then step by
     step. float64 against the whole."""
