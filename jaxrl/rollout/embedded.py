@@ -400,10 +400,8 @@ class EmbeddedEngine(Engine):
         """The shortest cache length that holds every key the chunk can write."""
         full = progress.position - progress.produced + progress.limit
         need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
-        return next((n for n in self._lengths(len(progress.active)) if n >= need), self.shapes.cache_lengths[-1])
-
-    def _lengths(self, count: int) -> tuple[int, ...]:
-        return decode_lengths(count, self.shapes.slots, self.shapes.cache_lengths)
+        lengths = decode_lengths(len(progress.active), self.shapes.slots, self.shapes.cache_lengths)
+        return next((n for n in lengths if n >= need), lengths[-1])
 
     @contextlib.contextmanager
     def _preparing(self):
@@ -430,7 +428,8 @@ class EmbeddedEngine(Engine):
         for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
             rows = np.arange(count, dtype=np.int32)
             part = [type(t)(*(column[rows] for column in t)) for t in (progress, controls)]
-            for length in (n for n in self._lengths(count) if self._programs.missing(("decode", count, n))):
+            lengths = decode_lengths(count, shapes.slots, shapes.cache_lengths)
+            for length in (n for n in lengths if self._programs.missing(("decode", count, n))):
                 yield self._programs.decode_call(self._params, self._cache, *part, self._history(rows), 0, rows, length,
                                                  self._shared(rows), self._numbers(self._whose[rows]))
 

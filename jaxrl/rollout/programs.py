@@ -124,7 +124,7 @@ class Programs:
         self.model = model = unstacked.for_decoding(model, mesh)
         self.shapes, self.mesh, self.dtype, self.joint = shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
-        self._shapes: dict[tuple, Any] = {}
+        self._publish_layouts: dict[tuple, list] = {}  # [(mesh, layout) of the copy, of the engines]
         self.beside = compilations.BackgroundCompiler()
         tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
@@ -186,19 +186,15 @@ class Programs:
 
         leaves = jax.tree.leaves(params)
         key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))
-        out = params if self.model == self.published else self._shapes_of(key, cast, params)
-        layout = param_shardings(self.joint, self.model.logical_axes(), out, ROLLOUT_RULES)
-        theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
-        if set(theirs.devices.flat) == set(self.joint.devices.flat):
-            return as_local_arrays(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
-        there = param_shardings(theirs, self.model.logical_axes(), out, ROLLOUT_RULES)
-        copied = self.run(key, cast, (params,), out_shardings=there, mesh=theirs)
-        return as_local_arrays(memory.moved(copied, layout), self.mesh)
-
-    def _shapes_of(self, key: tuple, function, params):
-        if key not in self._shapes:
-            self._shapes[key] = jax.eval_shape(function, params)
-        return self._shapes[key]
+        if key not in self._publish_layouts:
+            theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
+            same = set(theirs.devices.flat) == set(self.joint.devices.flat)
+            axes, shapes = self.model.logical_axes(), jax.eval_shape(cast, params)
+            self._publish_layouts[key] = [(mesh, param_shardings(mesh, axes, shapes, ROLLOUT_RULES))
+                                          for mesh in (self.joint if same else theirs, self.joint)]
+        (mesh, there), (joint, layout) = self._publish_layouts[key]
+        copy = self.run(key, cast, (params,), out_shardings=there, mesh=mesh)
+        return as_local_arrays(copy if mesh is joint else memory.moved(copy, layout), self.mesh)
 
     def prefill(self, *args):
         """Calls `prefill_call`. Returns the stash (donated) and, where they are kept, the tokens' experts [B, P, W]."""
