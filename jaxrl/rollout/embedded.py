@@ -31,7 +31,7 @@ from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Engine, Health, Request, Result, check_ids, check_request
-from jaxrl.rollout.sampling import Controls
+from jaxrl.rollout.sampling import Controls, work_of
 from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
@@ -125,6 +125,10 @@ class EmbeddedEngine(Engine):
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
+        work = max((work_of(r.sampling, r.sampling.min_new_tokens) for r in requests), default=0)
+        if work > self.shapes.work:  # more than the run's options ask for: all programs are compiled again
+            old, self.shapes = self._programs, dataclasses.replace(self.shapes, work=work)
+            self._programs = programs(old.published, self.shapes, old.mesh, old.dtype, old.joint)
         samples = [self._sample(r) for r in requests]
         ids = check_ids(requests, self._ids)
         self._ids.update(ids)
