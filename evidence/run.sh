@@ -10,7 +10,6 @@
 #    3  sampler and scorer agree                              sampler.py
 #    4  gradients of all layouts                              gradients.py
 #    5  kill -9 and resume                                    resume.py
-#    6  memory of the log-prob                                logprob_memory.py
 #       no text of a model is without a score                 absent.py (a quarter of an hour; not in "all")
 #    7  bad input                                             bad_input.py, pytest tests/test_config.py tests/data/test_data.py
 #    8  the export opens in transformers                      pytest tests/recipes/test_recipes.py
@@ -19,7 +18,6 @@
 #   11  parameters that work, each with its test              tests/coverage.csv, pytest tests/test_coverage.py
 # Of the vLLM path (they want vLLM, launch/install_vllm_cpu.sh, and are left out of "all" where there is none):
 #    weights equal, greedy tokens, gap, per architecture   vllm_weights.py
-#    seconds of a publish                                   vllm_publish.py
 #    faults                                                 vllm_faults.py
 #    two servers, one killed, one joins                     vllm_two_servers.py
 # Of the algorithms:
@@ -29,22 +27,14 @@
 # Of sharding, many hosts and the plan:
 #    1  meshes of eight devices, roles, the lint            sharding.py
 #    2  processes that train together, die and resume       hosts.py
-#    4  predicted memory against a run's                    plan_memory.py (5 GiB free)
 #    4  targets that are not here, published runs           plan_targets.py (wants libtpu: pip install -e '.[plan]')
-#    5  models of experts with mesh.ep; pipelines           plan_experts.py (v5p targets want libtpu)
-#       memory of an update with offload, compiled         offload.py (wants libtpu; not in "all")
-#    6  scaling on paper                                    plan_scaling.py
-#       simulated against a run's own steps                simulation.py
 #    7  predicted against measured on a GPU                 benchmarks/gpu_suite.py 0.5B 1.5B plan (not in "all")
 # Of the kernels:
-#    4  memory of attention and log-probs, compiled         kernels_memory.py (the TPU's where libtpu is there)
 #       whole GPU programs without a GPU: launches, copies, memory, the budget of decoding   gpu_programs.py (not in "all")
 #    2  GPU kernels down to machine code, without a GPU     gpu_compile.py (in an environment of its own, see there; not in "all")
 #    7  the main job in bfloat16 beside float32             bf16.py
 #    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py, parts of kernels (--list; not in "all")
 # Of speed:
-#    4  programs compiled per step                          recompilation.py
-#       packing and the shards' balance                     packing.py
 #    3  start-up, cold and warm                             benchmarks/startup.py --out FILE (not in "all")
 #    5  time and memory as the work grows                   benchmarks/growth.py --out FILE (not in "all")
 #       2,000 steps with every service on                  benchmarks/long_run.py --out FILE (wants vLLM; not in "all")
@@ -68,25 +58,20 @@
 #       conversations that wait for their next turn        benchmarks/parked.py
 #    9  the environments that ship are learnt               environments_learn.py (40 quiet minutes); --names=repair (needs bubblewrap)
 #    3  programs for an API, MCP servers, public libraries  programs.py (makes environments of its own)
-#    5  turns through Ray's workers beside local ones        ray_workers.py (wants ray)
 # Of preferences and reward models (not in "all"):
 #    2  losses and gradients beside TRL's                     trl_parity.py (wants torch and trl 1.16)
 #    7  a reward model, RL with it, and a weak one          reward_models.py (a quarter of an hour)
 # Of services behind rewards (not in "all"):
 #    1  their faults: what is seen, and what comes of it    remote_rewards.py (a minute)
 # Of adapters (not in "all"):
-#    8  several adapters in one batch beside one            many_adapters.py
 #    8  accuracy, state and time beside full training       lora.py (some twenty minutes)
 #    7  beside PEFT: modules, outputs, steps, files         peft_parity.py
 # Of experts and low precision (not in "all"):
 #    7  own, scored and sampled routes, noise in the sampler    routes.py (ten minutes a seed)
 #    7  int8 and emulated fp8 beside fp32                      low_precision.py (six minutes)
-#       a layer of experts compiled for TPUs, its memory       experts_memory.py (wants libtpu)
 #       blocks beside ragged_dot and every expert              benchmarks/experts.py
 # Of long rows (not in "all"):
-#       balance over mesh.cp, numbers beside one device        context_parallel.py
 # Of data:
-#       a second start from data.cache                     data_cache.py (not in "all")
 # Of a run that is taken apart (not in "all"):
 #    1, 3, 4, 8  replays, other settings, five broken runs  replay.py (a quarter of an hour)
 #    5  where pairs of runs part                            diff.py (some two minutes)
@@ -95,7 +80,6 @@
 # Of the doctor:
 #    7  what it says of broken machines                     doctor.py --vllm PYTHON --other-jax FOLDER (not in "all")
 # Of the report:
-#    6  pages of real runs in a browser, 10,000 steps       report.py (wants chromium; not in "all")
 # Of the migration (not in "all"; needs clones of the systems, by --clones):
 #    1, 2, 5  example configs of other systems          migrate_corpus.py (half a minute)
 #    2  three steps of a config of each                 migrate_train.py (some four minutes)
@@ -108,9 +92,9 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(logprob_memory gradients sampler models odd_configs bad_input resume presets off_policy sharding hosts plan_memory plan_scaling simulation kernels_memory recompilation packing bf16 quickstart)
-  if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets plan_experts); fi
-  if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_publish vllm_two_servers vllm_faults); fi
+  scripts=(gradients sampler models odd_configs bad_input resume presets off_policy sharding hosts bf16 quickstart)
+  if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
+  if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_two_servers vllm_faults); fi
 fi
 for name in "${scripts[@]}"; do
   printf '\n== evidence/%s.py\n' "$name"
