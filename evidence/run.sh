@@ -32,7 +32,6 @@
 # Of the kernels:
 #       whole GPU programs without a GPU: launches, copies, memory, the budget of decoding   gpu_programs.py (not in "all")
 #    2  GPU kernels down to machine code, without a GPU     gpu_compile.py (in an environment of its own, see there; not in "all")
-#    7  the main job in bfloat16 beside float32             bf16.py
 #    5  time and rate of every kernel on a GPU              benchmarks/gpu_suite.py, parts of kernels (--list; not in "all")
 # Of speed:
 #    3  start-up, cold and warm                             benchmarks/startup.py --out FILE (not in "all")
@@ -44,10 +43,6 @@
 #    7  the same first update                               benchmarks/peers/same_update.py
 #    7  rewards over 50 steps, three seeds, beside TRL's    benchmarks/peers/learning.py
 # Of asynchrony (not in "all"; the first three take the embedded engine, and vLLM where it is installed):
-#    1  step time against generation and training           asynchrony_overlap.py
-#    2  k = 0 is the synchronous run; 3 killed and resumed   asynchrony_resume.py
-#    4  learning with k = 0, 2, 8                            asynchrony.py
-#    5  two trainers, two vLLM servers, one killed           asynchrony_hosts.py
 # Of distillation (not in "all"; 15 minutes a seed):
 #    5  steps to 80 % for every loss, beside GRPO's          distill.py
 # Of environments (not in "all"):
@@ -60,15 +55,12 @@
 #    3  programs for an API, MCP servers, public libraries  programs.py (makes environments of its own)
 # Of preferences and reward models (not in "all"):
 #    2  losses and gradients beside TRL's                     trl_parity.py (wants torch and trl 1.16)
-#    7  a reward model, RL with it, and a weak one          reward_models.py (a quarter of an hour)
 # Of services behind rewards (not in "all"):
 #    1  their faults: what is seen, and what comes of it    remote_rewards.py (a minute)
 # Of adapters (not in "all"):
 #    8  accuracy, state and time beside full training       lora.py (some twenty minutes)
 #    7  beside PEFT: modules, outputs, steps, files         peft_parity.py
 # Of experts and low precision (not in "all"):
-#    7  own, scored and sampled routes, noise in the sampler    routes.py (ten minutes a seed)
-#    7  int8 and emulated fp8 beside fp32                      low_precision.py (six minutes)
 #       blocks beside ragged_dot and every expert              benchmarks/experts.py
 # Of long rows (not in "all"):
 # Of data:
@@ -92,7 +84,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 scripts=("$@")
 if [ ${#scripts[@]} -eq 0 ]; then
-  scripts=(gradients sampler models odd_configs bad_input resume presets off_policy sharding hosts bf16 quickstart)
+  scripts=(gradients sampler models odd_configs bad_input resume presets off_policy sharding hosts quickstart)
   if "$python" -c 'import libtpu' 2>/dev/null; then scripts+=(plan_targets); fi
   if "$python" -c 'import vllm' 2>/dev/null; then scripts+=(vllm_weights vllm_two_servers vllm_faults); fi
 fi
