@@ -474,7 +474,9 @@ def critics_optimizer(m: Migration):
     if m.options.get("algorithm.advantage", ("",))[0] != "gae":
         return
     warm, share, shape = m.integer(a + "warmup_steps"), m.number(a + "warmup_ratio"), a + "lr_scheduler_type"
-    own = {n: (float(m.number(a + key)), (a + key,)) for n, key in (("b1", "adam_beta1"), ("b2", "adam_beta2"))}
+    own: dict[str, tuple] = {
+        n: (float(m.number(a + key)), (a + key,)) for n, key in (("b1", "adam_beta1"), ("b2", "adam_beta2"))
+    }
     own["schedule"] = (m.choice(shape, common.SCHEDULES) or "constant", (shape,))
     own["warmup_steps"] = (warm or 0, (a + "warmup_steps",))
     own["warmup_fraction"] = (0.0 if warm else float(share or 0), (a + "warmup_ratio",))

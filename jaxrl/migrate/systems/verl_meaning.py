@@ -146,7 +146,8 @@ def loss(m: Migration):
             m.differs("DPPO's weight is a ratio of at most 20 here; there clip_ratio_c is its bound")
     elif kind == "clip":
         if mode == "clip_cov":
-            common.clip_cov(m, *(ACTOR + "policy_loss.clip_cov_" + n for n in ("ratio", "lb", "ub")), name)
+            share, lowest, highest = (ACTOR + "policy_loss.clip_cov_" + n for n in ("ratio", "lb", "ub"))
+            common.clip_cov(m, share, lowest, highest, name)
         m.set("algorithm.clip_low", a, low)
         m.set("algorithm.clip_high", b, high)
         m.facts["clip"] = f"{1 - a:g} to {1 + b:g}" + (f", dual {dual:g}" if dual else "")

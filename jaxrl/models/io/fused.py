@@ -123,7 +123,8 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
         for i, (expert, j) in enumerate(np.ndindex(len(parts), len(parts[0]))):
             part = parts[expert][j]
             if turns:
-                out[part] = Turn(part, found.file, found.dtype, size, found.start, found, expert, j, len(parts[0]))
+                out[part] = Turn(part, found.file, found.dtype, size, found.start, found.stop, found, expert, j,
+                                 len(parts[0]))
             else:
                 out[part] = dataclasses.replace(found, name=part, shape=size, start=found.start + i * each)
     return out

@@ -83,7 +83,7 @@ def plain(stored: dict[str, tensorfile.Stored], folder: Path) -> dict[str, tenso
         wanted = tuple(-(-size // each) for size, each in zip(codes.shape, block, strict=True))
         if scale.shape != wanted:
             raise ConfigError(f"{folder}: {name} has shape {scale.shape}; blocks of {block} need {wanted}")
-        out[codes.name] = Scaled(codes.name, codes.file, "F32", codes.shape, codes.start, scale, block)
+        out[codes.name] = Scaled(codes.name, codes.file, "F32", codes.shape, codes.start, codes.stop, scale, block)
     return out
 
 
@@ -98,7 +98,8 @@ def _of_fours(stored, folder: Path) -> dict[str, tensorfile.Stored]:
                               f"{name}{SCALES}, U8 [E, N, G], and nothing else; here are {found}; fetch the checkpoint "
                               "again")
         experts, outputs, groups, _ = codes.shape
-        out[name] = Fours(name, codes.file, "F32", (experts, groups * EACH, outputs), codes.start, scale)
+        shape = experts, groups * EACH, outputs
+        out[name] = Fours(name, codes.file, "F32", shape, codes.start, codes.stop, scale)
     return out
 
 
