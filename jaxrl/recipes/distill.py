@@ -241,7 +241,8 @@ def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
         a, b = pieces
         both = lambda name: np.concatenate([getattr(a, name), getattr(b, name)])  # noqa: E731
         names = ("tokens", "loss_mask", "logprobs", "versions", "prompt_lengths", "sample", "seed", "finish")
-        traj = Trajectories(**{name: both(name) for name in names},
+        joined: dict[str, Any] = {name: both(name) for name in names}
+        traj = Trajectories(**joined,
                             offsets=np.concatenate([a.offsets, a.offsets[-1] + b.offsets[1:]]),
                             group=np.concatenate([a.group, a.group.max() + 1 + np.arange(len(b.group))]))
     else:
