@@ -31,13 +31,10 @@ from jaxrl.config import help
 from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError
 from jaxrl.launch import visible_gpus
-from jaxrl.models.io import hf
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter
-from jaxrl.rollout.vllm.adapter_folders import configured_rank
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
-from jaxrl.rollout.vllm.servers import OwnServers
 
 log = logging.getLogger("jaxrl")
 
@@ -68,6 +65,10 @@ class Host:
     """
 
     def __init__(self, config, folder: Path, own: Path):
+        from jaxrl.models.io import hf  # these import jax: only after the config could be read
+        from jaxrl.rollout.vllm.adapter_folders import configured_rank
+        from jaxrl.rollout.vllm.servers import OwnServers
+
         v = config.rollout.vllm
         key = adapter.server_key(v)
         if not key:

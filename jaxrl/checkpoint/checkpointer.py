@@ -120,6 +120,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.committed: int | None = None  # the newest step of this run that is known to be on disk, whole
+        self.completed: list[int] = []     # steps that this process saved, whole, until someone takes them out
         self.best: int | None = None       # the step whose checkpoint outlives checkpoint.keep
         self._failures = 0
         self._failures_told = 0      # of them, those that take_refused() has told
@@ -295,6 +296,7 @@ class Checkpointer:
             if self._peers.first and step not in self.steps():
                 raise SavesFailed(f"{self.directory}: the checkpoint of step {step} did not become visible")
             self.committed, self._failures, self._failures_told = step, 0, 0
+            self.completed.append(step)
             self._after(step)
         except BaseException as e:  # noqa: B036  (handed to the main thread by wait())
             self._failed(step, e)

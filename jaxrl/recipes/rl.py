@@ -70,9 +70,6 @@ def run(config, inputs=None) -> dict:
             return step
 
         rates = [] if s.stream.pass_rates is None else [s.stream.pass_rates]
-        out = fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,
-                  parts=[*roles.parts, *rates, rollouts],  # rollouts last: they draw rows
-                  evaluation=lambda sync: Evaluation(s, job, sync, rollouts.queue.receive))
-        entries = {name: entry for report in reports for name, entry in report.summary().items()}
-        s.telemetry.summary(entries)
-        return out | entries
+        return fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,
+                   parts=[*roles.parts, *rates, rollouts],  # rollouts last: they draw rows
+                   evaluation=lambda sync: Evaluation(s, job, sync, rollouts.queue.receive), reports=reports)

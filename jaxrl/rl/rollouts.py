@@ -157,7 +157,7 @@ class Rollouts:
             if rounds and not groups:
                 break
             mine = [g for g in groups if g.mine]
-            own = self.session.together("the answers", lambda mine=mine: self._complete(mine, progress.step))
+            own = self.session.together("the completions", lambda mine=mine: self._complete(mine, progress.step))
             if own is None:
                 return None
             rounds.append(own if self.session.peers.count == 1 else self._gather_round(own, groups))

@@ -31,7 +31,7 @@ from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Engine, Health, Request, Result, check_ids, check_request
-from jaxrl.rollout.sampling import Controls
+from jaxrl.rollout.sampling import Controls, work_of
 from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
@@ -126,6 +126,10 @@ class EmbeddedEngine(Engine):
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
+        work = max((work_of(r.sampling, r.sampling.min_new_tokens) for r in requests), default=0)
+        if work > self.shapes.work:  # more than the run's options ask for: all programs are compiled again
+            old, self.shapes = self._programs, dataclasses.replace(self.shapes, work=work)
+            self._programs = programs(old.published, self.shapes, old.mesh, old.dtype, old.joint)
         samples = [self._sample(r) for r in requests]
         ids = check_ids(requests, self._ids)
         self._ids.update(ids)
@@ -401,10 +405,8 @@ class EmbeddedEngine(Engine):
         """The shortest cache length that holds every key the chunk can write."""
         full = progress.position - progress.produced + progress.limit
         need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
-        return next((n for n in self._lengths(len(progress.active)) if n >= need), self.shapes.cache_lengths[-1])
-
-    def _lengths(self, count: int) -> tuple[int, ...]:
-        return decode_lengths(count, self.shapes.slots, self.shapes.cache_lengths)
+        lengths = decode_lengths(len(progress.active), self.shapes.slots, self.shapes.cache_lengths)
+        return next((n for n in lengths if n >= need), lengths[-1])
 
     @contextlib.contextmanager
     def _preparing(self):
@@ -431,7 +433,8 @@ class EmbeddedEngine(Engine):
         for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
             rows = np.arange(count, dtype=np.int32)
             part = _rows_of((progress, controls), rows)
-            for length in (n for n in self._lengths(count) if self._programs.missing(("decode", count, n))):
+            lengths = decode_lengths(count, shapes.slots, shapes.cache_lengths)
+            for length in (n for n in lengths if self._programs.missing(("decode", count, n))):
                 yield self._programs.decode_call(self._params, self._cache, part[0], part[1], self._history(rows), 0,
                                                  rows, length, self._shared(rows), self._numbers(self._whose[rows]))
 

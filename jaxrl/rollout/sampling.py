@@ -35,7 +35,20 @@ class Controls(NamedTuple):
     seed: Any         # [S] uint32
 
 
-def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, support: int = 0):
+# What requests ask of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL
+# also applies penalties and cuts the support.
+PLAIN, BANS, ALL = range(3)
+
+
+def work_of(params, min_new_tokens: int) -> int:
+    """Returns PLAIN, BANS or ALL for SamplingParams or a config group with the same names."""
+    if (params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.repetition_penalty != 1
+            or params.frequency_penalty != 0):
+        return ALL
+    return BANS if min_new_tokens > 0 else PLAIN
+
+
+def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, support: int = 0, work: int = ALL):
     """Draws one token per slot.
 
     Args:
@@ -45,6 +58,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       history_SxL: tokens by position; read only where a slot has a penalty.
       controls: options.
       support: most token ids of the support to return.
+      work: the most that any slot asks for (`work_of`); a program is compiled with no more than that.
 
     Returns:
       token_S int32.
@@ -88,7 +102,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
     # tokens does not fit its launch graph, and would keep a branch with it out.
     branch = jnp.where(jnp.any(penal_S | cut_S), 2, jnp.any(barred_S).astype(jnp.int32))
     pick = functools.partial(choose_tokens, random_words(controls.seed, produced_S), greedy_S, support)
-    ways = (lambda: (scaled_SxV, mass_SxN, jnp.zeros_like(peak_S))), barred, processed
+    ways = ((lambda: (scaled_SxV, mass_SxN, jnp.zeros_like(peak_S))), barred, processed)[:work + 1]
     if support:
         token_S, kept_S, support_SxK = pick(*lax.switch(branch, ways))
     else:

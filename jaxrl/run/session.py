@@ -43,8 +43,9 @@ from jaxrl.processes.deadline import time_limit
 from jaxrl.processes.faults import Faults, GracefulStop
 from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
+from jaxrl.run.callbacks import Callbacks
 from jaxrl.run.closing import Closers, closing_line
-from jaxrl.run.python_api import PythonInputs, run_callbacks
+from jaxrl.run.python_api import PythonInputs
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
@@ -83,6 +84,7 @@ class Session:
         self.peers = peers()
         self.faults = Faults(spec.faults.plan, self.peers.index)
         self._telemetry: Telemetry | None = None
+        self.callbacks = Callbacks(self)
         self.ended_by = ""  # why a callback ended the run
         self.eval_before = self.last_eval = None
         self.parts, self.comparison, self.profiler, self.idle = (), None, None, None
@@ -357,7 +359,7 @@ class Session:
                 if self.best.wanted:
                     self.best.check(metrics)
                 self.eval_before = self.last_summary if first else self.eval_before
-                self.ended_by = run_callbacks(self, self.telemetry.step(self.step, metrics, self.phase.take()))
+                self.callbacks.after_line(self.telemetry.step(self.step, metrics, self.phase.take()))
 
     def after_step(self, metrics: dict, evaluate, export, steps: int = 1, records=()) -> None:
         """Evaluates, logs, saves, exports and calls callbacks as they are due after a step.
@@ -383,8 +385,8 @@ class Session:
             self.save()
         if due("export"):
             self._export(export, self.run_dir / f"export_{self.step:08d}")
-        if self.inputs.callbacks or self.peers.count > 1:  # other processes may have callbacks
-            self.ended_by = run_callbacks(self, metrics, records) or self.ended_by
+        self.callbacks.due("on_step", metrics)
+        self.callbacks.after_line(metrics, records)
 
     def _log_step(self, metrics: dict, steps: int) -> dict:
         together, compiled = self.phase.take(), self.compilations.take()
@@ -412,6 +414,7 @@ class Session:
             self.due["eval"].missed = False
             self.last_summary, self.last_eval = summary, {"step": self.step, **summary}
             self.telemetry.samples(self.step, rows)
+            self.callbacks.due("on_evaluation", metrics, rows)
         return metrics
 
     def _better(self, evaluated: dict) -> bool:
@@ -456,6 +459,7 @@ class Session:
         late = f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"
         with self.phase("export"), time_limit(limit, late):
             export(folder)
+        self.callbacks.due("on_save", str(folder))
         if self.uploads is not None and self.uploads.wants("exports", last=folder.name == "export"):
             self.uploads.add(folder, folder.name, self.step)
 

@@ -174,7 +174,7 @@ def test_another_tokenizer_reads_text(tmp_path):
     c = decided(tiny_job.get_config()).asked
     put(c, "reward.model.path", path)
     put(c, "env.function", "guess")
-    with pytest.raises(ConfigError, match="only the tokens of an episode are as they were sampled"):
+    with pytest.raises(ConfigError, match="episodes can only be scored by their sampled tokens"):
         read_reward_model(c, load_tokenizer(c))
     with pytest.raises(ConfigError, match="reward.model.render=chat: its tokenizer has no chat template; set text"):
         read_reward_model(put_all(tiny_job.get_config(), {"reward.model.path": policys_path(tmp_path), "reward.model.render": "chat"}),

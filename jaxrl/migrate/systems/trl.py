@@ -83,7 +83,7 @@ LACKS = (
     ("load_best_model_at_end", "checkpoint.keep_best=True goes by eval.metric, one of jaxrl's own evaluations (accuracy, rewards); a loss on "
      "held-out rows, its default, is none of them"),
     ("benchmarks", "run its benchmarks on the exported model; eval.sets evaluates files"),
-    ("callbacks", "a callback is Python: jaxrl.train(callbacks=...) (docs/guides/extend.md)"),
+    ("callbacks", "a callback is Python: jaxrl.train(callbacks=...) (docs/guides/callbacks.md)"),
     ("model_init_kwargs.**", "write it into model.config"),
 )
 

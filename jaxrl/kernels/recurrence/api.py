@@ -1,0 +1,58 @@
+"""Public entry of the op: the gated delta rule (Gated DeltaNet, arXiv 2412.06464, eq. 10) over packed rows.
+
+Legend: B rows, L tokens per row, H key heads, G value heads, K key size, V value size.
+"""
+
+from __future__ import annotations
+
+from jaxrl.kernels.fallback import first_that_serves, trusted
+from jaxrl.kernels.platform import platform
+from jaxrl.kernels.recurrence import reference, xla
+from jaxrl.kernels.recurrence.chunks import Chunks
+
+IMPLEMENTATIONS = {"xla": xla.recurrence, "reference": reference.recurrence}
+ORDERS = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+
+
+def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chunks, state_BxGxKxV=None,
+               implementation="auto"):
+    """Per value head, token after token of a sequence, from the state S [K, V] before it:
+
+        S <- exp(g) S;  S <- S + k (beta (v - k S))^T;  out = q S
+
+    A sequence begins with zeros; a completion of a shared prompt begins with the state behind the prompt; the first
+    token of a row that continues (chunks_of) with `state`. A token's output depends on its own sequence alone, to the
+    bit within one program. Padding changes nothing, whatever it holds, and has output 0.
+
+    Args:
+      q_BxLxHxK, k_BxLxHxK: queries and keys, as they are multiplied (normalised and scaled); value head i reads key
+        head i // (G / H).
+      v_BxLxGxV: values.
+      g_BxLxG: log of the decay, at most 0, fp32 or better. beta_BxLxG: share that is written, fp32 or better.
+      chunks: of chunks_of, for these rows.
+      state_BxGxKxV: where rows that continue begin; None = zeros.
+      implementation: "auto" or a name in IMPLEMENTATIONS.
+
+    Returns:
+      out_BxLxGxV in v's dtype; state_BxGxKxV in fp32 or better, behind the last token of each row that enters it.
+      Sums and the state are fp32 or better. Rows whose chunks do not fit (chunks_of) are NaN.
+
+    Raises ValueError: unknown implementation, or G not a multiple of H.
+    """
+    heads, groups = v_BxLxGxV.shape[2], k_BxLxHxK.shape[2]
+    if heads % groups:
+        raise ValueError(f"recurrence: {heads} value heads are not a multiple of {groups} key heads")
+
+    def ask(name):
+        return IMPLEMENTATIONS[name](q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks, state_BxGxKxV)
+
+    return first_that_serves("recurrence", order(implementation), ask)
+
+
+def order(implementation: str) -> tuple[str, ...]:
+    """The implementations that are asked, in order."""
+    if implementation == "auto":
+        return trusted("recurrence", ORDERS[platform()])
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"recurrence implementation {implementation!r}: choose auto, {', '.join(IMPLEMENTATIONS)}")
+    return (implementation,)

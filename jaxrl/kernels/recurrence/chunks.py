@@ -1,0 +1,147 @@
+"""Cuts packed rows into chunks for a recurrence: a chunk is up to C neighbouring tokens of one segment.
+
+A row orders itself for a recurrence (training.pack): a prompt lies before its completions, and only one prompt's end is
+needed at a time. Because chunks begin where segments begin, a completion computes the same numbers wherever it lies.
+
+Legend: B rows, L tokens per row, N chunks per row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+CONTINUES, ZERO, PROMPT, GIVEN = range(4)  # the state that a chunk, or a token, begins with: that before it, or another
+LONG = 1024        # rows from here on have long chunks
+STRETCH = 16       # chunks between which the backward pass finds a state
+
+
+def tokens_per_chunk(length: int) -> int:
+    """C of rows of so many tokens."""
+    return 64 if length >= LONG else 16
+
+
+def tokens_per_room(length: int) -> int:
+    """Tokens of a row for each chunk that it has room for."""
+    return 32 if length >= LONG else 4
+
+
+def room(length: int) -> int:
+    """N: chunks that rows of so many tokens have room for; always enough for two segments."""
+    return -(-length // min(tokens_per_room(length), max(length, 1))) + 2
+
+
+class Chunks(NamedTuple):
+    """Where the chunks of rows lie. Padding is in no chunk.
+
+    start [B, N], of each chunk: CONTINUES, ZERO, PROMPT or GIVEN. count [B, N]: its tokens. first [B, N]: its first.
+    saves [B, N]: the state behind it is a prompt's so far. enters [B, L]: tokens that become part of the state.
+    chunk, slot [B, L]: where a token lies; chunk N = in none. begins [B, L]: as start, of the token.
+    back [B, L]: tokens of its segment before it. prompt_end [B, N]: index behind the last token of a PROMPT chunk's
+    prompt; prompt_size [B, N]: that prompt's tokens. fits [B]: whether the row's chunks have room.
+    """
+
+    start: jax.Array
+    count: jax.Array
+    first: jax.Array
+    saves: jax.Array
+    enters: jax.Array
+    chunk: jax.Array
+    slot: jax.Array
+    begins: jax.Array
+    back: jax.Array
+    prompt_end: jax.Array
+    prompt_size: jax.Array
+    fits: jax.Array
+
+    @property
+    def real(self):
+        """[B, L] bool: no padding."""
+        return self.chunk < self.start.shape[1]
+
+
+def chunks_of(segments_BxL, prefixes_BxL=None, *, enters_BxL=None, continues: bool = False) -> Chunks:
+    """The chunks of packed rows; the same for all layers, so it is made once per forward pass.
+
+    Args:
+      segments_BxL: int ids, 0 = padding; equal neighbours are one segment.
+      prefixes_BxL: int id of the segment that a completion continues, 0 = none. It is the last segment without a prefix
+        before it; rows with another order do not fit.
+      enters_BxL: bool, tokens that become part of the state; those of a row that do not are its last. None = all.
+      continues: whether rows begin with a state that is given.
+    """
+    batch, length = segments_BxL.shape
+    size, count = tokens_per_chunk(length), room(length)
+    at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    prefixes = jnp.zeros_like(segments_BxL) if prefixes_BxL is None else prefixes_BxL
+    before = jnp.pad(segments_BxL, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    real, opens = segments_BxL > 0, segments_BxL != before
+    back = at - jax.lax.cummax(jnp.where(opens, at, 0), axis=1)
+    begin = real & (back % size == 0)
+    chunk = jnp.cumsum(begin, axis=1, dtype=jnp.int32) - 1
+    fits = chunk[:, -1] < count
+    chunk = jnp.where(real & (chunk < count), chunk, count)
+    owns = jax.lax.cummax(jnp.where(real & (prefixes == 0), at, -1), axis=1)  # the last token so far of a prompt
+    owner = jnp.where(owns >= 0, jnp.take_along_axis(segments_BxL, jnp.maximum(owns, 0), axis=1), 0)
+    fits &= jnp.all(~real | (prefixes == 0) | (prefixes == owner), axis=1)
+    begins = jnp.where(back > 0, CONTINUES, jnp.where(prefixes > 0, PROMPT, ZERO))
+    begins = begins.at[:, 0].set(GIVEN) if continues else begins
+    rows = jnp.arange(batch)[:, None]
+    where = jnp.where(begin, chunk, count)
+
+    def of_first(values, blank=0):
+        """[B, N] of [B, L]: that of each chunk's first token."""
+        return jnp.full((batch, count), blank, values.dtype).at[rows, where].set(values, mode="drop", unique_indices=True)
+
+    sizes = jnp.zeros((batch, count), jnp.int32).at[rows, chunk].add(1, mode="drop")
+    behind = jnp.take_along_axis(back, jnp.maximum(owns, 0), axis=1) + 1
+    return Chunks(
+        start=of_first(begins), count=sizes, first=of_first(at), saves=of_first(real & (prefixes == 0), False),
+        enters=real if enters_BxL is None else real & enters_BxL, chunk=chunk, slot=back % size, begins=begins,
+        back=back, prompt_end=of_first(owns + 1), prompt_size=of_first(behind), fits=fits)
+
+
+def into(x_BxLx, chunks: Chunks):
+    """[N, B, C, ...] of [B, L, ...]: tokens by chunk, zeros where a chunk has none. Linear; its gradient is `back`."""
+    return _into(x_BxLx, chunks)
+
+
+def back(y_NxBxCx, chunks: Chunks):
+    """[B, L, ...] of [N, B, C, ...]: the inverse of `into`, zeros at padding. Linear; its gradient is `into`."""
+    return _back(y_NxBxCx, chunks)
+
+
+def _masked(mask, x):
+    return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), x, jnp.zeros((), x.dtype))
+
+
+def gather(x, chunks):
+    """`into`, of arrays without a gradient."""
+    batch, length = chunks.chunk.shape
+    offsets = jnp.arange(tokens_per_chunk(length), dtype=jnp.int32)[None, None]
+    index = jnp.minimum(chunks.first[..., None] + offsets, length - 1)
+    mask = offsets < chunks.count[..., None]
+    found = x[jnp.arange(batch)[:, None, None], index]
+    return jnp.moveaxis(_masked(mask, found), 1, 0)
+
+
+def _scatter(y, chunks):
+    batch = chunks.chunk.shape[0]
+    found = y[jnp.minimum(chunks.chunk, y.shape[0] - 1), jnp.arange(batch)[:, None], chunks.slot]
+    return _masked(chunks.real, found)
+
+
+@jax.custom_vjp
+def _into(x, chunks):
+    return gather(x, chunks)
+
+
+@jax.custom_vjp
+def _back(y, chunks):
+    return _scatter(y, chunks)
+
+
+_into.defvjp(lambda x, chunks: (gather(x, chunks), chunks), lambda chunks, g: (_scatter(g, chunks), None))
+_back.defvjp(lambda y, chunks: (_scatter(y, chunks), chunks), lambda chunks, g: (gather(g, chunks), None))
