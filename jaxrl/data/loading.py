@@ -27,7 +27,7 @@ MAX_NESTING = 100  # levels of lists and tables in a row
 CHUNK = 1024  # rows tokenised in one call
 
 
-def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()) -> Dataset:
+def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()) -> Dataset | Mixture:
     """Loads the training set, `rows` or `data.path`, according to `data.*`.
 
     With `data.eval_fraction`, a share or number of the rows becomes `.heldout`; rows with equal prompts stay on one

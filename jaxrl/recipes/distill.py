@@ -48,7 +48,8 @@ class StepInputs(NamedTuple):
 
     s: Session
     job: Job
-    roles: Roles  # their policy is the Student
+    roles: Roles
+    student: Student  # their policy
     teacher: Any
     rows: MixedRows
     rollouts: Rollouts | None  # None: all rows bring their completions
@@ -76,7 +77,7 @@ def run(config, inputs=None) -> dict:
             student.extra_params = teacher.head()
             if c.distill.loss == "sampled":
                 roles.report_corrections(s, job.engine)
-            parts = StepInputs(s, job, roles, teacher, rows, rollouts, speed)
+            parts = StepInputs(s, job, roles, student, teacher, rows, rollouts, speed)
 
             def step():
                 done = one_step(parts)
@@ -262,8 +263,8 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
 
     Returns (token columns of the loss, metrics).
     """
-    s, policy, d = parts.s, parts.roles.policy, parts.s.spec.distill
-    targets = parts.teacher.targets(traj, layout, lambda: policy.most_probable(traj, layout))
+    s, d = parts.s, parts.s.spec.distill
+    targets = parts.teacher.targets(traj, layout, lambda: parts.student.most_probable(traj, layout))
     if d.loss == "sampled":
         columns = parts.roles.columns(traj, layout)
         if batch.staleness is not None:

@@ -76,10 +76,8 @@ class Session:
 
     def __init__(self, spec, inputs: PythonInputs | None = None):
         self.spec, self.inputs, self.run_dir = spec, inputs or PythonInputs(), Path(spec.run.dir)
-        self.progress = Progress()
-        self.started = time.monotonic()
-        self.phase = Phases()
-        self.compilations = Compilations()
+        self.progress, self.started = Progress(), time.monotonic()
+        self.phase, self.compilations = Phases(), Compilations()
         self.stop = GracefulStop(starting=True)
         self.peers = peers()
         self.faults = Faults(spec.faults.plan, self.peers.index)
@@ -101,9 +99,7 @@ class Session:
 
     @property
     def telemetry(self) -> Telemetry:
-        """The run's metrics, from `open_telemetry` on."""
-        if self._telemetry is None:
-            raise RuntimeError("the session's telemetry is not open yet: call introduce or open_telemetry first")
+        assert self._telemetry is not None  # `open_telemetry` comes first
         return self._telemetry
 
     # -- start ---------------------------------------------------------------------------------------------------
