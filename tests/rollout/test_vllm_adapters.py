@@ -115,7 +115,7 @@ def test_a_stale_adapter_is_seen_by_the_probe():
         assert largest_gap(engine, values(1, True), 0, adapted(True)) < 1e-3
         real = engine.publisher.adapter_folders.load
 
-        def skipped(control, version):
+        def skipped(control, written, version):
             engine.router.model = engine.publisher.adapter_folders.loaded[control.url]
             control.update_version(version)
 
