@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `jaxrl serve` with these arguments (default sys.argv); returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if help.requested(argv) is not None:
-        print(__doc__.rstrip() + "\n\nIts options: jaxrl train --help=rollout.vllm")
+        print((__doc__ or "").rstrip() + "\n\nIts options: jaxrl train --help=rollout.vllm")
         return 0
     logging.basicConfig(level=logging.INFO, format="jaxrl.serve: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -160,6 +160,9 @@ def test_config_files_take_an_argument_and_overrides(tmp_path):
     assert (c.train.steps, c.optimizer.lr, c.run.dir) == (3, 1e-4, "runs/mine_short")
     with pytest.raises(ConfigError, match="shipped configs"):
         find_config("no_such_config")
+    (tmp_path / "mine.yaml").write_text("run: {}\n")
+    with pytest.raises(ConfigError, match="mine.yaml is no Python file"):
+        load_config(str(tmp_path / "mine.yaml"))
     file.write_text(
         "from jaxrl.config.load import default_config\ndef get_config(arg):\n    c = default_config()\n    c.optimizer.rl = 1\n"
     )

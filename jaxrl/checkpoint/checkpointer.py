@@ -181,7 +181,7 @@ class Checkpointer:
                     "arrays": {k: [str(v.dtype), list(v.shape)] for k, v in leaves.items()}}
         # Orbax refuses arrays without elements; their shape in the table is all there is to keep.
         stored = {k: np.array(v) if isinstance(v, np.ndarray | np.generic) else v for k, v in leaves.items() if v.size}
-        items = {"host": ocp.args.JsonSave(envelope)}
+        items: dict[str, ocp.args.CheckpointArgs] = {"host": ocp.args.JsonSave(envelope)}
         if stored:
             items["arrays"] = ocp.args.PyTreeSave(stored)
         self._saving, together = step, True
@@ -210,7 +210,7 @@ class Checkpointer:
             try:
                 return self.require_space(leaves) or ""
             except OSError as e:
-                return e.strerror
+                return str(e.strerror)
 
         if self._peers.count == 1:
             self.require_space(leaves)

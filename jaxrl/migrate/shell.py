@@ -535,7 +535,7 @@ class _Walk:
             unset = known is None or rest[0] == ":" and known == ""
             if mark == "+":
                 return [] if unset else self.expand(word, line, False, depth + 1) or [""]
-            if not unset:
+            if known is not None and not unset:
                 return [known]
             if mark == "?":
                 return [f"${name}"]

@@ -174,9 +174,9 @@ class Migration:
         names = names_of(self.table.name)
         tables = names.tables | {n.split(".")[0] for n in exact}
         for s in settings.values():
-            owner, name = None, s.key
+            owner, name = "", s.key
             for name in (s.key, *(p + s.key for p in self.table.prefixes)):
-                owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), None)
+                owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), "")
                 if owner:
                     break
             if owner and (name in exact or names.has(name)):

@@ -197,7 +197,7 @@ class Model:
         def layer(*lead):
             return {name: jnp.zeros((*lead, slots, length, width), dtype) for name, width in cfg.cache_widths.items()}
 
-        cache = {f"layer_{i}": layer() for i in (*before, *behind)}
+        cache: dict[str, dict] = {f"layer_{i}": layer() for i in (*before, *behind)}
         if repeats:
             cache["layers"] = {f"sub_{j}": layer(repeats) for j in range(cfg.period)}
         return cache

@@ -53,7 +53,7 @@ def run(config, inputs=None) -> dict:
         rollouts = Rollouts.open(s, job, fork=fork)
         if fork is not None:
             fork.policy = roles.policy
-        reports = [] if fork is None else [fork]  # entries of summary.json
+        reports: list[ForkSource | Recording] = [] if fork is None else [fork]  # entries of summary.json
 
         def open_step(speed):
             precompiler = s.close_at_end(UpdatePrecompiler(job, roles.policy, roles.loss))

@@ -258,7 +258,8 @@ class Programs:
         part = functools.partial(decode_part, self.model, self.shapes, length, whole, self._constrain)
         progress, controls, shared, whose = self.put((progress, controls, shared, whose_S), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
-        out = Chunk(*[self.by_step] * 5, self.whole)
+        step = self.by_step
+        out = Chunk(step, step, step, step, step, self.whole)
         args = (params, cache, progress, controls, history, leave_at, rows_S, shared, whose)
         return ("decode", len(rows_S), length), part, args, (1,), (self.cache_shardings(cache), out)
 

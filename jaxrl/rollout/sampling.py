@@ -10,7 +10,7 @@ Legend: S slots, V vocabulary, L history length, E end-token columns, N lanes, M
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,15 @@ INT_MAX = jnp.iinfo(jnp.int32).max
 class Controls(NamedTuple):
     """Sampling options per slot; see `protocol.SamplingParams`."""
 
-    temperature: jax.Array  # [S] float32, 0 = greedy
-    top_p: jax.Array        # [S] float32
-    top_k: jax.Array        # [S] int32, -1 = all
-    min_p: jax.Array        # [S] float32
-    repetition: jax.Array   # [S] float32
-    frequency: jax.Array    # [S] float32
-    minimum: jax.Array      # [S] int32, tokens before an end token may be drawn
-    end_ids: jax.Array      # [S, E] int32, -1 = unused
-    seed: jax.Array         # [S] uint32
+    temperature: Any  # [S] float32, 0 = greedy
+    top_p: Any        # [S] float32
+    top_k: Any        # [S] int32, -1 = all
+    min_p: Any        # [S] float32
+    repetition: Any   # [S] float32
+    frequency: Any    # [S] float32
+    minimum: Any      # [S] int32, tokens before an end token may be drawn
+    end_ids: Any      # [S, E] int32, -1 = unused
+    seed: Any         # [S] uint32
 
 
 # What requests ask of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL

@@ -153,6 +153,6 @@ def _cache_lengths(given, total: int, completion: int) -> tuple[int, ...]:
 
 def _ascending(name: str, given) -> tuple[int, ...]:
     lengths = tuple(sorted({int(n) for n in given}))
-    if len(lengths) > 3 or lengths[0] < 1:
+    if not 1 <= len(lengths) <= 3 or min(lengths) < 1:
         raise ConfigError(f"{name}={tuple(given)}: at most 3 positive lengths (each is a compiled program)")
     return lengths

@@ -72,8 +72,9 @@ class Step:
 
 def check_callbacks(callbacks) -> tuple:
     """Returns the argument `callbacks` of jaxrl.train as a tuple. Raises ConfigError for what is no callback."""
-    single = callable(callbacks) or not isinstance(callbacks, Iterable)
-    callbacks = (callbacks,) if single else tuple(callbacks)
+    if callable(callbacks) or not isinstance(callbacks, Iterable):
+        callbacks = (callbacks,)
+    callbacks = tuple(callbacks)
     for callback in callbacks:
         if isinstance(callback, type):
             raise ConfigError(f"callbacks holds the class {callback.__name__}: pass an object, {callback.__name__}()")

@@ -61,7 +61,7 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
         line = step()
         if line is None:
             break
-        if sync_every and s.step % sync_every == 0:
+        if sync is not None and sync_every and s.step % sync_every == 0:
             with s.phase("publish"):
                 sync()
         if line:

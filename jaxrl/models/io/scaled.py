@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +40,7 @@ class Scaled(tensorfile.Stored):
     scale: tensorfile.Stored
     block: tuple[int, int]
 
-    def read(self, index=...) -> np.ndarray:
+    def read(self, index: Any = ...) -> np.ndarray:
         codes = np.memmap(self.file, ml_dtypes.float8_e4m3fn, "r", self.start, self.shape).astype(np.float32)
         scale = np.asarray(self.scale.read(), np.float32)
         for axis, (size, each) in enumerate(zip(self.shape, self.block, strict=True)):
@@ -53,7 +54,7 @@ class Fours(tensorfile.Stored):
 
     scale: tensorfile.Stored
 
-    def read(self, index=...) -> np.ndarray:
+    def read(self, index: Any = ...) -> np.ndarray:
         """The whole, or that of (expert, ..., columns), of which nothing else is computed."""
         experts, inputs, outputs = self.shape
         shape = experts, outputs, inputs // EACH

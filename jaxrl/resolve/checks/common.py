@@ -54,7 +54,7 @@ def _types(cfg):
         value = get(cfg, name)
         if isinstance(opt.default, dict) or (value is None and opt.default is None):
             continue
-        if opt.or_path and ":" in value:
+        if opt.or_path and ":" in str(value):
             out += import_path(name, value, Recipe if name == "run.recipe" else Callable)
         elif not isinstance(value, tuple) and (wrong := not_chosen(opt, value)):
             missing = f"; {not_yet(str(value))}" if not_yet(str(value)) else ""
