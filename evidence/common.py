@@ -41,7 +41,7 @@ def commit() -> str:
     """The checked-out commit, with '+' when the tree has uncommitted changes other than results."""
     root = Path(__file__).parent.parent
     run = lambda *a: subprocess.run(["git", "-C", str(root), *a], capture_output=True, text=True).stdout.strip()  # noqa: E731
-    status = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!evidence/results", ":!benchmarks/results", ":!docs/*.svg")
+    status = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!evidence/results", ":!benchmarks/results")
     return run("rev-parse", "--short", "HEAD") + ("+" if run(*status) else "")
 
 

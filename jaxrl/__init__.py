@@ -11,7 +11,7 @@ train            runs a job: a config (a name, options by name, or a ConfigDict)
 load_config      a config file or shipped config, with options changed
 default_config   every option at its default, to be changed and given to `train`
 register_reward  gives a reward function a name for `reward.functions`
-Step             what a callback is called with
+Step             the run as a callback sees it
 ConfigError      a config, data or checkpoint that cannot work; names field, value and remedy
 RunStopped       a run that had to stop; its checkpoints are whole
 
@@ -28,7 +28,7 @@ _LAZY = {
     "load_config": "jaxrl.config.load",
     "default_config": "jaxrl.config.load",
     "register_reward": "jaxrl.rewards",
-    "Step": "jaxrl.run.python_api",
+    "Step": "jaxrl.run.callbacks",
     "ConfigError": "jaxrl.errors",
     "RunStopped": "jaxrl.errors",
 }

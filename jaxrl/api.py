@@ -19,8 +19,6 @@ from jaxrl.errors import ConfigError
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-    from jaxrl.run.python_api import Step
-
 OWN_LOOP = {  # name -> module; they import jax, so each loads on first use
     "check": "jaxrl.resolve.checks.common",
     "resolve": "jaxrl.resolve.spec",
@@ -46,7 +44,7 @@ def __getattr__(name):
 def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
           rewards: Sequence[Callable | str] | Callable | str | None = None, *, model: str | None = None,
           data: Any = None, tokenizer: Any = None, eval: Any = None,
-          callbacks: Sequence[Callable[[Step], object]] | Callable[[Step], object] = (),
+          callbacks: Any = (),
           env: Callable | str | None = None, tools: Sequence[Callable | str] | Callable | str | None = None,
           **unknown: Never) -> dict:
     """Runs the job a config describes and returns the content of its summary.json.
@@ -63,8 +61,9 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
       data: rows to train on, a list of dicts or a datasets.Dataset; or a path or hub id.
       tokenizer: one of transformers, or a folder or hub id.
       eval: rows to evaluate, or a dict of such sets by name.
-      callbacks: functions called with a `jaxrl.Step` after each line of metrics, on process 0; `step.stop()` ends the
-        run.
+      callbacks: functions called with a `jaxrl.Step` after each line of metrics, and objects with any of the hooks
+        on_step, on_evaluation, on_save, on_end; one, or a sequence of them. Called on process 0; `step.stop()` ends
+        the run.
       env: what an episode is, an episode function (task, chat) or a class with reset and step, or its name.
       tools: plain typed functions that the model may call, or their names.
 

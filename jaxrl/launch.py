@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 from jaxrl.__main__ import run
 
@@ -28,7 +29,7 @@ NOT_RETRIED = (2, 130)  # an invalid config, Ctrl-C
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses the command line. Returns (options of the launcher, arguments of the processes)."""
-    parser = argparse.ArgumentParser(prog="jaxrl launch", description=__doc__.split("\n\n")[0],
+    parser = argparse.ArgumentParser(prog="jaxrl launch", description=(__doc__ or "").split("\n\n")[0],
                                      epilog="After `--`: the flags of jaxrl train, or a script with its own.")
     parser.add_argument("--processes", type=int, required=True, help="processes to start")
     parser.add_argument("--devices", type=int, default=0,
@@ -99,7 +100,7 @@ class Group:
         self.processes = [self._start(i, command, env) for i, env in enumerate(environments(options, port))]
 
     def _start(self, i: int, command, env) -> subprocess.Popen:
-        shown = {} if i == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        shown: dict[str, Any] = {} if i == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, process_group=0, **shown)
         if self.options.cpus:
             cores, n = sorted(os.sched_getaffinity(0)), self.options.cpus

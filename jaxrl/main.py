@@ -53,8 +53,7 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
         return 2
     except KeyboardInterrupt as e:
         by = f" by {e}" if str(e) else ""
-        complain(f"interrupted{by} before anything was saved; rerun the same command to resume from the latest "
-                 "checkpoint")
+        complain(f"interrupted{by} during start-up; rerun the same command, which resumes where there is a checkpoint")
         return 128 + getattr(e, "number", 2)
     except OSError as e:
         if e.errno not in DISK_TROUBLE:
@@ -68,12 +67,13 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
 def peers():
     """Returns the group of processes of the run, or None if it was not set up yet."""
     module = sys.modules.get("jaxrl.processes.group")
-    return module and module.peers()
+    return None if module is None else module.peers()
 
 
 def complain(text) -> None:
     """Prints an error to stderr, with the process's name if it is not the first."""
-    name = f" {peers().who(peers().index)}" if peers() and not peers().first else ""
+    group = peers()
+    name = f" {group.who(group.index)}" if group and not group.first else ""
     print(f"jaxrl{name}: {text}", file=sys.stderr)
 
 
@@ -90,8 +90,8 @@ def command(argv: list[str] | None = None, program: str = "train") -> None:
     except Exception:  # a bug in jaxrl or in the user's code
         traceback.print_exc()
         status = 1
-    if peers():
-        peers().leave(status)
+    if group := peers():
+        group.leave(status)
     threading.Thread(target=leave_after, args=(EXIT_SECONDS, status), name="exit", daemon=True).start()
     sys.exit(status)
 

@@ -31,13 +31,10 @@ from jaxrl.config import help
 from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError
 from jaxrl.launch import visible_gpus
-from jaxrl.models.io import hf
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter
-from jaxrl.rollout.vllm.adapter_folders import configured_rank
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
-from jaxrl.rollout.vllm.servers import OwnServers
 
 log = logging.getLogger("jaxrl")
 
@@ -68,6 +65,10 @@ class Host:
     """
 
     def __init__(self, config, folder: Path, own: Path):
+        from jaxrl.models.io import hf  # these import jax: only after the config could be read
+        from jaxrl.rollout.vllm.adapter_folders import configured_rank
+        from jaxrl.rollout.vllm.servers import OwnServers
+
         v = config.rollout.vllm
         key = adapter.server_key(v)
         if not key:
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `jaxrl serve` with these arguments (default sys.argv); returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if help.requested(argv) is not None:
-        print(__doc__.rstrip() + "\n\nIts options: jaxrl train --help=rollout.vllm")
+        print((__doc__ or "").rstrip() + "\n\nIts options: jaxrl train --help=rollout.vllm")
         return 0
     logging.basicConfig(level=logging.INFO, format="jaxrl.serve: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

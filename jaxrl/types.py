@@ -6,10 +6,24 @@ Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import flax.struct
+import jax
 import numpy as np
+
+R = TypeVar("R")
+
+
+def custom_vjp(*nondiff_argnums: int) -> Callable[[Callable[..., R]], jax.custom_vjp[R]]:
+    """`jax.custom_vjp` as a decorator; the arguments of these positions have no gradient."""
+    def decorate(function: Callable[..., R]) -> jax.custom_vjp[R]:
+        decorated: Any = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
+        return decorated
+
+    return decorate
+
 
 FINISH = ("stop", "length", "abort")  # values of Trajectories.finish are indices into this
 
@@ -20,7 +34,7 @@ class Sizes(NamedTuple):
     prompts: np.ndarray      # [Q] tokens of the prompt, which a copy may hold for several sequences
     completions: np.ndarray  # [Q] tokens after it
     groups: np.ndarray       # [Q] never split over optimizer steps
-    prefixes: np.ndarray     # [Q] sequences of one value have the same prompt
+    prefixes: np.ndarray | None  # [Q] sequences of one value have the same prompt; None = no prompt is shared
 
 
 @dataclasses.dataclass
@@ -91,8 +105,7 @@ class Trajectories:
         return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
 
 
-@flax.struct.dataclass
-class PackedBatch:
+class PackedBatch(flax.struct.PyTreeNode):
     """One microbatch of static shape. Padding rows and slots have weight 0 and segment 0.
 
     A query attends to the keys of its own segment and of the segment `prefixes` names (the shared prompt), at
@@ -112,8 +125,7 @@ class PackedBatch:
     adapters: Any = None  # [R, L] int32, number of the token's adapter where there are several, 0 = padding
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """Everything an update changes. `trainable` and `frozen` together are the parameters (disjoint flat dicts)."""
 
     trainable: Any

@@ -374,8 +374,8 @@ class Nccl:
 
     def broadcast(self, pointer: int, count: int) -> None:
         """`count` bytes at `pointer` of rank 0 to `pointer` of the others; queued, not awaited."""
-        pointer, stream = ctypes.c_void_p(pointer), ctypes.c_void_p()
-        self._call("ncclBroadcast", pointer, pointer, ctypes.c_size_t(count), self.BYTES, 0, self._communicator, stream)
+        at, stream = ctypes.c_void_p(pointer), ctypes.c_void_p()
+        self._call("ncclBroadcast", at, at, ctypes.c_size_t(count), self.BYTES, 0, self._communicator, stream)
 
     def abort(self) -> None:
         if self._communicator:

@@ -53,7 +53,7 @@ def test_a_program_is_also_run_as_a_module(name, monkeypatch, capsys):
 
 HELP = [("--help",), ("--version",), ("trian",), ("train", "--help"), ("train", "--help=all"), ("plan", "--help=rollout"),
         ("train", "--confg=x"), ("train", "--config.rollout.n=8"), ("diff", "--help"), ("report", "--help"), ("doctor", "--help"),
-        ("launch", "--help"), ("migrate", "--help")]
+        ("launch", "--help"), ("serve", "--help"), ("serve", "--config=grpo"), ("migrate", "--help")]
 
 
 def test_help_and_slips_import_no_jax():

@@ -1,5 +1,5 @@
-"""python -m jaxrl.doctor: what it says of what it finds. The examinations of devices and kernels run in evidence/doctor.py;
-their parts are tested where they live."""
+"""python -m jaxrl.doctor: what it says of what it finds. The parts of the examinations of devices and kernels are tested where they
+live."""
 
 import sys
 from pathlib import Path

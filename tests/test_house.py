@@ -2,8 +2,10 @@
 short. What breaks a rule today stands in a table of exceptions with its place; nothing may be added to those."""
 
 import ast
+import runpy
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jaxrl
 
@@ -80,6 +82,18 @@ def test_no_circle_of_imports():
     assert len(modules()) > 100 and "jaxrl.training.state" in imports(False)["jaxrl.training.update"]
     assert circles(imports(False)) == []
     assert circles(imports(True)) == []
+
+
+def test_a_type_error_more_is_named_and_one_less_is_told():
+    types = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / ".ci/types")))
+    error = {"file": str(ROOT / "a.py"), "severity": "error", "rule": "reportCallIssue", "message": "Too few\n  arguments",
+             "range": {"start": {"line": 4}}}
+    found = types.grouped([error, {**error, "rule": "reportIndexIssue"}, {**error, "severity": "warning"}], ROOT.parent)
+    assert types.counts(found) == {"jaxrl/a.py": {"reportCallIssue": 1, "reportIndexIssue": 1}}
+    before = {"jaxrl/a.py": {"reportIndexIssue": 1}, "jaxrl/b.py": {"reportIndexIssue": 2}}
+    assert types.compare(before, found) == (
+        ["jaxrl/a.py: reportCallIssue: 0 -> 1", "    jaxrl/a.py:5: Too few arguments"], ["jaxrl/b.py: reportIndexIssue: 2 -> 0"])
+    assert types.compare(types.counts(found), found) == ([], [])
 
 
 def test_files_and_functions_are_short():

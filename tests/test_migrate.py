@@ -508,6 +508,13 @@ def test_a_script_is_read_as_the_shell_would(tmp_path, capsys):
     assert found["trainer.train_batch_size"] == 64 and found["trainer.policy.optimizer_config.lr"] == 2e-6
 
 
+def test_an_array_without_entries_is_unset(tmp_path):
+    text = "#!/bin/bash\nSIZES=()\npython -m skyrl.train trainer.epochs=${SIZES:-8} trainer.project_name=a${SIZES}b\n"
+    (tmp_path / "job.sh").write_text(text)
+    words = commands(tmp_path / "job.sh", {}, [])[0].words
+    assert [text for text, _ in words][3:] == ["trainer.epochs=8", "trainer.project_name=ab"]
+
+
 def test_yaml_of_hydra(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "small.yaml").write_text("# @package _global_\ntrainer:\n  epochs: 9\n  seed: 3\n")

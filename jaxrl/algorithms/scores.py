@@ -8,9 +8,10 @@ Notation: s = score of a sequence, read after its last token, or of a step, read
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
-def bradley_terry(scores_N, chosen_P, rejected_P, margin_P=0.0, center: float = 0.0):
+def bradley_terry(scores_N, chosen_P, rejected_P, margin_P: ArrayLike = 0.0, center: float = 0.0):
     """Mean over pairs of -log sigmoid(s_chosen - s_rejected - margin) + center (s_chosen + s_rejected)^2.
 
     Bradley and Terry's model of comparisons with Llama 2's margin (arXiv 2307.09288, eq. 2) and the centring term of

@@ -87,7 +87,7 @@ def _second_moment(t: StepTokens):
 
 
 def _covariance(t: StepTokens):
-    seed = zlib.crc32(np.ascontiguousarray(t.tokens))  # the same wherever the step is computed again
+    seed = zlib.crc32(np.ascontiguousarray(t.tokens).data)  # the same wherever the step is computed again
     bounds = t.options.cov_share, t.options.cov_low, t.options.cov_high
     return covariance_mask(t.columns["old"], t.columns["advantage"], t.mask, *bounds, seed)
 

@@ -87,7 +87,7 @@ def batch(lengths, vocab: int, seed: int = 0, turns: bool = False, prompt: int =
 def select_completions(case: Case, order) -> tuple[Case, np.ndarray]:
     """Returns (the completions with the numbers `order`, in that order; the former indices [T'] of their tokens)."""
     traj = case.traj
-    where = np.concatenate([np.arange(traj.offsets[i], traj.offsets[i + 1]) for i in order])
+    where = np.concatenate([np.arange(int(traj.offsets[i]), int(traj.offsets[i + 1])) for i in order])
     order = np.asarray(order)
     own = {name: getattr(traj, name)[where] for name in ("tokens", "loss_mask", "logprobs", "versions")}
     each = {name: getattr(traj, name)[order] for name in ("prompt_lengths", "group", "sample", "seed", "finish")}

@@ -16,6 +16,7 @@ import logging
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -120,7 +121,7 @@ class Rewards:
         self.config, self.inputs, self.stack = config, inputs, stack
         self._ready = self._reason = None
 
-    def ready(self):
+    def ready(self) -> Any:
         """Returns (score, items, one item). Raises NotApplicable without reward functions or readable data."""
         if self._reason is None and self._ready is None:
             try:

@@ -179,7 +179,8 @@ def objective(loss: Loss, promised: bool) -> str:
 
     promised: the options are those of an unbiased estimator (UNBIASED). Raises Broken.
     """
-    plain, worst, scales = loss.plain(), (2.0, 0, None, None), []
+    plain, scales = loss.plain(), []
+    worst: tuple = (2.0,)
     with jax.enable_x64(True):
         for seed in SEEDS:
             p = policy(seed)

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -134,7 +135,7 @@ class Tiny:
         running = copy.copy(critic.running) if critic is not None else None
         prepared, out = prepare(spec, self.roles, batch, lay_out(spec, shapes, batch.traj, 0)), []
         weigh = make_loss_weigher(spec, batch, prepared.columns)
-        if critic is not None:
+        if critic is not None and running is not None:
             critic.running = running
         for minibatch in prepared.layout.update.minibatches:
             weights = weigh(minibatch)
@@ -163,7 +164,7 @@ def far(a: list[dict], b: list[dict]) -> tuple[float, str]:
         size = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for n, x in one.items() if n != "loss"))
         apart = {n: float(np.linalg.norm((one[n] - other[n]).ravel())) for n in one if n != "loss"}
         total = np.sqrt(sum(x * x for x in apart.values())) / max(size, 1e-12)
-        worst = max(worst, (total if np.isfinite(total) else np.inf, max(apart, key=apart.get)))
+        worst = max(worst, (total if np.isfinite(total) else np.inf, max(apart, key=apart.__getitem__)))
     return worst
 
 
@@ -278,11 +279,13 @@ class Base:
         for part in parts:
             part.abstract()
         with contextlib.closing(Checkpointer(self.folder, tiny.spec)) as disk:
-            restored = disk.restore(abstract, "must")
+            restored: Any = disk.restore(abstract, "must")
         tiny.policy.start({name: restored.arrays[name] for name in own})
         for part in parts:
-            known = part.name in kept
-            part.start(*(restored.arrays[part.name], restored.host["parts"][part.name]) if known else (None, None))
+            if part.name in kept:
+                part.start(restored.arrays[part.name], restored.host["parts"][part.name])
+            else:
+                part.start(None, None)
         again, other = self.step(tiny, batches[1], 1), tiny.state()
         wrong = [name for name in state if not np.array_equal(state[name], other[name], equal_nan=True)]
         told = {n: [metrics[n], again[n]] for n in metrics if n in again and metrics[n] != again[n]}

@@ -120,6 +120,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.committed: int | None = None  # the newest step of this run that is known to be on disk, whole
+        self.completed: list[int] = []     # steps that this process saved, whole, until someone takes them out
         self.best: int | None = None       # the step whose checkpoint outlives checkpoint.keep
         self._failures = 0
         self._failures_told = 0      # of them, those that take_refused() has told
@@ -180,7 +181,7 @@ class Checkpointer:
                     "arrays": {k: [str(v.dtype), list(v.shape)] for k, v in leaves.items()}}
         # Orbax refuses arrays without elements; their shape in the table is all there is to keep.
         stored = {k: np.array(v) if isinstance(v, np.ndarray | np.generic) else v for k, v in leaves.items() if v.size}
-        items = {"host": ocp.args.JsonSave(envelope)}
+        items: dict[str, ocp.args.CheckpointArgs] = {"host": ocp.args.JsonSave(envelope)}
         if stored:
             items["arrays"] = ocp.args.PyTreeSave(stored)
         self._saving, together = step, True
@@ -209,7 +210,7 @@ class Checkpointer:
             try:
                 return self.require_space(leaves) or ""
             except OSError as e:
-                return e.strerror
+                return str(e.strerror)
 
         if self._peers.count == 1:
             self.require_space(leaves)
@@ -295,6 +296,7 @@ class Checkpointer:
             if self._peers.first and step not in self.steps():
                 raise SavesFailed(f"{self.directory}: the checkpoint of step {step} did not become visible")
             self.committed, self._failures, self._failures_told = step, 0, 0
+            self.completed.append(step)
             self._after(step)
         except BaseException as e:  # noqa: B036  (handed to the main thread by wait())
             self._failed(step, e)
@@ -331,8 +333,8 @@ class Checkpointer:
                                       f"{self.directory} and rerun the same command to resume from there")
 
     def newest(self) -> str:
-        """Returns a text naming the newest checkpoint of this run."""
-        return "there is none yet" if self.committed is None else f"the newest one is of step {self.committed}"
+        """Returns "latest checkpoint: step N" of this run, or "no checkpoint yet"."""
+        return "no checkpoint yet" if self.committed is None else f"latest checkpoint: step {self.committed}"
 
     def _drop_manager(self) -> None:
         manager, self._manager = self._manager, None
@@ -376,8 +378,11 @@ class Checkpointer:
           CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; an
             unknown format.
         """
-        self._cached_choice = (resume, self._choose_together(resume))
-        return self._cached_choice[1]
+        chosen = self._choose_together(resume)
+        self._cached_choice = (resume, chosen)
+        if chosen is not None and chosen.path.parent == self.directory:
+            self.committed = chosen.step
+        return chosen
 
     def _choose_together(self, resume: str) -> Chosen | None:
         """What process 0 chooses, on all. Raises CheckpointError where one of them cannot see it."""

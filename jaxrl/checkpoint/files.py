@@ -15,6 +15,7 @@ import re
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
@@ -29,7 +30,7 @@ class DamagedCheckpoint(Exception):
     """A checkpoint whose files do not match its manifest."""
 
 
-def folder_of(where: str | Path) -> Path:
+def folder_of(where: str | Path) -> Any:
     """Returns a folder as a path: Orbax's type for an address (gs://, s3://; file:// treats a disk as a store), else
     a local path.
     """
@@ -56,7 +57,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted((p for p in folder.iterdir() if is_checkpoint(p)), key=lambda p: int(p.name))
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Any) -> None:
     """Removes what killed saves and deletions left. Only while no save runs."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if in_store(path):
@@ -66,7 +67,7 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def delete(path: Path) -> None:
+def delete(path: Any) -> None:
     """Deletes a checkpoint. It becomes invisible first, so that a killed deletion leaves no half checkpoint."""
     if in_store(path):
         (path / COMMITTED).unlink()
@@ -91,7 +92,7 @@ def set_aside(path: Path) -> str:
     return target.name
 
 
-def manifest_of(folder: Path) -> dict[str, list[int]]:
+def manifest_of(folder: Path) -> dict[str, list[int | None]]:
     """Returns file -> [size, CRC-32]; in a store the CRC is None."""
     files = (p for p in sorted(_files(folder)) if p.name not in (*LATE_FILES, MANIFEST))
     return {p.relative_to(folder).as_posix(): [_bytes(p), None if in_store(p) else crc_of(p)] for p in files}
@@ -102,7 +103,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _bytes(path: Path) -> int:
-    stat = path.stat()
+    stat: Any = path.stat()
     return stat.length if in_store(path) else stat.st_size
 
 
@@ -151,7 +152,7 @@ def first_line(error: BaseException) -> str:
     return (text.splitlines() or [type(error).__name__])[0][:300]
 
 
-def size_text(count: int) -> str:
+def size_text(count: float) -> str:
     """Returns a number of bytes with its unit."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if count < 1000:

@@ -6,6 +6,7 @@ data) means something else under another one. Refused. *Future*: only later step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -114,7 +115,7 @@ READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("token
         "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
 
 
-def input_changes(old: dict, new: dict, accepted=(), asked: list[str] = ()) -> tuple[list[str], list[str]]:
+def input_changes(old: dict, new: dict, accepted=(), asked: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. What only one side has is not compared.
 
     Args:

@@ -13,7 +13,7 @@ import json
 import re
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ml_collections import config_dict
 
@@ -111,7 +111,7 @@ def find_config(spec: str) -> tuple[Path, str | None]:
         if path.is_file():
             return path, arg or None
     near = difflib.get_close_matches(Path(stem).stem, shipped_configs(), n=1)
-    preset = name in options()["algorithm.preset"].choices
+    preset = name in (options()["algorithm.preset"].choices or ())
     hint = f"{name} is a preset: algorithm.preset={name}" if preset else not_yet(name)
     hint = hint or near and f"did you mean --config={near[0]}{':' if arg else ''}{arg}?"
     hint = f"; {hint}" if hint else ""
@@ -121,6 +121,10 @@ def find_config(spec: str) -> tuple[Path, str | None]:
 def shipped_configs() -> list[str]:
     """The names of the configs that ship with jaxrl."""
     return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.py")})
+
+
+def _is_config(value) -> TypeGuard[Config]:
+    return isinstance(value, config_dict.ConfigDict) and set(value) == set(SCHEMA)
 
 
 def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
@@ -133,6 +137,9 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
         return recorded_config(spec, overrides or {})
     path, arg = find_config(spec)
     module_spec = importlib.util.spec_from_file_location(f"jaxrl_config_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"--config={spec}: {path} is no Python file; give one with get_config(arg), as "
+                          "configs/grpo.py, or the config.json of a run")
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
@@ -144,7 +151,7 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
         cfg = module.get_config(arg)
     except Exception as e:
         raise ConfigError(f"--config={spec}: get_config({arg!r}) failed: {_failure(e, path)}") from e
-    if not isinstance(cfg, config_dict.ConfigDict) or set(cfg) != set(SCHEMA):
+    if not _is_config(cfg):
         raise ConfigError(
             f"--config={spec}: get_config({arg!r}) must return jaxrl.default_config() with changes, not"
             f" {type(cfg).__name__}"
@@ -174,7 +181,8 @@ def config_of(given) -> Config:
     if isinstance(given, str | Path):
         return load_config(str(given))
     if isinstance(given, config_dict.ConfigDict):
-        return given.copy_and_resolve_references()
+        copied: Any = given.copy_and_resolve_references()
+        return copied
     if not isinstance(given, dict | None):
         raise ConfigError(f"config is {type_of(given)}: expected the name of a config, options by name, or a "
                           "ConfigDict")
@@ -337,7 +345,7 @@ def redacted(cfg) -> dict:
             return [hidden(v) for v in node]
         return node if node is None or node == "" or isinstance(node, bool) else "<redacted>"
 
-    def walk(node):
+    def walk(node) -> Any:
         if isinstance(node, dict):
             return {k: hidden(v) if is_secret(str(k)) else walk(v) for k, v in node.items()}
         if isinstance(node, list):  # of a command line: --api-key, its value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]  # the package
 
 
 class Option(NamedTuple):
@@ -72,13 +73,12 @@ class Rows(Collection):
 def _keys(module: str, table: str) -> list[str]:
     """Keys of the dict that a module's source assigns to a name."""
     package, _, name = module.rpartition(".")
-    path = Path(importlib.util.find_spec(package.partition(".")[0]).origin).parent
-    tree = ast.parse(path.joinpath(*package.split(".")[1:], f"{name}.py").read_text("utf-8"))
+    tree = ast.parse(ROOT.joinpath(*package.split(".")[1:], f"{name}.py").read_text("utf-8"))
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == table:
-            found = next(n for n in ast.walk(node.value) if isinstance(n, ast.Dict))
-            return [ast.literal_eval(key) for key in found.keys]
+            found = next(n for n in ast.walk(node) if isinstance(n, ast.Dict))
+            return [ast.literal_eval(key) for key in found.keys if key is not None]
     raise LookupError(f"{module}:{table}")
 
 

@@ -24,6 +24,8 @@ def imported(path: str):
     if known != code:
         alias = f"jaxrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
         spec = importlib.util.spec_from_file_location(alias, file)
+        if spec is None:
+            raise ImportError(f"{file} is no Python file")
         module = sys.modules[alias] = importlib.util.module_from_spec(spec)
         try:  # not from cached bytecode, which knows an edit by its second
             exec(compile(code, str(file), "exec", dont_inherit=True), vars(module))

@@ -286,6 +286,7 @@ class Reader:
             raise PromptError(f"{missing_column(row, self.answer, 'data.answer_column')}, or '' where there are none")
         if answer is None:
             return None
+        assert self.pattern is not None  # this method is called where data.answer_pattern is set
         match = self.pattern.search(str(answer))
         if match is None or match.group(1) is None:
             raise PromptError(f"data.answer_pattern={self.pattern.pattern!r} finds nothing in column {self.answer!r}: "
@@ -313,8 +314,9 @@ class Dataset:
     """
 
     def __init__(self, name: str, tables: Tables, reader: Reader, bad):
-        self.name, self.bad, self.heldout = name, bad, None
-        self.tables, self.reader, self.content = tables, reader, hashlib.sha256()
+        self.name, self.bad, self.tables, self.reader = name, bad, tables, reader
+        self.heldout: Dataset | None = None
+        self.content: Any = hashlib.sha256()  # or cache.KnownDigest
         self.filtered: list[str] = []
         self.filtered_rows: list[int] = []
         self.unknown: list[tuple[int, float]] = []
@@ -368,7 +370,7 @@ class Dataset:
         out = np.zeros(len(self))
         for i, row in enumerate(self.arrays["rows"]):
             raw, where = self.tables[int(row)]
-            value = raw.get(column)
+            value: Any = raw.get(column)
             try:
                 out[i] = float(value)
             except (TypeError, ValueError):

@@ -42,8 +42,9 @@ class Demonstrations:
     def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], list[int], np.ndarray]:
         """Returns (prompt ids, ids after the prompt, [C] bool which of those are trained on). Raises PromptError."""
         renderer = self._renderer(row.tools)
-        own = [message.get("train", True) for message in row.messages]
-        messages = [{k: v for k, v in m.items() if k != "train"} for m in row.messages]
+        given = row.messages or ()
+        own = [message.get("train", True) for message in given]
+        messages = [{k: v for k, v in m.items() if k != "train"} for m in given]
         if self.marked:
             return self._by_marks(renderer, row, messages, own)
         ids, trained, at = [*prompt], [], len(row.prompt)

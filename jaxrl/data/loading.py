@@ -27,7 +27,7 @@ MAX_NESTING = 100  # levels of lists and tables in a row
 CHUNK = 1024  # rows tokenised in one call
 
 
-def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()) -> Dataset:
+def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()) -> Dataset | Mixture:
     """Loads the training set, `rows` or `data.path`, according to `data.*`.
 
     With `data.eval_fraction`, a share or number of the rows becomes `.heldout`; rows with equal prompts stay on one
@@ -130,7 +130,7 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
         bad = BadRows(data.bad_rows)
         tables = from_memory(given, bad, field=f"eval {name}", limit=limit)
         out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
-    if config.data.eval_fraction and train is not None:
+    if config.data.eval_fraction and train is not None and train.heldout is not None:
         out["heldout"] = train.heldout
     elif config.data.eval_fraction:
         tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows), rows)
@@ -342,7 +342,7 @@ def _check_turns(template, row: Row, target, trained) -> None:
     """Raises PromptError as `_check_known` does, for the assistant messages of a conversation."""
     if template.no_token is None or template.no_token not in np.asarray(target)[np.asarray(trained, bool)]:
         return
-    for i, message in enumerate(row.messages):
+    for i, message in enumerate(row.messages or ()):
         for field in ("content", *EXTRA_FIELDS) if message["role"] == "assistant" else ():
             value = message.get(field) or ""
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -47,7 +47,7 @@ def make_pairs(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "")
     rows, without = [], 0
     for first, scores in groups.values():
         best = sorted(scores, key=lambda text: -scores[text])
-        worst = sorted(scores, key=scores.get)
+        worst = sorted(scores, key=scores.__getitem__)
         mine = [(c, w) for c, w in zip(best, worst, strict=True) if scores[c] - scores[w] > gap][:per_prompt]
         without += not mine
         rows += [{"prompt": first.get("asked", first["prompt"]), "chosen": c, "rejected": w,
@@ -57,7 +57,7 @@ def make_pairs(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "")
 
 def main(argv=None) -> None:
     """Writes the pairs of the files named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="rollouts/*.jsonl of a run, or eval/*.jsonl")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--per-prompt", type=int, default=1, help="most pairs of one prompt")

@@ -50,12 +50,13 @@ class Claims:
     """Rows owed to each source, in units of 1 / `sum(shares)`; `serve` returns the next source."""
 
     def __init__(self, count: int):
-        self.owed, self.whole = [0.0] * count, 1
+        self.owed: list[float] = [0.0] * count
+        self.whole = 1
 
     def scale(self, parts: list[int]) -> None:
         """Sets new shares, whose sum may differ from before."""
         self.parts, whole = parts, sum(parts)
-        self.owed = [round(c * whole / self.whole) for c in self.owed]
+        self.owed = [float(round(c * whole / self.whole)) for c in self.owed]
         self.owed[int(np.argmax(parts))] -= sum(self.owed)  # rounding must not change the total
         self.whole = whole
         self.alive = [k for k, part in enumerate(parts) if part]

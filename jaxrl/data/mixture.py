@@ -31,7 +31,8 @@ class Mixture:
     """
 
     def __init__(self, parts: dict[str, Dataset], rewards: dict[str, tuple[str, ...]]):
-        self.parts, self.heldout, self.name = parts, None, "train"
+        self.parts, self.name = parts, "train"
+        self.heldout: Dataset | None = None
         self._names, self._sets, self._rewards = list(parts), list(parts.values()), rewards
         self.starts = np.cumsum([0, *map(len, self._sets)]).tolist()
         for lengths in ("prompt_lengths", "target_lengths", "rejected_lengths"):

@@ -97,7 +97,7 @@ def split_pair(row: dict, data) -> tuple:
     return prompt, chosen, rejected
 
 
-def _answer(messages, name: str) -> tuple[list[dict], str]:
+def _answer(messages, name: str) -> tuple[list[dict], str | dict]:
     """Returns (messages before the last, the last message's content as `assistant_content` returns it)."""
     try:
         messages = check_messages(messages)

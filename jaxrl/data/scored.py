@@ -83,7 +83,7 @@ class Steps:
 
     def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], list[int], np.ndarray]:
         """Returns (prompt ids, ids after the prompt, which of those end a step). Raises PromptError."""
-        pieces = self.template.encode([message["content"] for message in row.messages])
+        pieces = self.template.encode([message["content"] for message in row.messages or ()])
         if not all(pieces):
             raise PromptError("a step has no tokens")
         ends = np.array([i == len(piece) - 1 for piece in pieces for i in range(len(piece))])

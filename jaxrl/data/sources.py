@@ -242,7 +242,8 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
       limit: keeps the first rows; 0 for all.
     """
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
-        remedy = f"; give one of its splits: {', '.join(map(str, rows.keys()))}" if hasattr(rows, "keys") else ""
+        splits = getattr(rows, "keys", tuple)()
+        remedy = f"; give one of its splits: {', '.join(map(str, splits))}" if splits else ""
         raise DataError(f"{field} is {type_of(rows)}: {EXPECTED}{remedy}")
     if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; its binary columns are dropped
         parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field)]
@@ -310,7 +311,8 @@ def _open(path: str, field: str):
             raise DataError(f"{field}={path}: cannot be opened: {e.strerror}; check its permissions") from None
     import fsspec
     try:
-        return fsspec.open(path, "rb").open()
+        file: Any = fsspec.open(path, "rb")
+        return file.open()
     except ImportError as e:
         raise DataError(f"{field}={path}: {e}") from None
     except (OSError, ValueError) as e:
@@ -349,7 +351,7 @@ def _json(f, shown: str):
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise DataError(f"{shown}: not UTF-8: {e}") from None
-    start = re.match(r"\s*", text).end()
+    start = len(text) - len(text.lstrip())
     if text[start:start + 1] == "[":
         return _json_list(text, start + 1, shown)
     if text[start:start + 1] != "{":
@@ -377,7 +379,7 @@ def _json_list(text: str, at: int, shown: str):
     decoder = json.JSONDecoder(object_pairs_hook=_unique)
     skip, line, counted = re.compile(r"[\s,]*"), 1, 0
     while True:
-        at = skip.match(text, at).end()
+        at = found.end() if (found := skip.match(text, at)) else at
         line, counted = line + text.count("\n", counted, at), at
         if text[at:at + 1] == "]":
             return
@@ -468,10 +470,10 @@ def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
             raise DataError(f"{field}={shown} (split {split}): {remedy}: {type(e).__name__}: {e}") from None
         if isinstance(loaded, datasets.DatasetDict):
             if split not in loaded:
-                raise DataError(f"{field}={shown}: no split {split!r}; it has {', '.join(loaded)}")
+                raise DataError(f"{field}={shown}: no split {split!r}; it has {', '.join(map(str, loaded))}")
             loaded = loaded[split]
         name = f"{shown}[{split}]" if len(splits) > 1 or split != "train" else shown
-        table = loaded.with_format("arrow")[:]
+        table: Any = loaded.with_format("arrow")[:]
         sources = " ".join(map(str, loaded.info.download_checksums or ()))  # hf://datasets/NAME@COMMIT/FILE
         parts.append(ArrowTable(table.slice(0, limit), name, re.findall(r"@([0-9a-f]{40})/", sources)))
         limit -= len(parts[-1])

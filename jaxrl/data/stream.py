@@ -6,7 +6,7 @@ import logging
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,6 +81,7 @@ class Stream:
         self.mix = None
         if isinstance(dataset, Mixture):
             self.mix = Mix(weights, per_step, [epochs * n for n in dataset.sizes], exhausted)
+            self._starts, self._sizes = dataset.starts, dict(zip(dataset.parts, dataset.sizes, strict=True))
             self.end = self.end if self.mix.end is None else self.mix.end
         self._least = per_step if drop_last else 1
         if epochs and drop_last:
@@ -89,13 +90,15 @@ class Stream:
             raise ConfigError(f"data.prompts_per_step={per_step} is more than data.epochs={epochs} x {self.rows} rows: "
                               "lower it, or set data.drop_last=false")
         self.orders = self._ordered(dataset, seed, shuffle, curriculum)
+        self._examples: Any
         if self.mix is None and curriculum is None:
             self._examples = self.orders[0].map(lambda row: dataset[int(row)])
         else:
             self._examples = grain.MapDataset.range(min(self.end, sys.maxsize // 2)).map(
                 lambda p: dataset[self.row(int(p))])
         self._read_ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=max(1, prefetch * per_step))
-        self._workers, self._iterator, self._at = workers, None, -1
+        self._workers, self._at = workers, -1
+        self._iterator: Any = None
         self.interrupted: Callable[[], bool] = lambda: False
         self.pass_rates: PassRates | None = None
 
@@ -138,7 +141,7 @@ class Stream:
             if curriculum is None:
                 out.append(shuffled_epochs(len(part), own))
                 continue
-            difficulty = part.numbers(curriculum.column) if curriculum.column else None
+            difficulty: Any = part.numbers(curriculum.column) if curriculum.column else None
             if curriculum.windows:
                 stages = [(self._rows_before(step * self.per_step, k), low, high)
                           for step, low, high in curriculum.windows]
@@ -157,7 +160,7 @@ class Stream:
         if self.mix is None:
             return int(self.orders[0][position])
         source, count = self.mix.place(position)
-        return self.dataset.starts[source] + int(self.orders[source][count])
+        return self._starts[source] + int(self.orders[source][count])
 
     @property
     def total_steps(self) -> int | None:
@@ -227,8 +230,8 @@ class Stream:
         cursor = min(cursor, self.end)
         earlier = max(0, cursor - self.per_step)
         now, then = self.mix.rows_before(cursor), self.mix.rows_before(earlier)
-        rows = zip(self.dataset.parts, now, then, self.dataset.sizes, strict=True)
-        return {name: ((n - before) / (cursor - earlier), n / size) for name, n, before, size in rows}
+        rows = zip(self._sizes.items(), now, then, strict=True)
+        return {name: ((n - before) / (cursor - earlier), n / size) for (name, size), n, before in rows}
 
     def epoch(self, cursor: int) -> float:
         """Returns the number of passes over the data up to `cursor`, for example 1.5."""

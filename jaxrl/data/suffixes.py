@@ -119,7 +119,7 @@ class Suffixes:
             new.append({"role": role, "content": content, **({"name": sentinel("n", i)} if named else {}),
                         **({"tool_call_id": sentinel("i", i)} if answers else {})})
         if generation_prompt is None:
-            generation_prompt = self.template.generation_prompt
+            generation_prompt = bool(self.template.generation_prompt)
         text = self.template.conversation([*history, self.turn(calls, **fields), *new, *more], generation_prompt)
         if (found := text.count(sentinel("a"))) != 1:
             what = f"{calls} calls" if calls else "a text"
@@ -154,7 +154,7 @@ class Suffixes:
         token that begins the next message ends the turn (such models stop at it); without that, the tokenizer's end
         token.
         """
-        start = self._calls_end(calls) if calls and self.is_calls else 0
+        start = self._calls_end(calls, self.is_calls) if calls and self.is_calls else 0
         control = sorted(self.tokens.control.values(), key=len, reverse=True)
         found = list(re.finditer("|".join(map(re.escape, control)), text)) if control else []
         shorter = min(len(text), len(alone))
@@ -171,11 +171,11 @@ class Suffixes:
             raise PromptError("neither the chat template nor the tokenizer has an end token")
         return start, end, start, False
 
-    def _calls_end(self, calls: int) -> int:
+    def _calls_end(self, calls: int, is_calls: Callable[[str, int], bool]) -> int:
         """Returns how far after the sentinel the last call ends, in characters."""
         text, begins = self.render_calls(calls)
         place = text.find(sentinel("a")) + len(sentinel("a"))
-        ends = (k for k in range(place, len(text) + 1) if any(self.is_calls(text[at:k], calls) for at in begins))
+        ends = (k for k in range(place, len(text) + 1) if any(is_calls(text[at:k], calls) for at in begins))
         return next(ends, place) - place
 
     def _pieces(self, text: str, count: int):

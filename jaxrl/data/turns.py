@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -367,7 +368,7 @@ class TurnRenderer:
         if suffixes.text_after(key, calls, longer) != shape.text:
             raise PromptError("what it writes after a turn depends on the number of earlier turns")
         if not calls:
-            said = {"content": thought + sentinel("a")}
+            said: dict[str, Any] = {"content": thought + sentinel("a")}
             if suffixes.text_after(key, 0, **said) != shape.text:
                 raise PromptError("what it writes after a turn depends on whether the turn has thinking")
         alone = self.template.conversation([QUESTION], False)

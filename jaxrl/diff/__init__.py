@@ -292,7 +292,7 @@ def main(argv=None) -> int:
     if not 0 <= args.rounding < 1:
         parser.error(f"--rounding={args.rounding}: must be at least 0 and below 1")
     try:
-        lines, apart = report(*map(Run, args.runs), args.rounding)
+        lines, apart = report(Run(args.runs[0]), Run(args.runs[1]), args.rounding)
     except ConfigError as e:
         print(f"jaxrl: {e}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 from jaxrl.envs import tools as tools_module
 from jaxrl.envs.tools import BadEnvironment, ToolError
@@ -79,7 +80,7 @@ class Turn:
     thinking: str = ""
     calls: list[Call] = dataclasses.field(default_factory=list)
     finish: str = "stop"
-    _run: object = dataclasses.field(default=None, repr=False, compare=False)
+    _run: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def run(self):
         """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order.
@@ -220,28 +221,29 @@ class Chat:
         """Returns the reply to a call, as text."""
         if k >= self._parallel:
             return tools_module.too_many_calls_text(self._parallel)
-        tool, arguments = self._match_tool(call)
-        if tool is None:
+        matched = self._match_tool(call)
+        if isinstance(matched, str):
             self._malformed += 1
-            return arguments
+            return matched
+        tool, arguments = matched
         try:
             return tools_module.result_text(call.name, await self._host.call(tool.fn, f"tool {call.name}", **arguments))
         except ToolError as e:
             return str(e)
 
-    def _match_tool(self, call: Call):
-        """Returns (tool, its arguments), or (None, the reply) if there is nothing to call."""
+    def _match_tool(self, call: Call) -> tuple[Any, dict] | str:
+        """Returns (tool, its arguments), or the reply if there is nothing to call."""
         if not isinstance(call.arguments, dict):
-            return None, tools_module.MALFORMED
+            return tools_module.MALFORMED
         tool = self._tools.get(call.name)
         if tool is None:
-            return None, tools_module.unknown_tool_text(self._tools)
+            return tools_module.unknown_tool_text(self._tools)
         if tool.fn is None:
             raise BadEnvironment("turn.run was called for a tool of which chat.send got only the schema")
         try:
             return tool, tool.arguments(call.arguments)
         except tools_module.BadArguments as e:
-            return None, str(e)
+            return str(e)
 
     def _result(self, value) -> dict:
         """Returns the episode's result; see `EpisodePool.events`. Raises BadEnvironment."""

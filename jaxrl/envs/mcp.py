@@ -106,8 +106,9 @@ class Server:
     def _schema(self, tool) -> dict:
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise BadEnvironment(f"{self.name} lists a tool without a name")
-        kind = tool.get("inputSchema") if isinstance(tool.get("inputSchema"), dict) else {}
-        kind = {"type": "object", "properties": {}} | {k: v for k, v in kind.items() if k != "$schema"}
+        told = tool.get("inputSchema")
+        kind = {"type": "object", "properties": {}}
+        kind |= {k: v for k, v in told.items() if k != "$schema"} if isinstance(told, dict) else {}
         return {"type": "function", "function": {
             "name": tool["name"], "description": str(tool.get("description") or ""), "parameters": kind}}
 
@@ -205,7 +206,8 @@ class Stdio:
 
     def __init__(self, command: str):
         self._words = shlex.split(command)
-        self._process, self._reader, self._waiting, self.fault = None, None, {}, None
+        self._process: asyncio.subprocess.Process | None = None
+        self._waiting, self.fault = {}, None
 
     async def open(self, name: str) -> None:
         self._name = name
@@ -214,7 +216,9 @@ class Stdio:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", supervisor.__file__, "0", *self._words, stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_MESSAGE_BYTES)
-        self._reader = asyncio.ensure_future(self._read())
+        assert self._process.stdin and self._process.stdout  # both are pipes
+        self._into = self._process.stdin
+        self._reader = asyncio.ensure_future(self._read(self._process.stdout))
 
     async def ask(self, message: dict, number: int) -> dict:
         if self.fault is not None:
@@ -228,12 +232,12 @@ class Stdio:
 
     async def notify(self, message: dict) -> None:
         with contextlib.suppress(ConnectionError):  # the reader notices the end
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            await self._process.stdin.drain()
+            self._into.write(json.dumps(message).encode() + b"\n")
+            await self._into.drain()
 
-    async def _read(self) -> None:
+    async def _read(self, out_of: asyncio.StreamReader) -> None:
         try:
-            while line := await self._process.stdout.readline():
+            while line := await out_of.readline():
                 message = _message(self._name, line)
                 if (refusal := _refusal(message)) is not None:
                     await self.notify(refusal)
@@ -253,7 +257,7 @@ class Stdio:
         if self._process is None:
             return
         with contextlib.suppress(ConnectionError):
-            self._process.stdin.close()
+            self._into.close()
         ended = asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait({ended}, timeout=SHUTDOWN_SECONDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 MODEL = "policy"  # what /v1/models lists; a request may name any
 USED_FIELDS = {"messages": list, "model": str, "tools": list, "tool_choice": (str, dict), "stop": (str, list),
@@ -100,7 +101,7 @@ def read_request(body) -> ChatRequest:
                        bool(usage), body.get("model") or MODEL)
 
 
-def _get(given: dict, name: str, types, place: str = "", needed: bool = False):
+def _get(given: dict, name: str, types, place: str = "", needed: bool = False) -> Any:
     """Returns a field's value, None if it is null or absent. Raises RequestError for another type.
 
     Args:
@@ -156,7 +157,7 @@ def _message(place: str, given: dict, names: dict[str, str]) -> dict:
     role = ROLES.get(_get(given, "role", str, place, needed=True))
     if role is None:
         raise RequestError(f"{place}role={_short(given['role'])}: expected {', '.join(ROLES)}")
-    out = {"role": role, "content": _text(place, _get(given, "content", (str, list), place))}
+    out: dict[str, Any] = {"role": role, "content": _text(place, _get(given, "content", (str, list), place))}
     name = _get(given, "name", str, place)
     if role == "tool":
         id = _get(given, "tool_call_id", str, place) or ""

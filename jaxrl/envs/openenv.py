@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import json
 import re
+from typing import Any
 
 from jaxrl.envs.api import BadEnvironment, Observation, Step
 from jaxrl.envs.websocket import WebSocket
@@ -113,8 +114,9 @@ class OpenEnv:
                 raise BadEnvironment(errors[-1])
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _ask(self, message: dict, kind: str, refused: bool = False) -> dict | None:
+    async def _ask(self, message: dict, kind: str, refused: bool = False) -> dict | Any:
         """Returns the data of a reply; None for an action that does not fit, if `refused` allows that."""
+        assert self._wire is not None  # the session is open
         try:
             await self._wire.send(json.dumps(message))
             said = await self._wire.receive()

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 MAX_PYTHON_CHARS = 100_000  # most characters of a pythonic call
 SPACE = re.compile(r"\s*")
@@ -78,7 +79,7 @@ def argument_types(tools) -> dict[str, dict[str, str]]:
     return out
 
 
-def _json(text: str, start: int = 0) -> tuple[object, int]:
+def _json(text: str, start: int = 0) -> tuple[Any, int]:
     """Returns the JSON value at a position of the text, and its end. Raises ValueError if there is none."""
     def no_constant(name):
         raise ValueError(f"{name} is no JSON")
@@ -90,7 +91,8 @@ def _json(text: str, start: int = 0) -> tuple[object, int]:
 
 def _skip(text: str, at: int) -> int:
     """Returns the next position that is not white space."""
-    return SPACE.match(text, at).end()
+    space = SPACE.match(text, at)
+    return space.end() if space else at
 
 
 def _from_json(value, keys: tuple[str, ...]) -> Call:
@@ -132,7 +134,7 @@ def _hermes(text, marks, types):
             return [Call("", None, f"no JSON: {e}")]
         return [Call("", None, "more than one JSON value in a call") if inside[end:].strip() else _from_json(
             value, ("arguments", "parameters"))]
-    return _blocks(text, *marks, read)
+    return _blocks(text, marks[0], marks[1], read)
 
 
 def _qwen(text, marks, types):
@@ -158,7 +160,7 @@ def _qwen(text, marks, types):
         if body[at:].strip():
             return [Call(name, None, "an argument is <parameter=name> ... </parameter>")]
         return [Call(name, arguments)]
-    return _blocks(text, *marks, read)
+    return _blocks(text, marks[0], marks[1], read)
 
 
 def _llama(text, marks, types):
@@ -252,7 +254,7 @@ def _python_list(text: str) -> list[Call]:
 
 def _pythonic(text, marks, types):
     if marks[0] in text:
-        return _blocks(text, *marks, _python_list)
+        return _blocks(text, marks[0], marks[1], _python_list)
     if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(", text):
         return text.strip(), []
     return "", _python_list(text)

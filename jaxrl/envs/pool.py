@@ -255,7 +255,7 @@ class EpisodePool:
             episode = self._ids.get(id)
             if episode is None:
                 return
-            if not episode.awaits_turn:
+            if not episode.awaits_turn or episode.worker is None:
                 raise ValueError(f"episode {id!r} is not waiting for a turn")
             episode.awaits_turn = False
             episode.worker.put(["turn", episode.n, turn])

@@ -166,7 +166,8 @@ class ProgramRunner(EpisodeRunner):
 
     async def _outcome(self, task, chat, running, process: ProgramProcess, folder: Path):
         """Returns the episode's result."""
-        ran = ProgramResult(process.status, *map(_text, process.printed), chat.known, folder)
+        out, err = map(_text, process.printed)
+        ran = ProgramResult(process.status, out, err, chat.known, folder)
         if ran.exit and not chat.over and not self._scored:
             error = BadEnvironment(f"the program {self._how(ran.exit)}")
             error.add_note(f"End of standard error:\n{ran.stderr[-STDERR_CHARS:]}")
@@ -194,15 +195,17 @@ class ProgramRunner(EpisodeRunner):
 class ProgramProcess:
     """A program with its child processes. On Linux a supervisor process kills whatever is left."""
 
+    ended: asyncio.Future  # once it was started
+
     def __init__(self, words: list[str], folder: Path, task, memory: int, url: str, key: str):
         self._words, self._folder, self._memory = words, folder, memory
         self._task = {"row": task.row, "prompt": task.prompt, "seed": task.seed, "user": task.user}
         self._env = os.environ | {
             "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": key, "TMPDIR": str(folder),
             "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
-        self._process, self.status, self.printed = None, 0, (bytearray(), bytearray())
+        self._process: asyncio.subprocess.Process | None = None
+        self.status, self.printed = 0, (bytearray(), bytearray())
         self._readers: list[asyncio.Task] = []
-        self.ended: asyncio.Future | None = None
 
     async def start(self) -> None:
         """Starts the program."""
@@ -223,7 +226,7 @@ class ProgramProcess:
         if self._process is None:
             return
         if not self.ended.done():
-            self._signal()
+            _signal(self._process)
             await asyncio.wait({self.ended}, timeout=2 * supervisor.END_SECONDS)
             if not self.ended.done():
                 with contextlib.suppress(OSError):
@@ -233,12 +236,13 @@ class ProgramProcess:
         for reader in self._readers:
             reader.cancel()
 
-    def _signal(self) -> None:
-        with contextlib.suppress(OSError):
-            if sys.platform == "linux":
-                self._process.send_signal(supervisor.END)
-            else:
-                os.killpg(self._process.pid, signal.SIGKILL)
+
+def _signal(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            process.send_signal(supervisor.END)
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _drain(stream, kept: bytearray) -> None:

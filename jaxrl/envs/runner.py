@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxrl.envs.api import Chat
 
 
@@ -17,7 +19,10 @@ class EpisodeRunner:
 
     blocking = False
     tools: list[dict] = []
+    functions: list = []
     files: list[str] = []
+    run: Callable
+    name: str
 
     def chat(self, running, parallel: int) -> Chat:
         """Returns the chat of one episode."""

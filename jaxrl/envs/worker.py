@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+from typing import Any
 
 from jaxrl import sandbox
 from jaxrl.envs.api import BadEnvironment, MissingColumn, Row, Task
@@ -61,7 +62,7 @@ class Seats:
 
     def __init__(self, fd: int):
         os.lseek(fd, self.BYTES, os.SEEK_SET)  # code that writes to every open descriptor does not hit the table
-        self.since = memoryview(mmap.mmap(fd, self.BYTES)).cast("d")
+        self.since: Any = memoryview(mmap.mmap(fd, self.BYTES)).cast("d")  # a list of floats
 
     def beat(self) -> None:
         """Sets the loop's heartbeat."""
@@ -118,6 +119,8 @@ def _numpy_random():
 
 class Attempt:
     """One attempt at an episode: the host of its Chat, and its clock."""
+
+    chat: Any  # the server sets it
 
     def __init__(self, server: Server, n: int, seat: int, task: dict):
         self.server, self.n, self.seat, self.seed = server, n, seat, task["seed"]
@@ -404,7 +407,7 @@ class Server:
         running = self._running.get(n)
         if running is None:
             return
-        if self.runner.blocking:
+        if isinstance(running, BlockingAttempt):
             running.replies.put(turn)
         elif running.waiting is not None and not running.waiting.done():
             running.waiting.set_result(turn)
@@ -414,7 +417,7 @@ class Server:
         if running is None:  # it has already ended
             return
         running.gone = running.stopping = True
-        if self.runner.blocking:
+        if isinstance(running, BlockingAttempt):
             running.replies.put(None)
         else:
             self._stop(running)

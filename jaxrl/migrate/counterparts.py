@@ -1,7 +1,7 @@
 """The options of ours that a key of another system stands for, derived from the tables of the migration.
 
 `config.unknown_option` asks here when a name is not an option. No hand-written list of names: a key is migrated by
-itself, beside what it needs, and the options that follow from it are the answer.
+itself, beside what it needs, and the options that follow from it are the counterpart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxrl.migrate.source import Setting, Source, Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import MISSING, Key, Migration, Since, Table
 
-MOST = 12  # keys that are migrated to answer one name
+MOST = 12  # keys that are migrated to look up one name
 
 
 class Counterpart(NamedTuple):
@@ -38,7 +38,7 @@ def counterparts(name: str) -> tuple[Counterpart, ...]:
     asked = _parts(name)
     ranks = ((_rank(asked, parts), i) for i, (_, _, _, parts) in enumerate(_keys()))
     rows = []
-    for (of_other, _), i in sorted(row for row in ranks if row[0])[:MOST]:
+    for (of_other, _), i in sorted((rank, i) for rank, i in ranks if rank)[:MOST]:
         table, key, own, _ = _keys()[i]
         rows.append(Counterpart(table.title, own, not of_other, options_of(table.name, key.name), key.kind, key.why))
     votes = Counter(option for row in rows for option in row.options[:1])
@@ -83,7 +83,7 @@ def _nearest(table: Table, key: Key, value, version: str) -> tuple[str, ...]:
             found[option] = (not _same(new, value), not changed, keys.index(key.name), len(keys))
         elif changed and key.other is None:  # a rule that names another key for it
             found[option] = (not _same(new, value), False, len(keys), len(keys))
-    nearest = sorted(found, key=found.get)
+    nearest = sorted(found, key=found.__getitem__)
     alike = slice(0, 2 if number else 1)  # of a number, what did not change with it is left out, too
     return tuple(option for option in nearest if found[option][alike] == found[nearest[0]][alike])
 

@@ -409,11 +409,10 @@ class _Walk:
         variables = self.script.variables
         if raw.startswith("("):
             inner = tokens(raw[1 : raw.rindex(")")], self.name)
-            values = [(t, line + w.line - 1) for w in inner if not w.op for t in self.expand(w.text, line)]
-            new = [t for t, _ in values]
+            new = [t for w in inner if not w.op for t in self.expand(w.text, line)]
             old = variables.get(name, [])
             variables[name] = [*(old if isinstance(old, list) else [old]), *new] if more else new
-            self.script.variables.setdefault("\0lines", {}).update({(name, t): at for t, at in values})
+
         else:
             value = " ".join(self.expand(raw, line, split=False))
             old = variables.get(name, "")
@@ -515,9 +514,10 @@ class _Walk:
             return ["${" + inner + "}"]
         count, name, index, rest = found.groups()
         known = self.script.variables.get(name)
-        if name.isdigit() or name in "@*":
+        if name in "@*":
             known = self.variable(name)
-            known = known[0] or None if name.isdigit() else known
+        elif name.isdigit():
+            known = self.variable(name)[0] or None
         if index in ("[@]", "[*]"):
             values = known if isinstance(known, list) else [] if known is None else [known]
             return [str(len(values))] if count else list(values)
@@ -526,15 +526,16 @@ class _Walk:
             known = known[int(at)] if at.isdigit() and int(at) < len(known) else None
         if count:
             return [str(len(known)) if known else "0"]
-        known = known[0] if isinstance(known, list) and known and name not in "@*" else known
-        if name in ("@", "*"):
-            return list(known)
+        if isinstance(known, list):
+            if name in ("@", "*"):
+                return list(known)
+            known = known[0] if known else ""
         if rest[:1] == ":" and rest[1:2] in ("-", "=", "+", "?") or rest[:1] in ("-", "=", "+", "?"):
             mark, word = (rest[1], rest[2:]) if rest[0] == ":" else (rest[0], rest[1:])
             unset = known is None or rest[0] == ":" and known == ""
             if mark == "+":
                 return [] if unset else self.expand(word, line, False, depth + 1) or [""]
-            if not unset:
+            if known is not None and not unset:
                 return [known]
             if mark == "?":
                 return [f"${name}"]

@@ -174,9 +174,9 @@ class Migration:
         names = names_of(self.table.name)
         tables = names.tables | {n.split(".")[0] for n in exact}
         for s in settings.values():
-            owner, name = None, s.key
+            owner, name = "", s.key
             for name in (s.key, *(p + s.key for p in self.table.prefixes)):
-                owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), None)
+                owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), "")
                 if owner:
                     break
             if owner and (name in exact or names.has(name)):
@@ -250,14 +250,15 @@ class Migration:
         decides = next((note.rpartition(UNDECIDED)[2] for note in self.notes if UNDECIDED in note), "NAME=VALUE")
         return f"; the script sets {unset[1]} where it was not followed: give what decides there, {decides}"
 
-    def integer(self, name: str) -> int | None:
-        """A whole number; None for null."""
+    def integer(self, name: str) -> int | Any:
+        """A whole number; None for null, at which a rule that needs one fails and `run` says so."""
         value = self.number(name)
         if value is not None and value != int(value):
             raise self.wrong(name, "a whole number")
         return None if value is None else int(value)
 
-    def number(self, name: str) -> float | None:
+    def number(self, name: str) -> float | Any:
+        """A number; None for null, as `integer`."""
         value = self[name]
         if value is None:
             return None

@@ -507,7 +507,7 @@ def _windows(hf, family) -> tuple[list[bool], int]:
     if family.windows == "none" or (family.windows in ("switched", "from_layer", "alternate")
                                     and not hf["use_sliding_window"]):
         window = None
-    given = kinds and [kind == "sliding_attention" for kind in kinds]
+    given = [kind == "sliding_attention" for kind in kinds or ()]
     if family.windows in ("none", "all", "switched"):
         sliding = [window is not None] * count
         if given and given != sliding:

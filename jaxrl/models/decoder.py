@@ -16,11 +16,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.low_precision import DEFAULT
@@ -73,7 +72,7 @@ class Weights(NamedTuple):
 
     config: ModelConfig
     rows: dict[str, parameters.Row]
-    values: dict[str, jax.Array]
+    values: parameters.Flat
     real: jax.Array | None = None
     whose: jax.Array | None = None
     matmul: str = DEFAULT
@@ -190,8 +189,8 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
                 for name, x in (("query", q), ("key", k)))
     rotation = shared.rotations[cfg.ropes.index(layer.rope)]
     q, k = rotate(q, rotation), rotate(k, rotation)
-    options = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
-                   implementation=implementation, work=shared.work[layer.window])
+    options: dict[str, Any] = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
+                                   implementation=implementation, work=shared.work[layer.window])
     if cfg.sinks:
         options["sinks"] = gathered(own.values["attention/sinks"], ("heads",), jnp.promote_types(q.dtype, jnp.float32))
     positions, segments = shared.positions, shared.segments
@@ -330,8 +329,7 @@ def _layer(model, layer: Layer, params, x, shared, cache, index):
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
     params = fetched(params)  # which the backward pass does again
-    own = Weights(cfg, table, flatten_dict(params, sep="/"), real, shared.whose, model.matmul,
-                  model.experts)
+    own = Weights(cfg, table, parameters.flattened(params), real, shared.whose, model.matmul, model.experts)
     x = checkpoint_name(x, KEPT)
 
     def added(x, name, y):
@@ -394,9 +392,9 @@ def _scanned(model, repeats, params, x, shared, cache, keep):
     def block(carry, given):
         (x, cache), (params, index), kept, auxiliary = carry, given, {}, {}
         for number, name in zip(numbers, names, strict=True):
-            layer = functools.partial(_run, model, [number], [name], keep)
+            layer: Callable = functools.partial(_run, model, [number], [name], keep)
             layer = _recomputed(model, layer, scanned=True) if every == 1 else layer
-            own, old = ({name: tree[name]} if tree else None for tree in (params, cache))
+            own, old = {name: params[name]}, {name: cache[name]} if cache else None
             x, kv, told = layer(own, x, shared, old, index)
             auxiliary = added_up(auxiliary, told)
             if cache is not None:

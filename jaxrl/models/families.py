@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, overload
 
 from jaxrl.config.suggest import not_yet
 from jaxrl.errors import ConfigError
@@ -66,7 +67,7 @@ _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "initi
 _QWEN_EXPERTS = {"use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1, "mlp_only_layers": None,
                  "norm_topk_prob": False}
 _SIGMOID = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
-_DEEPSEEK = dict(feed_forward="deepseek_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
+_DEEPSEEK: dict[str, Any] = dict(feed_forward="deepseek_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
                  shared_experts="n_shared_experts", dense_first="first_k_dense_replace", norm_topk="norm_topk_prob", router="sigmoid",
                  says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, few_bits="fp8")
 _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
@@ -74,7 +75,7 @@ _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.
            "linear_conv_kernel_dim": 4}
 _BESIDE = r"mtp\..*|model\.visual\..*"
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
-_LATENT_ATTENTION = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
+_LATENT_ATTENTION: dict[str, Any] = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
     "rope_interleave": True, "attention_bias": False, "tie_word_embeddings": False})
 
 FAMILIES = {
@@ -259,7 +260,15 @@ def text_part(hf_config: dict) -> dict:
     return {**own, **beside, "model_type": text} | {k: v for k, v in hf_config.items() if k.startswith("jaxrl_")}
 
 
-def number(table, key, least=None, above=None, kind=float):
+@overload
+def number(table, key, least=None, above=None, *, kind: type[int]) -> int: ...
+
+
+@overload
+def number(table, key, least=None, above=None) -> float: ...
+
+
+def number(table, key, least=None, above=None, kind: type = float):
     """The number `table[key]`; ConfigError where it is none, not finite, or out of bounds."""
     value = table[key]
     numeric = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)

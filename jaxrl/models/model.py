@@ -208,7 +208,7 @@ class Model:
                 return {name: jnp.zeros((*lead, slots, *shape), kind) for name, (shape, kind) in shapes.items()}
             return {name: jnp.zeros((*lead, slots, length, width), dtype) for name, width in cfg.cache_widths.items()}
 
-        cache = {f"layer_{i}": layer(i) for i in (*before, *behind)}
+        cache: dict[str, dict] = {f"layer_{i}": layer(i) for i in (*before, *behind)}
         if repeats:
             cache["layers"] = {f"sub_{j}": layer(cfg.prefix + j, repeats) for j in range(cfg.period)}
         return cache

@@ -10,8 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
+
+Flat = dict[str, Any]  # 'layer_0/attention/query/kernel' -> array, shape or sharding
+
+
+def flattened(tree) -> Flat:
+    """Returns the leaves of a nested tree of parameters by flat name; nodes are joined by '/'."""
+    return flatten_dict(tree, sep="/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Row:
         return tuple(getattr(config, size) if isinstance(size, str) else size for size in sizes)
 
 
-SIZES = {"vocab": "vocab_size", "embed": "hidden_size", "heads": "num_heads", "kv_heads": "num_kv_heads",
+SIZES: dict[str | None, str] = {"vocab": "vocab_size", "embed": "hidden_size", "heads": "num_heads", "kv_heads": "num_kv_heads",
          "head_dim": "head_dim", "mlp": "mlp_size", "norm": "hidden_size"}
 _Q, _KV, _OUT = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("heads", "head_dim", "embed")
 
@@ -241,7 +250,7 @@ class Entry:
     @property
     def active(self) -> int:
         """Numbers that take part in computing one token."""
-        return round(math.prod(self.shape) * self.row.share)
+        return round(math.prod(self.shape) * float(self.row.share))
 
     @property
     def multiplied(self) -> int:

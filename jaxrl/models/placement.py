@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,10 @@ from jaxrl.kernels.logprob import Split, held
 from jaxrl.kernels.recurrence import chunks_of
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.sharding.mesh import AXES, DATA_AXES
+from jaxrl.types import custom_vjp
 
 
-def _mesh():
+def _mesh() -> Any:
     """The mesh in force, or None where there is nothing to place."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
@@ -65,7 +67,7 @@ def _own_lists(mesh, shape_BxL) -> P:
     return P((*(data or ()), tokens)) if tokens else P(data)
 
 
-def _whole_rows(axis, *arrays):
+def _whole_rows(axis, *arrays) -> Any:
     """Each [B, L / cp, ...] as [B, L, ...], device after device of cp. Within a shard_map."""
     gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
     return arrays if axis is None else tuple(x if x is None else gather(x) for x in arrays)
@@ -144,7 +146,7 @@ def split_of(shape_RxS, vocab: int) -> Split | None:
                  _tokens_axis(mesh, shape_RxS[1]))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2)
 def embed(table_VxD, tokens_BxL, dtype):
     """Rows of the table in `dtype`, [B, L, D]; each device of tp looks up the tokens it holds.
 

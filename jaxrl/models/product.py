@@ -5,7 +5,6 @@ Legend: x [..., *I], kernel [*I, *O], y [..., *O].
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl.kernels.low_precision import DEFAULT, GRADIENT, INPUT, SCHEMES, WEIGHT, contracted
 from jaxrl.kernels.platform import platform
+from jaxrl.types import custom_vjp
 
 
 def product(x, kernel, inputs: int, scheme: str = DEFAULT):
@@ -63,7 +63,7 @@ def _of_kernel(x, kernel, inputs, g):
 _narrow.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(2, 3)
 def _low(x, kernel, inputs, scheme):
     over = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
     return contracted(scheme, x, kernel, *over, (INPUT, WEIGHT)).astype(x.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import number
 from jaxrl.models.rope import KINDS, Rope
@@ -81,7 +83,7 @@ def _rope(hf, family, table, truncate) -> Rope:
     missing = [name for name in needed if table.get(name) is None]
     if missing:
         raise ConfigError(f"model config: rope_type={kind} needs {', '.join(missing)} beside it")
-    fields = {name: float(number(table, name, above=0)) for name in needed}
+    fields: dict[str, Any] = {name: float(number(table, name, above=0)) for name in needed}
     if kind == "yarn":
         fields |= _yarn_fields({**table, "rope_theta": theta}, truncate)
     return Rope(kind=kind, theta=theta, original_max=window, **fields)

@@ -93,7 +93,7 @@ class Case:
 
     @property
     def rollout_mesh(self) -> dict | None:
-        return self.rollout and self.rollout[0]
+        return None if self.rollout is None else self.rollout[0]
 
 
 def open_case(config) -> Case:
@@ -171,10 +171,10 @@ def with_kernels(model, target):
     if model.attention != "auto" or target.kind == "cpu":
         return model
     size = model.config.row_head_size
-    shapes = [(1, 2, heads, size) for heads in (model.config.num_heads, model.config.num_kv_heads)]
+    queries, keys = ((1, 2, heads, size) for heads in (model.config.num_heads, model.config.num_kv_heads))
     try:
         if target.kind == "tpu":
-            tpu.check(*shapes, model.compute_dtype)
+            tpu.check(queries, keys, model.compute_dtype)
         elif target.name not in HOPPER or model.compute_dtype.itemsize > 2 or not 64 <= size <= 256:
             return model
     except NotImplementedError:

@@ -48,7 +48,8 @@ def read(text: str, per_host: int) -> list[Collective]:
     """
     entry, bodies = _computations(text)
     found = _walk(entry, bodies, per_host, {})
-    return sorted((Collective(*key, *sums) for key, sums in found.items()), key=lambda c: -c.sent)
+    rows = [Collective(kind, group, hosts, count, size) for (kind, group, hosts), (count, size) in found.items()]
+    return sorted(rows, key=lambda c: -c.sent)
 
 
 def _computations(text: str):

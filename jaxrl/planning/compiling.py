@@ -114,14 +114,14 @@ def has_libtpu() -> bool:
 
 def main(job_file: str, result_file: str) -> None:
     """Compiles the job of the command line and writes the result."""
-    job, result_file = json.loads(Path(job_file).read_text("utf-8")), Path(result_file).absolute()
+    job, out = json.loads(Path(job_file).read_text("utf-8")), Path(result_file).absolute()
     os.chdir(job["cwd"])  # where ./file.py of the config is
     since = time.monotonic()
     try:
         result = _compile(job)
     except ConfigError as e:
         result = {"problem": str(e)}
-    result_file.write_text(json.dumps({**result, "seconds": round(time.monotonic() - since, 1)}), "utf-8")
+    out.write_text(json.dumps({**result, "seconds": round(time.monotonic() - since, 1)}), "utf-8")
 
 
 def _compile(job: dict) -> dict:
@@ -167,10 +167,10 @@ def _meshes(job: dict):
     """(mesh of training, mesh of one process's sampler or None), of CPU devices, or of a topology of TPUs or GPUs."""
     import jax
 
-    from jaxrl import sharding
+    from jaxrl.sharding.mesh import AXES as names
 
     axes = lambda shape: (jax.sharding.AxisType.Auto,) * len(shape)  # noqa: E731
-    names = sharding.mesh.AXES
+
     if job["platform"] == "cpu":
         jax.config.update("jax_num_cpu_devices", job["count"])
         devices = jax.devices()

@@ -11,6 +11,7 @@ Legend: t tokens per device, D hidden size, V vocabulary, H query heads, G key-v
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from jaxrl.kernels.attention.packed import blockwise
 from jaxrl.kernels.experts import tuned
@@ -307,6 +308,8 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
     """Returns {"arguments": 0, "outputs", "alias", "temporaries"} of the named programs, counted."""
     shape = rows(config, data_shards(mesh)).shape
     scored = rows(config, data_shards(mesh), config.train.score_tokens_per_microbatch).shape
+    inner: Any  # names of the sampler are among them only where there is one
+    shapes: Any
     inner, shapes, width = rollout or (None, None, 0)
     out = {}
     for name in names:

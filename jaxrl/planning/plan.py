@@ -64,9 +64,9 @@ def make(config, search: bool = True) -> dict:
     live, programs, host = _memory(case, cpu, exact)
     lent = lent_memory(case)
     peaks = memory.peaks(live, programs, case.resting, lent)
-    top = max(peaks, key=peaks.get)
+    top = max(peaks, key=peaks.__getitem__)
     temporaries = programs[top]["temporaries"] if top in programs else 0.0
-    own = memory.parts(live, top, temporaries, peaks[top], case.resting, lent and lent[top in programs])
+    own = memory.parts(live, top, temporaries, peaks[top], case.resting, lent[top in programs] if lent else 0.0)
     plan = {
         "target": str(case.target), "fits": peaks[top] <= case.usable,
         "basis": BASIS["compiled" if case.target.kind == "gpu" and exact else case.target.kind]
@@ -163,9 +163,8 @@ def _memory(case: Case, cpu: dict, own: dict | None) -> tuple[dict, dict, dict]:
     memory throughout), from the source that the target's kind has. A CPU's host memory is its devices' own."""
     if case.target.kind == "cpu":
         return {name: size + cpu["host"][name] for name, size in cpu["live"].items()}, cpu["programs"], {}
-    found = own or cpu
-    host = {name: size for name, size in found["host"].items() if size}
-    if found is cpu:
+    host = {name: size for name, size in (own or cpu)["host"].items() if size}
+    if not own:
         return cpu["live"], memory.counted_programs(case.config, case.model, case.mesh, case.rollout,
                                                     case.programs), host
     programs = {name: p if "temporaries" in p else _too_large(p) for name, p in own["programs"].items()}
@@ -380,7 +379,7 @@ def _hints(case: Case, plan: dict) -> list[str]:
 # -- beside a run ------------------------------------------------------------------------------------------------------
 
 
-def out_of_memory(error: BaseException, config) -> RunStopped | None:
+def out_of_memory(error: BaseException | None, config) -> RunStopped | None:
     """Returns the message and remedy if a device ran out of memory in a run; None for other errors. Logs its text."""
     while error is not None and not (isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED.search(str(error))):
         error = error.__cause__

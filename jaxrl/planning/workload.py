@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ def token_shards(mesh: dict) -> int:
 
 def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = False) -> int:
     """Returns the bytes of the model's weights on one device, or of its experts alone. mesh: sizes of AXES."""
-    shape, total = SimpleNamespace(shape=mesh), 0
+    shape: Any = SimpleNamespace(shape=mesh)
+    total = 0
     for entry in model.entries:
         if experts and not entry.row.stacked:
             continue

@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl.errors import ConfigError
 
@@ -179,7 +179,7 @@ class GracefulStop:
 
     def __init__(self, starting: bool = False, newest: Callable[[], str] = lambda: "no checkpoint was written"):
         self.reason, self.starting, self.newest = "", starting, newest
-        self._old: dict[int, object] = {}
+        self._old: dict[int, Any] = {}
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():

@@ -77,7 +77,7 @@ def listen_address(host: str) -> str:
                 s.bind((address, 0))
         except OSError:
             continue
-        return address
+        return str(address)
     return ""
 
 
@@ -103,7 +103,8 @@ class _Gathering:
                 self._ready.register(server, selectors.EVENT_READ)
                 while len(self._here) < place.processes - 1 and time.monotonic() < self._end:
                     for key, _ in self._ready.select(min(0.5, max(0.0, self._end - time.monotonic()))):
-                        self._look(server, key.fileobj)
+                        if isinstance(key.fileobj, socket.socket):
+                            self._look(server, key.fileobj)
                     self._stop_for_lost(RETURN_SECONDS)
             server.close()  # before anybody goes on: the port is the coordinator's from here
             self._stop_for_lost(0.0)
@@ -259,7 +260,7 @@ class JoinWatch:
                 ready.register(connection, selectors.EVENT_READ, process)
             while True:
                 for key, _ in ready.select():
-                    if key.fileobj is self._wakes:
+                    if not isinstance(key.fileobj, socket.socket) or key.fileobj is self._wakes:
                         return
                     try:
                         line = _line(key.fileobj)

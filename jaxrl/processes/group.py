@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from typing import Any
 
 import jax
 
@@ -115,12 +116,14 @@ class Peers:
       names: host by process.
     """
 
-    def __init__(self, index=0, count=1, client=None, wait_seconds=3600.0, names=("",)):
+    _watch: Watch  # of more than one process
+
+    def __init__(self, index=0, count=1, client: Any = None, wait_seconds=3600.0, names=("",)):
         self.index, self.count, self.wait_seconds, self.names = index, count, wait_seconds, list(names)
         self.failure: PeerLost | ConfigError | None = None  # set by the watch
         self.stop_requested = False  # by another process; set by the watch
         self._client, self._meetings, self._stop_posted = client, 0, False
-        self._watch: Watch | None = None
+
 
     @property
     def first(self) -> bool:
@@ -351,7 +354,8 @@ def _join(place: Place, options) -> None:
     begun = time.monotonic()
     jax.config.update("jax_enable_preemption_service", False)  # faults.GracefulStop listens to signals
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    common = dict(heartbeat_timeout_seconds=int(1.5 * options.heartbeat_seconds + 5), shutdown_timeout_seconds=30)
+    common: dict[str, Any] = dict(heartbeat_timeout_seconds=int(1.5 * options.heartbeat_seconds + 5),
+                                  shutdown_timeout_seconds=30)
     if place.coordinator:
         joining = greet_all(place, options.connect_seconds)
         left = max(10, int(options.connect_seconds - (time.monotonic() - begun)))

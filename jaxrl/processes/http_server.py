@@ -20,9 +20,9 @@ import re
 import resource
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 log = logging.getLogger("jaxrl")
 MAX_HEAD_BYTES = 1 << 16   # bytes; also of the lengths and trailers of a chunked body
@@ -32,6 +32,9 @@ SEND_SECONDS = 60.0      # for each SLICE of a reply
 SLICE = 1 << 24          # bytes
 LINGER_SECONDS = 5.0     # in which the rest of a refused request is thrown away,
 LINGER_BYTES = 1 << 26   # up to so much
+
+
+T = TypeVar("T")
 
 
 class Request(NamedTuple):
@@ -95,7 +98,8 @@ class Server:
             return admit(request)
 
         self._admit, self._refuse, self._longest_body = admitted, refuse, longest_body
-        self._answer = answer if inspect.iscoroutinefunction(answer) else functools.partial(self._in_thread, answer)
+        self._answer: Callable[[Request], Awaitable[Reply]] = (
+            answer if inspect.iscoroutinefunction(answer) else functools.partial(self._in_thread, answer))
         self._most = min(connections, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
         self._places = asyncio.Semaphore(threads)
         self._listening = socket.create_server((host, port), family=_family(host), backlog=128)
@@ -103,8 +107,11 @@ class Server:
         self.host, self.port = self._listening.getsockname()[:2]
         self._open: dict[socket.socket, asyncio.Task] = {}
         self._waiting: dict[socket.socket, None] = {}  # those without a whole head, the oldest first
-        self._lock, self._loop, self._serving, self._closed = threading.Lock(), None, None, False
+        self._lock, self._closed = threading.Lock(), False
+        self._serving: asyncio.Task | None = None  # in self._loop
         self._thread: threading.Thread | None = None
+
+    _loop: asyncio.AbstractEventLoop  # once it serves
 
     def run(self) -> None:
         """Handles requests until `close`, or Ctrl-C."""
@@ -121,7 +128,7 @@ class Server:
         """Closes all connections. Any thread may call it, also twice."""
         with self._lock:
             self._closed = True
-            if self._loop is None:
+            if self._serving is None:
                 self._listening.close()
             else:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -191,10 +198,13 @@ class Server:
                 head = await reader.until(b"\r\n\r\n")
             request = _request(head)
             size = _body_size(request)
-            reply = await self._reply(self._admit, request)
+            refusal = await self._reply(self._admit, request)
             self._waiting.pop(sock, None)
-            if reply is None:
-                reply, size = await self._reply(self._answer, await self._with_body(sock, reader, request, size)), 0
+            if refusal is None:
+                whole = await self._with_body(sock, reader, request, size)
+                reply, size = await self._reply(self._answer, whole), 0
+            else:
+                reply = refusal
             unread = size != 0
             close = unread or request.closes
         except _Bad as e:
@@ -217,7 +227,7 @@ class Server:
             raise _Bad(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         return request._replace(body=body)
 
-    async def _reply(self, function: Callable, request: Request) -> Reply | None:
+    async def _reply(self, function: Callable[[Request], Awaitable[T]], request: Request) -> T | Reply:
         try:
             return await function(request)
         except Exception as e:
@@ -339,7 +349,7 @@ def _request(head: bytes) -> Request:
         if name in headers and name in ("content-length", "transfer-encoding", "host", "authorization"):
             raise _Bad(400, f"two headers {name}")
         headers[name] = value.strip()
-    return Request(*words, headers)
+    return Request(words[0], words[1], words[2], headers)
 
 
 def _body_size(request: Request) -> int | None:

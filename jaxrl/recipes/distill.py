@@ -48,7 +48,8 @@ class StepInputs(NamedTuple):
 
     s: Session
     job: Job
-    roles: Roles  # their policy is the Student
+    roles: Roles
+    student: Student  # their policy
     teacher: Any
     rows: MixedRows
     rollouts: Rollouts | None  # None: all rows bring their completions
@@ -76,7 +77,7 @@ def run(config, inputs=None) -> dict:
             student.extra_params = teacher.head()
             if c.distill.loss == "sampled":
                 roles.report_corrections(s, job.engine)
-            parts = StepInputs(s, job, roles, teacher, rows, rollouts, speed)
+            parts = StepInputs(s, job, roles, student, teacher, rows, rollouts, speed)
 
             def step():
                 done = one_step(parts)
@@ -241,7 +242,8 @@ def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
         a, b = pieces
         both = lambda name: np.concatenate([getattr(a, name), getattr(b, name)])  # noqa: E731
         names = ("tokens", "loss_mask", "logprobs", "versions", "prompt_lengths", "sample", "seed", "finish")
-        traj = Trajectories(**{name: both(name) for name in names},
+        joined: dict[str, Any] = {name: both(name) for name in names}
+        traj = Trajectories(**joined,
                             offsets=np.concatenate([a.offsets, a.offsets[-1] + b.offsets[1:]]),
                             group=np.concatenate([a.group, a.group.max() + 1 + np.arange(len(b.group))]))
     else:
@@ -261,8 +263,8 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
 
     Returns (token columns of the loss, metrics).
     """
-    s, policy, d = parts.s, parts.roles.policy, parts.s.spec.distill
-    targets = parts.teacher.targets(traj, layout, lambda: policy.most_probable(traj, layout))
+    s, d = parts.s, parts.s.spec.distill
+    targets = parts.teacher.targets(traj, layout, lambda: parts.student.most_probable(traj, layout))
     if d.loss == "sampled":
         columns = parts.roles.columns(traj, layout)
         if batch.staleness is not None:

@@ -13,6 +13,7 @@ which is the gradient of the loss, whatever packing, microbatches and mesh. (rol
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ from jaxrl.run.fit import Line, fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
 from jaxrl.training.score import make_value_score
+from jaxrl.types import Trajectories
 
 EVAL_ROWS = 256  # of held-out rows scored at once
 
@@ -112,8 +114,8 @@ class Batch:
     traj: see training.scored_behind. loss: [K] scores, in the order of the slots -> (loss, derivative [K], metrics).
     """
 
-    traj: object
-    loss: object
+    traj: Trajectories
+    loss: Callable[[np.ndarray], tuple[float, np.ndarray, dict]]
 
 
 def make_batch(examples, c) -> Batch:

@@ -53,7 +53,7 @@ def run(config, inputs=None) -> dict:
         rollouts = Rollouts.open(s, job, fork=fork)
         if fork is not None:
             fork.policy = roles.policy
-        reports = [] if fork is None else [fork]  # entries of summary.json
+        reports: list[ForkSource | Recording] = [] if fork is None else [fork]  # entries of summary.json
 
         def open_step(speed):
             precompiler = s.close_at_end(UpdatePrecompiler(job, roles.policy, roles.loss))
@@ -70,9 +70,6 @@ def run(config, inputs=None) -> dict:
             return step
 
         rates = [] if s.stream.pass_rates is None else [s.stream.pass_rates]
-        out = fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,
-                  parts=[*roles.parts, *rates, rollouts],  # rollouts last: they draw rows
-                  evaluation=lambda sync: Evaluation(s, job, sync, rollouts.queue.receive))
-        entries = {name: entry for report in reports for name, entry in report.summary().items()}
-        s.telemetry.summary(entries)
-        return out | entries
+        return fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,
+                   parts=[*roles.parts, *rates, rollouts],  # rollouts last: they draw rows
+                   evaluation=lambda sync: Evaluation(s, job, sync, rollouts.queue.receive), reports=reports)

@@ -129,7 +129,11 @@ def steps(folder) -> dict[int, Path]:
 
 def read(path) -> Record:
     """Reads and verifies a record. Raises ConfigError naming the damaged file and, if known, the damaged array."""
-    path, (_, step, wanted) = Path(path), _NAME.fullmatch(Path(path).name).group(0, 1, 2)
+    path = Path(path)
+    named = _NAME.fullmatch(path.name)
+    if named is None:
+        raise ConfigError(f"{path}: no record: their names are step_00000001.<checksum>.npz")
+    step, wanted = named.groups()
     content = path.read_bytes()
     if (found := checksum(content)) != wanted:
         raise ConfigError(f"{path}: damaged: its checksum is {found}, its name says {wanted} ({_damage(content)}); "

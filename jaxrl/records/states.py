@@ -8,7 +8,7 @@ parameter, evenly spaced) measures how far apart two unequal states are. rl.reco
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ class Look(NamedTuple):
     """
 
     names: list[str]
-    hashes: list
-    sample: list
+    hashes: Any  # a list of parts, until `on_host` joins them
+    sample: Any
 
     def on_host(self) -> Look:
         """Returns the fingerprint with hashes and sample as host arrays, whole on every process."""
@@ -62,8 +62,7 @@ def look_at(states: dict, frozen: bool = False) -> Look:
 
 @functools.cache
 def _program(mesh):
-    whole = {} if mesh is None else {"out_shardings": NamedSharding(mesh, P())}
-    return jax.jit(_looked, **whole)
+    return jax.jit(_looked, out_shardings=None if mesh is None else NamedSharding(mesh, P()))
 
 
 def _looked(flat):

@@ -149,8 +149,9 @@ class Explained:
             return np.zeros(len(traj.tokens), bool)
         level, _, action = m.correction.partition("_")
         whose = 1 + traj.spread(np.arange(traj.num_trajectories))
-        row = [x[None] for x in (old, self.done.prepared.columns["behaviour"].astype(np.float64), traj.loss_mask)]
-        how = dict(sequences=whose[None], level=level)
+        sampled = self.done.prepared.columns["behaviour"].astype(np.float64)
+        row = old[None], sampled[None], traj.loss_mask[None]
+        how: dict[str, Any] = dict(sequences=whose[None], level=level)
         weight = mismatch_weight(*row, m.cap, action={"tis": "truncate", "mis": "mask"}[action], low=m.low, **how)
         ratio = mismatch_ratio(*row, **how)
         return np.asarray((ratio > m.cap) | (weight == 0))[0] & traj.loss_mask

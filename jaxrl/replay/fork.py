@@ -81,7 +81,7 @@ def _again(plan: Plan, inputs, c, start: int) -> None:
         while s.step < last:
             found = replay.compare(replay.replay_step())
             s.say(verdict_line(found))
-            if found.kind == "different":
+            if found.kind == "different" and found.first is not None:
                 raise RunStopped(f"fork.run={c.fork.run!r}: step {s.step} computed again is not the recorded one "
                                  f"({found.first.name}: {found.first.text}); choose a step right after a checkpoint, "
                                  "or install the versions that recorded it")

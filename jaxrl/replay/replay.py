@@ -149,7 +149,9 @@ class Plan:
     """
 
     def __init__(self, config, wanted: list[int] | None = None, option: str = "replay"):
-        steps = f"{option}.steps={config.replay.steps}" if option == "replay" else f"{option}.step={wanted[0]}"
+        steps = f"{option}.steps={config.replay.steps}"
+        if option != "replay" and wanted:
+            steps = f"{option}.step={wanted[0]}"
         self._steps = steps
         self.config, self.folder, self._verified = config, Path(config.run.dir), {}
         self._configs, self.taken = {}, []

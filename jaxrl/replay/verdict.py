@@ -93,7 +93,7 @@ def _state(title, record, look, when: str, begin) -> Place:
     if not way:  # nothing has moved yet: only equal numbers are within rounding of each other
         share = math.inf if apart else DRIFT
     said = f"{len(other)} of {len(names)} arrays, first {other[0]}; {share:.1e} of the way since the checkpoint apart"
-    return Place(title, share / DRIFT if share <= DRIFT else math.inf, said)
+    return Place(title, float(share / DRIFT) if share <= DRIFT else math.inf, said)
 
 
 def _column(title, then, now, traj, rounding) -> Place:

@@ -51,8 +51,8 @@ class StepState(NamedTuple):
     def of(cls, roles) -> StepState:
         """Copies the states of the roles."""
         critic, reference = roles.critic, roles.reference
-        own = critic is not None and not critic.shared
-        return cls(copied(roles.policy.state), copied(critic.state) if own else None,
+        own = None if critic is None or critic.shared else critic
+        return cls(copied(roles.policy.state), copied(own.state) if own is not None else None,
                    dataclasses.replace(critic.running) if critic is not None else None,
                    getattr(reference, "state", None), getattr(reference, "epochs", 0.0))
 

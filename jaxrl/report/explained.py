@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from jaxrl.records.anomalies import Anomaly
 from jaxrl.report.runs import Run
@@ -51,7 +52,7 @@ def tried_changes(run: Run) -> list[dict]:
             for told in run.summary.get("tried") or []]
 
 
-def number(value, absent=None):
+def number(value, absent: float | None = None) -> float | Any:
     """Returns a JSON value as a finite float, or `absent`."""
     try:
         return found if value is not None and math.isfinite(found := float(value)) else absent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +104,8 @@ def _rows(records: list[dict], room: int, speak: TokenTexts) -> tuple[list[dict]
 
 
 def _row(record: dict, speak: TokenTexts) -> dict:
-    reward = record.get("reward") if isinstance(record.get("reward"), dict) else {}
+    given = record.get("reward")
+    reward = given if isinstance(given, dict) else {}
     row = {"group": record.get("group"), "sample": record.get("sample"), "prompt": _cut(record.get("prompt", "")),
            "finish": record.get("finish"), "length": len(record.get("tokens") or ()),
            "parts": reward.get("parts") or {},
@@ -133,7 +135,7 @@ class TokenTexts:
     """
 
     def __init__(self, run: Run):
-        self._tokenizer = None
+        self._tokenizer: Any = None  # the run's, where its file can be read
         if file := tokenizer_file(run):
             from tokenizers import Tokenizer
 

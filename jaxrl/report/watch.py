@@ -18,7 +18,8 @@ class WatchedRuns:
 
     def __init__(self, folders, steps, seconds: float):
         self._folders, self._steps, self._seconds = [Path(f) for f in folders], steps, seconds
-        self._lock, self._seen, self._content = threading.Lock(), None, None
+        self._lock, self._seen = threading.Lock(), None
+        self._content: dict = {}
 
     def content(self) -> dict:
         """Returns the page's data."""

@@ -30,7 +30,7 @@ from jaxrl.training.layout import row_unit
 
 ROW = 2048  # a row is made longer than the longest sequence up to this, to hold a group and its one prompt
 MICROBATCH, MICROBATCH_CPU = 16384, 2048  # tokens held at once
-WIDE, MICROBATCH_WIDE = 512, 1024  # on CPUs, of dense models from this hidden size on: as fast, in less memory (W2)
+WIDE, MICROBATCH_WIDE = 512, 1024  # on CPUs, of dense models from this hidden size on: as fast, in less memory
 CHUNK, CHUNK_CPU = 1024, 512  # tokens that meet the head at once: the last chunk of a microbatch is rarely full
 SMALL_MODEL = 50_000_000  # parameters below which nothing is recomputed in the backward pass
 SHALLOW = 8  # layers up to which CPUs get them unrolled

@@ -32,7 +32,8 @@ class Budget:
     """Time left for one request, and the last failure within it."""
 
     def __init__(self, seconds: float):
-        self.until, self.last = time.monotonic() + seconds, None
+        self.until = time.monotonic() + seconds
+        self.last: ServiceError | None = None
 
     def left(self) -> float:
         """Returns the remaining seconds."""

@@ -108,7 +108,7 @@ class RewardPool:
             self._workers.ready(1)
         told = {n: x for n, x in self._decides.items() if n not in ("functions", "services", "column")}
         out = {}
-        for name, spec, kind in zip(self.names, self.specs, self._workers.kinds or (), strict=True):
+        for name, spec, kind in zip(self.names, self.specs, self._workers.kinds, strict=True):
             own = told | {"code": kind["code"], "service": self._decides["services"].get(spec)}
             out[name] = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
         return out
@@ -117,7 +117,7 @@ class RewardPool:
         """Returns the names of the functions that take several completions at once. Waits as `key` does."""
         if self.specs:
             self._workers.ready(1)
-        return {name for name, kind in zip(self.names, self._workers.kinds or (), strict=True) if kind["batched"]}
+        return {name for name, kind in zip(self.names, self._workers.kinds, strict=True) if kind["batched"]}
 
     def score(self, items: list[RewardItem], recorded: list[dict | None] | None = None, part: bool = False,
               stop: Callable[[], bool] = lambda: False) -> RewardResult | None:
@@ -144,7 +144,9 @@ class RewardPool:
         applied = self._functions_of_items(items)
         known = {}
         for i, record in enumerate(recorded or ()):
-            outcomes = {} if record is None else record["outcomes"]
+            if record is None:
+                continue
+            outcomes = record["outcomes"]
             for f in applied[i]:
                 if (name := self.names[f]) in outcomes:
                     known[i, f] = {"value": record["parts"].get(name), "outcome": outcomes[name],
@@ -221,7 +223,7 @@ class RewardPool:
         """Returns the JSON of the items that are needed, "" for the others."""
         if wanted and self.specs:  # without functions there is no worker to wait for
             self._workers.ready(1)
-        without = () if any(kind["context"] for kind in self._workers.kinds or ()) else ("context_ids",)
+        without = () if any(kind["context"] for kind in self._workers.kinds) else ("context_ids",)
         return [item_json(item, i, without) if i in wanted else "" for i, item in enumerate(items)]
 
     # -- one score() -----------------------------------------------------------------------------------------------

@@ -114,9 +114,10 @@ async def cosmos(self: Remote, client, budget: Budget, items, turn):
     said = await self.ask(client, budget, urls[:1], json.dumps(told).encode() + b"\n", "application/octet-stream")
     name = get_field(said, "uuid", str, urls[0])
     fetch = self.o["fetch_url"] or re.sub(r"enqueue$", "pull", urls[0])
-    headers = {"X-Lepton-Replica-Target": said["replica_id"]} if isinstance(said.get("replica_id"), str) else {}
+    replica = (said or {}).get("replica_id")
+    headers = {"X-Lepton-Replica-Target": replica} if isinstance(replica, str) else {}
     parts = [await _poll(self, client, budget, fetch, name, function, headers, len(items)) for function in functions]
-    return [self.score(values, fetch) for values in zip(*parts, strict=True)]
+    return [self.score(list(values), fetch) for values in zip(*parts, strict=True)]
 
 
 async def _poll(self, client, budget, fetch, name, function, headers, count) -> list:
@@ -138,8 +139,8 @@ async def _poll(self, client, budget, fetch, name, function, headers, count) -> 
 
 
 def _sum(values):
-    numbers = [number(value) for value in values]
-    return None if None in numbers else sum(numbers)
+    numbers = [n for n in map(number, values) if n is not None]
+    return sum(numbers) if len(numbers) == len(values) else None
 
 
 async def areal(self: Remote, client, budget: Budget, items, turn):

@@ -78,7 +78,7 @@ class Workers:
       env: environment variables of workers in addition to reward.env.
 
     Attributes:
-      kinds: per function, `calling.Call.traits` and the digest of its code; None before the first worker is ready.
+      kinds: per function, `calling.Call.traits` and the digest of its code; [] before the first worker is ready.
       sources: digest of all functions' code; key: see RewardPool.key. Both "" before the first worker is ready.
     """
 
@@ -86,7 +86,7 @@ class Workers:
         self._reward, self._limit, self._env = reward, reward.timeout_seconds, env
         self._specs, self._names, self._setup, self._decides = specs, names, json.dumps(setup), decides
         self._variables = (*reward.env, setup["sandbox"]["key_env"])
-        self.kinds: list[dict] | None = None
+        self.kinds: list[dict] = []
         self.sources = self.key = ""
         self._state = threading.Condition()
         self._tasks: deque[Task] = deque()
@@ -135,7 +135,7 @@ class Workers:
         Raises:
           ConfigError, RunStopped: workers cannot work.
         """
-        if jobs and self.kinds is None:
+        if jobs and not self.kinds:
             self.ready(1)
         failed = failed_items(results)
         with self._state:
@@ -267,7 +267,7 @@ class Workers:
 
     def _unstartable(self, why: str) -> Exception:
         """Returns a ConfigError, or a RewardFailure if workers of this run could start before."""
-        if self.kinds is None:
+        if not self.kinds:
             return ConfigError(why)
         return RewardFailure(f"{why}\nReward workers of this run started before, so their code or environment changed")
 

@@ -102,13 +102,15 @@ def advantages_by_source(options, sources, of_N, traj, scores, **inputs) -> Adva
     """
     names = np.asarray(of_N, str)
     tables = {name: entry["algorithm"] for name, entry in sources.items() if entry.get("algorithm")}
-    result = None if tables else advantages(options, traj, scores, **inputs)
     table_of_N = np.where(np.isin(names, list(tables)), names, "")
+    if tables:
+        result = Advantages(np.zeros(len(traj.tokens)), None, np.zeros(len(names), bool))  # every entry is set below
+    else:
+        result = advantages(options, traj, scores, **inputs)
     for name in np.unique(table_of_N) if tables else ():
         mine = table_of_N == name
         overridden = FrozenConfigDict({**options, **tables.get(name, {})})
         new = advantages(overridden, traj, np.where(mine, scores, np.nan), **inputs)
-        result = result or new
         result = Advantages(np.where(traj.spread(mine), new.tokens, result.tokens), None,
                             np.where(mine, new.zero_signal, result.zero_signal), {**result.metrics, **new.metrics})
     coefs = np.array([sources[name].get("coef", 1.0) if name in sources else 1.0 for name in names])
@@ -174,7 +176,7 @@ def returns(inputs: EstimatorInputs) -> Advantages:
 
 def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
     """Generalized advantage estimation; the critic's targets use critic_lam where it is set."""
-    options, traj, values = inputs.options, inputs.traj, inputs.values
+    options, traj, values = inputs.options, inputs.traj, np.asarray(inputs.values)
     numbers, zero = inputs.relative_to_group(inputs.scores)
     steps = inputs.token_rewards(numbers), values, traj.loss_mask, traj.spans, options.gamma
     lam = adaptive_lambda(traj.total(), options.lam_alpha) if options.lam_alpha else options.lam
@@ -219,7 +221,8 @@ def user_advantages(inputs: EstimatorInputs) -> Advantages:
     function = ADVANTAGES[name] if name in ADVANTAGES else imported(name)
     of_turns = {name: traj.columns[name] for name in ("turn", "reward", "anchor") if name in traj.columns}
     columns = {**(inputs.columns or {}), **of_turns}
-    arguments = AdvantageInputs(scores, traj.group, traj.loss_mask, traj.spans, inputs.rewards, columns, inputs.user)
+    arguments = AdvantageInputs(scores, traj.group, traj.loss_mask, traj.spans, inputs.rewards or {}, columns,
+                                inputs.user)
     try:
         result = function(arguments)
     except Exception as e:  # whatever a function of the user's may raise

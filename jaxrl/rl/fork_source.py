@@ -18,6 +18,7 @@ from jaxrl.records import files, states
 from jaxrl.rewards import item_hash
 from jaxrl.rl.recording import sampling_options
 from jaxrl.rl.rollouts import GREEDY, SAMPLES
+from jaxrl.roles.role import Policy
 from jaxrl.rollout import Engine, Result
 from jaxrl.types import FINISH
 
@@ -83,11 +84,13 @@ class ForkSource:
       s: the fork's session. spec: its Spec; fork.run is the recorded run.
     """
 
+    policy: Policy  # the fork's; the recipe sets it
+
     def __init__(self, s, spec):
         self.s, self.spec, self.folder = s, spec, Path(spec.fork.run)
         recorded = files.steps(self.folder / files.FOLDER)
         self.paths = {step: path for step, path in recorded.items() if step >= spec.fork.step}
-        self.policy, self.last_identical_version, self.diverged = None, -1, False
+        self.last_identical_version, self.diverged = -1, False
         self.steps: dict[int, RecordedStep] = {}
         self.counts: dict[int, Counter] = {}
         self._one, self._said = threading.Lock(), False
@@ -153,9 +156,10 @@ class ForkSource:
         self._count("answers_sampled")
         return None
 
-    def score(self, pool, items, recorded=None, **how):
+    def score(self, pool, items, recorded: list[dict | None] | None = None, **how):
         """Scores items as RewardPool.score does, reusing recorded rewards of the same functions and inputs."""
-        recorded, steps = list(recorded or [None] * len(items)), list(self.steps.values())
+        steps = list(self.steps.values())
+        recorded = list(recorded or [None] * len(items))
         keys = pool.keys() if steps else {}
         usable = [{n for n, key in keys.items() if h.functions.get(n) == key} for h in steps]
         whole, taken = pool.batched() if any(usable) else set(), []

@@ -106,12 +106,12 @@ class Rollouts:
         if spec.algorithm.routes == "sampled" and not engine.info.routes:
             raise ConfigError(f"algorithm.routes=sampled: the engine {rollout.engine} does not return the experts of "
                               "its tokens (EngineInfo.routes); set scored or own, or rollout.engine=jax")
-        self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
+        scorer = self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
         self.queue = RolloutQueue(
             engine, per_step=per_step or spec.data.prompts_per_step, max_staleness=rollout.max_staleness,
             sync_every=rollout.sync_every, partial=rollout.partial, steps=steps, draw=stream.take,
             requests=self._requests, mine=lambda position: owner_process(position, peers.count) == peers.index,
-            finished=self.scorer.add if spec.ahead else lambda group: None)
+            finished=scorer.add if scorer is not None else lambda group: None)
         self.poll, self.release = self.queue.poll, self.queue.release
         how = sampling_params(rollout, rollout.max_new_tokens, rollout.stop, rollout.stop_token_ids, rollout.keep_stop,
                               rollout.min_new_tokens)
@@ -157,7 +157,7 @@ class Rollouts:
             if rounds and not groups:
                 break
             mine = [g for g in groups if g.mine]
-            own = self.session.together("the answers", lambda mine=mine: self._complete(mine, progress.step))
+            own = self.session.together("the completions", lambda mine=mine: self._complete(mine, progress.step))
             if own is None:
                 return None
             rounds.append(own if self.session.peers.count == 1 else self._gather_round(own, groups))
@@ -216,7 +216,7 @@ class Rollouts:
         check_failures(self.spec.env, step + 1, outcomes, len(outcomes))
         return dict(Counter(o.cause for o in outcomes if o is not None and o.cause))
 
-    def _scored(self, found, items, **how):
+    def _scored(self, found, items, **how) -> Any:
         """Scores rows (request, result, group, ...). how: arguments of RewardPool.score, which may return None."""
         score = self.rewards.score if self.fork is None else functools.partial(self.fork.score, self.rewards)
         return add_episode_rewards(score(items, **how), [row[1].outcome for row in found], self.spec.env)

@@ -178,7 +178,7 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
         metrics |= {bucket: part / share} if share else {}
     for name, value in mean_metrics([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
-    for state in (roles.policy.state, *([critic.state] if of_critic else [])):
+    for state in (roles.policy.state, *([critic.state] if critic is not None and of_critic else [])):
         check_finite(state, spec)
     return metrics | (bounded.enforce(limit) if bounded is not None else {})
 

@@ -7,8 +7,10 @@ for rewards and people, never re-encoded.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.rewards import RewardItem
@@ -78,7 +80,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     pieces = np.array([(len(turn.added), turn.size) for *_, turn in turns])
     mask = np.repeat(np.tile([False, True], len(turns)), pieces.ravel())
 
-    def column(values, blank, dtype=np.float32):
+    def column(values, blank, dtype: DTypeLike = np.float32):
         out = np.full((len(mask), *values[0].shape[1:]), blank, dtype)
         out[mask] = np.concatenate([v[:size] for v, size in zip(values, sizes, strict=True)])
         return out
@@ -207,7 +209,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
 
 def _finite(numbers) -> list:
     """Returns the numbers as a list, with None for those that are not finite: JSON cannot express them."""
-    return np.where(np.isfinite(numbers), numbers, None).tolist()
+    return [number if np.isfinite(number) else None for number in np.asarray(numbers).tolist()]
 
 
 COLUMNS = ("tokens", "logprobs", "kept", "versions")
@@ -229,7 +231,7 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
     return encode([meta, rows], flat)
 
 
-def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
+def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
     """Decodes the bytes of `results_to_bytes`. Returns (results, meta)."""
     (meta, rows), flat = decode(data)
     out, at, told, routed = [], 0, 0, 0
@@ -243,8 +245,9 @@ def results_from_bytes(data: bytes) -> tuple[list[Result], object]:
             turns.append(Turn(flat["added"][told:told + more], *rest))
             told += more
         outcome = Outcome(**episode[1]) if episode and episode[1] else None
-        out.append(Result(name, *(flat[column][part] for column in COLUMNS), finish, seed, support, routes,
-                          tuple(turns), outcome))
+        columns = {column: flat[column][part] for column in COLUMNS}
+        out.append(Result(name, **columns, finish=finish, seed=seed, support=support, routes=routes,
+                          turns=tuple(turns), outcome=outcome))
         at += size
     return out, meta
 

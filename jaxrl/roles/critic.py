@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ class Critic(Role):
 
     # ---- a part of the run
 
-    def abstract(self):
+    def abstract(self) -> Any:
         """Returns shapes, dtypes and shardings of the TrainState; {} for a shared trunk."""
         return {} if self.shared else parameters.abstract_state(
             self.job, self.optimizer, self.tree, everything=True, role=self.place)

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,12 @@ from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder
 from jaxrl.models.adapters import adapter_set, initialization, peft, quantized
 from jaxrl.models.io import hf
+from jaxrl.models.parameters import flattened
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
 from jaxrl.resolve.spec import lora_on
 from jaxrl.sharding import memory
+from jaxrl.training.optimizer import adapters_optimizer
 from jaxrl.types import TrainState
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -78,7 +81,7 @@ def policy_optimizer(job, updates: int):
     c, about = job.config, (flat_axes(job.tree), flat_layers(job.model, job.tree))
     rules = []
     for name in adapter_set.adapter_names(job.model):
-        own = training.optimizer.adapters_optimizer(c, name)
+        own = adapters_optimizer(c, name)
         rules.append(training.adapter_set.Rule(name, *training.make_optimizer(own, updates, *about), own.max_grad_norm))
     if rules:
         return training.adapter_set.Optimizers(job.model, tuple(rules)), None
@@ -225,7 +228,7 @@ def initial_policy(job):
 def add_initial_adapters(job, params):
     """Adds initial adapters to the base's parameters: those of lora.path, or lora.init's from run.seed."""
     where = {"/".join(e.path): e for e in job.model.entries if e.row.init == "adapter"}
-    places = flatten_dict(param_shardings(job, tree=job.model), sep="/")
+    places = flattened(param_shardings(job, tree=job.model))
     key = jax.random.fold_in(jax.random.key(job.config.run.seed), zlib.crc32(b"lora"))
     init = job.config.lora.init
     if init == "eva" and job.stream is None:  # evaluation alone: whatever A is, adapters add nothing at their start
@@ -282,13 +285,13 @@ def merge_adapters(job, params):
     """Merges adapters into the base: parameters without adapters that compute the same. Other arrays are shared."""
     if job.model.adapter is None:
         return params
-    flat = flatten_dict(params, sep="/")
+    flat = flattened(params)
     module = lambda name: name.rpartition(f"/{adapters.NODE}/")[0]  # noqa: E731
     kernels = {f"{module(name)}/kernel" for name in flat if adapters.is_adapter(name)}
     codes = {"/".join(e.path) for e in adapters.in_few_bits(job.model.adapter, job.model.base.entries)}
     kernels, parts = kernels | codes, {f"{name}/{leaf}" for name in codes for leaf in quantized.LEAVES}
     read = {name: x for name, x in flat.items() if name in kernels | parts or adapters.is_adapter(name)}
-    places = flatten_dict(param_shardings(job, tree=job.model.base), sep="/")
+    places = flattened(param_shardings(job, tree=job.model.base))
     where = tuple((name, flat[name].sharding if name in flat else places[name]) for name in sorted(kernels))
     rest = {name: x for name, x in flat.items() if name not in read}
     if not any(map(memory.rests, read.values())):
@@ -303,7 +306,7 @@ def merge_adapters(job, params):
 @functools.lru_cache(maxsize=8)
 def _merge(model, where):
     def work(flat):
-        found = flatten_dict(adapters.merged(model, unflatten_dict(memory.fetched(flat), sep="/")), sep="/")
+        found = flattened(adapters.merged(model, unflatten_dict(memory.fetched(flat), sep="/")))
         return {name: found[name] for name, _ in where}
 
     return jax.jit(work, out_shardings=dict(where))
@@ -323,7 +326,7 @@ def fields_from_checkpoint(job, abstract: TrainState, fields: dict) -> dict:
     """Completes the fields of a TrainState from a checkpoint's (`checkpoint_fields`); the base is loaded again."""
     if job.model.adapter is None:
         return fields
-    base = flatten_dict(base_params(job), sep="/")
+    base = flattened(base_params(job))
     return {**fields, "frozen": {name: base[name] if name in base else fields["frozen"][name]
                                  for name in abstract.frozen}}
 
@@ -364,7 +367,7 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
     params = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), params, where)
     trainable, frozen = _parts(job, params, everything)
     state = jax.eval_shape(_start(job, optimizer), trainable, frozen)
-    known = {**trainable, **frozen}
+    known: dict[Any, Any] = {**trainable, **frozen}
     everywhere = sharding.replicated(job.mesh_of(role))
 
     def place(path, leaf):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl import training
 from jaxrl.models import adapters
 from jaxrl.roles import parameters
-from jaxrl.roles.role import Role
+from jaxrl.roles.role import Policy, Role
 from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
@@ -39,6 +39,8 @@ class Reference(Role):
     A part of checkpoints (see Session.restore); they hold its arrays only if it is reset during the run, otherwise it
     is loaded again.
     """
+
+    policy: Policy  # whose base it is, where adapters train: set by rl.roles.Roles and by sums.ReferenceSums
 
     def __init__(self, job, score=None):
         super().__init__("reference", job, score)
@@ -116,7 +118,6 @@ class BaseReference(Reference):
     copies of the few trained arrays are scored with the same base; a checkpoint holds them.
     """
 
-    policy = None  # set by rl.roles.Roles
 
     def __init__(self, job, score):
         super().__init__(job, score)

@@ -121,8 +121,8 @@ class RewardModel(Role):
         sizes = np.array([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
         fits, values = np.flatnonzero((sizes > 0) & (sizes <= self.longest)), np.full(len(sizes), np.nan)
         if len(fits):
-            some = [[x[i] for i in fits] for x in (prompts, completions)]
-            own = training.scored_behind(*some, traj.group[fits], prefixes=prefixes[fits])
+            own = training.scored_behind([prompts[i] for i in fits], [completions[i] for i in fits], traj.group[fits],
+                                         prefixes=prefixes[fits])
             layout = training.make_layout(own.sizes, self.shapes, share_prompts=self.share)
             values[fits] = self.score(own, layout)[own.loss_mask]
             self.rest()

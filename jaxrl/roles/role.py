@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,14 +40,16 @@ class Role:
     Args:
       name: of the role: "policy", "reference", "critic" ...
       job: run.setup.Job, which knows the role's mesh and whether it rests in host memory.
-      score: (params, traj, layout) -> [T], compiled for the role's devices.
+      score: (params, traj, layout) -> [T], compiled for the role's devices; None for one that is not scored.
 
     Attributes:
       state: the parameters (nested tree), or the TrainState around them; None before `start`.
       place: name of the role whose devices it uses.
     """
 
-    def __init__(self, name: str, job, score=None):
+    state: Any
+
+    def __init__(self, name: str, job, score: Any = None):
         self.name = self.place = name
         self.job, self._score = job, score
         self.state = None
@@ -85,13 +88,13 @@ class Role:
         Returns:
           [T] float32, log-probs or values at scored tokens.
         """
-        where, scored = self.scored_by, None
+        where, sent = self.scored_by, b""
         if where is None or jax.process_index() in where:
             with self.on():
                 scored = self._score(self.params(), traj, layout, *([] if columns is None else [columns]))
-        if where is None:
-            return scored
-        sent = scored.tobytes() if jax.process_index() == where[0] else b""
+            if where is None:
+                return scored
+            sent = scored.tobytes() if jax.process_index() == where[0] else b""
         return np.frombuffer(gather(peers(), f"scores of the {self.name}", sent)[where[0]], np.float32)
 
     @functools.cached_property

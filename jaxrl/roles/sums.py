@@ -41,8 +41,6 @@ def completion_keys(traj) -> list[bytes]:
 class SharedBaseReference(Reference):
     """The reference of a policy that trains adapters from its frozen base: that base, without a second copy."""
 
-    policy = None  # a Role; ReferenceSums sets it
-
     def __init__(self, job, score):
         super().__init__(job, score)
         self.place = "policy"
@@ -68,19 +66,21 @@ class ReferenceSums:
     def __init__(self, s, job, score):
         c = job.config
         self.own = job.model.adapter is not None and not c.reference.path
-        self.s, self.role = s, (SharedBaseReference if self.own else Reference)(job, score)
+        self.s = s
+        self.role: Reference = (SharedBaseReference if self.own else Reference)(job, score)
         parts = [reference_print(c), job.hf_config, c.reference.dtype, c.train.compute_dtype]
         parts += [c.lora.base, c.lora.base_dtype] if self.own else []
         parts += ["checked"]  # earlier files have no check
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.path = s.run_dir / "reference" / f"{digest}.bin"
-        self.known = None
+        self.known: dict[bytes, float] = {}
+        self._is_read = False
 
     def __call__(self, traj, layout, policy) -> np.ndarray:
         """Returns [N] float64 sums in nats. policy: the role that trains, whose base the reference may be."""
         self.role.policy = policy
-        if self.known is None:
-            self.known = self._read()
+        if not self._is_read:
+            self.known, self._is_read = self._read(), True
         keys = completion_keys(traj)
         missing = [i for i, key in enumerate(keys) if key not in self.known]
         if missing:

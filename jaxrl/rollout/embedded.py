@@ -31,7 +31,7 @@ from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Engine, Health, Request, Result, check_ids, check_request
-from jaxrl.rollout.sampling import Controls
+from jaxrl.rollout.sampling import Controls, work_of
 from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
@@ -73,7 +73,8 @@ class Sample:
     weights: int = -1  # number of weight syncs before its prompt was put into the slot
     continued: bool = False  # its prompt is a conversation already in the slot, not a copy of a prefilled one
     parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, routes, versions) each
-    known: np.ndarray | None = None  # [P - 1, W] int16, experts of its prompt's tokens but the last
+    # [P - 1, W] int16, experts of its prompt's tokens but the last
+    known: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int16))
 
     @property
     def produced(self) -> int:
@@ -125,6 +126,10 @@ class EmbeddedEngine(Engine):
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
+        work = max((work_of(r.sampling, r.sampling.min_new_tokens) for r in requests), default=0)
+        if work > self.shapes.work:  # more than the run's options ask for: all programs are compiled again
+            old, self.shapes = self._programs, dataclasses.replace(self.shapes, work=work)
+            self._programs = programs(old.published, self.shapes, old.mesh, old.dtype, old.joint)
         samples = [self._sample(r) for r in requests]
         ids = check_ids(requests, self._ids)
         self._ids.update(ids)
@@ -273,7 +278,7 @@ class EmbeddedEngine(Engine):
         work = []
         for sample in [s for s in self._waiting if s.request.after in self._parked] if self._parked else ():
             parked = self._parked.pop(sample.request.after, None)
-            known = parked and len(parked.tokens)
+            known = 0 if parked is None else len(parked.tokens)
             if parked is None or not np.array_equal(sample.request.prompt[:known], parked.tokens):
                 continue
             self._waiting.remove(sample)
@@ -366,7 +371,7 @@ class EmbeddedEngine(Engine):
             rows = np.array(slots + [next(rest) for _ in range(count - len(slots))], np.int32)
         else:
             rows = np.arange(count, dtype=np.int32)
-        progress, controls = (type(t)(*(column[rows] for column in t)) for t in self._table)
+        progress, controls = _rows_of(self._table, rows)
         with self._preparing():
             self._cache, chunk = self._programs.decode(
                 self._params, self._cache, progress, controls, self._history(rows), leave_at, rows,
@@ -401,10 +406,8 @@ class EmbeddedEngine(Engine):
         """The shortest cache length that holds every key the chunk can write."""
         full = progress.position - progress.produced + progress.limit
         need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
-        return next((n for n in self._lengths(len(progress.active)) if n >= need), self.shapes.cache_lengths[-1])
-
-    def _lengths(self, count: int) -> tuple[int, ...]:
-        return decode_lengths(count, self.shapes.slots, self.shapes.cache_lengths)
+        lengths = decode_lengths(len(progress.active), self.shapes.slots, self.shapes.cache_lengths)
+        return next((n for n in lengths if n >= need), lengths[-1])
 
     @contextlib.contextmanager
     def _preparing(self):
@@ -430,10 +433,11 @@ class EmbeddedEngine(Engine):
                                                  self._numbers(blank[:, 0]))
         for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
             rows = np.arange(count, dtype=np.int32)
-            part = [type(t)(*(column[rows] for column in t)) for t in (progress, controls)]
-            for length in (n for n in self._lengths(count) if self._programs.missing(("decode", count, n))):
-                yield self._programs.decode_call(self._params, self._cache, *part, self._history(rows), 0, rows, length,
-                                                 self._shared(rows), self._numbers(self._whose[rows]))
+            part = _rows_of((progress, controls), rows)
+            lengths = decode_lengths(count, shapes.slots, shapes.cache_lengths)
+            for length in (n for n in lengths if self._programs.missing(("decode", count, n))):
+                yield self._programs.decode_call(self._params, self._cache, part[0], part[1], self._history(rows), 0,
+                                                 rows, length, self._shared(rows), self._numbers(self._whose[rows]))
 
     def _shared(self, rows):
         """Which rows hold the same keys and values: of one prompt, under the same weights, up to its last token, which
@@ -468,7 +472,7 @@ class EmbeddedEngine(Engine):
         progress.position[sample.slot] += len(tokens)
         progress.produced[sample.slot] += len(tokens)
         p, total = sample.request.sampling, before + len(tokens)
-        if p.stop:
+        if p.stop and self._decode_text is not None:
             answer = sample.column(0, np.int32).tolist()
             found = find_stop(self._decode_text, answer, len(tokens), p.stop, p.min_new_tokens)
             if found:
@@ -481,11 +485,12 @@ class EmbeddedEngine(Engine):
         return len(tokens)
 
     def _finish(self, sample: Sample, reason: str, length: int | None = None):
-        *columns, support, routes, versions = [sample.column(i, t)[:length] for i, t in enumerate(
-            (np.int32, np.float32, np.float32, np.int32, np.int16, np.int32))]
+        tokens, logprobs, kept, support, routes, versions = (sample.column(i, t)[:length] for i, t in enumerate(
+            (np.int32, np.float32, np.float32, np.int32, np.int16, np.int32)))
         support = support.reshape(len(versions), self.shapes.support)
         routes = self._all_routes(sample, routes) if self.shapes.routes else None
-        self._done.append(Result(sample.request.id, *columns, versions, reason, sample.request.seed, support, routes))
+        self._done.append(Result(sample.request.id, tokens, logprobs, kept, versions, reason, sample.request.seed,
+                                 support, routes))
         self._ids.discard(sample.request.id)
         if len(self._ended_at) < 2:
             self._ended_at.add(len(versions))
@@ -493,13 +498,13 @@ class EmbeddedEngine(Engine):
         if self._running.get(sample.slot) is sample:
             del self._running[sample.slot]
             self._table[0].active[sample.slot] = False
-            kept = sample.request.keep and reason != "abort" and sample.weights == self._published
-            if kept and self._recurrent and len(versions) < sample.produced:
+            stays = sample.request.keep and reason != "abort" and sample.weights == self._published
+            if stays and self._recurrent and len(versions) < sample.produced:
                 self._counts["parked_past"] += 1  # the state has gone past the stop string, and does not come back
-            elif kept:
-                tokens = np.concatenate([sample.request.prompt, columns[0]])
+            elif stays:
+                known = np.concatenate([sample.request.prompt, tokens])
                 self._parked.pop(sample.request.id, None)  # of a request of the same id before: the newest comes last
-                self._parked[sample.request.id] = Parked(sample.slot, tokens)
+                self._parked[sample.request.id] = Parked(sample.slot, known)
                 self._counts["parked"] += 1
 
 
@@ -510,6 +515,10 @@ class EmbeddedEngine(Engine):
         if len(routes):
             out[:count - 1] = np.concatenate([sample.known, routes])
         return out
+
+
+def _rows_of(table: tuple[Progress, Controls], rows) -> tuple[Progress, Controls]:
+    return jax.tree.map(lambda column: column[rows], table)
 
 
 def _empty_table(shapes: Shapes) -> tuple[Progress, Controls]:

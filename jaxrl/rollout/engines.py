@@ -38,7 +38,7 @@ class EngineContext:
       tokenizer: anything with HF's `decode`, used for stop strings only; may be None without them.
       mesh: dp x fsdp x tp of the policy, or of mesh.roles.sampler; None for the first device.
       eos_ids: end-of-text token ids.
-      hf_config: the model's HF config, as in config.json; None for an engine that does not use it.
+      hf_config: the model's HF config, as in config.json; {} for an engine that does not use it.
     """
 
     config: Any
@@ -46,7 +46,7 @@ class EngineContext:
     tokenizer: Any = None
     mesh: Any = None
     eos_ids: tuple[int, ...] = ()
-    hf_config: dict | None = None
+    hf_config: dict = dataclasses.field(default_factory=dict)
 
     @property
     def dtype(self) -> str:

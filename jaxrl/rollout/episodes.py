@@ -4,7 +4,7 @@
     a request to the engine within --result--> what the model said --> the episode, until it is over
     one Result: the tokens of all turns, what was put between them, what the episode came to
 
-So whatever drives an engine drives episodes: admission, staleness, publications, evaluation, checkpoints. What was
+So whatever drives an engine drives episodes: admission, staleness, weight syncs, evaluation, checkpoints. What was
 sampled is never tokenised again, and each sampled token is in exactly one turn of one result.
 
 A failure of the environment (an exception, a lost worker, too much time) is none of the policy: the episode is tried
@@ -49,7 +49,7 @@ class Episode:
     ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # of the current sequence
     messages: list[dict] = dataclasses.field(default_factory=list)  # of env.history=template
     tools: list[dict] | None = None  # of the current sequence
-    asked: tuple | None = None  # (Turn before it has a size, request, tools) of the turn that is being sampled
+    asked: tuple = ()  # (Turn before it has a size, request, tools) of the turn that is being sampled
     side_calls: int = 0             # turns that are no part of it
     over: bool = False          # no more turns may be sampled: they, or the tokens, are used up
     tries: int = 0
@@ -144,7 +144,7 @@ class EpisodeEngine(Engine):
         for episode in episodes:
             if episode.asked:
                 del self._turns[episode.asked[1].id]
-                episode.asked = None
+                episode.asked = ()
         if asked:
             self.engine.abort(asked)
             self._take(self.engine.poll(0.0))  # so that their ids are free
@@ -191,8 +191,8 @@ class EpisodeEngine(Engine):
         for episode in (*self._begun.values(), *self._waiting):
             played = [*zip(episode.turns, episode.parts, strict=True), *episode.record]
             if played and episode.first is None:
-                turns, parts = zip(*played, strict=True)
-                out.append(_join_results(episode.request, parts, turns, UNFINISHED))
+                out.append(_join_results(episode.request, [part for _, part in played], [turn for turn, _ in played],
+                                         UNFINISHED))
         return out
 
     def go_on(self, results: list[Result]) -> None:
@@ -385,7 +385,7 @@ class EpisodeEngine(Engine):
             if episode is None:  # of an episode that was aborted
                 continue
             turn, request, tools = episode.asked
-            episode.asked = None
+            episode.asked = ()
             episode.waited += self.clock() - episode.since
             if result.finish == "abort":
                 self.pool.cancel([episode.request.id])
@@ -400,7 +400,7 @@ class EpisodeEngine(Engine):
     def _over(self, episode: Episode, data: dict) -> None:
         self._reward(episode, data["reward"])
         if episode.first is not None:
-            self._compare(episode, data)
+            self._compare(episode, episode.first, data)
             return
         if not episode.turns:
             self._failed(episode, {"fault": "env", "cause": "it ended without a turn of the model", "detail": ""})
@@ -471,13 +471,13 @@ class EpisodeEngine(Engine):
 
     # ---- the same actions, the same observations? ------------------------------------------------------------------
 
-    def _compare(self, episode: Episode, data: dict) -> None:
+    def _compare(self, episode: Episode, before: Result, data: dict) -> None:
         """The first episode that ended, played again from its record: the same in all?"""
-        before, now = episode.first, self._outcome(episode, data["value"], data)
+        now, then = self._outcome(episode, data["value"], data), before.outcome and before.outcome.value
         if len(episode.turns) != len(before.turns):
             self._warn_differs(episode, f"its number of turns ({len(before.turns)}, then {len(episode.turns)})")
-        elif [t.reward for t in episode.turns] != [t.reward for t in before.turns] or now.value != before.outcome.value:
-            self._warn_differs(episode, f"its score ({before.outcome.value}, then {now.value})")
+        elif [t.reward for t in episode.turns] != [t.reward for t in before.turns] or now.value != then:
+            self._warn_differs(episode, f"its score ({then}, then {now.value})")
         else:
             self._finish(episode, "abort")
 
@@ -511,21 +511,24 @@ def _join_results(request: Request, parts: list[Result], turns, finish: str, out
 
 def _joined_routes(parts: list[Result], turns) -> np.ndarray | None:
     """Experts of what turns added and sampled. A turn's last token is run as part of the next one's prompt."""
-    if not parts or any(p.routes is None for p in parts):
+    routes = [p.routes for p in parts if p.routes is not None]
+    if not parts or len(routes) < len(parts):
         return None
     out = []
-    for turn, part in zip(turns, parts, strict=True):
+    for turn, of_part in zip(turns, routes, strict=True):
         own = len(turn.added) + turn.size
-        out.append(part.routes[len(part.routes) - own:].copy())
-        if len(out) > 1 and not turn.opens and len(part.routes) > own and (out[-2][-1] < 0).all():
-            out[-2][-1] = part.routes[-own - 1]
+        out.append(of_part[len(of_part) - own:].copy())
+        if len(out) > 1 and not turn.opens and len(of_part) > own and (out[-2][-1] < 0).all():
+            out[-2][-1] = of_part[-own - 1]
     return np.concatenate(out)
 
 
 def _record_of(result: Result | None) -> deque:
     """(Turn, its part of the result) of what an episode has so far."""
     record, at, routed = deque(), 0, 0
-    for turn in () if result is None else result.turns:
+    if result is None:
+        return record
+    for turn in result.turns:
         part = slice(at, at + turn.size)
         support = None if result.support is None else result.support[part]
         own = len(turn.added) + turn.size

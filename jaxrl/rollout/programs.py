@@ -23,7 +23,7 @@ from jaxrl.models import recurrent, unstacked
 from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
 from jaxrl.processes.exchange import as_local_arrays
-from jaxrl.rollout.sampling import Controls, sample
+from jaxrl.rollout.sampling import ALL, Controls, sample
 from jaxrl.rollout.shapes import Shapes
 from jaxrl.sharding import ROLLOUT_RULES, data_shards, memory, param_shardings
 from jaxrl.sharding.mesh import DATA_AXES
@@ -52,14 +52,14 @@ class Chunk(NamedTuple):
 
 
 def decode_chunk(model, steps: int, support: int, params, cache, progress: Progress, controls: Controls, history_SxL,
-                 leave_at, shared=None, routes: int = 0, whose_S=None):
+                 leave_at, shared=None, routes: int = 0, whose_S=None, work: int = ALL):
     """Samples up to `steps` tokens for every active slot; returns early once at most `leave_at` slots are active.
 
     One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
     slot needs no state but its token, and tokens after a weight sync come from the new weights alone.
 
     Args:
-      shared, whose_S: see Model.decode.
+      shared, whose_S: see Model.decode. work: see sampling.sample.
 
     Returns:
       (cache, Chunk).
@@ -78,7 +78,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
         hidden_SxD, cache, told = model.decode(params, now.token, where_S, cache, shared, True, whose_S)
         logits_SxV = model.logits(params, hidden_SxD).astype(jnp.float32)
         token_S, logprob_S, kept_S, support_SxK = sample(
-            logits_SxV, now.produced, now.position, history_SxL, controls, support)
+            logits_SxV, now.produced, now.position, history_SxL, controls, support, work)
         on = now.active
         out = Chunk(out.tokens.at[step].set(jnp.where(on, token_S, -1)),
                     out.logprobs.at[step].set(jnp.where(on, logprob_S, 0.0)),
@@ -107,7 +107,7 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
         part = jax.tree_util.tree_map_with_path(
             lambda path, a: a if recurrent.is_by_slot(path) else a[..., :length, :], part)
     part, out = decode_chunk(model, shapes.decode_steps, shapes.support, params, constrain(part), progress, controls,
-                             history_SxL, leave_at, shared, shapes.routes, whose_S)
+                             history_SxL, leave_at, shared, shapes.routes, whose_S, shapes.work)
     if not whole:
         cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
     elif length < full_length:
@@ -126,7 +126,7 @@ class Programs:
         self.model = model = unstacked.for_decoding(model, mesh)
         self.shapes, self.mesh, self.dtype, self.joint = shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
-        self._shapes: dict[tuple, Any] = {}
+        self._publish_layouts: dict[tuple, list] = {}  # [(mesh, layout) of the copy, of the engines]
         self.beside = compilations.BackgroundCompiler()
         tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
@@ -196,19 +196,15 @@ class Programs:
 
         leaves = jax.tree.leaves(params)
         key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))
-        out = params if self.model == self.published else self._shapes_of(key, cast, params)
-        layout = param_shardings(self.joint, self.model.logical_axes(), out, ROLLOUT_RULES)
-        theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
-        if set(theirs.devices.flat) == set(self.joint.devices.flat):
-            return as_local_arrays(self.run(key, cast, (params,), out_shardings=layout, mesh=self.joint), self.mesh)
-        there = param_shardings(theirs, self.model.logical_axes(), out, ROLLOUT_RULES)
-        copied = self.run(key, cast, (params,), out_shardings=there, mesh=theirs)
-        return as_local_arrays(memory.moved(copied, layout), self.mesh)
-
-    def _shapes_of(self, key: tuple, function, params):
-        if key not in self._shapes:
-            self._shapes[key] = jax.eval_shape(function, params)
-        return self._shapes[key]
+        if key not in self._publish_layouts:
+            theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
+            same = set(theirs.devices.flat) == set(self.joint.devices.flat)
+            axes, shapes = self.model.logical_axes(), jax.eval_shape(cast, params)
+            self._publish_layouts[key] = [(mesh, param_shardings(mesh, axes, shapes, ROLLOUT_RULES))
+                                          for mesh in (self.joint if same else theirs, self.joint)]
+        (mesh, there), (joint, layout) = self._publish_layouts[key]
+        copy = self.run(key, cast, (params,), out_shardings=there, mesh=mesh)
+        return as_local_arrays(copy if mesh is joint else memory.moved(copy, layout), self.mesh)
 
     def prefill(self, *args):
         """Calls `prefill_call`. Returns the stash (donated) and, where they are kept, the tokens' experts [B, P, W]."""
@@ -272,7 +268,8 @@ class Programs:
         part = functools.partial(decode_part, self.model, self.shapes, length, whole, self._constrain)
         progress, controls, shared, whose = self.put((progress, controls, shared, whose_S), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
-        out = Chunk(*[self.by_step] * 5, self.whole)
+        step = self.by_step
+        out = Chunk(step, step, step, step, step, self.whole)
         args = (params, cache, progress, controls, history, leave_at, rows_S, shared, whose)
         return ("decode", len(rows_S), length), part, args, (1,), (self.cache_shardings(cache), out)
 

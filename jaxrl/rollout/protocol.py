@@ -118,7 +118,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     seed: int = 0       # uint32; token i of the completion uses random bits of (seed, i) only
     group: int = 0      # for the caller's book-keeping, as are the key and the task
-    key: Key | None = None
+    key: Key = Key("", 0, 0, 0)
     task: Any = None    # the Example of the row: what an episode is about
     after: str = ""     # id of an earlier request: the prompt begins with its prompt and completion. An engine may go
                         # on from what it kept of it

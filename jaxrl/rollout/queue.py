@@ -13,7 +13,7 @@ sampled and thrown away.
     queue.release(cursor)                       these groups count as used
     queue.publish(params, c + 1)                at every `sync_every`-th step
 
-A *version* is the number of completed steps of the weights; *staleness* counts publications between the version a token
+A *version* is the number of completed steps of the weights; *staleness* counts weight syncs between the version a token
 was drawn from and the step that uses it (`staleness`). With refill (dynamic sampling) groups are used earlier than
 meant, never later. A group keeps the seeds of the step it was meant for (`planned`).
 
@@ -94,7 +94,7 @@ class RolloutQueue:
         self.version = -1  # published last
         self.groups: dict[int, PromptGroup] = {}  # by position, asked for and not yet used
         self.counts = dict.fromkeys(("admitted_groups", "used_groups", "asked_again"), 0)
-        self._end: int | None = None  # position after the last group
+        self._end = 0  # position after the last group
         self._waiting: list[Request] = []
         self._under_way: dict[str, PromptGroup] = {}
 
@@ -109,7 +109,7 @@ class RolloutQueue:
         Args:
           count: 0 for one step's groups.
         """
-        self._end = max(cursor, self._end or 0)
+        self._end = max(cursor, self._end)
         own = cursor + (count or self.per_step)
         for planned in range(step, max(step, self._last(step)) + 1):
             end = own + (planned - step) * self.per_step

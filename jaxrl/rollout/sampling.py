@@ -10,7 +10,7 @@ Legend: S slots, V vocabulary, L history length, E end-token columns, N lanes, M
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,31 @@ INT_MAX = jnp.iinfo(jnp.int32).max
 class Controls(NamedTuple):
     """Sampling options per slot; see `protocol.SamplingParams`."""
 
-    temperature: jax.Array  # [S] float32, 0 = greedy
-    top_p: jax.Array        # [S] float32
-    top_k: jax.Array        # [S] int32, -1 = all
-    min_p: jax.Array        # [S] float32
-    repetition: jax.Array   # [S] float32
-    frequency: jax.Array    # [S] float32
-    minimum: jax.Array      # [S] int32, tokens before an end token may be drawn
-    end_ids: jax.Array      # [S, E] int32, -1 = unused
-    seed: jax.Array         # [S] uint32
+    temperature: Any  # [S] float32, 0 = greedy
+    top_p: Any        # [S] float32
+    top_k: Any        # [S] int32, -1 = all
+    min_p: Any        # [S] float32
+    repetition: Any   # [S] float32
+    frequency: Any    # [S] float32
+    minimum: Any      # [S] int32, tokens before an end token may be drawn
+    end_ids: Any      # [S, E] int32, -1 = unused
+    seed: Any         # [S] uint32
 
 
-def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, support: int = 0):
+# What requests ask of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL
+# also applies penalties and cuts the support.
+PLAIN, BANS, ALL = range(3)
+
+
+def work_of(params, min_new_tokens: int) -> int:
+    """Returns PLAIN, BANS or ALL for SamplingParams or a config group with the same names."""
+    if (params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.repetition_penalty != 1
+            or params.frequency_penalty != 0):
+        return ALL
+    return BANS if min_new_tokens > 0 else PLAIN
+
+
+def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, support: int = 0, work: int = ALL):
     """Draws one token per slot.
 
     Args:
@@ -43,16 +56,15 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       produced_S: tokens the completion has so far; picks the random bits and ends the ban on end tokens.
       position_S: position of the newest token of prompt and completion.
       history_SxL: tokens by position; read only where a slot has a penalty.
-      controls: options.
       support: most token ids of the support to return.
+      work: the most that any slot asks for (`work_of`); a program is compiled with no more than that.
 
     Returns:
       token_S int32.
       logprob_S float32: log softmax(logits / temperature)[token], over the whole vocabulary and without penalties.
       kept_S float32: log of the mass of that softmax inside the support the token was drawn from; exactly 0 where
         nothing is cut off, and for greedy slots.
-      support_SxK int32: the `support` likeliest tokens of the support the token was drawn from, itself among them; -1 =
-        unused.
+      support_SxK int32: the `support` likeliest tokens of that support, the drawn one among them; -1 = unused.
     """
     greedy_S = controls.temperature == 0
     scaled_SxV = logits_SxV / jnp.where(greedy_S, 1.0, controls.temperature)[:, None]
@@ -88,7 +100,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
     # tokens does not fit its launch graph, and would keep a branch with it out.
     branch = jnp.where(jnp.any(penal_S | cut_S), 2, jnp.any(barred_S).astype(jnp.int32))
     pick = functools.partial(choose_tokens, random_words(controls.seed, produced_S), greedy_S, support)
-    ways = (lambda: (scaled_SxV, mass_SxN, jnp.zeros_like(peak_S))), barred, processed
+    ways = ((lambda: (scaled_SxV, mass_SxN, jnp.zeros_like(peak_S))), barred, processed)[:work + 1]
     if support:
         token_S, kept_S, support_SxK = pick(*lax.switch(branch, ways))
     else:

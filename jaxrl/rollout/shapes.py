@@ -7,6 +7,7 @@ import math
 
 from jaxrl.config.lengths import episodes, longest_prompt, longest_sequence
 from jaxrl.errors import ConfigError
+from jaxrl.rollout.sampling import ALL, work_of
 
 DEFAULT_SLOTS = 256  # default number of slots
 LONG_COMPLETION = 256  # tokens from which a second cache length pays for its compilation
@@ -26,6 +27,7 @@ class Shapes:
       prefill_rows: prompts per prefill call. The stash holds that many per prompt length.
       support: token ids of the sampler's support kept per token; 0 = none.
       routes: expert ids kept per token; 0 = none.
+      work: the most that requests ask of sampling (`sampling.work_of`).
       insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while
         requests wait.
       extend: slots of a call that extends conversations in their slots, equally many of every data shard, and most
@@ -43,6 +45,7 @@ class Shapes:
     support: int = 0
     extend: tuple[int, int] = EXTEND
     routes: int = 0
+    work: int = ALL
 
     @property
     def slots(self) -> int:
@@ -86,6 +89,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
         end_columns=num_eos + max(4, len(roll.stop_token_ids)), max_total=min(total, caches[-1]),
         support=roll.top_k if config.algorithm.sampled_support else 0,
         routes=routes if config.algorithm.routes == "sampled" else 0,
+        work=max(work_of(roll, roll.min_new_tokens), work_of(config.eval, 0)),
         extend=(data_shards * max(1, min(EXTEND[0], slots // data_shards // 8)), min(EXTEND[1], caches[-1])))
 
 
@@ -149,6 +153,6 @@ def _cache_lengths(given, total: int, completion: int) -> tuple[int, ...]:
 
 def _ascending(name: str, given) -> tuple[int, ...]:
     lengths = tuple(sorted({int(n) for n in given}))
-    if len(lengths) > 3 or lengths[0] < 1:
+    if not 1 <= len(lengths) <= 3 or min(lengths) < 1:
         raise ConfigError(f"{name}={tuple(given)}: at most 3 positive lengths (each is a compiled program)")
     return lengths

@@ -26,8 +26,8 @@ class Line(NamedTuple):
     steps: int = 1
 
 
-def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 0, evaluation=None, about: str = "",
-        first_row: str | None = None) -> dict:
+def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 0, evaluation=None, reports=(),
+        about: str = "", first_row: str | None = None) -> dict:
     """Runs a job until it ends or is stopped, and returns the content of summary.json.
 
     Args:
@@ -38,10 +38,12 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
       publish: (weights, version) -> hands weights to the engine; None = no engine needs them.
       sync_every: steps between weight syncs; 0 = only before evaluations.
       evaluation: sync -> the function that Session calls as `evaluate`; not called without held-out sets.
+      reports: objects whose summary() returns further entries of summary.json; a list may grow during the run.
       about: further lines of the introduction. first_row: line about the data; default the first prompt.
 
     Raises:
-      ConfigError: a checkpoint or option does not fit. RunStopped: the run had to stop; what was saved can be resumed.
+      ConfigError: a checkpoint or option does not fit. RunStopped: the run had to stop, or a callback failed; what was
+        saved can be resumed.
     """
     s.restore(policy, parts)
     s.introduce(f"{describe(job)}{about and chr(10) + about}", derived_numbers(job.config))
@@ -59,10 +61,15 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
         line = step()
         if line is None:
             break
-        if sync_every and s.step % sync_every == 0:
+        if sync is not None and sync_every and s.step % sync_every == 0:
             with s.phase("publish"):
                 sync()
         if line:
             metrics = line.metrics | (job.engine.metrics() if sync_every else {})
             s.after_step(metrics, evaluate, policy.export, steps=line.steps, records=line.records)
-    return s.finish(evaluate, policy.export)
+    out = s.finish(evaluate, policy.export)
+    entries = {name: entry for report in reports for name, entry in report.summary().items()}
+    s.telemetry.summary(entries)
+    s.callbacks.due("on_end", out | entries)
+    s.callbacks.call()
+    return out | entries

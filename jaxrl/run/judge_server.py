@@ -106,7 +106,7 @@ class JudgeServers:
                 time.sleep(0.25)
 
     def _watch(self) -> None:
-        left = dict.fromkeys(self.servers, self._options.restarts)
+        left: dict[str, int] = {name: self._options.restarts for name in self.servers}
         up = set()
         while not self._closing.wait(LOOK_SECONDS):
             for name, server in self.servers.items():

@@ -37,13 +37,15 @@ from jaxrl.checkpoint.resume import config_changes
 from jaxrl.checkpoint.uploads import Uploads
 from jaxrl.config.load import get, redacted
 from jaxrl.config.run_length import end, ends
+from jaxrl.data.stream import Stream
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.deadline import time_limit
 from jaxrl.processes.faults import Faults, GracefulStop
 from jaxrl.processes.group import PeerLost, peers
 from jaxrl.report import report_of
+from jaxrl.run.callbacks import Callbacks
 from jaxrl.run.closing import Closers, closing_line
-from jaxrl.run.python_api import PythonInputs, run_callbacks
+from jaxrl.run.python_api import PythonInputs
 from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
@@ -70,21 +72,21 @@ class Session:
       spec: resolved Spec. inputs: Python objects of the caller (jaxrl.run.python_api), or None.
     """
 
+    stream: Stream  # of training rows, from `set_stream` on; None where the run only evaluates
+
     def __init__(self, spec, inputs: PythonInputs | None = None):
         self.spec, self.inputs, self.run_dir = spec, inputs or PythonInputs(), Path(spec.run.dir)
-        self.progress = Progress()
-        self.started = time.monotonic()
-        self.phase = Phases()
-        self.compilations = Compilations()
+        self.progress, self.started = Progress(), time.monotonic()
+        self.phase, self.compilations = Phases(), Compilations()
         self.stop = GracefulStop(starting=True)
         self.peers = peers()
         self.faults = Faults(spec.faults.plan, self.peers.index)
-        self.telemetry = None
+        self._telemetry: Telemetry | None = None
+        self.callbacks = Callbacks(self)
         self.ended_by = ""  # why a callback ended the run
         self.eval_before = self.last_eval = None
-        self.parts, self.stream, self.comparison, self.profiler, self.idle = (), None, None, None, None
-        self.divergence = None
-        self.best: Best | None = None
+        self.parts, self.comparison, self.profiler, self.idle = (), None, None, None
+        self.divergence, self.best = Divergence(spec, spec.recipe.samples), Best(spec)
         self._last_step = ends(spec).get("train.steps")
         self._stop_agreed = self._error_agreed = False
         self._whole = False  # the parts are those of self.step
@@ -94,6 +96,11 @@ class Session:
     @property
     def step(self) -> int:
         return self.progress.step
+
+    @property
+    def telemetry(self) -> Telemetry:
+        assert self._telemetry is not None  # `open_telemetry` comes first
+        return self._telemetry
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +126,7 @@ class Session:
         # Metrics and rewards of the steps before a checkpoint must be on disk before it commits.
         before = lambda: self.telemetry.flush()  # noqa: E731
         self.checkpointer = self.close_at_end(Checkpointer(c.run.dir, c, self.faults, before, self.uploads))
-        self.stop.newest = lambda: f"checkpoints: {self.checkpointer.newest()}; rerun the same command to resume"
+        self.stop.newest = lambda: f"{self.checkpointer.newest()}; rerun the same command to continue"
         self.resumed = self.checkpointer.choose(c.run.resume)
         if self.resumed is None or c.run.mode != "train":
             return
@@ -171,8 +178,10 @@ class Session:
         if restored is not None:
             self.resume_at(restored.host)
         for part in parts:
-            known = restored is not None and part.name in held
-            part.start(*(restored.arrays[part.name], held[part.name]) if known else (None, None))
+            if restored is not None and held is not None and part.name in held:
+                part.start(restored.arrays[part.name], held[part.name])
+            else:
+                part.start(None, None)
         self._restored = restored
         self.due = triggers(self.spec, restored.host["triggers"] if restored else {})
         self._new = [p.name for p in parts if restored and p.name not in held and p.host() is not None]
@@ -181,15 +190,13 @@ class Session:
         """Sets progress, evaluations and the best score from a checkpoint's host values."""
         self.progress = Progress(host["step"], host["cursor"], host["samples"])
         self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]
-        self._take_best(Best(self.spec, host.get("best")))
-
-    def _take_best(self, best: Best) -> None:
-        self.best, self.checkpointer.best = best, best.step if self.spec.checkpoint.keep_best else None
-        self.ended_by = best.over
+        self.best = Best(self.spec, host.get("best"))
+        self.checkpointer.best = self.best.step if self.spec.checkpoint.keep_best else None
+        self.ended_by = self.best.over
 
     def open_telemetry(self, read_only: bool = False, step: int | None = None) -> None:
         """Opens the sinks of metrics. step: completed steps of the run that is resumed. read_only: writes none."""
-        self.telemetry = self.close_at_end(Telemetry(
+        self._telemetry = self.close_at_end(Telemetry(
             self.run_dir, self.spec, self.total_steps, resume_step=step, read_only=read_only,
             silent=not self.peers.first, console=self.console))
 
@@ -206,9 +213,6 @@ class Session:
         if self.peers.first:
             write_config(self.run_dir, c.asked, numbers)
             self.idle = IdleMechanisms(c.chosen())
-        self.divergence = Divergence(c, c.recipe.samples)
-        if self.best is None:
-            self._take_best(Best(c))
         self.say(f"{lines}\n"
                  f"learns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), {c.optimizer.schedule}\n"
                  f"ends      after {self.total_steps} steps: {self.ending}")
@@ -351,7 +355,7 @@ class Session:
                 if self.best.wanted:
                     self.best.check(metrics)
                 self.eval_before = self.last_summary if first else self.eval_before
-                self.ended_by = run_callbacks(self, self.telemetry.step(self.step, metrics, self.phase.take()))
+                self.callbacks.after_line(self.telemetry.step(self.step, metrics, self.phase.take()))
 
     def after_step(self, metrics: dict, evaluate, export, steps: int = 1, records=()) -> None:
         """Evaluates, logs, saves, exports and calls callbacks as they are due after a step.
@@ -377,8 +381,8 @@ class Session:
             self.save()
         if due("export"):
             self._export(export, self.run_dir / f"export_{self.step:08d}")
-        if self.inputs.callbacks or self.peers.count > 1:  # other processes may have callbacks
-            self.ended_by = run_callbacks(self, metrics, records) or self.ended_by
+        self.callbacks.due("on_step", metrics)
+        self.callbacks.after_line(metrics, records)
 
     def _log_step(self, metrics: dict, steps: int) -> dict:
         together, compiled = self.phase.take(), self.compilations.take()
@@ -406,6 +410,7 @@ class Session:
             self.due["eval"].missed = False
             self.last_summary, self.last_eval = summary, {"step": self.step, **summary}
             self.telemetry.samples(self.step, rows)
+            self.callbacks.due("on_evaluation", metrics, rows)
         return metrics
 
     def _better(self, evaluated: dict) -> bool:
@@ -433,14 +438,14 @@ class Session:
             **self.progress._asdict(), "eval_before": self.eval_before, "last_eval": self.last_eval,
             "config": redacted(self.spec.asked), "read": self.fingerprints,
             "triggers": {name: due.state() for name, due in self.due.items()},
-            "best": self.best and self.best.state(),
+            "best": self.best.state(),
             "parts": {part.name: host for part in self.parts if (host := part.host()) is not None},
         }
         arrays = {part.name: part.arrays() for part in self.parts if part.name in host["parts"]}
         return self.policy.arrays() | arrays, host
 
     def save_and_wait(self) -> None:
-        """Saves this step and returns once the checkpoint is complete on disk. Raises SavesFail if that fails."""
+        """Saves this step and returns once the checkpoint is complete on disk. Raises SavesFailed if that fails."""
         self.checkpointer.wait()  # a save of this step may be under way, and may fail
         self.save()
         self.checkpointer.require(self.step)
@@ -450,6 +455,7 @@ class Session:
         late = f"export to {folder} not written within checkpoint.timeout_seconds={limit:g}"
         with self.phase("export"), time_limit(limit, late):
             export(folder)
+        self.callbacks.due("on_save", str(folder))
         if self.uploads is not None and self.uploads.wants("exports", last=folder.name == "export"):
             self.uploads.add(folder, folder.name, self.step)
 
@@ -458,7 +464,7 @@ class Session:
     def finish(self, evaluate, export) -> dict:
         """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop only saves.
 
-        Raises SavesFail if the last checkpoint cannot be written.
+        Raises SavesFailed if the last checkpoint cannot be written.
         """
         c = self.spec
         stopped = self.stopping() and not self.ended()
@@ -492,7 +498,7 @@ class Session:
         self.telemetry.flush()  # what is not on disk is no finished run
         self.telemetry.summary(out)
         if c.checkpoint.upload.to:
-            out["uploads"] = self.decide("uploads", self._finish_uploads, stopped)
+            out["uploads"] = self.decide("uploads", self._finish_uploads, self.uploads, stopped)
             self.telemetry.summary(out)
         self.report()
         if stopped:
@@ -523,17 +529,17 @@ class Session:
         if self.spec.log.report and self.peers.first:
             report_of(self.run_dir)
 
-    def _finish_uploads(self, stopped: bool) -> dict:
+    def _finish_uploads(self, uploads: Uploads, stopped: bool) -> dict:
         """Waits for uploads and returns their results; after a stop at most run.stop_seconds, without the last
         checkpoint."""
         c = self.spec
-        if not stopped and self.uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
+        if not stopped and uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
             path = self.checkpointer.path_of(self.step)
             if c.checkpoint.upload.checkpoints != "all":  # else it is sent, or was
-                self.uploads.add(path, f"checkpoints/{path.name}", self.step)
-        if waiting := int(self.uploads.metrics()["upload/waiting"]):
+                uploads.add(path, f"checkpoints/{path.name}", self.step)
+        if waiting := int(uploads.metrics()["upload/waiting"]):
             self.say(f"uploads   {waiting} not done yet")
-        out = self.uploads.end(c.run.stop_seconds if stopped else c.checkpoint.upload.wait_seconds)
+        out = uploads.end(c.run.stop_seconds if stopped else c.checkpoint.upload.wait_seconds)
         self.checkpointer.prune()
         return out
 
@@ -548,9 +554,9 @@ class Session:
         }
         if self.ended_by:
             out["ended_by"] = self.ended_by
-        if self.best is not None and self.best.step is not None:
-            out["best"] = {name: value for name, value in self.best.state().items() if name != "since"}
-        if self.divergence is not None and self.divergence.found:
+        if self.best.step is not None:
+            out["best"] = {"metric": self.best.metric, "step": self.best.step, "value": self.best.value}
+        if self.divergence.found:
             out["diverged"] = self.divergence.found
         if self.comparison is not None and self.comparison.predicted:
             out |= {"planned": self.comparison.predicted, "measured": self.comparison.measured()}
@@ -563,7 +569,7 @@ class Session:
     def __exit__(self, kind, error, trace):
         seconds = CLOSING_SECONDS if isinstance(error, SaveTimeout) else 0
         with time_limit(seconds, f"stopped: {error}"):  # the remaining writes may hang, too
-            if error is not None and self.telemetry is not None and self.spec.run.mode == "train":
+            if error is not None and self._telemetry is not None and self.spec.run.mode == "train":
                 self._save_after_error(error)
             self._closers.close(error)
 

@@ -420,7 +420,7 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
         if spec.recipe.samples and not engine_row(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_row(spec).title} does not serve such sequences")
         log.warning("%s", beyond)
-    theirs = [meshes.get(role, mesh) for role in ("policy", "reference", "critic", "teacher")]
+    theirs: list[Any] = [meshes.get(role, mesh) for role in ("policy", "reference", "critic", "teacher")]
     shards, ranks = math.lcm(*map(sharding.data_shards, theirs)), math.lcm(*(m.shape["cp"] for m in theirs))
     windows = [layer.window for layer in model.config.layers]
 
@@ -567,7 +567,7 @@ def algorithm_lines(spec) -> list[str]:
 
 def derived_numbers(spec) -> dict[str, float]:
     """Returns numbers that follow from the config (sequences, updates, lengths), printed at start."""
-    out = {"sequences per step": sequences(spec)}
+    out: dict[str, float] = {"sequences per step": sequences(spec)}
     if spec.recipe.samples:
         out["optimizer steps per step"] = math.prod(spec.updates)
         out["sequences per optimizer step"] = out["sequences per step"] // spec.updates[1]

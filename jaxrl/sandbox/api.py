@@ -8,6 +8,8 @@ import math
 import os
 import subprocess
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from jaxrl.sandbox import bwrap, remote, rlimits
 from jaxrl.sandbox.probe import check
@@ -22,15 +24,16 @@ _state = {"settings": Settings(), "limits": Limits(), "probed": None}
 _lock = threading.Lock()
 
 
-def configure(options: dict) -> None:
+def configure(options: Mapping[str, Any]) -> None:
     """Sets the config's `sandbox` options for this process. Workers call it first."""
-    options = dict(options)
-    limits = Limits(**{name: options.pop(name) for name in _LIMITS if name in options})
-    settings = Settings(**options | {"paths": tuple(options.get("paths", ()))})
+    given: dict[str, Any] = {**options, "paths": tuple(options.get("paths", ()))}
+    limits = Limits(**{name: given.pop(name) for name in _LIMITS if name in given})
+    settings = Settings(**given)
     _state.update(settings=settings, limits=limits, probed=None)
 
 
-def run(argv: list[str], stdin: str | bytes = "", files: dict[str, str | bytes] | None = None, **limits) -> RunResult:
+def run(argv: list[str], stdin: str | bytes = "", files: Mapping[str, str | bytes] | None = None,
+        **limits) -> RunResult:
     """Runs a program until it ends or hits a limit. Blocks; any thread may call it.
 
     Args:

@@ -127,7 +127,9 @@ def _spare(rows: list[tuple[int, int, int]]) -> range | None:
 
 def _fresh_user() -> int:
     """Returns an unused user id, so that its process limit counts this program alone."""
-    return secrets.choice(_spare_users())
+    users = _spare_users()
+    assert users is not None  # the backend is used only where there are some
+    return secrets.choice(users)
 
 
 def _user_command(user: int, way: str) -> list[str]:

@@ -16,6 +16,7 @@ import math
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 from jaxrl.sandbox import api
 from jaxrl.sandbox.codec import Opaque, decode, encode
@@ -33,8 +34,8 @@ class Case:
     functions.
     """
 
-    given: object
-    wanted: object
+    given: Any
+    wanted: Any
     name: str = ""
 
 
@@ -308,7 +309,7 @@ def parse(tests, entry_point: str = "") -> Tests:
     if not isinstance(tests, list):
         raise ValueError(f"the row's tests are of type {type(tests).__name__}; see docs/guides/rewards.md")
     if all(isinstance(one, str) for one in tests):
-        return _python("\n".join(tests), entry_point)
+        return _python("\n".join(map(str, tests)), entry_point)
     if not all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in tests):
         raise ValueError("the row's tests are neither asserts nor input-output tables; see docs/guides/rewards.md")
     return _not_empty(Tests([_case(one["input"], one["output"], one.get("fn_name") or "") for one in tests], []))

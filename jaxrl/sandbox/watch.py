@@ -25,6 +25,7 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
       kill: kills the program and its child processes.
       own: number of its processes that are not the program's.
     """
+    assert process.stdin and process.stdout and process.stderr  # all are pipes
     streams = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     out, err = streams.values()
     limit, unsent = "", memoryview(stdin)

@@ -14,7 +14,7 @@ import itertools
 import math
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # Training: parameters and optimizer state split over fsdp, cp, ep and tp.
@@ -36,7 +36,7 @@ TRAIN_RULES = {
 ROLLOUT_RULES = {**TRAIN_RULES, "embed": None, "expert_embed": None}
 
 
-def spec_for(name: str, axes: tuple, shape: tuple, mesh: Mesh, rules: dict = TRAIN_RULES) -> P:
+def spec_for(name: str, axes: tuple, shape: tuple, mesh: Mesh | AbstractMesh, rules: dict = TRAIN_RULES) -> P:
     """Returns the PartitionSpec of one parameter with logical `axes` and `shape`.
 
     Raises ValueError naming the parameter for an axis missing from the table, or two dimensions on one mesh axis.

@@ -20,7 +20,7 @@ from jaxrl.telemetry.sinks import find_sink
 from jaxrl.telemetry.telemetry import Telemetry, make_console, open_console
 from jaxrl.telemetry.timing import Every, Phases, per_step
 
-__doc__ += "\n" + metrics_table()
+__doc__ = f"{__doc__}\n{metrics_table()}"
 __all__ = ["COLUMNS", "METRICS", "NAMES", "Every", "Health", "Phases", "Telemetry", "describe", "dumps", "find_sink",
            "make_console", "merge_json", "metrics_table", "open_console", "per_step", "read_json", "require_free",
            "setup_logging", "write_atomic", "write_config"]

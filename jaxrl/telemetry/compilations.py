@@ -33,11 +33,11 @@ class Compilations:
     single operations. A program compiled in the background that was needed before it was ready counts as both.
     """
 
-    _seen = None  # None: jax does not report to us yet
+    _seen, _listens = Count(), False
 
     def __init__(self):
-        if Compilations._seen is None:
-            Compilations._seen = Count()
+        if not Compilations._listens:
+            Compilations._listens = True
             jax.monitoring.register_event_duration_secs_listener(_heard)
         self._start = self._taken = Compilations._seen
 
@@ -98,8 +98,8 @@ def give_back() -> None:
         trim(0)
 
 
-def _heard(event: str, seconds: float, **details) -> None:
-    if event == EVENT and seconds > LONG:
+def _heard(event: str, duration_secs: float, **details: Any) -> None:
+    if event == EVENT and duration_secs > LONG:
         give_back()
     seen = Compilations._seen
     if event == EVENT and threading.current_thread().name.startswith(BESIDE):

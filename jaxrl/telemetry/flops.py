@@ -96,7 +96,7 @@ class Speed:
         self.operations = Operations(job.model, trainable)
         self._devices = {phase: job.mesh_of("sampler" if phase == "rollout" else "policy").size for phase in PHASES}
         name = name_of(job.mesh.devices.flat[0])
-        chip = CHIPS.get(name)  # a CPU's figure in the table is that of one machine, so no share is taken of it
+        chip = CHIPS.get(name or "")  # a CPU's figure in the table is that of one machine, so no share is taken of it
         self._peak = chip.flops if chip is not None and chip.kind != "cpu" else 0.0
 
     def rates(self, metrics: dict, phases: dict[str, float]) -> dict[str, float]:

@@ -217,7 +217,7 @@ def finite(config, run_dir) -> str:
     """
     groups = dict(config.items())
     read = lambda group, name: getattr(groups.get(group), name, None)  # noqa: E731
-    recipe, own = RECIPES.get(read("run", "recipe")), read("algorithm", "policy_loss") or ""
+    recipe, own = RECIPES.get(read("run", "recipe") or ""), read("algorithm", "policy_loss") or ""
     samples = recipe is None or recipe.samples
     out = [f"look for 0 x inf, log(0) and 0 / 0 in algorithm.policy_loss={own}"] * (samples and ":" in own)
     out += [f"lower optimizer.lr (now {read('optimizer', 'lr')})"]

@@ -42,6 +42,7 @@ class JsonLines:
 
     def __init__(self, path: Path, last_step: int):
         self.path = path
+        self._row: dict[str, Any]
         newest, self._row = self._drop_after(last_step)
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115  (held until close)
         self._lock = threading.Lock()  # a checkpoint flushes in its own thread
@@ -73,7 +74,7 @@ class JsonLines:
             if step < self._row["step"]:
                 raise ValueError(f"metrics of step {step} after those of step {self._row['step']}")
             again = step == self._row["step"]
-            row = (self._row if again else {"step": step}) | {
+            row: dict[str, Any] = (self._row if again else {"step": step}) | {
                 name: value for name, value in scalars.items() if not name.startswith(CLOCKED)}
             clock = dict(row.pop("time", {}))
             for name, value in scalars.items():
@@ -117,7 +118,8 @@ def hide_module(name: str):
     if name in sys.modules:
         yield
         return
-    sys.modules[name] = None
+    modules: dict[str, Any] = sys.modules
+    modules[name] = None  # then an import of it fails
     try:
         yield
     finally:
@@ -152,7 +154,8 @@ class TensorBoard:
     def _alive(self):
         """The writer. Raises OSError where its thread has died, as on a full disk: what is put into its queue then is
         read by nobody, and tensorboardX (2.6) and multiprocessing would wait for that at the process's end."""
-        events = self._writer.file_writer.event_writer
+        writer: Any = self._writer.file_writer
+        events = writer.event_writer
         if not events._closed and not events._worker.is_alive():
             events._closed = True
             events._event_queue.cancel_join_thread()

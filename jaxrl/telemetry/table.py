@@ -145,7 +145,8 @@ class TableConsole(SilentConsole):
     def sample(self, step: int, name: str, record: dict) -> None:
         body = Text.assemble((shortened(str(record.get("prompt", ""))).strip(), "dim"), "\n",
                              shortened(completion_text(record)).strip())
-        border = {True: "green", False: "red"}.get(record.get("accurate"), "bright_black")
+        accurate = record.get("accurate")
+        border = "bright_black" if accurate is None else "green" if accurate else "red"
         self._rich.print(Panel(body, title=Text(f"{name}, step {step}{sample_verdict(record)}"), title_align="left",
                                border_style=border))
 

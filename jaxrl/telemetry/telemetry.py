@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxrl.config.load import redacted
 from jaxrl.telemetry.console import (
@@ -69,7 +71,7 @@ class Telemetry:
         self.console.progress.total = total_steps
         self._health = Health(config, self.run_dir)
         self._failed: set[str] = set()
-        self._sinks: dict[str, object] = {}
+        self._sinks: dict[str, Any] = {}
         self._lock = self._lines = None
         self._closed, self._newest_rollouts = False, -1
         if not read_only:
@@ -122,14 +124,14 @@ class Telemetry:
         if values.get("rollout/tokens") and (seconds := working(phases or {})) > 0:
             values["time/tokens_per_second"] = values["rollout/tokens"] / seconds
         values["time/wall"] = time.time()
-        try:
-            if self._lines is not None:
+        if self._lines is not None:
+            try:
                 self._lines.write(step, values)
-        except OSError as e:
-            if "metrics.jsonl" not in self._failed:
-                self._failed.add("metrics.jsonl")
-                log.error("step %d: %s is not written: %s. Lines are kept and tried again at each step; no checkpoint "
-                          "counts before they are on disk", step, self._lines.path, e.strerror)
+            except OSError as e:
+                if "metrics.jsonl" not in self._failed:
+                    self._failed.add("metrics.jsonl")
+                    log.error("step %d: %s is not written: %s. Lines are kept and tried again at each step; no "
+                              "checkpoint counts before they are on disk", step, self._lines.path, e.strerror)
         for name, sink in self._sinks.items():
             self._later(name, lambda sink=sink: sink.write(step, values))
         self._try("console", lambda: self.console.step(step, values))
@@ -311,7 +313,7 @@ def make_console(mode: str, total_steps: int, title: str, stream=None) -> Silent
     stream = stream or sys.stdout
     if mode == "auto":
         mode = "table" if stream.isatty() and os.environ.get("TERM") != "dumb" and encodes(stream, SPARKS) else "plain"
-    if not encodes(stream, SPARKS) and hasattr(stream, "reconfigure"):
+    if not encodes(stream, SPARKS) and isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
     if mode == "table":
         from jaxrl.telemetry.table import TableConsole  # rich takes a while to import

@@ -93,13 +93,13 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
     Raises ConfigError for row lengths that cannot be cut, are more than two, or are shorter than `longest`.
     """
     unit = row_unit(ranks)
-    lengths = tuple(sorted(row_lengths)) or (-(-longest // unit) * unit,)
+    lengths: tuple[int, ...] = tuple(sorted(row_lengths)) or (-(-longest // unit) * unit,)
     if any(length % (8 * ranks) for length in lengths) and ranks > 1:
         raise ConfigError(f"train.row_lengths={lengths}: mesh.cp={ranks} cuts rows into equal parts of whole tiles; "
                           f"choose multiples of {8 * ranks}, best of {unit}")
     if len(lengths) > 2:
         raise ConfigError(f"train.row_lengths={lengths}: at most 2 lengths (each is compiled)")
-    if lengths[-1] < longest:
+    if max(lengths) < longest:
         raise ConfigError(
             f"train.row_lengths={lengths}: the longest sequence may have {longest} tokens; raise the last"
             " length or lower train.max_sequence_tokens"
@@ -133,7 +133,8 @@ def make_layout(
     Raises ConfigError for more minibatches than groups and, with keep_groups, for a group larger than a microbatch;
     ValueError for a sequence longer than the longest row.
     """
-    sizes = Sizes(*map(np.asarray, sizes[:3]), np.asarray(sizes.prefixes) if share_prompts else None)
+    prompts, completions, groups = map(np.asarray, sizes[:3])
+    sizes = Sizes(prompts, completions, groups, np.asarray(sizes.prefixes) if share_prompts else None)
     real, whole = sizes, sizes.prompts + sizes.completions
     if len(whole) and whole.max() > shapes.lengths[-1]:
         raise ValueError(f"sequence {whole.argmax()} has {whole.max()} tokens, rows have {shapes.lengths[-1]}")
@@ -340,12 +341,11 @@ def _fewer_rows(rows, length, sizes):
             if free[best] < cost[best]:
                 return rows
             free[best] -= cost[best]
-            if home[best] is None:
+            if (at := home[best]) is None:
                 filled[best].append(Block((i,), int(cost[best])))
             else:
-                block = filled[best][home[best]]
-                together = Block(tuple(sorted((*block.sequences, i))), block.tokens + int(cost[best]))
-                filled[best][home[best]] = together
+                block = filled[best][at]
+                filled[best][at] = Block(tuple(sorted((*block.sequences, i))), block.tokens + int(cost[best]))
         if not moving:
             return rows
         rows = [tuple(row) for row in filled]

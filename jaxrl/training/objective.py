@@ -120,7 +120,7 @@ class Objective:
     entropy_target, may_stop = 0.0, False  # target of an adaptive entropy bonus; whether updates may be skipped
     routers = True  # whether the loss and metrics include the terms of training.router
 
-    def loss(self, outputs: Outputs, batch, entropy_coef=None):
+    def loss(self, outputs: Outputs, batch, entropy_coef=None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Computes (weighted sum of token losses, metrics) of one microbatch.
 
         entropy_coef: [] adaptive coefficient of the entropy bonus; None = the fixed one.

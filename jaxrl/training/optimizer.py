@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,30 +96,31 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
             shown = ", ".join(list(logical_axes)[:3])
             raise ConfigError(f"optimizer.groups: pattern {pattern!r} matches no parameter; names look like {shown}")
 
+    def decays(params: Any):
+        return {name: _decays(name, logical_axes[name]) for name in params}
+
     def chain(multiplier=1.0, decay=config.weight_decay):
         if config.name not in _NAMED:
             return _imported(config.name)(learning_rate=lambda i: multiplier * schedule(i))
         parts = [_NAMED[config.name](config)]
         if config.name in _DECOUPLED_DECAY and decay:
-            parts.append(
-                optax.add_decayed_weights(decay, mask=lambda params: {k: _decays(k, logical_axes[k]) for k in params})
-            )
+            parts.append(optax.add_decayed_weights(decay, mask=decays))
         return optax.chain(*parts, optax.scale_by_learning_rate(lambda i: multiplier * schedule(i)))
 
     if not groups:
-        return _by_layer(chain(), config.layer_decay, layers), schedule
-    transforms = {"default": chain()}
+        return _by_layer(chain(), config.layer_decay, layers or {}), schedule
+    transforms: dict[Hashable, Any] = {"default": chain()}
     for pattern, group in groups:
         transforms[pattern] = chain(group.get("lr", 1.0), group.get("weight_decay", config.weight_decay))
 
-    def label(name):
-        return next((p for p, _ in groups if re.search(p, name)), "default")
+    def labels(params: Any):
+        return {name: next((p for p, _ in groups if re.search(p, name)), "default") for name in params}
 
-    grouped = optax.partition(transforms, lambda params: {k: label(k) for k in params})
-    return _by_layer(grouped, config.layer_decay, layers), schedule
+    grouped = optax.partition(transforms, labels)
+    return _by_layer(grouped, config.layer_decay, layers or {}), schedule
 
 
-def _by_layer(optimizer, decay: float, layers: dict[str, tuple] | None):
+def _by_layer(optimizer, decay: float, layers: dict[str, tuple]):
     """Returns the optimizer with its steps multiplied by decay^(L - l). The structure of its state is unchanged, so a
     run can resume with another decay."""
     if decay == 1:
@@ -132,9 +135,10 @@ def _by_layer(optimizer, decay: float, layers: dict[str, tuple] | None):
             numbers = jax.lax.dynamic_slice(numbers, (at,), lead)
         return numbers.reshape(*lead, *(1,) * (step.ndim - len(lead)))
 
-    def update(grads, state, params=None, *, at=None, **more):
-        """at: first row of the stacked layers in `grads`, which are some consecutive rows; None = all rows."""
-        steps, state = optax.with_extra_args_support(optimizer).update(grads, state, params, **more)
+    def update(updates, state, params=None, *, at=None, **more) -> Any:
+        """at: first row of the stacked layers in `updates`, which are some consecutive rows; None = all rows."""
+        steps: Any  # a flat dict, as `updates`
+        steps, state = optax.with_extra_args_support(optimizer).update(updates, state, params, **more)
         return {name: step * factor(name, step, at) for name, step in steps.items()}, state
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)

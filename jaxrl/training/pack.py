@@ -8,6 +8,7 @@ Legend: R rows, L row length, S = L scored slots per row, T tokens of the ragged
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxrl.algorithms.aggregation import aggregation_weights
 from jaxrl.training import ranks
@@ -20,7 +21,7 @@ def pack(
     micro: Microbatch,
     columns: dict[str, np.ndarray],
     weights: dict[str, np.ndarray],
-    dtype=np.float32,
+    dtype: DTypeLike = np.float32,
 ) -> PackedBatch:
     """Packs the sequences of one microbatch into its rows.
 
@@ -39,7 +40,7 @@ def pack(
     """
     (row, at, token, *held), (scored_row, slot, scored_token, *scored) = _places(traj, micro)
 
-    def filled(rows, places, values, kind=np.int32, blank=0):
+    def filled(rows, places, values, kind: DTypeLike = np.int32, blank=0):
         out = np.full((len(micro.rows), micro.row_length, *values.shape[1:]), blank, kind)
         out[rows, places] = values
         return out
@@ -129,7 +130,7 @@ def _places(traj: Trajectories, micro: Microbatch):
 
 
 def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together=0, dropped=None, keep=None,
-                 positive=None):
+                 positive=None) -> dict[str, np.ndarray]:
     """Computes token weights [T] of one optimizer step for each loss term; 0 on all other tokens.
 
     Denominators count trajectories; in an adapter set each adapter has its own denominators.
@@ -150,7 +151,7 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together
         return _weights(traj, sequences, aggregation, **options)
     number = traj.columns["adapter"][traj.offsets[:-1]][sequences]
     each = [_weights(traj, sequences[number == k], aggregation, **options) for k in np.unique(number)]
-    return {name: sum(weights[name] for weights in each) for name in each[0]}
+    return {name: np.sum([weights[name] for weights in each], axis=0) for name in each[0]}
 
 
 def _weights(traj, sequences, aggregation, *, max_tokens, together, dropped, keep, positive):

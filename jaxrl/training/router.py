@@ -20,11 +20,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from jaxrl.models import decoder
 from jaxrl.models.feed_forward import LOAD, REPLAYED
-from jaxrl.models.parameters import CORRECTION
+from jaxrl.models.parameters import CORRECTION, flattened
 from jaxrl.models.placement import at_sources
 
 
@@ -72,7 +72,7 @@ def has_correction(model) -> bool:
 
 def _add_arrays(model, params, name, values_nx):
     """Returns the parameter tree with one more array in every layer that has experts."""
-    return unflatten_dict(flatten_dict(params, sep="/") | _arrays_by_path(model, name, values_nx), sep="/")
+    return unflatten_dict(flattened(params) | _arrays_by_path(model, name, values_nx), sep="/")
 
 
 def _arrays_by_path(model, name, values_nx) -> dict:

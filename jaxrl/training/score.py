@@ -9,6 +9,8 @@ Legend: R rows, L row length, S scored slots per row, D hidden size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,8 @@ def forward_hidden(model, params, batch):
 
 
 @jax.named_scope("head")
-def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS, ids_RxSxK=None, top=0):
+def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS, ids_RxSxK=None,
+                top=0) -> tuple[jax.Array, ...]:
     """Computes (log-prob [R, S], entropy [R, S]) in nats of a PackedBatch's targets; 0 where not valid.
 
     Args:
@@ -126,7 +129,7 @@ def make_reader(model, *, temperature: float, chunk: int, put, top: int = 0, hid
     return _over_layout(program, put)
 
 
-def _over_layout(program, put):
+def _over_layout(program, put) -> Callable[..., Any]:
     program = jax.jit(program)
 
     def score(params, traj, layout, columns=None):

@@ -136,5 +136,5 @@ def init_in_parts(optimizer, trainable, abstract):
 
 def _name(path, names) -> str:
     """Returns the parameter that a leaf of optimizer state belongs to, the last key of its path; "" = none."""
-    name = getattr(path[-1], "key", None) if path else None
+    name = getattr(path[-1], "key", "") if path else ""
     return name if name in names else ""

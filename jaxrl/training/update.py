@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,7 @@ def make_accumulate(scaled):
         if len(batches) == 1:
             return add(grads, metrics, batches[0])
         every = jax.tree.map(lambda *x: jnp.stack(x), *batches)
-        next_sums = lambda i, sums: add(*sums, jax.tree.map(lambda x: x[i], every))  # noqa: E731
+        next_sums = lambda i, sums: add(sums[0], sums[1], jax.tree.map(lambda x: x[i], every))  # noqa: E731
         return jax.lax.fori_loop(0, count, next_sums, (grads, metrics))
 
     return accumulate
@@ -270,7 +271,7 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
 
     def gradients(state, microbatches):
         empty, accumulate, _ = compiled(state)
-        carry = None
+        carry: Any = None
         for batches, count in _group_microbatches(microbatches, microbatches_per_call(state)):
             carry = empty(state.trainable, state.frozen, batches[0]) if carry is None else carry
             count = jax.device_put(count) if len(batches) > 1 else None  # one microbatch always counts

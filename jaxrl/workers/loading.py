@@ -42,6 +42,8 @@ def _load_file(path: str):
         if folder not in sys.path:
             sys.path.append(folder)  # so that the file finds its neighbours
         spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is no Python file")
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)

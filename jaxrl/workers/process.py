@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import fcntl
 import json
@@ -105,17 +106,30 @@ class PrintedOutput:
         return "\nlast output of the workers:\n  " + "\n  ".join(lines) if lines else ""
 
 
-class Channel:
-    """JSON lines to and from a worker.
+class Channel(abc.ABC):
+    """JSON lines to and from a worker."""
 
-    Subclasses have `descriptors` (to the worker, from it), both non-blocking; `gone()`, whether it has ended; and
-    `how()` it did.
-    """
-
+    descriptors: tuple[int, int]  # to the worker, from it; both are non-blocking
     lost = False  # it ended with its host, not because of its code
 
     def __init__(self):
         self._buffer = b""
+
+    @abc.abstractmethod
+    def gone(self) -> bool:
+        """Returns whether the worker has ended."""
+
+    @abc.abstractmethod
+    def how(self) -> str:
+        """Returns how the worker ended, as text."""
+
+    @abc.abstractmethod
+    def signal_kill(self) -> None:
+        """Starts killing the worker and its child processes; any thread may call it."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """Kills the worker and waits for its end. Only for the thread that created it."""
 
     def send(self, message: str, deadline: float) -> None:
         """Sends one line of JSON. Raises ReplyTimeout or WorkerDied."""
@@ -194,16 +208,16 @@ class WorkerProcess(Channel):
             [python or sys.executable, "-c", boot, place, str(round(memory_gb * 2**30)), module, *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed.file, env=env, start_new_session=True,
             bufsize=0, pass_fds=inherit)
-        self.descriptors = self._process.stdin.fileno(), self._process.stdout.fileno()
+        assert self._process.stdin and self._process.stdout  # both are pipes
+        self._streams = self._process.stdin, self._process.stdout
+        self.descriptors = self._streams[0].fileno(), self._streams[1].fileno()
         for fd in self.descriptors:
             os.set_blocking(fd, False)
 
     def gone(self) -> bool:
-        """Returns whether the process has ended."""
         return self._process.poll() is not None
 
     def how(self) -> str:
-        """Returns how the worker ended, as text."""
         try:
             code = self._process.wait(10.0)
         except subprocess.TimeoutExpired:
@@ -218,7 +232,6 @@ class WorkerProcess(Channel):
         return f"it was killed by {signal.Signals(-code).name}"
 
     def signal_kill(self) -> None:
-        """Starts killing the worker and its child processes; any thread may call it."""
         with contextlib.suppress(OSError):
             if sys.platform == "linux":
                 self._process.send_signal(END)
@@ -226,7 +239,6 @@ class WorkerProcess(Channel):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kills the worker and waits for its end. Only for the thread that created it."""
         self.signal_kill()
         try:
             self._process.wait(2 * END_SECONDS)
@@ -234,5 +246,5 @@ class WorkerProcess(Channel):
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        for stream in self._streams:
+            stream.close()

@@ -12,6 +12,7 @@ import selectors
 import socket
 import tempfile
 import threading
+from typing import Any
 
 from jaxrl.errors import ConfigError
 from jaxrl.workers.process import Channel, PrintedOutput, WorkerProcess, environment
@@ -54,6 +55,8 @@ class RemoteProcess(Channel):
       table: class of the memory that the worker shares with its actor (worker.Seats).
       told: called with the table's `ages()`.
     """
+
+    seats: Any  # what `told` writes, for the pool that launched it
 
     def __init__(self, module: str, printed: PrintedOutput, named: dict[str, str], memory_gb: float, *, group: str,
                  who: str,
@@ -178,7 +181,7 @@ class Host:
         with self._state:
             while self._process is None and not self._why:
                 self._state.wait(POLL_SECONDS)
-            if self._why:
+            if self._why or self._process is None:
                 return
         into, _ = self._process.descriptors
         with selectors.DefaultSelector() as selector:

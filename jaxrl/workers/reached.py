@@ -136,7 +136,8 @@ def _path(module: str) -> str | None:
         return getattr(sys.modules[module], "__file__", None)
     above = module.rpartition(".")[0]
     if above and above not in sys.modules:
-        return None if _path(above) is None else _inside(above, module)
+        package = _path(above)
+        return None if package is None else _inside(package, module)
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
@@ -145,8 +146,8 @@ def _path(module: str) -> str | None:
 
 
 def _inside(package: str, module: str) -> str | None:
-    """Of a package that is not loaded, the file of one of its modules."""
-    folder = os.path.join(os.path.dirname(_path(package)), module.rpartition(".")[2])
+    """Of a package (its file) that is not loaded, the file of one of its modules."""
+    folder = os.path.join(os.path.dirname(package), module.rpartition(".")[2])
     return next((p for p in (f"{folder}.py", os.path.join(folder, "__init__.py")) if os.path.exists(p)), None)
 
 

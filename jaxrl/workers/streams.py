@@ -5,6 +5,7 @@ Standard library only.
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import signal
@@ -60,7 +61,8 @@ def private_descriptors() -> tuple[int, int]:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
 
     def in_child():
         """It neither takes this process's tasks nor keeps its stream open, and SIGTERM ends it (as multiprocessing

@@ -249,7 +249,7 @@ def slow_answers():
         results = generate(engine, asked, TIMEOUT)
         assert [r.id for r in results] == [r.id for r in asked] and {r.finish for r in results} == {"abort"}
         assert engine.router.counts["given_up"] == 4
-        return said.about("given up"), "the answer is absent from its group"
+        return said.about("its completion is absent"), "the answer is absent from its group"
 
 
 def wrong_model():

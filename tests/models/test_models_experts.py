@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import model_cases, tiny_job
@@ -23,7 +24,7 @@ from jaxrl.models.adapters import quantized
 from jaxrl.models.adapters.selection import Selection, resolved
 from jaxrl.models.config import model_config
 from jaxrl.models.feed_forward import ROUTES
-from jaxrl.models.io import hf, tensorfile
+from jaxrl.models.io import hf, scaled, tensorfile
 from jaxrl.planning import memory
 from jaxrl.run.setup import read_model_inputs
 
@@ -172,6 +173,23 @@ def save(tensors, folder, config):
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != hf.SOURCE}))
+
+
+def test_places_in_few_bits_and_in_turns_are_read(tmp_path):
+    """A matrix in fp8, experts in mxfp4, and gpt-oss's columns in turns, from folders without torch."""
+    codes, scale = np.array([[1, 2, -4, 8]], np.float32), np.array([[2, 3]], np.float32)
+    fours = {"e_blocks": np.full((2, 3, 1, 16), 0x21, np.uint8), "e_scales": np.full((2, 3, 1), 128, np.uint8)}
+    eights = {"w": codes.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": scale}
+    for name, tensors in (("fours", fours), ("eights", eights)):
+        save(tensors, tmp_path / name, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 2]}})
+    eight, four = (scaled.plain(tensorfile.list_folder(tmp_path / name), tmp_path / name) for name in ("eights", "fours"))
+    np.testing.assert_array_equal(eight["w"].read(), codes * np.repeat(scale, 2, axis=1))
+    np.testing.assert_array_equal(four["e"].read(), np.tile(np.array([1, 2], np.float32), 16)[:, None].repeat(3, 1)[None].repeat(2, 0))
+    config = {**SIZES, **EXPERTS["gpt_oss"][1], "model_type": "gpt_oss"}
+    model = build(config, compute_dtype=jnp.float32, scan_layers=True)
+    params = init(model, jnp.float32)
+    hf.export(model, params, tmp_path / "turns", config)
+    jax.tree.map(np.testing.assert_array_equal, hf.load_params(model, str(tmp_path / "turns")), params)
 
 
 @pytest.mark.slow

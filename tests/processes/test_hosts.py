@@ -503,7 +503,7 @@ from jaxrl.config.load import default_config
 from jaxrl.processes import group
 me, dies, count, port = map(int, sys.argv[1:])
 if me == dies:  # killed after its greeting, while jax would join it
-    joining = group.meet_first(group.Place("explicit", f"127.0.0.1:{port}", count, me), 600.0)
+    joining = group.greet_all(group.Place("explicit", f"127.0.0.1:{port}", count, me), 600.0)
     os.kill(os.getpid(), 9)
 config = default_config()
 config.launch.update({"hosts": "explicit", "coordinator": f"127.0.0.1:{port}", "processes": count, "process": me,

@@ -1,7 +1,4 @@
-"""Wrong inputs through the command line: exit status 2, what is wrong by name, no device asked for, nothing left behind.
-
-evidence/bad_input.py runs many more of them, each in a process of its own.
-"""
+"""Wrong inputs through the command line: exit status 2, what is wrong by name, no device asked for, nothing left behind."""
 
 import fcntl
 import json

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import tiny_job
@@ -16,7 +15,7 @@ import jaxrl
 from jaxrl.config.load import config_of
 from jaxrl.errors import ConfigError
 from jaxrl.rewards import RewardPool
-from jaxrl.run.python_api import PythonInputs, Step, apply_python_inputs, call_each, run_callbacks
+from jaxrl.run.python_api import apply_python_inputs
 
 ROWS = [{"question": f"What is {a} plus {b}?", "answer": str(a + b), "level": a} for a in range(4) for b in range(6)]
 
@@ -72,17 +71,6 @@ def test_rows_tokenizer_rewards_and_callbacks_are_objects_and_the_run_goes_on(tm
     assert again["steps"] == 3 and [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").open()][-1] == 3
 
 
-@pytest.mark.slow
-def test_a_failing_callback_ends_the_run_with_the_step_saved(tmp_path):
-    def careless(step):
-        return step.metrics["loss/of_mine"]
-
-    failed = r"'careless' failed after step 1: KeyError: 'loss/of_mine' \(line \d+ of .*resume from the latest checkpoint"
-    with pytest.raises(jaxrl.RunStopped, match=failed):
-        jaxrl.train(job(tmp_path), data=ROWS, rewards=reward, tokenizer=tokenizer(), callbacks=careless)
-    assert (tmp_path / "run" / "checkpoints" / "00000001").is_dir()
-
-
 def test_what_is_given_takes_the_place_of_the_config():
     c = config_of({"optimizer": {"lr": 1e-5}, "train.steps": 7, "user": {"cap": 2}, "algorithm": {"kl": {"coef": 0.1}}})
     assert (c.optimizer.lr, c.train.steps, c.user.cap, c.algorithm.kl.coef) == (1e-5, 7, 2, 0.1)
@@ -105,39 +93,12 @@ def test_what_cannot_be_meant_is_refused(config, given, complaint):
         jaxrl.train(config, **given)
 
 
-def test_the_first_reason_to_stop_is_kept_and_all_callbacks_are_called():
-    calls = []
-
-    def stops(step):
-        step.stop("first")
-        step.stop("second")
-
-    step = Step(1, 2, {}, [], "")
-    assert call_each([stops, calls.append], step) and step.stopped == "first" and calls == [step]
-
-
 def test_a_script_that_its_own_reward_workers_import_is_told_so(tmp_path):
     (tmp_path / "script.py").write_text("import jaxrl\n\n\ndef score(prompt, completion, **columns):\n    return 1.0\n\n\njaxrl.train('grpo')\n")
     c = job(tmp_path, reward__functions=(f"{tmp_path}/script.py:score",))
     with pytest.raises(ConfigError, match="a file that reward workers import: put the call under if __name__"), \
             RewardPool(c) as pool:
         pool.wait()
-
-
-def test_only_the_first_process_calls_and_all_take_its_word():
-    called, meetings = [], []
-
-    def process(first):
-        return SimpleNamespace(
-            step=2, total_steps=9, run_dir="runs/x", peers=SimpleNamespace(first=first),
-            inputs=PythonInputs(callbacks=(lambda step: (called.append(step.samples), step.stop("enough")),)),
-            together=lambda what, work: meetings.append(what) or work(),
-            decide=lambda what, choose: meetings.append(what) or (choose() if first else "enough"))
-
-    for first in (True, False):
-        run = process(first)
-        assert run_callbacks(run, {}, [{"prompt": "x"}]) == "enough"
-    assert called == [[{"prompt": "x"}]] and meetings == ["callbacks", "end?"] * 2
 
 
 def test_the_package_shows_what_there_is():

@@ -148,8 +148,8 @@ def example(prompt):
 
 @pytest.mark.slow
 def test_another_tokenizer_reads_text(tmp_path):
-    """With another vocabulary the prompt and the completion are rendered anew: by its chat template, or as text with its end token where
-    the completion came to its end."""
+    """With another vocabulary the prompt and the completion are rendered anew: by its chat template, or as text with the token that
+    ends its turns where the completion came to its end."""
     traj, _ = batch_of_groups(groups=2, size=2)
     traj.finish[:] = (0, 1, 0, 0)
     prompts, texts = ["1+1", "1+1", "two", "two"], ["is 2", "is", "", "is 3?"]
@@ -164,7 +164,7 @@ def test_another_tokenizer_reads_text(tmp_path):
             if render == "chat":
                 said.append(f"<system>s<end><user>{prompt}<end><assistant>It {text}<end>")
             elif template:
-                said.append(f"<system>s<end><user>{prompt}<end><assistant>It {text}" + "<eos>" * int(finish == 0))
+                said.append(f"<system>s<end><user>{prompt}<end><assistant>It {text}" + "<end>" * int(finish == 0))
             else:
                 said.append(f"<bos>s\n\n{prompt}It {text}" + "<eos>" * int(finish == 0))
         own = [score(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in said]
@@ -174,7 +174,7 @@ def test_another_tokenizer_reads_text(tmp_path):
     c = decided(tiny_job.get_config()).asked
     put(c, "reward.model.path", path)
     put(c, "env.function", "guess")
-    with pytest.raises(ConfigError, match="only the tokens of an episode are as they were sampled"):
+    with pytest.raises(ConfigError, match="episodes can only be scored by their sampled tokens"):
         read_reward_model(c, load_tokenizer(c))
     with pytest.raises(ConfigError, match="reward.model.render=chat: its tokenizer has no chat template; set text"):
         read_reward_model(put_all(tiny_job.get_config(), {"reward.model.path": policys_path(tmp_path), "reward.model.render": "chat"}),

@@ -28,6 +28,7 @@ from jaxrl import models
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine
+from jaxrl.rollout.sampling import ALL, PLAIN, work_of
 from jaxrl.rollout.shapes import from_config
 from jaxrl.telemetry.compilations import Compilations
 
@@ -82,6 +83,19 @@ def test_samples_are_bitwise_the_same_under_permutation_refill_and_other_neighbo
 
 
 @pytest.mark.slow
+def test_programs_hold_what_the_options_ask_for_and_a_request_may_ask_for_more(fixed):
+    """A run without penalties and cut-offs does not compile them; requests of one's own may still use them."""
+    asked, least = mixed_requests(24), engine(compaction=False)
+    plain = [r for r in asked if work_of(r.sampling, 0) == PLAIN]
+    assert (least.shapes.work, len(plain) > 4) == (PLAIN, True)
+    want = {r.id: r for r in generate(fixed, asked, TIMEOUT)}
+    for some, work in ((plain, PLAIN), (asked, ALL), (plain, ALL)):
+        for r in generate(least, some, TIMEOUT):
+            assert_same(r, want[r.id])
+        assert least.shapes.work == work
+    least.close()
+
+
 def test_the_draw_repeated_in_float64_gives_the_same_tokens_beyond_a_margin(fixed):
     asked = requests(40, seed=22, top_p=0.9)
     close = total = 0

@@ -1,5 +1,7 @@
 """The pure sampling functions against oracles: supports, penalties, draws, independence of neighbours."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from scipy import stats
 
 from jaxrl.rollout import SamplingParams
 from jaxrl.rollout.sampling import (
+    BANS,
+    PLAIN,
     Controls,
     fold_lanes,
     from_ordered_bits,
@@ -200,6 +204,9 @@ def test_a_slot_never_feels_what_its_neighbours_ask_for(vocab):
     among = jitted(logits, *where, controls(512, **mixed))
     for a, b in zip(alone, among, strict=True):
         np.testing.assert_array_equal(np.asarray(a)[::2], np.asarray(b)[::2])
+    least = jax.jit(functools.partial(sample, work=PLAIN))(logits, *where, controls(512, **plain))
+    for a, b in zip(alone, least, strict=True):
+        np.testing.assert_array_equal(a, b)
     turned = jitted(logits[::-1], where[0], where[1], where[2][::-1],
                     Controls(*(c[::-1] for c in controls(512, **mixed))))
     for a, b in zip(turned, among, strict=True):
@@ -211,7 +218,7 @@ def test_a_slot_that_may_not_end_never_feels_what_its_neighbours_ask_for(support
     """Bitwise: slots with nothing but barred end tokens alone, then among slots with cut-offs and penalties. The end
     token has nearly all of the mass, or all that a float32 can hold."""
     rng, slot = np.random.default_rng(6), np.arange(512)
-    odd, draw = slot % 2 == 1, jax.jit(sample, static_argnums=5)
+    odd, draw = slot % 2 == 1, jax.jit(sample, static_argnums=(5, 6))
     logits = (rng.normal(size=(512, 256)) * 3).astype(np.float32)
     logits[:, 4] = np.where(slot % 4 == 0, 30, 300)
     ends = np.stack([np.full(512, 4), np.where(slot % 8 < 4, 7, -1), np.full(512, -1)], axis=1)
@@ -221,6 +228,8 @@ def test_a_slot_that_may_not_end_never_feels_what_its_neighbours_ask_for(support
     alone, among = (draw(logits, *where, controls(512, **own), support) for own in (plain, mixed))
     for a, b in zip(alone, among, strict=True):
         np.testing.assert_array_equal(np.asarray(a)[::2], np.asarray(b)[::2])
+    for a, b in zip(alone, draw(logits, *where, controls(512, **plain), support, BANS), strict=True):
+        np.testing.assert_array_equal(a, b)
     tokens, logprobs, kept, ids = map(np.asarray, alone)
     assert not (tokens[:, None] == ends).any() and not (ids[:, :, None] == ends[:, None]).any()
     logp = log_softmax(logits.astype(np.float64) / np.where(plain["temperature"] == 0, 1, 0.8)[:, None])

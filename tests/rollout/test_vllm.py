@@ -136,7 +136,7 @@ def test_deadlines_are_the_configs(tmp_path):
     """A server that is not there is waited for setup_seconds, a weight update that hangs for sync_seconds."""
     said, _ = CASES["a port that refuses"]()
     assert "rollout.vllm.setup_seconds=3" in said
-    with pytest.raises(EngineLost, match="no answer within 1e-05 s"):
+    with pytest.raises(EngineLost, match="no reply within 1e-05 s"):
         with on_url(sync_seconds=1e-5) as engine:  # it is met, or given weights, in vain
             generate(engine, requests(1), TIMEOUT)
 

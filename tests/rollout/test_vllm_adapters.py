@@ -102,7 +102,7 @@ def test_the_base_goes_once_and_adapters_follow():
 
         adapter_folders.AdapterFolders.write = other
         try:
-            with pytest.raises(WeightMismatch, match="does not hold the adapter of version 8: its .* holds other files"):
+            with pytest.raises(WeightMismatch, match="does not have the adapter of version 8: its .* holds other files"):
                 engine.publish(values(2), 8)
         finally:
             adapter_folders.AdapterFolders.write = real
@@ -115,12 +115,12 @@ def test_a_stale_adapter_is_seen_by_the_probe():
         assert largest_gap(engine, values(1, True), 0, adapted(True)) < 1e-3
         real = engine.publisher.adapter_folders.load
 
-        def skipped(control, version):
+        def skipped(control, written, version):
             engine.router.model = engine.publisher.adapter_folders.loaded[control.url]
             control.update_version(version)
 
         engine.publisher.adapter_folders.load = skipped
-        with pytest.raises(WeightMismatch, match="answers with other weights than version 5"):
+        with pytest.raises(WeightMismatch, match="samples from other weights than version 5"):
             engine.publish(values(2, True), 5)
         engine.publisher.adapter_folders.load = real
         engine.publish(values(2, True), 6)

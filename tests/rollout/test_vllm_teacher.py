@@ -70,9 +70,9 @@ def test_servers_and_a_local_teacher_agree(served, options):
     traj = demonstrations(rows, range(9), False)
     here = setup.open_job(config(folder, **options))
     layout = training.make_layout(traj.sizes, here.row_shapes, share_prompts=False)
-    local = teachers.open_teacher(here).ask(traj, layout, None)
+    local = teachers.open_teacher(here).targets(traj, layout, None)
     far = teachers.ServerTeacher(SimpleNamespace(config=config(folder, url, **options), model=here.model))
-    said = far.ask(traj, layout, None)
+    said = far.targets(traj, layout, None)
     assert set(said) == set(local)
     for name, column in local.items():
         mine, theirs = (x[name][traj.loss_mask] for x in (local, said))

@@ -284,7 +284,7 @@ def test_one_compilation_serves_every_microbatch_and_step(caplog):
         for _ in range(2):
             state, _ = update(state, [jax.device_put(training.pack(traj, m, columns, weights), split) for m in micros])
     compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
-    for name in ("_empty", "accumulate", "apply"):
+    for name in ("_zero_sums", "accumulate", "apply"):
         assert sum(f"jit({name})" in text for text in compiled) == 1, compiled
 
 

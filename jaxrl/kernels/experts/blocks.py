@@ -35,7 +35,7 @@ def forward(call, lay, x, *weights):
             y, = _raised([product(hidden, down, 1, 0, call.matmul)], biases[2:])
             return _put(out, y, n * call.block)
 
-        return jax.lax.fori_loop(*blocks, block, out)
+        return jax.lax.fori_loop(blocks[0], blocks[1], block, out)
 
     dtype = accumulator(x.tokens.dtype)
     return _each_expert(lay, group, jnp.zeros((lay.slots.size, x.tokens.shape[1]), dtype))
@@ -72,7 +72,7 @@ def backward(call, lay, x, dy, gates_R, weights, sums):
             return _put(dx, dx_b, start), jax.lax.dynamic_update_slice(dgates, d_gates, (start,)), own
 
         own = tuple(_of(s, expert) for s in sums)
-        dx, dgates, own = jax.lax.fori_loop(*blocks, block, (dx, dgates, own))
+        dx, dgates, own = jax.lax.fori_loop(blocks[0], blocks[1], block, (dx, dgates, own))
         return dx, dgates, tuple(_put(s, o[None], expert) for s, o in zip(sums, own, strict=True))
 
     start = jnp.zeros((lay.slots.size, x.tokens.shape[1]), acc), jnp.zeros(lay.slots.shape, acc), sums

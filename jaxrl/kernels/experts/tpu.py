@@ -11,6 +11,7 @@ Legend: E experts, R rows of a chunk's blocks, I and O columns in and out.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +39,8 @@ def serving(x_TxD, weights, *, matmul=DEFAULT, activation=None, interpret=None) 
         raise NotImplementedError(f"train.matmul={matmul}; the TPU kernel multiplies numbers as they are")
     if size % UNIT or width % UNIT:
         raise NotImplementedError(f"experts of {size} x {width}; the TPU kernel takes multiples of {UNIT}")
-    for into, out, *counts in tuned.tpu_tasks(size, width):
-        if not tuned.tpu_columns(into, out, *counts, dtype.itemsize, cores()):
+    for task in tuned.tpu_tasks(size, width):
+        if not tuned.tpu_columns(*task, itemsize=dtype.itemsize, cores=cores()):
             raise NotImplementedError(f"experts of {size} x {width} in {dtype}; a step of the TPU kernel would take "
                                       f"more than {VMEM >> 20} MiB of on-chip memory")
     return _made(interpret), tuned.KERNEL_BLOCK
@@ -86,7 +87,7 @@ def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
         in_specs.append(spec((block, 1), lambda o, n, e: (n, 0)))
         operands.append(gates_R[:, None].astype(acc))
     summed = task.outputs[-1] == grouped.ROW_SUM
-    shapes = [((lay.slots.size, out), t) for t in task.outputs if t != grouped.ROW_SUM]
+    shapes: list[tuple[tuple, Any]] = [((lay.slots.size, out), t) for t in task.outputs if t != grouped.ROW_SUM]
     out_specs = [spec((block, tile), lambda o, n, e: (n, o)) for _ in shapes]
     if summed:
         shapes.append(((tiles, lay.slots.size, 1), acc))

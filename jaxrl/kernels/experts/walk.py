@@ -18,7 +18,6 @@ R rows of a chunk's blocks.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 from jaxrl.kernels.experts.exchange import Exchange
 from jaxrl.kernels.experts.layout import Layout, layout
 from jaxrl.kernels.low_precision import DEFAULT
+from jaxrl.types import custom_vjp
 
 
 class Implementation(NamedTuple):
@@ -83,7 +83,7 @@ def accumulator(dtype):
     return jnp.promote_types(dtype, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def experts(call: Call, x_TxD, ids_TxK, gates_TxK, *weights):
     """See api.experts."""
     def one(_, xs):

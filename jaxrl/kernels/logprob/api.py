@@ -5,6 +5,7 @@ Legend: R rows, S scored tokens per row, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.logprob import chunked, reference
@@ -25,7 +26,7 @@ def logprob_and_entropy(
     split=None,
     transposed=False,
     implementation="chunked",
-):
+) -> tuple[jax.Array, ...]:
     """Log-prob of the targets and entropy of their distributions, softmax(softcap(hidden @ head) / temperature).
 
     Args:

@@ -20,7 +20,6 @@ of the vocabulary in a block.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -30,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.logprob.reference import OUTSIDE, allowed, capped_logits
 from jaxrl.kernels.platform import platform
+from jaxrl.types import custom_vjp
 
 LOGITS_CPU, NARROWEST = 1 << 20, 128  # logits at once that a CPU's cache holds, in blocks no narrower than this
 KEPT_CPU = 1 << 26  # logits of a microbatch, 256 MiB, that a CPU keeps for the backward pass
@@ -246,7 +246,7 @@ class _Head(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(grad_DxV, old + more_DxW, self.start(i), axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10, 11))
+@custom_vjp(7, 8, 9, 10, 11)
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
                         chunk, split, transposed):
     """See api.logprob_and_entropy. ids_RxSxK: None, or the tokens whose log-probs come last of all results."""

@@ -15,7 +15,6 @@ Legend: R rows, S scored tokens per row, C tokens per chunk, D and E hidden size
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -26,6 +25,7 @@ from jaxrl.kernels.logprob import reference
 from jaxrl.kernels.logprob.chunked import LOGITS_CPU, Split, _first_token, _Head, _line, _over
 from jaxrl.kernels.logprob.reference import KINDS, OUTSIDE, capped_logits
 from jaxrl.kernels.platform import platform
+from jaxrl.types import custom_vjp
 
 
 class How(NamedTuple):
@@ -82,23 +82,25 @@ def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, 
 
 def _truth(hidden, head, teacher, teacher_head, valid, temperatures, how: How):
     """Full logits, automatic differentiation."""
-    both = []
-    for x, weights, i in ((hidden, head, 0), (jax.lax.stop_gradient(teacher), jax.lax.stop_gradient(teacher_head), 1)):
+    def log_probs(x, weights, i):
         logits = capped_logits(x, weights, how.softcap[i], how.transposed[i]) / temperatures[i]
-        both.append(jax.nn.log_softmax(logits[..., :how.vocab].astype(temperatures.dtype), axis=-1))
-    return jnp.where(valid, reference.divergence(*both, how.kind, how.beta), 0)
+        return jax.nn.log_softmax(logits[..., :how.vocab].astype(temperatures.dtype), axis=-1)
+
+    student = log_probs(hidden, head, 0)
+    taught = log_probs(jax.lax.stop_gradient(teacher), jax.lax.stop_gradient(teacher_head), 1)
+    return jnp.where(valid, reference.divergence(student, taught, how.kind, how.beta), 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@custom_vjp(6)
 def _chunked(hidden, head, teacher, teacher_head, valid, temperatures, how: How):
     def local(hidden, head, teacher, teacher_head, valid, temperatures):
         line = _line(valid, _tokens(how, valid, head))
 
         def one(_, xs):
-            at, *chunk = xs
+            at, h_CxD, t_CxE = xs
 
             def compute():
-                logp, logq, _ = _log_probs(head, teacher_head, *chunk, temperatures, how)
+                logp, logq, _ = _log_probs(head, teacher_head, h_CxD, t_CxE, temperatures, how)
                 return _terms(logp, logq, how)[0]
 
             return None, jax.lax.cond(at[0] < valid.size, compute, lambda: jnp.zeros(len(at), temperatures.dtype))

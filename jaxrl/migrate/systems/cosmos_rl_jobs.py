@@ -245,14 +245,14 @@ def distillation(m: Migration):
         if m.flag(d + "include_prompt"):
             m.lacks(d + "include_prompt", "the loss of sampled tokens is taken where the student sampled")
         return
-    m.set("distill.loss", {0: "forward", 1: "reverse"}.get(beta, "jsd"), d + "jsd_beta", d + "top_k")
+    m.set("distill.loss", "forward" if beta == 0 else "reverse" if beta == 1 else "jsd", d + "jsd_beta", d + "top_k")
     if m.options["distill.loss"][0] == "jsd":
         m.set("distill.beta", beta, d + "jsd_beta")
     m.set("distill.top_k", top_k, d + "top_k")
     m.set("distill.tail", False, d + "top_k")
     m.set("distill.on_prompt", m.flag(d + "include_prompt"), d + "include_prompt")
     if gamma:
-        m.lacks(d + "kl_discount_factor", "a divergence over several tokens answers for its own place", refuse=True)
+        m.lacks(d + "kl_discount_factor", "a divergence over several tokens is credited to its own place", refuse=True)
     whose = "teacher's" if m.flag(d + "trainer_token_ids_from_teacher") else "student's"
     ours = "teacher's" if beta == 0 else "student's"
     m.differs(

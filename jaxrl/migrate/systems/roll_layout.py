@@ -35,18 +35,23 @@ LENGTHS = ("prompt_length", "response_length", "sequence_length")
 def numbers(text) -> list[int]:
     """A list of device numbers as ROLL writes it: [0, 1], '[0,1]', 'list(range(0,8)) + [9]'; nothing is executed."""
 
+    def integers(nodes: list[ast.expr]) -> list[int]:
+        return [n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is int]
+
     def walk(node, depth=0):
         if depth > 20:
             raise ValueError("too many parts")
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return walk(node.left, depth + 1) + walk(node.right, depth + 1)
-        if isinstance(node, ast.List | ast.Tuple) and all(type(getattr(n, "value", None)) is int for n in node.elts):
-            return [n.value for n in node.elts]
+        if isinstance(node, ast.List | ast.Tuple):
+            values = integers(node.elts)
+            if len(values) == len(node.elts):
+                return values
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
             if node.func.id == "list" and len(node.args) == 1:
                 return walk(node.args[0], depth + 1)
-            bounds = [getattr(a, "value", None) for a in node.args]
-            if node.func.id == "range" and 1 <= len(bounds) <= 3 and all(type(b) is int for b in bounds):
+            bounds = integers(node.args)
+            if node.func.id == "range" and 1 <= len(bounds) <= 3 and len(bounds) == len(node.args):
                 found = range(*bounds)
                 if len(found) > MOST_DEVICES:
                     raise ValueError("too many devices")

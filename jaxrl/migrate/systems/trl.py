@@ -83,7 +83,7 @@ LACKS = (
     ("load_best_model_at_end", "checkpoint.keep_best=True goes by eval.metric, one of jaxrl's own evaluations (accuracy, rewards); a loss on "
      "held-out rows, its default, is none of them"),
     ("benchmarks", "run its benchmarks on the exported model; eval.sets evaluates files"),
-    ("callbacks", "a callback is Python: jaxrl.train(callbacks=...) (docs/guides/extend.md)"),
+    ("callbacks", "a callback is Python: jaxrl.train(callbacks=...) (docs/guides/callbacks.md)"),
     ("model_init_kwargs.**", "write it into model.config"),
 )
 
@@ -243,7 +243,7 @@ TABLE = Table(
         *(K(name, "unsupported", refuse=True, why=SUPERVISED) for name in (
             "packing", "max_length", "max_seq_length", "assistant_only_loss", "completion_only_loss", "desirable_weight", "lmbda",
             "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "missing_eos_penalty")),
-        *(K(name, kind, why=why, also=also, fine=(None, False, [], {}, "no") if kind == "unsupported" else ()) for kind, rows in (
+        *(K(name, kind, why=why, also=tuple(also), fine=(None, False, [], {}, "no") if kind == "unsupported" else ()) for kind, rows in (
             ("automatic", AUTOMATIC), ("inert", INERT), ("unsupported", LACKS)) for name, why, *also in rows),
     ),
 )

@@ -55,7 +55,7 @@ def _learning(m: Migration, o: str, rate: float) -> dict[str, tuple]:
     per, engine = common.updates(m), backend(m)
     mega = engine in MEGATRON
     betas = m.list(o + "betas")
-    out = {"b1": (float(betas[0]), (o + "betas",)), "b2": (float(betas[1]), (o + "betas",))}
+    out: dict[str, tuple] = {"b1": (float(betas[0]), (o + "betas",)), "b2": (float(betas[1]), (o + "betas",))}
     shape = o + ("lr_decay_style" if mega else "warmup_style" if m[o + "warmup_style"] else "lr_scheduler_type")
     shape = o + "decay_type" if engine == "torchtitan" else shape
     kind = m.text(shape) or "constant"
@@ -106,7 +106,7 @@ def _named(m: Migration, o: str, mega: bool, out: dict) -> dict[str, tuple]:
         m.lacks(key, "AdamW's moments are in fp32; optimizer.name takes an optax factory of your own")
     elif name is None:
         m.lacks(key, f"{m.text(key)!r} is none of AdamW, Adam and SGD; optimizer.name takes an optax factory")
-    found = {"name": (name or "adamw", (key,))}
+    found: dict[str, tuple] = {"name": (name or "adamw", (key,))}
     if name in ("adam", "sgd") and m.number(o + "weight_decay"):
         m.lacks(o + "weight_decay", f"{name} has no weight decay here; optimizer.name=adamw has")
     if name == "sgd":

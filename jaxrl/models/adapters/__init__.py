@@ -38,7 +38,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import parameters
@@ -232,12 +232,12 @@ def without(params):
 
 def joined(params, flat: dict):
     """Returns a parameter tree with the leaves `flat`, by flat name, added or replaced."""
-    return unflatten_dict({**flatten_dict(params, sep="/"), **flat}, sep="/")
+    return unflatten_dict({**parameters.flattened(params), **flat}, sep="/")
 
 
 def base_in_few_bits(model, params):
     """Quantises parameters of `model.base` as the adapter stores them; returns a tree without `lora` nodes."""
-    flat = flatten_dict(params, sep="/")
+    flat = parameters.flattened(params)
     for entry in in_few_bits(model.adapter, model.base.entries):
         name = "/".join(entry.path)
         node = quantized.quantized(flat.pop(name), model.adapter.quantized, entry.inputs, entry.stacked)
@@ -252,7 +252,7 @@ def merged(model, params):
     in fp32 or better and cast back to W's dtype (fp32 or better if W is stored as codes). Kernels missing in `params`
     are skipped. Pure and jittable; `params` is not changed.
     """
-    flat = flatten_dict(params, sep="/")
+    flat = parameters.flattened(params)
     out = {name: value for name, value in flat.items() if not is_adapter(name)}
     for entry in in_few_bits(model.adapter, model.base.entries):
         name = "/".join(entry.path)
@@ -420,7 +420,7 @@ def digest(params) -> np.ndarray:
     The hashes are sums of integers over all elements, so mesh and layout do not change them, and computed where the
     arrays lie: nothing is gathered.
     """
-    flat = flatten_dict(params, sep="/")
+    flat = parameters.flattened(params)
     near = {name: x for name, x in flat.items() if not memory.rests(x)}
     sums = {name: to_host(x).tolist() for name, x in _hashes(near).items()}
     for name in flat.keys() - near.keys():  # one at a time on the devices

@@ -128,7 +128,7 @@ def _start(name, w_IxO, rank, scale, key):
     if name == "pissa":
         v, s, u = jnp.linalg.svd(w_IxO, full_matrices=False)
     else:
-        v, s, u = _subspace_iteration(key, w_IxO, rank, int(NITER.fullmatch(name)[1]))
+        v, s, u = _subspace_iteration(key, w_IxO, rank, int(name.rpartition("_")[2]))  # pissa_niter_<n>
     root = jnp.sqrt(s[:rank] / scale)
     return v[:, :rank] * root[None], root[:, None] * u[:rank]
 

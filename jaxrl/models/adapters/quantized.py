@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxrl.models import parameters
 from jaxrl.models.placement import gathered
+from jaxrl.types import custom_vjp
 
 KINDS = ("int8", "nf4")
 BLOCK = 64
@@ -89,7 +90,10 @@ def _nf4(kernel, inputs):
     w = kernel.astype(jnp.float32).reshape(-1, BLOCK, *outputs)
     scale = jnp.max(jnp.abs(w), axis=1)
     w = _over(w, scale[:, None])
-    codes = sum((w > x).astype(jnp.uint8) for x in _BETWEEN).reshape(-1, BLOCK // 2, 2, *outputs)
+    codes = jnp.zeros_like(w, jnp.uint8)
+    for x in _BETWEEN:
+        codes += (w > x).astype(jnp.uint8)
+    codes = codes.reshape(-1, BLOCK // 2, 2, *outputs)
     return {"codes": codes[:, :, 0] << 4 | codes[:, :, 1], "scale": scale}
 
 
@@ -126,7 +130,7 @@ def cast(params, dtype):
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(2, 3)
 def product(x, node, axes, inputs: int):
     """Contracts the last `inputs` axes of x with the first of the kernel that `node` {codes, scale} stands for, in x's
     dtype. axes: logical axes of the kernel. Only x has a gradient; the kernel is computed again for it."""

@@ -215,7 +215,7 @@ def _check_entries(chosen: Selection, modules: list[str], outer: list[str]) -> N
         raise ConfigError(f"lora.layers={chosen.layers_to_transform} with the pattern lora.targets="
                           f"{chosen.target_modules!r}: PEFT has no such adapter; write the layers into the pattern, or "
                           "name the modules in a list")
-    layers = sorted({_layer(key) for key in modules} - {None})
+    layers = sorted({layer for layer in map(_layer, modules) if layer is not None})
     for layer in chosen.layers_to_transform:
         if layer not in layers:
             raise ConfigError(f"lora.layers: there is no layer {layer}; they are {layers[0]} to {layers[-1]}")

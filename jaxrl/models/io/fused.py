@@ -23,7 +23,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Turn(tensorfile.Stored):
     first: int
     step: int
 
-    def read(self, index=...) -> np.ndarray:
+    def read(self, index: Any = ...) -> np.ndarray:
         return self.of.read((self.expert, ..., slice(self.first, None, self.step))).T[index]
 
 
@@ -83,7 +83,8 @@ def tensors(model) -> list[Fused]:
     for entry in model.entries:
         for name in entry.hf_names:
             if entry.row.stacked or entry.row.path == ROUTER:
-                by_layer.setdefault((re.match(r"model\.layers\.\d+", name)[0], entry.row.path), []).append(name)
+                layer = ".".join(name.split(".")[:3])  # model.layers.<i>
+                by_layer.setdefault((layer, entry.row.path), []).append(name)
     out = []
     for layer in dict.fromkeys(layer for layer, _ in by_layer):
         for name, kinds in _KINDS.items():
@@ -123,7 +124,8 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
         for i, (expert, j) in enumerate(np.ndindex(len(parts), len(parts[0]))):
             part = parts[expert][j]
             if turns:
-                out[part] = Turn(part, found.file, found.dtype, size, found.start, found, expert, j, len(parts[0]))
+                out[part] = Turn(part, found.file, found.dtype, size, found.start, found.stop, found, expert, j,
+                                 len(parts[0]))
             else:
                 out[part] = dataclasses.replace(found, name=part, shape=size, start=found.start + i * each)
     return out

@@ -81,7 +81,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
             stored, others = nested.split(stored, _kind(config, overrides))
             source |= {"folder": str(folder.absolute())} if others else {}
             counts = collections.Counter(t.dtype for t in scaled.of_values(stored) if t.dtype in tensorfile.DTYPES)
-            source["dtype"] = max(counts, key=counts.get) if counts else "F32"
+            source["dtype"] = max(counts, key=counts.__getitem__) if counts else "F32"
             source["other_dtypes"] = {t.name: t.dtype for t in stored.values()
                                       if t.dtype != source["dtype"] and t.dtype in tensorfile.DTYPES}
             source["head"] = HEAD in stored

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +40,7 @@ class Scaled(tensorfile.Stored):
     scale: tensorfile.Stored
     block: tuple[int, int]
 
-    def read(self, index=...) -> np.ndarray:
+    def read(self, index: Any = ...) -> np.ndarray:
         codes = np.memmap(self.file, ml_dtypes.float8_e4m3fn, "r", self.start, self.shape).astype(np.float32)
         scale = np.asarray(self.scale.read(), np.float32)
         for axis, (size, each) in enumerate(zip(self.shape, self.block, strict=True)):
@@ -53,7 +54,7 @@ class Fours(tensorfile.Stored):
 
     scale: tensorfile.Stored
 
-    def read(self, index=...) -> np.ndarray:
+    def read(self, index: Any = ...) -> np.ndarray:
         """The whole, or that of (expert, ..., columns), of which nothing else is computed."""
         experts, inputs, outputs = self.shape
         shape = experts, outputs, inputs // EACH
@@ -83,7 +84,7 @@ def plain(stored: dict[str, tensorfile.Stored], folder: Path) -> dict[str, tenso
         wanted = tuple(-(-size // each) for size, each in zip(codes.shape, block, strict=True))
         if scale.shape != wanted:
             raise ConfigError(f"{folder}: {name} has shape {scale.shape}; blocks of {block} need {wanted}")
-        out[codes.name] = Scaled(codes.name, codes.file, "F32", codes.shape, codes.start, scale, block)
+        out[codes.name] = Scaled(codes.name, codes.file, "F32", codes.shape, codes.start, codes.stop, scale, block)
     return out
 
 
@@ -98,7 +99,8 @@ def _of_fours(stored, folder: Path) -> dict[str, tensorfile.Stored]:
                               f"{name}{SCALES}, U8 [E, N, G], and nothing else; here are {found}; fetch the checkpoint "
                               "again")
         experts, outputs, groups, _ = codes.shape
-        out[name] = Fours(name, codes.file, "F32", (experts, groups * EACH, outputs), codes.start, scale)
+        shape = experts, groups * EACH, outputs
+        out[name] = Fours(name, codes.file, "F32", shape, codes.start, codes.stop, scale)
     return out
 
 

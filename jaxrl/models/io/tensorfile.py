@@ -10,8 +10,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -41,7 +42,7 @@ class Stored:
     start: int  # bytes in the file, first and behind the last
     stop: int
 
-    def read(self, index=...) -> np.ndarray:
+    def read(self, index: Any = ...) -> np.ndarray:
         """A read-only view of the mapped file, at an index. ConfigError for a dtype that is not a plain float."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"{self.file}: tensor {self.name} has dtype {self.dtype}; only unquantized checkpoints "
@@ -91,7 +92,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 def _stored(name: str, file: Path, row, data: int) -> Stored:
     """One entry of a header; `data`: where the file's data begins. Raises ValueError naming the tensor."""
-    def whole(values) -> bool:
+    def whole(values) -> TypeGuard[list[int]]:
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
     if not isinstance(row, dict):
@@ -180,7 +181,7 @@ class Planned:
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    get: object
+    get: Callable[[], np.ndarray]
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +215,8 @@ def write_folder(folder: Path | None, tensors: list[Planned], shard_bytes: float
 
 
 def _write_file(file: Path, tensors: list[Planned]) -> None:
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for tensor in tensors:
         header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape),
                                "data_offsets": [end, end + tensor.nbytes]}

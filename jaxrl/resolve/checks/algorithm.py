@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxrl.algorithms import POLICY_LOSSES, TOKEN_MASKS
 from jaxrl.algorithms.presets import IMPLIED
@@ -80,7 +81,7 @@ def _advantage(cfg, v) -> list[str]:
 MOST_SUPPORT = 128
 
 
-def import_path(name, path, kind=Callable):
+def import_path(name, path, kind: Any = Callable):
     try:
         found = imported(path)
     except Exception as e:  # it is the user's code: anything may go wrong in it

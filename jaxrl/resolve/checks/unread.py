@@ -47,7 +47,7 @@ class Term(NamedTuple):
             return "lower" if self.relation == "<" else "raise", self.name
         if not self.relation:
             return "leave out" if self.negated else "set", self.name
-        values, choices = self.values, options()[self.name].choices
+        values, choices = self.values, options()[self.name].choices or ()
         if self.relation == "!=":
             values = tuple(str(c) for c in choices if str(c) not in (*values, "auto"))
         return "set", f"{self.name}={_listed(values)}"

@@ -42,8 +42,8 @@ class Refused(RuntimeError):
 
 def version_tuple(text: str) -> tuple[int, int]:
     """Returns the first two numbers of a version text."""
-    numbers = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")[:2]]
-    return tuple(numbers + [0] * (2 - len(numbers)))
+    first, second, *_ = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")] + [0, 0]
+    return first, second
 
 
 def check_version(text: str, where: str) -> str:
@@ -257,7 +257,7 @@ class Control:
 
     def __init__(self, url: str, key: str, deadline: float):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.url = url
+        self.url, self.deadline = url, deadline
         # Connections are not kept: a server closes idle ones after seconds, and a call that meets that moment fails.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=deadline, trust_env=False, limits=limits)
@@ -266,11 +266,11 @@ class Control:
         self._http.close()
 
     def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
-        options = {} if deadline is None else {"timeout": deadline}
+        limit = self.deadline if deadline is None else deadline
         try:
-            answer = self._http.request(method, path, json=body, params=query, **options)
+            answer = self._http.request(method, path, json=body, params=query, timeout=limit)
         except httpx.TimeoutException:
-            raise ServerError(f"{self.url}{path}: no reply within {deadline or self._http.timeout.read:g} s") from None
+            raise ServerError(f"{self.url}{path}: no reply within {limit:g} s") from None
         except httpx.HTTPError as e:
             raise ServerError(f"{self.url}{path}: {type(e).__name__}: {e}") from None
         if answer.status_code >= 400:
@@ -286,7 +286,7 @@ class Control:
 
     def is_open(self) -> bool:
         """Returns whether it serves more than /health without a key."""
-        stranger = Control(self.url, "", self._http.timeout.read)
+        stranger = Control(self.url, "", self.deadline)
         try:
             stranger.version()
         except Refused:

@@ -92,9 +92,8 @@ class AdapterFolders:
                     shutil.rmtree(old, ignore_errors=True)
         return self.current
 
-    def load(self, control, weight_version: str) -> None:
-        """Loads the current adapter into one server in place of the previous one."""
-        version = self.current
+    def load(self, control, version: Version, weight_version: str) -> None:
+        """Loads an adapter into one server in place of the previous one."""
         control.load_adapter(version.name, str(version.path))
         if (old := self.loaded.get(control.url, version.name)) != version.name:
             control.unload_adapter(old)
@@ -103,14 +102,17 @@ class AdapterFolders:
 
     def check(self, control) -> str:
         """Returns "" if every worker of a server reads the written files and holds an adapter, else what is wrong."""
+        version = self.current
+        if version is None:
+            return "no adapter has been written"
         try:
-            for found, held in control.adapter_digests(str(self.current.path)):
-                if found != self.current.digests:
-                    return f"its {self.current.path} holds other files"
+            for found, held in control.adapter_digests(str(version.path)):
+                if found != version.digests:
+                    return f"its {version.path} holds other files"
                 if not held:
                     return "it holds no adapter"
         except adapter.ServerError as e:
-            return f"it cannot read {self.current.path}: {e}"
+            return f"it cannot read {version.path}: {e}"
         return ""
 
     def close(self) -> None:

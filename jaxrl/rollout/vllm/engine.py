@@ -11,6 +11,7 @@ import queue
 import secrets
 import time
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
@@ -64,9 +65,10 @@ class VllmEngine(Engine):
         rank = required_rank(context.model.adapter)
         started = OwnServers(config, context.hf_config, self.dtype, folder, self.key, first, rank) if own else None
         known = [] if own else first_servers(config, self.group)
-        urls = started.urls if own else servers_of_process(known, self.group)
+        urls = servers_of_process(known, self.group) if started is None else started.urls
         # on the CPU every request draws from a stream of its own anyway; on GPUs seeds cost vLLM's fast sampler
-        seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and own and started.cpu)
+        on_cpu = started is not None and started.cpu
+        seeded = config.rollout.seeded == "true" or (config.rollout.seeded == "auto" and on_cpu)
         decode = text_decoder(context.tokenizer) if context.tokenizer is not None else None
         seconds = options.request_seconds or config.rollout.timeout_seconds / 2
         ends = tuple(int(i) for i in context.eos_ids)
@@ -75,9 +77,9 @@ class VllmEngine(Engine):
             self.router.routed = adapter.ExpertRouting.of(context.model.config)
         self.fleet = Fleet(context, self.key, self.group, started, known, self.router)
         self.publisher = Publisher(context, folder, self.fleet, self.run_id)
-        self._trace_file = self._trace_file() if config.log.trace_requests else None
+        self._trace_file = self._open_trace() if config.log.trace_requests else None
 
-    def _trace_file(self):
+    def _open_trace(self) -> TextIO:
         """The file of log.trace_requests, with a line for every request that ends."""
         path = Path(self.config.run.dir) / f"requests{'' if self.group.count == 1 else f'_{self.group.index}'}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

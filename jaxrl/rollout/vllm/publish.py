@@ -12,6 +12,7 @@ import functools
 import logging
 import secrets
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +51,14 @@ class Publisher:
         self.model, self.hf_config, self.dtype = context.model, context.hf_config, context.dtype
         self.folder, self.fleet, self.router, self.run_id = folder, fleet, fleet.router, run_id
         self.verified: set[int] = set()  # servers whose weights were verified since they were started
-        self.transport = None
+        self.transport: Any = None  # a Stream or a Checkpoint of transport.py, from `choose_transport` on
         # where adapters are published apart from the base
         self.adapter_folders: adapter_folders.AdapterFolders | None = None
         self._params, self.version = None, -1  # of a publish that is under way
         self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
         self.last_probe = float("nan")
         self._bound: float | None = None  # of the probe of a quantised engine, measured
-        self._digests: dict | None = None
+        self._digests: dict = {}  # by name, of the weights that were sent last, where they are verified
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-weights")
         self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-sender")
 
@@ -156,14 +157,16 @@ class Publisher:
 
         whole = [r for r in replicas if self._lacks_base(r)]
         if whole or not verify:
-            self._digests = {} if verify else None
+            self._digests = {}
         each(self._open)
-        if whole and (failure := self._bring(whole, functools.partial(each, among=whole), errors, report, version)):
+        to_whole = functools.partial(each, among=whole)
+        if whole and (failure := self._bring(whole, to_whole, errors, report, version, verify)):
             return {r.index: errors.get(r.index, failure) for r in replicas}
-        if self.adapter_folders is not None:
-            report["bytes"] += self.adapter_folders.write(self._params, version).size
+        if (folders := self.adapter_folders) is not None:
+            written = folders.write(self._params, version)
+            report["bytes"] += written.size
             self.router.model = version
-            each(lambda c: self.adapter_folders.load(c, version))
+            each(lambda c: folders.load(c, written, version))
         each(self._empty_cache)
         each(lambda c: _confirm(c, version))
         each(lambda c: self.fleet.memories[c.url].close())
@@ -176,7 +179,7 @@ class Publisher:
         return (self.adapter_folders is None or replica.index not in self.verified
                 or self.fleet.memories[replica.url].state != "awake")  # what sleeps keeps no weights
 
-    def _bring(self, replicas, each, errors, report, version: str) -> Exception | None:
+    def _bring(self, replicas, each, errors, report, version: str, verify: bool) -> Exception | None:
         """Whole weights to some servers, the base where adapters are apart. Returns what failed of that in which all
         take part together."""
         model = self.model.base
@@ -191,7 +194,7 @@ class Publisher:
             self.transport.meet(self._sender.submit(
                 each, lambda c: c.init_transfer(names, self.transport.announcement(), greetings[c.url])))
             each(lambda c: c.start_update())
-            self._stream(each, errors, report, self._digests is not None)
+            self._stream(each, errors, report, verify)
         except adapter.ServerError as e:
             self.transport.reset()
             return e
@@ -207,15 +210,15 @@ class Publisher:
 
     def _stream(self, each, errors, report, verify: bool) -> None:
         """Every chunk is converted and written while the servers read the one before."""
-        most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, None, 0
+        most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, concurrent.futures.Future(), 0
+        pending.set_result(None)  # nothing is on its way yet
         for chunk in weights.chunks(self.model.base, self._params, self.dtype, most, host=self.transport.host):
             if verify:
                 self._digests.update({name: np.asarray(array) for name, array in chunk} if self._needs_pieces() else {
                     name: transport.digest(np.asarray(array)) for name, array in chunk})
             payload = self.transport.payload(chunk, verify)
             report["bytes"] += sum(array.nbytes for _, array in chunk)
-            if pending is not None:
-                pending.result()
+            pending.result()
             if errors and not self.transport.host:
                 raise adapter.ServerError("another server failed in the middle of a broadcast")
             pending = self._sender.submit(each, functools.partial(adapter.Control.update, payload=payload))

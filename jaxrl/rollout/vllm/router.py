@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import httpx
 import numpy as np
@@ -71,7 +72,7 @@ class Router:
         self.options, self.seeded, self.end_ids, self.decode = options, seeded, tuple(end_ids), decode
         self.parse_version, self.request_seconds = parse_version, request_seconds
         self.counts = collections.Counter()
-        self.trace = None  # callable(dict) for log.trace_requests
+        self.trace: Callable[[dict], None] | None = None  # for log.trace_requests
         self._waiting: collections.deque[Job] = collections.deque()
         self._jobs: dict[str, Job] = {}
         self._paused = False

@@ -103,6 +103,8 @@ def parse_scores(tokens, said: list, top: int) -> TokenScores:
     for t, entry in enumerate(said):
         if entry is None and t == 0:
             continue
+        if entry is None:
+            raise ValueError(f"no log-probs for token {t}")
         own[t] = entry[str(int(tokens[t]))]["logprob"]
         ranked = sorted(entry.items(), key=lambda item: item[1]["rank"])[:top]
         for place, (token, one) in enumerate(ranked):

@@ -204,7 +204,7 @@ class Fleet:
                 log.warning("vLLM server %s does not reply: %s; it may join later", replica.url, why)
                 self.router.set_state(replica, "dead", why)
         if all(found.values()):
-            raise EngineLost("rollout.servers: none of them answers: "
+            raise EngineLost("rollout.servers: none of them responds: "
                              + "; ".join(f"{r.url}: {why}" for r, why in found.items()))
         for replica in (r for r, why in found.items() if not why):
             try:
@@ -294,12 +294,15 @@ class Fleet:
 
     def revive(self) -> None:
         """Restarts our servers that died, and checks which restarted ones are up."""
-        for replica in self.router.replicas if self.own else ():
+        own = self.own
+        if own is None:
+            return
+        for replica in self.router.replicas:
             if replica.state == "dead":
                 self.restart(replica)
-            elif replica.state == "starting" and self.own.restarts[replica.index]:
-                why = self.own.look(replica.index, self.controls[replica.index], 1.0)
-                if why or self.own.up[replica.index]:
+            elif replica.state == "starting" and own.restarts[replica.index]:
+                why = own.look(replica.index, self.controls[replica.index], 1.0)
+                if why or own.up[replica.index]:
                     self.router.set_state(replica, "dead" if why else "unsynced", why)
 
     def restart(self, replica: Replica) -> None:

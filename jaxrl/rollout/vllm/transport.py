@@ -20,6 +20,7 @@ import tempfile
 import threading
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -228,7 +229,9 @@ class Broadcast(Stream):
             raise ConfigError(f"rollout.vllm.transport=nccl: NCCL cannot be loaded ({e}); pip install "
                               "nvidia-nccl-cu12, name the library in the environment variable JAXRL_NCCL, or choose "
                               "another transport") from None
-        self.deadline, self._servers, self._joined, self._buffer = deadline, None, False, None
+        self.deadline, self._joined = deadline, False
+        self._servers: dict[str, int] = {}  # url -> workers, of the communicator
+        self._buffer: Any = None  # on the device, of the chunk that is sent next
 
     def greet(self, servers):
         if self._joined and servers == self._servers:
@@ -274,7 +277,7 @@ class Broadcast(Stream):
 
     def reset(self):
         self._nccl.abort()
-        self._joined, self._servers = False, None
+        self._joined, self._servers = False, {}
 
     def close(self) -> None:
         self.reset()

@@ -21,6 +21,7 @@ from jaxrl.kernels.attention.packed import reference
 from jaxrl.kernels.attention.packed.blocks import NO_KEY, NO_QUERY, BlockLists, active_blocks, block_lists
 from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.platform import platform
+from jaxrl.types import custom_vjp
 
 BLOCK = 64
 WORTH_IT = 192  # queries from which `auto` prefers this to the reference
@@ -115,7 +116,7 @@ def sizes_of(blocks: int) -> tuple[int, ...]:
     return (*sizes[:-1], blocks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@custom_vjp(6)
 def _attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options):
     return _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options)[0]
 

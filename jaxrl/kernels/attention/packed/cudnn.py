@@ -42,8 +42,9 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     options = dict(window=window, softcap=softcap, scale=scale)
     other = beside(q_BxLxHxK.shape, k_BxSxGxK.shape, q_BxLxHxK.dtype)
     single, lengths_B = one_sequence(q_BxLxHxK.shape[:2], ids)
-    return jax.lax.cond(single, lambda *qkv: causal(*qkv, lengths_B, window, scale),
-                        lambda *qkv: other.attention(*qkv, ids, work=work, **options), q_BxLxHxK, k_BxSxGxK, v_BxSxGxK)
+    return jax.lax.cond(single, lambda q, k, v: causal(q, k, v, lengths_B, window, scale),
+                        lambda q, k, v: other.attention(q, k, v, ids, work=work, **options),
+                        q_BxLxHxK, k_BxSxGxK, v_BxSxGxK)
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window):

@@ -9,7 +9,6 @@ Legend: B rows, L queries per row, S keys per row, H query heads, G key-value he
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from jaxrl.kernels.attention.gpu_chip import HIDDEN, Op, check_chip, interpreted
 from jaxrl.kernels.attention.packed import tuned
 from jaxrl.kernels.attention.packed.gpu_plan import UNIT, plan
 from jaxrl.kernels.attention.packed.reference import Ids
+from jaxrl.types import custom_vjp
 
 LOG2E, UNSEEN = math.log2(math.e), -HIDDEN  # the logarithm that the kernels have where a query sees no key
 
@@ -113,7 +113,7 @@ def prepared(q, k, v, ids, window, softcap, scale, work, interpret):
     return Call(op, sizes, interpret), (jax.tree.map(lambda x: x[0], work), *full)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def _attend(call, sinks, work, q, k, v):
     return _forward(call, sinks, work, q, k, v)[0]
 

@@ -32,7 +32,7 @@ def visible(ids: Ids, window):
     mask = k_pos <= q_pos
     if window:
         mask &= q_pos - k_pos < window
-    if ids.q_segments is not None:
+    if ids.q_segments is not None and ids.k_segments is not None:
         k_seg = ids.k_segments[..., None, :]
         same = k_seg == ids.q_segments[..., :, None]
         if ids.q_prefixes is not None:

@@ -15,7 +15,6 @@ Legend: B rows, L queries and keys per device, n devices, H query heads, G key-v
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from jaxrl.kernels.attention import sinks as at_sinks
 from jaxrl.kernels.attention.packed import api, blockwise, gpu, reference, tpu
 from jaxrl.kernels.attention.packed.reference import Ids
 from jaxrl.kernels.fallback import first_that_serves
+from jaxrl.types import custom_vjp
 
 # Implementations that tell the logarithm of a part's sum (-inf: no key seen) and take that of the whole:
 #   forward_part(q, k, v, ids, work, **options) -> (out_BxLxHxK, lse_BxLxH in fp32 or better)
@@ -83,7 +83,7 @@ def attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, q_positions_BxL, k_positions_BxL,
     return first_that_serves("attention", api.order(implementation), ask, silent=api.XLA)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@custom_vjp(6)
 def _attend(q, k, v, sinks, ids, work, how):
     return _forward(q, k, v, sinks, ids, work, how)[0]
 

@@ -8,7 +8,6 @@ Legend: B rows, L queries per row, S keys per row, H query heads, G key-value he
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from jaxrl.kernels.attention.packed.tpu_kernels import Call, Walk, work_list
 from jaxrl.kernels.attention.packed.tuned import TILE
 from jaxrl.kernels.attention.tpu_parts import LOG2E, LOWEST, WORDS
 from jaxrl.kernels.platform import cores, platform
+from jaxrl.types import custom_vjp
 
 
 class Work(NamedTuple):
@@ -130,9 +130,9 @@ def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
                   jnp.stack(k_ids, axis=2))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call, sinks, work, *arrays):
-    return _attend_forward(call, sinks, work, *arrays)[0]
+@custom_vjp(0)
+def _attend(call, sinks, work, q, k, v, q_ids, k_ids):
+    return _attend_forward(call, sinks, work, q, k, v, q_ids, k_ids)[0]
 
 
 def _attend_forward(call, sinks, work, *arrays):
