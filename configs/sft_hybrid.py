@@ -2,7 +2,8 @@
 
 Command:   jaxrl train --config=configs/sft_hybrid.py
 Hardware:  any; two CPU cores.
-Expected:  not measured in full yet.
+Expected:  loss per trained token 1.87 (step 50), 0.68 (step 100), 0.26 (step 550), in 8.5 minutes on a very busy machine
+           (load 14 on 2 cores, jax 0.10.2). Late demonstrations give only the boxed answer.
 
 Variants:  tiny (learns next to nothing; for tests).
 """

@@ -12,7 +12,7 @@ NOT_TRAINED = (
     (r".*(^|[-_.\d])vl([-_.\d].*|$)", _VISION),
     (r".*(internvl|llava|minicpm-[ov]|openvla|molmo|-omni|smolvlm|idefics|paligemma|kimi-vl|glm-4\.\dv).*", _VISION),
     (r"(gemma-3-(4|12|27)b|gemma-?3n|gemma-?4|llama-3\.2-(11|90)b|llama-4|mistral-small-3\.|kimi-k2\.5).*", _VISION),
-    (r"qwen-?3(\.[5-9]|-next).*", "has layers of linear attention (gated delta rule)"),
+    (r"qwen-?3(\.[5-9]|-next).*", "has recurrent layers, which rollout.engine=jax alone samples"),
     (
         r"(.*mamba|jamba|.*nemotron-(h|3)|falcon-h|bamba|granite-4|kimi-linear|lfm2|minimax-(text|m1)).*",
         "has layers that are no attention",

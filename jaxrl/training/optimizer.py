@@ -67,7 +67,7 @@ BY_PARAMETER = (*BY_NUMBER, "adafactor")      # the update of a number reads at 
 def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], layers: dict[str, tuple] | None = None):
     """Returns (optax transformation over a flat dict of parameters, schedule).
 
-    Weight decay is decoupled (adamw, lion, adafactor) and skips vectors: biases, and parameters with at most one axis
+    Weight decay is decoupled (adamw, lion, adafactor) and skips vectors: biases, convolutions, and parameters with at most one axis
     besides "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the first match
     wins.
     `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
@@ -177,7 +177,7 @@ def adapters_optimizer(config, adapter: str):
 
 
 def _decays(name: str, axes) -> bool:
-    vector = name.endswith(("/bias", "/lora/m"))  # of all heads or experts, too; DoRA's
+    vector = name.endswith(("/bias", "/lora/m", "_taps/weight"))  # of all heads or experts, too; DoRA's; convolutions
     return len([a for a in axes if a != "layers"]) > 1 and not vector
 
 

@@ -13,6 +13,7 @@ from helpers.tiny_models import HYBRIDS, SIZES, make_tiny
 from jaxrl.errors import ConfigError
 from jaxrl.models import build
 from jaxrl.models.io import hf, tensorfile
+from jaxrl.training.optimizer import _decays as decays
 
 pytestmark = pytest.mark.torch
 LIMIT = 1e-4  # of logits up to 10 in fp32
@@ -119,6 +120,14 @@ def test_decoding_and_extending_are_the_forward_pass(folder):
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(cache), jax.tree.leaves(after), strict=True):
         axis = int(path[0].key == "layers")
         np.testing.assert_array_equal(np.take(np.asarray(old), 1, axis), np.take(np.asarray(new), 1, axis))
+
+
+def test_weight_decay_takes_matrices_only():
+    """Of a recurrent layer: neither the convolution's taps nor rates, shifts and norms."""
+    model = build({"model_type": "qwen3_5_text", **SIZES, **HYBRIDS["qwen3_5"][1]}, compute_dtype=jnp.float32, scan_layers=True)
+    names = {"/".join(e.path): e.axes for e in model.entries if "recurrent" in e.path}
+    skipped = {name.split("recurrent/")[1] for name, axes in names.items() if not decays(name, axes)}
+    assert skipped == {"rate", "shift", "norm/scale", "query_taps/weight", "key_taps/weight", "value_taps/weight"}
 
 
 def same_tensors(a, b):
