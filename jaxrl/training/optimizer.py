@@ -67,9 +67,9 @@ BY_PARAMETER = (*BY_NUMBER, "adafactor")      # the update of a number reads at 
 def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], layers: dict[str, tuple] | None = None):
     """Returns (optax transformation over a flat dict of parameters, schedule).
 
-    Weight decay is decoupled (adamw, lion, adafactor) and skips vectors: biases, convolutions, and parameters with at most
-    one axis besides "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the first
-    match wins.
+    Weight decay is decoupled (adamw, lion, adafactor) and skips vectors: biases, convolutions, and parameters with at
+    most one axis besides "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the
+    first match wins.
     `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
     and BEiT, 2106.08254, which count the head as one more layer), on top of a group's multiplier.
 
