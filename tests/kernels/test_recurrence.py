@@ -81,6 +81,7 @@ def test_every_sequence_is_its_own_and_its_prompts():
             assert not out[segments == 0].any()
 
 
+@pytest.mark.full
 def test_gradients():
     """Of the chunked form against automatic differentiation of the token-by-token one, float64, every input."""
     with jax.enable_x64(True):
@@ -135,6 +136,7 @@ def test_padding_is_not_read():
     assert all(np.isfinite(g).all() for g in grads.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("decay", [-1e-6, -50.0])
 def test_extremes(decay):
     """Equal keys that are written whole, without decay and with more than fp32 can hold the inverse of."""
@@ -169,6 +171,7 @@ def test_rows_that_do_not_fit_are_nan():
     assert np.isfinite(run(arrays, segments, np.where(segments == 4, 3, 0))).all()
 
 
+@pytest.mark.full
 def test_a_state_goes_on():
     """Rows in two pieces, the second from the first's state; tokens that do not enter it are read again; then step by
     step. float64 against the whole."""
@@ -194,6 +197,7 @@ def test_a_state_goes_on():
             np.testing.assert_allclose(out, whole[at], atol=1e-12)
 
 
+@pytest.mark.full
 def test_convolution(taps=4):
     """Each sequence with its prompt against the definition, and the gradients of x and weights, float64."""
     with jax.enable_x64(True):

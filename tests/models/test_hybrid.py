@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import model_cases
+from helpers.tiers import first_cases
 from helpers.tiny_models import HYBRIDS, SIZES, make_tiny
 
 from jaxrl.errors import ConfigError
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@first_cases(1, "name", HYBRIDS)
 def test_logits_equal_transformers(folder, name):
     """Plain, padded, packed and with shared prompts, each sequence against transformers alone."""
     want = model_cases.reference(folder(name))
@@ -41,6 +42,7 @@ def test_logits_equal_transformers(folder, name):
         np.testing.assert_allclose(got[row, columns], want(sequence)[-len(columns):], atol=LIMIT, err_msg=case)
 
 
+@pytest.mark.full
 def test_a_packed_sequence_is_the_sequence_alone(folder):
     """float64: log-probs and gradients of a row of prompts and completions are the sums of those of each alone."""
     with jax.enable_x64(True):
@@ -68,7 +70,7 @@ def test_a_packed_sequence_is_the_sequence_alone(folder):
             np.testing.assert_allclose(got, sum(parts), rtol=0, atol=1e-10 * (1 + np.abs(got).max()))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+@first_cases(1, "name", ["qwen3_5", "qwen3_next"])
 def test_export_is_the_folder_that_was_read(folder, tmp_path, name):
     """Every tensor's name, dtype and bytes, of a bf16 folder with A_log and the gated norms in F32, as published."""
     source = folder(name, dtype="bfloat16")
