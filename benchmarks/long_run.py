@@ -5,7 +5,7 @@
     python benchmarks/long_run.py --steps=20                                    # to see that it runs
 
 Steps of configs/env.py:calc from its warm start at a small learning rate, 16 episodes each: turns with a tool in environment
-workers, rewards in theirs, two steps of staleness with answers that cross publications, vLLM, a record of the newest 50
+workers, rewards in theirs, two steps of staleness with completions that cross weight syncs, vLLM, a record of the newest 50
 steps, a checkpoint every 50, an evaluation every 200, metrics, TensorBoard, the report page. Every five seconds what is held
 is read from /proc: by the trainer, by all other processes of the job (workers, the server) and by all: resident memory, threads, open
 files, seconds of processor; and the files of the run's folder. The table has tenths of the run behind its first twentieth, in which

@@ -1,11 +1,11 @@
-"""DPO on the embedded task: the warm start of configs/grpo.py learns from pairs of its own answers, no engine in between.
+"""DPO on the embedded task: the warm start of configs/grpo.py learns from pairs of its own completions, no engine in between.
 
 Command:   jaxrl train --config=configs/dpo.py
 Hardware:  any; two CPU cores.
 Expected:  docs/guides/preferences.md.
 
-The pairs are answers that the warm start (seed 0) sampled, eight to a prompt, judged by `boxed`; docs/guides/preferences.md has the commands
-that made them. Half of the right answers are guesses, which no rule tells from wrong ones.
+The pairs are completions that the warm start (seed 0) sampled, eight to a prompt, judged by `boxed`; docs/guides/preferences.md has the commands
+that made them. Half of the right completions are guesses, which no rule tells from wrong ones.
 
 Variants:  tiny (a few seconds, learns next to nothing; for tests).
 """
@@ -34,14 +34,14 @@ def get_config(arg=None):
     c.optimizer.warmup_steps = 10
 
     c.train.steps = 80
-    c.train.row_lengths = (192,)  # a prompt and both answers
+    c.train.row_lengths = (192,)  # a prompt and both completions
     c.train.tokens_per_microbatch = 1536
     c.train.row_counts = 1
 
     c.eval.sets = ("pairs=jaxrl://arith/pairs_test.jsonl", "test=jaxrl://arith/test.jsonl")
     c.eval.every_steps = 20
     c.reward.functions = ("boxed",)
-    c.rollout.engine = "jax"  # answers the held-out prompts
+    c.rollout.engine = "jax"  # completes the held-out prompts
     c.rollout.prompt_lengths = (40,)
     c.rollout.slots = 128
     c.rollout.compaction = False

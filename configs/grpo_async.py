@@ -1,4 +1,4 @@
-"""GRPO that generates while it trains: configs/grpo.py with answers up to two publications old and the decoupled loss.
+"""GRPO that generates while it trains: configs/grpo.py with completions up to two weight syncs old and the decoupled loss.
 
 Command:   jaxrl train --config=configs/grpo_async.py
 Hardware:  any; two CPU cores. Sampler and trainer take turns there, and what is saved is decoding with idle slots; see
@@ -6,7 +6,7 @@ Hardware:  any; two CPU cores. Sampler and trainer take turns there, and what is
 Expected:  92.1 % (seeds 0, 1 and 2; 126 problems) after 40 steps; 80 % after 18, 16 and 18 steps, as without
            staleness.
 
-Answers that are begun go on when new weights are published; every token keeps the version that drew it. The proximal policy is
+Completions that are begun continue under new weights; every token keeps the version that drew it. The proximal policy is
 the one at the beginning of a step: with one optimizer step per batch the current one, so that nothing has to be scored for
 it. Tokens of older weights count with the ratio of the two, and not at all above 5.
 

@@ -8,7 +8,7 @@ Expected:  the public figure to match is SkyRL's: accuracy 0.796 on the test spl
            model and data; its steps are larger: 1024 prompts x 5 samples).
 
 What was never run here: this config with the real weights or the real data. A model of this shape with random weights
-ran on an H200 (docs/measurements/speed.md: an update of 256 answers of 512 tokens 3.2 s, their rollout 3.9 s). What is tested: three
+ran on an H200 (docs/measurements/speed.md: an update of 256 completions of 512 tokens 3.2 s, their rollout 3.9 s). What is tested: three
 steps of it on a CPU with a random model of Qwen2.5's shape and a file of GSM8K's columns, changed by overrides only
 (tests/models/test_embedded_configs.py).
 

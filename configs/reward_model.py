@@ -5,8 +5,8 @@ Command:   jaxrl train --config=configs/reward_model.py
 Hardware:  any; two CPU cores.
 Expected:  76 % of held-out pairs in the right order; then 20.1 -> 88.1 % held-out accuracy (seed 0; docs/guides/reward_models.md).
 
-Each pair is a right answer, worked out, and a wrong one (a box alone, one slip on the way, or a wrong box). The second
-command starts from the same warm start and sees the score of the first one's export; whether an answer is right (`boxed`)
+Each pair is a right completion, worked out, and a wrong one (a box alone, one slip on the way, or a wrong box). The second
+command starts from the same warm start and sees the score of the first one's export; whether a completion is right (`boxed`)
 is shown beside it with weight 0.
 
 Variants:  weak (24 pairs), rl_weak (GRPO with that one), tiny (a few seconds, learns next to nothing; for tests).

@@ -32,7 +32,7 @@ BEHAVIOURS = {
     "the rollout metrics in every line of metrics.jsonl": ("telemetry/names.py", "rollout/tokens"),
     "operations and their speed in every line of metrics.jsonl": ("telemetry/flops.py", "Counted is what the mathematics needs"),
     "policy/entropy is in every line of metrics.jsonl": ("telemetry/names.py", "policy/entropy"),
-    "every evaluation writes its answers and scores": ("rl/evaluation.py", "def write_records"),
+    "every evaluation writes its completions and scores": ("rl/evaluation.py", "def write_records"),
     "every step samples from the weights of the step before": ("recipes/rl.py", "sync the new weights"),
     "tokens in, tokens out": ("rl/trajectories.py", "never re-encoded"),
     "the sampler's log-probs are always kept": ("rollout/protocol.py", "logprobs: np.ndarray"),

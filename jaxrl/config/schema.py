@@ -94,14 +94,14 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "answer_column": O("answer", "reference answer handed to rewards as `answer`, a.b: field b of column a; empty = none"),
         "answer_pattern": O("", "regex whose first group is cut out of the answer, e.g. '#### (.*)' for GSM8K"),
         "completion_column": O("completion", "target text for SFT (ignored by rl)"),
-        "chosen_column": O("chosen", "preferences: the better answer, text or messages, with the prompt before it or without"),
-        "rejected_column": O("rejected", "preferences: the worse answer, likewise"),
-        "label_column": O("label", "preferences: whether an answer in data.completion_column is good, true or false"),
-        "margin_column": O("margin", "preferences: by how much the chosen answer is better, a number; read where a row has one"),
+        "chosen_column": O("chosen", "preferences: the better completion, text or messages, with the prompt before it or without"),
+        "rejected_column": O("rejected", "preferences: the worse completion, likewise"),
+        "label_column": O("label", "preferences: whether the completion in data.completion_column is good, true or false"),
+        "margin_column": O("margin", "preferences: by how much the chosen completion is better, a number; read where a row has one"),
         "train_turns": O("last", "SFT on rows of messages, which assistant messages are trained: the last one (last), or all of them, with"
                                  " everything between masked (all)", choices=("last", "all")),
-        "assistant_mask": O("turns", "with data.train_turns=all, how answers are found. turns: each rendered behind what came before, as"
-                                     " episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template"),
+        "assistant_mask": O("turns", "with data.train_turns=all, how assistant turns are found. turns: each rendered after what came before,"
+                                     " as episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template"),
                             needs="data.train_turns=all", read_by=("sft",)),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
         "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
@@ -114,13 +114,13 @@ SCHEMA: dict[str, dict[str, Any]] = {
                              choices=("filter", "truncate_left", "error")),
         "overlong_completion": O("filter", "SFT: a row with a completion beyond rollout.max_new_tokens (or beyond train.max_sequence_tokens"
                                            " with its prompt) is left out, loses the end of it (nothing is learnt of its end then), or is"
-                                           " split: further rows go on where it ended, behind as much of it as a prompt may hold",
+                                           " split: further rows continue where it ended, after as much of it as a prompt may hold",
                                  choices=("filter", "truncate", "split"), read_by=("sft",)),
         "difficulty": O("", "column with a number that says how difficult a row is: each pass goes from low to high, equal ones shuffled;"
                             " empty = none"),
         "difficulty_window": O((), "instead of that order, only rows of a difficulty from low to high, shuffled, by step: '0:0..3', '200:2..5'"
                                    " (from step 200 on those from 2 to 5)", needs="data.difficulty"),
-        "pass_rate_min": O(0.0, "a row whose completions reached reward.pass_mark less often than this when it was last asked is left out of"
+        "pass_rate_min": O(0.0, "a row whose completions reached reward.pass_mark less often than this when it was last sampled is left out of"
                                 " later passes over the data", bound="0..1", read_by=("rl",)),
         "pass_rate_max": O(1.0, "the same for more often than this", bound="0..1", read_by=("rl",)),
         "epochs": O(0, "end after this many passes over the data; 0 = no limit", bound=">=0"),
@@ -146,11 +146,11 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "top_p": O(1.0, "keep the smallest set of tokens whose mass reaches this", bound="(0, 1]"),
         "top_k": O(-1, "keep this many tokens; -1 = all", bound="-1 or >0"),
         "min_p": O(0.0, "keep tokens with at least this share of the best token's probability", bound="0..1"),
-        "repetition_penalty": O(1.0, "divides (positive) or multiplies (negative) logits of tokens seen in prompt or answer", bound=">0"),
+        "repetition_penalty": O(1.0, "divides (positive) or multiplies (negative) logits of tokens seen in prompt or completion", bound=">0"),
         "frequency_penalty": O(0.0, "subtracted from a token's logit per time it was sampled"),
         "penalties_in_training": O(False, "allow the two penalties in training rollouts (they bend the ratio)"),
         "stop": O((), "strings that end a completion"),
-        "keep_stop": O(True, "keep the tokens of the stop string in the answer"),
+        "keep_stop": O(True, "keep the tokens of the stop string in the completion"),
         "stop_token_ids": O((), "token ids that end a completion besides the end-of-text tokens"),
         "slots": O(0, "sequences decoded at once over all devices; 0 = the batch, at most 256 per process (this and the next four: embedded"
                       " sampler only)", bound=">=0"),
@@ -161,22 +161,22 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "decode_steps": O(16, "decode steps per host sync", bound=">0"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
-        "timeout_seconds": O(3600.0, "longest wait for one batch of answers", bound=">0"),
-        "max_staleness": O(0, "generate while training: completions may be drawn from weights published this many publications before"
+        "timeout_seconds": O(3600.0, "longest wait for one batch of completions", bound=">0"),
+        "max_staleness": O(0, "generate while training: completions may be sampled from weights this many weight syncs older than"
                               " those of the step that uses them; 0 = every step samples from its own", bound=">=0",
                            read_by=("rl", "distill")),
-        "sync_every": O(1, "steps from one publication of the weights to the next; the steps between share one version", bound=">0",
+        "sync_every": O(1, "steps from one weight sync to the next; the steps between share one version", bound=">0",
                         read_by=("rl", "distill")),
-        "partial": O(False, "with completions ahead: those begun go on under newly published weights, with a version per token; False:"
-                            " a publication waits until they are finished", needs="rollout.max_staleness", read_by=("rl", "distill")),
+        "partial": O(False, "with completions ahead: those begun continue under new weights, with a version per token; False: a weight"
+                            " sync waits until they are finished", needs="rollout.max_staleness", read_by=("rl", "distill")),
         "servers": O((), "URLs of running vLLM servers, or one folder (/path or ./path) whose files name them, read again at every"
-                         " publish; empty = jaxrl starts its own"),
+                         " weight sync; empty = jaxrl starts its own"),
         "placement": O("auto", "colocated: engine and trainer have the same devices in turns (what the engine holds leaves them during"
                                " the update); disaggregated: the engine has its own, nothing sleeps; auto: as devices are given,"
                                " nothing sleeps", choices=("auto", "colocated", "disaggregated")),
         "seeded": O("auto", "whether vLLM samples each request from its seed; auto: where that costs nothing (on its CPU build)",
                     choices=("auto", "true", "false")),
-        "verify_weights": O("first", "compare checksums of the servers' weights with the trainer's: at the first publish (and"
+        "verify_weights": O("first", "compare checksums of the servers' weights with the trainer's: at the first weight sync (and"
                                      " for every server that joins), always, or never", choices=("first", "always", "never")),
         "vllm": {
             "replicas": O(1, "servers that each process starts", bound=">0"),
@@ -184,7 +184,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "devices": O((), "CUDA_VISIBLE_DEVICES of each server, e.g. ('0,1', '2,3'); empty = as jaxrl's"),
             "memory_fraction": O(0.0, "share of a GPU's memory that a server takes; 0 = 0.85 with devices of its own, 0.45 beside"
                                       " the trainer, which keeps what is left of 0.9 (placement=auto) or takes it in turns", bound="0..1"),
-            "max_model_len": O(0, "longest sequence of a server; 0 = longest prompt + longest answer", bound=">=0"),
+            "max_model_len": O(0, "longest sequence of a server; 0 = longest prompt + longest completion", bound=">=0"),
             "max_running": O(256, "sequences that a server decodes at once", bound=">0"),
             "max_requests": O(512, "requests that are with one server at once, the others wait here", bound=">0"),
             "prefix_caching": O(True, "a group's prompt is computed once"),
@@ -205,7 +205,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "request_seconds": O(0.0, "longest completion; after it a request is tried again; 0 = half of rollout.timeout_seconds", bound=">=0"),
             "sync_seconds": O(600.0, "longest call of a weight update", bound=">0"),
             "health_seconds": O(10.0, "a server silent for this long, twice, is given up", bound=">0"),
-            "retries": O(3, "further tries of a failed request or publish", bound=">=0"),
+            "retries": O(3, "further tries of a failed request or weight sync", bound=">=0"),
             "restarts": O(3, "restarts of a server that jaxrl started", bound=">=0"),
             "probe_bound": O(0.0, "largest mean difference in nats between the probe's log-probs and the trainer's; 0 = by dtype:"
                                   " 1e-3 fp32, 0.1 fp16, 0.2 bf16, three times the first one and at most 1 where quantised", bound=">=0"),
@@ -216,7 +216,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with"
                           " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>; openenv;"
                           " empty = one turn, or env.tools (docs/guides/environments.md)"),
-        "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the answer without calls ends the episode"),
+        "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the turn without calls ends the episode"),
         "program": O("", "command line of a program that speaks to OpenAI's API, trained unchanged: it gets the row as JSON on standard"
                          " input, {column} in its words, and OPENAI_BASE_URL and OPENAI_API_KEY"),
         "score": O("", "module:name or ./file.py:name of score(task, ran), what a program came to; empty = the file reward.json that it"
@@ -262,7 +262,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_failed_fraction": O(0.2, "stop when more than this share of a step's episodes failed by their environment's fault", bound="0..1"),
         "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or begin anew (environments that cannot be"
                               " played twice)", choices=("replay", "restart")),
-        "publish": O("episode", "with rollout.partial=False a publication of weights waits for the episodes begun, or only for their turns"
+        "publish": O("episode", "with rollout.partial=False a weight sync waits for the episodes begun, or only for their turns"
                                 " that are being sampled", choices=("episode", "turn"),
                      needs="rollout.max_staleness and not rollout.partial"),
         "malformed_penalty": O(0.0, "subtracted from the score for every call that could not be read or does not fit its tool", bound=">=0"),
@@ -276,7 +276,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                  needs="sandbox.backend=remote"),
         "key_env": O("", "name of the environment variable that has the service's bearer token; workers get it",
                      needs="sandbox.backend=remote"),
-        "retries": O(2, "further tries of a call that the service did not answer", bound=">=0", needs="sandbox.backend=remote"),
+        "retries": O(2, "further tries of a call to which the service did not respond", bound=">=0", needs="sandbox.backend=remote"),
         "seconds": O(5.0, "longest a program may take; all unit tests of a completion together", bound=">0"),
         "cpu_seconds": O(5.0, "processor time of each process of a program", bound=">0",
                          needs="sandbox.backend!=remote or sandbox.api!=fusion"),
@@ -299,7 +299,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                          needs="reward.executor=ray"),
         "ray_cpus": O(1.0, "CPUs that a worker takes of those that Ray counts", bound=">0", needs="reward.executor=ray"),
         "env": O((), "names of environment variables that the workers get, beside those that Python needs (PATH, HOME, LANG, ...)"),
-        "trial": O(True, "call each function on the first two rows before the model is loaded, their answers as completions;"
+        "trial": O(True, "call each function on the first two rows before the model is loaded, with the reference answers as completions;"
                          " stop if it fails on both"),
         "timeout_seconds": O(10.0, "wall-clock limit per completion and function (per call of a batched one); the worker is killed", bound=">0"),
         "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit", bound=">=0"),
@@ -397,7 +397,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "row_counts": O(2, "sizes of a microbatch that are compiled, per row length: 2 = whole and a quarter, so that the last"
                            " microbatch wastes little; 1 = whole only, one program fewer to compile", choices=(1, 2)),
         "max_sequence_tokens": O(0, "bound on prompt + completion; 0 = max_prompt_tokens + max_new_tokens", bound=">=0"),
-        "share_prompts": O(True, "answers of a group share one copy of their prompt in a packed row"),
+        "share_prompts": O(True, "completions of a group share one copy of their prompt in a packed row"),
         "compute_dtype": O("auto", "auto: bf16 where the chip has it, fp32 on the CPU", choices=("auto", "bf16", "fp16", "fp32")),
         "matmul": O("default", "numbers that the layers' matrix products round to first, forward and for the gradient of activations: default: the"
                                " compute dtype's own; int8, fp8: a scale per token and output; the others: docs/explanations/low_precision.md",
@@ -413,7 +413,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         },
         "stop_on_divergence": O(False, "end the run, saved, at a loss that has risen to three times its lowest, or a held-out accuracy below"
                                        " half of its best, which are warned of anyway"),
-        "max_step_kl": O(0.0, "RL: most KL of a step in nats per token, from the policy before it to the one behind its updates, estimated on"
+        "max_step_kl": O(0.0, "RL: most KL of a step in nats per token, from the policy before it to the one after its updates, estimated on"
                               " its batch (k3); a step beyond it is scaled back, or refused; costs two scorings and a copy of the parameters;"
                               " 0 = off", bound=">=0", read_by=("rl",)),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
@@ -435,7 +435,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "before": O(True, "evaluate before the first step"),
         "after": O(True, "evaluate after the last step"),
         "max_rows": O(0, "first rows of each set; 0 = all", bound=">=0"),
-        "samples": O(1, "answers per row for mean@k and pass@k", bound=">0"),
+        "samples": O(1, "completions per row for mean@k and pass@k", bound=">0"),
         "temperature": O(0.0, "0 = greedy", bound=">=0"),
         "top_p": O(1.0, "as rollout.top_p", bound="(0, 1]"),
         "top_k": O(-1, "as rollout.top_k", bound="-1 or >0"),
@@ -507,7 +507,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "json": O("", "also write the plan to this file"),
         "run": O("", "directory of a synchronous run whose completion lengths and speeds drive the simulation of running ahead; empty = the"
                      " target's roofline"),
-        "lengths": O((), "answer lengths in tokens that the simulation takes in turn; empty = plan.run's, or the longest"),
+        "lengths": O((), "completion lengths in tokens that the simulation takes in turn; empty = plan.run's, or the longest"),
         "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off"
                             " without)", choices=("fast", "full")),
         "timeout_seconds": O(600.0, "longest compilation of a plan", bound=">0"),

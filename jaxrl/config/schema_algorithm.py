@@ -26,7 +26,7 @@ ALGORITHM = shared({
                          " per turn less that of the group's others; gigpo: outcome and, per turn, that among turns of the same"
                          " state; dpo: DPO's weight on the best and the worst of a group, beta is kl.coef; or a function of your own", str,
                    Rows("jaxrl.rl.advantages:ESTIMATORS", "jaxrl.algorithms.advantages:ADVANTAGES"), or_path=True),
-    "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy answer", str,
+    "advantage_mean": O(None, "baseline of the score; greedy: the score of a greedy completion", str,
                         ("none", "group", "batch", "leave_one_out", "greedy")),
     "advantage_std": O(None, "scale of the score: standard deviation (ddof 1; group_population: ddof 0) of the group or batch, the mean of"
                             " the group (MaxRL), or none", str, ("none", "group", "batch", "group_population", "group_mean")),
@@ -66,7 +66,7 @@ ALGORITHM = shared({
     "temperature": O(0.0, "temperature of the trainer's log-probs where it is not the sampler's: the policy that is trained is then"
                           " not the one that is sampled, which biases the gradient (docs/explanations/algorithms.md);"
                           " 0 = rollout.temperature", bound=">=0"),
-    "aggregation": UpdateOption(None, "how token losses become one number; constant: by aggregation_constant per answer", str,
+    "aggregation": UpdateOption(None, "how token losses become one number; constant: by aggregation_constant per completion", str,
                                 ("token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean")),
     "aggregation_constant": UpdateOption(0.0, "what aggregation=constant divides a completion's sum by; 0 = rollout.max_new_tokens", bound=">=0",
                                          needs="algorithm.aggregation=constant"),
@@ -91,9 +91,9 @@ ALGORITHM = shared({
                                  needs="algorithm.dynamic_sampling=refill"),
     "keep_group": O("", "what dynamic sampling asks: empty = scores that differ; the name of a reward whose values must"
                         " differ; or an import path: f(group: dict) -> bool", needs="algorithm.dynamic_sampling!=off"),
-    "shared_prefix_tokens": O(0, "no loss on openings of this many tokens that answers of different score share; 0 = off", bound=">=0"),
-    "sampled_support": O(False, "log-probs over the tokens that rollout.top_k (at most 128), top_p and min_p left, as the answer"
-                                " was drawn (DeepSeek-V3.2's keep sampling mask); embedded sampler only"),
+    "shared_prefix_tokens": O(0, "no loss on openings of this many tokens that completions of different score share; 0 = off", bound=">=0"),
+    "sampled_support": O(False, "log-probs over the tokens that rollout.top_k (at most 128), top_p and min_p left, as the completion"
+                                " was sampled (DeepSeek-V3.2's keep sampling mask); embedded sampler only"),
     "routes": O("own", "a token's experts in the update: its router's own choice; scored: that of the scoring of old log-probs; sampled:"
                        " that of the sampler; gates are the trainer's own in any case (docs/explanations/experts.md)",
                 choices=("own", "scored", "sampled")),
@@ -112,11 +112,11 @@ ALGORITHM = shared({
         "cap": LossOption(None, "largest mismatch weight", float, bound=">0", needs="algorithm.mismatch.correction!=none"),
         "low": LossOption(None, "mis: weights below this are masked too (IcePop: low 0.5, cap 5)", float, bound=">=0",
                           needs="algorithm.mismatch.correction=token_mis|sequence_mis|geometric_mis"),
-        "sequence_delta": LossOption(None, "answers with negative advantage whose mean log-prob fell by more than this since they were"
+        "sequence_delta": LossOption(None, "completions with negative advantage whose mean log-prob fell by more than this since they were"
                                            " sampled add no policy loss; 0 = off", float, bound=">=0"),
         "warn": LossOption(0.1, "mean sampler-trainer difference of log-probs, in nats, above which a step warns; 0 = never", bound=">=0"),
         "stop": LossOption(0.0, "the same difference that stops the run; 0 = never", bound=">=0"),
     },
-    "mask_truncated": UpdateOption(None, "answers cut by the length limit add no loss (they stay in the denominators)", bool),
+    "mask_truncated": UpdateOption(None, "completions cut by the length limit add no loss (they stay in the denominators)", bool),
     "overlong_buffer_fraction": O(None, "reward.overlong_buffer as a share of max_new_tokens, where that is 0", float, bound="0..1"),
 }, read_by=("rl",))

@@ -23,7 +23,7 @@ LORA = shared({
     "init": O("default", "how A and B begin: default (A uniform in +-1/sqrt(inputs), B 0), gaussian (A normal, 1/rank), orthogonal,"
                          " pissa, pissa_niter_<n>, olora or eva (of the inputs of the first rows); the last four are described in"
                          " models/adapters/initialization.py", needs="not lora.path"),
-    "path": O("", "PEFT folder or hub id of an adapter to start from; it says ranks, alphas and modules"),
+    "path": O("", "PEFT folder or hub id of an adapter to start from; it sets ranks, alphas and modules"),
     "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: apart where the embedded sampler"
                          " computes below fp32, or vLLM servers of jaxrl are on GPUs and serve it", choices=("auto", "adapter", "merged")),
     "export": O("merged", "what is exported: a whole model, or a PEFT folder", choices=("adapter", "merged")),
@@ -36,16 +36,16 @@ LORA = shared({
 }, needs="lora.rank or lora.path", but=("rank", "path"))
 
 REWARD_MODEL = shared({
-    "kind": O("pairs", "run.recipe=reward_model: scores of answers from pairs, chosen and rejected (data.chosen_column,"
-                       " data.rejected_column, data.margin_column); or of steps from rows that hold an answer's steps and their labels",
+    "kind": O("pairs", "run.recipe=reward_model: scores of completions from pairs, chosen and rejected (data.chosen_column,"
+                       " data.rejected_column, data.margin_column); or of steps from rows that hold a completion's steps and their labels",
               choices=("pairs", "steps")),
     "center": O(0.0, "weight of the mean of (chosen's + rejected's score)^2, which pulls scores to 0 on average", bound=">=0",
                 needs="reward_model.kind=pairs"),
     "head": O("score", "name of the head in HF's files, read and written: <head>.weight, one row; transformers' classifiers know score"),
-    "steps_column": O("completions", "kind=steps: list of the steps of an answer, texts", needs="reward_model.kind=steps"),
+    "steps_column": O("completions", "kind=steps: list of the steps of a completion, texts", needs="reward_model.kind=steps"),
     "labels_column": O("labels", "kind=steps: list of their labels: true or false, or a probability of being right",
                        needs="reward_model.kind=steps"),
-    "separator": O("\n", "kind=steps: text behind each step; the score of a step is read behind it", needs="reward_model.kind=steps"),
+    "separator": O("\n", "kind=steps: text after each step; the score of a step is read after it", needs="reward_model.kind=steps"),
 }, read_by=("reward_model",))
 
 PREFERENCE = shared({
@@ -55,12 +55,12 @@ PREFERENCE = shared({
               bound=">0"),
     "label_smoothing": O(0.0, "share of the pairs whose order is taken to be wrong: dpo (conservative DPO), robust, aot, simpo, cpo; exo"
                               " needs it", bound="[0, 1)"),
-    "ipo_mean": O(True, "ipo: log-ratios are divided by the tokens of their answers; False: sums, as the paper writes them"),
+    "ipo_mean": O(True, "ipo: log-ratios are divided by the tokens of their completions; False: sums, as the paper writes them"),
     "simpo_gamma": O(0.5, "simpo: margin that the rewards should differ by", bound=">=0"),
     "discopop_tau": O(0.05, "discopop: temperature of its gate", bound=">0"),
-    "desirable_weight": O(1.0, "kto: weight of good answers", bound=">=0"),
+    "desirable_weight": O(1.0, "kto: weight of good completions", bound=">=0"),
     "undesirable_weight": O(1.0, "kto: weight of the others", bound=">=0"),
-    "rpo_alpha": O(0.0, "weight of the chosen answers' negative log-prob per token beside the losses (iterative RPO); 0 = off", bound=">=0"),
+    "rpo_alpha": O(0.0, "weight of the chosen completions' negative log-prob per token beside the losses (iterative RPO); 0 = off", bound=">=0"),
 }, read_by=("preference",))
 
 DISTILL = shared({
@@ -73,9 +73,9 @@ DISTILL = shared({
                bound=">=0", needs="distill.loss!=sampled"),
     "tail": O(True, "top_k: all other tokens are one category more, so that it stays a divergence; False: the sum over the top_k alone",
               needs="distill.loss!=sampled and distill.top_k"),
-    "on_policy": O(1.0, "share of a step's prompts that the student answers (GKD's lambda); the other rows bring a completion", bound="0..1"),
+    "on_policy": O(1.0, "share of a step's prompts that the student completes (GKD's lambda); the other rows bring a completion", bound="0..1"),
     "coef": O(1.0, "factor of the divergence, or of the sampled advantage", bound=">0"),
-    "gamma": O(0.0, "sampled: discount of the terms behind a token; 0 = each token answers for its own", bound="0..1",
+    "gamma": O(0.0, "sampled: discount of the terms after a token; 0 = each token has its own alone", bound="0..1",
                needs="distill.loss=sampled"),
     "on_prompt": O(False, "the divergence is taken at prompt tokens too", needs="distill.loss!=sampled"),
     "ce": O(0.0, "share of the loss that is the negative log-likelihood of the rows' completions (per token of those)", bound="[0, 1)",
@@ -89,9 +89,9 @@ TEACHER = shared({
     "revision": O(None, "hub revision of teacher.path", str, needs="not teacher.files"),
     "dtype": O("bf16", "dtype the teacher is held in", choices=("bf16", "fp32"), needs="not teacher.servers and not teacher.files"),
     "servers": O((), "URLs of vLLM servers (vllm serve) that have the teacher, instead of loading it here; key: $VLLM_API_KEY"),
-    "timeout_seconds": O(600.0, "longest answer of such a server", bound=">0", needs="teacher.servers and not teacher.files"),
-    "files": O("", "folder that teacher.save wrote: what the teacher said, instead of the teacher"),
-    "save": O("", "folder to write what the teacher says of the data's rows (distill.top_k of the forward loss); empty = nowhere"),
+    "timeout_seconds": O(600.0, "longest wait for a response of such a server", bound=">0", needs="teacher.servers and not teacher.files"),
+    "files": O("", "folder that teacher.save wrote: the teacher's log-probs, instead of the teacher"),
+    "save": O("", "folder to write the teacher's log-probs of the data's rows to (distill.top_k of the forward loss); empty = nowhere"),
 }, read_by=("distill",))
 
 RECORD = {

@@ -46,9 +46,9 @@ NOT_YET = (
 def not_yet(name: str) -> str | None:
     """What is missing, and what there is instead, if one part of a dotted name asks for something that jaxrl lacks."""
     for part in re.split(r"[./]", name.lower().replace("-", "_")):
-        for pattern, answer in NOT_YET:
+        for pattern, instead in NOT_YET:
             if re.fullmatch(pattern, part):
-                return answer
+                return instead
     return None
 
 

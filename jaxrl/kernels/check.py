@@ -76,7 +76,7 @@ def _normal(seed: int, *shape, dtype) -> jax.Array:
 
 
 def packed_ids() -> packed.Ids:
-    """Two rows: a prompt that two answers share, two sequences of their own, padding."""
+    """Two rows: a prompt that two completions share, two sequences of their own, padding."""
     segments, prefixes, positions = (np.zeros((2, ROW), np.int32) for _ in range(3))
     for row, (start, stop, segment, prefix, first) in [
             (0, (0, 60, 1, 0, 0)), (0, (60, 130, 2, 1, 60)), (0, (130, 230, 3, 1, 60)),

@@ -182,7 +182,7 @@ def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
 
 
 def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_len", *keys: str) -> None:
-    """A bound on prompt and answer together, where it is not below their sum."""
+    """A bound on prompt and completion together, where it is not below their sum."""
     needed = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     if longest and longest >= needed:
         m.set(option, longest, *keys)

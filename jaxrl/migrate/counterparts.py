@@ -1,7 +1,7 @@
 """The options of ours that a key of another system stands for, derived from the tables of the migration.
 
 `config.unknown_option` asks here when a name is not an option. No hand-written list of names: a key is migrated by
-itself, beside what it needs, and the options that follow from it are the answer.
+itself, beside what it needs, and the options that follow from it are the counterpart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxrl.migrate.source import Setting, Source, Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import MISSING, Key, Migration, Since, Table
 
-MOST = 12  # keys that are migrated to answer one name
+MOST = 12  # keys that are migrated to look up one name
 
 
 class Counterpart(NamedTuple):

@@ -4,7 +4,7 @@
     a request to the engine within --result--> what the model said --> the episode, until it is over
     one Result: the tokens of all turns, what was put between them, what the episode came to
 
-So whatever drives an engine drives episodes: admission, staleness, publications, evaluation, checkpoints. What was
+So whatever drives an engine drives episodes: admission, staleness, weight syncs, evaluation, checkpoints. What was
 sampled is never tokenised again, and each sampled token is in exactly one turn of one result.
 
 A failure of the environment (an exception, a lost worker, too much time) is none of the policy: the episode is tried

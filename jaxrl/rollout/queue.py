@@ -13,7 +13,7 @@ sampled and thrown away.
     queue.release(cursor)                       these groups count as used
     queue.publish(params, c + 1)                at every `sync_every`-th step
 
-A *version* is the number of completed steps of the weights; *staleness* counts publications between the version a token
+A *version* is the number of completed steps of the weights; *staleness* counts weight syncs between the version a token
 was drawn from and the step that uses it (`staleness`). With refill (dynamic sampling) groups are used earlier than
 meant, never later. A group keeps the seeds of the step it was meant for (`planned`).
 

@@ -56,7 +56,6 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       produced_S: tokens the completion has so far; picks the random bits and ends the ban on end tokens.
       position_S: position of the newest token of prompt and completion.
       history_SxL: tokens by position; read only where a slot has a penalty.
-      controls: options.
       support: most token ids of the support to return.
       work: the most that any slot asks for (`work_of`); a program is compiled with no more than that.
 
@@ -65,8 +64,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       logprob_S float32: log softmax(logits / temperature)[token], over the whole vocabulary and without penalties.
       kept_S float32: log of the mass of that softmax inside the support the token was drawn from; exactly 0 where
         nothing is cut off, and for greedy slots.
-      support_SxK int32: the `support` likeliest tokens of the support the token was drawn from, itself among them; -1 =
-        unused.
+      support_SxK int32: the `support` likeliest tokens of that support, the drawn one among them; -1 = unused.
     """
     greedy_S = controls.temperature == 0
     scaled_SxV = logits_SxV / jnp.where(greedy_S, 1.0, controls.temperature)[:, None]

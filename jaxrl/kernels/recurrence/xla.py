@@ -38,7 +38,10 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None):
     flags = [x.T for x in (chunks.start, chunks.saves)]
     count = arrays[0].shape[0]
     missing = -count % STRETCH
-    cut = lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, STRETCH, *x.shape[1:])  # noqa: E731
+
+    def cut(x):
+        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, STRETCH, *x.shape[1:])
+
     stretches = jax.tree.map(cut, (arrays, flags))
     used = jnp.any(cut(chunks.count.T) > 0, axis=(1, 2))
 

@@ -132,7 +132,7 @@ TABLE = Table(
             K(EVAL + "top_k", "equivalent", default=100000000, other=50, beside=OWN_EVAL),
             K(EVAL + "stop", "equivalent", other=["</b>"], beside=OWN_EVAL),
             K(EVAL + "max_new_tokens", "equivalent", default=16384, other=900, beside=OWN_EVAL)), meaning.evaluation),
-        K(EVAL + "*", "unsupported", fine=(None, 0, False, [], 0.0), why="evaluation has the shortest answers and the stop tokens of rollouts"),
+        K(EVAL + "*", "unsupported", fine=(None, 0, False, [], 0.0), why="evaluation has the shortest completions and the stop tokens of rollouts"),
         Joint("optimizer", (
             K(OPTIM + "lr", "equivalent", default=Since(("0.3", 2e-5), ("0.4", 1e-3)), other=2e-6),
             K(OPTIM + "lr_scheduler_type", "equivalent", default="constant", other="cosine"),
@@ -223,7 +223,7 @@ TABLE = Table(
         K("rollout.setup_timeout", to="rollout.vllm.setup_seconds", default=Since(("0.3", 120), ("1.0", 300)), other=900),
         K("rollout.request_timeout", to="rollout.timeout_seconds", default=3600, other=900),
         K("rollout.request_retries", to="rollout.vllm.retries", default=3, other=5),
-        K(ACTOR + "enable_tree_training", "automatic", why="answers of a group share one copy of their prompt (train.share_prompts)"),
+        K(ACTOR + "enable_tree_training", "automatic", why="completions of a group share one copy of their prompt (train.share_prompts)"),
         K("server_only", "unsupported", fine=(False,), refuse=True, why="servers without training: `vllm serve`"),
         K("rollout.return_routed_experts", "unsupported", fine=(False,), why="set algorithm.routes=sampled by hand"),
         K("model", "inert", why="read by its supervised and reward-model trainers alone"),
@@ -267,6 +267,6 @@ TABLE = Table(
             ("stats_logger.*", "metrics are below run.dir", ("stats_logger.**",)),
             ("perf_tracer.**", "profile.steps", ("perf_tracer",)),
             ("memory_profiler.**", "profile.memory", ()),
-            ("session_tracer.**", "log.rollouts has what was asked and answered", ()))),
+            ("session_tracer.**", "log.rollouts has prompts and completions", ()))),
     ),
 )

@@ -48,7 +48,7 @@ def reward(m: Migration):
     m.set("reward.zero_without_end", m.flag(ACTOR + "mask_no_eos_with_zero"), ACTOR + "mask_no_eos_with_zero")
     if m.flag(ACTOR + "mask_no_eos_with_zero"):
         m.differs(
-            "an answer that does not end has reward 0 before scale and bias here, after them and the norm in AReaL"
+            "a completion that does not end has reward 0 before scale and bias here, after them and the norm in AReaL"
         )
     if m.flag(ACTOR + "overlong_reward_penalty"):
         m.set(
@@ -359,7 +359,7 @@ def evaluation(m: Migration):
         )
     samples = m.integer(source + "n_samples")
     if samples > 1 and not m.options["eval.temperature"][0]:
-        m.lacks(EVAL + "n_samples", "several greedy answers are all the same, and are refused: one is sampled")
+        m.lacks(EVAL + "n_samples", "several greedy completions are all the same, and are refused: one is sampled")
         samples = 1
     m.set("eval.samples", samples, EVAL + "n_samples", GCONFIG + "n_samples")
     m.set("eval.top_p", m.number(source + "top_p"), source + "top_p")

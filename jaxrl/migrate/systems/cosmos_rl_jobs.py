@@ -252,7 +252,7 @@ def distillation(m: Migration):
     m.set("distill.tail", False, d + "top_k")
     m.set("distill.on_prompt", m.flag(d + "include_prompt"), d + "include_prompt")
     if gamma:
-        m.lacks(d + "kl_discount_factor", "a divergence over several tokens answers for its own place", refuse=True)
+        m.lacks(d + "kl_discount_factor", "a divergence over several tokens is credited to its own place", refuse=True)
     whose = "teacher's" if m.flag(d + "trainer_token_ids_from_teacher") else "student's"
     ours = "teacher's" if beta == 0 else "student's"
     m.differs(

@@ -58,8 +58,8 @@ def video(m: Migration):
 
 
 def lengths(m: Migration):
-    """model_max_length bounds prompt and answer together; a shorter prompt leaves room, a long one cuts its answer."""
-    longest, answer = m.integer(POLICY + "model_max_length"), m.integer(ROLL + "max_response_length")
+    """model_max_length bounds prompt and completion together: a shorter prompt leaves room, a long one cuts."""
+    longest, completion = m.integer(POLICY + "model_max_length"), m.integer(ROLL + "max_response_length")
     if longest < 2:
         raise m.wrong(POLICY + "model_max_length", "at least 2")
     key = POLICY + "model_max_length"
@@ -69,9 +69,9 @@ def lengths(m: Migration):
         m.set("rollout.max_new_tokens", longest - 1, key)
         m.set("data.overlong_completion", "truncate", key)
     else:
-        m.set("rollout.max_new_tokens", min(answer, longest - 1), ROLL + "max_response_length", key)
+        m.set("rollout.max_new_tokens", min(completion, longest - 1), ROLL + "max_response_length", key)
         m.set("data.overlong_prompt", "filter", key)
-    m.facts["longest prompt and answer"] = longest
+    m.facts["longest prompt and completion"] = longest
 
 
 def sizes(m: Migration) -> tuple[int, int]:
@@ -175,7 +175,7 @@ def _aggregation(m: Migration):
         m.set("algorithm.aggregation_constant", 1.0 / mini, P + "loss_type", P + "mini_batch")
     elif kind == "token-mean" and first(m):
         m.set("algorithm.aggregation", "sequence_mean", P + "loss_type")
-        m.differs("the token mean of Cosmos-RL 0.1 is of each answer, and then of the answers")
+        m.differs("the token mean of Cosmos-RL 0.1 is of each completion, and then of the completions")
     elif kind == "token-mean":
         replicas, workers = sizes(m)
         balanced, par = m.flag(P + "balance_dp_token"), POLICY + "parallelism."
@@ -302,7 +302,7 @@ def staleness(m: Migration):
     m.set("rollout.sync_every", 1 if turns else every, TRAIN + "sync_weight_interval", "mode")
     if turns and every > 1:
         m.lacks(TRAIN + "sync_weight_interval", "where engine and trainer share GPUs, weights are published every step")
-    m.facts["staleness"] = f"{m.options['rollout.max_staleness'][0]} publications"
+    m.facts["staleness"] = f"{m.options['rollout.max_staleness'][0]} weight syncs"
 
 
 def sampling(m: Migration):

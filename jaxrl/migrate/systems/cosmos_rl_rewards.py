@@ -128,7 +128,7 @@ def _overlong(m: Migration, weight: float | None, keys):
     # Its buffer ends at max_response_length, though the model's length may cut completions before.
     left = most - m.integer(ROLL + "max_response_length") + length
     if left > most:
-        m.lacks(o + "buffer_length", f"a buffer of {length} tokens in answers of {most}: it was made as long as they")
+        m.lacks(o + "buffer_length", f"a buffer of {length} tokens in completions of {most}: it was made as long as they")
     elif left <= 0:
         m.differs(
             f"overlong_reward never acts: it begins {-left} tokens behind what model_max_length lets be sampled"
@@ -206,16 +206,16 @@ def evaluation(m: Migration):
             value, source = m.number(ROLL + "sampling_config." + name), ROLL + "sampling_config." + name
         m.set(f"eval.{name}", value or -1 if name == "top_k" else value, VALID + name, source)
     m.set("eval.repetition_penalty", m.number(VALID + "repetition_penalty"), VALID + "repetition_penalty")
-    answers = m.integer(VALID + "n_generation")
+    samples = m.integer(VALID + "n_generation")
     greedy = not temperature or m.options["eval.top_k"][0] == 1
-    if answers > 1 and greedy:
+    if samples > 1 and greedy:
         m.lacks(
             VALID + "n_generation",
-            "several greedy answers are all the same, and are refused: one is sampled "
+            "several greedy completions are all the same, and are refused: one is sampled "
             "(validation.top_k is 1 unless it is set)",
         )
-        answers = 1
-    m.set("eval.samples", answers, VALID + "n_generation")
+        samples = 1
+    m.set("eval.samples", samples, VALID + "n_generation")
     longest = m.integer(VALID + "max_response_length")
     if longest:
         m.set(
@@ -242,7 +242,7 @@ def evaluation(m: Migration):
             key,
         )
     m.facts["evaluation"] = (
-        f"every {every} steps, temperature {temperature:g}, top_k {m.options['eval.top_k'][0]}, {answers} answers"
+        f"every {every} steps, temperature {temperature:g}, top_k {m.options['eval.top_k'][0]}, {samples} completions"
     )
 
 

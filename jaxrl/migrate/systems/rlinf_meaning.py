@@ -46,17 +46,17 @@ def batch(m: Migration):
 
 def lengths(m: Migration):
     prompt, whole = int(needed(m, DATA + "max_prompt_length", 512)), int(needed(m, RUNNER + "seq_length", 1024))
-    answer, key = m[SAMPLE + "max_new_tokens"], SAMPLE + "max_new_tokens"
-    answer = whole - prompt if answer is None else m.integer(key)
+    completion, key = m[SAMPLE + "max_new_tokens"], SAMPLE + "max_new_tokens"
+    completion = whole - prompt if completion is None else m.integer(key)
     keys = (key,) if m[key] is not None else (RUNNER + "seq_length", DATA + "max_prompt_length")
     m.set("data.max_prompt_tokens", prompt, DATA + "max_prompt_length")
-    if answer < 1:
+    if completion < 1:
         m.lacks(
-            RUNNER + "seq_length", f"{whole} tokens leave nothing for an answer to prompts of {prompt}", refuse=True
+            RUNNER + "seq_length", f"{whole} tokens leave no completion to prompts of {prompt}", refuse=True
         )
         return
-    m.set("rollout.max_new_tokens", answer, *keys)
-    if prompt + answer > whole:
+    m.set("rollout.max_new_tokens", completion, *keys)
+    if prompt + completion > whole:
         m.set("train.max_sequence_tokens", whole, RUNNER + "seq_length")
     m.set("data.overlong_prompt", "filter", DATA + "filter_prompt_by_length")
     if not m.flag(DATA + "filter_prompt_by_length"):

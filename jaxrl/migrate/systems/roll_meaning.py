@@ -66,24 +66,24 @@ def batch(m: Migration):
 def lengths(m: Migration):
     prompt = m.integer("prompt_length")
     longest = m.integer("sequence_length")
-    answer = longest - prompt if longest else m.integer("response_length")
-    if not answer:
+    completion = longest - prompt if longest else m.integer("response_length")
+    if not completion:
         m.needs("neither response_length nor sequence_length is set: rollout.max_new_tokens is jaxrl's default")
-        answer = 1024
-    if answer < 1:
-        m.lacks("sequence_length", f"{longest} tokens leave nothing for an answer to prompts of {prompt}", refuse=True)
-        answer = 1
+        completion = 1024
+    if completion < 1:
+        m.lacks("sequence_length", f"{longest} tokens leave no completion to prompts of {prompt}", refuse=True)
+        completion = 1
     if longest and m.given("response_length"):
         m.mark("response_length", "inert", "sequence_length is set, and wins")
     m.set("data.max_prompt_tokens", prompt, "prompt_length")
     m.set(
-        "rollout.max_new_tokens", answer, *(("sequence_length",) if longest else ("response_length",)), "prompt_length"
+        "rollout.max_new_tokens", completion, "sequence_length" if longest else "response_length", "prompt_length"
     )
     m.set("data.overlong_prompt", "filter", "prompt_length")
     for key in (INFER + SAMPLE + "max_new_tokens", VALID + SAMPLE + "max_new_tokens"):
         m.mark(key, "inert", "ROLL overwrites it by the lengths of the sequence and the prompt")
     asked, whole = m.integer("val_prompt_length"), m.integer("val_sequence_length")
-    if asked and whole and whole - asked != answer:
+    if asked and whole and whole - asked != completion:
         m.set("eval.max_new_tokens", whole - asked, "val_sequence_length", "val_prompt_length")
 
 
@@ -253,7 +253,7 @@ def loss(m: Migration):
         m.set("algorithm.aggregation_constant", total, "loss_agg_mode", *LENGTHS)
         m.facts["Dr.GRPO's constant"] = total
         m.differs(
-            "ROLL's seq-mean-token-sum-norm adds up the answers, not divided by their number; here it is the mean, "
+            "ROLL's seq-mean-token-sum-norm adds up the completions, not divided by their number; here it is the mean, "
             "as Dr.GRPO has it: its learning rate may have to be that much larger"
         )
     ratio = m.choice("importance_sampling", {"token": "token", "seq": "sequence"})
@@ -317,7 +317,7 @@ def kl(m: Migration):
 def masks(m: Migration):
     m.set("algorithm.mask_truncated", m.flag("max_len_mask"), "max_len_mask")
     if m.flag("max_len_mask"):
-        m.differs("answers that are cut add no loss, but stay in the denominators; ROLL takes them out of those, too")
+        m.differs("completions that are cut add no loss, but stay in the denominators; ROLL takes them out there, too")
     means = [s for s in m.all("rewards.*.query_filter_config.type") if s.value not in (None, "no_filter")]
     if means:
         _filters(m, means)
@@ -447,7 +447,7 @@ def evaluation(m: Migration):
     count = VALID + SAMPLE + "num_return_sequences"
     m.set("eval.samples", m.integer(count), count)
     m.facts["evaluation"] = (
-        f"every {interval} steps and before, temperature {m.options['eval.temperature'][0]}, {m[count]} answers"
+        f"every {interval} steps and before, temperature {m.options['eval.temperature'][0]}, {m[count]} completions"
     )
 
 

@@ -372,14 +372,14 @@ def evaluation(m: Migration):
         m.set("eval.max_new_tokens", longest, e + "max_generate_length", *(keys if fresh else ()))
     m.facts["evaluation"] = (
         f"every {interval} steps, temperature {values['temperature']}, "
-        f"{m.integer('generator.eval_n_samples_per_prompt')} answers"
+        f"{m.integer('generator.eval_n_samples_per_prompt')} completions"
         if interval > 0
         else "none"
     )
     if m.options["eval.samples"][0] > 1 and not values["temperature"]:
         m.lacks(
             "generator.eval_n_samples_per_prompt",
-            "several greedy answers are all the same, and are refused: one is sampled",
+            "several greedy completions are all the same, and are refused: one is sampled",
         )
         m.options["eval.samples"] = (1, ("generator.eval_n_samples_per_prompt",))
 
@@ -524,7 +524,7 @@ def environment(m: Migration):
     else:
         common.reward_stub(m, f"SkyRL's environment {ascii(name)}", f"environment.env_class={name}", key)
         if "judge" in name:
-            m.needs("a model that judges answers is reward.judge here (docs/guides/rewards.md), instead of that file")
+            m.needs("a model that judges completions is reward.judge here (docs/guides/rewards.md), not that file")
         for s in m.all("environment.skyrl_gym.**"):
             m.mark(s.key, "ask", "an option of that environment: its reward is yours to write")
 

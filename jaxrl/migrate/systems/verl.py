@@ -236,7 +236,7 @@ TABLE = Table(
             K("custom_reward_function.name", "equivalent", default="compute_score", also=("reward.custom_reward_function.name",)),
             K("custom_reward_function.reward_kwargs.*", "equivalent", also=("reward.custom_reward_function.reward_kwargs.*",)),
             K(RM + "enable", "equivalent", default=False, other=True, also=(NEW + "enable",)),
-            K(RM + "use_reward_loop", "automatic", why="a reward model scores whole answers in its own template",
+            K(RM + "use_reward_loop", "automatic", why="a reward model scores whole completions in its own template",
               default=Since(("0.3", False), ("0.7", True))),
             K(RM + "model.path", "equivalent", default=Since(("0.3", "~/models/FsfairX-LLaMA3-RM-v0.1"), ("0.8", None)), other="x/y",
               beside=RMODEL, also=(NEW + "model_path",))), meaning.reward),
@@ -317,7 +317,7 @@ TABLE = Table(
           also=(ROLLOUT + "skip.enable", "skip.rollout.enable", "skip.rollout_tq.enable", "skip.async_rollout.enable")),
         K("skip.**", "inert", why="read with its enable alone", also=(ROLLOUT + "skip.*",)),
         K(ROLLOUT + "full_determinism", "unsupported", fine=(False,), why="vLLM's batch invariance is a variable in rollout.vllm.env"),
-        K(ROLLOUT + "over_sample_rate", "unsupported", fine=(0, 0.0), why="no answer is drawn to be left out"),
+        K(ROLLOUT + "over_sample_rate", "unsupported", fine=(0, 0.0), why="no completion is sampled to be left out"),
         K(ROLLOUT + "nnodes", "inert", why="read by the trainer that samples apart", also=(ROLLOUT + "n_gpus_per_node",)),
         K(ROLLOUT + "moe_tensor_parallel_size", "unsupported", fine=(1,), why="servers split a model by tensor_parallel"),
         K(ROLLOUT + "enable_rollout_routing_replay", "inert", why="read with the actor's router_replay alone"),
@@ -385,7 +385,7 @@ TABLE = Table(
             (DATA + "reward_fn_key", "the column data_source reaches the reward", ()),
             (DATA + "**", "no counterpart is needed", ()),
             (TRAINER + "balance_batch", "rows are packed evenly", ()),
-            (TRAINER + "log_val_generations", "every evaluation writes its answers, every step its rollouts (log.rollouts)", (
+            (TRAINER + "log_val_generations", "every evaluation writes its completions, every step its rollouts (log.rollouts)", (
                 TRAINER + "rollout_data_dir", TRAINER + "validation_data_dir")),
             (TRAINER + "max_critic_ckpt_to_keep", "one checkpoint holds both", ()),
             (TRAINER + "**", "no counterpart is needed", ()),

@@ -209,12 +209,12 @@ def _aggregation(m: Migration, fixed: str):
         if since(m, "0.8"):
             if since(m, "0.9") and not m[factor]:
                 m.differs(
-                    "without loss_scale_factor verl divides by the longest answer of each micro-batch; here by one "
+                    "without loss_scale_factor verl divides by the longest completion of each micro-batch; here by one "
                     "constant, the longest that may be"
                 )
             return
         m.differs(
-            "verl's seq-mean-token-sum-norm adds up the answers of a micro-batch and does not divide by their number; "
+            "verl's seq-mean-token-sum-norm adds up the completions of a micro-batch, not divided by their number; "
             "here it is their mean, as Dr.GRPO has it: its learning rate may have to be that much larger"
         )
 
@@ -269,7 +269,7 @@ def mismatch(m: Migration):
     if reject:
         m.lacks(
             c + "rollout_rs",
-            f"{reject}: answers and tokens that are rejected leave the mean's denominators there; here a mask is a "
+            f"{reject}: completions and tokens that are rejected leave the mean's denominators there; here a mask is a "
             "weight, too (algorithm.mismatch.correction=..._mis), and they stay in them",
             refuse=True,
         )
@@ -331,13 +331,14 @@ def evaluation(m: Migration):
     m.set("eval.top_k", -1 if m.integer(VAL + "top_k") == 0 else m.integer(VAL + "top_k"), VAL + "top_k")
     samples = m.integer(VAL + "n")
     if samples > 1 and not temperature:
-        m.lacks(VAL + "n", "several greedy answers are all the same, and are refused: one is sampled")
+        m.lacks(VAL + "n", "several greedy completions are all the same, and are refused: one is sampled")
         samples = 1
     m.set("eval.samples", samples, VAL + "n")
     rows = m.integer(DATA + "val_max_samples")
     m.set("eval.max_rows", rows if rows and rows > 0 else 0, DATA + "val_max_samples")
     m.facts["evaluation"] = (
-        f"every {interval} steps, temperature {temperature:g}, {samples} answers" if interval > 0 else "none in between"
+        f"every {interval} steps, temperature {temperature:g}, {samples} completions" if interval > 0
+        else "none in between"
     )
     if m.flag(TRAINER + "val_only"):
         m.set("run.mode", "eval", TRAINER + "val_only")

@@ -204,7 +204,7 @@ class Fleet:
                 log.warning("vLLM server %s does not reply: %s; it may join later", replica.url, why)
                 self.router.set_state(replica, "dead", why)
         if all(found.values()):
-            raise EngineLost("rollout.servers: none of them answers: "
+            raise EngineLost("rollout.servers: none of them responds: "
                              + "; ".join(f"{r.url}: {why}" for r, why in found.items()))
         for replica in (r for r, why in found.items() if not why):
             try:
