@@ -120,6 +120,12 @@ class ModelConfig:
         """Number of layers with a recurrence in place of attention."""
         return sum(layer.mixer in RECURRENT for layer in self.layers)
 
+    def state_bytes(self, width: int) -> int:
+        """What the sampler keeps of a sequence in one recurrent layer: the state in fp32, the convolution's last inputs
+        in numbers of `width` bytes."""
+        keys, values = self.linear_key_heads * self.linear_key_size, self.linear_value_heads * self.linear_value_size
+        return 4 * self.linear_key_size * values + (self.linear_taps - 1) * (2 * keys + values) * width
+
     latent_size: int = 0          # numbers that keys and values are expanded from (models.latent); 0 = there are none
     query_rank: int = 0           # and those of queries; 0 = they are made at once
     value_size: int = 0           # a value's, where it is not head_dim's

@@ -285,9 +285,9 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
             for window in {layer.window for layer in cfg.layers}}
     turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, positions_BxL, acc) for rope in cfg.ropes]
-    chunks = row_chunks(positions_BxL, segments_BxL, prefixes_BxL) if cfg.num_recurrent and cache is None else None
-    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL, chunks)
     keep = keep_kv or cache is not None
+    chunks = _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep) if cfg.num_recurrent else None
+    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL, chunks)
     before, repeats, behind = spans(cfg, model.scan_layers)
     x, kv, auxiliary = _unrolled(model, before, params, x, shared, cache, keep)
     if repeats:
@@ -299,13 +299,23 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     return hidden, added_up(auxiliary, more), kv | last if keep else {}
 
 
+def _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep):
+    """What recurrent layers look for once: the rows' chunks. Of prompts whose states are kept, the last token does not
+    enter these, for decoding runs it again; against a cache, padding lies beyond it."""
+    if cache is not None:
+        return row_chunks((positions_BxL < recurrent.cache_length(cache)).astype(jnp.int32), continues=True)
+    segments = jnp.ones_like(positions_BxL) if segments_BxL is None else segments_BxL
+    enters = jnp.pad(segments[:, 1:], ((0, 0), (0, 1))) > 0 if keep else None
+    return row_chunks(segments, prefixes_BxL, enters)
+
+
 def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts):
     """What attention with this window looks for once, for all layers."""
     cfg, options = model.config, dict(window=window, implementation=model.attention)
     if cache is not None and positions_BxL.shape[1] > 1:
         return None  # new tokens of all slots are few: each layer looks for itself
     if cache is not None:
-        leaf = jax.tree.leaves(cache)[0]
+        leaf = recurrent.positional(cache)
         return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads,
                                      cfg.cache_heads, **options)
     return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.row_head_size, model.compute_dtype, positions_BxL,

@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder, parameters, recurrent, unstacked
 from jaxrl.models.adapters import adapter_set
-from jaxrl.models.config import ModelConfig, model_config
+from jaxrl.models.config import RECURRENT, ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.sharding import memory
 
@@ -190,18 +190,27 @@ class Model:
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def init_cache(self, slots: int, length: int, dtype):
-        """Zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), with the repetitions in
-        front where scanned."""
+        """Zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), or the states of a
+        recurrence (models.recurrent), with the repetitions in front where scanned.
+
+        Raises ConfigError for a model without attention.
+        """
         self.check_length(length)
         cfg = self.config
+        if not cfg.windows:
+            raise ConfigError("model config: every layer is a recurrence; the sampler needs a layer of attention: "
+                              "lower full_attention_interval")
         before, repeats, behind = decoder.spans(cfg, self.scan_layers)
 
-        def layer(*lead):
+        def layer(number, *lead):
+            if cfg.layers[number].mixer in RECURRENT:
+                shapes = recurrent.leaf_shapes(cfg, dtype)
+                return {name: jnp.zeros((*lead, slots, *shape), kind) for name, (shape, kind) in shapes.items()}
             return {name: jnp.zeros((*lead, slots, length, width), dtype) for name, width in cfg.cache_widths.items()}
 
-        cache: dict[str, dict] = {f"layer_{i}": layer() for i in (*before, *behind)}
+        cache: dict[str, dict] = {f"layer_{i}": layer(i) for i in (*before, *behind)}
         if repeats:
-            cache["layers"] = {f"sub_{j}": layer(repeats) for j in range(cfg.period)}
+            cache["layers"] = {f"sub_{j}": layer(cfg.prefix + j, repeats) for j in range(cfg.period)}
         return cache
 
     def prefill(self, params, tokens_BxP, lengths_B, told: bool = False, whose_B=None):
@@ -209,7 +218,8 @@ class Model:
 
         Returns:
           hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G * K] per layer; where `told`,
-          also the auxiliary of `forward`.
+          also the auxiliary of `forward`. States of recurrent layers are those before the last token, which decoding
+          runs again.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
@@ -219,12 +229,16 @@ class Model:
         return (last[:, 0], kv, auxiliary) if told else (last[:, 0], kv)
 
     def insert(self, cache, kv, rows_K, slots_K):
-        """Copies prefilled rows into slots, at positions 0..P-1; slots outside the cache are dropped.
+        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside the cache are
+        dropped.
 
         Raises ValueError where the prompts are longer than the cache.
         """
         def copy(path, into, values):
             stacked = path[0].key == "layers"
+            if recurrent.is_by_slot(path):
+                at = (slice(None),) * stacked
+                return into.at[(*at, slots_K)].set(values[(*at, rows_K)].astype(into.dtype), mode="drop")
             prompt, room = values.shape[-2], into.shape[-2]
             if prompt > room:
                 raise ValueError(f"prompts of {prompt} tokens do not fit a cache of length {room}")
@@ -265,10 +279,24 @@ class Model:
         Returns the cache; where `told`, (cache, auxiliary of `forward`).
         """
         length, groups = tokens_KxL.shape[1], self.config.cache_heads
-        part = jax.tree.map(lambda x: take_slots(x, slots_K, groups), cache)
+        lead = lambda path, x: x.shape[:1 + (path[0].key == "layers")]  # noqa: E731
+        flat = lambda path, x: x.reshape(*lead(path, x), 1, -1)  # noqa: E731
+
+        def take(path, x):
+            if not recurrent.is_by_slot(path):
+                return take_slots(x, slots_K, groups)
+            found = take_slots(flat(path, x), slots_K, 1)
+            return found.reshape(*found.shape[:-2], *x.shape[len(lead(path, x)):])
+
+        def put(path, x, y):
+            if not recurrent.is_by_slot(path):
+                return put_slots(x, y, slots_K, positions_KxL[:, 0], length, groups)
+            return put_slots(flat(path, x), flat(path, y), slots_K, jnp.zeros_like(slots_K), 1, 1).reshape(x.shape)
+
+        part = jax.tree_util.tree_map_with_path(take, cache)
         _, auxiliary, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part,
                                              whose_BxL=_of_rows(whose_K, positions_KxL))
-        cache = jax.tree.map(lambda x, y: put_slots(x, y, slots_K, positions_KxL[:, 0], length, groups), cache, part)
+        cache = jax.tree_util.tree_map_with_path(put, cache, part)
         return (cache, auxiliary) if told else cache
 
     def check_length(self, tokens: int) -> None:

@@ -234,31 +234,34 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, sinks, *arguments)
 
 
-def row_chunks(positions_BxL, segments_BxL=None, prefixes_BxL=None):
+def row_chunks(segments_BxL, prefixes_BxL=None, enters_BxL=None, continues: bool = False):
     """kernels.recurrence.chunks_of, each device of its own rows."""
-    segments = jnp.ones_like(positions_BxL) if segments_BxL is None else segments_BxL
-    prefixes = jnp.zeros_like(segments) if prefixes_BxL is None else prefixes_BxL
-    mesh = _mesh()
+    def own(segments, prefixes, enters):
+        return chunks_of(segments, prefixes, enters_BxL=enters, continues=continues)
+
+    mesh, arguments = _mesh(), (segments_BxL, prefixes_BxL, enters_BxL)
     if mesh is None:
-        return chunks_of(segments, prefixes)
-    own = P(_data_axes(mesh, segments.shape[0]))
-    return jax.shard_map(chunks_of, in_specs=own, out_specs=own, check_vma=False)(segments, prefixes)
+        return own(*arguments)
+    by_row = P(_data_axes(mesh, segments_BxL.shape[0]))
+    return jax.shard_map(own, in_specs=by_row, out_specs=by_row, check_vma=False)(*arguments)
 
 
-def by_rows_and_heads(function, heads: int, chunks, tokens: tuple, parameters: tuple):
-    """function(chunks, tokens, parameters) -> [B, L, heads, ...], each device for its own rows and heads.
+def by_rows_and_heads(function, heads: int, chunks, tokens: tuple, state, windows: tuple, parameters: tuple):
+    """function of the arguments behind it -> ([B, L, heads, ...], state, windows), each device for its own rows and
+    heads.
 
     Args:
       heads: the number that tp must divide to split any of them.
-      chunks: arrays with rows first. tokens: arrays [B, L, heads, ...]. parameters: arrays [heads, ...].
+      chunks: arrays with rows first. tokens, windows: arrays [B, L, heads, ...]. state: [B, heads, ...] or None.
+      parameters: arrays [heads, ...].
     """
-    mesh = _mesh()
+    mesh, arguments = _mesh(), (chunks, tokens, state, windows, parameters)
     if mesh is None:
-        return function(chunks, tokens, parameters)
+        return function(*arguments)
     data, tp = _data_axes(mesh, tokens[0].shape[0]), _head_axis(mesh, heads)
-    whole = P(data, None, tp)
-    return jax.shard_map(function, in_specs=(P(data), whole, P(tp)), out_specs=whole, check_vma=False)(
-        chunks, tokens, parameters)
+    by_token, by_state = P(data, None, tp), P(data, tp)
+    return jax.shard_map(function, in_specs=(P(data), by_token, by_state, by_token, P(tp)),
+                         out_specs=(by_token, by_state, by_token), check_vma=False)(*arguments)
 
 
 def of_each_token(function, x_BxLxn):

@@ -13,9 +13,11 @@ import zlib
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.recurrence import convolution, recurrence
+from jaxrl.kernels.recurrence import convolution, recurrence, step
 from jaxrl.models.placement import by_rows_and_heads, gathered
 
+NAMES = ("query", "key", "value")
+LEAVES = ("state", "window_query", "window_key", "window_value")  # of a cache, by slot
 EPS = 1e-6           # of the length of queries and keys
 RATES = (1e-2, 16.0)  # between which decay rates begin
 
@@ -28,16 +30,50 @@ def initial_rates(key, entry):
 
 
 def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
-    """A mixer, see models.feed_forward.Part. Padding is not read."""
-    del layer, implementation, index
-    if cache is not None:
-        raise NotImplementedError("recurrent layers against a cache")
-    tokens = tuple(own.linears("recurrent", x_BxLxD, "query", "key", "value"))
+    """A mixer, see models.feed_forward.Part. Padding is not read. It keeps, by slot, `state` [B, G, K, V] in fp32 or
+    better and, of the convolution, the last inputs of queries, keys and values, `window_*` [B, T - 1, heads, size]."""
+    del layer, implementation
+    dtype, cfg = x_BxLxD.dtype, own.config
+    tokens = tuple(own.linears("recurrent", x_BxLxD, *NAMES))
     tokens += tuple(own.linear(f"recurrent/{name}", x_BxLxD) for name in ("decay", "beta"))
-    of_heads = tuple(_parameter(own, f"{name}_taps/weight", x_BxLxD.dtype) for name in ("query", "key", "value"))
-    of_heads += tuple(_parameter(own, name, _wide(x_BxLxD.dtype)) for name in ("rate", "shift"))
-    out = by_rows_and_heads(_rule, own.config.linear_key_heads, shared.chunks, tokens, of_heads)
-    return own.linear("recurrent/out", _gated_norm(own, out, own.linear("recurrent/gate", x_BxLxD))), {}
+    of_heads = tuple(_parameter(own, f"{name}_taps/weight", dtype) for name in NAMES)
+    of_heads += tuple(_parameter(own, name, _wide(dtype)) for name in ("rate", "shift"))
+    old = {name: None for name in LEAVES} if cache is None else {
+        name: cache[name] if index is None else cache[name][index] for name in LEAVES}
+    rule = _step if cache is not None and x_BxLxD.shape[1] == 1 else _rule
+    windows = () if cache is None else tuple(old[name] for name in LEAVES[1:])
+    out, state, windows = by_rows_and_heads(
+        rule, cfg.linear_key_heads, shared.chunks, tokens, old["state"], windows, of_heads)
+    new = dict(zip(LEAVES, (state, *windows), strict=True))
+    if cache is not None:
+        new = {name: x.astype(cache[name].dtype) for name, x in new.items()}
+    if cache is not None and index is not None:
+        new = {name: cache[name].at[index].set(x) for name, x in new.items()}
+    return own.linear("recurrent/out", _gated_norm(own, out, own.linear("recurrent/gate", x_BxLxD))), new
+
+
+def leaf_shapes(config, dtype) -> dict[str, tuple]:
+    """Name -> (shape, dtype) of what a recurrent layer keeps of one slot. States are fp32 or better."""
+    keys = config.linear_key_heads, config.linear_key_size
+    values = config.linear_value_heads, config.linear_value_size
+    sizes = dict(zip(LEAVES[1:], (keys, keys, values), strict=True))
+    windows = {name: ((config.linear_taps - 1, *size), dtype) for name, size in sizes.items()}
+    return {"state": ((values[0], keys[1], values[1]), _wide(dtype)), **windows}
+
+
+def is_by_slot(path) -> bool:
+    """Whether a leaf of a cache, at this path, is of a slot as a whole, where others are of its positions."""
+    return path[-1].key in LEAVES
+
+
+def positional(cache):
+    """A leaf of the cache that lies by positions, [..., slots, C, width]."""
+    leaves = jax.tree_util.tree_leaves_with_path(cache)
+    return next(leaf for path, leaf in leaves if not is_by_slot(path))
+
+
+def cache_length(cache) -> int:
+    return positional(cache).shape[-2]
 
 
 def _wide(dtype):
@@ -49,21 +85,53 @@ def _parameter(own, name: str, dtype):
     return gathered(own.values[path], own.rows[path].axes, dtype)
 
 
-def _rule(chunks, tokens, of_heads):
-    """[B, L, G, V] of queries, keys and values before the convolution, decay and beta before their gates."""
-    (q, k, v, decay, beta), (q_taps, k_taps, v_taps, rate, shift) = tokens, of_heads
-    q, k, v = _convolved((q, k, v), (q_taps, k_taps, v_taps), chunks)
+def _rule(chunks, tokens, state, windows, of_heads):
+    """Rows: (out [B, L, G, V], state and windows behind the tokens that enter them), of queries, keys and values before
+    the convolution, decay and beta before their gates. state, windows: before the rows, or None and ()."""
+    (*raw, decay, beta), (*taps, rate, shift) = tokens, of_heads
+    joined, weight = _joined(raw), jnp.concatenate([w.reshape(-1, w.shape[-1]) for w in taps])
+    before = _joined(windows) if windows else None
+    q, k, v = _split(jax.nn.silu(convolution(joined, weight, chunks, before)), raw)
     g, beta = gates(decay, beta, rate, shift)
-    return recurrence(unit(q) * q.shape[-1] ** -0.5, unit(k), v, g, beta, chunks)[0]
+    out, state = recurrence(unit(q) * q.shape[-1] ** -0.5, unit(k), v, g, beta, chunks, state)
+    return out, state, tuple(_split(_last(joined, before, chunks.enters, weight.shape[-1] - 1), raw))
 
 
-def _convolved(arrays, taps, chunks):
-    """silu of the convolution of each [B, L, heads, size] with its taps [heads, size, T], as one over all channels."""
-    joined = jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in arrays], axis=2)
-    weight = jnp.concatenate([w.reshape(-1, w.shape[-1]) for w in taps])
-    ends = list(itertools.accumulate(math.prod(x.shape[2:]) for x in arrays))
-    parts = jnp.split(jax.nn.silu(convolution(joined, weight, chunks)), ends[:-1], axis=2)
-    return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
+def _step(chunks, tokens, state, windows, of_heads):
+    """`_rule` of one token of each slot. A slot whose token is padding keeps what it has."""
+    (*raw, decay, beta), (*taps, rate, shift) = tokens, of_heads
+    wide = jnp.concatenate([_joined(windows), _joined(raw).astype(windows[0].dtype)], axis=1)
+    acc, dtype = rate.dtype, raw[0].dtype
+    weight = jnp.concatenate([w.reshape(-1, w.shape[-1]) for w in taps]).astype(acc)
+    mixed = jnp.sum(wide.astype(dtype).astype(acc) * weight.T[None], axis=1, keepdims=True).astype(dtype)
+    q, k, v = _split(jax.nn.silu(mixed), raw)
+    g, beta = gates(decay, beta, rate, shift)
+    one = (x[:, 0] for x in (unit(q) * q.shape[-1] ** -0.5, unit(k), v, g, beta))
+    out, after = step(*one, state)
+    real = chunks.real[:, 0]
+    state = jnp.where(real.reshape(-1, 1, 1, 1), after, state)
+    kept = jnp.where(real.reshape(-1, 1, 1), wide[:, 1:], wide[:, :-1])
+    return out[:, None], state, tuple(_split(kept, raw))
+
+
+def _joined(arrays):
+    """[B, L, channels] of arrays [B, L, heads, size]."""
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in arrays], axis=2)
+
+
+def _split(joined, like):
+    """The inverse of `_joined`, for arrays of the heads and sizes of `like`."""
+    ends = list(itertools.accumulate(math.prod(x.shape[2:]) for x in like))
+    parts = jnp.split(joined, ends[:-1], axis=2)
+    return [part.reshape(*joined.shape[:2], *x.shape[2:]) for part, x in zip(parts, like, strict=True)]
+
+
+def _last(x_BxLxC, before, enters_BxL, count: int):
+    """[B, count, C]: the last of the tokens that enter, with those before the row in front, or zeros."""
+    blank = jnp.zeros((x_BxLxC.shape[0], count, x_BxLxC.shape[2]), x_BxLxC.dtype)
+    wide = jnp.concatenate([blank if before is None else before.astype(x_BxLxC.dtype), x_BxLxC], axis=1)
+    index = jnp.sum(enters_BxL, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(wide, index[..., None], axis=1)
 
 
 def gates(decay_BxLxG, beta_BxLxG, rate_G, shift_G):

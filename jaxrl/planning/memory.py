@@ -151,7 +151,9 @@ def streamed(config) -> set[str]:
 def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float:
     cfg = model.config
     kv_share = mesh["tp"] if cfg.cache_heads % mesh["tp"] == 0 else 1
-    return slots / data_shards(mesh) * length * sum(cfg.cache_widths.values()) / kv_share * cfg.num_layers * width
+    kv = length * sum(cfg.cache_widths.values()) / kv_share * len(cfg.windows) * width
+    state_share = mesh["tp"] if cfg.linear_key_heads % mesh["tp"] == 0 else 1
+    return slots / data_shards(mesh) * (kv + cfg.num_recurrent * cfg.state_bytes(width) / state_share)
 
 
 def _batch_bytes(shape, mesh: dict) -> float:

@@ -205,7 +205,7 @@ def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tu
     cfg, shards = model.config, data_shards(mesh)
     weights = weight_bytes(model, mesh, ROLLOUT_RULES, size)
     kv_share = mesh["tp"] if cfg.cache_heads % mesh["tp"] == 0 else 1
-    kv = sum(cfg.cache_widths.values()) * cfg.num_layers * size / kv_share
+    kv = sum(cfg.cache_widths.values()) * len(cfg.windows) * size / kv_share
     if model.attention in XLA:
         looked_at = np.mean([next(c for c in shapes.cache_lengths if c >= min(n, shapes.cache_lengths[-1]))
                              for n in range(prompt + 1, prompt + answer + 1)])

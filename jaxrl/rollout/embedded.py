@@ -37,8 +37,8 @@ from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
 
 COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",
-            "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens", "parked", "evicted",
-            "extend_calls", "extended_prompts", "extended_tokens")
+            "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens", "parked", "parked_past",
+            "evicted", "extend_calls", "extended_prompts", "extended_tokens")
 
 
 def make_engine(*given):
@@ -99,7 +99,7 @@ class EmbeddedEngine(Engine):
     def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids, joint=None):
         self.shapes = shapes
         self._programs = programs(model, shapes, mesh, model.compute_dtype, joint)
-        self._vocab = model.config.vocab_size
+        self._vocab, self._recurrent = model.config.vocab_size, bool(model.config.num_recurrent)
         self._eos = tuple(int(i) for i in eos_ids)
         self._decode_text = text_decoder(tokenizer) if tokenizer is not None else None
         self._params, self._version, self._published = None, -1, 0
@@ -201,8 +201,9 @@ class EmbeddedEngine(Engine):
 
         compiled: programs of these shapes so far. slot_steps: decode steps times slots of the program that ran. The
         two `_queued` counters cover the chunks during which requests waited for a slot. parked: how often a slot was
-        parked; evicted: how often a parked slot was given to a waiting request. extended: prompts that continued in a
-        parked slot, and their tokens that were run there.
+        parked; parked_past: how often one was not, because a recurrence had gone past the stop string; evicted: how
+        often a parked slot was given to a waiting request. extended: prompts that continued in a parked slot, and
+        their tokens that were run there.
         """
         return {**self._counts, "compiled": len(self._programs.compiled)}
 
@@ -499,7 +500,10 @@ class EmbeddedEngine(Engine):
         if self._running.get(sample.slot) is sample:
             del self._running[sample.slot]
             self._table[0].active[sample.slot] = False
-            if sample.request.keep and reason != "abort" and sample.weights == self._published:
+            stays = sample.request.keep and reason != "abort" and sample.weights == self._published
+            if stays and self._recurrent and len(versions) < sample.produced:
+                self._counts["parked_past"] += 1  # the state has gone past the stop string, and does not come back
+            elif stays:
                 known = np.concatenate([sample.request.prompt, tokens])
                 self._parked.pop(sample.request.id, None)  # of a request of the same id before: the newest comes last
                 self._parked[sample.request.id] = Parked(sample.slot, known)

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.kernels.attention import share, shares_prompts
-from jaxrl.models import unstacked
+from jaxrl.models import recurrent, unstacked
 from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
 from jaxrl.processes.exchange import as_local_arrays
@@ -66,7 +66,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     """
     slots, room = history_SxL.shape
     slot_S = jnp.arange(slots)
-    cache_length = jax.tree.leaves(cache)[0].shape[-2]
+    cache_length = recurrent.cache_length(cache)
 
     def keep_on(carry):
         step, now, *_ = carry
@@ -102,15 +102,17 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
                 history_SxL, leave_at, rows_S, shared=None, whose_S=None):
     """Runs `decode_chunk` on the slots `rows_S` (all, in order, if `whole`) and the first `length` cache positions."""
     part = cache if whole else model.take(cache, rows_S)
-    full_length = jax.tree.leaves(cache)[0].shape[-2]
+    full_length = recurrent.cache_length(cache)
     if length < full_length:
-        part = jax.tree.map(lambda a: a[..., :length, :], part)
+        part = jax.tree_util.tree_map_with_path(
+            lambda path, a: a if recurrent.is_by_slot(path) else a[..., :length, :], part)
     part, out = decode_chunk(model, shapes.decode_steps, shapes.support, params, constrain(part), progress, controls,
                              history_SxL, leave_at, shared, shapes.routes, whose_S, shapes.work)
     if not whole:
         cache = model.insert(cache, part, jnp.arange(rows_S.shape[0]), rows_S)
     elif length < full_length:
-        cache = jax.tree.map(lambda a, b: a.at[..., :length, :].set(b), cache, part)
+        cache = jax.tree_util.tree_map_with_path(
+            lambda path, a, b: b if recurrent.is_by_slot(path) else a.at[..., :length, :].set(b), cache, part)
     else:
         cache = part
     return cache, out
@@ -128,6 +130,7 @@ class Programs:
         self.beside = compilations.BackgroundCompiler()
         tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
         self._cache_spec = (DATA_AXES, None, tp)
+        self._state_heads = "tp" if model.config.linear_key_heads % mesh.shape["tp"] == 0 else None
         self.by_slot = self._named(DATA_AXES)
         self.by_step = self._named(None, DATA_AXES)
         self.whole = self._named()
@@ -138,7 +141,14 @@ class Programs:
         return NamedSharding(self.mesh, P(*spec))
 
     def cache_shardings(self, cache):
-        return jax.tree.map(lambda a: self._named(*(None,) * (a.ndim - 3), *self._cache_spec), cache)
+        def one(path, a):
+            if recurrent.is_by_slot(path):  # states by heads, their second axis; windows whole beside the slots
+                heads = (self._state_heads,) if path[-1].key == "state" else (None, self._state_heads)
+                stacked = "layers" in [getattr(key, "key", None) for key in path]
+                return self._named(*(None,) * stacked, DATA_AXES, *heads)
+            return self._named(*(None,) * (a.ndim - 3), *self._cache_spec)
+
+        return jax.tree_util.tree_map_with_path(one, cache)
 
     def new_caches(self):
         """Returns the zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt), created in

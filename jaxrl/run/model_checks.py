@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jaxrl.config.registry import recipe_of
 from jaxrl.errors import ConfigError
 from jaxrl.training import router
 
@@ -31,9 +30,6 @@ def check_recurrent(config, model) -> None:
     kind = f"a model with recurrent layers (model_type={model.family})"
     if config.mesh.cp > 1:
         raise ConfigError(f"mesh.cp={config.mesh.cp} with {kind}: rows are not cut for a recurrence yet; set mesh.cp=1")
-    if recipe_of(config).samples:
-        raise ConfigError(f"run.recipe={config.run.recipe} with {kind}: the sampler does not carry its states yet; "
-                          "train it with run.recipe=sft")
     if config.lora.rank:
         raise ConfigError(f"lora.rank={config.lora.rank} with {kind}: adapters for its layers are not built yet; leave "
                           "lora.rank out")

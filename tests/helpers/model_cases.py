@@ -104,14 +104,14 @@ def decoded(model, params, rows_2xL):
     cache = model.insert(model.init_cache(3, LENGTH, jnp.float32), kv, np.array([0, 1, 0]), np.array([2, 0, 3]))
 
     def step(cache, i):
-        at = prompts + i  # the row that ends first idles too
+        at = prompts - 1 + i  # as the engine does, from the last prompt token on; the row that ends first idles too
         tokens = jnp.zeros(3, jnp.int32).at[slots].set(rows_2xL[np.arange(2), jnp.minimum(at, LENGTH - 1)])
         positions = jnp.full(3, LENGTH).at[slots].set(at)
         hidden, cache = model.decode(params, tokens, positions, cache)
         return cache, hidden[slots]
 
-    _, later = jax.lax.scan(step, cache, jnp.arange(LENGTH - min(PROMPTS)))
-    hidden = [jnp.zeros((LENGTH, last.shape[-1])).at[p - 1].set(last[i]).at[p:].set(later[:LENGTH - p, i])
+    _, later = jax.lax.scan(step, cache, jnp.arange(LENGTH - min(PROMPTS) + 1))
+    hidden = [jnp.zeros((LENGTH, last.shape[-1])).at[p - 1].set(last[i]).at[p:].set(later[1:LENGTH - p + 1, i])
               for i, p in enumerate(PROMPTS)]
     return model.logits(params, jnp.stack(hidden))
 

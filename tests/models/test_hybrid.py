@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     return get
 
 
-@first_cases(1, "name", HYBRIDS)
+@first_cases(1, "name", list(HYBRIDS))
 def test_logits_equal_transformers(folder, name):
     """Plain, padded, packed and with shared prompts, each sequence against transformers alone."""
     want = model_cases.reference(folder(name))
@@ -88,6 +88,37 @@ def test_export_is_the_folder_that_was_read(folder, tmp_path, name):
     assert rates and all(a.dtype == jnp.float32 for a in rates)
     hf.export(model, params, tmp_path / "out", config)
     same_tensors(tmp_path / "in", tmp_path / "out")
+
+
+def test_decoding_and_extending_are_the_forward_pass(folder):
+    """Two rows prefilled and decoded beside an idle slot against transformers; then the same tokens extended in pieces,
+    beside padding, and decoded again: what an idle slot holds does not change by a bit."""
+    path = folder("qwen3_5")
+    want, (model, params) = model_cases.reference(path), model_cases.ours(path, True)
+    rows = model_cases.batch()[0][0][:2]
+    for row, prompt, logits in zip(rows, model_cases.PROMPTS, np.asarray(model_cases.decoded(model, params, rows)), strict=True):
+        np.testing.assert_allclose(logits[prompt - 1:], want(row)[prompt - 1:], atol=LIMIT)
+
+    length, prompts = model_cases.LENGTH, np.array(model_cases.PROMPTS)
+    _, kv = jax.jit(model.prefill)(params, np.where(np.arange(14) < prompts[:, None], rows[:, :14], 5), prompts)
+    cache = model.insert(model.init_cache(3, length, jnp.float32), kv, np.arange(2), np.array([2, 0]))
+    extend, decode = jax.jit(model.extend), jax.jit(model.decode)
+    starts = prompts - 1
+    for counts in ((3, 5), (1, 0), (4, 2)):  # row 1 waits once
+        tokens, positions = np.full((2, 5), 7, np.int32), length + np.tile(np.arange(5, dtype=np.int32), (2, 1))
+        for i, n in enumerate(counts):
+            tokens[i, :n], positions[i, :n] = rows[i, starts[i]:starts[i] + n], starts[i] + np.arange(n)
+        cache = extend(params, tokens, positions, cache, np.array([2, 0], np.int32))
+        starts = starts + counts
+    at = starts
+    tokens = np.array([rows[1, at[1]], 0, rows[0, at[0]]], np.int32)
+    hidden, after = decode(params, tokens, np.array([at[1], length, at[0]], np.int32), cache)
+    got = np.asarray(model.logits(params, hidden))
+    for slot, i in ((2, 0), (0, 1)):
+        np.testing.assert_allclose(got[slot], want(rows[i])[at[i]], atol=LIMIT)
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(cache), jax.tree.leaves(after), strict=True):
+        axis = int(path[0].key == "layers")
+        np.testing.assert_array_equal(np.take(np.asarray(old), 1, axis), np.take(np.asarray(new), 1, axis))
 
 
 def same_tensors(a, b):

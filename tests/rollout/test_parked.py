@@ -31,12 +31,15 @@ TIMEOUT, ROOM = 120.0, 96
 GEMMA = dict(model_type="gemma2", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=20, sliding_window=5,
              attn_logit_softcapping=3.0, final_logit_softcapping=4.0)
+HYBRID = dict(model_type="qwen3_5_text", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+              num_key_value_heads=2, head_dim=16, full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4,
+              linear_key_head_dim=8, linear_value_head_dim=6)
 TURNS = (3, 9, 30, 1, 17)  # new tokens of each conversation's turns: less than a call of 8 holds, more, and 1
 
 
 @functools.cache
 def built(hf="plain", scan=False):
-    return models.build({"plain": HF, "windows": GEMMA}[hf], compute_dtype=jnp.float32, scan_layers=scan)
+    return models.build({"plain": HF, "windows": GEMMA, "hybrid": HYBRID}[hf], compute_dtype=jnp.float32, scan_layers=scan)
 
 
 @functools.cache
@@ -102,7 +105,7 @@ def new_tokens(said):
                for (p, r), (q, _) in zip(before, now, strict=True))
 
 
-@first_cases(1, "hf,scan", [("plain", False), ("windows", False),
+@first_cases(1, "hf,scan", [("plain", False), ("windows", False), ("hybrid", False),
                                      pytest.param("windows", True, marks=pytest.mark.slow)])
 def test_a_conversation_is_what_prefilling_every_turn_gives(hf, scan):
     """Tokens, log-probs, the trainer's recomputation of them; and only new tokens are run."""
@@ -119,6 +122,15 @@ def test_a_conversation_is_what_prefilling_every_turn_gives(hf, scan):
         np.testing.assert_allclose(r.logprobs, scored(q, r, hf, scan), atol=1e-5, rtol=0)
     alone = made(hf, scan)  # neighbours in a call, or in the cache, move no bit
     assert_equal([[turn[2]] for turn in said], talk(alone, which=[2]), atol=0)
+
+
+@pytest.mark.full
+def test_a_state_behind_a_stop_string_is_not_parked():
+    """A recurrence does not go back: the next turn is prefilled, and is what prefilling every turn gives."""
+    engine, stop = made("hybrid", decode_steps=8), dict(stop=("a", "b"))
+    said = talk(engine, **stop)
+    assert engine.counters()["parked_past"] > 0 and engine.counters()["parked"] > 0
+    assert_equal(said, talk(made("hybrid", decode_steps=8), keep=False, **stop))
 
 
 @pytest.mark.slow

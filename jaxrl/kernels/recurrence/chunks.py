@@ -75,7 +75,8 @@ def chunks_of(segments_BxL, prefixes_BxL=None, *, enters_BxL=None, continues: bo
     batch, length = segments_BxL.shape
     size, count = tokens_per_chunk(length), room(length)
     at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    prefixes = jnp.zeros_like(segments_BxL) if prefixes_BxL is None else prefixes_BxL
+    segments_BxL = jnp.asarray(segments_BxL)
+    prefixes = jnp.zeros_like(segments_BxL) if prefixes_BxL is None else jnp.asarray(prefixes_BxL)
     before = jnp.pad(segments_BxL, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     real, opens = segments_BxL > 0, segments_BxL != before
     back = at - jax.lax.cummax(jnp.where(opens, at, 0), axis=1)

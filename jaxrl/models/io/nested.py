@@ -64,8 +64,8 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
     source's other tensors. alone: the text model only."""
     others = [] if alone else planned_others(source, kind)
     if others is None:
-        log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, "
-                    "without the tensors that were left out; restore the folder and export again to have them",
+        log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, without "
+                    "the tensors that were left out; restore the folder and export again to have them",
                     source["folder"])
         return planned, False
     if any(t.name.startswith("mtp.") for t in others):
