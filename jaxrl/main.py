@@ -53,8 +53,7 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
         return 2
     except KeyboardInterrupt as e:
         by = f" by {e}" if str(e) else ""
-        complain(f"interrupted{by} before anything was saved; rerun the same command to resume from the latest "
-                 "checkpoint")
+        complain(f"interrupted{by} during start-up; rerun the same command, which resumes where there is a checkpoint")
         return 128 + getattr(e, "number", 2)
     except OSError as e:
         if e.errno not in DISK_TROUBLE:

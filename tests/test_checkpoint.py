@@ -430,7 +430,7 @@ def test_a_disk_that_hangs_ends_the_process_with_a_message(tmp_path, phase):
     done = subprocess.run([sys.executable, WORKER, "hangs", str(tmp_path), fault], capture_output=True, text=True, timeout=600)
     said = done.stdout + done.stderr
     assert done.returncode == 1 and "checkpoint of step 2 not written within checkpoint.timeout_seconds=" in said
-    assert "the newest one is of step 1" in said and ("closed" in said) == (phase == "tensors")
+    assert "latest checkpoint: step 1" in said and ("closed" in said) == (phase == "tensors")
     assert check_all(tmp_path) == [1]
 
 
@@ -458,7 +458,7 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path, how):
     lines = out.stdout.splitlines()
     assert out.returncode == 0, out.stderr
     refused = [line for line in lines if "not written" in line]
-    assert len(refused) == 3 and all("the newest one is of step 1" in line for line in refused)
+    assert len(refused) == 3 and all("latest checkpoint: step 1" in line for line in refused)
     assert "failure 1 of 3" in refused[0] and "failure 2 of 3" in refused[1] and refused[2].startswith("ended:")
     assert "3 saves in a row failed" in refused[2] and str(disk / "checkpoints") in refused[2]
     reason = "No space left on device" if mounted else "File too large"

@@ -228,6 +228,18 @@ def test_what_cannot_work_is_refused_by_name_value_and_remedy(name, value, messa
     assert name in str(e.value) and message in str(e.value)
 
 
+@pytest.mark.parametrize("given, refused", [
+    ({"model.path": "Qwen/Qwen2.5-0.5B"}, "model.path='Qwen/Qwen2.5-0.5B' with run.warm_start='grpo_sft': the warm start's model"),
+    ({"model.init": "random", "model.config": {"model_type": "qwen2"}}, "model.init='random' with run.warm_start='grpo_sft'"),
+    ({"model.path": "Qwen/Qwen2.5-0.5B", "run.warm_start": ""}, ""), ({"model.path": "runs/rl/warm_start/export"}, "")])
+def test_a_model_is_not_replaced_by_a_warm_starts(given, refused):
+    c = load_config("grpo", given)
+    if not refused:
+        return common.check(c)
+    with pytest.raises(ConfigError, match=re.escape(refused)):
+        common.check(c)
+
+
 def test_all_problems_are_reported_at_once():
     c = usable()
     c.rollout.top_p, c.optimizer.b1, c.mesh.tp = 0.0, 2.0, 0
@@ -315,7 +327,7 @@ def test_ctrl_c_before_the_run_leaves_without_a_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr("jaxrl.main.load_config", interrupted)
     assert main(["--config=grpo"]) == 130
-    assert "interrupted before anything was saved; rerun the same command to resume" in capsys.readouterr().err
+    assert "interrupted during start-up; rerun the same command, which resumes where there is a checkpoint" in capsys.readouterr().err
 
 
 HIDDEN = "s3cr3tVALUE0123456789abcdef"

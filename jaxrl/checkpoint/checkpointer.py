@@ -333,8 +333,8 @@ class Checkpointer:
                                       f"{self.directory} and rerun the same command to resume from there")
 
     def newest(self) -> str:
-        """Returns a text naming the newest checkpoint of this run."""
-        return "there is none yet" if self.committed is None else f"the newest one is of step {self.committed}"
+        """Returns "latest checkpoint: step N" of this run, or "no checkpoint yet"."""
+        return "no checkpoint yet" if self.committed is None else f"latest checkpoint: step {self.committed}"
 
     def _drop_manager(self) -> None:
         manager, self._manager = self._manager, None
@@ -378,8 +378,11 @@ class Checkpointer:
           CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; an
             unknown format.
         """
-        self._cached_choice = (resume, self._choose_together(resume))
-        return self._cached_choice[1]
+        chosen = self._choose_together(resume)
+        self._cached_choice = (resume, chosen)
+        if chosen is not None and chosen.path.parent == self.directory:
+            self.committed = chosen.step
+        return chosen
 
     def _choose_together(self, resume: str) -> Chosen | None:
         """What process 0 chooses, on all. Raises CheckpointError where one of them cannot see it."""

@@ -6,10 +6,22 @@ import dataclasses
 import functools
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import ACTIVATIONS, FOREIGN, NEXT_TOKENS, REQUIRED, SCORES, UNSCALED, family_of, number
+from jaxrl.models.families import (
+    ACTIVATIONS,
+    FOREIGN,
+    NEXT_TOKENS,
+    REQUIRED,
+    SCORES,
+    UNSCALED,
+    family_of,
+    number,
+    text_part,
+)
 from jaxrl.models.io import scaled
 from jaxrl.models.rope import Rope, score_factor
 from jaxrl.models.rope_config import ropes, rotary_size
+
+RECURRENT = ("gated_delta", "gated_delta_by_head")  # mixers that carry a state from token to token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +102,23 @@ class ModelConfig:
     def experts_share(self) -> float:
         """Of an expert layer's experts, those that compute one token."""
         return self.experts_per_token / self.num_experts
+
+    gated_attention: bool = False  # attention's output is times a sigmoid
+    linear_key_heads: int = 0     # of layers with a recurrence (models.recurrent); 0 = there are none
+    linear_value_heads: int = 0
+    linear_key_size: int = 0
+    linear_value_size: int = 0
+    linear_taps: int = 0          # tokens that their convolution reads
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Window of each layer with attention, 0 = none."""
+        return tuple(layer.window for layer in self.layers if layer.mixer not in RECURRENT)
+
+    @property
+    def num_recurrent(self) -> int:
+        """Number of layers with a recurrence in place of attention."""
+        return sum(layer.mixer in RECURRENT for layer in self.layers)
 
     latent_size: int = 0          # numbers that keys and values are expanded from (models.latent); 0 = there are none
     query_rank: int = 0           # and those of queries; 0 = they are made at once
@@ -177,12 +206,18 @@ class ModelConfig:
                 "model.config.max_position_embeddings")
 
 
+LINEAR = {"linear_num_key_heads": "linear_key_heads", "linear_num_value_heads": "linear_value_heads",
+          "linear_key_head_dim": "linear_key_size", "linear_value_head_dim": "linear_value_size",
+          "linear_conv_kernel_dim": "linear_taps"}  # HF's fields of recurrent layers
+
+
 def model_config(hf_config: dict) -> ModelConfig:
     """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out take the family's
     defaults.
 
     Raises ConfigError, naming the key and its value, for what no family here serves.
     """
+    hf_config = text_part(hf_config)
     family = family_of(hf_config)
     hf = {**family.defaults, **hf_config}
     if family.expert_size:
@@ -204,6 +239,8 @@ def model_config(hf_config: dict) -> ModelConfig:
     if family.latent:
         routed |= dict(latent_size=hf["kv_lora_rank"], query_rank=hf["q_lora_rank"] or 0, value_size=hf["v_head_dim"],
                        rope_interleaved=hf["rope_interleave"])
+    if family.recurrent:
+        routed |= {ours: hf[theirs] for theirs, ours in LINEAR.items()}
     if family.clamped:
         routed |= {f"gate_{k}": float(number(hf, f"swiglu_{k}", above=0)) for k in ("alpha", "limit")}
     query = number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
@@ -215,7 +252,7 @@ def model_config(hf_config: dict) -> ModelConfig:
         num_kv_heads=heads if family.latent else hf.get("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
-        qk_norm=flag(family.qk_norm), post_norms=family.gemma, norm_offset=1.0 if family.gemma else 0.0,
+        qk_norm=flag(family.qk_norm), post_norms=family.gemma, norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
         norm_eps=number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
         embed_scale=hidden ** 0.5 if family.gemma else 1.0,
         query_scale=query_scale,
@@ -262,6 +299,8 @@ def _check(hf, family):
         if isinstance(default, bool) and not isinstance(hf[key], bool):
             raise ConfigError(f"model config: {key}={hf[key]!r}; give true or false")
     _check_heads(hf, family)
+    if family.recurrent:
+        _check_recurrent(hf)
     activation = hf[family.activation]
     if activation not in ACTIVATIONS:
         raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")
@@ -294,6 +333,24 @@ def _check_latent(hf, family):
                               "leave it out")
 
 
+def _check_recurrent(hf):
+    """The sizes of recurrent layers, and fields whose other values mean another function."""
+    for key in LINEAR:
+        number(hf, key, least=1, kind=int)
+    keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+    if values % keys:
+        raise ConfigError(f"model config: linear_num_value_heads={values} is not a multiple of linear_num_key_heads="
+                          f"{keys}; change one of them")
+    if hf.get("sliding_window") is not None and hf.get("use_sliding_window") is not False:
+        raise ConfigError(f"model config: sliding_window={hf['sliding_window']!r}, but a {hf['model_type']} model has no "
+                          "windows; leave it out")
+    for key, wanted in (("attn_output_gate", True), ("output_gate_type", "silu"), ("hidden_act", "silu"),
+                        ("mamba_ssm_dtype", "float32")):
+        if hf.get(key) not in (None, wanted):
+            raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; {hf['model_type']} models are computed "
+                              f"with {wanted!r}")
+
+
 def _check_heads(hf, family):
     if family.latent:
         return _check_latent(hf, family)
@@ -324,6 +381,7 @@ def _refuse_foreign(hf, family):
     own |= {"first_k_dense_replace"} if family.listed_kinds else set()
     own |= {"experts_per_token"} if hf.get("experts_per_token") == hf.get("num_experts_per_tok") else set()
     own |= {family.experts_count, "num_local_experts", *family.defaults} if family.expert_size else set()
+    own |= {*family.defaults, "attn_output_gate", "full_attention_interval"} if family.recurrent else set()
     for what, keys in FOREIGN.items():
         for key in keys:
             if hf.get(key) and key not in own and not (key in UNSCALED and hf[key] == 1):
@@ -339,12 +397,28 @@ def _refuse_foreign(hf, family):
 
 
 def _layers(hf, family) -> tuple[Layer, ...]:
+    kinds = _feed_forwards(hf, family)
+    if family.recurrent:
+        rope, _ = ropes(hf, family)
+        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind)
+                     for full, kind in zip(_full(hf), kinds, strict=True))
     sliding, window = _windows(hf, family)
     full, local = ropes(hf, family)
-    kinds = _feed_forwards(hf, family)
     mixer = "latent_attention" if family.latent else "attention"
     return tuple(Layer(local, window, mixer, kind) if windowed else Layer(full, 0, mixer, kind)
                  for windowed, kind in zip(sliding, kinds, strict=True))
+
+
+def _full(hf) -> list[bool]:
+    """Which layers of a model with recurrent ones have attention: by `layer_types`, else every so many."""
+    count, kinds = hf["num_hidden_layers"], hf.get("layer_types")
+    if kinds is None:
+        every = number(hf, "full_attention_interval", least=1, kind=int)
+        return [(i + 1) % every == 0 for i in range(count)]
+    if not isinstance(kinds, list | tuple) or len(kinds) != count or set(kinds) - {"full_attention", "linear_attention"}:
+        raise ConfigError(f"model config: layer_types={kinds!r}; give {count} entries, each full_attention or "
+                          "linear_attention")
+    return [kind == "full_attention" for kind in kinds]
 
 
 def _prefix(layers) -> int:

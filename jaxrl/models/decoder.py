@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.low_precision import DEFAULT
-from jaxrl.models import latent, parameters
+from jaxrl.kernels.recurrence import Chunks
+from jaxrl.models import latent, parameters, recurrent
 from jaxrl.models.adapters import dropped, quantized, stretch
 from jaxrl.models.adapters.adapter_set import scale_columns
 from jaxrl.models.config import Layer, ModelConfig
@@ -35,6 +36,7 @@ from jaxrl.models.placement import (
     extended_attention,
     gathered,
     residual,
+    row_chunks,
     rows,
     sharded_attention,
     sharded_cached_attention,
@@ -55,7 +57,7 @@ POLICIES = {  # what the backward pass finds, the tokens' experts always; the re
 }
 
 
-EXACT = ("mlp/shared_gate",)  # a single column, which decides: never rounded
+EXACT = ("mlp/shared_gate", "recurrent/beta", "recurrent/decay")  # a column a head, which decides: never rounded
 
 
 def like(parameter, x):
@@ -173,6 +175,7 @@ class Shared(NamedTuple):
     segments: jax.Array | None
     work: dict
     whose: jax.Array | None = None  # number of the token's adapter
+    chunks: Chunks | None = None    # of the rows, where layers have a recurrence
 
 
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
@@ -198,11 +201,17 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
         kv = {"k": write(cache["k"], k, positions, index), "v": write(cache["v"], v, positions, index)}
         attend = sharded_cached_attention if positions.shape[1] == 1 else extended_attention
         out = attend(q, kv["k"], kv["v"], positions, index, **options)
+    if "attention/gate/kernel" in own.rows:
+        gate = jax.nn.sigmoid(own.linear("attention/gate", x_BxLxD).astype(jnp.promote_types(out.dtype, jnp.float32)))
+        out = (out * gate).astype(out.dtype)
     return own.linear("attention/out", out), kv
 
 
 MIXERS = {"attention": Part(parameters.ATTENTION, attention),
-          "latent_attention": Part(parameters.LATENT_ATTENTION, latent.attention)}
+          "latent_attention": Part(parameters.LATENT_ATTENTION, latent.attention),
+          "gated_attention": Part(parameters.GATED_ATTENTION, attention),
+          "gated_delta": Part(parameters.GATED_DELTA, recurrent.gated_delta),
+          "gated_delta_by_head": Part(parameters.GATED_DELTA_BY_HEAD, recurrent.gated_delta)}
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
@@ -276,7 +285,8 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
             for window in {layer.window for layer in cfg.layers}}
     turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, positions_BxL, acc) for rope in cfg.ropes]
-    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL)
+    chunks = row_chunks(positions_BxL, segments_BxL, prefixes_BxL) if cfg.num_recurrent and cache is None else None
+    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL, chunks)
     keep = keep_kv or cache is not None
     before, repeats, behind = spans(cfg, model.scan_layers)
     x, kv, auxiliary = _unrolled(model, before, params, x, shared, cache, keep)

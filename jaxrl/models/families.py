@@ -49,6 +49,8 @@ class Family:
     expert_bias: bool = False            # ModelConfig.expert_bias
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
+    recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
+    unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
@@ -68,6 +70,10 @@ _SIGMOID = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": T
 _DEEPSEEK: dict[str, Any] = dict(feed_forward="deepseek_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
                  shared_experts="n_shared_experts", dense_first="first_k_dense_replace", norm_topk="norm_topk_prob", router="sigmoid",
                  says={"topk_method": "noaux_tc", "moe_layer_freq": 1}, next_tokens=True, few_bits="fp8")
+_HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+           "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+           "linear_conv_kernel_dim": 4}
+_BESIDE = r"mtp\..*|model\.visual\..*"
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION: dict[str, Any] = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
     "rope_interleave": True, "attention_bias": False, "tie_word_embeddings": False})
@@ -155,7 +161,30 @@ FAMILIES = {
         expert_bias=True, clamped=True, interleaved=True, few_bits="mxfp4",
         vllm_assumes={"rms_norm_eps": 1e-5, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True, "tie_word_embeddings": False,
                       "layer_types": ("sliding_attention", "full_attention")}),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 4}, qkv_bias="attention_bias", out_bias="attention_bias",
+        qk_norm=True, recurrent="gated_delta", partial_rotary=True, unread=_BESIDE,
+        classifier_name="Qwen3_5TextForSequenceClassification"),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 2, "intermediate_size": 512, "moe_intermediate_size": 512,
+                                  "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, recurrent="gated_delta", partial_rotary=True,
+        unread=_BESIDE, feed_forward="experts", expert_size="moe_intermediate_size", shared_expert_size="shared_expert_intermediate_size",
+        norm_topk=True, says={"norm_topk_prob": True}, classifies=False),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 2, "moe_intermediate_size": 512, "decoder_sparse_step": 1,
+                                 "mlp_only_layers": None, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 10,
+                                 "num_experts": 512, "norm_topk_prob": True},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, recurrent="gated_delta_by_head", partial_rotary=True,
+        unread=_BESIDE, feed_forward="experts", expert_size="moe_intermediate_size",
+        shared_expert_size="shared_expert_intermediate_size", norm_topk="norm_topk_prob"),
 }
+# Models of several parts: model_type -> (model_type of the text part, architecture).
+NESTED = {
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+}
+WITHIN = "model.language_model."  # of their text part's tensors, where it alone has `model.`
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields of other architectures: a config that uses one means a function that no family here computes, and transformers
@@ -196,7 +225,7 @@ UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", 
 
 def family_of(hf_config: dict) -> Family:
     """The family of a config, by `model_type`; ConfigError for one we do not have or another architecture of it."""
-    known = ", ".join(FAMILIES)
+    known = ", ".join([*FAMILIES, *NESTED])
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
         hint = " (the text-only Gemma 3 checkpoints have model_type gemma3_text)" if kind == "gemma3" else ""
@@ -207,6 +236,28 @@ def family_of(hf_config: dict) -> Family:
     if not {family.architecture, family.classifier} & set(names):
         raise ConfigError(f"architectures={names!r} is not supported; take a {family.architecture} checkpoint")
     return family
+
+
+def text_part(hf_config: dict) -> dict:
+    """The config of a model's text part, which is what is computed here; any other config as it is.
+
+    Raises ConfigError for another architecture of it, and where the two say different things.
+    """
+    kind = hf_config.get("model_type")
+    if kind not in NESTED:
+        return hf_config
+    text, architecture = NESTED[kind]
+    own = hf_config.get("text_config")
+    names = hf_config.get("architectures") or [architecture]
+    if architecture not in names:
+        raise ConfigError(f"architectures={names!r} is not supported; take a {architecture} checkpoint")
+    if not isinstance(own, dict) or own.get("model_type", text) not in (text, kind):
+        raise ConfigError(f"model config: text_config={own!r}; give a table whose model_type is {text}")
+    beside = {k: hf_config[k] for k in ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype") if k in hf_config}
+    for key in beside.keys() & own.keys() - {"dtype", "torch_dtype"}:
+        if own[key] != beside[key]:
+            raise ConfigError(f"model config: {key}={beside[key]!r} beside {own[key]!r} in text_config; make them equal")
+    return {**own, **beside, "model_type": text} | {k: v for k, v in hf_config.items() if k.startswith("jaxrl_")}
 
 
 @overload

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import adapters, decoder, parameters, unstacked
+from jaxrl.models import adapters, decoder, parameters, recurrent, unstacked
 from jaxrl.models.adapters import adapter_set
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
@@ -142,9 +142,11 @@ class Model:
             return adapters.joined(base, adapter_set.join_leaves(self, start) if self.adapter.parts else start[0])
         drawn = (_draw_at_once if self.num_parameters <= AT_ONCE else _draw_by_kind)(key, self.entries)
 
-        constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0}
+        constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0, "unit": 1.0}
 
         def values(entry):
+            if entry.row.init == "log_uniform":
+                return recurrent.initial_rates(key, entry)
             if entry.row.init in constants:
                 return jnp.full(entry.shape, constants[entry.row.init], jnp.float32)
             arrays = [drawn[name] * self.config.init_std for name in entry.hf_names]
@@ -289,11 +291,11 @@ class Model:
     def flops_per_token(self, context: int) -> int:
         """Returns the FLOPs of the forward pass for one token that sees `context` tokens (itself included).
 
-        Matrix products only, the head included, the embedding lookup not; a multiply and an add count as two. The
-        backward pass costs twice as much.
+        Matrix products only, the head included, those of recurrences and the embedding lookup not; a multiply and an
+        add count as two. The backward pass costs twice as much.
         """
         cfg = self.config
         matrices = sum(e.multiplied for e in self.entries if e.path[0] != "head")
         head = cfg.hidden_size * cfg.vocab_size
-        seen = sum(min(layer.window or context, context) for layer in cfg.layers)
+        seen = sum(min(window or context, context) for window in cfg.windows)
         return 2 * (matrices + head) + cfg.pair_flops * seen

@@ -32,15 +32,18 @@ class Row:
 
     path: str
     axes: tuple[str | None, ...]  # logical axis of each dimension; decides the size too, but where `sizes` is given
-    hf: str                       # HF's name, in a layer behind its number; {} = number on a stacked axis; "" = none
+    hf: str                       # HF's name, in a layer behind its number; {} = number on a stacked axis; "" = none;
+                                  # of a part, its place in brackets follows in Entry.hf_names
     inputs: int = 0               # axes that a linear map contracts, first after the stacked ones; 0 = no linear map
-    init: str = "normal"          # normal (times init_std) | zero | one (norms then scale by one)
+    init: str = "normal"          # normal (times init_std) | zero | one (norms then scale by one) | unit | log_uniform
     sizes: tuple[int | str, ...] = ()  # numbers, or fields of ModelConfig
     when: str = ""                # flag of ModelConfig that a model must have, or "not" and one it must not have
     stacked: int = 0              # leading axes along which HF has tensors of their own (experts)
     share: float | str = 1        # of the numbers, what one token is multiplied with; or the field that says it
     adapts: bool = True           # whether a linear map can have an adapter
     fixed: bool = False           # numbers that choose and do not weigh: without gradient, and in fp32 wherever they are
+    wide: bool = False            # in fp32 wherever they are, and trained
+    part: tuple[int | str, int] = ()  # (groups, place): `hf` is one tensor of several rows, see models.io.parts
 
     def of(self, config) -> bool:
         """Whether a model has this parameter."""
@@ -86,6 +89,54 @@ ATTENTION = (
     Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("query_width",), when="qk_norm_whole"),
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("key_width",), when="qk_norm_whole"),
 )
+def _part(row: Row, groups: int | str, place: int) -> Row:
+    """The row as the part at `place` of each group of outputs of HF's tensor; groups=0: as all of it."""
+    return dataclasses.replace(row, part=(groups, place) if groups else (), adapts=False)
+
+
+def _gated_attention() -> tuple[Row, ...]:
+    """Attention whose output is times a sigmoid of a gate; HF has a head's query and gate behind each other."""
+    out = []
+    for row in ATTENTION:
+        if row.path.startswith("attention/query/"):
+            gate = dataclasses.replace(row, path=row.path.replace("query", "gate"))
+            out += [_part(row, "num_heads", 0), _part(gate, "num_heads", 1)]
+        else:
+            out.append(row)
+    return tuple(out)
+
+
+GATED_ATTENTION = _gated_attention()
+_KEYS, _VALUES = ("linear_key_heads", "linear_key_size"), ("linear_value_heads", "linear_value_size")
+
+
+def _gated_delta(names: dict[str, tuple[str, int | str, int]]) -> tuple[Row, ...]:
+    """models.recurrent, by HF's name, groups and place of each map of the hidden states."""
+    def of_hidden(name, sizes, axes):
+        hf, groups, place = names[name]
+        row = Row(f"recurrent/{name}/kernel", ("embed", *axes), f"linear_attn.{hf}.weight", 1, sizes=("hidden_size", *sizes))
+        return _part(row, groups, place)
+
+    def taps(name, sizes, place):
+        row = Row(f"recurrent/{name}_taps/weight", ("heads", "head_dim", None), "linear_attn.conv1d.weight", sizes=(*sizes, "linear_taps"))
+        return _part(row, 1, place)
+
+    heads, each = ("heads", "head_dim"), ("linear_value_heads",)
+    return (*(of_hidden(name, sizes, heads) for name, sizes in (("query", _KEYS), ("key", _KEYS), ("value", _VALUES), ("gate", _VALUES))),
+            *(of_hidden(name, each, ("heads",)) for name in ("beta", "decay")),
+            taps("query", _KEYS, 0), taps("key", _KEYS, 1), taps("value", _VALUES, 2),
+            Row("recurrent/rate", ("heads",), "linear_attn.A_log", init="log_uniform", sizes=each, wide=True),
+            Row("recurrent/shift", ("heads",), "linear_attn.dt_bias", init="unit", sizes=each),
+            Row("recurrent/norm/scale", ("norm",), "linear_attn.norm.weight", init="unit", sizes=("linear_value_size",)),
+            Row("recurrent/out/kernel", _OUT, "linear_attn.out_proj.weight", 2, sizes=(*_VALUES, "hidden_size"), adapts=False))
+
+
+GATED_DELTA = _gated_delta({
+    "query": ("in_proj_qkv", 1, 0), "key": ("in_proj_qkv", 1, 1), "value": ("in_proj_qkv", 1, 2), "gate": ("in_proj_z", 0, 0),
+    "beta": ("in_proj_b", 0, 0), "decay": ("in_proj_a", 0, 0)})
+GATED_DELTA_BY_HEAD = _gated_delta({  # Qwen3-Next: by key head
+    **{name: ("in_proj_qkvz", "linear_key_heads", i) for i, name in enumerate(("query", "key", "value", "gate"))},
+    **{name: ("in_proj_ba", "linear_key_heads", i) for i, name in enumerate(("beta", "decay"))}})
 _UP = ("embed", "heads", "head_dim")  # the few numbers that it reads are split as the hidden ones are
 LATENT_ATTENTION = (  # models.latent
     Row("attention/query/kernel", _Q, "self_attn.q_proj.weight", 1, when="not query_rank"),
@@ -208,7 +259,7 @@ class Entry:
 
     def dtype(self, wanted):
         """Of this array where parameters have the dtype `wanted`."""
-        return np.promote_types(wanted, np.float32) if self.row.fixed else np.dtype(wanted)
+        return np.promote_types(wanted, np.float32) if self.row.fixed or self.row.wide else np.dtype(wanted)
 
     def of(self, tree):
         """This entry's leaf of a tree."""
@@ -248,7 +299,8 @@ def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int
         if isinstance(row.share, str):
             row = dataclasses.replace(row, share=getattr(config, row.share))
         shape, lead = row.shape(config), (repeats,) * bool(repeats)
-        names = [row.hf] * bool(row.hf) if layers is None else [f"model.layers.{i}.{row.hf}" for i in layers]
+        name = f"{row.hf}[{row.part[1]}]" if row.part else row.hf
+        names = [name] * bool(row.hf) if layers is None else [f"model.layers.{i}.{name}" for i in layers]
         numbers = list(itertools.product(*map(range, shape[:row.stacked])))
         out.append(Entry(row, (*place, *row.path.split("/")), lead + shape, ("layers",) * len(lead) + row.axes,
                          tuple(name.format(*n) for name in names for n in numbers), len(lead) + row.stacked))

@@ -32,6 +32,7 @@ from jaxrl.kernels.attention import (
 )
 from jaxrl.kernels.experts import experts
 from jaxrl.kernels.logprob import Split, held
+from jaxrl.kernels.recurrence import chunks_of
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.sharding.mesh import AXES, DATA_AXES
 from jaxrl.types import custom_vjp
@@ -231,6 +232,33 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     specs = [lists, P(q_axis), q_spec, kv_spec, kv_spec,
              *(None if x is None else P(data if x.shape[0] == batch else None, tokens) for x in arguments[3:])]
     return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, sinks, *arguments)
+
+
+def row_chunks(positions_BxL, segments_BxL=None, prefixes_BxL=None):
+    """kernels.recurrence.chunks_of, each device of its own rows."""
+    segments = jnp.ones_like(positions_BxL) if segments_BxL is None else segments_BxL
+    prefixes = jnp.zeros_like(segments) if prefixes_BxL is None else prefixes_BxL
+    mesh = _mesh()
+    if mesh is None:
+        return chunks_of(segments, prefixes)
+    own = P(_data_axes(mesh, segments.shape[0]))
+    return jax.shard_map(chunks_of, in_specs=own, out_specs=own, check_vma=False)(segments, prefixes)
+
+
+def by_rows_and_heads(function, heads: int, chunks, tokens: tuple, parameters: tuple):
+    """function(chunks, tokens, parameters) -> [B, L, heads, ...], each device for its own rows and heads.
+
+    Args:
+      heads: the number that tp must divide to split any of them.
+      chunks: arrays with rows first. tokens: arrays [B, L, heads, ...]. parameters: arrays [heads, ...].
+    """
+    mesh = _mesh()
+    if mesh is None:
+        return function(chunks, tokens, parameters)
+    data, tp = _data_axes(mesh, tokens[0].shape[0]), _head_axis(mesh, heads)
+    whole = P(data, None, tp)
+    return jax.shard_map(function, in_specs=(P(data), whole, P(tp)), out_specs=whole, check_vma=False)(
+        chunks, tokens, parameters)
 
 
 def of_each_token(function, x_BxLxn):

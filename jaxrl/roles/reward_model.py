@@ -96,7 +96,7 @@ class RewardModel(Role):
         held = c.train.score_tokens_per_microbatch or c.train.tokens_per_microbatch
         mesh, windows = job.mesh_of(PART), [layer.window for layer in self.model.config.layers]
         self.shapes = training.row_shapes((), self.longest + 1, held, sharding.data_shards(mesh), c.train.row_counts,
-                                          mesh.shape["cp"], windows)
+                                          mesh.shape["cp"], windows, bool(self.model.config.num_recurrent))
         with self.on():
             where = parameters.param_shardings(job, tree=self.tree, role=PART)
             self.state = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])

@@ -129,6 +129,9 @@ def check_served(config, hf_config: dict, family) -> None:
     """
     if engine_name(config) != "vllm" or not recipe_of(config).samples:
         return
+    if family.recurrent:
+        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: weights "
+                          "of recurrent layers are not handed to vLLM yet; set rollout.engine=jax")
     said = {**family.defaults, **hf_config}
     for name, fixed in family.vllm_assumes.items():
         if isinstance(fixed, tuple):

@@ -56,7 +56,6 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       produced_S: tokens the completion has so far; picks the random bits and ends the ban on end tokens.
       position_S: position of the newest token of prompt and completion.
       history_SxL: tokens by position; read only where a slot has a penalty.
-      controls: options.
       support: most token ids of the support to return.
       work: the most that any slot asks for (`work_of`); a program is compiled with no more than that.
 

@@ -126,7 +126,7 @@ class Session:
         # Metrics and rewards of the steps before a checkpoint must be on disk before it commits.
         before = lambda: self.telemetry.flush()  # noqa: E731
         self.checkpointer = self.close_at_end(Checkpointer(c.run.dir, c, self.faults, before, self.uploads))
-        self.stop.newest = lambda: f"checkpoints: {self.checkpointer.newest()}; rerun the same command to resume"
+        self.stop.newest = lambda: f"{self.checkpointer.newest()}; rerun the same command to continue"
         self.resumed = self.checkpointer.choose(c.run.resume)
         if self.resumed is None or c.run.mode != "train":
             return
@@ -445,7 +445,7 @@ class Session:
         return self.policy.arrays() | arrays, host
 
     def save_and_wait(self) -> None:
-        """Saves this step and returns once the checkpoint is complete on disk. Raises SavesFail if that fails."""
+        """Saves this step and returns once the checkpoint is complete on disk. Raises SavesFailed if that fails."""
         self.checkpointer.wait()  # a save of this step may be under way, and may fail
         self.save()
         self.checkpointer.require(self.step)
@@ -464,7 +464,7 @@ class Session:
     def finish(self, evaluate, export) -> dict:
         """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop only saves.
 
-        Raises SavesFail if the last checkpoint cannot be written.
+        Raises SavesFailed if the last checkpoint cannot be written.
         """
         c = self.spec
         stopped = self.stopping() and not self.ended()

@@ -45,11 +45,11 @@ from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
+from jaxrl.run.model_checks import check_experts, check_recurrent
 from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
 from jaxrl.telemetry import find_sink
-from jaxrl.training import router
 
 log = logging.getLogger("jaxrl")
 KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on them, by device, jax and source
@@ -341,23 +341,6 @@ class ModelInputs(NamedTuple):
     table: Any
 
 
-def check_experts(config, model) -> None:
-    """Raises ConfigError for options of experts and routers that do not fit the model."""
-    t, kind = config.train, "a model without experts"
-    options = {f"train.{n}": t[n] for n in ("router_balance", "router_z", "router_bias_rate") if t[n]}
-    options |= {"model.experts": config.model.experts} if config.model.experts != "auto" else {}
-    options |= {"algorithm.routes": config.algorithm.routes} if config.algorithm.routes != "own" else {}
-    if options and not model.config.num_expert_layers:
-        name, value = next(iter(options.items()))
-        raise ConfigError(f"{name}={value} has no effect on {kind}; leave it out")
-    if t.router_bias_rate and not router.has_correction(model):
-        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate}: the routers of this family choose by their "
-                          "probabilities alone, without a bias; set train.router_balance")
-    if t.router_bias_rate and config.lora.rank:
-        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with lora.rank={config.lora.rank}: the base of "
-                          "adapters does not change; leave it out")
-
-
 def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     """Reads the tokenizer (unless passed) and the model description. Touches no device, loads no weights.
 
@@ -373,6 +356,7 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     adapters.check(attach_adapter(config, unrolled))
     experts = table.config.num_expert_layers
     check_experts(config, unrolled)
+    check_recurrent(config, table.config)
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
                           "is that of all adapters' tokens; train one adapter at a time")
@@ -442,7 +426,7 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
 
     def shapes_of(tokens):
         return training.row_shapes(spec.train.row_lengths, spec.longest, tokens, shards, spec.train.row_counts, ranks,
-                                   windows)
+                                   windows, bool(model.config.num_recurrent))
 
     shapes = shapes_of(spec.train.tokens_per_microbatch)
     scored = shapes_of(spec.train.score_tokens_per_microbatch) if spec.train.score_tokens_per_microbatch else shapes

@@ -30,10 +30,10 @@ class Operations:
 
     def __init__(self, model, trainable):
         cfg = model.config
-        self._windows = Counter(layer.window for layer in cfg.layers)
+        self._windows = Counter(cfg.windows)
         self._pair = cfg.pair_flops
         self.head = 2 * cfg.hidden_size * cfg.vocab_size
-        self._token = model.flops_per_token(1) - self.head - self._pair * cfg.num_layers
+        self._token = model.flops_per_token(1) - self.head - self._pair * len(cfg.windows)
         linear = {"/".join(e.path): float(e.multiplied)
                   for e in model.entries if e.multiplied and e.path[0] != "head"}
         self._trains = sum(size for name, size in linear.items() if name in trainable) / sum(linear.values())

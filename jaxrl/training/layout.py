@@ -13,6 +13,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl.errors import ConfigError
+from jaxrl.kernels.recurrence import tokens_per_chunk, tokens_per_room
 from jaxrl.training.ranks import TILE
 from jaxrl.types import Sizes
 
@@ -22,7 +23,7 @@ class Block:
     """Sequences of a row that share one copy of their prompt."""
 
     sequences: tuple[int, ...]
-    tokens: int  # prompt once + all completions
+    tokens: int  # prompt once + all completions, as `make_layout` counts them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class RowShapes:
     shards: int = 1
     ranks: int = 1
     windows: tuple[int, ...] = (0,)
+    recurrent: bool = False  # rows have room for so many chunks only (kernels.recurrence)
 
 
 def row_unit(ranks: int) -> int:
@@ -75,7 +77,7 @@ def row_unit(ranks: int) -> int:
 
 
 def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: int, sizes: int = 2, ranks: int = 1,
-               windows=(0,)) -> RowShapes:
+               windows=(0,), recurrent: bool = False) -> RowShapes:
     """Computes the static row shapes from the config.
 
     Args:
@@ -86,6 +88,7 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
       sizes: row counts per length: 2 = whole and a quarter, so that a last microbatch wastes little; 1 = whole only.
       ranks: equal parts that a row is cut into (mesh.cp).
       windows: of the model's layers, 0 = none.
+      recurrent: whether the model has recurrent layers.
 
     Raises ConfigError for row lengths that cannot be cut, are more than two, or are shorter than `longest`.
     """
@@ -106,7 +109,7 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
         per_shard = max(1, tokens_per_microbatch // length)
         wanted = {per_shard, max(1, per_shard // 4)} if sizes == 2 else {per_shard}
         counts.append(tuple(c * shards for c in sorted(wanted, reverse=True)))
-    return RowShapes(lengths, tuple(counts), shards, ranks, tuple(windows))
+    return RowShapes(lengths, tuple(counts), shards, ranks, tuple(windows), recurrent)
 
 
 def make_layout(
@@ -132,9 +135,10 @@ def make_layout(
     """
     prompts, completions, groups = map(np.asarray, sizes[:3])
     sizes = Sizes(prompts, completions, groups, np.asarray(sizes.prefixes) if share_prompts else None)
-    whole = sizes.prompts + sizes.completions
+    real, whole = sizes, sizes.prompts + sizes.completions
     if len(whole) and whole.max() > shapes.lengths[-1]:
         raise ValueError(f"sequence {whole.argmax()} has {whole.max()} tokens, rows have {shapes.lengths[-1]}")
+    sizes = _with_chunks(sizes, shapes) if shapes.recurrent else sizes
     ids, first = np.unique(sizes.groups, return_index=True)
     order = ids[np.argsort(first)]
     if num_minibatches > len(order):
@@ -147,9 +151,25 @@ def make_layout(
         groups = [_blocks(members[g], sizes, shapes.lengths[-1]) for g in part]
         micro = tuple(_microbatches(groups, sizes, shapes, keep_groups))
         minibatches.append(Minibatch(np.concatenate([members[g] for g in part]), micro))
-        used += sum(b.tokens for m in micro for row in m.rows for b in row)
+        used += sum(_tokens(b, real) for m in micro for row in m.rows for b in row)
         total += sum(m.row_length * len(m.rows) for m in micro)
     return Layout(tuple(minibatches), used, total)
+
+
+def _with_chunks(sizes, shapes: RowShapes) -> Sizes:
+    """The sizes with each segment counted as at least the tokens that its chunks have room in, so that rows that are
+    full by these sizes have room for their chunks; of one sequence, which always has, at most the longest row."""
+    def counted(tokens):
+        by_length = [-(-tokens // tokens_per_chunk(n)) * tokens_per_room(n) for n in shapes.lengths]
+        return np.max([tokens, *by_length], axis=0)
+
+    prompts = counted(sizes.prompts)
+    completions = np.minimum(counted(sizes.completions), shapes.lengths[-1] - prompts)
+    return sizes._replace(prompts=prompts, completions=completions)
+
+
+def _tokens(block: Block, sizes) -> int:
+    return int(sizes.prompts[block.sequences[0]] + sizes.completions[list(block.sequences)].sum())
 
 
 def _blocks(members, sizes, row_length) -> list[Block]:

@@ -16,7 +16,11 @@ GEMMA = dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=5)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 SIGMOID = dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, n_group=3, topk_group=2, first_k_dense_replace=1)
 LATENT = dict(kv_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=6, num_key_value_heads=4)
-PARTIAL = ("glm4_moe",)
+HYBRID = dict(head_dim=16, rms_norm_eps=1e-2, full_attention_interval=3, linear_num_key_heads=3, linear_num_value_heads=9, linear_key_head_dim=5,
+              linear_value_head_dim=7)
+HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 20}
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+PARTIAL = ("glm4_moe", *HYBRIDS)
 BASE = {
     "llama": {},
     "mistral": {"sliding_window": 6, "head_dim": 8},
@@ -32,6 +36,9 @@ BASE = {
     "glm4_moe_lite": {**{k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"}, **LATENT, "q_lora_rank": None, "v_head_dim": 12},
     "glm4_moe": {**SIGMOID, "head_dim": 8, "num_nextn_predict_layers": 0},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 8, "swiglu_limit": 0.9},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID_EXPERTS,
+    "qwen3_next": HYBRID_EXPERTS,
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -173,6 +180,21 @@ MOVES = {
                 {"swiglu_limit": 0.4}, {"swiglu_alpha": 1.0}, {"attention_bias": False}, {"head_dim": 12}, {"rms_norm_eps": 0.5},
                 {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
 }
+RECURRENT = "linear_attention"
+OF_HYBRIDS = [
+    {"full_attention_interval": 2}, {"full_attention_interval": 5},
+    {"layer_types": [FULL, RECURRENT, RECURRENT, FULL]}, {"layer_types": [FULL] * LAYERS},
+    {"linear_num_key_heads": 1}, {"linear_num_key_heads": 9}, {"linear_num_value_heads": 3}, {"linear_key_head_dim": 8},
+    {"linear_value_head_dim": 4}, {"linear_conv_kernel_dim": 2}, {"partial_rotary_factor": 0.5}, new({"partial_rotary_factor": 0.75}),
+    {"rope_theta": 300.0}, new({}), {"head_dim": 8}, {"attention_bias": True}, {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True},
+    {"num_key_value_heads": 4}, new({"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.5})]
+MOVES |= {
+    "qwen3_5_text": [*OF_HYBRIDS, {"num_key_value_heads": 1}, {"num_hidden_layers": 1}],
+    "qwen3_5_moe_text": [*OF_HYBRIDS[::4], {"num_experts_per_tok": 3}, {"num_experts": 4}, {"moe_intermediate_size": 12},
+                         {"shared_expert_intermediate_size": 12}],
+    "qwen3_next": [*OF_HYBRIDS, {"norm_topk_prob": False}, {"num_experts_per_tok": 3}, {"mlp_only_layers": [0, 2]},
+                   {"decoder_sparse_step": 2}, {"shared_expert_intermediate_size": 12}],
+}
 UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"residual_multiplier": 1}, {"use_mrope": False},
           {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
           {"original_max_position_embeddings": 16}, {"use_cache": False}, {"some_field_of_tomorrow": "text"}]
@@ -197,6 +219,12 @@ IGNORED = {
     "gpt_oss": [*(e for e in UNUSED[1:] if "original_max_position_embeddings" not in e), *TRAINING, {"experts_per_token": 2},
                 {"initial_context_length": 4096}, {"layer_types": [SLIDING, FULL] * (LAYERS // 2)}],
 }
+SAID_OF_HYBRIDS = [
+    *(e for e in UNUSED if "partial_rotary_factor" not in e), {"attn_output_gate": True}, {"output_gate_type": "silu"},
+    {"mamba_ssm_dtype": "float32"}, {"mtp_num_hidden_layers": 1}, {"mtp_use_dedicated_embeddings": False},
+    {"layer_types": [RECURRENT, RECURRENT, FULL, RECURRENT]}, {"layer_types": [RECURRENT, RECURRENT, FULL, RECURRENT], "full_attention_interval": 2},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [1, 0, 0]}}]
+IGNORED |= {"qwen3_5_text": SAID_OF_HYBRIDS, "qwen3_5_moe_text": [*SAID_OF_HYBRIDS[1:], *TRAINING], "qwen3_next": [*SAID_OF_HYBRIDS[1:], *TRAINING]}
 FOREIGN = [
     {"num_experts": 8}, {"num_local_experts": 4}, {"n_routed_experts": 64}, {"moe_intermediate_size": 16}, {"kv_lora_rank": 8},
     {"q_lora_rank": 8}, {"attention_sinks": True}, {"attention_chunk_size": 8}, {"clip_qkv": 6.0}, {"use_parallel_residual": True},
@@ -246,6 +274,16 @@ REFUSED = {
     "gpt_oss": [*NO_EXPERTS, *NO_CAPS, {"norm_topk_prob": True}, {"hidden_act": "gelu"}, {"swiglu_limit": 0}, {"swiglu_limit": None},
                 {"swiglu_alpha": 0.0}, {"attention_bias": None}, {"sliding_window": None}, {"sliding_window": 0},
                 {"sliding_window_pattern": 4}, {"experts_per_token": 4}, {"num_local_experts": 0}, {"num_experts_per_tok": 6}],
+}
+NO_HYBRID = [
+    *(e for e in FOREIGN if not {"full_attention_interval", "layer_types"} & set(e)), *NO_CAPS, {"linear_num_value_heads": 10},
+    {"linear_num_key_heads": 0}, {"linear_conv_kernel_dim": None}, {"full_attention_interval": 0}, {"layer_types": [RECURRENT]},
+    {"layer_types": [SLIDING] * LAYERS}, {"layer_types": ["mamba"] * LAYERS}, {"attn_output_gate": False}, {"output_gate_type": "sigmoid"},
+    {"mamba_ssm_dtype": "bfloat16"}, {"hidden_act": "gelu"}, {"layer_scale": True}, {"partial_rotary_factor": 0.35}, {"sliding_window": 4}]
+REFUSED |= {
+    "qwen3_5_text": NO_HYBRID,
+    "qwen3_5_moe_text": [e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)],
+    "qwen3_next": [*(e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)), {"norm_topk_prob": 1}],
 }
 GEMMA3_ROPES_REFUSED = [
     ({"rope_theta": None}, "rope_theta=None"), (new(LINEAR), "rope_type"), (new({}), "rope_theta"),

@@ -58,6 +58,16 @@ EXPERTS = {
                             "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "truncate": False,
                                                 "original_max_position_embeddings": 32}}),
 }
+LINEAR = {"head_dim": 16, "linear_num_key_heads": 3, "linear_value_head_dim": 7, "linear_key_head_dim": 5, "rms_norm_eps": 1e-2}
+SPARSE = {**FEW, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+# The same of models with recurrent layers.
+HYBRIDS = {
+    "qwen3_5": ("qwen3_5_text", {**LINEAR, "num_hidden_layers": 7, "full_attention_interval": 3, "linear_num_value_heads": 9,
+                                 "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**LINEAR, **SPARSE, "num_hidden_layers": 5, "full_attention_interval": 4, "linear_num_value_heads": 3}),
+    "qwen3_next": ("qwen3_next", {**LINEAR, **SPARSE, "num_hidden_layers": 4, "full_attention_interval": 2, "linear_num_value_heads": 6,
+                                  "mlp_only_layers": [1], "norm_topk_prob": False}),
+}
 
 
 def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32", tokenizer: bool = True,
@@ -65,7 +75,7 @@ def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32
     """Writes a random checkpoint that transformers made, and returns its path.
 
     Args:
-      architecture: a key of ARCHITECTURES or EXPERTS.
+      architecture: a key of ARCHITECTURES, EXPERTS or HYBRIDS.
       directory: created if needed.
       seed: of the weights. Norms, biases and embeddings are random too, so that none of them can be dropped unseen.
       dtype: dtype of the stored tensors.
@@ -76,7 +86,7 @@ def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, entries = (ARCHITECTURES | EXPERTS)[architecture]
+    model_type, entries = (ARCHITECTURES | EXPERTS | HYBRIDS)[architecture]
     config = AutoConfig.for_model(model_type, **{**SIZES, **entries, **overrides})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
@@ -84,7 +94,7 @@ def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32
         for name, weight in model.named_parameters():
             if weight.ndim == 1 or name.endswith("_bias"):  # those of all experts are a matrix
                 weight.normal_(0.0, 0.3)
-                if "norm" in name and "gemma" not in model_type:
+                if "norm" in name and not zero_centred(model_type, name):
                     weight.add_(1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -93,6 +103,11 @@ def make_tiny(architecture: str, directory, seed: int = 0, dtype: str = "float32
     if tokenizer:
         make_tokenizer(directory)
     return str(directory)
+
+
+def zero_centred(model_type: str, name: str) -> bool:
+    """Whether a norm scales by 1 + weight: Gemma's and those of models with recurrent layers, but for the recurrences'."""
+    return "gemma" in model_type or model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
 
 
 def make_tokenizer(directory, vocab_size: int = VOCAB) -> str:

@@ -10,11 +10,12 @@ import pytest
 from helpers import model_cases
 from helpers import model_odd_configs as odd
 from helpers.tiers import first_cases
+from helpers.tiny_models import zero_centred
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build
 from jaxrl.models.config import model_config
-from jaxrl.models.io import fused, hf
+from jaxrl.models.io import fused, hf, parts
 
 pytestmark = pytest.mark.torch  # the models to compare with are transformers'
 TOKENS = np.random.default_rng(5).integers(3, odd.SIZES["vocab_size"], 40)  # longer than every window, none the padding
@@ -33,7 +34,7 @@ def theirs(config, folder):
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             weight.normal_(0.0, 0.3 if weight.ndim == 1 else 0.2)
-            if "norm" in name and "gemma" not in config["model_type"]:
+            if "norm" in name and not zero_centred(config["model_type"], name):
                 weight.add_(1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -54,17 +55,24 @@ def ours(config, model):
 
 def converted(own, tensors):
     def array(entry):
-        parts = [entry.from_hf(tensors[name]) for name in entry.hf_names]
-        return jnp.asarray(np.stack(parts) if entry.stacked else parts[0])
+        arrays = [entry.from_hf(tensors[name]) for name in entry.hf_names]
+        return jnp.asarray(np.stack(arrays).reshape(entry.shape) if entry.stacked else arrays[0])
 
-    for name, parts, whole in fused.tensors(own):  # as transformers holds experts
-        found, each = tensors[name], len(parts[0])
+    for name, of_experts, whole in fused.tensors(own):  # as transformers holds experts
+        found, each = tensors[name], len(of_experts[0])
         if fused.interleaved(own):
             found = np.stack([np.stack([x[..., j::each].T for j in range(each)]) for x in found])
         elif not whole:
-            found = found.reshape(len(parts), each, -1, found.shape[-1])
-        named = {parts[0][0]: found} if whole else {n: found[i, j] for i, own_ in enumerate(parts) for j, n in enumerate(own_)}
+            found = found.reshape(len(of_experts), each, -1, found.shape[-1])
+        named = {of_experts[0][0]: found} if whole else {
+            n: found[i, j] for i, own_ in enumerate(of_experts) for j, n in enumerate(own_)}
         tensors = {**tensors, **named}
+    for name, packed in parts.tensors(own).items():
+        grouped, first = tensors[name].reshape(packed.groups, -1, *packed.rest), 0
+        for part, shape, outputs in zip(packed.names, packed.shapes, packed.outputs, strict=True):
+            size = outputs // packed.groups
+            tensors = {**tensors, part: grouped[:, first:first + size].reshape(shape)}
+            first += size
     return own.tree(array)
 
 

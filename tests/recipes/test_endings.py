@@ -62,7 +62,7 @@ def test_a_last_save_that_fails_is_no_finished_run(tmp_path, stopped):
     plan = ("checkpoint.enospc@step=4,phase=tensors", "checkpoint.enospc@step=4,phase=commit") if not stopped else (
         "update.term@step=3", "checkpoint.enospc@step=3,phase=before")
     c = config(tmp_path, faults__plan=plan, checkpoint__export_at_end=True)
-    with pytest.raises(RunStopped, match="checkpoint of step [34] not written .*; the newest one is of step 2"):
+    with pytest.raises(RunStopped, match="checkpoint of step [34] not written .*; latest checkpoint: step 2"):
         jaxrl.train(c)
     assert checkpoints(tmp_path) == ["00000002"]
     summary = told(tmp_path)
@@ -88,7 +88,7 @@ def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, ca
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr()
-    assert "stopped: checkpoint of step 2 not written (File too large); there is none yet" in said.err
+    assert "stopped: checkpoint of step 2 not written (File too large); no checkpoint yet" in said.err
     assert "all state is saved" not in said.out + said.err and told(tmp_path)["finished"] is False
 
 

@@ -15,7 +15,7 @@ from jaxrl import training
 from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.models import build
-from jaxrl.run.setup import check_experts
+from jaxrl.run.model_checks import check_experts
 from jaxrl.training import router
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics, make_apply

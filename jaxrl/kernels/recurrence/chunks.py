@@ -94,7 +94,7 @@ def chunks_of(segments_BxL, prefixes_BxL=None, *, enters_BxL=None, continues: bo
     def of_first(values, blank=0):
         """[B, N] of [B, L]: that of each chunk's first token."""
         firsts = jnp.full((batch, count), blank, values.dtype)
-        return firsts.at[rows, where].set(values, mode="drop", unique_indices=True)
+        return firsts.at[rows, where].set(values, mode="drop")
 
     sizes = jnp.zeros((batch, count), jnp.int32).at[rows, chunk].add(1, mode="drop")
     behind = jnp.take_along_axis(back, jnp.maximum(owns, 0), axis=1) + 1

@@ -40,6 +40,7 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None):
     missing = -count % STRETCH
 
     def cut(x):
+        """[N, ...] as [stretches, STRETCH, ...], filled up with chunks without tokens."""
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, STRETCH, *x.shape[1:])
 
     stretches = jax.tree.map(cut, (arrays, flags))

@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, NEXT_TOKENS, family_of
-from jaxrl.models.io import fused, scaled, tensorfile
+from jaxrl.models.families import FAMILIES, NEXT_TOKENS, family_of, text_part
+from jaxrl.models.io import fused, nested, parts, scaled, tensorfile
 from jaxrl.models.io.tensorfile import shortened
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
@@ -57,7 +57,8 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
 
 
 def load_config(path: str, revision: str | None = None, overrides: dict | None = None, weights: bool = True) -> dict:
-    """Loads the HF config of a folder or hub id as a dict, with `overrides` applied, plus SOURCE.
+    """Loads the HF config of a folder or hub id as a dict, with `overrides` applied, plus SOURCE. Of a model of several
+    parts (families.NESTED) that of the text model.
 
     Args:
       path: folder or hub id; empty = `overrides` alone is the config.
@@ -73,17 +74,26 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         config = _read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             source["generation_config"] = _read_json(folder / "generation_config.json")
+        source["outer"] = nested.outer(config)
+        config = text_part(config)
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
+            stored, others = nested.split(stored, _kind(config, overrides))
+            source |= {"folder": str(folder.absolute())} if others else {}
             counts = collections.Counter(t.dtype for t in scaled.of_values(stored) if t.dtype in tensorfile.DTYPES)
             source["dtype"] = max(counts, key=counts.__getitem__) if counts else "F32"
             source["other_dtypes"] = {t.name: t.dtype for t in stored.values()
                                       if t.dtype != source["dtype"] and t.dtype in tensorfile.DTYPES}
             source["head"] = HEAD in stored
             source |= {"fused": True} if fused.is_fused(stored) else {}
-    config = _override(config, overrides or {})
+    config = text_part(_override(config, overrides or {}))
     family_of(config)
     return {**config, SOURCE: source}
+
+
+def _kind(config, overrides) -> str:
+    kind = {**config, **(overrides or {})}.get("model_type")
+    return kind if kind in FAMILIES else next(iter(FAMILIES))  # another one is refused behind
 
 
 def _read_json(file: Path) -> dict:
@@ -154,14 +164,18 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
     Raises ConfigError naming missing, extra, misshapen and quantized tensors.
     """
     folder = folder_of(path, revision)
-    stored = fused.split(model, _listed(folder))
+    stored = _listed(folder, model, report=True)
     _match(model, stored, folder)
     load = _loader(stored, shardings or _one_device(model), dtype)
     return model.tree(load if then is None else lambda entry: then(entry, load(entry)))
 
 
-def _listed(folder) -> dict[str, tensorfile.Stored]:
-    return scaled.plain(tensorfile.list_folder(folder), folder)
+def _listed(folder, model, report=False) -> dict[str, tensorfile.Stored]:
+    """A folder's tensors of the model as its parameter table names them. report: log what is left out."""
+    stored, others = nested.split(scaled.plain(tensorfile.list_folder(folder), folder), model.config.family)
+    if report:
+        nested.report(folder, others)
+    return parts.split(model, fused.split(model, stored))
 
 
 def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardings=None, dtype=jnp.float32,
@@ -187,7 +201,7 @@ def check_critic(tree: ValueModel, path: str, revision: str | None = None, score
     """The tensors of a folder that are read; raises what `load_critic` would raise about them. scores: it must have the
     head."""
     folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
-    stored = fused.split(tree.model, _listed(folder))
+    stored = _listed(folder, tree.model)
     head = stored.get(name)
     if head is None and scores and stored:
         raise ConfigError(f"{folder}: there is no {name}, the head that scores; name it if it is called otherwise, or "
@@ -226,7 +240,7 @@ def _loader(stored, shardings, dtype):
 def check_weights(model, path: str, revision: str | None = None) -> None:
     """Raises what `load_params` would raise about a folder's tensors, from the files' headers."""
     folder = folder_of(path, revision)
-    _match(model, fused.split(model, _listed(folder)), folder)
+    _match(model, _listed(folder, model), folder)
 
 
 def _place(entry, tensors, sharding, dtype):
@@ -309,6 +323,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
     """
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)
+    planned, within = nested.place(
+        planned, hf_config.get(SOURCE, {}), model.config.family, isinstance(model, ValueModel))
     if jax.process_index() != 0:
         tensorfile.write_folder(None, planned, shard_gb * 1e9)
         return
@@ -333,13 +349,20 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
             config |= _classifier(model, config, tokenizer, eos_ids)
         else:
             _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
-        _write_json(temporary / "config.json", config)
+        _write_json(temporary / "config.json", _within(hf_config[SOURCE]["outer"], config) if within else config)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         replace(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _within(outer, config) -> dict:
+    """The config of a model of several parts around that of its text model."""
+    kinds = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
+    return {**outer, **{k: v for k, v in kinds.items() if k in outer},
+            "text_config": {k: v for k, v in config.items() if k != "architectures"}}
 
 
 def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], str]:
@@ -349,7 +372,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
     if isinstance(dtype, str) and dtype == "auto":
         main = tensorfile.DTYPES[source.get("dtype", "F32")]
         own = {name: tensorfile.DTYPES[code] for name, code in source.get("other_dtypes", {}).items()}
-        own = fused.spread(model, own)
+        own = parts.spread(model, fused.spread(model, own))
     else:
         main = jnp.dtype(DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     if main not in tensorfile.CODES:
@@ -366,7 +389,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
         kind = own.get(HEAD, main)
         planned.append(tensorfile.Planned(HEAD, kind, embedding.shape, lambda: embedding.get().astype(kind)))
     planned = fused.fuse(model, planned) if source.get("fused") or fused.interleaved(model) else planned
-    return sorted(planned, key=lambda t: order(t.name)), main.name
+    return sorted(parts.join(model, planned), key=lambda t: order(t.name)), main.name
 
 
 def order(name):

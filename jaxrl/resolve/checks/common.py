@@ -45,7 +45,7 @@ def check(cfg) -> None:
             if cfg.run.mode not in AGAIN or rule not in (_engine, _rewards, sandbox, services):  # they stay closed
                 problems += rule(cfg)
     if problems:
-        raise ConfigError("the config cannot work:\n" + "\n".join(f"  - {p}" for p in problems))
+        raise ConfigError("invalid config:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
 def _types(cfg):
@@ -176,6 +176,13 @@ def _role_without_use(cfg, role, name):
 
 def _model(cfg):
     out = []
+    if cfg.run.warm_start:
+        given = {"path": cfg.model.path, "init": "random" if cfg.model.init == "random" else ""}
+        if Path(cfg.model.path).parts[-2:] == ("warm_start", "export"):  # the config of a run whose warm start is done
+            del given["path"]
+        out += [f"model.{name}={value!r} with run.warm_start={cfg.run.warm_start!r}: the warm start's model would take "
+                "its place; leave one of them out (--config.run.warm_start= trains your model)"
+                for name, value in given.items() if value]
     if cfg.model.init == "pretrained" and not cfg.model.path and not cfg.run.warm_start:
         out.append("model.path is empty: give an HF folder or hub id, or model.init=random with model.config")
     if cfg.model.init == "random" and not cfg.model.path and "model_type" not in cfg.model.config:

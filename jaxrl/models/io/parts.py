@@ -1,0 +1,111 @@
+"""HF tensors that hold several parameters: the outputs of a linear map, or channels of a convolution, lie group after
+group, and in each group part after part (Row.part):
+
+    q_proj of gated attention     by head      [query | gate]
+    in_proj_qkv, conv1d           one group    [query | key | value]
+    in_proj_qkvz of Qwen3-Next    by key head  [query | key | values | gates]
+
+Here every part is a parameter of its own, so that tp splits heads. Its name is the tensor's with the part's place in
+brackets; those names never reach a disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.errors import ConfigError
+from jaxrl.models.io import tensorfile
+
+
+class Packed(NamedTuple):
+    """One HF tensor: its groups, and of its parts, in order, the names, shapes (as Entry.hf_shape) and outputs."""
+
+    groups: int
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    outputs: list[int]
+    rest: tuple[int, ...]  # axes behind the outputs
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(self.outputs), *self.rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(tensorfile.Stored):
+    """A part of a packed tensor: `size` outputs of every group, from `first` on."""
+
+    of: tensorfile.Stored
+    groups: int
+    first: int
+    size: int
+
+    def read(self, index=...) -> np.ndarray:
+        whole = self.of.read()
+        grouped = whole.reshape(self.groups, -1, *whole.shape[1:])
+        return grouped[:, self.first:self.first + self.size].reshape(self.shape)[index]
+
+
+def tensors(model) -> dict[str, Packed]:
+    """The packed tensors of a model by HF's name."""
+    found: dict[str, dict[int, tuple]] = {}
+    for entry in model.entries:
+        for name in entry.hf_names if entry.row.part else ():
+            found.setdefault(name[:name.rindex("[")], {})[entry.row.part[1]] = name, entry
+    out = {}
+    for whole, by_place in found.items():
+        rows = [by_place[place] for place in sorted(by_place)]
+        entry = rows[0][1]
+        groups, shape = entry.row.part[0], entry.hf_shape
+        convolves = not entry.inputs and len(shape) > 1
+        rest = (1, shape[-1]) if convolves else shape[1:]  # a convolution has one input a channel
+        shapes = [entry.hf_shape for _, entry in rows]
+        groups = groups if isinstance(groups, int) else getattr(model.config, groups)
+        outputs = [math.prod(shape) // math.prod(rest) for shape in shapes]
+        out[whole] = Packed(groups, [name for name, _ in rows], shapes, outputs, rest)
+    return out
+
+
+def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.Stored]:
+    """A folder's tensors with every packed one as its parts. Raises ConfigError for a packed one of another shape."""
+    out = dict(stored)
+    for whole, packed in tensors(model).items():
+        if (found := out.pop(whole, None)) is None:
+            continue
+        if found.shape != packed.shape:
+            raise ConfigError(f"{found.file.parent}: {whole} has shape {found.shape}, the config needs {packed.shape}; "
+                              "is config.json the one of these weights?")
+        first = 0
+        for name, shape, outputs in zip(packed.names, packed.shapes, packed.outputs, strict=True):
+            size = outputs // packed.groups
+            where = found.file, found.dtype, shape, found.start, found.stop
+            out[name] = Part(name, *where, found, packed.groups, first, size)
+            first += size
+    return out
+
+
+def spread(model, by_name: dict) -> dict:
+    """A table by the names of a folder, with what it says of packed tensors said of their parts."""
+    out = dict(by_name)
+    for whole, packed in tensors(model).items() if by_name else ():
+        out |= {name: by_name[whole] for name in packed.names if whole in by_name}
+    return out
+
+
+def join(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
+    """What is to be written, with parts as HF's tensors."""
+    left = {t.name: t for t in planned}
+    for whole, packed in tensors(model).items():
+        own = [left.pop(name) for name in packed.names]
+        left[whole] = tensorfile.Planned(whole, own[0].dtype, packed.shape, functools.partial(_joined, own, packed))
+    return list(left.values())
+
+
+def _joined(own, packed: Packed) -> np.ndarray:
+    arrays = [part.get().reshape(packed.groups, -1, *packed.rest) for part in own]
+    return np.concatenate(arrays, axis=1).reshape(packed.shape)

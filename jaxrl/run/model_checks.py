@@ -1,0 +1,39 @@
+"""Options that do not fit the kind of model that a run trains. Called by run.setup before any device work."""
+
+from __future__ import annotations
+
+from jaxrl.config.registry import recipe_of
+from jaxrl.errors import ConfigError
+from jaxrl.training import router
+
+
+def check_experts(config, model) -> None:
+    """Raises ConfigError for options of experts and routers that do not fit the model."""
+    t, kind = config.train, "a model without experts"
+    options = {f"train.{n}": t[n] for n in ("router_balance", "router_z", "router_bias_rate") if t[n]}
+    options |= {"model.experts": config.model.experts} if config.model.experts != "auto" else {}
+    options |= {"algorithm.routes": config.algorithm.routes} if config.algorithm.routes != "own" else {}
+    if options and not model.config.num_expert_layers:
+        name, value = next(iter(options.items()))
+        raise ConfigError(f"{name}={value} has no effect on {kind}; leave it out")
+    if t.router_bias_rate and not router.has_correction(model):
+        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate}: the routers of this family choose by their "
+                          "probabilities alone, without a bias; set train.router_balance")
+    if t.router_bias_rate and config.lora.rank:
+        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with lora.rank={config.lora.rank}: the base of "
+                          "adapters does not change; leave it out")
+
+
+def check_recurrent(config, model) -> None:
+    """Raises ConfigError for what is not built for models with recurrent layers (a ModelConfig)."""
+    if not model.num_recurrent:
+        return
+    kind = f"a model with recurrent layers (model_type={model.family})"
+    if config.mesh.cp > 1:
+        raise ConfigError(f"mesh.cp={config.mesh.cp} with {kind}: rows are not cut for a recurrence yet; set mesh.cp=1")
+    if recipe_of(config).samples:
+        raise ConfigError(f"run.recipe={config.run.recipe} with {kind}: the sampler does not carry its states yet; "
+                          "train it with run.recipe=sft")
+    if config.lora.rank:
+        raise ConfigError(f"lora.rank={config.lora.rank} with {kind}: adapters for its layers are not built yet; leave "
+                          "lora.rank out")

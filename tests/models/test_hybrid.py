@@ -1,0 +1,150 @@
+"""Models with recurrent layers: transformers' logits in every layout of rows, packed folders in and out, nested ones."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import model_cases
+from helpers.tiny_models import HYBRIDS, SIZES, make_tiny
+
+from jaxrl.errors import ConfigError
+from jaxrl.models import build
+from jaxrl.models.io import hf, tensorfile
+
+pytestmark = pytest.mark.torch
+LIMIT = 1e-4  # of logits up to 10 in fp32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = {}
+
+    def get(name, **options):
+        key = name, *options.items()
+        if key not in made:
+            made[key] = make_tiny(name, tmp_path_factory.mktemp(name), tokenizer=False, **options)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_equal_transformers(folder, name):
+    """Plain, padded, packed and with shared prompts, each sequence against transformers alone."""
+    want = model_cases.reference(folder(name))
+    model, params = model_cases.ours(folder(name), scan_layers=name == "qwen3_5")
+    arrays, checks = model_cases.batch()
+    got = np.asarray(model_cases.forward(model, params, *arrays))
+    for case, row, columns, sequence in checks:
+        np.testing.assert_allclose(got[row, columns], want(sequence)[-len(columns):], atol=LIMIT, err_msg=case)
+
+
+def test_a_packed_sequence_is_the_sequence_alone(folder):
+    """float64: log-probs and gradients of a row of prompts and completions are the sums of those of each alone."""
+    with jax.enable_x64(True):
+        model, params = model_cases.ours(folder("qwen3_5"), True, jnp.float64)
+        (tokens, positions, segments, prefixes), checks = model_cases.batch()
+
+        def loss(params, tokens, positions, segments, prefixes, weights):
+            out = jax.nn.log_softmax(model.logits(params, model.hidden(params, tokens, positions, segments, prefixes)))
+            return jnp.sum(weights * jnp.sin(out).sum(-1))
+
+        graded, row = jax.jit(jax.value_and_grad(loss)), 3
+        packed = graded(params, *(x[row:row + 1] for x in (tokens, positions, segments, prefixes)),
+                        (segments[row:row + 1] > 0).astype(float))
+        alone, length = [], tokens.shape[1]
+        for _, r, columns, sequence in checks:
+            if r == row:
+                place = np.arange(length)
+                one = (place < len(sequence)).astype(np.int32)
+                ids = np.zeros(length, np.int32)
+                ids[:len(sequence)] = sequence
+                weights = one * (place >= len(sequence) - len(columns))
+                alone.append(graded(params, ids[None], place[None] * one[None], one[None], 0 * one[None], weights[None].astype(float)))
+        assert abs(packed[0] - sum(value for value, _ in alone)) < 1e-10 * abs(packed[0])
+        for got, *parts in zip(*map(jax.tree.leaves, (packed[1], *(g for _, g in alone))), strict=True):
+            np.testing.assert_allclose(got, sum(parts), rtol=0, atol=1e-10 * (1 + np.abs(got).max()))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_export_is_the_folder_that_was_read(folder, tmp_path, name):
+    """Every tensor's name, dtype and bytes, of a bf16 folder with A_log and the gated norms in F32, as published."""
+    source = folder(name, dtype="bfloat16")
+    stored = tensorfile.list_folder(tmp_path.__class__(source))
+    wide = [t for t in stored if t.endswith(("A_log", "linear_attn.norm.weight"))]
+    planned = [tensorfile.Planned(n, np.dtype(np.float32) if n in wide else tensorfile.DTYPES[t.dtype], t.shape,
+                                  lambda t=t, n=n: t.read().astype(np.float32) if n in wide else t.read()) for n, t in stored.items()]
+    (tmp_path / "in").mkdir()
+    tensorfile.write_folder(tmp_path / "in", planned, 1e9)
+    (tmp_path / "in" / "config.json").write_text((tmp_path.__class__(source) / "config.json").read_text())
+    config = hf.load_config(str(tmp_path / "in"))
+    model = build(config, compute_dtype=jnp.bfloat16, scan_layers=True)
+    params = hf.load_params(model, str(tmp_path / "in"), dtype=jnp.bfloat16)
+    rates = [a for path, a in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "rate"]
+    assert rates and all(a.dtype == jnp.float32 for a in rates)
+    hf.export(model, params, tmp_path / "out", config)
+    same_tensors(tmp_path / "in", tmp_path / "out")
+
+
+def same_tensors(a, b):
+    one, two = map(tensorfile.list_folder, (a, b))
+    assert one.keys() == two.keys()
+    for name, t in one.items():
+        assert (t.dtype, t.shape) == (two[name].dtype, two[name].shape), name
+        assert t.read().tobytes() == two[name].read().tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def nested(tmp_path_factory):
+    """A folder of text model, image tower and `mtp` tensors, as transformers writes them."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    text = {**SIZES, **HYBRIDS["qwen3_5"][1], "tie_word_embeddings": False, "model_type": "qwen3_5_text"}
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=4,
+                  model_type="qwen3_5_vision")
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, image_token_id=5, video_token_id=6,
+                                  vision_start_token_id=7, vision_end_token_id=8)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    path = tmp_path_factory.mktemp("nested")
+    model.save_pretrained(path)
+    stored = tensorfile.list_folder(path)
+    planned = [tensorfile.Planned(n, tensorfile.DTYPES[t.dtype], t.shape, lambda t=t: np.array(t.read())) for n, t in stored.items()]
+    planned.append(tensorfile.Planned("mtp.fc.weight", np.dtype(np.float32), (3,), lambda: np.arange(3, dtype=np.float32)))
+    tensors = [tensorfile.Planned(t.name, t.dtype, t.shape, lambda a=t.get(): a) for t in planned]
+    tensorfile.write_folder(path, tensors, 1e9)
+    ids = np.random.default_rng(1).integers(9, 90, 30)
+    with torch.no_grad():
+        return path, ids, model(input_ids=torch.tensor(ids)[None]).logits[0].numpy()
+
+
+def test_the_text_part_of_a_nested_folder(nested, tmp_path, caplog):
+    """Its logits, what is said to be left out, and an export that has tower and `mtp` as they were."""
+    path, ids, want = nested
+    config = hf.load_config(str(path))
+    assert config["model_type"] == "qwen3_5_text"
+    model = build(config, compute_dtype=jnp.float32, scan_layers=False)
+    with caplog.at_level("INFO"):
+        params = hf.load_params(model, str(path))
+    assert "left out: model.visual" in caplog.text and "mtp (1 tensors)" in caplog.text
+    row = np.asarray(ids, np.int32)[None]
+    got = model_cases.forward(model, params, row, np.arange(30, dtype=np.int32)[None], np.ones_like(row), np.zeros_like(row))
+    np.testing.assert_allclose(got[0], want, atol=LIMIT)
+    hf.export(model, params, tmp_path / "out", config)
+    assert "mtp" in caplog.text.splitlines()[-1]
+    same_tensors(path, tmp_path / "out")
+    one, two = (json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "out"))
+    assert two["architectures"] == ["Qwen3_5ForConditionalGeneration"] and one["vision_config"] == two["vision_config"]
+    assert {k: two["text_config"][k] for k in SIZES} == {k: one["text_config"][k] for k in SIZES}
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"tie_word_embeddings": True}, "tie_word_embeddings=True"), ({"text_config": None}, "text_config=None"),
+    ({"architectures": ["SomethingElse"]}, "SomethingElse")])
+def test_nested_configs_that_are_refused(nested, change, message):
+    config = json.loads((nested[0] / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        build({**config, **change}, compute_dtype=jnp.float32, scan_layers=False)
