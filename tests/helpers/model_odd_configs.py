@@ -191,9 +191,9 @@ OF_HYBRIDS = [
 MOVES |= {
     "qwen3_5_text": [*OF_HYBRIDS, {"num_key_value_heads": 1}, {"num_hidden_layers": 1}],
     "qwen3_5_moe_text": [*OF_HYBRIDS[::4], {"num_experts_per_tok": 3}, {"num_experts": 4}, {"moe_intermediate_size": 12},
-                         {"shared_expert_intermediate_size": 12}],
-    "qwen3_next": [*OF_HYBRIDS, {"norm_topk_prob": False}, {"num_experts_per_tok": 3}, {"mlp_only_layers": [0, 2]},
-                   {"decoder_sparse_step": 2}, {"shared_expert_intermediate_size": 12}],
+                         {"shared_expert_intermediate_size": 12}, {"linear_key_head_dim": 8}, {"attention_bias": True}],
+    "qwen3_next": [*OF_HYBRIDS, {"norm_topk_prob": False}, {"num_experts_per_tok": 3}, {"mlp_only_layers": [0, 2]}, {"num_experts": 4},
+                   {"moe_intermediate_size": 12}, {"decoder_sparse_step": 2}, {"shared_expert_intermediate_size": 12}],
 }
 UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"residual_multiplier": 1}, {"use_mrope": False},
           {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
