@@ -65,7 +65,8 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
     others = [] if alone else planned_others(source, kind)
     if others is None:
         log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, without "
-                    "the tensors that were left out; restore the folder and export again to have them", source["folder"])
+                    "the tensors that were left out; restore the folder and export again to have them",
+                    source["folder"])
         return planned, False
     if any(t.name.startswith("mtp.") for t in others):
         log.warning("export: the mtp tensors are copied as they were and have not been trained: speculation with them "
