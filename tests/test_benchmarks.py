@@ -168,6 +168,7 @@ def test_a_row_says_why_it_has_no_time(capsys):
     assert capsys.readouterr().out.count("|") == 20
 
 
+@pytest.mark.full
 def test_what_the_device_has_no_room_for_is_said_and_passed_over(monkeypatch, capsys):
     """jax.lax.ragged_dot asks for 64 GiB on a GPU (Qwen3-30B-A3B, 16k tokens): that is its row, and the next one runs."""
     import experts

@@ -51,6 +51,7 @@ def test_a_sound_loss_of_a_users_own_breaks_nothing(what, tmp_path):
     assert {name: claims.found(name, checks[name]).verdict for name in BARE} == dict.fromkeys(BARE, claims.HOLDS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("preset", ["lite_ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "rloo", "reinforce_pp", "vapo", "online_dpo"))])
 def test_presets_are_what_they_say(preset, tmp_path):

@@ -212,6 +212,7 @@ DAMAGE = {truncate: "bytes instead of", flip_a_bit: "other content", delete_one:
           lose_the_manifest: "manifest.json cannot be read", lose_the_host_item: "0 bytes instead of"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
 def test_a_damaged_newest_falls_back_loudly(tmp_path, damage, caplog):
     checkpointer = saved(tmp_path, [1, 2, 3])
@@ -442,6 +443,7 @@ def can_mount(folder: Path) -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["limit", "tmpfs"])
 def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path, how):
     """`limit`: the kernel refuses large files (RLIMIT_FSIZE). `tmpfs`: a file system of 6 MB really fills up; where

@@ -5,6 +5,7 @@ import random
 import re
 from collections import Counter
 
+import pytest
 from helpers.tiers import first_cases
 
 from jaxrl.migrate.read import read
@@ -71,6 +72,7 @@ def corrupted(text: str, draw) -> str:
     return text
 
 
+@pytest.mark.full
 @first_cases(1, "system", SYSTEMS)
 def test_corrupted_files_give_an_error_with_its_place_and_no_trace(system, tmp_path):
     draw, table, seen = random.Random(0), table_of(system), Counter()

@@ -36,6 +36,7 @@ def targets(table, key) -> set[str]:
     return {option for record in m.records() if record.key == key.name for option in record.targets}
 
 
+@pytest.mark.full
 @first_cases(2, "system", SYSTEMS)
 def test_every_key_that_is_one_option_here_is_answered_with_it(system):
     table, asked = table_of(system), 0

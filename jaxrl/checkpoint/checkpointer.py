@@ -292,7 +292,7 @@ class Checkpointer:
 
     def _finish(self, step: int) -> None:
         try:
-            self._manager.wait_until_finished()
+            self._open().wait_until_finished()
             if self._peers.first and step not in self.steps():
                 raise SavesFailed(f"{self.directory}: the checkpoint of step {step} did not become visible")
             self.committed, self._failures, self._failures_told = step, 0, 0

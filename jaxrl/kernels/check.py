@@ -55,7 +55,7 @@ class Heads(NamedTuple):
 
 
 def judged(op: str, name: str, dtype, compute, expected) -> Verdict:
-    """compute() and expected() -> arrays; what an error or a refusal says is kept."""
+    """Compares the arrays of compute() and expected(); keeps the text of an error or a refusal."""
     try:
         found = jax.device_get(compute())
     except NotImplementedError as e:
@@ -76,7 +76,7 @@ def _normal(seed: int, *shape, dtype) -> jax.Array:
 
 
 def packed_ids() -> packed.Ids:
-    """Two rows: a prompt that two completions share, two sequences of their own, padding."""
+    """Returns two rows: a prompt that two completions share, two sequences of their own, padding."""
     segments, prefixes, positions = (np.zeros((2, ROW), np.int32) for _ in range(3))
     for row, (start, stop, segment, prefix, first) in [
             (0, (0, 60, 1, 0, 0)), (0, (60, 130, 2, 1, 60)), (0, (130, 230, 3, 1, 60)),
@@ -88,7 +88,7 @@ def packed_ids() -> packed.Ids:
 
 
 def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
-    """Forward and gradients of queries, keys and values, without a window and with one."""
+    """Checks forward and gradients of queries, keys and values, without a window and with one."""
     ids, real = packed_ids(), packed_ids().q_segments > 0
     poison = jnp.where(real, 1.0, POISON)[..., None, None]
     q = _normal(0, 2, ROW, heads.queries, heads.size, dtype=dtype)
@@ -114,7 +114,7 @@ def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 
 
 
 def cached_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
-    """One query per slot over a cache; what stands behind a slot's position is poisoned, one slot is idle."""
+    """Checks one query per slot over a cache; what lies after a slot's position is poisoned, one slot is idle."""
     positions = jnp.asarray([0, 1, 63, 64, 130, ROW - 1, 200, ROW], jnp.int32)[:, None]
     live, slots = positions[:, 0] < ROW, len(positions)
     behind = jnp.where(jnp.arange(ROW)[None] > positions, POISON, 1.0)[None, ..., None]
@@ -141,7 +141,7 @@ def cached_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 
 
 
 def logprobs(dtype) -> Verdict:
-    """Log-prob and entropy from hidden states, and their gradients, chunked."""
+    """Checks log-prob and entropy from hidden states, and their gradients, chunked."""
     hidden, head = _normal(0, 2, 96, 64, dtype=dtype), _normal(1, 64, 1000, dtype=dtype) / 8
     targets = jnp.asarray(np.random.default_rng(2).integers(0, 1000, (2, 96)), jnp.int32)
     valid = jnp.arange(96)[None] < jnp.asarray([[96], [50]])
@@ -174,8 +174,8 @@ class Experts(NamedTuple):
 
 
 def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
-    """A layer of four experts, two for a token, of which one has several blocks of rows and one has none, and its
-    gradients."""
+    """Checks a layer of four experts, two for a token, of which one has several blocks of rows and one has none, and
+    its gradients."""
     tokens, count, (size, width, activation, _, biases) = 200, 4, layer
     x, draw = _normal(0, tokens, size, dtype=dtype), np.random.default_rng(5)
     other = np.where(np.arange(tokens) < 20, 1, np.where(np.arange(tokens) < 150, 3, -1))
@@ -205,7 +205,7 @@ def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
 
 
 def everything(dtype) -> list[Verdict]:
-    """Of every op what this platform may run, the first choice first."""
+    """Checks every implementation of every op that this platform may run, the first choice first."""
     out = [packed_attention(name, dtype) for name in packed.ORDERS[platform()]]
     out += [cached_attention(name, dtype) for name in cached.ORDERS[platform()]]
     return [*out, logprobs(dtype), *(expert_layer(name, dtype) for name in experts.ORDERS[platform()])]
@@ -216,8 +216,8 @@ def everything(dtype) -> list[Verdict]:
 
 def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False,
               memory: Path | None = None) -> dict[str, str]:
-    """Attention's kernels of this device that do not agree with the reference -> why; {} where all do, and where there
-    are none, as on CPUs.
+    """Returns attention's kernels of this device that do not agree with the reference -> why; {} where all do, and
+    where there are none, as on CPUs.
 
     Verdicts are kept in a file by device kind, jax, kernel source and case, so that a kernel is looked at once.
 
@@ -238,7 +238,7 @@ WIDEST = 2048  # of the experts that are looked at
 
 
 def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> dict[str, str]:
-    """The same of the kernels of experts, for this layer's sizes."""
+    """Does the same for the kernels of experts, for this layer's sizes."""
     layer = layer._replace(width=min(layer.width, WIDEST))
     case = dtype, layer.size, layer.width, layer.called, layer.biases
     names = experts.ORDERS[platform()][:-1]
@@ -247,7 +247,7 @@ def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> d
 
 
 def _first_use(op: str, names, looked, packages, case, memory) -> dict[str, str]:
-    """looked(name) -> verdicts, of implementations that are not known yet by this op, device, source and case."""
+    """Calls looked(name) -> verdicts for implementations that are not known yet by this op, device, source and case."""
     known, wrong = _read(memory), {}
     for name in names:
         key = _key(op, name, packages, case)

@@ -12,18 +12,19 @@ _distrusted: dict[str, set[str]] = {}  # op -> implementations that "auto" does 
 
 
 def distrust(op: str, names) -> None:
-    """From here on "auto" passes over these implementations of an op: kernels.check found that they do not agree with
-    the reference. Before anything is compiled: programs keep what they were made with."""
+    """Excludes these implementations of an op from "auto": kernels.check found that they do not agree with the
+    reference. Before anything is compiled: programs keep what they were made with."""
     _distrusted[op] = set(names)
 
 
 def trusted(op: str, order: tuple[str, ...]) -> tuple[str, ...]:
-    """An order of "auto" without what is not trusted; its last, XLA's, always stays."""
+    """Returns an order of "auto" without what is not trusted; its last, XLA's, always stays."""
     return tuple(name for name in order[:-1] if name not in _distrusted.get(op, ())) + order[-1:]
 
 
 def first_that_serves(op: str, names, ask, silent=()):
-    """ask(name) of the first name that does not raise NotImplementedError(reason); the last one serves every call.
+    """Returns ask(name) of the first name that does not raise NotImplementedError(reason); the last one serves every
+    call.
 
     The reason is logged once, but for those of `silent`, which step aside where another one is faster.
     """

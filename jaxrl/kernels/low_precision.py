@@ -49,19 +49,19 @@ class Scheme(NamedTuple):
 
 
 def _over(x, scale):
-    """x / scale, 0 where all is 0."""
+    """Returns x / scale, 0 where all is 0."""
     return x / jnp.where(scale == 0, 1, scale)
 
 
 def _rounded(x, kind):
-    """The nearest codes of this kind; x is within its range but for rounding."""
+    """Returns the nearest codes of this kind; x is within its range but for rounding."""
     top = LARGEST[kind]
     x = jnp.clip(jnp.round(x) if kind == jnp.int8 else x, -top, top)
     return x.astype(kind)
 
 
 def _scaled(kinds: dict, rows: bool):
-    """One scale for each row, or for the array."""
+    """Returns a rounding with one scale for each row, or for the array."""
     def coded(x, over, role):
         kind, acc = kinds.get(role, kinds[INPUT]), jnp.promote_types(x.dtype, jnp.float32)
         x = x.astype(acc)
@@ -72,8 +72,8 @@ def _scaled(kinds: dict, rows: bool):
 
 
 def _in_blocks(scale_of, kind, size: int, square: bool = False):
-    """Rounded numbers: the contracted axes are cut into blocks of `size`; those of weights into squares where `square`.
-    scale_of(largest of each block, largest of all) -> scale."""
+    """Returns rounded numbers: the contracted axes are cut into blocks of `size`; those of weights into squares where
+    `square`. scale_of(largest of each block, largest of all) -> scale."""
     def coded(x, over, role):
         acc = jnp.promote_types(x.dtype, jnp.float32)
         last = tuple(range(x.ndim - len(over), x.ndim))
@@ -120,7 +120,8 @@ DEFAULT = "default"  # of train.matmul: products of the compute dtype's numbers
 
 
 def check(name: str, kind: str, emulated: bool) -> None:
-    """ConfigError where no product of these numbers is known for a platform and none was asked to be emulated."""
+    """Raises ConfigError where no product of these numbers is known for a platform and none was asked to be
+    emulated."""
     if name != DEFAULT and kind not in SCHEMES[name].native and not emulated:
         there = [other for other, scheme in SCHEMES.items() if kind in scheme.native]
         raise ConfigError(f"train.matmul={name}: jaxrl has no product of such numbers for a {kind}; set train.matmul "
@@ -129,13 +130,14 @@ def check(name: str, kind: str, emulated: bool) -> None:
 
 
 def sampled(name: str) -> str:
-    """The scheme of the embedded sampler beside a trainer's: the same, unless a sample depended on its neighbours."""
+    """Returns the scheme of the embedded sampler beside a trainer's: the same, unless a sample depended on its
+    neighbours."""
     return name if name == DEFAULT or SCHEMES[name].by_row else DEFAULT
 
 
 def contracted(name: str, a, b, over_a: tuple[int, ...], over_b: tuple[int, ...], roles=(INPUT, WEIGHT)):
-    """The product of two arrays over these axes, as of jax.lax.dot_general without batch axes, of what the scheme
-    rounds them to; in fp32, float64 where a is."""
+    """Returns the product of two arrays over these axes, as of jax.lax.dot_general without batch axes, of what the
+    scheme rounds them to; in fp32, float64 where a is."""
     scheme, acc = SCHEMES[name], jnp.promote_types(a.dtype, jnp.float32)
     (a, scale_a), (b, scale_b) = (scheme.coded(x, over, role) for x, over, role in (
         (a, over_a, roles[0]), (b, over_b, roles[1])))

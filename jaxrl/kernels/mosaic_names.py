@@ -16,7 +16,7 @@ NAME = "mosaic_gpu.dump_basename"  # of the files that MOSAIC_GPU_DUMP_TO asks f
 
 
 def name_after_content(lower):
-    """The lowering rule of a Mosaic GPU kernel, which names the kernel after its content first."""
+    """Lowers a Mosaic GPU kernel after naming it by its content."""
 
     def lower_named(ctx, *args, module, **options):
         from jax._src.lib.mlir import ir

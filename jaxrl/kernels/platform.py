@@ -6,12 +6,13 @@ import jax
 
 
 def platform(mesh=None) -> str:
-    """"cpu", "gpu" or "tpu": of the mesh, or of the one in force (its devices may be elsewhere), else jax's default."""
+    """Returns "cpu", "gpu" or "tpu": of the mesh, or of the one in force (its devices may be elsewhere), else jax's
+    default."""
     device = getattr(jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh, "abstract_device", None)
     return device.platform if device is not None else jax.default_backend()
 
 
 def cores() -> int:
-    """Cores that a kernel's parallel axes are spread over: 2 on a v5p, whose chip is one device; else 1."""
+    """Returns cores that a kernel's parallel axes are spread over: 2 on a v5p, whose chip is one device; else 1."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "num_cores", None) or 1

@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def arguments(argv: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
-    """(system, file, flags, overrides). Raises Unreadable for anything else."""
+    """Returns (system, file, flags, overrides). Raises Unreadable for anything else."""
     flags: dict[str, str] = {}
     places, overrides = [], []
     for arg in argv:
@@ -88,7 +88,8 @@ def arguments(argv: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
 
 
 def version_of(table: Table, asked: str) -> str:
-    """The version of a table whose defaults hold for the one that is asked for: itself, or the last before it."""
+    """Returns the version of a table whose defaults hold for the one that is asked for: itself, or the last before
+    it."""
     if asked in table.versions:
         return asked
 

@@ -30,14 +30,14 @@ SCHEDULES = {
 
 
 def data_files(m: Migration, paths: list, *keys: str) -> None:
-    """Training files, folders or hub ids."""
+    """Sets training files, folders or hub ids."""
     paths = [str(p) for p in paths if p]
     if paths:
         m.set("data.path", tuple(paths), *keys)
 
 
 def eval_sets(m: Migration, paths: list, *keys: str) -> None:
-    """Evaluation files as name=path; names from the files, made different where two are the same."""
+    """Sets evaluation files as name=path; names from the files, made different where two are the same."""
     out: dict[str, str] = {}
     for path in (str(p) for p in paths if p):
         stem = PurePosixPath(path).name
@@ -53,7 +53,7 @@ def eval_sets(m: Migration, paths: list, *keys: str) -> None:
 
 
 def batch(m: Migration, prompts: int, group: int, keys: tuple[str, ...], group_key: str) -> None:
-    """Prompts per step and completions to each; the product is a fact of the report."""
+    """Sets prompts per step and completions to each; the product is a fact of the report."""
     m.set("data.prompts_per_step", prompts, *keys)
     m.set("rollout.group_size", group, group_key)
     m.facts["prompts per step"] = prompts
@@ -62,7 +62,7 @@ def batch(m: Migration, prompts: int, group: int, keys: tuple[str, ...], group_k
 
 
 def minibatches(m: Migration, option: str, prompts: int, size: int | None, epochs: int, *keys: str) -> None:
-    """Optimizer steps of a pass over the batch, from the prompts of one."""
+    """Sets optimizer steps of a pass over the batch, from the prompts of one."""
     size = size or prompts
     if size > prompts or prompts % size:
         m.lacks(keys[-1], f"{prompts} prompts are no multiple of mini-batches of {size}", refuse=True)
@@ -73,12 +73,13 @@ def minibatches(m: Migration, option: str, prompts: int, size: int | None, epoch
 
 
 def updates(m: Migration) -> int:
-    """Optimizer steps of a step, as they are set; 1 where a refused config has none."""
+    """Returns the optimizer steps of a step, as they are set; 1 where a refused config has none."""
     return math.prod(m.options.get(f"algorithm.{n}", (1,))[0] or 1 for n in ("num_minibatches", "ppo_epochs"))
 
 
 def critics_optimizer(m: Migration, own: dict[str, tuple]) -> None:
-    """A critic's optimizer, where it is not the policy's, which is set by now. own: option -> (value, its keys)."""
+    """Sets a critic's optimizer, where it is not the policy's, which is set by now. own: option -> (value, its
+    keys)."""
     constant = own.get("schedule", ("",))[0] == "constant"
     for option, (value, keys) in own.items():
         if constant and option in ("floor", "decay_steps", "decay_shape"):  # what only a decay reads
@@ -89,8 +90,8 @@ def critics_optimizer(m: Migration, own: dict[str, tuple]) -> None:
 
 
 def token_mean(m: Migration, sequences: int, *keys: str) -> None:
-    """A source's token mean of each micro-batch, which are averaged by their sequences. sequences: of a micro-batch; 0
-    where that number is not in the config, as with micro-batches of so many tokens."""
+    """Sets a source's token mean of each micro-batch, which are averaged by their sequences. sequences: of a
+    micro-batch; 0 where that number is not in the config, as with micro-batches of so many tokens."""
     m.set("algorithm.aggregation", "sequence_mean" if sequences == 1 else "token_mean", *keys)
     if sequences > 1:
         m.set("algorithm.aggregation_sequences", sequences, *keys)
@@ -107,7 +108,7 @@ def token_mean(m: Migration, sequences: int, *keys: str) -> None:
 
 
 def kl(m: Migration, coef: float, estimator: str, placement: str, *keys: str) -> None:
-    """A KL to the reference of this weight; 0: no reference, and the other keys do nothing."""
+    """Sets a KL to the reference of this weight; 0: no reference, and the other keys do nothing."""
     m.set("algorithm.kl.coef", coef, *keys)
     m.facts["KL to the reference"] = f"{coef} x {estimator} in the {placement}" if coef else "none"
     if not coef:
@@ -124,8 +125,8 @@ def kl(m: Migration, coef: float, estimator: str, placement: str, *keys: str) ->
 
 
 def temperatures(m: Migration, trained: float, drawn: float, key: str) -> None:
-    """A temperature of the trainer's log-probs beside the sampler's. Said after the mismatch rules: where the loss
-    compares its log-probs with the sampler's there is one temperature."""
+    """Sets a temperature of the trainer's log-probs beside the sampler's. Called after the mismatch rules: where the
+    loss compares its log-probs with the sampler's there is one temperature."""
     if trained == drawn:
         return
     set_to = lambda option, value: m.options.get(option, (value, ()))[0] == value  # noqa: E731
@@ -146,13 +147,13 @@ def temperatures(m: Migration, trained: float, drawn: float, key: str) -> None:
 
 
 def triggers(m: Migration, option: str, steps: int | None, *keys: str) -> None:
-    """Every so many steps; -1, 0 and null: never."""
+    """Sets a period in steps; -1, 0 and null: never."""
     m.set(option, steps if steps and steps > 0 else 0, *keys)
 
 
 def schedule(m: Migration, name: str, kind: str, warmup: float | None, fraction: float | None, *keys: str) -> None:
-    """The shape of the learning rate: kind of the source (constant, linear, cosine), warm-up in updates or as a share
-    of all (which counts where it is above 0)."""
+    """Sets the shape of the learning rate: kind of the source (constant, linear, cosine), warm-up in updates or as a
+    share of all (which counts where it is above 0)."""
     if kind not in SCHEDULES:
         m.lacks(name, f"of schedules there are constant, linear, cosine and wsd, not {kind!r}")
         return
@@ -166,7 +167,7 @@ def schedule(m: Migration, name: str, kind: str, warmup: float | None, fraction:
 
 
 def checkpoints(m: Migration, every: str, keep: str) -> None:
-    """Steps between checkpoints and how many are kept, by the source's keys; -1, 0 and null: none, and all."""
+    """Sets steps between checkpoints and how many are kept, by the source's keys; -1, 0 and null: none, and all."""
     triggers(m, "checkpoint.every_steps", m.integer(every), every)
     m.set("checkpoint.every_minutes", 0.0, every)
     most = m.integer(keep)
@@ -174,7 +175,7 @@ def checkpoints(m: Migration, every: str, keep: str) -> None:
 
 
 def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
-    """An option of vLLM's own by its name there."""
+    """Sets an option of vLLM's own by its name there."""
     if "." in name:
         m.lacks(key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
     else:
@@ -182,7 +183,7 @@ def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
 
 
 def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_len", *keys: str) -> None:
-    """A bound on prompt and completion together, where it is not below their sum."""
+    """Sets a bound on prompt and completion together, where it is not below their sum."""
     needed = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     if longest and longest >= needed:
         m.set(option, longest, *keys)
@@ -191,7 +192,7 @@ def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_le
 
 
 def loggers(m: Migration, key: str, names: list, project: str, run: str, project_key: str, run_key: str) -> None:
-    """Where metrics go: console and wandb; what is not known is said."""
+    """Sets where metrics go: console and wandb. An unknown sink is reported."""
     names = [str(n).lower() for n in names]
     m.set("log.wandb", "wandb" in names, key)
     m.set("log.tensorboard", True, key)
@@ -211,7 +212,7 @@ def loggers(m: Migration, key: str, names: list, project: str, run: str, project
 def lora(
     m: Migration, rank: int, alpha: float, targets, exclude, init: str, dropout: float, keys: tuple[str, ...]
 ) -> None:
-    """Adapters of a rank above 0."""
+    """Sets adapters of a rank above 0."""
     if not rank:
         return
     m.set("lora.rank", rank, *keys)
@@ -227,7 +228,7 @@ def lora(
 
 
 def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:
-    """Clip-Cov's share of tokens and bounds, by their keys; it reads the trainer's log-probs before the update."""
+    """Sets Clip-Cov's share of tokens and bounds, by their keys; it reads the trainer's log-probs before the update."""
     m.set("algorithm.cov_share", m.number(share), share, loss)
     m.set("algorithm.cov_low", m.number(low), low)
     m.set("algorithm.cov_high", m.number(high), high)
@@ -247,14 +248,14 @@ def score(prompt, completion, answer=None, **columns):
 
 
 def reward_stub(m: Migration, what: str, where: str, key: str) -> None:
-    """A file for a reward that cannot be carried over; it stops the run until it is written."""
+    """Adds a file for a reward that cannot be carried over; it stops the run until it is written."""
     clean = " ".join(ascii(where).strip("'").replace('"', "").replace("\\", "/").split())[:100]
     file = reward_file(m, STUB.format(what=what.replace('"', ""), file=f"{m.name}_reward.py", where=clean), key)
     m.needs(f"{file}: write the reward ({clean}); until then the run stops before the model is loaded")
 
 
 def reward_file(m: Migration, text: str, *keys: str) -> str:
-    """A file with a function `score` beside the config, of what these keys say. Returns its name."""
+    """Adds a file with a function `score` beside the config, of what these keys say. Returns its name."""
     file = f"{m.name}_reward.py"
     m.files[file] = text
     m.set("reward.functions", (f"./{file}:score",), *keys)

@@ -31,7 +31,7 @@ class Counterpart(NamedTuple):
 
 @cache
 def counterparts(name: str) -> tuple[Counterpart, ...]:
-    """Keys of other systems that are called `name`, or end as it does, the nearest first.
+    """Returns keys of other systems that are called `name`, or end as it does, the nearest first.
 
     Case, hyphens and underscores do not count. Imports the tables of all systems (half a second, no jax).
     """
@@ -52,15 +52,15 @@ def counterparts(name: str) -> tuple[Counterpart, ...]:
 
 @cache
 def _keys() -> list[tuple[Table, Key, str, list[str]]]:
-    """(table, key, name of it, parts of the name) of every key of all systems that is no pattern."""
+    """Returns (table, key, name of it, parts of the name) of every key of all systems that is no pattern."""
     return [(table, key, own, _parts(own)) for table in map(table_of, SYSTEMS) for key in table.keys()
             for own in key.names() if "*" not in own]
 
 
 @cache
 def options_of(system: str, name: str) -> tuple[str, ...]:
-    """The options that follow from a key of a system, the nearest first: those that take its value as it is; else
-    those that change with it, of a name or a switch also those that are set because of it."""
+    """Returns the options that follow from a key of a system, the nearest first: those that take its value as it is;
+    else those that change with it, of a name or a switch also those that are set because of it."""
     table = table_of(system)
     key = next(key for key in table.keys() if key.name == name)
     if key.kind not in ("exact", "equivalent") or key.to:
@@ -96,7 +96,7 @@ def _same(new, value) -> bool:
 
 
 def sample(table: Table, key: Key) -> Any:
-    """A legal value of a key, another than its default where there is one to find; None: there is none."""
+    """Returns a legal value of a key, another than its default where there is one to find; None: there is none."""
     if key.other is not None:
         return key.other
     default = key.default.at(table.versions, table.versions[-1]) if isinstance(key.default, Since) else key.default
@@ -108,7 +108,7 @@ def sample(table: Table, key: Key) -> Any:
 
 
 def _migrated(table: Table, settings, version: str) -> dict[str, tuple[Any, tuple[str, ...]]]:
-    """Option -> (value, keys that it follows from)."""
+    """Returns option -> (value, keys that it follows from)."""
     rows = {name: Setting(name, value, "") for name, value in {**table.required, **settings}.items()}
     try:
         return Migration(table, Source(rows, [], ""), version).run().options
@@ -121,8 +121,8 @@ def _parts(name: str) -> list[str]:
 
 
 def _rank(asked: list[str], own: list[str]) -> tuple[int, int] | None:
-    """(0, parts apart) of the key itself and of a common end of two parts or more that is all of one of them; (1, parts
-    apart) of a common last part; None without."""
+    """Returns (0, parts apart) of the key itself and of a common end of two parts or more that is all of one of them;
+    (1, parts apart) of a common last part; None without."""
     shared = 0
     while shared < min(len(asked), len(own)) and asked[-1 - shared] == own[-1 - shared]:
         shared += 1

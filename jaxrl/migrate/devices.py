@@ -15,7 +15,7 @@ MEGATRON = {  # axis of the mesh -> Megatron's name of its size
 
 
 def megatron_keys(prefix: str, beside: Mapping = {}, tried: str = "tp ep") -> tuple[Key, ...]:
-    """Rows of Megatron's sizes. tried: axes of which the tests try 2."""
+    """Returns rows of Megatron's sizes. tried: axes of which the tests try 2."""
     return tuple(
         Key(prefix + name, "equivalent", default=1, other=2 if axis in tried.split() else None, beside=beside)
         for axis, name in MEGATRON.items()
@@ -23,16 +23,16 @@ def megatron_keys(prefix: str, beside: Mapping = {}, tried: str = "tp ep") -> tu
 
 
 def megatron_sizes(m: Migration, prefix: str, used: bool = True) -> dict[str, int]:
-    """Axis -> size by Megatron's keys; 1 each where they are not used."""
+    """Returns axis -> size by Megatron's keys; 1 each where they are not used."""
     return {axis: (m.integer(prefix + name) or 1) if used else 1 for axis, name in MEGATRON.items()}
 
 
 def mesh(
     m: Migration, backend: tuple[str, ...], keys: tuple[str, ...], *, tp=1, pp=1, cp=1, ep=1, fsdp=0, gpus=0
 ) -> None:
-    """A layout of torch systems as a mesh. Pipelines have no counterpart: their share of the devices shards parameters
-    (fsdp) instead; the batch is the same. fsdp: size of a shard group, 0 = all that is left. backend: keys that say how
-    parameters are sharded."""
+    """Sets the mesh from a layout of torch systems. Pipelines have no counterpart: their share of the devices shards
+    parameters (fsdp) instead; the batch is the same. fsdp: size of a shard group, 0 = all that is left. backend: keys
+    that say how parameters are sharded."""
     m.set("mesh.fsdp", -1, *backend)
     m.trained_on = gpus or m.gpus
     m.facts["GPUs"] = gpus or m.gpus or "unknown"
@@ -81,8 +81,8 @@ def engine(
     keys: tuple[str, ...],
     host: int = 0,
 ) -> None:
-    """The rollout engine: vLLM whatever was asked for, so many servers over so many nodes, which train on so many GPUs;
-    where training and sampling share the GPUs they take turns. host: GPUs of a node, where the source says it."""
+    """Sets the rollout engine: vLLM whatever was asked for, so many servers over so many nodes, which train on so many
+    GPUs; where training and sampling share the GPUs they take turns. host: GPUs of a node, where the source says it."""
     if backend not in ENGINES:
         m.lacks(key, f"the engine is vLLM here; {backend!r} is not known")
         return
@@ -127,9 +127,9 @@ def engine(
 def apart(
     m: Migration, train: list[int], infer: list[int], tp: int, nodes: int, *keys: str, policy: str, all_keys=()
 ) -> None:
-    """Training and sampling each on devices of their own, given by number: policy and servers (of tp devices) of one
-    host get them; more hosts need servers that are started by hand. keys: those that make servers; policy: that of
-    training's devices; all_keys: those that part the two, where it is not that one alone."""
+    """Gives training and sampling devices of their own, by number: policy and servers (of tp devices) of one host get
+    them; more hosts need servers that are started by hand. keys: those that make servers; policy: that of training's
+    devices; all_keys: those that part the two, where it is not that one alone."""
     engines = max(len(infer) // max(tp, 1), 1)
     if nodes > 1:
         m.elsewhere = True
@@ -164,13 +164,14 @@ def shared(m: Migration, train: list[int], infer: list[int], nodes: int) -> None
 
 
 def rest(m: Migration, where: str, *keys: str) -> None:
-    """Where the policy's parameters and optimizer state are when it does not train (host), or always (streamed)."""
+    """Sets where the policy's parameters and optimizer state are when it does not train (host), or always
+    (streamed)."""
     value, before = m.options.pop("mesh.roles.policy", ({}, ()))
     m.set("mesh.roles.policy", {**value, "rest": where}, *keys, *before)
 
 
 def ranges(numbers: list[int]) -> str:
-    """'0-3,6' of sorted numbers."""
+    """Returns '0-3,6' of sorted numbers."""
     parts, start = [], 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:

@@ -15,7 +15,7 @@ OWN = re.compile(r"hydra(\.|$)|defaults$|_target_$|.*\._target_$")  # hydra's an
 
 
 def read(table: Table, path: Path, overrides: list[str]) -> Source:
-    """All settings of a file and of overrides behind it. Raises Unreadable."""
+    """Returns all settings of a file and of the overrides after it. Raises Unreadable."""
     notes: list[str] = []
     environment = {m[1]: m[2] for o in overrides if (m := _NAME.fullmatch(o))}
     settings: dict[str, Setting] = {}
@@ -59,8 +59,8 @@ def _flag(text: str) -> list[Setting]:
 
 
 def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Setting]]:
-    """(the command that starts the job, its settings): of those that fit the table's pattern, or of all, the one with
-    most keys."""
+    """Returns (the command that starts the job, its settings): of those that fit the table's pattern, or of all, the
+    one with most keys."""
     found = []
     for command in shell.commands(path, environment, notes):
         line = " ".join(text for text, _ in command.words if not re.match(r"(?!--config)[\w.+~/-]+=", text))
@@ -78,7 +78,8 @@ def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Set
 
 
 def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool) -> list[Setting]:
-    """The settings of a command. fits: whether it is one of the system's, whose words without a dot are keys, too."""
+    """Returns the settings of a command. fits: whether it is one of the system's, whose words without a dot are keys,
+    too."""
     out: list[Setting] = []
     words = command.words
     folder, configs = "", []
@@ -119,7 +120,7 @@ def _value(word: str) -> bool:
 
 
 def _named_config(path: Path, folder: str, config: str, notes) -> list[Setting]:
-    """The config that a command names, where it lies beside the script."""
+    """Returns the config that a command names, where it lies beside the script."""
     name = config if config.endswith((".yaml", ".yml", ".toml", ".json")) else f"{config}.yaml"
     for place in (path.parent / folder / name, path.parent / Path(folder).name / name, path.parent / Path(name).name):
         if "$" not in str(place) and place.is_file():

@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
 
 def shown(value: Any, most: int = 100) -> str:
-    """A value of the source as one line of ASCII."""
+    """Returns a value of the source as one line of ASCII."""
     if isinstance(value, str) and value.isascii() and value.isprintable():
         text = value
     elif isinstance(value, bool) or value is None:
@@ -38,12 +38,12 @@ def shown(value: Any, most: int = 100) -> str:
 
 
 def hidden(key: str, value: Any) -> Any:
-    """A value without secrets."""
+    """Returns a value without secrets."""
     return "<redacted>" if is_secret(key.rsplit(".", 1)[-1]) and isinstance(value, str) and value else value
 
 
 def config_text(m: Migration, title: str) -> str:
-    """The config file: options in the schema's order, the key and value they come from beside each."""
+    """Returns the config file: options in the schema's order, the key and value they come from beside each."""
     written, order = m.written(), list(options())
     place = {name: i for i, name in enumerate(order)}
     lines, group, used = [], "", set()
@@ -84,7 +84,7 @@ def config_text(m: Migration, title: str) -> str:
 
 
 def _table(option: str) -> str:
-    """The free table that an option lies in, or ""."""
+    """Returns the free table that an option lies in, or ""."""
     return next((t for t in free_tables() if option.startswith(t + ".")), "")
 
 
@@ -107,7 +107,8 @@ HELPERS = {  # functions of a config file, where it needs them
 
 
 def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, set[str]]:
-    """A value as Python text, and the HELPERS that it calls. files: those that are written into the config's folder."""
+    """Returns a value as Python text, and the HELPERS that it calls. files: those that are written into the config's
+    folder."""
     if isinstance(value, Literal):
         return repr(value), set()
     if isinstance(value, str):
@@ -128,7 +129,7 @@ def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, se
 
 
 def because(m: Migration, keys: tuple[str, ...]) -> str:
-    """The keys that an option comes from, with their values."""
+    """Returns the keys that an option comes from, with their values."""
     parts = []
     for key in keys:
         if m.given(key):
@@ -144,7 +145,7 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
 
 
 def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
-    """The report as plain data. Its commands are for the folder from which `out` is named."""
+    """Returns the report as plain data. Its commands are for the folder from which `out` is named."""
     target = f"h100:{m.trained_on or m.gpus or 8}"  # a plan is of the policy's devices
     run = f"python -m jaxrl.main --config={shlex.quote(str(out / name) + '.py')}"
     written = m.written()
@@ -192,15 +193,15 @@ def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
 
 
 def packages(m: Migration) -> list[str]:
-    """Packages beyond a plain install that a run of the config imports, and how to do without."""
+    """Returns packages beyond a plain install that a run of the config imports, and how to do without."""
     if m.options.get("log.wandb", (False,))[0]:
         return ["wandb, by log.wandb=True: pip install 'jaxrl[wandb]', or --config.log.wandb=false; a plan needs none"]
     return []
 
 
 def left_out(m: Migration) -> str:
-    """What a plan does not count, left out by flags: an engine on hosts of its own, a reward model, roles that rest on
-    the host. (Of a job with adapters it plans the full training.)"""
+    """Returns the flags that leave out what a plan does not count: an engine on hosts of its own, a reward model, roles
+    that rest on the host. (Of a job with adapters it plans the full training.)"""
     roles = {o.removeprefix("mesh.roles."): v for o, (v, _) in m.options.items() if o.startswith("mesh.roles.")}
     kept = {r: v for r, v in roles.items() if r in ("policy", "sampler") or v == {"rest": "streamed"}}
     flags = ["plan.part=training"] if m.elsewhere else []
@@ -223,7 +224,7 @@ HEADINGS = {
 
 
 def markdown(data: dict) -> str:
-    """The report for people."""
+    """Returns the report for people."""
     out = [f"# {data['file']}: from {data['system']} {data['version']}", "", f"Outcome: **{data['outcome']}**.", ""]
     if data["facts"]:
         out += [
@@ -276,7 +277,8 @@ def _cell(value) -> str:
 
 
 def name_of(file: str) -> str:
-    """A file's stem as a name of Python's that no module has: `python -m` finds what lies in the folder first."""
+    """Returns a file's stem as a name of Python's that no module has: `python -m` finds what lies in the folder
+    first."""
     stem = re.sub(r"\W+", "_", Path(file).stem, flags=re.ASCII).strip("_").lower()
     free = stem and not stem[0].isdigit() and stem not in sys.stdlib_module_names and stem not in MODULES
     return stem if free else f"job_{stem}".rstrip("_")

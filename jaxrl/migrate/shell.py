@@ -37,7 +37,7 @@ OUTSIDE = ("HOME", "USER", "PWD", "HOSTNAME", "TMPDIR")  # kept as $NAME, for th
 
 
 def tokens(text: str, name: str) -> list[Word]:
-    """A script as words and operators. Raises Unreadable where a quote or bracket is not closed."""
+    """Returns a script as words and operators. Raises Unreadable where a quote or bracket is not closed."""
     out, i, line, n = [], 0, 1, len(text)
     heredocs: list[str] = []
     while i < n:
@@ -86,7 +86,7 @@ def _skip_heredoc(text, i, line, mark):
 
 
 def _word_end(text: str, i: int, line: int, name: str) -> int:
-    """Where the word that begins at i ends; an array `X=(...)` is one word."""
+    """Returns where the word that begins at i ends; an array `X=(...)` is one word."""
     start, n = i, len(text)
     while i < n:
         c = text[i]
@@ -102,7 +102,7 @@ def _word_end(text: str, i: int, line: int, name: str) -> int:
 
 
 def _unit_end(text: str, i: int, line: int, name: str) -> int:
-    """Past the character, quoted text or substitution at i."""
+    """Returns the position past the character, quoted text or substitution at i."""
     c = text[i]
     if c == "\\":
         return min(i + 2, len(text))
@@ -205,7 +205,7 @@ class _Walk:
         return all(self.active)
 
     def simple(self, words: list[Word], after: str):
-        """One command, or a keyword with what stands behind it. after: && or || before it."""
+        """Runs one command, or a keyword with what follows it. after: && or || before it."""
         while words and words[0].text in ("then", "do", "else", "{", "!", "time"):
             if words[0].text == "else":
                 self.branch(None)
@@ -280,7 +280,7 @@ class _Walk:
         return None
 
     def branch(self, decided):
-        """else (None) and elif."""
+        """Takes else (None) or elif."""
         if self.blocks and self.blocks[-1]["kind"] == "if":
             block = self.blocks[-1]
             self.active[-1] = not block["done"] and (decided is None or bool(decided))
@@ -339,7 +339,7 @@ class _Walk:
         return None
 
     def test(self, words: list[str]) -> bool | None:
-        """[ ... ] where it compares texts or numbers; None where the text does not decide."""
+        """Evaluates [ ... ] where it compares texts or numbers; None where the text does not decide."""
         body = [w for w in words[1:] if w not in ("]", "]]")]
         negate = body[:1] == ["!"]
         body = body[1:] if negate else body
@@ -391,7 +391,7 @@ class _Walk:
             self.script.commands.append(Command(expanded, self.name))
 
     def include(self, file: str, arguments, line: int, own: bool):
-        """A script that is sourced, or called (its variables then are its own)."""
+        """Reads a script that is sourced, or called (its variables then are its own)."""
         path = Path(file)
         places = [folder / path for folder in (self.path.parent, *self.path.absolute().parents[:8])]
         found = next((p for p in (*places, self.path.parent / path.name) if p.is_file()), None)
@@ -421,7 +421,7 @@ class _Walk:
     # -- expansion -----------------------------------------------------------------------------------------------------
 
     def expand(self, raw: str, line: int, split: bool = True, depth: int = 0) -> list[str]:
-        """A word with variables and quotes taken away; several where it is an array or splits at blanks."""
+        """Returns a word with variables and quotes taken away; several where it is an array or splits at blanks."""
         if depth > DEEPEST:
             raise Unreadable(f"{self.name}:{line}", "", f"{raw[:40]!r} is nested too deeply")
         out, any_quote, i = [""], False, 0
@@ -468,7 +468,7 @@ class _Walk:
         return out
 
     def dollar(self, text: str, i: int, line: int, depth: int) -> tuple[int, list[str]]:
-        """What $NAME, ${...}, $((...)), $(...) at i stands for, and where it ends."""
+        """Returns what $NAME, ${...}, $((...)), $(...) at i stands for, and where it ends."""
         if text.startswith("$((", i):
             end = _closing(text, i + 1, "(", ")", line, self.name)
             body = text[i + 3 : end - 2]
@@ -508,7 +508,7 @@ class _Walk:
         return [value[0] if value else ""] if isinstance(value, list) else [value]
 
     def braces(self, inner: str, line: int, depth: int) -> list[str]:
-        """${NAME}, with a default, an index, a part cut off or replaced."""
+        """Expands ${NAME}, with a default, an index, a part cut off or replaced."""
         found = re.match(r"(#?)([A-Za-z_]\w*|\d+|[@*])(\[[^\]]*\])?(.*)", inner, re.S)
         if not found:
             return ["${" + inner + "}"]
@@ -547,7 +547,7 @@ class _Walk:
         return [self.cut(text, rest, line, depth)]
 
     def cut(self, text: str, rest: str, line: int, depth: int) -> str:
-        """${X%suffix}, ${X##prefix}, ${X/a/b}, ${X//a/b}."""
+        """Expands ${X%suffix}, ${X##prefix}, ${X/a/b}, ${X//a/b}."""
         if found := re.match(r"(%%|%|##|#)(.*)", rest, re.S):
             pattern = " ".join(self.expand(found[2], line, False, depth + 1))
             front = found[1][0] == "#"
@@ -564,7 +564,7 @@ class _Walk:
 
 
 def commands(path: Path, environment: dict[str, str], notes: list[str]) -> list[Command]:
-    """The commands that a script would start, in order."""
+    """Returns the commands that a script would start, in order."""
     script = Script(environment, notes)
     script.run(path)
     return script.commands

@@ -59,7 +59,7 @@ _WORDS = {
 
 
 def scalar(text: str) -> Any:
-    """What an unquoted word means: null, a bool, a number (1e-6 too), else text."""
+    """Returns what an unquoted word means: null, a bool, a number (1e-6 too), else text."""
     if text.lower() in _WORDS and text != "none":
         return _WORDS[text.lower()]
     if _NUMBER.fullmatch(text):
@@ -69,7 +69,7 @@ def scalar(text: str) -> Any:
 
 
 def override_value(text: str, depth: int = 0) -> Any:
-    """The value of a hydra or OmegaConf override: quoted text, [lists], {tables}, null, bools, numbers, text.
+    """Returns the value of a hydra or OmegaConf override: quoted text, [lists], {tables}, null, bools, numbers, text.
 
     Raises ValueError where brackets or quotes are not closed.
     """
@@ -119,7 +119,7 @@ _OVERRIDE = re.compile(r"(\+\+|\+|~|--)?([A-Za-z_][\w./@-]*)=(.*)", re.S)
 
 
 def override(word: str, where: str) -> list[Setting]:
-    """'+a.b=1' as settings; a table gives one setting per entry. [] where the word is no override."""
+    """Returns '+a.b=1' as settings; a table gives one setting per entry. [] where the word is no override."""
     found = _OVERRIDE.fullmatch(word)
     if not found:
         return []
@@ -134,7 +134,7 @@ def override(word: str, where: str) -> list[Setting]:
 
 
 def leaves(key: str, value: Any, where: str, depth: int = 0):
-    """A value as settings: tables are followed, everything else (lists, empty tables) is a leaf."""
+    """Returns a value as settings: tables are followed, everything else (lists, empty tables) is a leaf."""
     if depth > DEEPEST:
         raise Unreadable(where, key[:80], "nested too deeply")
     if isinstance(value, dict) and value:
@@ -145,7 +145,8 @@ def leaves(key: str, value: Any, where: str, depth: int = 0):
 
 
 def merge(into: dict[str, Setting], new: list[Setting]) -> None:
-    """Later settings win; one that replaces a table, or a part of what was a leaf, takes the other's place away."""
+    """Merges settings; later ones win, and one that replaces a table, or a part of what was a leaf, takes the other's
+    place away."""
     for setting in new:
         key = setting.key
         for other in [k for k in into if k.startswith(key + ".")]:
@@ -166,10 +167,10 @@ def interpolate(
     resolvers: dict[str, Callable] | None = None,
     environment: dict[str, str] | None = None,
 ) -> dict[str, Setting]:
-    """Settings with ${a.b}, ${.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default} and a system's own resolvers
-    replaced, and the escaped `\\${...}` as Literal text. A variable of the environment that was not given stays as
-    $NAME; a key that is not there stays as text where the source has a default for it (the table knows), so that what
-    reads it decides."""
+    """Returns settings with ${a.b}, ${.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default} and a system's own
+    resolvers replaced, and the escaped `\\${...}` as Literal text. A variable of the environment that was not given
+    stays as $NAME; a key that is not there stays as text where the source has a default for it (the table knows), so
+    that what reads it decides."""
     state = _Interpolation(settings, resolvers or {}, environment or {})
     return {key: s._replace(value=state.value(s.value, s, 0)) for key, s in settings.items()}
 
@@ -262,7 +263,8 @@ _OPERATORS = {
 
 
 def arithmetic(text: str) -> int:
-    """An integer expression of + - * / % and brackets, as shells compute it. ValueError for anything else."""
+    """Returns the value of an integer expression of + - * / % and brackets, as shells compute it. Raises ValueError for
+    anything else."""
     if len(text) > 200:
         raise ValueError(f"{text[:40]!r}... is too long to compute")
 

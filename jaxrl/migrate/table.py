@@ -125,7 +125,7 @@ class Table:
 
     @cached_property
     def owners(self) -> tuple[dict[str, str], list[tuple[re.Pattern, str]]]:
-        """(name of a key -> its row's, [(pattern of names, its row's)])."""
+        """Returns (name of a key -> its row's, [(pattern of names, its row's)])."""
         names = [(n, key.name) for key in self.keys() for n in key.names()]
         exact = {n: own for n, own in names if "*" not in n}
         return exact, [(re.compile(_pattern(n)), own) for n, own in names if "*" in n]
@@ -220,7 +220,7 @@ class Migration:
         return value.at(self.table.versions, self.version) if isinstance(value, Since) else value
 
     def __getitem__(self, name: str):
-        """The source's value, or its default."""
+        """Returns the source's value, or its default."""
         if found := self.all(name):
             return found[-1].value
         value = self.default(name)
@@ -229,7 +229,7 @@ class Migration:
         return value
 
     def all(self, name: str) -> list[Setting]:
-        """What a pattern of keys took."""
+        """Returns what a pattern of keys took."""
         return self.owned.get(name) or ([self.singles[name]] if name in self.singles else [])
 
     def where(self, name: str) -> str:
@@ -241,7 +241,8 @@ class Migration:
         return Unreadable(self.where(name), name, f"{_short(value)}: expected {expected}{self._unset(value)}")
 
     def _unset(self, value) -> str:
-        """What to give where a value is a variable that has none: itself, or what decides the branch that sets it."""
+        """Returns what to give where a value is a variable that has none: itself, or what decides the branch that sets
+        it."""
         unset = re.search(r"\$\{?(\w+)", value) if isinstance(value, str) else None
         if not unset:
             return ""
@@ -251,14 +252,14 @@ class Migration:
         return f"; the script sets {unset[1]} where it was not followed: give what decides there, {decides}"
 
     def integer(self, name: str) -> int | Any:
-        """A whole number; None for null, at which a rule that needs one fails and `run` says so."""
+        """Returns a whole number; None for null, at which a rule that needs one fails and `run` says so."""
         value = self.number(name)
         if value is not None and value != int(value):
             raise self.wrong(name, "a whole number")
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | Any:
-        """A number; None for null, as `integer`."""
+        """Returns a number; None for null, as `integer`."""
         value = self[name]
         if value is None:
             return None
@@ -283,14 +284,14 @@ class Migration:
         return bool(value)
 
     def text(self, name: str) -> str:
-        """Text; "" for null."""
+        """Returns text; "" for null."""
         value = self[name]
         if isinstance(value, dict | list | bool):
             raise self.wrong(name, "text")
         return "" if value is None else str(value)
 
     def choice(self, name: str, table: Mapping[str, Any]):
-        """What a table says of the text of a key; one that is not in it is unsupported, and None."""
+        """Returns what a table says of the text of a key; one that is not in it is unsupported, and None."""
         value = self.text(name)
         if value in table:
             return table[value]
@@ -304,7 +305,7 @@ class Migration:
     # -- saying --------------------------------------------------------------------------------------------------------
 
     def set(self, option: str, value, *keys: str) -> None:
-        """An option of ours, because of these keys. None only where the option may be."""
+        """Sets an option of ours, because of these keys. None only where the option may be."""
         if value is None and option in OPTIONS() and OPTIONS()[option].default is not None:
             key = next((k for k in keys if self.given(k)), keys[0] if keys else "")
             raise Unreadable(self.where(key), key, "null: jaxrl needs a value here")
@@ -318,11 +319,11 @@ class Migration:
         self.options[option] = (value, tuple(dict.fromkeys((*self.options.get(option, (0, ()))[1], *keys))))
 
     def mark(self, key: str, kind: str, why: str) -> None:
-        """What became of a key, where it is not its row's kind."""
+        """Records what became of a key, where it is not its row's kind."""
         self.marks[key] = (kind, why)
 
     def lacks(self, key: str, why: str, refuse: bool = False) -> None:
-        """A value that is not carried over; refuse: the job would be another one."""
+        """Records a value that is not carried over; refuse: the job would be another one."""
         self.marks[key] = ("unsupported", why)
         self.lacking.append((key, why, refuse))
 
@@ -337,7 +338,7 @@ class Migration:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _other_job(self) -> tuple[str, Job] | None:
-        """The job of the table's `jobs` that the source describes, and the key or command that says so."""
+        """Returns the job of the table's `jobs` that the source describes, and the key or command that says so."""
         for job in self.table.jobs:
             if job.command and (found := re.search(job.command, self.command)):
                 return found[0].strip(), job
@@ -349,7 +350,8 @@ class Migration:
         return None
 
     def _set(self, key: str) -> Setting | None:
-        """The first setting that `a.b`, `a.**` or `a.b=value` is of, other than null, false and an empty table."""
+        """Returns the first setting that `a.b`, `a.**` or `a.b=value` is of, other than null, false and an empty
+        table."""
         name, eq, value = key.partition("=")
         pattern = re.compile(_pattern(name))
         of = (s for s in self.singles.values() if pattern.fullmatch(s.key) and s.value not in (None, False, {}, ""))
@@ -433,7 +435,7 @@ class Migration:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def written(self) -> dict[str, tuple[Any, tuple[str, ...]]]:
-        """The options that a config needs: those of keys that are set, and defaults that are not ours."""
+        """Returns the options that a config needs: those of keys that are set, and defaults that are not ours."""
         known = OPTIONS()
         return {
             option: (value, keys)
@@ -442,7 +444,7 @@ class Migration:
         }
 
     def records(self) -> list[Record]:
-        """One record per key of the source, in its order."""
+        """Returns one record per key of the source, in its order."""
         if self.other:
             note = {key: why for key, why, _ in self.lacking}
             rows = sorted(self.singles.values(), key=lambda s: s.key)
@@ -500,7 +502,8 @@ class Names(NamedTuple):
 
 @cache
 def names_of(system: str) -> Names:
-    """The names in names/SYSTEM.txt: `a.b` or `a.b FIRST..LAST` on a line, `*.b` where the table of b is not known."""
+    """Returns the names in names/SYSTEM.txt: `a.b` or `a.b FIRST..LAST` on a line, `*.b` where the table of b is not
+    known."""
     keys: dict[str, tuple[str, str] | None] = {}
     loose = []
     for line in (Path(__file__).parent / "names" / f"{system}.txt").read_text("utf-8").splitlines():
@@ -535,7 +538,8 @@ FREE = cache(free_tables)
 
 
 def fitting(option: str, value):
-    """A value of the source as the option's kind: 1e3 where a whole number is asked for is 1000. Raises ConfigError."""
+    """Returns a value of the source as the option's kind: 1e3 where a whole number is asked for is 1000. Raises
+    ConfigError."""
     opt = OPTIONS().get(option)
     if opt is None and not any(option.startswith(t + ".") for t in FREE()):
         raise ConfigError(f"there is no option {option}")

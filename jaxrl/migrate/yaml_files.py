@@ -14,7 +14,7 @@ LARGEST = 4_000_000  # bytes of a file that is read
 
 
 def text_of(path: Path) -> str:
-    """The text of a file. Raises Unreadable where it is none."""
+    """Returns the text of a file. Raises Unreadable where it is none."""
     try:
         if path.stat().st_size > LARGEST:
             raise Unreadable(path.name, "", f"larger than {LARGEST} bytes")
@@ -53,7 +53,8 @@ class YamlReader:
         return [*before, *own, *after]
 
     def include(self, path: Path, entry, package: str, where: str, depth: int) -> list[Setting]:
-        """One entry of a defaults list: name, group: name, group@package: name; override and optional before it."""
+        """Reads one entry of a defaults list: name, group: name, group@package: name; override and optional before
+        it."""
         if isinstance(entry, dict) and len(entry) == 1:
             group, name = next(iter(entry.items()))
         else:
@@ -153,7 +154,7 @@ def _same(a: yaml.Node, b: yaml.Node) -> bool:
 
 
 def read_toml(path: Path) -> list[Setting]:
-    """A TOML file, dotted keys and tables; lines by a second look at the text."""
+    """Reads a TOML file, dotted keys and tables; lines by a second look at the text."""
     text = text_of(path)
     try:
         tree = tomllib.loads(text)

@@ -43,7 +43,7 @@ class Row:
     adapts: bool = True           # whether a linear map can have an adapter
     fixed: bool = False           # numbers that choose and do not weigh: without gradient, and in fp32 wherever they are
     wide: bool = False            # in fp32 wherever they are, and trained
-    part: tuple[int | str, int] = ()  # (groups, place): `hf` is one tensor of several rows, see models.io.parts
+    part: tuple[int | str, int] | tuple[()] = ()  # (groups, place): `hf` is one tensor of several rows, see models.io.parts
 
     def of(self, config) -> bool:
         """Whether a model has this parameter."""

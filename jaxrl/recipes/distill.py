@@ -224,7 +224,7 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
             s.fault("update")
             metrics = update_all(parts, traj, layout, columns, from_rows)
         s.advance(cursor, samples=traj.num_trajectories)
-        if batch is not None:
+        if batch is not None and rollouts is not None:
             rollouts.release(batch.cursor)
             metrics |= rollouts.metrics(batch)
     metrics |= found | stream_metrics(s, job) | step_metrics(parts, batch, traj, layout, columns, per_completion)

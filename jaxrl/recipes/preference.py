@@ -20,7 +20,6 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.algorithms.preference import Table, needs_reference, preference_loss, weighted
-from jaxrl.data import Interrupted
 from jaxrl.recipes.sft import demonstrations, log_line
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate, publish_latest, summary, write_records
@@ -51,10 +50,7 @@ def run(config, inputs=None) -> dict:
 
             def step():
                 with s.phase("data"):
-                    try:
-                        batch, cursor = job.stream.take(s.progress.cursor)
-                    except Interrupted:
-                        return None
+                    batch, cursor = job.stream.take(s.progress.cursor)
                     pairs = PreferenceStep(job, [e for _, e in batch])
                 with s.phase("score"):
                     _, derivative, metrics = losses(policy, pairs)

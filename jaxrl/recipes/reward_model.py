@@ -20,7 +20,6 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.algorithms.scores import bradley_terry, step_labels
-from jaxrl.data import Interrupted
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.resolve.spec import resolve
@@ -46,10 +45,7 @@ def run(config, inputs=None) -> dict:
         def open_step(speed):
             def step():
                 with s.phase("data"):
-                    try:
-                        rows, cursor = job.stream.take(s.progress.cursor)
-                    except Interrupted:
-                        return None
+                    rows, cursor = job.stream.take(s.progress.cursor)
                     batch = make_batch([example for _, example in rows], c)
                 with s.changing():
                     s.fault("update")

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.config import adapter_table
-from jaxrl.data import Interrupted
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
 from jaxrl.roles.reference import precision
@@ -37,10 +36,7 @@ def run(config, inputs=None) -> dict:
 
             def step():
                 with s.phase("data"):
-                    try:
-                        batch, cursor = job.stream.take(s.progress.cursor)
-                    except Interrupted:
-                        return None
+                    batch, cursor = job.stream.take(s.progress.cursor)
                     traj = demonstrations([e for _, e in batch], [p for p, _ in batch], c.train.loss_on_prompt)
                     traj = add_adapter_column(c, traj, [e for _, e in batch])
                 with s.changing():

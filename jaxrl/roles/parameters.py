@@ -373,8 +373,9 @@ def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -
     def place(path, leaf):
         # Moments carry their parameter's name as the last key of their path.
         param = known.get(getattr(path[-1], "key", None)) if path else None
-        same = param is not None and (param.shape == leaf.shape or _part_of(param, leaf.shape))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding if same else everywhere)
+        if param is not None and (param.shape == leaf.shape or _part_of(param, leaf.shape)):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
 
     state = jax.tree_util.tree_map_with_path(place, state)
     if job.streams(role):

@@ -30,7 +30,7 @@ from jaxrl.models.adapters import adapter_set
 from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
-from jaxrl.rollout.protocol import Engine, Health, Request, Result, check_ids, check_request
+from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result, check_ids, check_request
 from jaxrl.rollout.sampling import Controls, work_of
 from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config
 from jaxrl.rollout.stops import find_stop, text_decoder
@@ -122,7 +122,9 @@ class EmbeddedEngine(Engine):
 
     # ---- the protocol -------------------------------------------------------------------------------------------
 
-    info = ENGINES["jax"].info
+    @property
+    def info(self) -> EngineInfo:
+        return ENGINES["jax"].info
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
@@ -303,7 +305,7 @@ class EmbeddedEngine(Engine):
                 for own, positions, slot in zip(jax.device_get(routes), *call[1:3], strict=True):
                     if slot in self._running:
                         real = positions < self.shapes.cache_lengths[-1]
-                        self._running[slot].known[positions[real]] = own[real]
+                        self._running[int(slot)].known[positions[real]] = own[real]
 
     def _call_of(self, work):
         """((tokens, positions, slots, adapters) of one call, what is left): in order, of every data shard as many as it

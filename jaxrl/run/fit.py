@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jaxrl.data import Interrupted
 from jaxrl.roles.role import WeightSync
 from jaxrl.run.setup import derived_numbers, describe, first_prompt
 from jaxrl.telemetry.flops import Speed
@@ -33,7 +34,8 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
     Args:
       s, job: session and job. policy: roles.role.Policy, not yet started.
       open_step: speed -> step; called once the policy is restored. step() runs one step, advances the session and
-        returns its Line, {} if no line is due yet, or None if a stop was requested before the update.
+        returns its Line, {} if no line is due yet, or None if a stop was requested before the update;
+        data.Interrupted, which a stream of rows raises, means the same.
       parts: further parts of a checkpoint (see Session.restore).
       publish: (weights, version) -> hands weights to the engine; None = no engine needs them.
       sync_every: steps between weight syncs; 0 = only before evaluations.
@@ -58,7 +60,10 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
     evaluate = evaluation(sync) if evaluation is not None and job.eval_sets else None
     s.before_first_step(evaluate)
     while s.should_continue():
-        line = step()
+        try:
+            line = step()
+        except Interrupted:
+            break
         if line is None:
             break
         if sync is not None and sync_every and s.step % sync_every == 0:

@@ -94,6 +94,7 @@ def test_an_own_loss_without_a_ratio_and_early_stop(own, tmp_path):
         pass
 
 
+@pytest.mark.full
 def test_a_critic_path_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match="critic.path='/tmp/nowhere'"):
         watched(job(tmp_path / "run", {"algorithm.preset": "ppo", "critic.path": "/tmp/nowhere"}))

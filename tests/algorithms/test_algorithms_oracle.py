@@ -162,12 +162,14 @@ def fp32_agrees(name, seed):
     np.testing.assert_allclose(grad, want_grad, rtol=0, atol=1e-6 * grad_terms, err_msg=f"{name}, seed {seed}")
 
 
+@pytest.mark.full
 @first_cases(6, "name", LOSSES)
 def test_fp32_agrees_to_1e6_of_the_sum_of_absolute_terms(name):
     for seed in SEEDS:
         fp32_agrees(name, seed)
 
 
+@pytest.mark.full
 @settings(max_examples=30, derandomize=True, deadline=None, database=None)
 @given(st.integers(1000, 2**31))
 def test_both_on_batches_that_hypothesis_draws(seed):

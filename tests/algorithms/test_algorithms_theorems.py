@@ -86,6 +86,7 @@ def apart(a, b):
 # -- unbiased rows -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @first_cases(8, "row", alg.PRESETS)
 def test_on_policy_every_row_has_the_reinforce_gradient(row):
     """Sequence by sequence, not only on average: all ratios are 1."""
@@ -543,6 +544,7 @@ def test_choices_without_meaning_are_refused():
             alg.aggregation_weights([1, 2], aggregation)
 
 
+@pytest.mark.full
 def test_every_preset_has_every_option_and_known_choices():
     keys = list(alg.PRESETS["grpo"])
     for name, row in alg.PRESETS.items():

@@ -73,6 +73,7 @@ def test_sampled_terms_of_whole_sequences_have_the_gradient_of_their_kl():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -b, atol=1e-13), total, jax.grad(truth)(params))
 
 
+@pytest.mark.full
 @first_cases(1, "kind", DENSE)
 def test_with_a_tail_it_is_a_divergence_and_a_lower_bound(kind):
     """Over the teacher's and the student's top 4 of 20: never negative, at most the full divergence, and equal to it when the
@@ -94,6 +95,7 @@ def test_with_a_tail_it_is_a_divergence_and_a_lower_bound(kind):
     assert (min(below) < -0.05) == (kind != "jsd")  # jsd's terms are an f-divergence's with f'(1) = 0: none is negative
 
 
+@pytest.mark.full
 @first_cases(1, "kind", DENSE)
 @first_cases(1, "tail", [True, False])
 def test_a_teacher_that_is_the_student_has_no_gradient(kind, tail):

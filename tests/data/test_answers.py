@@ -152,6 +152,7 @@ def test_different_calls_and_thoughts_are_different_answers(tokenizers, tmp_path
              run__recipe="preference")
 
 
+@pytest.mark.full
 def test_random_conversations(tokenizers, tmp_path):
     """200 of one to three rounds: the last answer is trained on as the template writes it."""
     rng = random.Random(5)

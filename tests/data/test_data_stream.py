@@ -71,6 +71,7 @@ def test_unshuffled_keeps_file_order():
     assert flat(walk(Stream(Numbers(5), 2, seed=0, shuffle=False, epochs=2))) == [0, 1, 2, 3, 4] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("per_step, epochs, drop_last", [(4, 3, True), (4, 3, False), (5, 2, True), (20, 3, True),
                                                          (11, 1, False)])

@@ -71,6 +71,7 @@ def solved(kind, given, turns):
     return starts[0]
 
 
+@pytest.mark.full
 def test_the_shipped_files_are_what_the_generator_makes(tmp_path):
     make.main(["--out", str(tmp_path)])
     made = {p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()}
@@ -179,6 +180,7 @@ def test_numbers_are_the_same_token_in_question_and_working(tokenizer):
         assert eleven[0] in tokenizer(text)["input_ids"], text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arg", ["", ":tiny"])
 def test_everything_fits_the_configs(rows, tokenizer, arg):
     sft, rl = load_config("grpo_sft" + arg), load_config("grpo" + arg)

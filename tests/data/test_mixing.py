@@ -142,6 +142,7 @@ def test_one_source_is_the_order_of_one_data_set(files, workers):
     assert (plain.mix is None) != (one.mix is None) and one.dataset[3].source == "a"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_source_goes_on_where_it_was(files, workers):
     """From any cursor the rest is the same; each source is gone through whole before it comes again, in an order that

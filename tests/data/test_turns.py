@@ -225,6 +225,7 @@ def test_no_text_makes_a_parser_raise(name):
             assert (call.arguments is None) == bool(call.error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_ids_are_read(family):
     rng, r = random.Random(3), renderer(family, TOOLS, parser=FAMILIES[family][3] or "hermes")

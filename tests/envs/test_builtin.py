@@ -170,6 +170,7 @@ def test_a_slippery_lake_goes_aside_as_the_seed_says(play):
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", ["calc,guess,library,repair", pytest.param("lake", marks=pytest.mark.nightly)])
 def test_what_ships_is_what_the_generator_makes(names, tmp_path):
     make.main(["--out", str(tmp_path), "--names", names])
@@ -184,6 +185,7 @@ def about(name, row):
     return row.get("seed") if name == "library" else prompt
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_apart_and_right(name):
     rows = {file: read(name, file) for file in FILES}
@@ -272,6 +274,7 @@ def test_what_chance_says_in_the_library_has_nothing_to_do_with_the_question():
         assert max(abs(a - b / sum(make.HABITS)) for a, b in zip(shares, make.HABITS, strict=True)) < 0.05, said
 
 
+@pytest.mark.full
 @first_cases(1, "name", NAMES)
 def test_everything_fits_the_configs(name, tokenizer):
     rl, sft = load_config(f"env:{name}"), load_config(f"env_sft:{name}")

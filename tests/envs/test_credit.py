@@ -150,6 +150,7 @@ def to_go(path, gamma):
     return [sum(gamma ** (l - k) * REWARD[path[l]] for l in range(k, len(path))) for k in range(len(path))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size, absent", [(2, 0), (3, 0), (3, 1)])
 def test_turn_has_the_gradient_of_the_expected_sum_of_rewards(size, absent):
     """Also where the policy decides how many turns there are; a member without a score is as if it had not been asked."""
@@ -184,6 +185,7 @@ def first_normalised(fixed):
     return credit
 
 
+@pytest.mark.full
 def test_normalising_by_turn_before_summing_is_biased_where_the_policy_ends_episodes():
     """Exactly: every turn taken costs what such turns bring on average. Without the choice it is unbiased."""
     close(estimated(2, True, first_normalised(True)), true_gradient(True, total))

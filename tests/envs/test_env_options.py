@@ -80,6 +80,7 @@ def test_late(late):
         assert text(result.tokens) == "7<eos>7<eos>"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("resume", ["replay", "restart"])
 def test_resume(resume):
     with playing("slow", resume=resume) as engine:

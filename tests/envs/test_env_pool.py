@@ -290,6 +290,7 @@ def test_rows_go_over_as_json(pool):
         play(pool("scored"), {"e": {"value": 1, "odd": object()}})
 
 
+@pytest.mark.full
 def test_a_key_says_which_code_and_options_play(source, tmp_path):
     def key(path=source, **changes):
         with env_cases.pool(f"{path}:{changes.pop('name', 'Draws')}", workers=1, **changes) as p:
@@ -360,6 +361,7 @@ def test_tools_of_a_notebook_cell(tmp_path):
     assert [p.name.startswith("convert_") for p in (tmp_path / "run" / "env_functions").glob("*.py")] == [True]
 
 
+@pytest.mark.full
 def test_the_interface_imports_the_standard_library_only():
     code = ("import sys; import jaxrl.envs.pool, jaxrl.envs.worker, jaxrl.envs.adapters, jaxrl.envs.libraries; "
             "print([m for m in ('jax', 'numpy', 'transformers', 'ml_collections', 'gymnasium') if m in sys.modules])")

@@ -260,6 +260,7 @@ def test_plain_tools_run_beside_each_other_in_threads(pool):
     assert sorted(texts(said["e"])[1:]) == ["0", "1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind, cause", [("any", "ConnectionError in tool breaks"), ("exit", "SystemExit in tool breaks"),
                                          ("type", "tool 'breaks' returned object, expected text or what JSON can hold (in episode)")])
 @pytest.mark.parametrize("beside", [0, 1])

@@ -46,6 +46,7 @@ CALLS = (("count", {}), ("add", {"a": 2, "b": 3}), ("add", {"a": 2}), ("act", {"
 SAID = ["go", "1", "5", "a and b are needed", "not today", '{"x": 1}', "There is no such tool. There are: add, count, act.", "6"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", ["stdio", "http"])
 def test_tools_of_a_server(pool, url, wire):
     """Listed over pages, called, refused; each episode has a session of its own unless they share one."""

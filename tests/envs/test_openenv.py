@@ -120,6 +120,7 @@ def test_no_room_is_said_with_what_to_do(serve):
     assert not full or "max_sessions=1): set env.in_flight" in full[0]
 
 
+@pytest.mark.full
 def test_services_that_cannot_be_had(serve):
     url, other = serve(), serve(kind="number")
     for servers, options, why in (

@@ -112,6 +112,7 @@ def test_limits_alone_say_so(caplog, limits_alone, monkeypatch):
     assert len(caplog.records) == 1 and "is not a sandbox" in caplog.text
 
 
+@pytest.mark.full
 def test_each_limit_is_told(limits_alone):
     limits_alone(seconds=1.0)
     assert python("import time; time.sleep(100)").limit == "seconds"
@@ -371,6 +372,7 @@ PLAIN = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow
                      max_leaves=8)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=30)
 @given(PLAIN)
 def test_plain_data_comes_back_as_it_was(value):
@@ -418,6 +420,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.full
 def test_a_program_that_does_what_is_asked_passes(limits_alone):
     assert grade(ADD, ASSERTS).passed == [True] * 3
     assert grade(ADD, json.dumps(CALLS)).passed == grade(SUM, LINES).passed == [True] * 2
@@ -460,6 +463,7 @@ def test_tests_that_cannot_be_read_are_no_score(tests, words):
         parse(tests)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tests, words", [
     ("assert add(len.__class__ and (lambda: 0), 1) == 3", "called with a value of type function"),
     ("import os\nassert os._exit(7)", "status 7"),
@@ -487,6 +491,7 @@ VALUES = {"huge": "def add(a, b): return 10**11", "long": "def add(a, b): return
           "deep": "def add(a, b):\n    x = 1\n    for _ in range(58): x = [x]\n    return x"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use, value", [("range", "huge"), ("power", "long"), ("memory", "huge"), ("end", "huge"), ("argument", "deep"),
                                         ("output", "huge"), pytest.param("rounds", "counts", marks=pytest.mark.slow)])
 def test_what_a_value_of_the_program_causes_is_the_programs_fault(limits_alone, use, value):
@@ -528,6 +533,7 @@ def test_the_program_is_the_last_block(text, code):
     assert code_block(text) == code
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code_score, scores", [
     ("all", [1.0, 0.0, 0.0]), pytest.param("fraction", [1.0, 2 / 3, 0.0], marks=pytest.mark.slow)])
 def test_code_rewards(code_score, scores):

@@ -235,6 +235,7 @@ def computed(lengths):
     return {name: int(count) * tuned.TILE**2 for name, count in counts.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", [[1024] * 16, answers(0), answers(1)], ids=["equal", "answers", "other answers"])
 def test_work_is_that_of_the_documents(lengths):
     """16 documents in a row of 16k: each kernel, by its own count, computes at most 1.3 times their causal areas."""
@@ -326,6 +327,7 @@ def spied(monkeypatch, table):
     return asked
 
 
+@pytest.mark.full
 def test_who_is_asked(monkeypatch):
     """auto on a CPU: blockwise for many queries, else the reference, never a kernel; a named one falls back where it
     cannot."""
@@ -388,6 +390,7 @@ def primitives(jaxpr):
                 yield from primitives(inner)
 
 
+@pytest.mark.full
 def test_work_is_found_outside_the_layers():
     """The scan over layers holds kernels and no search for their work, in both passes."""
     kind, own = ARCHITECTURES["gemma3"]

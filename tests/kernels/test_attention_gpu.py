@@ -333,6 +333,7 @@ def test_whole_groups_of_heads_in_a_block_of_threads(monkeypatch):
     attention_cases.check(functools.partial(gpu.attention, interpret=strict()), attention_cases.HOPPER_CASES[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads,groups,documents", [
     (12, 2, 1), *(pytest.param(*of, marks=pytest.mark.slow) for of in (
         (12, 2, 16), (14, 2, 1), (14, 2, 16), (28, 4, 1), (32, 8, 1), (32, 8, 16)))])

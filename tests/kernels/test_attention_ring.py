@@ -39,6 +39,7 @@ def test_what_a_device_keeps_is_its_own():
     assert max(sizes) == 2 * 64 * 4 * 32 and sizes.count(2 * 64 * 2 * 32) == 2
 
 
+@pytest.mark.full
 def test_implementations_without_sums_stand_aside(caplog, monkeypatch):
     """cuDNN's tells no logarithm of its sums: XLA's runs in its place, of rows that are not short the one in blocks."""
     lists = []

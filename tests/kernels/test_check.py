@@ -57,6 +57,7 @@ def kernel(monkeypatch):
     fallback.distrust("attention", ())
 
 
+@pytest.mark.full
 @first_cases(1, "broken", [unshared, raising, *(pytest.param(f, marks=pytest.mark.nightly) for f in (
     leaking, windowless, no_gradient_of_values))], ids=lambda f: f.__name__)
 def test_a_broken_kernel_is_found(kernel, broken):
@@ -99,6 +100,7 @@ def test_verdicts_are_kept_by_what_they_depend_on(kernel, tmp_path, monkeypatch)
             check.first_use(jnp.float32, HEADS, memory=memory)
 
 
+@pytest.mark.full
 def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monkeypatch, caplog):
     kernel(packed.reference.attention)
     monkeypatch.setattr(setup, "KERNELS", tmp_path / "kernels.json")
@@ -117,6 +119,7 @@ def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monke
     assert look("made", [{"made": "?"}]) == ("made", *packed.XLA)  # nothing is looked at, and the earlier job's verdict is gone
 
 
+@pytest.mark.full
 def test_experts_have_verdicts_of_their_own(monkeypatch):
     """A kernel of experts that loses what a second block adds to a weight's gradient; attention's of the same name stays."""
     sums = tpu.sums

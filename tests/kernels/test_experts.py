@@ -86,6 +86,7 @@ SHAPES = [dict(tokens=23, slots=3, count=5)] + [pytest.param(shape, marks=pytest
     dict(tokens=31, slots=4, count=3))]  # the last as with experts on several devices: more slots than experts here
 
 
+@pytest.mark.full
 @first_cases(1, "shape", SHAPES, ids=str)
 def test_blocks_equal_the_reference_in_float64(shape, small):
     """Forward and every gradient to 1e-12 of the tensor's norm, for every routing through one program."""
@@ -167,6 +168,7 @@ def test_the_tpu_kernels_equal_the_reference_in_float64(monkeypatch):
                 close(a, b, 1e-12, (kind, biased))
 
 
+@pytest.mark.full
 def test_what_kernels_refuse(caplog):
     """With the reason, and XLA's blocks run: to the bit what they give by name."""
     arrays, _ = inputs(dtype=jnp.float32)
@@ -384,6 +386,7 @@ def test_chunks_on_hopper_hold_a_microbatch_where_their_rows_have_room():
     assert blocks_of(16384, 8, 128, 128) * 128 * (2 * (2 * 2048 + 3 * 768) + 4 * 2048) <= room
 
 
+@pytest.mark.full
 def test_the_layout_of_a_gpu_has_no_loop(monkeypatch):
     """The same numbers as elsewhere, without the search by halves, whose loop the host launches kernel by kernel."""
     ids = routes("random", 60, 2, 5)

@@ -81,6 +81,7 @@ def test_every_sequence_is_its_own_and_its_prompts():
             assert not out[segments == 0].any()
 
 
+@pytest.mark.full
 def test_gradients():
     """Of the chunked form against automatic differentiation of the token-by-token one, float64, every input."""
     with jax.enable_x64(True):
@@ -196,6 +197,7 @@ def test_a_state_goes_on():
             np.testing.assert_allclose(out, whole[at], atol=1e-12)
 
 
+@pytest.mark.full
 def test_convolution(taps=4):
     """Each sequence with its prompt against the definition, and the gradients of x and weights, float64."""
     with jax.enable_x64(True):

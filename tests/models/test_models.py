@@ -102,6 +102,7 @@ def init(model, seed=0):
     return jax.jit(model.init, compiler_options=model_cases.QUICK)(jax.random.key(seed))
 
 
+@pytest.mark.full
 def test_padding_content_does_not_matter():
     """Other padding tokens: the same hidden states and gradients, all finite."""
     model = build(SMALL, compute_dtype=jnp.float32, scan_layers=False)
@@ -145,6 +146,7 @@ def test_remat_recomputes_and_keeps_the_gradient(scan_layers, policies):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12), grads["none"], grads[remat])
 
 
+@pytest.mark.full
 @first_cases(1, "scan_layers", [False, True])
 def test_decoding_updates_the_cache_in_place(scan_layers):
     """A jitted loop over decode needs no second cache: scratch memory stays below one layer's share of it (unrolled),
@@ -220,6 +222,7 @@ def test_initial_parameters_of_large_models(monkeypatch):
         np.testing.assert_allclose(array, 0.2 * jax.random.normal(key, array.shape), rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["llama_bias", "gemma3"])
 def test_logical_axes_and_counts(checkpoints, architecture):
     """Every dimension has a name and names mean one size each; parameters are counted as transformers counts them."""

@@ -175,6 +175,7 @@ def save(tensors, folder, config):
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != hf.SOURCE}))
 
 
+@pytest.mark.full
 def test_places_in_few_bits_and_in_turns_are_read(tmp_path):
     """A matrix in fp8, experts in mxfp4, and gpt-oss's columns in turns, from folders without torch."""
     codes, scale = np.array([[1, 2, -4, 8]], np.float32), np.array([[2, 3]], np.float32)
@@ -537,6 +538,7 @@ def primitives(jaxpr, name):
     return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(primitives(x, name) for x in within)
 
 
+@pytest.mark.full
 @first_cases(1, "remat", ["none", "full", "dots"])
 def test_routes_are_never_computed_twice(remat):
     """A tie that falls otherwise in the backward pass would differentiate another function."""

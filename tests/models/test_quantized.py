@@ -66,6 +66,7 @@ def reference_nf4(w_OxI):
     return packed[:, 0] * 16 + packed[:, 1], scales[:, 0], (NF4[codes] * scales).reshape(w_OxI.shape)
 
 
+@pytest.mark.full
 @first_cases(1, "shape, inputs", [((128, 6), 1), ((192, 2, 3), 1), ((4, 32, 10), 2)])
 def test_codes_are_those_of_an_independent_implementation(shape, inputs):
     """Bytes in the order in which bitsandbytes lays out [outputs, inputs]; errors within half of a gap; zero stays zero."""

@@ -30,6 +30,7 @@ class OnGpu:
         self.devices = np.array([type("Device", (), {"platform": "gpu"})])
 
 
+@pytest.mark.full
 @first_cases(1, "hf", [HF, QWEN3, LLAMA, GEMMA, EXPERTS], ids=["qwen2", "qwen3", "llama", "gemma3", "experts"])
 def test_the_layout_for_decoding_is_the_same_model(hf):
     """Prefill and three decoding steps give the scanned model's hidden states; every array is as its entry says."""

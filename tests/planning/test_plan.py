@@ -189,6 +189,7 @@ def test_a_notation_that_is_not_known_is_an_error():
         collectives.replica_groups("replica_groups=something_new")
 
 
+@pytest.mark.full
 def test_collectives_of_a_known_program():
     """Read from a compilation on two devices: a matrix gathered in each of 5 trips of a scan."""
     code = """

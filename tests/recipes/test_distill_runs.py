@@ -231,6 +231,7 @@ def test_a_server_that_is_not_there_is_named():
         PromptScorer(("http://127.0.0.1:9",), timeout=2.0, longest=10)
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_answer_is_given_up(folder, tmp_path):
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))

@@ -3,13 +3,16 @@
 import errno
 import json
 import logging
+import os
 import resource
+import signal
 from pathlib import Path
 
 import pytest
 from helpers import tiny_job
 
 import jaxrl
+from jaxrl.data import Stream
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.resolve.spec import resolve
@@ -232,6 +235,23 @@ def test_what_counts_as_divergence():
     assert len(found([5.0] * 20 + [88.0] * 40)) == 1 and "the loss rose from 5 to" in found([5.0] * 20 + [88.0] * 40)[0]
     assert not found([0.5, 0.3, 0.4], name="eval/accuracy") and not found([0.1, 0.04], name="eval/accuracy")
     assert "eval/accuracy fell from 85.0% to 5.0%" in found([0.2, 0.85, 0.05], True, "eval/accuracy")[0]
+
+
+# ---- a stop while rows are read
+
+
+def test_a_stop_while_rows_are_read_ends_with_the_steps_before_it_saved(tmp_path, monkeypatch):
+    take = Stream.take
+
+    def signalled(self, cursor, count=0):
+        if cursor:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(self, cursor, count)
+
+    monkeypatch.setattr(Stream, "take", signalled)
+    monkeypatch.setattr("jaxrl.data.stream.ROWS_PER_STOP_CHECK", 1)
+    out = jaxrl.train(config(tmp_path, checkpoint__every_steps=0))
+    assert out["steps"] == 1 and not out["finished"] and out["error"] is None and checkpoints(tmp_path) == ["00000001"]
 
 
 # ---- the best evaluation

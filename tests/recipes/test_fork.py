@@ -182,6 +182,7 @@ def test_scores_that_depend_on_one_another_are_taken_together_or_not(recorded, t
         assert out["fork"]["steps"]["3"] == {"answers_taken": 16, "answers_sampled": 4 * size - 16, "rewards": expected}
 
 
+@pytest.mark.full
 def test_impossible_forks_are_refused(recorded, tmp_path):
     run, rewards = recorded
     for options, text in (({"fork.step": 3}, "fork.step=3 has no effect without fork.run"),

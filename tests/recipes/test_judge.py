@@ -309,6 +309,7 @@ def test_a_group_filter_by_a_function_and_an_accuracy_by_it_are_allowed():
     common.check(put_all(tiny_job.get_config(), PATH | {"reward.functions": (), "eval.accuracy_from": "reward_model"}))
 
 
+@pytest.mark.full
 def test_a_language_model_is_no_reward_model(tmp_path):
     c = tiny_job.get_config()
     model = models.build(dict(c.model.config), compute_dtype=jnp.float32, scan_layers=True)

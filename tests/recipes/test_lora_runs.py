@@ -294,6 +294,7 @@ def test_unknown_modules_are_refused_before_any_device_work(tmp_path):
 WIDE = tiny_job.MODEL | {"hidden_size": 64, "intermediate_size": 64}
 
 
+@pytest.mark.full
 def test_blocks_that_do_not_divide_are_refused_before_any_device_work(tmp_path):
     with pytest.raises(ConfigError, match="lora.base=nf4: model.layers.0.self_attn.[a-z]_proj has 32 inputs"):
         setup.check_inputs(config(tmp_path, lora__base="nf4"))

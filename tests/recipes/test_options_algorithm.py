@@ -116,6 +116,7 @@ def token_losses(algorithm):
     return compute
 
 
+@pytest.mark.full
 def test_policy_loss_chooses_the_formula(token_losses):
     logp = -1 + np.log(1.5)
     names = ("clip", "cispo", "sapo", "dppo", "pg")
@@ -160,6 +161,7 @@ def test_cispo_bounds_the_weight_on_both_sides(token_losses):
     np.testing.assert_allclose(token_losses(bounds, ratios, ones)[1], [-2, -1, -0.5], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_sapo_has_a_temperature_for_each_sign(token_losses):
     changes = {"algorithm.preset": "sapo", "algorithm.sapo_tau_pos": 2.0, "algorithm.sapo_tau_neg": 3.0}
     loss, _ = token_losses(changes, [1.5, 1.5], [1.0, -1.0])
@@ -460,6 +462,7 @@ def by_sequence(table, values, reduce):
     return np.repeat(found, t.lengths)
 
 
+@pytest.mark.full
 @first_cases(1, "level", ["token", "sequence", "geometric"])
 def test_mismatch_correction_by_level_and_action_with_its_bounds(algorithm, table, level):
     mask = table.traj.loss_mask
@@ -485,6 +488,7 @@ def test_mismatch_correction_by_level_and_action_with_its_bounds(algorithm, tabl
     assert both["gap/corrected_fraction"] == pytest.approx(1 - inside.mean(), abs=1e-6)
 
 
+@pytest.mark.full
 def test_sequence_delta_leaves_out_bad_answers_the_policy_has_left(algorithm, table):
     """The sampler's log-probs lie 0.3 above the trainer's in all answers: those of negative advantage are dropped at 0.2."""
     def masked(delta):
@@ -510,6 +514,7 @@ def test_positive_nll_coef_adds_the_mean_nll_of_positive_answers(algorithm, tabl
     assert loss - plain == pytest.approx(0.5 * metrics["policy/positive_nll"], rel=1e-4)
 
 
+@pytest.mark.full
 @first_cases(1, "option, metric, fine, above", [("early_stop_ratio", "policy/ratio_mean", 1.4, 1.6),
                                                          ("early_stop_kl", "policy/approx_kl", 0.1, 2.0)])
 def test_early_stop_leaves_out_the_rest_of_a_step(algorithm, option, metric, fine, above):

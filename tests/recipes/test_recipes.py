@@ -299,6 +299,7 @@ def test_a_python_reward_replaces_the_configs_and_a_redirected_log_shows_life(tm
     assert "still" not in after.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_rewards_that_fail_stop_the_run_and_leave_the_checkpoint(tmp_path):
     reward = tmp_path / "bad.py"
     reward.write_text("def broken(prompt, completion, answer, **columns):\n    return {answer: 1.0}[completion]\n")
@@ -322,6 +323,7 @@ def test_device_out_of_memory_names_the_remedies(tmp_path, monkeypatch, capsys, 
         assert remedy in said
 
 
+@pytest.mark.full
 def test_sequences_beyond_the_models_window_are_mentioned(tmp_path, caplog):
     """Before the first step; vLLM, which would refuse to serve them, is not even started."""
     c = config(tmp_path, train__steps=0, eval__sets=(), rollout__max_new_tokens=200)

@@ -38,6 +38,7 @@ def equal(a, b) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
+@pytest.mark.full
 def test_a_record_holds_the_batch_bit_by_bit(run):
     folder, steps = run
     found = files.steps(folder / files.FOLDER)

@@ -23,6 +23,7 @@ def limits_alone(monkeypatch):
     sandbox.configure({})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in READERS])
 def test_no_text_is_absent(limits_alone, name):
     wrong = {}
@@ -34,6 +35,7 @@ def test_no_text_is_absent(limits_alone, name):
     assert not wrong
 
 
+@pytest.mark.full
 def test_no_text_is_absent_in_a_worker():
     """All rewards but `code` in real workers; the time of a completion is the processor's, and below reward.timeout_seconds."""
     config = default_config()

@@ -128,6 +128,7 @@ def math_pairs():
     return [(gold, said, float(equal)) for gold, said, equal in rows]
 
 
+@pytest.mark.full
 def test_math_is_right_for_every_labelled_pair():
     wrong = [(gold, said, equal) for gold, said, equal in math_pairs()
              if math_reward("q", "So the answer is \\boxed{" + said + "}", gold) != equal]
@@ -138,6 +139,7 @@ MARKERS = [r"\boxed{", "{", "}", "[", "(", "$", "$$", r"\frac{", r"\sqrt{", "<th
            r"\left(", "answer is ", "Answer: (", "\0", "\ud800", "1e9", r"\text{", "!", "\n"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("marker", MARKERS)
 def test_no_completion_is_absent(marker):
     """100 kB of whatever a model can write, alone, before an answer and behind one: a score, and the right one where it is plain."""
@@ -153,6 +155,7 @@ def test_no_completion_is_absent(marker):
     assert math_reward("q", r"\boxed{18} " + marker, "18") in (0.0, 1.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("said", ["9" * 400, "9" * 100_000, "10^{10^{10}}", "9^{9^{9^{9}}}", "0." + "0" * 5000 + "1", "1/" + "7" * 400, "99999!",
                                   "((((" * 500 + "1" + "))))" * 500, r"\frac{1}{" * 300 + "2" + "}" * 300])
 def test_what_cannot_be_computed_is_wrong(said):
@@ -160,6 +163,7 @@ def test_what_cannot_be_computed_is_wrong(said):
     assert math_reward("q", said, "18") == boxed_reward("q", said, "18") == 0.0
 
 
+@pytest.mark.full
 def test_a_pattern_without_end_is_no_match():
     """A completion that sends a pattern backtracking is one that does not match; a pattern that is none is an error."""
     assert format_reward("q", "a" * 60 + "!", "(a+)+b") == 0.0

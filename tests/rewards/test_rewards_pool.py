@@ -262,6 +262,7 @@ def test_the_limit_of_an_answers_reward_is_the_configs(pool):
     assert pool("naps", timeout_seconds=1.0).score(items(600.0)).outcomes == [{"naps": "timeout"}]
 
 
+@pytest.mark.full
 def test_a_catastrophic_format_pattern_is_a_wrong_answer(pool):
     """After two seconds of processor time."""
     p = pool("format", format_pattern=r"(a+)+b", timeout_seconds=300.0)
@@ -364,6 +365,7 @@ def test_results_that_cannot_be_sent_are_errors_of_their_item(pool):
         assert "ud800" in outcome["half"] and all(str(o).isascii() for o in outcome.values())
 
 
+@pytest.mark.full
 def test_weights_absent_parts_and_column(pool):
     p = pool("exact", "boxed", weights=(2.0, 0.5))
     r = p.score([RewardItem("q", "7", {"answer": "7"}), RewardItem("q", r"\boxed{7}", {"answer": 7}),
@@ -458,6 +460,7 @@ def test_a_stop_leaves_rewards_alone(pool):
     assert not over() and not stop_overdue(run)()
 
 
+@pytest.mark.full
 def test_a_number_as_reference_answer_that_scores_nothing_is_said(pool, caplog):
     """"8" == 8 is False: such a reward gave 0 to everything, and the first sign was a flat curve."""
     pool("equals").trial([RewardItem("q", "8", {"answer": "8"})])
@@ -500,6 +503,7 @@ def test_a_worker_that_grows_is_killed_and_says_so(pool):
     assert [o["grows"] for o in result.outcomes] == [wanted, wanted, "ok"]
 
 
+@pytest.mark.full
 def test_workers_are_replaced_after_many_calls(pool):
     """Not before, and none is at fault for it."""
     def pids(p):

@@ -37,6 +37,7 @@ def score(functions, *completions, answer="7", **reward):
         return pool, pool.score([RewardItem("q", c, {"answer": answer}) for c in completions])
 
 
+@pytest.mark.full
 def test_functions_of_modules_go_by_reference():
     pool, result = score([shortness, "longness", exact_reward], "7", "abc")
     assert pool.names == ["shortness", "longness", "exact_reward"]
@@ -191,6 +192,7 @@ def test_eval_rewards_keep_the_weights_of_training():
         assert pool.weights == {"boxed": 2.0, "choice": 1.0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source, name, text", [
     ("def f(:\n", "f", "SyntaxError"),
     ("import not_a_module_at_all\n", "f", "No module named 'not_a_module_at_all'"),
@@ -217,6 +219,7 @@ def test_columns_without_json_form_are_named():
         pool.score([RewardItem("q", "c", {"answer": "a", "thing": object()})])
 
 
+@pytest.mark.full
 def test_a_key_says_which_code_and_options_scored(tmp_path):
     """Of two places of the same files it is the same; of other code, a neighbour's code and other options not."""
 

@@ -30,6 +30,7 @@ EVERY_DAY = ("429 at first", "half a JSON", "self-signed certificate")
 SLOW = ("slow", "restarts in mid-batch")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow if name in SLOW else
                                                pytest.mark.nightly) for name in CASES])
 def test_faults(name):
@@ -141,6 +142,7 @@ def test_a_secret_is_sent_and_said_nowhere(monkeypatch):
     assert redacted(config(score_key="quality"))["reward"]["remote"]["score_key"] == "quality"  # a resume compares it
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["remote", "judge"])
 def test_deadline_retries_and_concurrency_are_kept(kind):
     at_once, most, lock, pair, over = [0], [0], threading.Lock(), threading.Barrier(2), threading.Event()
@@ -182,6 +184,7 @@ def test_several_services_have_names_weights_and_failures_of_their_own():
         assert result.metrics["reward/none_fraction"] == 2 / 12
 
 
+@pytest.mark.full
 def test_scores_are_known_again_by_what_decides_them(tmp_path):
     """Servers, format, keys, prompt and model count; deadlines and places of files do not hide them."""
     prompt = tmp_path / "prompt.txt"

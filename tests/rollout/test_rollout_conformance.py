@@ -94,6 +94,7 @@ def test_is_an_engine(idle):
     assert isinstance(idle, Engine)
 
 
+@pytest.mark.full
 def test_every_request_is_answered_once_in_request_order(idle):
     asked = requests(41, seed=1)
     asked = [dataclasses.replace(r, sampling=SamplingParams(max_new_tokens=1 + i % 24)) for i, r in enumerate(asked)]
@@ -130,6 +131,7 @@ def test_scorer_minus_kept_is_the_sampled_logprob(here, options):
             assert min(abs(r.logprobs[i] - r.kept[i] - want) for want in sampled) < 1e-4
 
 
+@pytest.mark.full
 def test_greedy_is_the_scorers_argmax_with_logprobs_of_temperature_one(idle):
     asked = requests(12, seed=4, temperature=0.0)
     for a, r in zip(asked, generate(idle, asked, TIMEOUT), strict=True):

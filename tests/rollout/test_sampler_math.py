@@ -85,6 +85,7 @@ def test_wrong_distribution_fails_the_chi_square():
     assert chi_square(tokens, np.exp(log_softmax(logits * 1.05))) < 1e-6
 
 
+@pytest.mark.full
 def test_floor_matches_a_sort_on_random_options():
     rng, count, vocab = np.random.default_rng(1), 200, 97
     logits = (rng.normal(size=(count, vocab)) * rng.uniform(0.1, 8, (count, 1))).astype(np.float32)
@@ -98,6 +99,7 @@ def test_floor_matches_a_sort_on_random_options():
         np.testing.assert_array_equal(got, want, err_msg=f"row {i}: {p}")
 
 
+@pytest.mark.full
 def test_ties_with_the_last_kept_token_stay():
     logits = np.array([[3.0, 1.0, 1.0, 1.0, 0.0]], np.float32)
     floor = support_floor(jnp.asarray(logits), controls(1, top_k=2))
@@ -152,6 +154,7 @@ def test_random_words_depend_on_seed_and_index_alone():
     assert abs(np.corrcoef(many.T.astype(float))[0, 1]) < 4 / np.sqrt(len(many))
 
 
+@pytest.mark.full
 def test_penalties_match_a_loop():
     rng, slots, vocab, length = np.random.default_rng(3), 6, 20, 12
     logits = rng.normal(size=(slots, vocab)).astype(np.float32)
@@ -188,6 +191,7 @@ def test_greedy_takes_the_first_best_token_and_reports_temperature_one():
     np.testing.assert_allclose(logprobs, log_softmax(logits)[11], atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [97, 256])
 def test_a_slot_never_feels_what_its_neighbours_ask_for(vocab):
     """Bitwise: plain slots alone, then among slots that use every option there is, then in another order."""
@@ -213,6 +217,7 @@ def test_a_slot_never_feels_what_its_neighbours_ask_for(vocab):
         np.testing.assert_array_equal(np.asarray(a)[::-1], np.asarray(b))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("support", [0, 4])
 def test_a_slot_that_may_not_end_never_feels_what_its_neighbours_ask_for(support):
     """Bitwise: slots with nothing but barred end tokens alone, then among slots with cut-offs and penalties. The end

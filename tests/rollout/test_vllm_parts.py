@@ -504,6 +504,7 @@ def test_the_plugin_imports_nothing_but_the_standard_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("stale", ["", "W_UK_T", "W_UV"])
 def test_matrices_made_of_loaded_weights_are_compared_with_them(stale):

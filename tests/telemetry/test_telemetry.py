@@ -403,6 +403,7 @@ def test_config_file_holds_the_resolved_config(tmp_path):
     assert content["derived"] == {"sequences per step": 512} and set(content["versions"]) == {"jaxrl", "jax"}
 
 
+@pytest.mark.full
 def test_no_secret_reaches_the_run_directory(tmp_path, monkeypatch):
     """A canary in every place where secrets are given: no file below the run directory holds it."""
     monkeypatch.setenv("HF_TOKEN", CANARY)
@@ -499,6 +500,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_under_tensorboard_keeps_no_process(tmp_path):
     """The sink says so, and the process ends with its own status; without that it would wait for the queue for ever."""
     import subprocess

@@ -172,6 +172,7 @@ def test_one_of_several_is_the_plain_adapter():
     close(training.adapter_set.metrics_of_adapter(metrics, "first") | {"held": 0}, told | {"held": 0})
 
 
+@pytest.mark.full
 def test_leaves_taken_apart_and_joined_are_the_same():
     for scan in (False, True):
         model, _, params, own = cases(scan)

@@ -103,6 +103,7 @@ def test_scoring_agrees_with_the_update_forward_on_the_same_layout():
     assert float(metrics["policy/clip_fraction"]) == 0.0
 
 
+@pytest.mark.full
 def test_scoring_equals_each_sequence_alone():
     model, (traj, _) = tiny_model(), batch_of_groups()
     params = params_of(model)

@@ -41,12 +41,12 @@ class Op:
 
 
 def sizes_of(table: dict[int, Sizes], head_size: int) -> Sizes:
-    """The entry of the smallest listed head size that is not below `head_size`."""
+    """Returns the entry of the smallest listed head size that is not below `head_size`."""
     return table[min(size for size in table if size >= head_size)]
 
 
 def check_chip(dtype, interpret=None) -> None:
-    """NotImplementedError where Mosaic GPU kernels for Hopper cannot run, or not with this type."""
+    """Raises NotImplementedError where Mosaic GPU kernels for Hopper cannot run, or not with this type."""
     version = tuple(int(x) for x in jax.__version__.split(".")[:2])
     if version < OLDEST:
         raise NotImplementedError(f"jax {jax.__version__}; the Mosaic GPU kernels need jax 0.11 or newer")
@@ -64,7 +64,7 @@ def check_chip(dtype, interpret=None) -> None:
 
 
 def interpreted(interpret):
-    """What plgpu.kernel is told: None, or the interpreter's parameters."""
+    """Returns the argument `interpret` of plgpu.kernel: None, or the interpreter's parameters."""
     if interpret is None:
         interpret = platform() != "gpu"
     if interpret is True:

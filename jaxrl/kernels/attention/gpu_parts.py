@@ -27,14 +27,15 @@ WGMMA, BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plg
 
 
 def swizzled(shape, dtype, parts=1):
-    """Shared memory that copy engine and matrix unit read without bank conflicts; the last axis may be cut in parts."""
+    """Returns shared memory that copy engine and matrix unit read without bank conflicts; the last axis may be cut in
+    parts."""
     swizzle = plgpu.find_swizzle(shape[-1] // parts * jnp.finfo(dtype).bits)
     columns = 8 * swizzle // jnp.finfo(dtype).bits
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
 
 
 def staged(warpgroups, rows, columns, dtype, op):
-    """Where `accumulate` stages left operands: one tile per warpgroup, None where it keeps to registers."""
+    """Returns where `accumulate` stages left operands: one tile per warpgroup, None where it keeps to registers."""
     return None if op.in_registers else swizzled((warpgroups, rows, columns), dtype)
 
 
@@ -43,7 +44,7 @@ def zeros(shape, layout=WGMMA, value=0.0):
 
 
 def accumulate(sums, products, stage):
-    """[sum + left() @ right, ...] in fp32; a left operand is computed while the product before it runs.
+    """Returns [sum + left() @ right, ...] in fp32; a left operand is computed while the product before it runs.
 
     Args:
       sums: fp32 arrays in registers.
@@ -70,7 +71,7 @@ def accumulate(sums, products, stage):
 
 
 def in_base_2(raw, op):
-    """(scores in base 2 of the products q.k, what the derivative of the soft-cap needs)."""
+    """Returns (scores in base 2 of the products q.k, what the derivative of the soft-cap needs)."""
     if not op.softcap:
         return raw * (op.scale * LOG2E), None
     tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(raw * (2.0 * LOG2E * op.scale / op.softcap)))
@@ -78,12 +79,12 @@ def in_base_2(raw, op):
 
 
 def rows(vector, shape):
-    """A value per row, for every column."""
+    """Returns a value per row, for every column."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
 def columns(vector, shape):
-    """A value per column, for every row."""
+    """Returns a value per column, for every row."""
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
@@ -92,7 +93,8 @@ def slot_of(step, stages):
 
 
 def ring(n, stages, fill, before=0):
-    """The producer's loop: fill(step, slot, reused); `reused`: the slot must be freed first. before: steps done."""
+    """Runs the producer's loop: fill(step, slot, reused); `reused`: the slot must be freed first. before: steps
+    done."""
     def one(step, _):
         fill(step, slot_of(before + step, stages), before + step >= stages)
 
@@ -100,7 +102,7 @@ def ring(n, stages, fill, before=0):
 
 
 def ring_barriers(consumers, stages, first, second):
-    """Of a ring whose slots' two halves are filled and freed apart, by so many copies each."""
+    """Returns the barriers of a ring whose slots' two halves are filled and freed apart, by so many copies each."""
     free = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
     return dict(first_ready=plgpu.Barrier(num_arrivals=first, num_barriers=stages), first_free=free,
                 second_ready=plgpu.Barrier(num_arrivals=second, num_barriers=stages), second_free=free)
@@ -113,7 +115,7 @@ def load(own, slot, ready, **sources):
 
 
 def refill(own, slot, reused, first, second):
-    """The producer's step: {name: source} of each half, once consumers have freed it."""
+    """Runs the producer's step: copies {name: source} of each half, once consumers have freed it."""
     for half, sources in (("first", first), ("second", second)):
         pl.when(reused)(lambda half=half: plgpu.barrier_wait(own[f"{half}_free"].at[slot]))
         load(own, slot, own[f"{half}_ready"].at[slot], **sources)

@@ -23,19 +23,19 @@ BASE_2 = jnp.exp2, jnp.logaddexp2, math.log2(math.e)
 
 
 def of(sinks_H, dtype):
-    """What a caller gives, in fp32 or better; None = there are none."""
+    """Returns the sinks that a caller gives, in fp32 or better; None = there are none."""
     return None if sinks_H is None else sinks_H.astype(jnp.promote_types(dtype, jnp.float32))
 
 
 def share(lse, sinks, base=NATURAL):
-    """(what out is multiplied with, lse with the sinks), of sinks that broadcast over lse."""
+    """Returns (what out is multiplied with, lse with the sinks), of sinks that broadcast over lse."""
     exp, add, unit = base
     both = add(lse, _beside(lse, sinks) * unit)
     return exp(lse - both), both
 
 
 def gradient(lse, sinks, delta, base=NATURAL):
-    """That of the sinks, for every query; lse is the one with them."""
+    """Returns the gradient of the sinks, for every query; lse is the one with them."""
     exp, _, unit = base
     return -exp(_beside(lse, sinks) * unit - lse) * delta
 

@@ -22,7 +22,8 @@ def dot(a, b, over_a, over_b, exact):
 
 
 def masked_scores(products, mask, call):
-    """(scores in base 2 of the products q.k, HIDDEN outside the mask; their slope where a soft-cap bends it)."""
+    """Returns (scores in base 2 of the products q.k, HIDDEN outside the mask; their slope where a soft-cap bends
+    it)."""
     if not call.softcap:
         return jnp.where(mask, products * (call.scale * LOG2E), HIDDEN), None
     bent = jnp.tanh(products * (call.scale / call.softcap))

@@ -20,8 +20,8 @@ ORDERS = {"cpu": ("blocks",), "gpu": ("gpu", "blocks"), "tpu": ("tpu", "blocks")
 
 def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, activation, implementation="auto",
             axis=None, matmul=DEFAULT, biases=()):
-    """The output of a layer of experts: y[t] = sum over k of gates[t, k] * activation(x[t] @ gate[e], x[t] @ up[e]) @
-    down[e] with e = ids[t, k]; each of the three products plus a bias of the expert where there are some.
+    """Returns the output of a layer of experts: y[t] = sum over k of gates[t, k] * activation(x[t] @ gate[e], x[t] @
+    up[e]) @ down[e] with e = ids[t, k]; each of the three products plus a bias of the expert where there are some.
 
     Products are summed in fp32 (float64 where x is), the activation is computed in it and rounded to x's dtype, and
     what experts return is weighted and added in it in the order of slots. No token is dropped, whatever the routing,
@@ -73,7 +73,7 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
 
 
 def order(implementation: str) -> tuple[str, ...]:
-    """The implementations that are asked, in order."""
+    """Returns the implementations to try, in order."""
     if implementation == "auto":
         return trusted("experts", ORDERS[platform()])
     if implementation not in ("reference", *IMPLEMENTATIONS):
@@ -83,7 +83,7 @@ def order(implementation: str) -> tuple[str, ...]:
 
 
 def check(x, ids, gates, weights, biases=()) -> None:
-    """ValueError where shapes or dtypes do not fit; names the argument."""
+    """Raises ValueError where shapes or dtypes do not fit; names the argument."""
     def refuse(name, value, remedy):
         raise ValueError(f"experts: {name} is {value.dtype}{list(value.shape)}; {remedy}")
 

@@ -83,17 +83,17 @@ BLOCKS = Implementation(forward, backward)
 
 
 def serving(x_TxD, weights, **_) -> tuple[Implementation, int]:
-    """(the implementation, rows of its blocks): it serves every call."""
+    """Returns (the implementation, rows of its blocks): it serves every call."""
     return BLOCKS, tuned.BLOCK
 
 
 def _raised(products, biases):
-    """Products and, where there are some, the biases of their outputs."""
+    """Returns products and, where there are some, the biases of their outputs."""
     return [p + b.astype(p.dtype)[None] for p, b in zip(products, biases, strict=True)] if biases else products
 
 
 def _each_expert(lay, group, state):
-    """group(expert, (first block, the one behind its last), state) for every expert that holds rows."""
+    """Runs group(expert, (first block, the one behind its last), state) for every expert that holds rows."""
     def one(carry):
         n, state = carry
         expert = lay.experts[n]

@@ -24,15 +24,15 @@ class Exchange(NamedTuple):
         return 1 if self.axis is None else jax.lax.axis_size(self.axis)
 
     def gathered(self, *arrays):
-        """Each [t, ...] as [P t, ...], device after device."""
+        """Returns each [t, ...] as [P t, ...], device after device."""
         if self.axis is None:
             return arrays
         return tuple(jax.lax.all_gather(a, self.axis, tiled=True) for a in arrays)
 
     def returned(self, x):
-        """[P t, ...], summed over the devices, as each one's [t, ...]."""
+        """Returns [P t, ...], summed over the devices, as each one's [t, ...]."""
         return x if self.axis is None else jax.lax.psum_scatter(x, self.axis, tiled=True)
 
     def own(self, ids, experts: int):
-        """Ids of all experts as ids of this device's `experts`; those of others are outside."""
+        """Returns ids of all experts as ids of this device's `experts`; those of others are outside."""
         return ids if self.axis is None else ids - jax.lax.axis_index(self.axis) * experts

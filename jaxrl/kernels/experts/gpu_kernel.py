@@ -64,7 +64,7 @@ class Call:
         return sorted({p.left for p in self.phases[phase]})
 
     def rights(self, phase: int) -> dict[int, bool]:
-        """{weight: whether it is multiplied across}"""
+        """Returns {weight: whether it is multiplied across}"""
         return {p.right: p.across for p in sorted(self.phases[phase], key=lambda p: p.right)}
 
     def scratch(self):
@@ -117,15 +117,15 @@ def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
 
 
 def _launch(kernel, results, scratch, most, interpret):
-    """The kernel on as many blocks of threads as there are multiprocessors, or as there are tiles at most."""
+    """Runs the kernel on as many blocks of threads as there are multiprocessors, or as there are tiles at most."""
     return plgpu.kernel(kernel, out_type=results, scratch_types=[scratch], grid=(min(gpu_chip.MULTIPROCESSORS, most),),
                         grid_names=("chip",), num_threads=CONSUMERS + 1, thread_name="warpgroup", interpret=interpret,
                         compiler_params=gp.PARAMS)
 
 
 def _each(count, consume, produce):
-    """This block of threads' share of `count` tiles: consume(warpgroup, number, tile, before) and produce(number, tile,
-    before), by role, which return `before` of the next tile: the steps that the ring has made."""
+    """Runs this block of threads' share of `count` tiles: consume(warpgroup, number, tile, before) and produce(number,
+    tile, before), by role, which return `before` of the next tile: the steps that the ring has made."""
     chip, chips, warpgroup = lax.axis_index("chip"), lax.axis_size("chip"), lax.axis_index("warpgroup")
     mine = lax.div(count - chip + jnp.int32(chips - 1), jnp.int32(chips))
 
@@ -181,7 +181,7 @@ def _produce(call, refs, own, number, block, expert, tile):
 
 
 def _consume(call, outs, own, warpgroup, number, block, tile):
-    """One consumer's 64 rows of a tile."""
+    """Multiplies one consumer's 64 rows of a tile."""
     _, stages, columns, parts = call.sizes
     steps, products = call.steps * len(call.phases), call.phases[0]
     lefts, rights = call.lefts(0), list(call.rights(0))
@@ -227,7 +227,7 @@ def _consume(call, outs, own, warpgroup, number, block, tile):
 
 
 def _write(value, tile, target):
-    """Through a tile in shared memory, once what was written through it before has left it."""
+    """Writes through a tile in shared memory, once what was written through it before has left it."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     tile[...] = value.astype(tile.dtype)
     plgpu.commit_smem()
@@ -251,7 +251,7 @@ def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
         total, (ends, result, own) = None if fresh else refs[0], refs[not fresh:]
 
         def place(flat):
-            """(expert, pair of 64 columns of the left side, tile of the right one, first row, steps)"""
+            """Returns (expert, pair of 64 columns of the left side, tile of the right one, first row, steps)"""
             expert, rest = lax.div(flat, jnp.int32(pairs * tiles)), lax.rem(flat, jnp.int32(pairs * tiles))
             start = jnp.where(expert == 0, 0, ends[jnp.maximum(expert, 1) - 1])
             stop = jnp.minimum(ends[expert], lay.experts.size)
@@ -259,7 +259,7 @@ def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
             return expert, lax.div(rest, jnp.int32(tiles)), lax.rem(rest, jnp.int32(tiles)), start * call.block, steps
 
         def columns_of(pair, c):
-            """A warpgroup's columns of the left side; where one is left over, both warpgroups' are the same."""
+            """Returns a warpgroup's columns of the left side; where one is left over, both warpgroups' are the same."""
             return pl.ds(jnp.minimum(pair * CONSUMERS + c, into // ROWS - 1) * ROWS, ROWS)
 
         def part_of(tile, part):
@@ -304,7 +304,7 @@ def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
 
 
 def _summed(own, warpgroup, before, steps, sizes):
-    """A consumer's part of left^T right, by parts of the tile's columns."""
+    """Returns a consumer's part of left^T right, by parts of the tile's columns."""
     def multiply(*accs):
         def step(i, _):
             slot = gp.slot_of(before + i, sizes.stages)
@@ -328,12 +328,12 @@ def _rows(block, consumer):
 
 
 def _let_go(i, step, free, stages, products):
-    """A tile may be filled anew once the products that read it are done: those of the step before this one are, when
-    no more than this one's are under way. i: of a result's tile; step: of the ring."""
+    """Frees a tile once the products that read it are done: those of the step before this one are, when no more than
+    this one's are under way. i: of a result's tile; step: of the ring."""
     plgpu.wgmma_wait(products)
     pl.when(i > 0)(lambda: plgpu.barrier_arrive(free.at[gp.slot_of(jnp.maximum(step, 1) - 1, stages)]))
 
 
 def _apart(made, interpret):
-    """The interpreter cannot run two kernels at once."""
+    """Keeps two kernels apart in the interpreter, which cannot run both at once."""
     return jax.lax.optimization_barrier(made) if interpret else made

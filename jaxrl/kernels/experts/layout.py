@@ -24,13 +24,14 @@ class Layout(NamedTuple):
 
 
 def blocks_of(tokens: int, slots: int, experts: int, block: int) -> int:
-    """The blocks that no routing of distinct ids exceeds: N. A token has at most one slot per expert."""
+    """Returns the blocks that no routing of distinct ids exceeds: N. A token has at most one slot per expert."""
     rows = tokens * min(slots, experts)
     return (rows + min(experts, rows) * (block - 1)) // block
 
 
 def layout(ids_TxK, experts: int, block: int) -> Layout:
-    """The Layout of these ids; order within an expert is that of tokens, then slots. E * T * K stays below 2^31."""
+    """Returns the Layout of these ids; order within an expert is that of tokens, then slots. E * T * K stays below
+    2^31."""
     (tokens, slots), count = ids_TxK.shape, ids_TxK.size
     blocks = blocks_of(tokens, slots, experts, block)
     expert = jnp.where((ids_TxK >= 0) & (ids_TxK < experts), ids_TxK, experts).reshape(-1)

@@ -18,7 +18,7 @@ KNOWN = {
 
 @functools.cache
 def unknown_of(activation) -> list[str]:
-    """What an activation and its derivative compute beside what is KNOWN."""
+    """Returns what an activation and its derivative compute beside what is KNOWN."""
     def both(a, b, d):
         out, back = jax.vjp(activation, a, b)
         return out, back(d)
@@ -33,8 +33,8 @@ def unknown_of(activation) -> list[str]:
 
 
 def laid_open(function, *arguments):
-    """function(*arguments), with calls within it opened and gradients added as numbers are (Mosaic does not lower
-    add_any)."""
+    """Returns function(*arguments), with calls within it opened and gradients added as numbers are (Mosaic does not
+    lower add_any)."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
 
     def run(jaxpr, consts, values):

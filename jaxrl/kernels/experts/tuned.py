@@ -43,13 +43,14 @@ def gpu_sizes(kernel: str, out: int) -> GpuSizes:
 
 
 def block_of(platform: str, implementation: str = "auto") -> int:
-    """Rows of a block of what runs on a platform, as far as its shapes are served."""
+    """Returns rows of a block of what runs on a platform, as far as its shapes are served."""
     return BLOCK if platform == "cpu" or implementation in ("blocks", "reference") else KERNEL_BLOCK
 
 
 def chunk(slots: int, experts: int, room: int = 0, own: int = 1, size: int = 0, width: int = 0,
           itemsize: int = 2) -> int:
-    """Tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per chunk.
+    """Returns tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per
+    chunk.
 
     Args:
       slots, experts: of a token; of all devices.
@@ -64,21 +65,21 @@ def chunk(slots: int, experts: int, room: int = 0, own: int = 1, size: int = 0, 
 
 
 def room_of(platform: str, implementation: str = "auto") -> int:
-    """Bytes that a chunk's rows may take in the backward pass of what runs on a platform, where that makes chunks
-    larger; else 0. A chunk costs its experts' half-filled last blocks, their weights read again, and the sums of their
-    gradients read and written in fp32, which a single chunk does not."""
+    """Returns bytes that a chunk's rows may take in the backward pass of what runs on a platform, where that makes
+    chunks larger; else 0. A chunk costs its experts' half-filled last blocks, their weights read again, and the sums of
+    their gradients read and written in fp32, which a single chunk does not."""
     return GPU_ROOM if platform == "gpu" and implementation in ("auto", "gpu") else 0
 
 
 def tpu_tasks(size: int, width: int):
-    """(columns in, out, lefts, weights, sums, outputs) of the kernels on rows, experts of size x width."""
+    """Returns (columns in, out, lefts, weights, sums, outputs) of the kernels on rows, experts of size x width."""
     return ((size, width, 1, 2, 2, 1), (width, size, 1, 1, 1, 1), (size, width, 2, 3, 3, 4), (width, size, 2, 2, 1, 1))
 
 
 def tpu_columns(into: int, out: int, lefts: int, weights: int, sums: int, outputs: int, itemsize: int,
                 cores: int) -> int:
-    """Columns of a step: the most in whole 128s that fit, that leave work for every core and, where any does, divide
-    `out`; 0 where none fit."""
+    """Returns columns of a step: the most in whole 128s that fit, that leave work for every core and, where any does,
+    divide `out`; 0 where none fit."""
     if out < 128:
         return out
     def taken(tile):

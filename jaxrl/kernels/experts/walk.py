@@ -100,7 +100,7 @@ def experts(call: Call, x_TxD, ids_TxK, gates_TxK, *weights):
 
 
 def _forward(call, *arguments):
-    """With symbolic zeros: `perturbed` says which arguments are differentiated."""
+    """Runs `experts` with symbolic zeros: `perturbed` tells which arguments are differentiated."""
     values = tuple(x.value for x in arguments)
     wanted = any(x.perturbed for x in arguments[3:])  # a pytree without leaves, since it is static
     return experts(call, *values), (values, () if wanted else None)
@@ -135,7 +135,7 @@ experts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def added(lay: Layout, gates_txK, out_RxD):
-    """[t, D]: of each token the rows of its slots, times its gates (None = 1), added in the order of slots."""
+    """Returns [t, D]: of each token the rows of its slots, times its gates (None = 1), added in the order of slots."""
     y = jnp.zeros((lay.rows.shape[0], out_RxD.shape[1]), out_RxD.dtype)
     for k in range(lay.rows.shape[1]):
         rows = lay.rows[:, k]
@@ -164,8 +164,8 @@ class _Cut(NamedTuple):
         return -(-self.tokens // self.count)
 
     def walk(self, one, carry, arrays):
-        """(carry, results [n, t, ...]) of one(carry, a chunk of each of x, ids, gates, ...), the last chunk filled up
-        with tokens whose slots are empty."""
+        """Returns (carry, results [n, t, ...]) of one(carry, a chunk of each of x, ids, gates, ...), the last chunk
+        filled up with tokens whose slots are empty."""
         full = self.count * self.chunk - self.tokens
         fills = (-1 if jnp.issubdtype(a.dtype, jnp.integer) else 0 for a in arrays)
         xs = tuple(jnp.pad(a, [(0, full), (0, 0)], constant_values=fill).reshape(self.count, self.chunk, a.shape[1])

@@ -27,7 +27,8 @@ def logprob_and_entropy(
     transposed=False,
     implementation="chunked",
 ) -> tuple[jax.Array, ...]:
-    """Log-prob of the targets and entropy of their distributions, softmax(softcap(hidden @ head) / temperature).
+    """Computes log-prob of the targets and entropy of their distributions, softmax(softcap(hidden @ head) /
+    temperature).
 
     Args:
       hidden_RxSxD: hidden states that predict the targets, compute dtype.

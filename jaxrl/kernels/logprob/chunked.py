@@ -44,12 +44,12 @@ class Split(NamedTuple):
 
     @property
     def spec(self) -> P:
-        """How arrays [R, S, ...] lie."""
+        """Returns how arrays [R, S, ...] lie."""
         return P(self.rows, self.slots) if self.slots else P(self.rows)
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The axes whose devices have other slots, and add up what they find out of the head."""
+        """Returns the axes whose devices have other slots, and add up what they find out of the head."""
         return (*(self.rows or ()), *([self.slots] if self.slots else []))
 
 
@@ -61,11 +61,11 @@ class Line(NamedTuple):
     valid: jax.Array  # [N] bool
 
     def chunks(self, x_RxSx):
-        """[R, S, ...] -> [T, C, ...]; 0 at places without a token."""
+        """Maps [R, S, ...] -> [T, C, ...]; 0 at places without a token."""
         return jnp.take(x_RxSx.reshape(len(self.valid), *x_RxSx.shape[2:]), self.at, axis=0, mode="fill", fill_value=0)
 
     def back(self, x_TxCx, shape_RxS, empty=0):
-        """[T, C, ...] -> [R, S, ...], `empty` where not valid."""
+        """Maps [T, C, ...] -> [R, S, ...], `empty` where not valid."""
         found = x_TxCx.reshape(self.at.size, *x_TxCx.shape[2:])[self.place]
         found = jnp.where(self.valid.reshape(-1, *[1] * (found.ndim - 1)), found, empty)
         return found.reshape(*shape_RxS, *found.shape[1:])
@@ -79,23 +79,23 @@ def _line(valid_RxS, chunk: int) -> Line:
 
 
 def _over(axis, reduce, x):
-    """x reduced over the devices that share the vocabulary."""
+    """Returns x reduced over the devices that share the vocabulary."""
     return x if axis is None else reduce(x, axis)
 
 
 def _first_token(vocab: int, axis):
-    """The first token id of this device's part of the vocabulary."""
+    """Returns the first token id of this device's part of the vocabulary."""
     return 0 if axis is None else jax.lax.axis_index(axis) * vocab
 
 
 def held(tokens, vocab: int, axis):
-    """(index into this device's `vocab` tokens, whether it holds the token), both in the shape of `tokens`. axis: the
-    mesh axis that the vocabulary is split over, None = whole."""
+    """Returns (index into this device's `vocab` tokens, whether it holds the token), both in the shape of `tokens`.
+    axis: the mesh axis that the vocabulary is split over, None = whole."""
     return _held(tokens, vocab, _first_token(vocab, axis))
 
 
 def _held(tokens, count: int, first):
-    """The same of `count` tokens from `first` on."""
+    """Returns the same of `count` tokens from `first` on."""
     at = tokens - first
     return at, (at >= 0) & (at < count)
 
@@ -118,13 +118,13 @@ class _Sums(NamedTuple):
         return cls(low, zero, zero, zero, ids, logits, None if chosen is None else jnp.zeros((count, chosen), dtype))
 
     def raised(self, top):
-        """The same with respect to a higher top."""
+        """Returns the same with respect to a higher top."""
         down = self.top - top
         factor = jnp.exp(down)
         return self._replace(top=top, total=factor * self.total, mean=factor * (self.mean + down * self.total))
 
     def and_block(self, block, targets_C, ids_CxK=None):
-        """With those of a _Block."""
+        """Returns these sums with those of a _Block."""
         logits_CxW = block.logits
         sums = self.raised(jnp.maximum(self.top, block.highest))
         shifted = logits_CxW - sums.top[:, None]
@@ -147,7 +147,7 @@ class _Sums(NamedTuple):
                      jnp.where(here, found, sums.target), ids, logits, chosen)
 
     def over(self, axis):
-        """Over all devices of a mesh axis, which have a part of the vocabulary each."""
+        """Returns the sums over all devices of a mesh axis, which have a part of the vocabulary each."""
         if axis is None:
             return self
         every = lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True)  # noqa: E731
@@ -161,7 +161,7 @@ class _Sums(NamedTuple):
 
 
 def _best(ids_Cxn, logits_Cxn, count: int):
-    """The `count` highest of candidates in the order of their ids."""
+    """Returns the `count` highest of candidates in the order of their ids."""
     logits, places = jax.lax.top_k(logits_Cxn, count)
     return jnp.take_along_axis(ids_Cxn, places, axis=-1), logits
 
@@ -201,7 +201,7 @@ class _Head(NamedTuple):
         return -(-self.vocab // self.width)
 
     def scan(self, one, carry):
-        """The last carry of one(carry, i) over the blocks."""
+        """Returns the last carry of one(carry, i) over the blocks."""
         if self.count == 1:
             return one(carry, 0)
         return jax.lax.scan(lambda carry, i: (one(carry, i), None), carry, jnp.arange(self.count))[0]
@@ -210,19 +210,19 @@ class _Head(NamedTuple):
         return jnp.minimum(i * self.width, self.vocab - self.width)
 
     def part(self, i):
-        """[D, W]; transposed: [W, D]"""
+        """Returns [D, W]; transposed: [W, D]"""
         if self.width == self.vocab:
             return self.weights
         return jax.lax.dynamic_slice_in_dim(self.weights, self.start(i), self.width, axis=0 if self.transposed else 1)
 
     def backward(self, d_CxW, i):
-        """[C, D]: a gradient of the i-th block's logits, times its weights."""
+        """Returns [C, D]: a gradient of the i-th block's logits, times its weights."""
         acc = jnp.promote_types(d_CxW.dtype, jnp.float32)
         contract = (((1,), (0 if self.transposed else 1,)), ((), ()))
         return jax.lax.dot_general(d_CxW, self.part(i).astype(d_CxW.dtype), contract, preferred_element_type=acc)
 
     def block(self, i, hidden_CxD, support_CxK, temperature, softcap, capped=None) -> _Block:
-        """capped: the block's product where it was kept."""
+        """Returns one block's part. capped: the block's product where it was kept."""
         capped = capped_logits(hidden_CxD, self.part(i), softcap, self.transposed) if capped is None else capped
         start = self.start(i)
         seen = None
@@ -255,7 +255,7 @@ def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSx
 
 
 def _placed(local, split, transposed: bool, inputs: str, outputs: str):
-    """`local` on every device's part. r = split by rows and slots, v = the head, by vocabulary, w = whole."""
+    """Runs `local` on every device's part. r = split by rows and slots, v = the head, by vocabulary, w = whole."""
     if split is None:
         return local
     specs = {"r": split.spec, "v": P(split.vocab) if transposed else P(None, split.vocab), "w": P()}
@@ -264,7 +264,7 @@ def _placed(local, split, transposed: bool, inputs: str, outputs: str):
 
 
 def _rule(*arguments):
-    """`_forward` for the backward pass, which is told whether the head is differentiated: () or None."""
+    """Runs `_forward` for the backward pass; keeps whether the head is differentiated: () or None."""
     inputs = (x.value if hasattr(x, "perturbed") else x for x in arguments)
     out, saved = _forward(*inputs)
     return out, (() if arguments[1].perturbed else None, *saved)
@@ -315,7 +315,7 @@ def _forward(hidden, head, targets, valid, support, ids, temperature, softcap, t
 
 
 def _of_ids(d_CxW, p_CxW, g_CxK, ids_CxK, block):
-    """The logits' gradient with that of the log-probs at given ids."""
+    """Returns the logits' gradient with that of the log-probs at given ids."""
     at, here = block.held(ids_CxK)
     places = jnp.arange(len(at))[:, None], jnp.where(here, at, d_CxW.shape[1])
     return (d_CxW - p_CxW * g_CxK.sum(-1, keepdims=True)).at[places].add(g_CxK, mode="drop")

@@ -47,7 +47,7 @@ class How(NamedTuple):
 def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, *, kind, beta=0.5, vocab=0,
                temperature=1.0, teacher_temperature=1.0, softcap=0.0, teacher_softcap=0.0, chunk=1024, split=None,
                transposed=False, teacher_transposed=False, implementation="chunked"):
-    """[R, S] divergence in nats of softmax(softcap(hidden @ head) / temperature) from the teacher's.
+    """Returns [R, S] divergence in nats of softmax(softcap(hidden @ head) / temperature) from the teacher's.
 
     Args:
       hidden_RxSxD, head, softcap, transposed, chunk, split: as of logprob_and_entropy.
@@ -81,7 +81,7 @@ def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, 
 
 
 def _truth(hidden, head, teacher, teacher_head, valid, temperatures, how: How):
-    """Full logits, automatic differentiation."""
+    """Computes it from full logits, with automatic differentiation."""
     def log_probs(x, weights, i):
         logits = capped_logits(x, weights, how.softcap[i], how.transposed[i]) / temperatures[i]
         return jax.nn.log_softmax(logits[..., :how.vocab].astype(temperatures.dtype), axis=-1)
@@ -161,13 +161,14 @@ _chunked.defvjp(_rule, _backward, symbolic_zeros=True)
 
 
 def _tokens(how: How, valid, head) -> int:
-    """Tokens of a chunk: on CPUs so few that their logits stay in the cache."""
+    """Returns tokens of a chunk: on CPUs so few that their logits stay in the cache."""
     most = max(16, LOGITS_CPU // head.shape[0 if how.transposed[0] else 1]) if platform() == "cpu" else how.chunk
     return min(how.chunk, most, valid.size)
 
 
 def _log_probs(head, teacher_head, h_CxD, t_CxE, temperatures, how: How):
-    """([C, V] log-probs of student and teacher, the student's logits before temperature), of this device's tokens."""
+    """Returns ([C, V] log-probs of student and teacher, the student's logits before temperature), of this device's
+    tokens."""
     out = []
     for i, (x, weights) in enumerate(((h_CxD, head), (t_CxE, teacher_head))):
         capped = capped_logits(x, weights, how.softcap[i], how.transposed[i])
@@ -181,7 +182,7 @@ def _log_probs(head, teacher_head, h_CxD, t_CxE, temperatures, how: How):
 
 
 def _terms(logp, logq, how: How):
-    """([C] divergence, function of its derivative [C, V] with respect to the student's logits)."""
+    """Returns ([C] divergence, function of its derivative [C, V] with respect to the student's logits)."""
     every = lambda x: _over(how.axis, jax.lax.psum, x.sum(-1, keepdims=True))  # noqa: E731
     p, q = jnp.exp(logp), jnp.exp(logq)
     if how.kind == "forward":
@@ -196,7 +197,8 @@ def _terms(logp, logq, how: How):
 
 
 def _placed(local, how: How, outputs: str):
-    """`local` on every device's slots and part of the vocabulary; outputs: r = split as slots are, v = as the head."""
+    """Runs `local` on every device's slots and part of the vocabulary; outputs: r = split as slots are, v = as the
+    head."""
     if how.split is None:
         return local
     rows, vocab = how.split.spec, how.split.vocab

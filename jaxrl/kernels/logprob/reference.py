@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 def capped_logits(hidden, head, softcap, transposed):
-    """[..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped."""
+    """Maps [..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped."""
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     contract = ((hidden.ndim - 1,), (1 if transposed else 0,)), ((), ())
     logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), contract, preferred_element_type=acc)
@@ -24,7 +24,7 @@ OUTSIDE = -1e30  # logit of a token outside the support: finite, so that 0 * it 
 
 
 def allowed(support, vocab: int):
-    """[..., K] token ids, -1 = unused -> [..., V] bool; all True where K is 0."""
+    """Maps [..., K] token ids, -1 = unused -> [..., V] bool; all True where K is 0."""
     if not support.shape[-1]:
         return jnp.ones((*support.shape[:-1], vocab), bool)
     flat = support.reshape(-1, support.shape[-1])
@@ -55,12 +55,12 @@ KINDS = ("forward", "reverse", "jsd")
 
 
 def mixture(logp, logq, beta: float):
-    """log(beta q + (1 - beta) p)"""
+    """Returns log(beta q + (1 - beta) p)"""
     return jnp.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
 
 
 def divergence(logp, logq, kind: str, beta: float):
-    """[..., V] log-probs of student and teacher -> [...], see divergence.py."""
+    """Maps [..., V] log-probs of student and teacher -> [...], see divergence.py."""
     kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), axis=-1)  # noqa: E731
     if kind == "forward":
         return kl(logq, logp)

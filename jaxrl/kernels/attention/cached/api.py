@@ -17,7 +17,7 @@ ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=0, softcap=0.0, scale=None,
                      implementation="auto", shared=None, work=None, sinks_H=None):
-    """One query per slot over a slotted cache, of which it sees its own position and those before it.
+    """Attends with one query per slot over a slotted cache; it sees its own position and those before it.
 
     Args:
       q_Bx1xHxK, window, softcap, scale, sinks_H: as packed.api.attention's.
@@ -47,7 +47,8 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
 
 def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=0, implementation="auto",
                    shared=None) -> dict:
-    """As packed.api.work_of, of so many query heads of this size over a cache of this shape and dtype."""
+    """Returns the work of `cached_attention` (see packed.api.work_of) for so many query heads of this size over a cache
+    of this shape and dtype."""
     def ask(name):
         if name not in WORK:
             return {}
@@ -63,7 +64,7 @@ def shares_prompts(implementation: str, mesh=None) -> bool:
 
 
 def order(implementation: str, mesh=None) -> tuple[str, ...]:
-    """The implementations that are asked, in order; mesh: None = the one in force."""
+    """Returns the implementations to try, in order; mesh: None = the one in force."""
     if implementation == "auto":
         return trusted("attention", ORDERS[platform(mesh)])
     return (implementation, "xla") if implementation in IMPLEMENTATIONS else ("xla",)

@@ -41,7 +41,7 @@ class Work(NamedTuple):
 
 
 def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size) -> Work | None:
-    """The tiles' work; None where nothing is shared, or the kernel could not split a slot's positions."""
+    """Returns the tiles' work; None where nothing is shared, or the kernel could not split a slot's positions."""
     del dtype
     _, slots, length, width = shape_NxBxCxGK
     rows = padded(heads * size // width)
@@ -60,7 +60,7 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size
 
 
 def padded(rows: int) -> int:
-    """Query heads of a group with those that fill its last tile of memory."""
+    """Returns query heads of a group with those that fill its last tile of memory."""
     return -(-rows // 8) * 8
 
 
@@ -101,7 +101,8 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
 
 
 def check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret=None) -> int:
-    """The parts that a slot's positions are split into; NotImplementedError for what the kernel does not serve."""
+    """Returns the parts that a slot's positions are split into. Raises NotImplementedError for what the kernel does not
+    serve."""
     batch, _, heads, size = q_Bx1xHxK.shape
     length, width = k_NxBxCxGK.shape[2:]
     check_chip(q_Bx1xHxK.dtype, interpret)
@@ -124,17 +125,20 @@ def check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret=None) -> int:
 
 
 def splits_of(pieces: int, length: int, block: int) -> int:
-    """Parts of a slot's positions: enough for two pieces of work per multiprocessor, but none below 4 blocks."""
+    """Returns parts of a slot's positions: enough for two pieces of work per multiprocessor, but none below 4
+    blocks."""
     return max(1, min(-(-2 * gpu_chip.MULTIPROCESSORS // pieces), length // (4 * block)))
 
 
 def parts_of(pieces: int, length: int, block: int) -> int:
-    """The same for a tile's positions; a part, which leaves results of several slots, is at least tuned.PART blocks."""
+    """Returns the same for a tile's positions; a part, which leaves results of several slots, is at least tuned.PART
+    blocks."""
     return max(1, min(-(-2 * gpu_chip.MULTIPROCESSORS // pieces), length // (tuned.PART * block)))
 
 
 def _as_slots(out_PxBxGxRxK, lse_PxBxGx64, work, parts):
-    """The same with the rows of each slot first, and nothing where a part of a tile was empty and wrote nothing."""
+    """Returns the same with the rows of each slot first, and nothing where a part of a tile was empty and wrote
+    nothing."""
     heads = out_PxBxGxRxK.shape[3]
     share = jnp.maximum(-(-work.before // parts), tuned.PART)
     written = (jnp.arange(parts)[:, None] * share[None] < work.before[None])[..., None, None]

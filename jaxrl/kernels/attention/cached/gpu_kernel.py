@@ -90,7 +90,8 @@ def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, s
 
 
 def _pieces(shape, takers, blocks, body):
-    """body(Piece) for each of this block's pieces: first those of tiles, as far as there is work, then those of slots.
+    """Runs body(Piece) for each of this block's pieces: first those of tiles, as far as there is work, then those of
+    slots.
 
     shape: slots, groups, splits, parts of tiles. blocks: of `_blocks`.
     """
@@ -132,7 +133,8 @@ def _pieces(shape, takers, blocks, body):
 
 
 def _produce(piece, refs, slots, sources, length, own, sizes):
-    """The queries of one piece, once the result of the piece before has left their tile, then its keys and values."""
+    """Copies the queries of one piece, once the result of the piece before has left their tile, then its keys and
+    values."""
     q, k, v = refs
     shared, row, group = piece.shared, piece.row, piece.group
     (heads, size), keys = q.shape[2:], sizes.block
@@ -158,8 +160,8 @@ def _produce(piece, refs, slots, sources, length, own, sizes):
 
 
 def _blocks(positions, length, keys, window, work):
-    """(tiles with work; then of a tile and of a slot: (the last position seen, the first block of `keys` positions that
-    is read, the one behind the last); none for an idle slot)."""
+    """Returns (tiles with work; then of a tile and of a slot: (the last position seen, the first block of `keys`
+    positions that is read, the one behind the last); none for an idle slot)."""
     *_, blocks, count, before = work or (None,) * 5
 
     def of_slot(slot):
@@ -176,12 +178,12 @@ def _blocks(positions, length, keys, window, work):
 
 
 def _start(block, length, keys):
-    """Where a block is read: the last one ends with the row, and so may begin inside the one before it."""
+    """Returns where a block is read: the last one ends with the row, and so may begin inside the one before it."""
     return jnp.minimum(block * keys, length - keys)
 
 
 def _consume(piece, length, own, op, sizes):
-    """(weighted sum of values, maximum and total of the weights) of the heads of a group."""
+    """Returns (weighted sum of values, maximum and total of the weights) of the heads of a group."""
     q, shape = own["q"], (ROWS, sizes.block)
     stage = None if own["stage"] is None else own["stage"].at[0]
     plgpu.barrier_wait(own["q_ready"])
@@ -220,7 +222,7 @@ def _consume(piece, length, own, op, sizes):
 
 
 def _write(sums, piece, slots, out, lse, own):
-    """The weighted mean, 0 where nothing was seen, and its lse, then so low that it counts for nothing."""
+    """Writes the weighted mean, 0 where nothing was seen, and its lse, then so low that it counts for nothing."""
     acc, top, total = sums
     tile, heads = own["q"] if own["out"] is None else own["out"], out.shape[3]
     seen = top > gp.SEEN

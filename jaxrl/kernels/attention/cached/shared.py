@@ -29,7 +29,7 @@ class Shared(NamedTuple):
 
 
 def share(prompts, lengths, shards: int = 1) -> Shared:
-    """Tiles of the slots with equal prompts, in numpy; the longest first, which kernels start with.
+    """Returns tiles of the slots with equal prompts, in numpy; the longest first, which kernels start with.
 
     Args:
       prompts: per slot what identifies its prompt's keys and values (hashable), None where it is idle.
@@ -54,7 +54,7 @@ def share(prompts, lengths, shards: int = 1) -> Shared:
 
 
 def of_slots(shared: Shared, slots: int):
-    """Per slot (its row in `tiles`, its place in the tile, int32 [S]); row -1 = in none."""
+    """Returns per slot (its row in `tiles`, its place in the tile, int32 [S]); row -1 = in none."""
     found = shared.tiles[..., None] == jnp.arange(slots, dtype=jnp.int32)[None, None]
     row, place = (jnp.arange(n, dtype=jnp.int32) for n in shared.tiles.shape)
     inside = found.any(axis=(0, 1))

@@ -55,7 +55,7 @@ class Call:
 
     @property
     def unit(self):
-        """Positions that a word's start counts in."""
+        """Returns positions that a word's start counts in."""
         return self.block if self.width == 1 else ALIGNED
 
     @property
@@ -69,19 +69,19 @@ class Call:
         return word >> self.bits + 1
 
     def piece(self, word):
-        """What an entry has in common with those before and after it that add to the same sums."""
+        """Returns what an entry has in common with those before and after it that add to the same sums."""
         return word >> self.bits
 
     def start(self, word):
         return (word & (1 << self.bits) - 1) * self.unit
 
     def read(self, word):
-        """Where the block is read that starts there: with tiles the last one ends with the cache."""
+        """Returns where the block is read that starts there: with tiles the last one ends with the cache."""
         return self.start(word) if self.width == 1 else jnp.minimum(self.start(word), self.length - self.block)
 
 
 def check(shape_NxBxCxGK, dtype) -> None:
-    """NotImplementedError for what the kernel does not serve."""
+    """Raises NotImplementedError for what the kernel does not serve."""
     _, slots, length, width = shape_NxBxCxGK
     if width % 128:
         raise NotImplementedError(
@@ -95,19 +95,19 @@ def check(shape_NxBxCxGK, dtype) -> None:
 
 
 def _block(shape_NxBxCxGK, dtype) -> int:
-    """Positions of one step."""
+    """Returns positions of one step."""
     return tuned.cache_block(shape_NxBxCxGK[2], shape_NxBxCxGK[3], jnp.dtype(dtype).itemsize)
 
 
 def _width(shape_NxBxCxGK, block, shared) -> int:
-    """Slots per tile: 1 where nothing is shared, or nothing can be gained or aligned."""
+    """Returns slots per tile: 1 where nothing is shared, or nothing can be gained or aligned."""
     _, slots, length, _ = shape_NxBxCxGK
     fits = length > block and length % ALIGNED == 0 and slots * (-(-length // block) + 1) <= WORDS
     return WIDTH if shared is not None and fits else 1
 
 
 def _places(shared, position_B, busy_B, block):
-    """[3, B], see Work.places: slots tile by tile, then those in none, each a tile of its own."""
+    """Returns [3, B], see Work.places: slots tile by tile, then those in none, each a tile of its own."""
     slots = len(position_B)
     row, place = of_slots(shared, slots)
     counts = jnp.sum(shared.tiles >= 0, axis=1)
@@ -124,7 +124,8 @@ def _places(shared, position_B, busy_B, block):
 
 
 def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=0, size=0) -> Work:
-    """The blocks that queries at these positions see: one at least for every slot, where its output is written."""
+    """Returns the blocks that queries at these positions see: one at least for every slot, where its output is
+    written."""
     del heads, size
     check(shape_NxBxCxGK, dtype)
     block, length = _block(shape_NxBxCxGK, dtype), shape_NxBxCxGK[2]
@@ -193,11 +194,13 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
 
 
 def _specs(call, shape_HxGK):
-    """Of the queries of an entry's tile, and of its block of keys or values; aligned by hand where there are tiles."""
+    """Returns the block specs of the queries of an entry's tile, and of its block of keys or values; aligned by hand
+    where there are tiles."""
     heads, width = shape_HxGK
 
     def source(t, words, places):
-        """The slot that is read: its own, or the first of its tile, which is where the place of a tile's entries is."""
+        """Returns the slot that is read: its own, or the first of its tile, which is where the place of a tile's
+        entries is."""
         return places[0, call.place(words[t])]
 
     if call.width == 1:

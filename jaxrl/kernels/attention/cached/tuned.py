@@ -11,7 +11,7 @@ GPU = {size: Sizes(*sizes, registers=224, producer_registers=32)
 
 
 def cache_block(length: int, width: int, itemsize: int) -> int:
-    """Cache positions that a TPU's step reads: CACHE_BYTES of keys, in 128s, at least 128 and at most 512."""
+    """Returns cache positions that a TPU's step reads: CACHE_BYTES of keys, in 128s, at least 128 and at most 512."""
     wanted = CACHE_BYTES // (width * itemsize) // 128 * 128
     block = min(512, max(128, wanted))
     return length if length <= block else block

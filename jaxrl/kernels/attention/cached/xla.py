@@ -43,7 +43,7 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
 
 
 def by_group(q_BxHxK, groups):
-    """[B, H, G * K]: each head's query in its group's part of the width, 0 elsewhere."""
+    """Returns [B, H, G * K]: each head's query in its group's part of the width, 0 elsewhere."""
     batch, heads, size = q_BxHxK.shape
     q = q_BxHxK.reshape(batch, groups, heads // groups, 1, size)
     own = jnp.eye(groups, dtype=bool)[:, None, :, None]
@@ -51,7 +51,7 @@ def by_group(q_BxHxK, groups):
 
 
 def own_group(out_BxHxGK, groups):
-    """[B, H, K]: of each head's row its group's part."""
+    """Returns [B, H, K]: of each head's row its group's part."""
     batch, heads, width = out_BxHxGK.shape
     out = out_BxHxGK.reshape(batch, groups, heads // groups, groups, width // groups)
     return jnp.stack([out[:, g, :, g] for g in range(groups)], axis=1).reshape(batch, heads, width // groups)

@@ -30,7 +30,7 @@ ORDERS = {"cpu": XLA, "gpu": ("gpu", "cudnn", *XLA), "tpu": ("tpu", *XLA)}
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL=None,
               k_segments_BxS=None, q_prefixes_BxL=None, window=0, softcap=0.0, scale=None, implementation="auto",
               work=None, sinks_H=None):
-    """Grouped-query attention, softmax(softcap(scale * q.k) over the visible keys, and the head's sink) @ v.
+    """Computes grouped-query attention, softmax(softcap(scale * q.k) over the visible keys, and the head's sink) @ v.
 
     Query i sees key j where all of these hold:
       k_positions[j] <= q_positions[i];
@@ -77,7 +77,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
             q_prefixes_BxL=None, *, window=0, implementation="auto", among=None) -> dict:
-    """What `attention` looks for before it computes: the same for all layers of a window, so it is done once per step.
+    """Returns what `attention` needs before it computes: the same for all layers of a window, so it is done once per
+    step.
 
     Args as attention's, with shapes and dtype in place of queries and keys. Returns a pytree of arrays whose leading
     axes are rows, or devices' own lists; empty where the implementation that will run needs none. among: names of the
@@ -93,7 +94,7 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 
 
 def order(implementation: str) -> tuple[str, ...]:
-    """The implementations that are asked, in order."""
+    """Returns the implementations to try, in order."""
     if implementation == "auto":
         return trusted("attention", ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:

@@ -22,7 +22,7 @@ class BlockLists(NamedTuple):
 
 
 def active_blocks(ids: Ids, *, window, block_q, block_k):
-    """bool [B, N, M]: whether any query of the block sees any key of the block, by the rules of api.attention.
+    """Returns bool [B, N, M]: whether any query of the block sees any key of the block, by the rules of api.attention.
 
     Padding queries (segment 0) want nothing. Rows of 1 broadcast over B. The last blocks may be partly empty. XLA for
     TPUs and GPUs reduces the comparisons as it makes them: no [L, S] array exists; for CPUs it does, of bools.
@@ -36,7 +36,7 @@ def active_blocks(ids: Ids, *, window, block_q, block_k):
 
 
 def block_lists(active_BxNxM) -> BlockLists:
-    """The key blocks of every query block; of `active.swapaxes(1, 2)`, the query blocks of every key block."""
+    """Returns the key blocks of every query block; of `active.swapaxes(1, 2)`, the query blocks of every key block."""
     counts = active_BxNxM.sum(axis=2, dtype=jnp.int32)
     order = jnp.argsort(~active_BxNxM, axis=2, stable=True).astype(jnp.int32)
     last = jnp.maximum(counts - 1, 0)[..., None]
@@ -46,11 +46,11 @@ def block_lists(active_BxNxM) -> BlockLists:
 
 
 def filled(x_BxL, block, value):
-    """x with `value` at the end of its last axis, up to a multiple of `block`."""
+    """Returns x with `value` at the end of its last axis, up to a multiple of `block`."""
     return jnp.pad(x_BxL, [(0, 0), (0, -x_BxL.shape[1] % block)], constant_values=value)
 
 
 def filled_ids(ids: Ids, block_q, block_k) -> Ids:
-    """Both sides up to a multiple of their blocks, with what sees nothing and is not seen."""
+    """Returns both sides up to a multiple of their blocks, with what sees nothing and is not seen."""
     sides = (block_q, NO_QUERY), (block_k, NO_KEY), (block_q, 0), (block_k, 0), (block_q, 0)
     return Ids(*(x if x is None else filled(x, *side) for x, side in zip(ids, sides, strict=True)))

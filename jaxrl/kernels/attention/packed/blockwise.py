@@ -30,7 +30,7 @@ SCORES_CPU = 1 << 20  # what its cache holds
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> BlockLists:
-    """The key blocks of every query block, for all layers of a window, SCORES pairs looked at at once.
+    """Returns the key blocks of every query block, for all layers of a window, SCORES pairs looked at at once.
 
     NotImplementedError for short rows: there `auto` runs the reference, which has no use for the lists.
     """
@@ -84,7 +84,7 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
 
 
 def _prepared(rows, ids: Ids, work, window):
-    """(ids in blocks, of every row and kind, the work)."""
+    """Returns (ids in blocks, of every row and kind, the work)."""
     if work is None:
         work = _lists(rows, ids, window)
     if ids.q_segments is None:
@@ -103,13 +103,13 @@ class _Options(NamedTuple):
 
 
 def _cut(x_BxLx, value):
-    """[B, L, ...] -> [B, blocks, C, ...], the last one filled up."""
+    """Maps [B, L, ...] -> [B, blocks, C, ...], the last one filled up."""
     x = jnp.pad(x_BxLx, [(0, 0), (0, -x_BxLx.shape[1] % BLOCK)] + [(0, 0)] * (x_BxLx.ndim - 2), constant_values=value)
     return x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:])
 
 
 def sizes_of(blocks: int) -> tuple[int, ...]:
-    """The numbers of key blocks that may be gathered, each compiled: 2, 5, 12, 30 and so on, and all."""
+    """Returns the numbers of key blocks that may be gathered, each compiled: 2, 5, 12, 30 and so on, and all."""
     sizes = [2]
     while 4 * sizes[-1] <= 3 * blocks:
         sizes.append(sizes[-1] * 5 // 2)
@@ -132,12 +132,12 @@ def _forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H, ids, work, options):
 
 
 def _finite(log_sum):
-    """0 for a query that saw no key, so that in the backward pass it weights none."""
+    """Returns the logarithm, 0 for a query that saw no key, so that in the backward pass it weights none."""
     return jnp.where(jnp.isneginf(log_sum), 0.0, log_sum)
 
 
 def _computed(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, options):
-    """(out and logarithms of the sums as `cut` has queries, cut)."""
+    """Returns (out and logarithms of the sums as `cut` has queries, cut)."""
     k, v = _keys(k_BxSxGxK), _keys(v_BxSxGxK)
     cut = _Cut.of(q_BxLxHxK.shape, k.shape)
 
@@ -185,7 +185,8 @@ _attention.defvjp(_forward, _backward)
 
 
 def _keys(x_BxSxGxK):
-    """[B, G, M, C, K]: heads before positions, so that every product of a block finds its operands as they lie."""
+    """Returns [B, G, M, C, K]: heads before positions, so that every product of a block finds its operands as they
+    lie."""
     return _cut(x_BxSxGxK, 0).transpose(0, 3, 1, 2, 4)
 
 
@@ -212,26 +213,26 @@ class _Cut(NamedTuple):
         return cls(length, groups, count, -(-blocks // count))
 
     def blocks(self, tree_BxNx):
-        """[B, N, ...] -> [count, B, n, ...], zeros at the end."""
+        """Maps [B, N, ...] -> [count, B, n, ...], zeros at the end."""
         return jax.tree.map(lambda x: _cut_blocks(x, self.count, self.each), tree_BxNx)
 
     def queries(self, x_BxLxHxK):
-        """[count, B, G, n, R, C, K]"""
+        """Returns [count, B, G, n, R, C, K]"""
         x = _cut_blocks(_cut(x_BxLxHxK, 0), self.count, self.each)
         return x.reshape(*x.shape[:4], self.groups, -1, x.shape[5]).transpose(0, 1, 4, 2, 5, 3, 6)
 
     def of_heads(self, x_H):
-        """Numbers of heads, beside those of queries' without their last axis."""
+        """Returns numbers of heads, beside those of queries' without their last axis."""
         return x_H.reshape(self.groups, 1, -1, 1)
 
     def joined(self, x):
-        """The inverse of `queries`."""
+        """Returns the inverse of `queries`."""
         x = x.transpose(1, 0, 3, 5, 2, 4, 6)
         return x.reshape(len(x), -1, x.shape[4] * x.shape[5], x.shape[6])[:, :self.length]
 
 
 def _sized(run, blocks, counts):
-    """run(m) for the smallest m of sizes_of that holds what each of these blocks of queries sees."""
+    """Runs run(m) for the smallest m of sizes_of that holds what each of these blocks of queries sees."""
     sizes = sizes_of(blocks)
     if len(sizes) == 1:
         return run(sizes[0])
@@ -240,13 +241,13 @@ def _sized(run, blocks, counts):
 
 
 def _cut_blocks(x_BxNx, count, each):
-    """[B, N, ...] -> [count, B, each, ...], zeros at the end."""
+    """Maps [B, N, ...] -> [count, B, each, ...], zeros at the end."""
     x = jnp.pad(x_BxNx, [(0, 0), (0, count * each - x_BxNx.shape[1])] + [(0, 0)] * (x_BxNx.ndim - 2))
     return jnp.moveaxis(x.reshape(x.shape[0], count, each, *x.shape[2:]), 1, 0)
 
 
 def _joined(x, blocks):
-    """The inverse of _cut_blocks."""
+    """Returns the inverse of _cut_blocks."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :blocks]
 
@@ -256,8 +257,8 @@ def _of_queries(ids: Ids):
 
 
 def _bias(q_ids, ids: Ids, at_Bxnxm, counts_Bxn, window):
-    """[B, j, S, i, C]: 0 where the key is seen, else so low that it has no weight. The n blocks of queries are j
-    batches of i blocks: one batch, of all keys, where nothing is gathered, else n batches of one block.
+    """Returns [B, j, S, i, C]: 0 where the key is seen, else so low that it has no weight. The n blocks of queries are
+    j batches of i blocks: one batch, of all keys, where nothing is gathered, else n batches of one block.
 
     A sum, not a choice: XLA for CPUs adds what it makes once for all heads, where it evaluates the mask of a `where`
     for every score."""
@@ -275,7 +276,7 @@ def _bias(q_ids, ids: Ids, at_Bxnxm, counts_Bxn, window):
 
 
 def _gathered(x_BxGxMxCxK, at_Bxnxm):
-    """[B, G, j, S, K]: the keys of each batch of queries."""
+    """Returns [B, G, j, S, K]: the keys of each batch of queries."""
     x, flat = x_BxGxMxCxK, (*x_BxGxMxCxK.shape[:2], -1, at_Bxnxm.shape[2] * BLOCK, x_BxGxMxCxK.shape[4])
     if at_Bxnxm.shape[2] < x.shape[2]:
         x = jax.vmap(lambda x_GxMxCxK, at: x_GxMxCxK[:, at])(x, at_Bxnxm)
@@ -283,12 +284,12 @@ def _gathered(x_BxGxMxCxK, at_Bxnxm):
 
 
 def _batched(x_BxGxnxRxCx, batches):
-    """[B, G, j, i, R, C, ...]"""
+    """Returns [B, G, j, i, R, C, ...]"""
     return x_BxGxnxRxCx.reshape(*x_BxGxnxRxCx.shape[:2], batches, -1, *x_BxGxnxRxCx.shape[3:])
 
 
 def _product(a, b, over_a, over_b):
-    """Products of matrices over the first three axes, in fp32 or better."""
+    """Returns products of matrices over the first three axes, in fp32 or better."""
     batch = (0, 1, 2)
     return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), (batch, batch)),
                                preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
@@ -299,12 +300,13 @@ def _flat(x_BxGxjxSxixRxC):
 
 
 def _rows(x_BxGxjxixRxCxK):
-    """[B, G, j, i * R * C, K]"""
+    """Returns [B, G, j, i * R * C, K]"""
     return x_BxGxjxixRxCxK.reshape(*x_BxGxjxixRxCxK.shape[:3], -1, x_BxGxjxixRxCxK.shape[-1])
 
 
 def _scores(q_BxGxjxixRxCxK, k_BxGxjxSxK, options):
-    """(scores [B, G, j, S, i, R, C] before the mask, what softcap's derivative needs). Keys first: fastest in XLA."""
+    """Returns (scores [B, G, j, S, i, R, C] before the mask, what softcap's derivative needs). Keys first: fastest in
+    XLA."""
     q = q_BxGxjxixRxCxK
     scores = _product(k_BxGxjxSxK, _rows(q), 4, 4).reshape(*k_BxGxjxSxK.shape[:4], *q.shape[3:6]) * options.scale
     if not options.softcap:
@@ -314,8 +316,8 @@ def _scores(q_BxGxjxixRxCxK, k_BxGxjxSxK, options):
 
 
 def _some(q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, bias_BxjxSxixC, at_Bxnxm, options):
-    """(out [B, G, n, R, C, K], logarithm of the sum of exp(score) [B, G, n, R, C]) of some blocks of queries over the
-    blocks `at`; -inf for the logarithm where a query sees no key."""
+    """Returns (out [B, G, n, R, C, K], logarithm of the sum of exp(score) [B, G, n, R, C]) of some blocks of queries
+    over the blocks `at`; -inf for the logarithm where a query sees no key."""
     q = _batched(q_BxGxnxRxCxK, bias_BxjxSxixC.shape[1])
     k, v = _gathered(k_BxGxMxCxK, at_Bxnxm), _gathered(v_BxGxMxCxK, at_Bxnxm)
     scores = _scores(q, k, options)[0] + bias_BxjxSxixC[:, None, :, :, :, None]
@@ -330,7 +332,7 @@ def _some(q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, bias_BxjxSxixC, at_Bxnxm, opt
 
 def _some_grads(grads, q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, g_BxGxnxRxCxK, delta_BxGxnxRxC, log_sum_BxGxnxRxC,
                 bias_BxjxSxixC, at_Bxnxm, options):
-    """(grads and those of k and v added, gradient of q). delta: sum of out * g over K."""
+    """Returns (grads and those of k and v added, gradient of q). delta: sum of out * g over K."""
     batches = bias_BxjxSxixC.shape[1]
     of_queries = q_BxGxnxRxCxK, g_BxGxnxRxCxK, delta_BxGxnxRxC, log_sum_BxGxnxRxC
     q, g, delta, log_sum = (_batched(x, batches) for x in of_queries)
@@ -347,7 +349,7 @@ def _some_grads(grads, q_BxGxnxRxCxK, k_BxGxMxCxK, v_BxGxMxCxK, g_BxGxnxRxCxK, d
 
 
 def _added(total_BxGxMxCxK, x_BxGxjxSxK, at_Bxnxm):
-    """Gradients of gathered keys added where they came from."""
+    """Returns gradients of gathered keys added where they came from."""
     if at_Bxnxm.shape[2] == total_BxGxMxCxK.shape[2]:
         return total_BxGxMxCxK + x_BxGxjxSxK.reshape(total_BxGxMxCxK.shape)
     x = x_BxGxjxSxK.reshape(*x_BxGxjxSxK.shape[:2], *at_Bxnxm.shape[1:], *total_BxGxMxCxK.shape[3:])

@@ -48,12 +48,12 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window):
-    """The work of the implementation that stands beside cuDNN."""
+    """Returns the work of the implementation beside cuDNN."""
     return beside(q_shape, kv_shape, dtype).work_of(q_shape, kv_shape, dtype, ids, window=window)
 
 
 def beside(q_shape, kv_shape, dtype):
-    """The module of the implementation for rows that hold several sequences."""
+    """Returns the module of the implementation for rows that hold several sequences."""
     try:
         gpu.check(q_shape, kv_shape, dtype, interpret=False)
     except NotImplementedError:
@@ -62,14 +62,14 @@ def beside(q_shape, kv_shape, dtype):
 
 
 def largest_head() -> int:
-    """256 from Hopper on, 128 before."""
+    """Returns 256 from Hopper on, 128 before."""
     generations = {float(d.compute_capability) for d in jax.devices() if d.platform == "gpu"}
     return 128 if min(generations, default=9.0) < 9.0 else 256
 
 
 def one_sequence(shape, ids: Ids):
-    """(bool scalar: in every row each real query sees every real key up to its own index; real tokens of each row [B],
-    at least 1).
+    """Returns (bool scalar: in every row each real query sees every real key up to its own index; real tokens of each
+    row [B], at least 1).
 
     So it is where a row holds one sequence from position 0 on, then padding: one segment, or a prompt and one
     completion behind it, whose prefix is the prompt.
@@ -98,7 +98,7 @@ def one_sequence(shape, ids: Ids):
 
 
 def causal(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, lengths_B, window, scale):
-    """Causal attention of rows of the given lengths; 0 behind them."""
+    """Computes causal attention of rows of the given lengths; 0 after them."""
     out = jax.nn.dot_product_attention(
         q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, scale=scale, is_causal=True, query_seq_lengths=lengths_B,
         key_value_seq_lengths=lengths_B, local_window_size=(window - 1, 0) if window else None, implementation="cudnn")

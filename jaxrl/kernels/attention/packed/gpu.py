@@ -39,7 +39,7 @@ def sizes_for(head_size: int) -> Kernels:
 
 
 def check(q_shape, kv_shape, dtype, interpret=None) -> None:
-    """NotImplementedError for what the kernels do not serve."""
+    """Raises NotImplementedError for what the kernels do not serve."""
     size = q_shape[3]
     check_chip(dtype, interpret)
     if not 64 <= size <= 256 or size % (16 * sizes_for(size).keys.parts):
@@ -50,7 +50,7 @@ def check(q_shape, kv_shape, dtype, interpret=None) -> None:
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Kernels:
-    """The work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
+    """Returns the work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
     check(q_shape, kv_shape, dtype, interpret)
     made = Kernels(*(plan(q_shape[0], ids, window=window, parts=one.consumers, block=one.block, transposed=transposed)
                      for one, transposed in zip(sizes_for(q_shape[3]), (False, False, True), strict=True)))
@@ -99,7 +99,7 @@ class Call:
 
 
 def prepared(q, k, v, ids, window, softcap, scale, work, interpret):
-    """(Call, arrays of the core): both sides filled up to whole tiles."""
+    """Returns (Call, arrays of the core): both sides filled up to whole tiles."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the Mosaic GPU kernels take one type")
     check(q.shape, k.shape, q.dtype, interpret)

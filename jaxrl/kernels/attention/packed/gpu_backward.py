@@ -29,7 +29,7 @@ from jaxrl.kernels.attention.packed.gpu_kernel import launch, part_of, stage_of,
 
 
 def stats(out_BxLxHxK, d_out_BxLxHxK, lse_BxHxL):
-    """[B, H, 2, L] fp32: lse and delta, what the backward kernels read per query."""
+    """Returns [B, H, 2, L] fp32: lse and delta, what the backward kernels read per query."""
     delta = jnp.einsum("blhk,blhk->blh", out_BxLxHxK.astype(jnp.float32), d_out_BxLxHxK.astype(jnp.float32))
     delta = lax.optimization_barrier(delta)  # or XLA adds up within the stack: a thread a row, 3 KB apart, not a warp
     return jnp.stack([lse_BxHxL, delta.swapaxes(1, 2)], axis=2)
@@ -79,14 +79,15 @@ def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, 
 
 
 def _pass(own, slot):
-    """A consumer's step without work."""
+    """Takes a consumer's step without work."""
     for name in ("first", "second"):
         plgpu.barrier_wait(own[f"{name}_ready"].at[slot])
         plgpu.barrier_arrive(own[f"{name}_free"].at[slot])
 
 
 def _two_products(shape, first, second, between, ready):
-    """(between(first product), second product), both started at once; `ready` waits for the second one's operands."""
+    """Returns (between(first product), second product), both started at once; `ready` waits for the second one's
+    operands."""
     def issue(one, two):
         plgpu.wgmma(one, *first)
         ready()
@@ -97,7 +98,7 @@ def _two_products(shape, first, second, between, ready):
 
 
 def _sum_dq(warpgroup, blocks, own, op, sizes):
-    """(sum of dS K of one consumer's queries in fp32, number of key blocks)."""
+    """Returns (sum of dS K of one consumer's queries in fp32, number of key blocks)."""
     q, d_out, q_info = (own[name].at[warpgroup] for name in ("q", "d_out", "q_info"))
     shape, stage = (ROWS, sizes.block), stage_of(own, warpgroup)
     plgpu.barrier_wait(own["q_ready"])
@@ -186,7 +187,7 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
 
 
 def _sum_dkv(warpgroup, blocks, own, op, sizes):
-    """((sum of dS^T Q, sum of P^T dout) of one consumer's keys and part of the head in fp32, query blocks)."""
+    """Returns ((sum of dS^T Q, sum of P^T dout) of one consumer's keys and part of the head in fp32, query blocks)."""
     keys, part = _place(warpgroup, own["k"].shape[-1], sizes)
     k, v, k_info = (own[name].at[keys] for name in ("k", "v", "k_info"))
     shape, dtype, stage = (ROWS, sizes.block), k.dtype, stage_of(own, warpgroup)
@@ -227,7 +228,7 @@ def _sum_dkv(warpgroup, blocks, own, op, sizes):
 
 
 def _place(warpgroup, size, sizes):
-    """(index of the warpgroup's 64 keys in the tile, its columns of the head)."""
+    """Returns (index of the warpgroup's 64 keys in the tile, its columns of the head)."""
     width = size // sizes.parts
     if sizes.parts == 1:
         return warpgroup, slice(None)
@@ -235,7 +236,8 @@ def _place(warpgroup, size, sizes):
 
 
 def _write_dkv(warpgroup, where, sums, outs, own, op, sizes):
-    """The sums through the tiles of k and v; with parts, all are read to the end before, and written together."""
+    """Writes the sums through the tiles of k and v; with parts, all are read to the end before, and written
+    together."""
     row, tile, group = where
     keys, part = _place(warpgroup, own["k"].shape[-1], sizes)
     at = part_of(tile, keys, sizes)
@@ -260,7 +262,7 @@ def _write_dkv(warpgroup, where, sums, outs, own, op, sizes):
 
 
 def _write_share(warpgroup, where, sums, outs, own, op, sizes):
-    """A share's sums in fp32, one after the other through the same tile."""
+    """Writes a share's sums in fp32, one after the other through the same tile."""
     row, tile, share = where
     mine, at = own["total"].at[warpgroup], part_of(tile, warpgroup, sizes)
     for total, out in ((sums[0] * op.scale, outs[0]), (sums[1], outs[1])):

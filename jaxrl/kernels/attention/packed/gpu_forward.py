@@ -58,7 +58,7 @@ def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
 
 
 def _consume(warpgroup, where, blocks, outs, own, op, sizes):
-    """One consumer's 64 queries; returns the number of key blocks that it multiplied."""
+    """Computes one consumer's 64 queries; returns the number of key blocks that it multiplied."""
     q, q_info, turn = own["q"].at[warpgroup], own["q_info"].at[warpgroup], own["turn"]
     size, shape, stage = q.shape[-1], (ROWS, sizes.block), stage_of(own, warpgroup)
     k_ready, k_free, v_ready, v_free = (
@@ -118,7 +118,7 @@ def _consume(warpgroup, where, blocks, outs, own, op, sizes):
 
 
 def _write(warpgroup, where, outs, own, sums, sizes):
-    """out = sum / total and lse = top + log2(total); 0 and a huge lse where a query saw no key."""
+    """Writes out = sum / total and lse = top + log2(total); 0 and a huge lse where a query saw no key."""
     (acc, top, total), (out, lse, *_), (row, tile, head) = sums, outs, where
     seen = top > gp.SEEN
     q, lse_tile = own["q"].at[warpgroup], own["lse"].at[warpgroup]

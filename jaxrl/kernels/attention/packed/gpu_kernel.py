@@ -20,8 +20,8 @@ from jaxrl.kernels.attention.packed.gpu_plan import entry
 
 
 def launch(consume, produce, operands, results, scratch, plan, op, sizes, interpret):
-    """The kernel's results and, last, the blocks that each part of a tile computed, int32 [B, heads, parts of the row],
-    or None where op.count is off.
+    """Returns the kernel's results and, last, the blocks that each part of a tile computed, int32 [B, heads, parts of
+    the row], or None where op.count is off.
 
     Args:
       consume: (warpgroup, where, (n_full, n, wanted), results, own) -> blocks computed, of one consumer. `where` is
@@ -65,18 +65,18 @@ def launch(consume, produce, operands, results, scratch, plan, op, sizes, interp
 
 
 def part_of(tile, w, sizes):
-    """The rows of the w-th part of a tile."""
+    """Returns the rows of the w-th part of a tile."""
     return pl.ds((tile * sizes.consumers + w) * ROWS, ROWS)
 
 
 def stage_of(own, warpgroup):
-    """This warpgroup's tile of gpu_parts.staged, or None."""
+    """Returns this warpgroup's tile of gpu_parts.staged, or None."""
     return None if own["stage"] is None else own["stage"].at[warpgroup]
 
 
 def steps(blocks, body, skip, carry):
-    """body(step, carry, masked=...) over the blocks that every query sees all of, then over those with a mask, of which
-    skip(step) passes those that are not wanted(step): another warpgroup's work, with which this one keeps pace.
+    """Runs body(step, carry, masked=...) over the blocks that every query sees all of, then over those with a mask, of
+    which skip(step) passes those that are not wanted(step): another warpgroup's work, with which this one keeps pace.
 
     blocks: (number of the former, of all, wanted).
     """
@@ -94,7 +94,7 @@ def steps(blocks, body, skip, carry):
 
 
 def visible(q_info, k_info, shape, op, transposed=False):
-    """bool `shape`: which key each query sees. Rows are queries, or keys where `transposed`.
+    """Returns bool `shape`: which key each query sees. Rows are queries, or keys where `transposed`.
 
     q_info [positions, segments, prefixes] and k_info [positions, segments]: int32 in shared memory, as `gpu_plan`
     makes them; without segments only positions. Before the copy engine overwrites them, commit_smem.

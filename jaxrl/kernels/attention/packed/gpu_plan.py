@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 
 
 def plan(batch, ids: Ids, *, window, parts, block, transposed=False) -> Plan:
-    """The Plan of tiles of `parts` x ROWS queries over blocks of `block` keys; transposed: keys over queries.
+    """Returns the Plan of tiles of `parts` x ROWS queries over blocks of `block` keys; transposed: keys over queries.
 
     Ids have `batch` rows, or one for all. Padding (segment 0, and what fills up the rows) sees nothing and is not seen.
     """
@@ -52,7 +52,7 @@ def plan(batch, ids: Ids, *, window, parts, block, transposed=False) -> Plan:
 
 
 def entry(value, parts, part=None):
-    """(block, None), or with a part (0 or 1) of the tile: (block, whether that part has work in it)."""
+    """Returns (block, None), or with a part (0 or 1) of the tile: (block, whether that part has work in it)."""
     block = lax.div(value, jnp.int32(2 ** parts))
     return block, None if part is None else lax.rem(lax.div(value, jnp.int32(1) + part), jnp.int32(2)) == 1
 
@@ -67,7 +67,8 @@ def _info(q_pos, k_pos, q_seg, k_seg, q_pre):
 
 
 def _all_visible(q_info, k_info, window, block_q, block_k):
-    """bool [B, N, M]: blocks where every query sees every key, as far as extremes tell (masking is never wrong)."""
+    """Returns bool [B, N, M]: blocks where every query sees every key, as far as extremes tell (masking is never
+    wrong)."""
     q, k = (x.reshape(*x.shape[:2], -1, block) for x, block in ((q_info, block_q), (k_info, block_k)))
     (q_low, q_high), (k_low, k_high) = ((x.min(axis=3), x.max(axis=3)) for x in (q, k))
     sees = k_high[:, 0, None, :] <= q_low[:, 0, :, None]

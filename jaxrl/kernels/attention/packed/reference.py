@@ -22,12 +22,13 @@ class Ids(NamedTuple):
 
 
 def hidden_score(dtype):
-    """The score of a key that is not seen: finite, so that a query that sees nothing stays finite too."""
+    """Returns the score of a key that is not seen: finite, so that a query that sees nothing stays finite too."""
     return jnp.finfo(dtype).min / 2
 
 
 def visible(ids: Ids, window):
-    """The mask of api.attention: bool [B, L, S], True where the query sees the key. More leading axes broadcast."""
+    """Returns the mask of api.attention: bool [B, L, S], True where the query sees the key. More leading axes
+    broadcast."""
     q_pos, k_pos = ids.q_positions[..., :, None], ids.k_positions[..., None, :]
     mask = k_pos <= q_pos
     if window:
@@ -43,7 +44,7 @@ def visible(ids: Ids, window):
 
 
 def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
-    """Masked scores [B, G, R, L, S] in fp32 or better; hidden keys get a large negative finite number."""
+    """Returns masked scores [B, G, R, L, S] in fp32 or better; hidden keys get a large negative finite number."""
     acc = jnp.promote_types(q_BxLxGxRxK.dtype, jnp.float32)
     scores = jnp.einsum("blgrk,bsgk->bgrls", q_BxLxGxRxK, k_BxSxGxK, preferred_element_type=acc) * scale
     if softcap:
@@ -69,7 +70,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
 
 
 def _scores(q_BxLxHxK, k_BxSxGxK, ids: Ids, window, softcap, scale):
-    """[B, G, R, L, S], see capped_scores."""
+    """Returns [B, G, R, L, S], see capped_scores."""
     batch, length, heads, size = q_BxLxHxK.shape
     groups = k_BxSxGxK.shape[2]
     q = q_BxLxHxK.reshape(batch, length, groups, heads // groups, size)

@@ -48,7 +48,8 @@ class _How(NamedTuple):
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
             q_prefixes_BxL=None, *, count: int, **options) -> Ring:
-    """api.work_of where the S keys are those of `count` devices, one after another; kv_shape: of one device's."""
+    """Returns api.work_of where the S keys are those of `count` devices, one after another; kv_shape: of one
+    device's."""
     def cut(x):
         return None if x is None else x.reshape(len(x), count, -1).swapaxes(0, 1)
 
@@ -64,8 +65,8 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 def attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, q_positions_BxL, k_positions_BxL, q_segments_BxL=None,
               k_segments_BxL=None, q_prefixes_BxL=None, *, axis: str, work: Ring, window=0, softcap=0.0, scale=None,
               implementation="auto", sinks_H=None):
-    """api.attention within a shard_map over `axis`: queries, keys and ids are this device's, seen are the keys of all
-    devices of the axis. work: of `work_of`. Implementations without lse stand aside."""
+    """Computes api.attention within a shard_map over `axis`: queries, keys and ids are this device's, seen are the keys
+    of all devices of the axis. work: of `work_of`. Implementations without lse stand aside."""
     scale = q_BxLxHxK.shape[-1] ** -0.5 if scale is None else scale
     ids = Ids(q_positions_BxL, k_positions_BxL, q_segments_BxL, k_segments_BxL, q_prefixes_BxL)
     ids = Ids(*(x if x is None else jnp.broadcast_to(x, (len(q_BxLxHxK), x.shape[1])) for x in ids))
@@ -149,7 +150,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _keys(k, v, ids: Ids):
-    """What goes round."""
+    """Returns what goes round."""
     return k, v, ids.k_positions, ids.k_segments
 
 
@@ -158,7 +159,8 @@ def _seen(ids: Ids, keys) -> Ids:
 
 
 def _of_part(work, step, how):
-    """Of the work, that with the keys which are here in this step: those of the device so many before this one."""
+    """Returns the part of the work with the keys that are here in this step: those of the device so many before this
+    one."""
     if work is None:
         return None
     part = (jax.lax.axis_index(how.axis) - step) % how.count
@@ -166,6 +168,6 @@ def _of_part(work, step, how):
 
 
 def _sent(tree, how):
-    """What the device before this one had."""
+    """Returns what the device before this one had."""
     pairs = [(i, (i + 1) % how.count) for i in range(how.count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, how.axis, pairs), tree)

@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 
 def check(q_shape, kv_shape, dtype) -> None:
-    """NotImplementedError for what the kernels do not serve."""
+    """Raises NotImplementedError for what the kernels do not serve."""
     batch, length, _, size = q_shape
     keys = kv_shape[1]
     if jnp.dtype(dtype) not in ("float32", "bfloat16"):
@@ -53,13 +53,13 @@ def check(q_shape, kv_shape, dtype) -> None:
 
 
 def _tiles(length: int) -> int:
-    """Tiles of a side, in whole steps."""
+    """Returns tiles of a side, in whole steps."""
     step = tuned.tiles_of(length) * TILE
     return -(-length // step) * (step // TILE)
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> Work:
-    """The work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
+    """Returns the work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
     check(q_shape, kv_shape, dtype)
     length, keys = q_shape[1], kv_shape[1]
     active = active_blocks(ids, window=window, block_q=TILE, block_k=TILE)
@@ -100,12 +100,13 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
 
 
 def _by_head(x_BxLxHxK, length):
-    """[B, H, length, K], zeros at the end."""
+    """Returns [B, H, length, K], zeros at the end."""
     return jnp.pad(x_BxLxHxK.swapaxes(1, 2), [(0, 0), (0, 0), (0, length - x_BxLxHxK.shape[1]), (0, 0)])
 
 
 def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
-    """(Call, arrays of the core): sides filled up to whole steps, heads beside each other, ids in rows and columns."""
+    """Returns (Call, arrays of the core): sides filled up to whole steps, heads beside each other, ids in rows and
+    columns."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the TPU kernel takes one type")
     interpret = platform() != "tpu" if interpret is None else interpret

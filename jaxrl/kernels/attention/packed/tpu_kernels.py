@@ -36,12 +36,12 @@ class Walk(NamedTuple):
 
     @property
     def fields(self) -> tuple[int, int, int]:
-        """Bits of an entry, lowest first: tiles, passing block, resident tile; the row has the rest."""
+        """Returns bits of an entry, lowest first: tiles, passing block, resident tile; the row has the rest."""
         blocks = self.passing // self.tiles
         return self.tiles, max(1, (blocks - 1).bit_length()), max(1, (self.resident - 1).bit_length())
 
     def where(self, entry):
-        """(row, resident tile, passing block) of an entry."""
+        """Returns (row, resident tile, passing block) of an entry."""
         low, middle, high = self.fields
         resident, passing = entry >> (low + middle) & ((1 << high) - 1), entry >> low & ((1 << middle) - 1)
         return entry >> (low + middle + high), resident, passing
@@ -88,7 +88,7 @@ class Call:
 
 
 def work_list(active_BxNxM, tiles: int):
-    """The entries of every pair of a resident tile and a block of `tiles` passing tiles with an active one.
+    """Returns the entries of every pair of a resident tile and a block of `tiles` passing tiles with an active one.
 
     Every resident tile has an entry, if need be one without active tiles: its output is written there.
 
@@ -108,14 +108,14 @@ def work_list(active_BxNxM, tiles: int):
 
 
 def _turns(words, walk):
-    """Of the grid's second axis: whether this entry is its resident tile's first, its last."""
+    """Returns, for the grid's second axis, whether this entry is its resident tile's first, its last."""
     t, low = pl.program_id(1), sum(walk.fields[:2])
     own = words[t] >> low
     return (t == 0) | (words[jnp.maximum(t, 1) - 1] >> low != own), words[t + 1] >> low != own
 
 
 def _each_tile(word, tiles, compute, count):
-    """compute(start) for the active tiles of an entry; `count`: (reference, index) where they are counted."""
+    """Runs compute(start) for the active tiles of an entry; `count`: (reference, index) where they are counted."""
     def one(j, _):
         @pl.when(word >> j & 1 == 1)
         def _():
@@ -131,7 +131,8 @@ def _each_tile(word, tiles, compute, count):
 
 
 def _mask(q_ids, k_ids, call):
-    """bool [keys, queries] of a tile from ids [I, queries] and [keys, I]; a missing prefix is no segment's id."""
+    """Returns bool [keys, queries] of a tile from ids [I, queries] and [keys, I]; a missing prefix is no segment's
+    id."""
     q_pos, k_pos = q_ids[0:1], k_ids[:, 0:1]
     mask = k_pos <= q_pos
     if call.window:
@@ -145,12 +146,12 @@ def _mask(q_ids, k_ids, call):
 
 
 def _heads(groups, per_group):
-    """(query head, key-value head) within a step."""
+    """Returns (query head, key-value head) within a step."""
     return [(p * per_group + r, p) for p in range(groups) for r in range(per_group)]
 
 
 def _launch(kernel, products, call, walk, groups, work, operands, in_specs, outputs, out_specs, scratch):
-    """pallas_call over (blocks of heads, entries).
+    """Runs pallas_call over (blocks of heads, entries).
 
     products: matrix products per tile, for the cost that XLA's scheduler is told: a row's that is one causal document.
     work: (words, count). in_specs, out_specs: (block shape, (block of heads, row, resident, passing) -> indices).
@@ -195,7 +196,7 @@ def _launch(kernel, products, call, walk, groups, work, operands, in_specs, outp
 
 
 def forward(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI):
-    """(out [B, H, L, K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`).
+    """Returns (out [B, H, L, K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`).
 
     work: of work_list, key blocks of each tile of queries.
     """
@@ -253,7 +254,7 @@ def _forward(word, first, last, count, inside, outs, scratch, call, groups):
 
 def query_gradient(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                    delta_BxHxL):
-    """(dq [B, H, L, K]; the tiles, where `counted`). work: the forward pass's. delta = sum(do * out) over K."""
+    """Returns (dq [B, H, L, K]; the tiles, where `counted`). work: the forward pass's. delta = sum(do * out) over K."""
     walk = call.by_query
     groups, heads = _heads_at_once("queries", call, walk)
     keys, per_head = _block(call, groups, walk), _per_head(heads, TILE, _resident)
@@ -295,7 +296,7 @@ def _query_gradient(word, first, last, count, inside, outs, scratch, call, group
 
 def key_gradients(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                   delta_BxHxL):
-    """(dk, dv [B, G, S, K]; the tiles, where `counted`), summed over a group's query heads in the kernel.
+    """Returns (dk, dv [B, G, S, K]; the tiles, where `counted`), summed over a group's query heads in the kernel.
 
     work: query blocks of each tile of keys. delta as in query_gradient.
     """
@@ -343,7 +344,7 @@ def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups
 
 
 def _weights_and_slopes(q, k, v, do, mask, lse, delta, call):
-    """(softmax weights, gradient of scale * q.k) of one tile, both [keys, queries] fp32."""
+    """Returns (softmax weights, gradient of scale * q.k) of one tile, both [keys, queries] fp32."""
     s, slope = masked_scores(dot(k, q, 1, 1, call.exact), mask, call)
     weights = jnp.exp2(s - lse)
     ds = weights * (dot(v, do, 1, 1, call.exact) - delta)
@@ -354,7 +355,7 @@ def _weights_and_slopes(q, k, v, do, mask, lse, delta, call):
 
 
 def _heads_at_once(kernel, call, walk):
-    """(key-value heads, query heads) of one step."""
+    """Returns (key-value heads, query heads) of one step."""
     itemsize = jnp.dtype(call.dtype).itemsize
     groups = tuned.groups_per_step(kernel, call.groups, call.per_group, call.size, itemsize, walk.tiles, call.cores)
     return groups, groups * call.per_group

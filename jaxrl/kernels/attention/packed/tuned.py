@@ -29,9 +29,9 @@ BLOCKS = 3 * gpu_chip.MULTIPROCESSORS  # of threads, for which `dk` and `dv` sha
 
 
 def key_shares(blocks: int, per_group: int, sizes: Sizes) -> int:
-    """Into how many equal shares the query heads of a key head are dealt, each a block of threads of its own, where one
-    share would make so many blocks: the fewest that make BLOCKS, else one head a share. Causal rows need it most, since
-    the first keys' tile costs twice the mean. Heads in parts have no room for a sum in fp32."""
+    """Returns into how many equal shares the query heads of a key head are dealt, each a block of threads of its own,
+    where one share would make so many blocks: the fewest that make BLOCKS, else one head a share. Causal rows need it
+    most, since the first keys' tile costs twice the mean. Heads in parts have no room for a sum in fp32."""
     if sizes.parts > 1:
         return 1
     fits = [n for n in range(1, per_group + 1) if per_group % n == 0 and blocks * n >= BLOCKS]
@@ -39,12 +39,12 @@ def key_shares(blocks: int, per_group: int, sizes: Sizes) -> int:
 
 
 def tiles_of(length: int) -> int:
-    """Tiles per step on a side of `length` tokens."""
+    """Returns tiles per step on a side of `length` tokens."""
     return min(STREAM if length <= LONG else 2 * STREAM, -(-length // TILE))
 
 
 def groups_per_step(kernel: str, groups: int, per_group: int, size: int, itemsize: int, tiles: int, cores: int) -> int:
-    """Key-value heads of one step: the most that leave work for every core, keep to HEADS and fit, else one.
+    """Returns key-value heads of one step: the most that leave work for every core, keep to HEADS and fit, else one.
 
     Args:
       kernel: forward, queries or keys (the gradients of one side).
@@ -57,7 +57,7 @@ def groups_per_step(kernel: str, groups: int, per_group: int, size: int, itemsiz
 
 
 def _bytes(kernel, groups, per_group, size, itemsize, tiles) -> int:
-    """Two buffers of every block, and the accumulators."""
+    """Returns two buffers of every block, and the accumulators."""
     kv = groups * -(-size // 128) * 128 * TILE  # lanes come in 128s
     q = kv * per_group
     if kernel == "forward":
