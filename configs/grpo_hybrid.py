@@ -14,5 +14,6 @@ from jaxrl.config import load_config
 def get_config(arg=None):
     """arg: None or 'tiny'."""
     c = load_config("grpo" + (f":{arg}" if arg else ""))
+    c.run.dir = ""  # its own
     c.run.warm_start = "sft_hybrid" + (f":{arg}" if arg else "")
     return c

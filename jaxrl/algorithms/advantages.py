@@ -57,8 +57,8 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
     std group_mean divides by the group's mean score instead (MaxRL, arXiv 2602.02710: with rewards of 0 and 1 this
     tends to the gradient of the log of the success rate as groups grow); where it is at most 1e-8 nothing is divided.
 
-    std has ddof 1 (group_population: ddof 0) and is of the raw scores, not of the centred ones: of the group, or of the
-    batch (all present scores). Where the scores it is taken of are all equal, or fewer than two, nothing is divided.
+    The standard deviation is computed from the raw scores of the group, or of the batch (all present scores), with
+    ddof 1 (group_population: ddof 0). If those scores are all equal, or fewer than two, the advantage is not divided.
 
     Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also where
     the baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to rounding
@@ -162,9 +162,9 @@ def _centred(own, whole, baseline, mean):
 def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_rewards_T=None):
     """Returns token rewards [T]: the trajectory's score at its last scored token, minus kl_coef * KL at each token.
 
-    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). With rewards of turns, which are part of
-    the score: those where they are, and at the last scored token what their sum does not explain of the score, so that
-    a trajectory's rewards add up to it (to 1e-6 of their magnitudes: they may come in fp32). A trajectory whose score
+    InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). With turn rewards, which are part of
+    the score, each stays at its token and the last scored token gets the remainder (score - their sum), so that the
+    token rewards add up to the score (to 1e-6 of their magnitudes: they may come in fp32). A trajectory whose score
     is missing (NaN) gets 0 everywhere, without its KL; one without scored tokens gets nothing.
 
     Args:

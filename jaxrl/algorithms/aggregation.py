@@ -43,9 +43,9 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
         constant        1 / (n * max_tokens)                 Dr.GRPO (arXiv 2503.20783)
         prompt_mean     1 / (P * tokens of its prompt)       mean over prompts of their token means
 
-    With `together` = k the token mean is one of every k trajectories in their order, c = the m of them beside i (the
-    last may be fewer), and these are averaged: m / (n * sum_{j in c} |y_j|). So a system has it that takes a token
-    mean of each micro-batch of k sequences; k = 1 is sequence_mean, k >= n token_mean.
+    `together` = k takes token means over consecutive chunks c of k trajectories (the last may be smaller) and averages
+    them with weight m, the number of trajectories in c: m / (n * sum_{j in c} |y_j|). This reproduces systems that
+    average tokens per micro-batch of k sequences; k = 1 is sequence_mean, k >= n token_mean.
 
     n = trajectories, P = prompts with at least one scored token. Tokens that are filtered later (truncated completions,
     sequences the mismatch correction drops ...) keep their place in the denominators.

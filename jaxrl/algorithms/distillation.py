@@ -7,10 +7,10 @@ here are its sparse forms, of log-probs at K given tokens, with automatic deriva
     reverse  KL(p || q)
     jsd      beta KL(q || M) + (1 - beta) KL(p || M), M = beta q + (1 - beta) p
 
-With a tail the other tokens are one category more, whose log-probs are log(1 - sum of the K): a divergence of two
+A tail adds one outcome for all other tokens, with probability 1 - sum of the K probabilities: a divergence of two
 distributions over K + 1 outcomes, so it is never negative, 0 where they are equal, and by the log-sum inequality at
 most the divergence over the whole vocabulary. Without it the sum over the K is no divergence: the two KLs can be
-negative, they move a student that equals its teacher, and nothing says how p is to be outside the K.
+negative, they move a student that equals its teacher, and they leave p outside the K unconstrained.
 
 Sampled: the tokens that the student drew, with the reward -c (log p(y) - log q(y)). With discount 0 the expectation of
 grad log p(y) times it is minus the gradient of c KL(p || q) at the visited state.

@@ -63,8 +63,8 @@ def clipped_policy_loss(
 def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
     """GMPO (arXiv 2507.20673): -A times the geometric mean of the sequence's clipped token ratios.
 
-    The bounds are on the log-ratio, in nats (the paper: 0.4). A may differ by token: by sequence mean the loss is then
-    -mean(A) * geometric mean. Needs a sequence mean to be the paper's.
+    The bounds are on the log-ratio, in nats (the paper: 0.4). With aggregation=sequence_mean and advantages that
+    differ by token, the loss is -mean(A) * geometric mean. Only sequence_mean gives the paper's loss.
 
     Returns:
       (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high` say which tokens it took at a bound.
@@ -122,8 +122,8 @@ def topr_loss(logp, old, advantage, mask, sequences, by_token):
     """TOPR (arXiv 2503.14286, eq. 8): -A * logp where A > 0, else -sg(min(r, 1)) * A * logp, old the sampler's.
 
     r is the ratio of whole completions, their product of token ratios, as in the paper; by_token: of tokens, as in
-    ROLL. What was right is learnt as by supervision, however unlikely it has become; what was wrong is pushed away the
-    less, the less likely it already is. `clipped` marks tokens with A <= 0 whose r is above 1.
+    ROLL. Tokens with A > 0 get the SFT gradient whatever their ratio; the others are weighted by min(r, 1), so unlikely
+    ones are pushed down less. `clipped` marks tokens with A <= 0 whose r is above 1.
     """
     advantage = jnp.where(mask, advantage, 0)
     x = jnp.where(mask, logp - old, 0)
@@ -206,12 +206,14 @@ def _pg(t: Tokens, cfg):
 
 
 class PolicyLoss(NamedTuple):
-    """A row of POLICY_LOSSES.
+    """An entry of POLICY_LOSSES.
 
-    function: f(tokens: Tokens, cfg) -> (loss, stats), see `register_policy_loss`. ratios: values of algorithm.ratio
-    that it takes; () = all. options: those below `algorithm` that it reads and that not every loss does (clip_low and
-    clip_high are read by metrics, too); None = not known, so that none is refused. unbiased: certify shows that its
-    gradient is that of the expected reward where the policy is the one that sampled.
+    Attributes:
+      function: f(tokens: Tokens, cfg) -> (loss, stats), see `register_policy_loss`.
+      ratios: values of algorithm.ratio that it takes; () = all.
+      options: names below `algorithm` that this loss reads and others may not (metrics also read clip_low and
+        clip_high). None = unknown: no option is refused.
+      unbiased: on-policy, its gradient is that of the expected reward, as certify shows.
     """
 
     function: Callable

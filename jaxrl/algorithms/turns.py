@@ -86,8 +86,8 @@ def anchor_advantages(rewards_T, turn_T, anchor_T, mask_T, offsets, groups_N, pr
 
         A_S(k) = (G_k - mean of G over the anchor group) / std of G over the anchor group
 
-    An anchor group are all turns, of all members of a group, that were decided in one anchor state; a trajectory that
-    comes there twice is in it twice, as in the paper, verl-agent and ROLL. mean and std are `group_advantages`' (the
+    An anchor group is the set of turns, over all members of a group, taken in one anchor state; a trajectory that
+    visits the state twice counts twice, as in the paper, verl-agent and ROLL. mean and std are `group_advantages`' (the
     paper's F_norm is the std or 1; std with ddof 1, plus 1e-6). GiGPO is the group advantage of the trajectory plus
     this, each with weight 1 in the paper and in ROLL's examples, with gamma 0.95.
 

@@ -12,9 +12,13 @@ On disk, below `<run_dir>/checkpoints` or `checkpoint.dir`, which may be in a st
 Several processes save and restore together. Each writes and reads its own parts of the arrays; process 0 alone chooses
 checkpoints, checks the disk, writes host values and manifest, and deletes. The folder must be one that all of them see.
 
-Life of a save, with the points where `faults.plan` can act: *before* | disk check, copy to host memory, return if
-asynchronous | tensors are written in the background | *tensors* | `before_commit`, manifest | *commit* | rename |
-*after* | checkpoints beyond `checkpoint.keep` are deleted.
+Steps of a save, and the points where `faults.plan` can act:
+
+    before     1. check the disk, copy to host memory; an asynchronous save returns here
+               2. write the tensors (in the background)
+    tensors    3. call `before_commit`, write the manifest
+    commit     4. rename the directory to its final name
+    after      5. delete checkpoints beyond `checkpoint.keep`
 """
 
 from __future__ import annotations
@@ -123,7 +127,7 @@ class Checkpointer:
         self.completed: list[int] = []     # steps that this process saved, whole, until someone takes them out
         self.best: int | None = None       # the step whose checkpoint outlives checkpoint.keep
         self._failures = 0
-        self._failures_told = 0      # of them, those that take_refused() has told
+        self._failures_reported = 0  # those of them that take_refused() has returned
         self._refused = ""  # what the disk said to the newest save that failed
         self._saving, self._deadline = -1, 0.0
         self._cached_choice: tuple[str, Chosen | None] | None = None  # what choose() found under which policy
@@ -233,7 +237,7 @@ class Checkpointer:
 
     def take_refused(self) -> bool:
         """Returns whether the disk has refused a save since the last call."""
-        before, self._failures_told = self._failures_told, self._failures
+        before, self._failures_reported = self._failures_reported, self._failures
         return self._failures > before
 
     def close(self) -> None:
@@ -295,7 +299,7 @@ class Checkpointer:
             self._open().wait_until_finished()
             if self._peers.first and step not in self.steps():
                 raise SavesFailed(f"{self.directory}: the checkpoint of step {step} did not become visible")
-            self.committed, self._failures, self._failures_told = step, 0, 0
+            self.committed, self._failures, self._failures_reported = step, 0, 0
             self.completed.append(step)
             self._after(step)
         except BaseException as e:  # noqa: B036  (handed to the main thread by wait())
@@ -312,9 +316,11 @@ class Checkpointer:
             log.error("checkpoint of step %d is written, but older ones were not deleted: %s", step, e)
 
     def _failed(self, step: int, error: BaseException, together: bool = False) -> None:
-        """A full or ailing disk is survived until the MAX_FAILURES-th time in a row; `check` raises all else.
+        """Logs and counts disk errors; `check` raises the MAX_FAILURES-th in a row, and any other error.
 
-        together: all processes know of it. What befalls one of several ends the run: the others' save cannot end."""
+        together: all processes know of the error. In a run of several processes an error that only one of them knows
+        ends the run: the others cannot finish the collective save.
+        """
         logging.getLogger("asyncio").addFilter(not_tensorstore)  # it repeats the failure once per array
         self._drop_manager()
         if self._peers.first:
@@ -359,7 +365,7 @@ class Checkpointer:
                 delete(path)
 
     def _set_aside_stale(self) -> None:
-        """Once a run that went back writes again, the later checkpoints of the abandoned line lose their names."""
+        """Renames checkpoints newer than the one this run resumed from to `*.set-aside`, before its first save."""
         for path in self._stale or ():
             if path.exists():
                 log.warning("%s is no longer part of this run; it is now %s", path, set_aside(path))

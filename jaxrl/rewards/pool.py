@@ -1,7 +1,7 @@
 r"""The reward pool: scores completions in spawned worker processes, with a wall-clock limit after which a worker is
 killed.
 
-Outcomes, per completion and function (also recorded in the step's journal):
+Outcomes, per completion and function (also written to rollouts/step_*.jsonl):
   ok          a finite number
   none        the function returned None, no score for this row; not a failure
   nan         NaN or infinite                       \

@@ -31,7 +31,7 @@ from jaxrl.errors import ConfigError
 
 
 class Advantages(NamedTuple):
-    tokens: np.ndarray  # [T] float64, 0 where not scored and where the score is absent
+    tokens: np.ndarray  # [T] float64; 0 outside the loss mask and in completions without a score
     returns: np.ndarray | None  # [T] float64: targets of the critic; its own value where the score is absent
     zero_signal: np.ndarray  # [N] bool: sequences of groups without any advantage
     metrics: Mapping[str, float] = {}  # of the estimator, by name

@@ -4,10 +4,10 @@ Requests wait in order. A prompt is prefilled once into a stash, with others of 
 into the slot of every request that has it. Slots decode together in chunks; between chunks the host takes what has
 finished, looks for stop strings, and refills. When nothing waits any more the tail moves through smaller slot counts.
 
-A conversation keeps its slot: where another request may come after one (`Request.keep`), the slot is parked, and what
-comes after it (`Request.after`) runs its new tokens alone (`Programs.extend`). A parked slot is no one's due: it is
-given up, the least recently parked first, to requests that wait for a slot, and all are at a publish, whose weights
-know nothing of the keys and values there. Then the next turn is prefilled as any prompt.
+A conversation keeps its slot: where another request may come after one (`Request.keep`), the slot is parked, and the
+next request (`Request.after`) runs only its new tokens (`Programs.extend`). Parking is best effort. Requests that wait
+for a slot evict parked slots, least recently parked first. A weight sync evicts all of them: their keys and values
+belong to the old weights. The next turn of an evicted conversation is prefilled like any prompt.
 
 What happens depends on the order of calls alone, never on time, so a repeated run repeats every sample.
 """
@@ -31,8 +31,8 @@ from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result, check_ids, check_request
-from jaxrl.rollout.sampling import Controls, work_of
-from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config
+from jaxrl.rollout.sampling import Controls
+from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config, work_of
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
 
@@ -266,7 +266,7 @@ class EmbeddedEngine(Engine):
                 self._cache, self._stash, np.array(rows + [0] * len(idle), np.int32), np.array(slots + idle, np.int32))
 
     def _free_slots(self) -> deque[int]:
-        """Slots that are neither running nor parked, as many as wait where parked ones can be given up."""
+        """Returns the free slots, after evicting as many parked slots as waiting requests still need."""
         parked = {p.slot for p in self._parked.values()}
         free = [s for s in range(self.shapes.slots) if s not in self._running and s not in parked]
         for name in list(self._parked)[:max(0, len(self._waiting) - len(free))]:
@@ -275,8 +275,8 @@ class EmbeddedEngine(Engine):
         return deque(sorted(free))
 
     def _continue(self):
-        """Begins the waiting requests whose conversations are parked: what is new of their prompts is run, but for the
-        last token, which decoding runs. A conversation that went on otherwise gives its slot up."""
+        """Starts waiting requests whose conversation is parked: prefills the new prompt tokens except the last, which
+        the first decode step reads. If the prompt does not begin with the parked tokens, the slot is freed."""
         work = []
         for sample in [s for s in self._waiting if s.request.after in self._parked] if self._parked else ():
             parked = self._parked.pop(sample.request.after, None)
@@ -295,7 +295,7 @@ class EmbeddedEngine(Engine):
         self._extend(work)
 
     def _extend(self, work: list[tuple[int, int, np.ndarray]]):
-        """Runs the tokens of every (slot, position of the first, tokens); what is longer than a call takes several."""
+        """Prefills each (slot, first position, tokens); tokens beyond the width of one call go into further calls."""
         while work:
             call, work = self._call_of(work)
             with self._preparing():
@@ -308,8 +308,11 @@ class EmbeddedEngine(Engine):
                         self._running[int(slot)].known[positions[real]] = own[real]
 
     def _call_of(self, work):
-        """((tokens, positions, slots, adapters) of one call, what is left): in order, of every data shard as many as it
-        has rows for."""
+        """Splits work into (arguments of one extend call, remaining work).
+
+        Takes entries in order, at most rows / shards of each data shard. The arguments are (tokens, positions, slots,
+        adapters).
+        """
         (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
         free, left = [range(i, i + rows // shards) for i in range(0, rows, rows // shards)], []
         tokens, which = np.zeros((rows, width), np.int32), np.full(rows, slots, np.int32)
@@ -413,15 +416,18 @@ class EmbeddedEngine(Engine):
 
     @contextlib.contextmanager
     def _preparing(self):
-        """Where what is done here needs a new program, others like it are compiled beside what follows."""
+        """If the body compiled a new program, starts compiling others of its kind in a background thread."""
         known = len(self._programs.compiled)
         yield
         if len(self._programs.compiled) > known:
             self._programs.prepare(self._calls(2))
 
     def _calls(self, least: int):
-        """A call of every program that is not there, of those kinds of which `least` have been needed, and of extend
-        where requests are kept, as the `*_call` methods give it. Where all are there nothing is made."""
+        """Yields the arguments of `Programs.run` for each program not compiled yet.
+
+        Covers each kind (prefill, decode) of which at least `least` programs are compiled, and extend if requests are
+        kept. If every program is compiled, allocates nothing.
+        """
         shapes, (progress, controls) = self.shapes, self._table
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         for length in shapes.prompt_lengths if used["prefill"] >= least else ():
@@ -442,8 +448,11 @@ class EmbeddedEngine(Engine):
                                                  rows, length, self._shared(rows), self._numbers(self._whose[rows]))
 
     def _shared(self, rows):
-        """Which rows hold the same keys and values: of one prompt, under the same weights, up to its last token, which
-        every slot writes itself. What a conversation holds was computed by its own programs: it shares nothing."""
+        """Returns which rows share a prompt (same tokens, same weights), whose keys and values are then read once.
+
+        The last prompt token is excluded: every slot writes it itself. Continued conversations share nothing, because
+        `extend` computed their keys.
+        """
         samples = [self._running.get(slot) for slot in rows.tolist()]
         return self._programs.shared([s and (s.key, s.weights, s.slot if s.continued else -1) for s in samples],
                                      [len(s.request.prompt) - 1 if s else 0 for s in samples])
@@ -511,7 +520,7 @@ class EmbeddedEngine(Engine):
 
 
     def _all_routes(self, sample: Sample, routes) -> np.ndarray:
-        """[P + n, W]: those of the prompt, of its last token and of the completion, whose last one was never run."""
+        """Returns int16 [P + n, W], the expert ids of prompt and completion tokens; -1 in the last row, never run."""
         count = len(sample.request.prompt) + len(routes)
         out = np.full((count, self.shapes.routes), -1, np.int16)
         if len(routes):

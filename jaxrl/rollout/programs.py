@@ -23,8 +23,8 @@ from jaxrl.models import recurrent, unstacked
 from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
 from jaxrl.processes.exchange import as_local_arrays
-from jaxrl.rollout.sampling import ALL, Controls, sample
-from jaxrl.rollout.shapes import Shapes
+from jaxrl.rollout.sampling import Controls, sample
+from jaxrl.rollout.shapes import ALL, Shapes
 from jaxrl.sharding import ROLLOUT_RULES, data_shards, memory, param_shardings
 from jaxrl.sharding.mesh import DATA_AXES
 from jaxrl.telemetry import compilations

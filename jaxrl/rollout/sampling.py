@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.rollout.shapes import ALL
+
 NEG_INF = -jnp.inf
 INT_MIN = jnp.iinfo(jnp.int32).min
 INT_MAX = jnp.iinfo(jnp.int32).max
@@ -35,19 +37,6 @@ class Controls(NamedTuple):
     seed: Any         # [S] uint32
 
 
-# What requests ask of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL
-# also applies penalties and cuts the support.
-PLAIN, BANS, ALL = range(3)
-
-
-def work_of(params, min_new_tokens: int) -> int:
-    """Returns PLAIN, BANS or ALL for SamplingParams or a config group with the same names."""
-    if (params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.repetition_penalty != 1
-            or params.frequency_penalty != 0):
-        return ALL
-    return BANS if min_new_tokens > 0 else PLAIN
-
-
 def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, support: int = 0, work: int = ALL):
     """Draws one token per slot.
 
@@ -57,7 +46,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       position_S: position of the newest token of prompt and completion.
       history_SxL: tokens by position; read only where a slot has a penalty.
       support: most token ids of the support to return.
-      work: the most that any slot asks for (`work_of`); a program is compiled with no more than that.
+      work: the most that any slot asks for (`shapes.work_of`); a program is compiled with no more than that.
 
     Returns:
       token_S int32.

@@ -7,13 +7,25 @@ import math
 
 from jaxrl.config.lengths import episodes, longest_prompt, longest_sequence
 from jaxrl.errors import ConfigError
-from jaxrl.rollout.sampling import ALL, work_of
 
 DEFAULT_SLOTS = 256  # default number of slots
 LONG_COMPLETION = 256  # tokens from which a second cache length pays for its compilation
 PREFILL_TOKENS = 32768  # most prompt tokens of one prefill call when its rows are chosen here
 EXTEND = (8, 64)  # slots of a device, and new tokens of each, that one call extends at most
 PROGRAMS = 12  # most programs that a run compiles
+
+
+# What requests ask of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL
+# also applies penalties and cuts the support.
+PLAIN, BANS, ALL = range(3)
+
+
+def work_of(params, min_new_tokens: int) -> int:
+    """Returns PLAIN, BANS or ALL for SamplingParams or a config group with the same names."""
+    if (params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.repetition_penalty != 1
+            or params.frequency_penalty != 0):
+        return ALL
+    return BANS if min_new_tokens > 0 else PLAIN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +39,7 @@ class Shapes:
       prefill_rows: prompts per prefill call. The stash holds that many per prompt length.
       support: token ids of the sampler's support kept per token; 0 = none.
       routes: expert ids kept per token; 0 = none.
-      work: the most that requests ask of sampling (`sampling.work_of`).
+      work: the most that requests ask of sampling (`work_of`).
       insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while
         requests wait.
       extend: slots of a call that extends conversations in their slots, equally many of every data shard, and most

@@ -46,7 +46,10 @@ class Minibatch:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The minibatches of one pass over a batch, with the packed positions that hold a token and all of them."""
+    """The minibatches of one pass over a batch.
+
+    used_tokens: packed positions that hold a token. total_tokens: all packed positions.
+    """
 
     minibatches: tuple[Minibatch, ...]
     used_tokens: int
@@ -117,10 +120,11 @@ def make_layout(
 ) -> Layout:
     """Assigns sequences to minibatches, microbatches and rows.
 
-    Groups are shuffled by `seed` and dealt to minibatches; a group is never split over two. They are then packed into
-    rows by first-fit decreasing, after which completions of the emptiest rows fill up others while that saves whole
-    rows, or row by row if that takes fewer rows. Rows are cut into microbatches of static row counts, in which every
-    data shard gets about the same attention work.
+    Groups are shuffled by `seed` and dealt to minibatches; a group is never split over two. Blocks are packed into rows
+    by first-fit decreasing, and the emptiest rows are then moved into others while that saves rows. With shared prompts
+    a second packing fills one row after another by subset sums; the packing with fewer rows is kept. With keep_groups
+    whole groups are packed by first-fit decreasing alone. Rows are cut into microbatches of static row counts, in which
+    every data shard gets about the same attention work.
 
     Args:
       sizes: of the sequences.
@@ -191,7 +195,10 @@ def _blocks(members, sizes, row_length) -> list[Block]:
 
 
 def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
-    """Rows of each block's smallest length, or of each group's largest block's, in static microbatches."""
+    """Yields microbatches of static shape; a block goes into the shortest row length that holds it.
+
+    With keep_groups the largest block of a group chooses the row length of the whole group.
+    """
     units = groups if keep_groups else [[b] for blocks in groups for b in blocks]
     needs, lower = [max(b.tokens for b in unit) for unit in units], 0
     for length, counts in zip(shapes.lengths, shapes.counts, strict=True):
@@ -215,13 +222,13 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
 
 
 def _rows(blocks, length, sizes):
-    """The blocks in rows, or their sequences in fewer."""
+    """Packs blocks into rows; regroups their sequences if that needs fewer rows."""
     rows = _fewer_rows(_fit_rows(blocks, length), length, sizes)
     return rows if sizes.prefixes is None else min(rows, _fill_rows(blocks, length, sizes), key=len)
 
 
 def _whole_groups(groups, length, most):
-    """Rows of one microbatch after another, of as many of the next groups as fit its `most` rows."""
+    """Yields the rows of each microbatch: as many of the next groups as fit into `most` rows."""
     while groups:
         rows, n = _fit_rows(groups[0], length), 1
         if len(rows) > most:
@@ -242,7 +249,7 @@ def attention_work(block: Block, prompts, completions) -> int:
 
 
 def _assign_rows_to_shards(rows, shards, work):
-    """The rows of a microbatch, by work, each to the shard that has least of it; a shard's rows are neighbours."""
+    """Returns the rows of a microbatch, sorted by shard: each row, most work first, goes to the least loaded shard."""
     room, load, mine = len(rows) // shards, np.zeros(shards), [[] for _ in range(shards)]
     for row in sorted(rows, key=lambda row: -work.get(row, 0)):
         k = min((k for k in range(shards) if len(mine[k]) < room), key=lambda k: (load[k], k))
@@ -267,8 +274,12 @@ CANDIDATES = 32  # prompts that are looked through for the completions that fill
 
 
 def _fill_rows(blocks, length, sizes):
-    """One row after another: the largest rest of a prompt's sequences, then whole rests that fit, largest first, then
-    the completions of one prompt that fill what is left best, where they are more than the copy of their prompt."""
+    """Packs one row after another and returns the rows.
+
+    A row takes the prompt with the most remaining tokens (part of its sequences if not all fit), then other prompts
+    whose remaining sequences all fit, largest first. The remaining space takes the completions of one further prompt
+    that fill it best, if they have more tokens than the prompt copy they need.
+    """
     completions = sizes.completions
     rests = {}
     for block in blocks:
@@ -306,7 +317,7 @@ def _fill_rows(blocks, length, sizes):
 
 
 def _best_sum(ids, completions, room: int) -> list[int]:
-    """The completions whose tokens come nearest to `room` from below (subset sums as the bits of an integer)."""
+    """Returns the completions with the largest token sum of at most `room` (subset sums as bits of an integer)."""
     if room <= 0:
         return []
     within, sums = (1 << (room + 1)) - 1, [1]
@@ -321,9 +332,9 @@ def _best_sum(ids, completions, room: int) -> list[int]:
 
 
 def _fewer_rows(rows, length, sizes):
-    """Empties the emptiest rows, sequence by sequence, each to where least stays free, as long as rows come free.
+    """Moves the sequences of the emptiest row into other rows (best fit), as long as that frees a row.
 
-    A sequence that comes to a row with a block of its prompt joins it; elsewhere it brings a copy of its prompt.
+    A sequence joins a block of its prompt if the row has one; otherwise the row needs a copy of its prompt.
     """
     prefixes = sizes.prefixes
     while True:

@@ -70,6 +70,7 @@ def ids(*words):
 def config(**rollout):
     cfg = default_config()
     cfg.data.max_prompt_tokens = 20
+    cfg.eval.top_p = 0.9  # programs hold all of sampling: requests of the tests use every option
     cfg.rollout.update({"max_new_tokens": 24, "group_size": 4, "decode_steps": 4, "slots": 16, **rollout})
     return cfg
 

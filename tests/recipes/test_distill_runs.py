@@ -55,7 +55,7 @@ def test_a_teacher_and_the_file_of_what_it_said_train_the_same(folder, tmp_path)
     again, same = trained(job(folder, tmp_path / "b", **files, **FROM_ROWS))
     assert [line["loss"] for line in first] == [line["loss"] for line in again]
     assert all(np.array_equal(weights[name], same[name]) for name in weights)
-    with pytest.raises(ConfigError, match="they were written for other rows"):
+    with pytest.raises(ConfigError, match="the files were written for other rows"):
         trained(job(folder, tmp_path / "c", data__seed=5, data__max_rows=0, **files, **FROM_ROWS))
 
 

@@ -369,7 +369,7 @@ def test_a_trace_names_the_step_the_parts_of_the_model_and_pythons_calls(third, 
     trace, = profile.rglob("*.trace.json.gz")
     events = json.loads(gzip.open(trace).read())["traceEvents"]
     assert [e["args"]["step_num"] for e in events if e.get("name") == "step"] == ["3"]
-    assert any(re.fullmatch(r"\$rl.py:\d+ one_step", e.get("name", "")) for e in events)  # profile.python
+    assert any(re.fullmatch(r"\$step.py:\d+ one_step", e.get("name", "")) for e in events)  # profile.python
     operations, = profile.rglob("*.xplane.pb")  # its operations' names are plain in it
     for part in (b"jvp(head)", b"jvp(loss)", b"jit(apply)/optimizer/", b"/layer_0/attention/", b"/layer_0/mlp/"):
         assert part in operations.read_bytes(), part

@@ -264,7 +264,7 @@ def test_one_config_on_four_devices_is_the_same_run(tmp_path, unbroken):
         timeout=400,
         env={**environment(), "JAX_NUM_CPU_DEVICES": "4"},
     )
-    assert done.returncode == 0 and "fsdp=2 x tp=2" in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.returncode == 0 and "fsdp=2 x cp=1 x ep=1 x tp=2" in done.stdout + done.stderr, done.stdout + done.stderr
     one, four = lines(unbroken), lines(tmp_path / "four")
     assert len(four) == 4
     assert all(line["gap/max"] < 1e-4 for line in four if "gap/max" in line)

@@ -28,8 +28,7 @@ from jaxrl import models
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine
-from jaxrl.rollout.sampling import ALL, PLAIN, work_of
-from jaxrl.rollout.shapes import from_config
+from jaxrl.rollout.shapes import ALL, PLAIN, from_config, work_of
 from jaxrl.telemetry.compilations import Compilations
 
 TIMEOUT = 120.0
@@ -85,7 +84,10 @@ def test_samples_are_bitwise_the_same_under_permutation_refill_and_other_neighbo
 @pytest.mark.slow
 def test_programs_hold_what_the_options_ask_for_and_a_request_may_ask_for_more(fixed):
     """A run without penalties and cut-offs does not compile them; requests of one's own may still use them."""
-    asked, least = mixed_requests(24), engine(compaction=False)
+    plainest = config(compaction=False)
+    plainest.eval.top_p = 1.0
+    asked, least = mixed_requests(24), make_engine(EngineContext(plainest, model(), None, None, (END,), HF))
+    least.publish(params(), 0)
     plain = [r for r in asked if work_of(r.sampling, 0) == PLAIN]
     assert (least.shapes.work, len(plain) > 4) == (PLAIN, True)
     want = {r.id: r for r in generate(fixed, asked, TIMEOUT)}

@@ -12,8 +12,6 @@ from scipy import stats
 
 from jaxrl.rollout import SamplingParams
 from jaxrl.rollout.sampling import (
-    BANS,
-    PLAIN,
     Controls,
     fold_lanes,
     from_ordered_bits,
@@ -25,6 +23,7 @@ from jaxrl.rollout.sampling import (
     sample,
     support_floor,
 )
+from jaxrl.rollout.shapes import BANS, PLAIN
 
 
 def controls(count, **values):
