@@ -284,6 +284,7 @@ def many(**options):
     """A config of episodes that would have most programs: three prompt and two cache lengths, four slot counts."""
     cfg = default_config()
     cfg.env.function, cfg.train.max_sequence_tokens = "calc", 4096
+    cfg.eval.top_p = 0.9  # programs hold all of sampling
     for name, value in options.items():
         group, _, option = name.partition("__")
         cfg[group][option] = value

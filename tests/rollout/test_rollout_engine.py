@@ -86,7 +86,7 @@ def test_programs_hold_what_the_options_ask_for_and_a_request_may_ask_for_more(f
     """A run without penalties and cut-offs does not compile them; requests of one's own may still use them."""
     plainest = config(compaction=False)
     plainest.eval.top_p = 1.0
-    asked, least = mixed_requests(24), make_engine(EngineContext(plainest, model(), None, None, (END,), HF))
+    asked, least = mixed_requests(24), make_engine(EngineContext(plainest, model(), eos_ids=(END,)))
     least.publish(params(), 0)
     plain = [r for r in asked if work_of(r.sampling, 0) == PLAIN]
     assert (least.shapes.work, len(plain) > 4) == (PLAIN, True)

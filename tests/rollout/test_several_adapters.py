@@ -59,7 +59,7 @@ def test_each_request_is_answered_by_its_own_adapter():
     different = [not np.array_equal(said[1, i].tokens, said[2, i].tokens) for i in range(3)]
     assert any(different)
     for wrong in (0, 3):
-        with pytest.raises(ValueError, match=f"adapter {wrong}, of 2 that this engine serves"):
+        with pytest.raises(ValueError, match=f"adapter {wrong} of 2 that this engine serves"):
             engine.submit(asked(wrong, prompts[0]))
     engine.close()
 
