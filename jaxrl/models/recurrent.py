@@ -106,8 +106,7 @@ def _step(chunks, tokens, state, windows, of_heads):
     mixed = jnp.sum(wide.astype(dtype).astype(acc) * weight.T[None], axis=1, keepdims=True).astype(dtype)
     q, k, v = _split(jax.nn.silu(mixed), raw)
     g, beta = gates(decay, beta, rate, shift)
-    one = (x[:, 0] for x in (unit(q) * q.shape[-1] ** -0.5, unit(k), v, g, beta))
-    out, after = step(*one, state)
+    out, after = step((unit(q) * q.shape[-1] ** -0.5)[:, 0], unit(k)[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
     real = chunks.real[:, 0]
     state = jnp.where(real.reshape(-1, 1, 1, 1), after, state)
     kept = jnp.where(real.reshape(-1, 1, 1), wide[:, 1:], wide[:, :-1])
