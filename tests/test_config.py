@@ -231,7 +231,8 @@ def test_what_cannot_work_is_refused_by_name_value_and_remedy(name, value, messa
 @pytest.mark.parametrize("given, refused", [
     ({"model.path": "Qwen/Qwen2.5-0.5B"}, "model.path='Qwen/Qwen2.5-0.5B' with run.warm_start='grpo_sft': the warm start's model"),
     ({"model.init": "random", "model.config": {"model_type": "qwen2"}}, "model.init='random' with run.warm_start='grpo_sft'"),
-    ({"model.path": "Qwen/Qwen2.5-0.5B", "run.warm_start": ""}, ""), ({"model.path": "runs/rl/warm_start/export"}, "")])
+    ({"model.path": "runs/rl/warm_start/export"}, "model.path='runs/rl/warm_start/export' with run.warm_start='grpo_sft'"),
+    ({"model.path": "Qwen/Qwen2.5-0.5B", "run.warm_start": ""}, ""), ({"model.path": "runs/grpo/warm_start/export"}, "")])
 def test_a_model_is_not_replaced_by_a_warm_starts(given, refused):
     c = load_config("grpo", given)
     if not refused:

@@ -178,7 +178,8 @@ def _model(cfg):
     out = []
     if cfg.run.warm_start:
         given = {"path": cfg.model.path, "init": "random" if cfg.model.init == "random" else ""}
-        if Path(cfg.model.path).parts[-2:] == ("warm_start", "export"):  # the config of a run whose warm start is done
+        own = Path(cfg.model.path) == Path(cfg.run.dir) / "warm_start/export"  # recorded once the warm start is done
+        if own or cfg.run.mode in AGAIN or cfg.fork.run:
             del given["path"]
         out += [f"model.{name}={value!r} with run.warm_start={cfg.run.warm_start!r}: the warm start's model would take "
                 "its place; leave one of them out (--config.run.warm_start= trains your model)"
