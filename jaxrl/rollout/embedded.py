@@ -129,9 +129,11 @@ class EmbeddedEngine(Engine):
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
         work = max((work_of(r.sampling, r.sampling.min_new_tokens) for r in requests), default=0)
-        if work > self.shapes.work:  # more than the run's options ask for: all programs are compiled again
+        if work > self.shapes.work:  # more than the run's options ask for: decoding is compiled again
             old, self.shapes = self._programs, dataclasses.replace(self.shapes, work=work)
             self._programs = programs(old.published, self.shapes, old.mesh, old.dtype, old.joint)
+            kept = {key: program for key, program in old.compiled.items() if key[0] != "decode"}
+            self._programs.compiled = kept | self._programs.compiled
         samples = [self._sample(r) for r in requests]
         ids = check_ids(requests, self._ids)
         self._ids.update(ids)

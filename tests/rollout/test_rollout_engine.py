@@ -95,6 +95,8 @@ def test_programs_hold_what_the_options_ask_for_and_a_request_may_ask_for_more(f
         for r in generate(least, some, TIMEOUT):
             assert_same(r, want[r.id])
         assert least.shapes.work == work
+        kinds = {key[0] for key in least._programs.compiled}
+        assert {"caches", "publish", "prefill", "insert", "decode"} <= kinds  # what does not sample is not compiled again
     least.close()
 
 
