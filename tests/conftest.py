@@ -48,6 +48,15 @@ def bounded_memory():
 
 
 @pytest.fixture(scope="module")
+def the_mesh_as_it_was():
+    """For files whose jobs set a mesh and a precision for the whole process."""
+    mesh, precision = jax.sharding.get_mesh(), jax.config.jax_default_matmul_precision
+    yield
+    jax.set_mesh(mesh)
+    jax.config.update("jax_default_matmul_precision", precision)
+
+
+@pytest.fixture(scope="module")
 def cluster():
     """A Ray cluster of this machine."""
     ray = pytest.importorskip("ray")

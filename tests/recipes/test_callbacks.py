@@ -18,13 +18,7 @@ ROWS = [{"prompt": f"{i % 12 + 1}+2=", "answer": str(i % 12 + 3)} for i in range
 DEMONSTRATIONS = [row | {"completion": f"\\boxed{{{row['answer']}}}"} for row in ROWS]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": f"{row['answer']}-1"} for row in ROWS]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def the_mesh_as_it_was():
-    mesh, precision = jax.sharding.get_mesh(), jax.config.jax_default_matmul_precision
-    yield
-    jax.set_mesh(mesh)
-    jax.config.update("jax_default_matmul_precision", precision)
+pytestmark = pytest.mark.usefixtures("the_mesh_as_it_was")
 
 
 def job(kind, folder):

@@ -28,13 +28,7 @@ from jaxrl.rl.trajectories import collect
 from jaxrl.roles.reward_model import RewardModel, read_reward_model
 from jaxrl.run import setup
 
-
-@pytest.fixture(scope="module", autouse=True)
-def the_mesh_as_it_was():
-    mesh, precision = jax.sharding.get_mesh(), jax.config.jax_default_matmul_precision
-    yield
-    jax.set_mesh(mesh)
-    jax.config.update("jax_default_matmul_precision", precision)
+pytestmark = pytest.mark.usefixtures("the_mesh_as_it_was")
 
 
 def reward_model(folder, tokenizer, name="score", seed=1, **options):

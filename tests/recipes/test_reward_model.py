@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from helpers import tiny_job
@@ -19,13 +18,7 @@ from jaxrl.resolve.checks import common
 
 ROWS = [json.loads(line) for line in (Path(jaxrl.__file__).parent / "data/embedded/arith/sft.jsonl").read_text().splitlines()[:48]]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def the_mesh_as_it_was():
-    mesh, precision = jax.sharding.get_mesh(), jax.config.jax_default_matmul_precision
-    yield
-    jax.set_mesh(mesh)
-    jax.config.update("jax_default_matmul_precision", precision)
+pytestmark = pytest.mark.usefixtures("the_mesh_as_it_was")
 
 
 def pairs(rows=ROWS):
