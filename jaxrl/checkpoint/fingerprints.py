@@ -26,8 +26,7 @@ BLOCK, BLOCKS = 4096, 64  # sampled blocks of a weights file: bytes of each, and
 
 def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
     """Compares the run's inputs across processes and with the checkpoint. Returns {"prints": fingerprints, "commits":
-    of
-    the hub} for the next checkpoint.
+    of the hub} for the next checkpoint.
 
     Args:
       chosen: the checkpoint to resume, or None.

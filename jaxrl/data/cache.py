@@ -1,12 +1,10 @@
 """Cache of tokenized data sets (`data.cache`): a restart reads neither rows nor templates again.
 
 `loading` calls it. An entry is a folder named by a hash of everything that decides its content: the rows (bytes of
-local
-files, values of everything else), the tokenizer with its chat template, the options that reading depends on, this
+local files, values of everything else), the tokenizer with its chat template, the options that reading depends on, this
 package's reading code, and the versions of the libraries it calls. File names and times play no part, so a matching
-entry is the same data. The process that holds the entry's lock writes it under a temporary name and renames it when
-it is
-complete. Arrays are memory-mapped; rows are read on demand.
+entry is the same data. The process that holds the entry's lock writes it under a temporary name and renames it when it
+is complete. Arrays are memory-mapped; rows are read on demand.
 """
 
 from __future__ import annotations

@@ -95,8 +95,7 @@ class Template:
 
     def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
         """Returns the chat template's text for messages; tool-call arguments become JSON text or objects as the
-        template
-        expects.
+        template expects.
 
         Args:
           kwargs: template arguments, which override data.chat_template_kwargs.

@@ -93,8 +93,7 @@ class Demonstrations:
             elif not ended:
                 said = self.tokenizer.decode(ids[start:end])[-40:]
                 raise PromptError(f"no end token follows the assistant message {said!r} that the template marks: the "
-                                  f"model "
-                                  "would never learn to end it; set data.assistant_mask=turns")
+                                  "model would never learn to end it; set data.assistant_mask=turns")
         ids, trained = _until_last_trained(ids, trained)
         first = int(np.argmax(trained))
         return ids[:first], ids[first:], trained[first:]
@@ -107,8 +106,7 @@ class Demonstrations:
 
 
 class CompletionRenderer:
-    """Renders completions after their prompts as the chat template writes them (data.train_turns=last, pairs, held-
-    out
+    """Renders completions after their prompts as the chat template writes them (data.train_turns=last, pairs, held- out
     rows).
 
     Without a chat template a prompt is followed by the completion's text and `eos_id`.

@@ -125,8 +125,7 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     for name, given in (sets or {}).items():
         if name in out or (name == "heldout" and data.eval_fraction) or not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(f"eval: the set's name {name!r} is used twice, or has characters other than letters, "
-                              f"digits,"
-                              " '_', '.' and '-'; rename the set")
+                              "digits, '_', '.' and '-'; rename the set")
         bad = BadRows(data.bad_rows)
         tables = from_memory(given, bad, field=f"eval {name}", limit=limit)
         out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
@@ -173,8 +172,7 @@ def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
 
 
 def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Returns (train rows, held-out rows) in file order: whole groups of equal prompts, drawn until the share or
-    number
+    """Returns (train rows, held-out rows) in file order: whole groups of equal prompts, drawn until the share or number
     is reached.
 
     Args:

@@ -52,8 +52,7 @@ def resolve(path: str) -> str:
 
 
 def offline_if_unreachable() -> bool:
-    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved; returns whether
-    it
+    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved; returns whether it
     did.
 
     Offline, they use their cache or fail at once, instead of retrying for most of a minute per file. With a proxy

@@ -117,9 +117,8 @@ def open_tokenizer(source: str, **options):
     found = PreTrainedTokenizerFast.from_pretrained(source, **options)
     if (still := _difference(found, file)) is not None:
         raise ConfigError(f"{source}: transformers' {type(tokenizer).__name__} and tokenizer.json give different ids "
-                          f"for"
-                          f" one text, {still[0]!r}: {still[1][:8]} and {still[2][:8]}; save the tokenizer again with"
-                          " save_pretrained, so that both agree")
+                          f"for one text, {still[0]!r}: {still[1][:8]} and {still[2][:8]}; save the tokenizer again "
+                          "with save_pretrained, so that both agree")
     log.warning("%s: transformers picks %s by the model's type, whose ids differ from those of tokenizer.json"
                 " (for %r: %s instead of %s); tokenizer.json is used", source, type(tokenizer).__name__,
                 *(part[:8] for part in other))

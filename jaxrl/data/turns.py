@@ -327,8 +327,7 @@ class TurnRenderer:
 
     def check(self, tools: bool) -> None:
         """Renders test conversations and checks that the template can write them. Raises ConfigError with the reason
-        and
-        remedies.
+        and remedies.
 
         Args:
           tools: also check calls and their replies, several at once with env.max_parallel_calls > 1.
@@ -396,8 +395,7 @@ def end_of_turn(config, tokenizer) -> int | None:
 
 def continuation_ids(head: list[int], whole: list[int], before: str, body: str, written) -> list[int]:
     """Returns the ids of the part of a text after its prefix: the whole text's ids after the prefix's if they begin
-    with
-    those, else the ids of the rest encoded alone.
+    with those, else the ids of the rest encoded alone.
 
     Args:
       head: ids of `before`, the prefix.

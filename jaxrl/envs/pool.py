@@ -283,8 +283,7 @@ class EpisodePool:
 
         send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None,
         "stop":
-                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the
-                state
+                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state
                 in which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the
                 environment}
         done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":

@@ -110,8 +110,7 @@ def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
 
 def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) -> dict[str, float]:
     """Returns the live parts of a job on the device, by name, from the parameter table alone. Frozen parameters count
-    as
-    trained ones; of parts in host memory, those too small for it are ignored.
+    as trained ones; of parts in host memory, those too small for it are ignored.
 
     Args:
       rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.

@@ -127,8 +127,7 @@ def _replicate(sharding):
 
 
 def local_mesh(mesh: Mesh) -> Mesh:
-    """Returns this process's devices of a mesh as a mesh of the same axes: all along dp, whole ep x tp groups, fsdp
-    1;
+    """Returns this process's devices of a mesh as a mesh of the same axes: all along dp, whole ep x tp groups, fsdp 1;
     cp is more of fsdp (sharding.rollout_mesh).
 
     Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same way under both

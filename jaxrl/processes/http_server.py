@@ -1,6 +1,5 @@
 """HTTP/1.1 server of every port that jaxrl serves itself: a trainer's weights, `sandbox.serve`, `report --watch` and
-the
-API of `env.program`.
+the API of `env.program`.
 
 A request is admitted or refused by its head, before its body is read. Heads and bodies have a size limit and a
 deadline. Connections are counted; one that has not sent a complete head uses a file descriptor but no thread, and is

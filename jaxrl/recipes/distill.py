@@ -197,7 +197,7 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
             return None
         pieces.append(batch.traj)
         if job.rests("sampler"):
-            job.engine.rest()
+            job.engine.sleep()
     if s.stopping():
         return None
     if inputs:

@@ -166,8 +166,7 @@ def weighted_sum(parts: dict[str, np.ndarray], weights: dict[str, float], count:
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty: float) -> np.ndarray:
-    """Returns [N] penalties to subtract: 0 up to max_tokens - buffer, then linear, `penalty` from max_tokens on
-    (arXiv
+    """Returns [N] penalties to subtract: 0 up to max_tokens - buffer, then linear, `penalty` from max_tokens on (arXiv
     2503.14476, eq. 13).
 
     Args:
@@ -208,8 +207,7 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
         parts = ", ".join(f"{name} {values[i]:g}" for name, values in result.parts.items() if not np.isnan(values[i]))
         raise RunStopped(f"the score of completion {i} of the batch is {score[i]:g} ({parts}; reward.scale="
                          f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {MAX_REWARD:g}, whose square fp32 "
-                         f"can "
-                         "hold; lower reward.weights or reward.scale, or set reward.clip")
+                         "can hold; lower reward.weights or reward.scale, or set reward.clip")
     buffer = reward.overlong_buffer if buffer is None else buffer
     if buffer <= 0:
         return score

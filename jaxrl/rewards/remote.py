@@ -63,8 +63,7 @@ class Remote(Service):
             found = number(value)
             if found is None or not math.isfinite(found):
                 return ServiceError("type", f"{where}: a score is {type(value).__name__} {str(value)[:40]!r}, "
-                                    f"expected a"
-                                    " finite number")
+                                    "expected a finite number")
             total += weight * clip(found, self.o["part_min"], self.o["part_max"])
         return clip(total, self.o["clip_min"], self.o["clip_max"]) * self.o["scale"]
 

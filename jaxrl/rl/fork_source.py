@@ -216,7 +216,7 @@ class CachedEngine(Engine):
     def __init__(self, engine, fork: ForkSource):
         self._engine, self._fork = engine, fork
         self._ready: list[Result] = []
-        for name in ("hold", "forget", "under_way", "go_on", "rest", "moved"):
+        for name in ("hold", "forget", "unfinished_results", "restore_unfinished", "sleep", "weights_moved"):
             setattr(self, name, getattr(engine, name))
 
     @property

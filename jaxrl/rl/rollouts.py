@@ -151,7 +151,7 @@ class Rollouts:
             try:
                 with self.session.phase("rollout"):
                     self.session.fault("rollout")
-                    groups, cursor = self.queue.ask(progress.step, cursor, lack)
+                    groups, cursor = self.queue.request_groups(progress.step, cursor, lack)
             except Interrupted:
                 return None
             if rounds and not groups:

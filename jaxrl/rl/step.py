@@ -76,7 +76,7 @@ def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
     if batch is None or s.stopping():
         return None
     if job.rests("sampler"):
-        job.engine.rest()
+        job.engine.sleep()
     traj = batch.traj
     layout = lay_out(c, job.row_shapes, traj, s.step, job.score_shapes)
     with s.phase("score"):

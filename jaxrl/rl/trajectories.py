@@ -87,13 +87,13 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
 
     tokens = column([r.tokens for r in results], 0, np.int32)
     tokens[~mask] = np.concatenate([turn.added for *_, turn in turns])
-    columns = {"kept": column([r.kept for r in results], 0)}
+    columns = {"kept": column([r.log_kept_mass for r in results], 0)}
     width = max((r.support.shape[1] for r in results if r.support is not None), default=0)
     if width:
         none = np.zeros((0, width), np.int32)  # what was aborted may have no token
         columns["support"] = column([none if r.support is None else r.support for r in results], -1, np.int32)
-    if told := [r.routes for r in results if r.routes is not None]:
-        columns["routes"] = _routes(results, sizes, turns, told[0].shape[1])
+    if routes := [r.routes for r in results if r.routes is not None]:
+        columns["routes"] = _routes(results, sizes, turns, routes[0].shape[1])
     whose = np.repeat(np.array([requests[i].adapter for i, *_ in turns], np.int32), pieces.sum(1))
     columns |= {"adapter": whose} if whose.any() else {}
     if several:
@@ -212,12 +212,14 @@ def _finite(numbers) -> list:
     return [number if np.isfinite(number) else None for number in np.asarray(numbers).tolist()]
 
 
-COLUMNS = ("tokens", "logprobs", "kept", "versions")
+# name in the bytes -> field of Result
+COLUMNS = {"tokens": "tokens", "logprobs": "logprobs", "kept": "log_kept_mass", "versions": "versions"}
 
 
 def results_to_bytes(results: list[Result], meta) -> bytes:
     """Encodes results and a JSON-able `meta` for other processes and checkpoints."""
-    flat = {name: np.concatenate([getattr(r, name) for r in results]) for name in COLUMNS} if results else {}
+    columns = COLUMNS if results else {}
+    flat = {name: np.concatenate([getattr(r, own) for r in results]) for name, own in columns.items()}
     if support := [r.support for r in results if r.support is not None]:  # what was aborted may have no token and none
         flat["support"] = np.concatenate(support)
     if routes := [r.routes for r in results if r.routes is not None]:
@@ -234,19 +236,19 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
 def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
     """Decodes the bytes of `results_to_bytes`. Returns (results, meta)."""
     (meta, rows), flat = decode(data)
-    out, at, told, routed = [], 0, 0, 0
+    out, at, added, routed = [], 0, 0, 0
     routes_of = flat["routes_of"].tolist() if "routes_of" in flat else [-1] * len(rows)
-    for (name, finish, seed, size, *episode), count in zip(rows, routes_of, strict=True):
+    for (id_, finish, seed, size, *episode), count in zip(rows, routes_of, strict=True):
         part = slice(at, at + size)
         support = flat["support"][part] if "support" in flat else None
         routes = None if count < 0 else flat["routes"][routed:routed + count]
         routed, turns = routed + max(count, 0), []
         for more, *rest in episode[0] if episode else ():
-            turns.append(Turn(flat["added"][told:told + more], *rest))
-            told += more
+            turns.append(Turn(flat["added"][added:added + more], *rest))
+            added += more
         outcome = Outcome(**episode[1]) if episode and episode[1] else None
-        columns = {column: flat[column][part] for column in COLUMNS}
-        out.append(Result(name, **columns, finish=finish, seed=seed, support=support, routes=routes,
+        columns = {own: flat[name][part] for name, own in COLUMNS.items()}
+        out.append(Result(id_, **columns, finish=finish, seed=seed, support=support, routes=routes,
                           turns=tuple(turns), outcome=outcome))
         at += size
     return out, meta

@@ -179,16 +179,16 @@ class Policy(Role):
         where = jax.tree.map(lambda x: x.sharding, self.state)
         merged = parameters.engine_model(self.job) is not self.job.model  # the engine has its own copy
         if merged:
-            engine.moved(memory.to_host(self.weights()))
+            engine.weights_moved(memory.to_host(self.weights()))
         self.state = memory.to_host(self.state)
         if not merged:
-            engine.moved(self.weights())
+            engine.weights_moved(self.weights())
         try:
             yield
         finally:
             self.state = jax.device_put(self.state, where)
             if not merged:
-                engine.moved(self.weights())
+                engine.weights_moved(self.weights())
 
     # ---- what a session keeps
 

@@ -301,7 +301,7 @@ def open_run(s, with_engine: bool = True) -> Job:
             if not engine.info.sleeps:
                 raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
                                   "(EngineInfo.sleeps)")
-            engine.rest()  # frees its devices for the parameters that are loaded next
+            engine.sleep()  # frees its devices for the parameters that are loaded next
     reward_model = RewardModel(job, read.reward_model) if read.reward_model is not None else None
     return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
                                stream=read.stream, engine=engine, reward_model=reward_model)

@@ -287,8 +287,7 @@ def parse(tests, entry_point: str = "") -> Tests:
       {"inputs": [...], "outputs": [...]}                    standard input and output of each run
       {"inputs": [[args], ...], "outputs": [...], "fn_name": "f"}     arguments and values of a function
       [{"input": ..., "output": ...}, ...]                   the same as a list; with "fn_name" for a function
-      ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, other code runs before
-      each
+      ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, other code runs before each
       a text with def check(candidate)                       called with `entry_point`
 
     Raises ValueError for anything else.

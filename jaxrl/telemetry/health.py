@@ -125,8 +125,7 @@ class IdleMechanisms:
 
 
 class Divergence:
-    """Warns once each that the loss has risen, or that a held-out accuracy has collapsed, as with too large a
-    learning
+    """Warns once each that the loss has risen, or that a held-out accuracy has collapsed, as with too large a learning
     rate.
 
     The loss: the mean of the last five lines is above three times that of the first three and of the lowest three in

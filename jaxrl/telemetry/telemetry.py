@@ -109,8 +109,7 @@ class Telemetry:
     # ---- what recipes call
 
     def step(self, step: int, scalars: dict[str, float], phases: dict[str, float] | None = None) -> dict[str, float]:
-        """Records the metrics of a step (see names.py) and returns them with time/*. A second call for the newest
-        step
+        """Records the metrics of a step (see names.py) and returns them with time/*. A second call for the newest step
         merges into it.
 
         Args:

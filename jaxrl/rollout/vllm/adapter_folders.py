@@ -116,4 +116,5 @@ class AdapterFolders:
         return ""
 
     def close(self) -> None:
+        """Deletes all folders."""
         shutil.rmtree(self.folder, ignore_errors=True)
