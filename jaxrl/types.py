@@ -1,6 +1,6 @@
 """The values that several packages share: Trajectories, PackedBatch, TrainState.
 
-Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L row length, S scored tokens per row.
+Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L row length, S loss tokens per row.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PackedBatch(flax.struct.PyTreeNode):
     """One microbatch of static shape. Padding rows and slots have weight 0 and segment 0.
 
     A query attends to the keys of its own segment and of the segment `prefixes` names (the shared prompt), at
-    positions not above its own. Scored token j of row r is `targets[r, j]`, predicted by row position `sources[r, j]`.
+    positions not above its own. Loss token j of row r is `targets[r, j]`, predicted by row position `sources[r, j]`.
     """
 
     tokens: Any  # [R, L] int32

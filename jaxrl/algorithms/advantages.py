@@ -3,7 +3,7 @@
 `group_advantages` gives one number per trajectory, `token_returns` and `gae` one per token. Over tokens only the scored
 ones (`mask_T`: the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between
 them are skipped as if they were not there: what they hold is not read, and results are 0 on them. So a turn's reward
-belongs on the turn's last scored token. `turns.py` has what gives one number per turn.
+belongs on the turn's last loss token. `turns.py` has what gives one number per turn.
 
 Legend: N trajectories, T tokens of the ragged batch; trajectory i owns tokens offsets[i]:offsets[i+1].
 """
@@ -160,15 +160,15 @@ def _centred(own, whole, baseline, mean):
 
 
 def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_rewards_T=None):
-    """Returns token rewards [T]: the trajectory's score at its last scored token, minus kl_coef * KL at each token.
+    """Returns token rewards [T]: the trajectory's score at its last loss token, minus kl_coef * KL at each token.
 
     InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). With turn rewards, which are part of
-    the score, each stays at its token and the last scored token gets the remainder (score - their sum), so that the
+    the score, each stays at its token and the last loss token gets the remainder (score - their sum), so that the
     token rewards add up to the score (to 1e-6 of their magnitudes: they may come in fp32). A trajectory whose score
-    is missing (NaN) gets 0 everywhere, without its KL; one without scored tokens gets nothing.
+    is missing (NaN) gets 0 everywhere, without its KL; one without loss tokens gets nothing.
 
     Args:
-      kl_T: `kl.kl_value` of the policy that sampled. turn_rewards_T: read at scored tokens.
+      kl_T: `kl.kl_value` of the policy that sampled. turn_rewards_T: read at loss tokens.
     """
     mask = np.asarray(mask_T, bool)
     scores = np.asarray(scores_N, np.float64)
@@ -190,19 +190,19 @@ def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_reward
 
 
 def token_returns(rewards_T, mask_T, offsets, gamma):
-    """Returns the reward to go over scored tokens, R_t = r_t + gamma * R_next [T]; 0 on the others."""
+    """Returns the reward to go over loss tokens, R_t = r_t + gamma * R_next [T]; 0 on the others."""
     return gae(rewards_T, np.zeros(len(mask_T)), mask_T, offsets, gamma, 1.0)[0]
 
 
 def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over scored tokens:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over loss tokens:
 
         delta_t = r_t + gamma * V_next - V_t        A_t = delta_t + gamma * lam * A_next
 
-    where next is the trajectory's next scored token: across observation tokens V_next and A_next are carried through.
+    where next is the trajectory's next loss token: across observation tokens V_next and A_next are carried through.
 
     Args:
-      rewards_T, values_T: [T], read at scored tokens.
+      rewards_T, values_T: [T], read at loss tokens.
       lam: scalar, or one per trajectory [N] (see `adaptive_lambda`).
 
     Returns:
@@ -217,7 +217,7 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
     value, running, advantages = np.zeros(n), np.zeros(n), np.zeros(len(rewards))
     ends = ends[order]
     longest = int(counts.max(initial=0))
-    live = np.searchsorted(-counts[order], -np.arange(longest), side="left")  # those with more than k scored tokens
+    live = np.searchsorted(-counts[order], -np.arange(longest), side="left")  # those with more than k loss tokens
     for k in range(longest):
         now = slice(0, live[k])
         at = ends[now] - 1 - k
@@ -242,10 +242,10 @@ def adaptive_lambda(lengths_N, alpha: float):
 
 
 def whiten(advantages_T, mask_T):
-    """(A - mean) / sqrt(var + 1e-8) over all scored tokens, var with ddof 1; 0 on the others [T].
+    """(A - mean) / sqrt(var + 1e-8) over all loss tokens, var with ddof 1; 0 on the others [T].
 
     REINFORCE++ (arXiv 2501.03262) and PPO in practice. Call it with the whole optimizer batch: the statistics are
-    global, never of a microbatch or host. With fewer than two scored tokens the result is 0.
+    global, never of a microbatch or host. With fewer than two loss tokens the result is 0.
     """
     mask = np.asarray(mask_T, bool)
     scored = np.asarray(advantages_T, np.float64)[mask]
@@ -256,7 +256,7 @@ def whiten(advantages_T, mask_T):
 
 
 def _scored(mask, offsets):
-    """(counts_N, ends_N): scored tokens per trajectory, and where they end among all scored tokens."""
+    """(counts_N, ends_N): loss tokens per trajectory, and where they end among all loss tokens."""
     upto = np.concatenate([[0], np.cumsum(mask)])[np.asarray(offsets)]
     return np.diff(upto), upto[1:]
 

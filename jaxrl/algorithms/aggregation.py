@@ -35,7 +35,7 @@ AGGREGATIONS = {  # name -> what a token's loss is divided by
 
 
 def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens=None, together=0):
-    """Weight of each scored token of a trajectory, float64 [N]; 0 for one without scored tokens.
+    """Weight of each loss token of a trajectory, float64 [N]; 0 for one without loss tokens.
 
         token_mean      1 / sum_j |y_j|                      DAPO (arXiv 2503.14476)
         sequence_mean   1 / (n * |y_i|)                      GRPO (arXiv 2402.03300), GSPO
@@ -47,15 +47,15 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
     them with weight m, the number of trajectories in c: m / (n * sum_{j in c} |y_j|). This reproduces systems that
     average tokens per micro-batch of k sequences; k = 1 is sequence_mean, k >= n token_mean.
 
-    n = trajectories, P = prompts with at least one scored token. Tokens that are filtered later (truncated completions,
+    n = trajectories, P = prompts with at least one loss token. Tokens that are filtered later (truncated completions,
     sequences the mismatch correction drops ...) keep their place in the denominators.
 
     Args:
-      counts_N: scored tokens |y_i| per trajectory of the optimizer step; 0 = one that does not count.
+      counts_N: loss tokens |y_i| per trajectory of the optimizer step; 0 = one that does not count.
       aggregation: one of the above.
       groups_N: prompt id per trajectory, for prompt_mean.
       max_tokens: the constant of Dr.GRPO: the longest completion that may be sampled, never a width of this batch.
-      together: trajectories with scored tokens in one token mean; 0 = all. Read by token_mean alone.
+      together: trajectories with loss tokens in one token mean; 0 = all. Read by token_mean alone.
 
     Raises ValueError for other names, and where groups_N or max_tokens is missing.
     """

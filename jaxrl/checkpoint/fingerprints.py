@@ -134,7 +134,7 @@ def _policy(config):
 
 
 def _commit(path: str, revision: str | None) -> str | None:
-    """The commit of a hub id in the local cache; None for folders."""
+    """Returns the commit of a hub id in the local cache; None for folders."""
     if not path or Path(data_room.resolve(path)).exists() or path.count("/") > 1:
         return None
     for name in ("config.json", "tokenizer_config.json"):

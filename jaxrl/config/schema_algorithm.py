@@ -30,7 +30,7 @@ ALGORITHM = shared({
                         ("none", "group", "batch", "leave_one_out", "greedy")),
     "advantage_std": O(None, "scale of the score: standard deviation (ddof 1; group_population: ddof 0) of the group or batch, the mean of"
                             " the group (MaxRL), or none", str, ("none", "group", "batch", "group_population", "group_mean")),
-    "whiten": O(None, "bring advantages to mean 0 and variance 1 over all scored tokens of the step", bool),
+    "whiten": O(None, "bring advantages to mean 0 and variance 1 over all loss tokens of the step", bool),
     "advantage_low": O(None, "advantages are clipped below this", float),
     "advantage_high": O(None, "advantages are clipped above this", float),
     "gamma": O(None, "discount per token of returns and gae", float, bound="0..1", needs="algorithm.advantage=returns|gae"),

@@ -3,7 +3,7 @@
 Rows are split over the data axes, the tokens of each over cp, heads and widths over tp. Weights are gathered over fsdp,
 cp and ep before they are used, so the sums inside a layer are the same for every split of the data axes; experts stay
 where they are over ep, and the rows go to them. What looks at other tokens of its row gathers them over cp: attention
-the keys and values (or has them come by, in a ring), the scored slots the tokens that predict them. It knows tokens by
+the keys and values (or has them come by, in a ring), the loss slots the tokens that predict them. It knows tokens by
 their positions and segments, so their order in the row does not matter (training.ranks deals them).
 
 Legend: B rows, L tokens per row, V vocabulary, D hidden size, H query heads, G key-value heads, K head size.
@@ -107,7 +107,7 @@ def rows(x):
 
 
 def at_sources(x_RxLx, sources_RxS):
-    """[R, S, ...] x[r, sources[r, s]]: of tokens of rows, those that predict the scored slots; see PackedBatch. Slots
+    """[R, S, ...] x[r, sources[r, s]]: of tokens of rows, those that predict the loss slots; see PackedBatch. Slots
     are split over cp as tokens are, each device having as many, and their tokens may be another one's."""
     def take(x, sources):
         x, = _whole_rows(tokens, x)

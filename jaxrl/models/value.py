@@ -1,7 +1,7 @@
 """A head of one number on any decoder: the value of a state, for PPO's critic, or the score of a sequence, for reward
 models.
 
-Legend: R rows, S scored slots per row, D hidden size.
+Legend: R rows, S loss slots per row, D hidden size.
 """
 
 from __future__ import annotations

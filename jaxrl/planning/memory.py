@@ -201,7 +201,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
         one = 4 / math.prod(mesh.values())
         gathered += 2 * layer_weights(model, mesh["ep"]) * one * (3 if learns else 1)
         gathered += cfg.hidden_size * cfg.vocab_size * one * (3 if learns else 1)
-    whole = mesh["cp"] if mesh["cp"] > 1 else 0  # of the rows whose scored tokens are looked for
+    whole = mesh["cp"] if mesh["cp"] > 1 else 0  # of the rows whose loss tokens are looked for
     hidden = (4 + whole) * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
         head = 0.0

@@ -35,7 +35,7 @@ class Rows:
 
     shape: tuple[int, int]   # rows and row length of a whole microbatch, over all data shards
     microbatches: int
-    scored: int              # scored tokens per microbatch, over all data shards
+    scored: int              # loss tokens per microbatch, over all data shards
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,7 +86,7 @@ def number(x) -> float:
 
 
 def logprobs(replay, state, traj, prepared) -> np.ndarray:
-    """Returns [T] float64 log-probs of the scored tokens under a state, by the run's own scorer."""
+    """Returns [T] float64 log-probs of the loss tokens under a state, by the run's own scorer."""
     extra = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
     found = replay.roles.score(training.merge(state.trainable, state.frozen), traj, prepared.layout.update,
                                    *([] if extra is None else [extra]))

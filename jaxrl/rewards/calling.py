@@ -149,16 +149,16 @@ def _outcome(value) -> dict:
             return {"value": None, "outcome": f"error: metric {wrong[0]!r} is not a number", "metrics": {}}
     if value is None:
         return {"value": None, "outcome": "none", "metrics": metrics}
-    found = number(value)
-    if found is None:
+    score = number(value)
+    if score is None:
         text = f"error: returned {type(value).__name__} {safe_str(value)[:80]!r}, expected a number or None"
         return {"value": None, "outcome": text, "metrics": {}}
-    if not math.isfinite(found):
+    if not math.isfinite(score):
         return {"value": None, "outcome": "nan", "metrics": metrics}
-    if abs(found) > MAX_REWARD:
+    if abs(score) > MAX_REWARD:
         wanted = f"a number of at most {MAX_REWARD:g}, whose square fp32 can hold: scale it"
-        return {"value": None, "outcome": f"error: returned {found:g}, expected {wanted}", "metrics": {}}
-    return {"value": found, "outcome": "ok", "metrics": metrics}
+        return {"value": None, "outcome": f"error: returned {score:g}, expected {wanted}", "metrics": {}}
+    return {"value": score, "outcome": "ok", "metrics": metrics}
 
 
 def failure(error: BaseException) -> dict:

@@ -70,30 +70,30 @@ def find_services(config, functions, servers: dict[str, Server]) -> ServiceTable
     Raises:
       ConfigError: a key's variable is not set, a prompt cannot be read, or a judge has no server.
     """
-    found = ServiceTable({}, {}, {})
+    table = ServiceTable({}, {}, {})
     for name, (kind, o) in service_options(config.reward).items():
         if name not in functions:
             continue
         place = {"key_env": o["key_env"], "cache": ""}
-        told = {option: value for option, value in o.items() if option not in PLACE_OPTIONS}
+        shared = {option: value for option, value in o.items() if option not in PLACE_OPTIONS}
         if kind == "judge":
-            told |= {"prompt": judge_prompt(o), "digest": ""}
+            shared |= {"prompt": judge_prompt(o), "digest": ""}
             place["cache"] = _cache(o["cache"], config.run.dir)
             if not o["servers"]:
                 if name not in servers:
                     raise ConfigError(f"reward {name!r}: no server with {o['model']!r} was started; set its servers")
-                told["digest"] = folder_digest(o["model"])
+                shared["digest"] = folder_digest(o["model"])
                 place |= {"urls": [servers[name].url], "key_env": f"JAXRL_KEY_OF_{name}"}
-                found.env[place["key_env"]] = servers[name].key
+                table.env[place["key_env"]] = servers[name].key
         if o["servers"]:
-            told["servers"] = place["urls"] = list(o["servers"])
+            shared["servers"] = place["urls"] = list(o["servers"])
         if o["key_env"]:
             if not os.environ.get(o["key_env"]):
                 raise ConfigError(f"reward {name!r}: key_env={o['key_env']!r}: this environment variable is not "
                                   "set; set it to the service's token, or leave key_env empty")
-            found.env[o["key_env"]] = os.environ[o["key_env"]]
-        found.options[name], found.places[name] = {"kind": kind} | told, place
-    return found
+            table.env[o["key_env"]] = os.environ[o["key_env"]]
+        table.options[name], table.places[name] = {"kind": kind} | shared, place
+    return table
 
 
 def judge_prompt(o: dict) -> str:

@@ -294,16 +294,16 @@ class Workers:
         left, texts = dict(enumerate(task.jobs)), task.round.texts
         limit = self.kinds[task.jobs[0][1]]["seconds"] or self._limit
         seconds = limit + (1.0 + 0.25 * limit) * (task.mode == "async")  # the worker enforces the limit itself
-        place = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in task.jobs))}
-        asked, jobs = next(self._numbers), json.dumps([(place[i], f) for i, f in task.jobs])
-        message = (f'{{"task": {asked}, "mode": "{task.mode}", "jobs": {jobs}, '
-                   f'"items": [{", ".join(texts[i] for i in place)}]}}')
+        position = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in task.jobs))}
+        number, jobs = next(self._numbers), json.dumps([(position[i], f) for i, f in task.jobs])
+        message = (f'{{"task": {number}, "mode": "{task.mode}", "jobs": {jobs}, '
+                   f'"items": [{", ".join(texts[i] for i in position)}]}}')
         try:
             started = time.monotonic()
             worker.send(message, started + seconds)
             deadline = time.monotonic() + seconds
             while left:
-                reply = worker.receive(deadline, asked)
+                reply = worker.receive(deadline, number)
                 if task.mode == "batch":
                     self._batch_reply(task, reply)
                     return True

@@ -1,4 +1,4 @@
-"""Advantages of a batch: turns scores into one number per scored token, on the host in float64.
+"""Advantages of a batch: turns scores into one number per loss token, on the host in float64.
 
 `rl.step.prepare` calls `advantages_by_source`; the formulas are in jaxrl.algorithms. Nothing here touches a device.
 """
@@ -39,14 +39,14 @@ class Advantages(NamedTuple):
 
 def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
                user=None, scale=1.0) -> Advantages:
-    """Computes one advantage per scored token with the estimator `algorithm.advantage`.
+    """Computes one advantage per loss token with the estimator `algorithm.advantage`.
 
     With kl.placement=reward, kl.coef * KL is subtracted from each score. The score minus its baseline, over its scale,
     goes to the estimator:
 
-        outcome  the sequence's value at each scored token (the KL of a sequence is the sum over its tokens; the same
+        outcome  the sequence's value at each loss token (the KL of a sequence is the sum over its tokens; the same
                  holds for a user's function, which receives scores minus that KL)
-        returns  reward to go: turn rewards where they exist, the rest of the value at the last scored token, the KL at
+        returns  reward to go: turn rewards where they exist, the rest of the value at the last loss token, the KL at
                  each token
         gae      the same rewards with a critic
         turn     the same rewards of the raw score, summed from each turn on, minus that of the group's other members
@@ -133,7 +133,7 @@ class EstimatorInputs(NamedTuple):
 
     @property
     def present(self):
-        """[T] bool: scored tokens of sequences with a score."""
+        """[T] bool: loss tokens of sequences with a score."""
         return self.traj.spread(np.isfinite(self.scores)) & self.traj.loss_mask
 
     def scores_less_kl(self):
@@ -161,7 +161,7 @@ class EstimatorInputs(NamedTuple):
 
 
 def outcome(inputs: EstimatorInputs) -> Advantages:
-    """The sequence's group-relative score at each scored token."""
+    """The sequence's group-relative score at each loss token."""
     numbers, zero = inputs.relative_to_group(inputs.scores_less_kl())
     return Advantages(inputs.traj.spread(numbers), None, zero)
 
@@ -246,7 +246,7 @@ def without_signal(traj, tokens) -> np.ndarray:
 def spread_over_tokens(name: str, values, traj) -> np.ndarray:
     """Spreads the [N] or [T] numbers of a user's function over tokens, as [T] float64.
 
-    Raises ConfigError for another shape, and for numbers at scored tokens that are not finite.
+    Raises ConfigError for another shape, and for numbers at loss tokens that are not finite.
     """
     values = np.asarray(values, np.float64)
     if values.shape == (traj.num_trajectories,):

@@ -81,7 +81,7 @@ def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
     layout = lay_out(c, job.row_shapes, traj, s.step, job.score_shapes)
     with s.phase("score"):
         prepared = prepare(c, roles, batch, layout)
-    per_completion = traj.total(prepared.advantages.tokens) / np.maximum(traj.total(), 1)  # means over scored tokens
+    per_completion = traj.total(prepared.advantages.tokens) / np.maximum(traj.total(), 1)  # means over loss tokens
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
                    conversations(traj, job.tokenizer) if c.episodes else None)
     admitted = [{"admitted": group.admitted} for group in batch.groups]
@@ -207,7 +207,7 @@ def make_loss_weigher(spec, batch, columns):
     """Returns a function minibatch -> {loss term: weights [T]} for one batch.
 
     Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked. The function's
-    attribute `masked_fractions` maps a metric to the share of scored tokens that its mask (shared prefix, second
+    attribute `masked_fractions` maps a metric to the share of loss tokens that its mask (shared prefix, second
     moment, covariance) leaves out.
     """
     c, traj, a = spec, batch.traj, spec.algorithm
@@ -232,7 +232,7 @@ def make_loss_weigher(spec, batch, columns):
 def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, float]:
     """Returns the host metrics of one step: of its completions, its advantages and the critic's values.
 
-    per_completion: [N] mean advantage over the scored tokens of each completion.
+    per_completion: [N] mean advantage over the loss tokens of each completion.
     """
     found, mask = prepared.advantages, batch.traj.loss_mask
     out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics

@@ -145,7 +145,7 @@ class Critic(Role):
         """Returns the columns of the value loss, in the network's units, and updates the running statistics.
 
         Args:
-          returns: [T] in units of the score. raw: [T] outputs of the network. mask: [T] bool, scored tokens.
+          returns: [T] in units of the score. raw: [T] outputs of the network. mask: [T] bool, loss tokens.
         """
         if self.options.normalize:
             self.running.add(returns[mask])

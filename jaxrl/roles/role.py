@@ -86,7 +86,7 @@ class Role:
           columns: token columns to pack with the batch; None = those that scoring takes by default.
 
         Returns:
-          [T] float32, log-probs or values at scored tokens.
+          [T] float32, log-probs or values at loss tokens.
         """
         where, sent = self.scored_by, b""
         if where is None or jax.process_index() in where:

@@ -1,4 +1,4 @@
-"""Teachers of distillation: models that give target log-probs for a batch's scored tokens. Three with one interface:
+"""Teachers of distillation: models that give target log-probs for a batch's loss tokens. Three with one interface:
 
     targets(traj, layout, student)   token columns [T, ...] for the loss (see training.Distillation), or "teacher" [T],
                                      the log-probs of the tokens themselves. student() -> [T, K], its most probable ids

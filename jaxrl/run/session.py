@@ -375,7 +375,7 @@ class Session:
         finally:  # the step itself is done
             metrics = self._log_step(metrics, steps)
         self.checkpointer.check()
-        if self.checkpointer.take_refused():
+        if self.checkpointer.failed_since_last_call():
             self.due["save"].again(SAVE_AGAIN_SECONDS)
         if due("save") or best:
             self.save()

@@ -183,7 +183,7 @@ def stream_metrics(s, job) -> dict[str, float]:
         "data/epoch": s.stream.epoch(s.progress.cursor),
         "data/samples": float(s.progress.samples),
         "data/filtered_fraction": data.filtered_fraction,
-        "data/bad_rows": float(data.bad.count),
+        "data/bad_rows": float(data.bad_rows.count),
         "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
     } | {f"source/{name}/{what}": value for name, found in s.stream.sources(s.progress.cursor).items()
          for what, value in zip(("share", "epoch"), found, strict=True)}

@@ -162,7 +162,7 @@ def data_shards(mesh: Mesh) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns a batch's sharding: rows over dp x fsdp x ep, tokens or scored slots (axis 1) over cp, the rest whole."""
+    """Returns a batch's sharding: rows over dp x fsdp x ep, tokens or loss slots (axis 1) over cp, the rest whole."""
     return NamedSharding(mesh, P(DATA_AXES, "cp") if mesh.shape["cp"] > 1 else P(DATA_AXES))
 
 

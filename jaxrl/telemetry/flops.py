@@ -77,7 +77,7 @@ class Operations:
 
     def update(self, traj, shared: bool, head: bool = True) -> float:
         """Returns the operations of one forward and backward pass. The backward pass of a matrix is its input's
-        gradient and, if it trains, its own. The head's are for the log-probs of the scored tokens. A critic
+        gradient and, if it trains, its own. The head's are for the log-probs of the loss tokens. A critic
         (head=False) trains as a whole.
         """
         matrices, attention = self._forward(traj, shared)

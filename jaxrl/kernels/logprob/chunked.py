@@ -14,7 +14,7 @@ few logits in all (KEPT_CPU) keeps them, after the soft-cap, for the backward pa
 On a mesh (`Split`) every device works on its own rows and its own part of the vocabulary: logits are never gathered, a
 device skips its own empty chunks, and the head's gradient is summed over the rows' devices once, after the last chunk.
 
-Legend: R rows, S scored tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary, W tokens
+Legend: R rows, S loss tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary, W tokens
 of the vocabulary in a block.
 """
 
