@@ -11,7 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from jaxrl import data as data_room
+from jaxrl import data as jaxrl_data
 from jaxrl.checkpoint.resume import config_changes, input_changes
 from jaxrl.config.load import redacted
 from jaxrl.errors import ConfigError
@@ -38,7 +38,7 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
     """
     prints = fingerprints(config, inputs, train_set, eval_sets)
     read = {"prints": prints, "commits": commits(config, train_set, eval_sets)}
-    if day := data_room.template_date(inputs.tokenizer):
+    if day := jaxrl_data.template_date(inputs.tokenizer):
         prints["chat template's day"] = read["day"] = day
     if peers.count > 1:
         code = {f"the code of {option}": pool.key() for option, pool in (workers or {}).items()}
@@ -70,7 +70,7 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     if train_set is not None:
         out["training data"] = train_set.fingerprint
     described = {key: value for key, value in inputs.hf_config.items() if key not in IGNORED_FIELDS}
-    out |= data_room.fingerprint(inputs.tokenizer)
+    out |= jaxrl_data.fingerprint(inputs.tokenizer)
     out["model config"] = _hash(json.dumps(described, sort_keys=True, default=str))
     reference = config.reference
     if config.needs_reference and not (reference.reset_steps or reference.reset_epochs):
@@ -96,7 +96,7 @@ def weights_of_hosts(config) -> dict[str, str]:
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
     """Returns name -> hub commits that were read, kept for reproducibility."""
     m = config.model
-    named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, data_room.tokenizer_revision(config)),
+    named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, jaxrl_data.tokenizer_revision(config)),
              "reference": (config.reference.path, config.reference.revision),
              "critic": (config.critic.path, config.critic.revision),
              "teacher": (config.teacher.path, config.teacher.revision)}
@@ -111,7 +111,7 @@ def weights_print(path: str, revision: str | None) -> str:
     is fast.
     """
     digest = hashlib.sha256()
-    for file in sorted(hf.folder_of(data_room.resolve(path), revision).glob("*.safetensors")):
+    for file in sorted(hf.folder_of(jaxrl_data.resolve(path), revision).glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as f:
@@ -135,7 +135,7 @@ def _policy(config):
 
 def _commit(path: str, revision: str | None) -> str | None:
     """Returns the commit of a hub id in the local cache; None for folders."""
-    if not path or Path(data_room.resolve(path)).exists() or path.count("/") > 1:
+    if not path or Path(jaxrl_data.resolve(path)).exists() or path.count("/") > 1:
         return None
     for name in ("config.json", "tokenizer_config.json"):
         found = huggingface_hub.try_to_load_from_cache(path, name, revision=revision)

@@ -71,7 +71,7 @@ def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
     """
     if peers.count == 1:
         return [payload]
-    sizes = peers.meet(what, len(payload))
+    sizes = peers.all_gather(what, len(payload))
     parts: list[list[bytes]] = [[] for _ in sizes]
     for start in range(0, max(sizes), CHUNK):
         piece = np.zeros(CHUNK, np.uint8)
@@ -218,9 +218,9 @@ def check_equal(peers: Peers, found: dict[str, str]) -> None:
     if peers.count == 1:
         return
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-    if len(set(peers.meet("comparing hosts", digest))) == 1:
+    if len(set(peers.all_gather("comparing hosts", digest))) == 1:
         return
-    ours, *others = peers.meet("comparing hosts in full", found)
+    ours, *others = peers.all_gather("comparing hosts in full", found)
     lines = []
     for i, theirs in enumerate(others, 1):
         lines += [f"  - {name}: {theirs.get(name, 'absent')} on {peers.who(i)}, {ours.get(name, 'absent')} on "

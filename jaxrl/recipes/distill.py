@@ -36,7 +36,7 @@ from jaxrl.rl.trajectories import records
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite
-from jaxrl.run.fit import Line, fit
+from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Progress, Session
 from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
@@ -81,7 +81,7 @@ def run(config, inputs=None) -> dict:
 
             def step():
                 done = one_step(parts)
-                return done and Line(*done)
+                return done and StepResult(*done)
 
             return step
 

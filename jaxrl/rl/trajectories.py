@@ -1,7 +1,7 @@
 """Converts between data, engines, rewards and training: prompts -> requests -> trajectories -> reward items, records.
 
-Called by rl.rollouts, rl.evaluation and recipes. Host values only; nothing here samples or scores. Text is decoded
-for rewards and people, never re-encoded.
+Called by rl.rollouts, rl.evaluation and recipes. Host values only; nothing here samples or runs rewards. Text is
+decoded for rewards and people, never re-encoded.
 """
 
 from __future__ import annotations
@@ -61,13 +61,20 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     """Builds Trajectories from requests and their results (paired), in request order.
 
     A completion is one sequence. An episode continues in one sequence, with the tokens between its turns masked, until
-    a turn opens another. Further columns: kept; support, routes and adapter where results have them; of episodes turn
-    (-1 where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 = none).
+    a turn opens another. Token columns:
+
+        kept       float32          always                  Result.log_kept_mass; 0 where not sampled
+        support    int32 [T, K]     if results have it      -1 = unused
+        routes     int16 [T, W]     if results have it      -1 = not known
+        adapter    int32            with an adapter set     number of the adapter
+        turn       int32            episodes                number of the turn; -1 where not sampled
+        reward     float64          episodes                reward of a turn, at its last sampled token
+        anchor     int64            episodes                state that the turn was decided in; 0 = none
 
     max_sequence_tokens: completions are cut so that each sequence stays within it (finish becomes "length"); 0 = no
     cut. Episodes respect it already.
     """
-    several, finish, turns, sizes = any(r.turns for r in results), [], [], []
+    with_turns, finish, turns, sizes = any(r.turns for r in results), [], [], []
     for i, (request, result) in enumerate(zip(requests, results, strict=True)):
         size, reason, own = len(result.tokens), result.finish, result.turns
         if not own:
@@ -90,17 +97,17 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     columns = {"kept": column([r.log_kept_mass for r in results], 0)}
     width = max((r.support.shape[1] for r in results if r.support is not None), default=0)
     if width:
-        none = np.zeros((0, width), np.int32)  # what was aborted may have no token
+        none = np.zeros((0, width), np.int32)  # an aborted result may have no token
         columns["support"] = column([none if r.support is None else r.support for r in results], -1, np.int32)
     if routes := [r.routes for r in results if r.routes is not None]:
         columns["routes"] = _routes(results, sizes, turns, routes[0].shape[1])
-    whose = np.repeat(np.array([requests[i].adapter for i, *_ in turns], np.int32), pieces.sum(1))
-    columns |= {"adapter": whose} if whose.any() else {}
-    if several:
+    adapters = np.repeat(np.array([requests[i].adapter for i, *_ in turns], np.int32), pieces.sum(1))
+    columns |= {"adapter": adapters} if adapters.any() else {}
+    if with_turns:
         columns |= _turn_columns(turns, pieces, mask)
     opens = [(i, turn.added) for i, _, turn in turns if turn.opens]
     known = {}
-    prefixes = [known.setdefault((requests[i].group, ids.tobytes()), len(known)) for i, ids in opens if several]
+    prefixes = [known.setdefault((requests[i].group, ids.tobytes()), len(known)) for i, ids in opens if with_turns]
     starts = np.cumsum(pieces.sum(1)) - pieces.sum(1)
     return Trajectories(
         tokens=tokens,
@@ -114,8 +121,8 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
         seed=np.array([q.seed for q in requests], np.uint32),
         finish=np.array(finish, np.int8),
         columns=columns,
-        trajectory=np.array([i for i, _ in opens]) if several else None,
-        prefix=np.array(prefixes) if several else None,
+        trajectory=np.array([i for i, _ in opens]) if with_turns else None,
+        prefix=np.array(prefixes) if with_turns else None,
     )
 
 
@@ -220,7 +227,7 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
     """Encodes results and a JSON-able `meta` for other processes and checkpoints."""
     columns = COLUMNS if results else {}
     flat = {name: np.concatenate([getattr(r, own) for r in results]) for name, own in columns.items()}
-    if support := [r.support for r in results if r.support is not None]:  # what was aborted may have no token and none
+    if support := [r.support for r in results if r.support is not None]:  # an aborted result may have none
         flat["support"] = np.concatenate(support)
     if routes := [r.routes for r in results if r.routes is not None]:
         flat["routes"] = np.concatenate(routes)
@@ -258,12 +265,12 @@ def exchange_results(session, what: str, results: list[Result], rows, meta=None)
     """Gathers every process's results. Collective.
 
     Args:
-      what: names the meeting, the same on all processes. rows: a JSON-able list per result. meta: JSON-able.
+      what: tag of the call, the same on all processes. rows: a JSON-able list per result. meta: JSON-able.
 
     Returns:
       ({request id: (result, *its row)} over all processes, [meta of each process]).
     """
-    sent = gather(session.peers, f"{session.place}: {what}", results_to_bytes(results, [list(rows), meta]))
+    sent = gather(session.peers, f"{session.collective_tag}: {what}", results_to_bytes(results, [list(rows), meta]))
     parts = [results_from_bytes(data) for data in sent]
     known = {r.id: (r, *row) for results, (rows, _) in parts for r, row in zip(results, rows, strict=True)}
     return known, [meta for _, (_, meta) in parts]

@@ -44,40 +44,40 @@ class Role:
 
     Attributes:
       state: the parameters (nested tree), or the TrainState around them; None before `start`.
-      place: name of the role whose devices it uses.
+      device_role: name of the role whose devices it uses.
     """
 
     state: Any
 
     def __init__(self, name: str, job, score: Any = None):
-        self.name = self.place = name
+        self.name = self.device_role = name
         self.job, self._score = job, score
         self.state = None
 
     @functools.cached_property
     def rests(self) -> bool:
         """Whether the parameters move to host memory between uses."""
-        return self.job.rests(self.place)
+        return self.job.rests(self.device_role)
 
     @functools.cached_property
-    def streams(self) -> bool:
+    def streamed_from_host(self) -> bool:
         """Whether the parameters stay in host memory and are streamed through the programs that use them."""
-        return self.job.streams(self.place)
+        return self.job.streams(self.device_role)
 
     @functools.cached_property
     def put(self):
         """A function that puts a host PackedBatch on the role's devices."""
-        return functools.partial(self.job.put, role=self.place)
+        return functools.partial(self.job.put, role=self.device_role)
 
     def on(self):
         """Returns a context in which programs run on the role's devices."""
-        return self.job.on(self.place)
+        return self.job.on(self.device_role)
 
     def params(self):
         """Returns the parameters as one nested tree, where the programs of its devices can use them."""
         state = self.state
         tree = training.merge(state.trainable, state.frozen) if isinstance(state, TrainState) else state
-        return tree if self.streams else memory.to_devices(tree)
+        return tree if self.streamed_from_host else memory.to_devices(tree)
 
     def score(self, traj, layout, columns=None) -> np.ndarray:
         """Scores a batch under these parameters. Collective: processes without devices of the role receive the result.
@@ -100,7 +100,7 @@ class Role:
     @functools.cached_property
     def scored_by(self) -> list[int] | None:
         """The indices of the processes that have its devices; None = all."""
-        found = processes_of(self.job.mesh_of(self.place))
+        found = processes_of(self.job.mesh_of(self.device_role))
         return None if len(found) == jax.process_count() else found
 
     def rest(self) -> None:

@@ -100,7 +100,7 @@ def hooks_of(callback) -> dict[str, tuple[str, Callable]]:
 
 
 class Callbacks:
-    """Calls the callbacks of a session on process 0: those of all hooks that became due, at one meeting a step."""
+    """Calls a session's callbacks on process 0: those of all hooks that are due, in one collective call a step."""
 
     def __init__(self, session):
         self.session = session

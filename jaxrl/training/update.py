@@ -252,8 +252,7 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
     programs = {}  # shardings of the state -> (empty, accumulate, finish)
 
     def compiled(state):
-        """Returns the jitted (zero sums, accumulate, apply) for a state's placement, each compiled once: gradients are
-        placed like their parameters and the new state like the old one."""
+        """Returns the jitted (zero sums, accumulate, apply) for a state's shardings, which gradients share."""
         where = jax.tree.map(lambda x: x.sharding, state)
         key = tuple(jax.tree.leaves(where))
         if key not in programs:
@@ -290,8 +289,8 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
         shardings = jax.tree.map(lambda x: x.sharding, state.opt_state)
         state = state.replace(opt_state=memory.to_devices(state.opt_state))
         state, metrics = compiled(state)[2](state, grads, metrics)
-        opt_state = memory.to_host(state.opt_state, shardings)
-        return state.replace(frozen=state.frozen | in_host, opt_state=opt_state), metrics
+        return state.replace(frozen=state.frozen | in_host,
+                             opt_state=memory.to_host(state.opt_state, shardings)), metrics
 
     update.gradients, update.in_parts = gradients, in_parts
     update.compiled = compiled  # of a state of shapes, too: run.mode=plan lowers the programs without running them

@@ -198,7 +198,7 @@ def launch_port() -> int:
 
 def test_alone_nothing_waits_and_nothing_is_sent():
     peers = Peers()
-    assert peers.meet("here", 3) == [3] and peers.decide("there", lambda: "x") == "x" and peers.first
+    assert peers.all_gather("here", 3) == [3] and peers.decide("there", lambda: "x") == "x" and peers.first
     assert exchange.gather(peers, "bytes", b"abc") == [b"abc"]
     exchange.check_equal(peers, {})
     peers.request_stop()
