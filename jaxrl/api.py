@@ -51,8 +51,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
 
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
 
-    Each argument below overrides the config option of the same meaning (rewards: reward.functions). The same call
-    resumes the run, and refuses other rows or another tokenizer.
+    Arguments override the options of the same meaning. The same call resumes; it refuses other rows or tokenizers.
 
     Args:
       config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (which are GRPO's); or a ConfigDict from

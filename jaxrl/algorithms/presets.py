@@ -149,7 +149,7 @@ IMPLIED = {"turn": {"advantage_mean": "leave_one_out", "advantage_std": "none"}}
 
 
 def resolve(preset: str, given: dict) -> dict[str, tuple]:
-    """Option -> (value, origin) where origin is 'config', 'preset <name>' or 'advantage <name>' (of IMPLIED).
+    """Returns option -> (value, origin); origin is 'config', 'preset <name>' or 'advantage <name>' (of IMPLIED).
 
     Args:
       preset: a key of PRESETS.

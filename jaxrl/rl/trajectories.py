@@ -61,15 +61,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     """Builds Trajectories from requests and their results (paired), in request order.
 
     A completion is one sequence. An episode continues in one sequence, with the tokens between its turns masked, until
-    a turn opens another. Token columns:
-
-        kept       float32          always                  Result.log_kept_mass; 0 where not sampled
-        support    int32 [T, K]     if results have it      -1 = unused
-        routes     int16 [T, W]     if results have it      -1 = not known
-        adapter    int32            with an adapter set     number of the adapter
-        turn       int32            episodes                number of the turn; -1 where not sampled
-        reward     float64          episodes                reward of a turn, at its last sampled token
-        anchor     int64            episodes                state that the turn was decided in; 0 = none
+    a turn opens another. The columns are those of types.Trajectories.
 
     max_sequence_tokens: completions are cut so that each sequence stays within it (finish becomes "length"); 0 = no
     cut. Episodes respect it already.

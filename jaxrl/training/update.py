@@ -245,8 +245,7 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
       optimizer: optax transformation, or adapter_set.Optimizers for one step of each adapter of a set.
       schedule: update number -> learning rate; not used with adapter_set.Optimizers.
       in_parts: the part of the state in host memory that an optimizer step moves to the devices at a time.
-        "rows": some rows of one parameter; "parameter": one parameter; "none": the whole optimizer state, with the
-        parameters on the devices as well.
+        "rows": some rows of one parameter; "parameter": one parameter; "none": everything at once.
     """
     scaled, finish = _make_loss_and_apply(model, optimizer, schedule, objective)
     programs = {}  # shardings of the state -> (empty, accumulate, finish)
