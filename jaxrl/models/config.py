@@ -84,7 +84,9 @@ class ModelConfig:
 
     @functools.cached_property
     def period(self) -> int:
-        """Length of the smallest block whose repetition gives all layers behind the prefix but a shorter rest."""
+        """Length of the smallest block whose repetition gives all layers after the prefix, except a
+        shorter remainder.
+        """
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
         return next(fits, len(layers))
@@ -100,7 +102,7 @@ class ModelConfig:
 
     @property
     def experts_share(self) -> float:
-        """Of an expert layer's experts, those that compute one token."""
+        """Share of an expert layer's experts that compute one token."""
         return self.experts_per_token / self.num_experts
 
     gated_attention: bool = False  # attention's output is times a sigmoid
@@ -121,8 +123,9 @@ class ModelConfig:
         return sum(layer.mixer in RECURRENT for layer in self.layers)
 
     def state_bytes(self, width: int) -> int:
-        """What the sampler keeps of a sequence in one recurrent layer: the state in fp32, the convolution's last inputs
-        in numbers of `width` bytes."""
+        """Returns the bytes that the sampler stores per sequence and recurrent layer: the state in fp32, the
+        convolution's last inputs in numbers of `width` bytes.
+        """
         keys, values = self.linear_key_heads * self.linear_key_size, self.linear_value_heads * self.linear_value_size
         return 4 * self.linear_key_size * values + (self.linear_taps - 1) * (2 * keys + values) * width
 
@@ -142,7 +145,7 @@ class ModelConfig:
 
     @property
     def row_head_size(self) -> int:
-        """A head's size where rows attend to themselves: the larger one of keys and values, as kernels take one."""
+        """Head size for attention within rows: the larger one of keys and values, since kernels take one size."""
         return max(self.head_dim, self.value_width)
 
     @property
@@ -151,7 +154,7 @@ class ModelConfig:
 
     @property
     def expanded_size(self) -> int:
-        """What one head is expanded to: a value, and its key without the part that all heads have in common."""
+        """Size that one head is expanded to: a value, and its key without the part that all heads share."""
         return self.head_dim - self.rotary_size + self.value_width
 
     @property
@@ -186,15 +189,16 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def width(self, layer: Layer) -> int:
-        """Inner numbers that the feed-forward of a layer computes per token."""
+        """Returns the inner width of a layer's feed-forward per token."""
         if layer.feed_forward == "mlp" or not self.num_experts:
             return self.mlp_size
         return self.experts_per_token * self.expert_size + self.shared_expert_size
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence the model is made for: its window, stretched as its rotary scaling says (and
-        as vLLM counts it). Gemma 3's and Llama 3's windows are given as stretched."""
+        """Tokens of the longest sequence the model is made for: its window, stretched by its rotary scaling (as vLLM
+        counts it). Gemma 3's and Llama 3's windows are given as stretched.
+        """
         stretched = [0.0]
         for rope in {layer.rope for layer in self.layers} if self.family != "gemma3_text" else ():
             if rope.kind in ("linear", "yarn"):
@@ -202,8 +206,9 @@ class ModelConfig:
         return max(self.max_positions, int(max(stretched)))
 
     def beyond(self, longest: int, made_of: str) -> str:
-        """What to say where prompt + completion may be longer than what the model is made for; else "". made_of: the
-        options that say so."""
+        """Returns a warning if prompt + completion may be longer than the model's context; else "". made_of: the
+        options that set the lengths.
+        """
         if longest <= self.context:
             return ""
         return (f"prompt + completion may be {longest} tokens ({made_of}), the model is made for {self.context} "
@@ -281,7 +286,7 @@ def _next_tokens(given, family) -> int:
 
 
 def _routed(hf, family) -> dict:
-    """What ModelConfig says of experts and their router."""
+    """Returns the fields of ModelConfig about experts and their router."""
     size = hf[family.expert_size]
     out = dict(num_experts=hf[family.experts_count], experts_per_token=hf["num_experts_per_tok"], expert_size=size)
     if family.shared_expert_size:
@@ -324,7 +329,9 @@ def _check(hf, family):
 
 
 def _check_latent(hf, family):
-    """The sizes of attention over latents: a head's key is qk_nope_head_dim + qk_rope_head_dim wide."""
+    """Raises ConfigError for bad sizes of latent attention; a head's key is qk_nope_head_dim +
+    qk_rope_head_dim wide.
+    """
     for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         number(hf, key, least=1, kind=int)
     if hf["q_lora_rank"] is not None:
@@ -340,7 +347,7 @@ def _check_latent(hf, family):
 
 
 def _check_recurrent(hf):
-    """The sizes of recurrent layers, and fields whose other values mean another function."""
+    """Raises ConfigError for bad sizes of recurrent layers and for fields whose other values mean another function."""
     for key in LINEAR:
         number(hf, key, least=1, kind=int)
     keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
@@ -416,7 +423,7 @@ def _layers(hf, family) -> tuple[Layer, ...]:
 
 
 def _full(hf) -> list[bool]:
-    """Which layers of a model with recurrent ones have attention: by `layer_types`, else every so many."""
+    """Returns which layers of a model with recurrent ones have attention: by `layer_types`, else by an interval."""
     count, kinds = hf["num_hidden_layers"], hf.get("layer_types")
     if kinds is None:
         every = number(hf, "full_attention_interval", least=1, kind=int)
@@ -428,8 +435,9 @@ def _full(hf) -> list[bool]:
 
 
 def _prefix(layers) -> int:
-    """First layers that do not repeat: the dense ones before the first of experts, where the rest then has a shorter
-    period."""
+    """Returns the number of first layers outside the repetition: dense ones before the first expert layer, if the
+    others then have a shorter period.
+    """
     dense = next((i for i, layer in enumerate(layers) if layer.feed_forward != "mlp"), 0)
     period = lambda rest: next((n for n in range(1, len(rest)) if all(  # noqa: E731
         layer == rest[i % n] for i, layer in enumerate(rest))), len(rest))
@@ -437,7 +445,7 @@ def _prefix(layers) -> int:
 
 
 def _expert_count(given, family) -> int:
-    """Both names are in use, and transformers itself writes either."""
+    """Returns the number of experts; both of its names are in use, and transformers itself writes either."""
     own = family.experts_count
     found = {key: given[key] for key in (own, "num_local_experts") if given.get(key) is not None}
     if len(set(found.values())) > 1:
@@ -447,7 +455,7 @@ def _expert_count(given, family) -> int:
 
 
 def _feed_forwards(hf, family) -> list[str]:
-    """Which layers are dense and which have experts, by the fields of these that the family has."""
+    """Returns which layers are dense and which have experts, from the fields that the family uses."""
     layers = hf["num_hidden_layers"]
     if not family.expert_size:
         return [family.feed_forward] * layers
@@ -473,7 +481,9 @@ def _feed_forwards(hf, family) -> list[str]:
 
 
 def _listed_dense(hf, family, layers: int) -> list[int]:
-    """The layers that a list calls dense; left out, the first one. `first_k_dense_replace` is not read over it."""
+    """Returns the layers that a list names as dense; without a list, the first one. It has precedence over
+    `first_k_dense_replace`.
+    """
     kinds = hf.get(family.listed_kinds) or ["dense"] + ["sparse"] * (layers - 1)
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
         raise ConfigError(f"model config: {family.listed_kinds}={kinds!r}; give {layers} entries, each dense or sparse")
@@ -495,7 +505,9 @@ def _check_groups(hf, experts: int, chosen: int) -> None:
 
 
 def _windows(hf, family) -> tuple[list[bool], int]:
-    """(which layers have a sliding window, its size): by `layer_types` where given, else by the family's older keys."""
+    """Returns (which layers have a sliding window, its size): by `layer_types` if given, else by the family's older
+    keys.
+    """
     count, kinds, window = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("sliding_window")
     if kinds is not None and (not isinstance(kinds, list | tuple) or len(kinds) != count
                               or set(kinds) - {"full_attention", "sliding_attention"}):
@@ -533,7 +545,7 @@ def _windows(hf, family) -> tuple[list[bool], int]:
 
 
 def _pattern(hf) -> int:
-    """Every how many layers one sees everything."""
+    """Returns the interval of layers with full attention."""
     if hf["model_type"] == "gemma3_text":
         return number(hf, "sliding_window_pattern", least=1, kind=int)
     if hf.get("sliding_window_pattern", 2) != 2:

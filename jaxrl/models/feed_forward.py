@@ -61,7 +61,9 @@ GATED = {name: _gated(activation) for name, activation in ACTIVATIONS.items()}
 
 @functools.cache  # experts compare it by identity
 def clamped(alpha: float, limit: float) -> Callable:
-    """gpt-oss's gate: g * sigmoid(alpha * g) * (up + 1), with g at most the limit and up within it on both sides."""
+    """Computes gpt-oss's gate: g * sigmoid(alpha * g) * (up + 1), with g at most the limit and up within it on both
+    sides.
+    """
     def gated(gate, up):
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
@@ -70,12 +72,12 @@ def clamped(alpha: float, limit: float) -> Callable:
 
 
 def mlp(own, x):
-    """down(activation(gate) * up); (output, nothing beside)."""
+    """Returns (down(activation(gate) * up), {})."""
     return _dense(own, "mlp", x), {}
 
 
 def gate_of(cfg) -> Callable:
-    """Of a model's experts: (gate, up) -> hidden."""
+    """Returns the activation of a model's experts: (gate, up) -> hidden."""
     return clamped(cfg.gate_alpha, cfg.gate_limit) if cfg.gate_limit else GATED[cfg.activation]
 
 
@@ -95,14 +97,14 @@ class Routing(NamedTuple):
 
 
 def route(own, x) -> Routing:
-    """A token's experts and their weights, in fp32 or better.
+    """Returns a token's K experts and their weights, in fp32 or better.
 
     softmax: the K most probable of a softmax over all experts; of equal ones the first. Their weights are their
-    probabilities, divided by their sum where config.norm_topk, which is a softmax over the K logits.
+    probabilities, divided by their sum if config.norm_topk, which is a softmax over the K logits.
     sigmoid (DeepSeek-V3, arXiv 2412.19437, eq. 12 to 16): each expert's score is the sigmoid of its logit. Chosen are
-    the K best by score plus correction, of the experts of the best groups alone; the weights are the scores, without
-    the correction, divided by their sum (+ 1e-20) where config.norm_topk, times config.routed_scale.
-    Of replayed experts, too, the weights are the router's own, so that it learns.
+    the K best by score plus correction, among the experts of the best groups; the weights are the scores, without the
+    correction, divided by their sum (+ 1e-20) if config.norm_topk, times config.routed_scale.
+    For replayed experts, too, the weights are the router's own, so that it learns.
     """
     cfg, acc = own.config, jnp.promote_types(x.dtype, jnp.float32)
     kernel = gathered(own.values[parameters.ROUTER], own.rows[parameters.ROUTER].axes, acc)
@@ -128,7 +130,7 @@ def route(own, x) -> Routing:
 
 
 def _best_groups(choice_BxLxE, cfg):
-    """The same, with -inf for the experts of all but the groups whose best two have the largest sums."""
+    """Sets the scores to -inf for experts outside the groups whose best two have the largest sums."""
     if cfg.router_groups_taken == cfg.router_groups:
         return choice_BxLxE
     grouped = choice_BxLxE.reshape(*choice_BxLxE.shape[:-1], cfg.router_groups, -1)
@@ -139,7 +141,9 @@ def _best_groups(choice_BxLxE, cfg):
 
 
 def _log_probabilities(cfg, logits):
-    """Of a router's distribution over all experts: the softmax, or the sigmoids divided by their sum."""
+    """Returns the log of a router's distribution over all experts: the softmax, or the sigmoids
+    divided by their sum.
+    """
     if cfg.router == "softmax":
         return jax.nn.log_softmax(logits)
     scores = jax.nn.log_sigmoid(logits)
@@ -147,8 +151,9 @@ def _log_probabilities(cfg, logits):
 
 
 def experts(own, x):
-    """sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output, where there
-    is one, times a sigmoid of its own, where it has one. Padding reaches no expert."""
+    """Computes the sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output,
+    times its own sigmoid gate if it has one. Padding reaches no expert.
+    """
     cfg, (ids, gates, chosen, logits) = own.config, route(own, x)
     of_all = lambda leaf: tuple(  # noqa: E731
         gathered(own.values[path], own.rows[path].axes, x.dtype)
@@ -174,7 +179,10 @@ def experts(own, x):
 
 
 def by_token(auxiliary):
-    """Returns [B, L, n * K] int16: a token's experts in all n layers with experts, as a token column (-1 = unknown)."""
+    """Returns the experts of each token as a token column, [B, L, n * K] int16, -1 = unknown.
+
+    auxiliary: of Model.forward; its "routes" are [n, B, L, K] int32, n layers with experts, K experts per token.
+    """
     routes = jnp.moveaxis(auxiliary["routes"], 0, 2)
     return routes.reshape(*routes.shape[:2], -1).astype(jnp.int16)
 

@@ -45,7 +45,7 @@ class ValueModel:
         return (*trunk, *parameters.entries(self.config, rows))
 
     def tree(self, function):
-        """The parameter tree with `function(entry)` at every leaf."""
+        """Returns the parameter tree with `function(entry)` at every leaf."""
         return parameters.tree(self.entries, function)
 
     def init(self, key):

@@ -55,7 +55,7 @@ class Fours(tensorfile.Stored):
     scale: tensorfile.Stored
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """The whole, or that of (expert, ..., columns), of which nothing else is computed."""
+        """Returns the dequantized values at an index (expert, ..., columns); computes only those."""
         experts, inputs, outputs = self.shape
         shape = experts, outputs, inputs // EACH
         codes = np.memmap(self.file, np.uint8, "r", self.start, (*shape, EACH // 2))
@@ -67,9 +67,9 @@ class Fours(tensorfile.Stored):
 
 
 def plain(stored: dict[str, tensorfile.Stored], folder: Path) -> dict[str, tensorfile.Stored]:
-    """A folder's tensors with those in few bits as what they stand for, and without their scales.
+    """Returns a folder's tensors with quantized ones dequantized and without their scales.
 
-    Raises ConfigError for scales of another shape than the codes and config.json's quantization_config say.
+    Raises ConfigError for scales of another shape than the codes and config.json's quantization_config require.
     """
     stored = _of_fours(stored, folder)
     scales = {name for name in stored if name.endswith(SUFFIX)}
@@ -105,12 +105,12 @@ def _of_fours(stored, folder: Path) -> dict[str, tensorfile.Stored]:
 
 
 def of_values(stored: dict[str, tensorfile.Stored]) -> list[tensorfile.Stored]:
-    """The tensors that say in which dtype a folder is: all, but scales."""
+    """Returns the tensors that determine a folder's dtype: all except scales."""
     return [t for t in stored.values() if not t.name.endswith(SUFFIX)]
 
 
 def check(given: dict, kind: str) -> None:
-    """ConfigError for a quantization_config that is not one of this kind, fp8 or mxfp4."""
+    """Raises ConfigError for a quantization_config of another kind than fp8 or mxfp4."""
     if kind == "mxfp4":
         fits, said = given.get("quant_method") == "mxfp4", "quant_method=mxfp4"
     else:
