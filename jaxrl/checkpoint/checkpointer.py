@@ -137,7 +137,7 @@ class Checkpointer:
     # ---- checkpoints on disk
 
     def steps(self) -> list[int]:
-        """Returns the steps of the visible checkpoints, oldest first. Visible means complete when it was committed."""
+        """Returns the steps of the visible checkpoints, oldest first. Visible means that the commit has happened."""
         return [int(p.name) for p in checkpoints_in(self.directory)]
 
     # ---- saving

@@ -81,7 +81,7 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
 
 
 def reference_print(config) -> str:
-    """Returns the fingerprint of the reference's initial weights; for a random policy its seed."""
+    """Returns the fingerprint of the reference's initial weights (see weights_print); for a random policy "seed N"."""
     path, revision = _reference(config)
     return weights_print(path, revision) if path else f"seed {config.run.seed}"
 
@@ -94,7 +94,11 @@ def weights_of_hosts(config) -> dict[str, str]:
 
 
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
-    """Returns name -> hub commits that were read, kept for reproducibility."""
+    """Returns the hub commits that were read, name -> [40 hex digits]; checkpoints store them.
+
+    Names are model, tokenizer, reference, critic, teacher, "training data" and "eval set <name>"; local folders are
+    left out.
+    """
     m = config.model
     named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, jaxrl_data.tokenizer_revision(config)),
              "reference": (config.reference.path, config.reference.revision),

@@ -116,9 +116,11 @@ READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("token
 
 
 def input_changes(old: dict, new: dict, accepted=(), asked: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. What only one side has is not compared.
+    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. Names that only one side has are not
+    compared.
 
     Args:
+      old, new: of the checkpoint, and of this run.
       accepted: run.accept_changed.
       asked: accepted option changes (texts of config_changes); an eval set that differs because of them is not
         reported.

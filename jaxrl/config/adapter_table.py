@@ -19,7 +19,7 @@ ROWS = ("sources", "eval")    # names in data.sources and in eval.sets of the ro
 
 
 def names(config) -> tuple[str, ...]:
-    """In the order of their numbers; () without lora.adapters."""
+    """Returns the names of lora.adapters in the order of their numbers; () without lora.adapters."""
     return tuple(sorted(config.lora.adapters))
 
 

@@ -96,7 +96,9 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
 
 
 def no_effect(name: str, value, without: str, remedy: str) -> str:
-    """The problem of an option that would be read by nothing."""
+    """Returns the problem of an option that nothing would read. without: reason, such as "without
+    rollout.engine=vllm".
+    """
     return f"{name}={value!r} has no effect {without}; {remedy}"
 
 

@@ -53,8 +53,9 @@ def not_yet(name: str) -> str | None:
 
 
 def unknown_option(dotted: str) -> str:
-    """The message for an option that does not exist: the option that a key of this name in another system stands for,
-    what jaxrl lacks, or the nearest names by leaf and by whole path."""
+    """Returns the message for an option that does not exist: the option that a key of this name in another system
+    stands for, what jaxrl lacks, or the nearest names by leaf and by whole path.
+    """
     if dotted in SCHEMA:
         return f"{dotted} is a group of options; jaxrl train --help={dotted} lists them"
     rows = _rows(dotted)
@@ -70,7 +71,7 @@ def unknown_option(dotted: str) -> str:
 
 
 def suggestions(dotted: str) -> list[str]:
-    """At most three options for a name that is none, the nearest first."""
+    """Returns at most three options for a name that does not exist, the nearest first."""
     rows, names, leaf = _rows(dotted), list(options()), _leaf(dotted)
     whole, theirs = [row for row in rows if row.whole and row.options], [row.options[0] for row in rows if row.options]
 

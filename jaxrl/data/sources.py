@@ -202,7 +202,7 @@ def _unique(pairs: list) -> dict:
 
 
 class DuplicateKey(ValueError):
-    """A JSON object that has a key twice."""
+    """Raised for a JSON object that has a key twice."""
 
 
 def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = "", revision: str | None = None,

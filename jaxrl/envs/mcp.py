@@ -221,6 +221,12 @@ class Stdio:
         self._reader = asyncio.ensure_future(self._read(self._process.stdout))
 
     async def ask(self, message: dict, number: int) -> dict:
+        """Sends a JSON-RPC request and waits for the reply with this id. Raises BadEnvironment if the server has ended.
+
+        Args:
+          message: the request, with its id.
+          number: the id.
+        """
         if self.fault is not None:
             raise BadEnvironment(self.fault)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()

@@ -216,13 +216,13 @@ def _same(message: dict) -> dict:
 
 
 def assistant_message(turn: dict, stop: list[str]) -> dict:
-    """Returns the model's turn as a message of the API.
+    """Returns the model's turn as a message of the API: role, content, refusal and, if there are any, tool calls.
 
-    A turn with a call that cannot be parsed is returned as its text. A stop text ends the content and is not part of
-    it.
+    A turn with a call that cannot be parsed is returned as its text.
 
     Args:
       turn: the trainer's reply.
+      stop: stop texts; the content ends before the first of them.
     """
     text, calls = turn["text"], turn["calls"]
     if "written" in turn:

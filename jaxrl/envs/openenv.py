@@ -31,8 +31,16 @@ MAX_NUMBER, MAX_DIGITS = 2.0**63, 400  # limits of a number in a turn: absolute 
 
 
 def make_factory(servers: list[str], options: dict, step_seconds: float):
-    """Returns a function without arguments that creates an environment. Asks every server for its schema; the schemas
-    must be equal. Raises LoadError.
+    """Returns a function without arguments that creates an environment. Asks every server for its schema.
+
+    Args:
+      servers: URLs of replicas of one environment.
+      options: env.options with the keys of OPTIONS: action, observation, state, prompt, reset.
+      step_seconds: env.step_seconds; a request to a server may take half of it.
+
+    Raises:
+      LoadError: an unknown option, a server without a schema, servers with different actions, or an action field that
+        does not exist.
     """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:

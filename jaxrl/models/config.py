@@ -98,6 +98,7 @@ class ModelConfig:
 
     @property
     def num_expert_layers(self) -> int:
+        """Number of layers with experts."""
         return sum(layer.feed_forward != "mlp" for layer in self.layers) if self.num_experts else 0
 
     @property

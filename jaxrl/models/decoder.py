@@ -270,7 +270,7 @@ def added_up(first: dict, *more: dict) -> dict:
 
 
 def _over_repetitions(outputs: dict, axes: tuple[int, ...] = (0,)) -> dict:
-    """Moves the repetitions of a scan's auxiliary outputs to the axes of the layers."""
+    """Merges a scan's auxiliary outputs: the repetitions of STACKED ones extend their first axis, others are summed."""
     return {name: x.reshape(-1, *x.shape[len(axes) + 1:]) if name in STACKED else x.sum(axes)
             for name, x in outputs.items()}
 

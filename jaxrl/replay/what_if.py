@@ -82,6 +82,7 @@ def dot(a: dict, b: dict):
 
 
 def number(x) -> float:
+    """Returns a scalar on the devices as a float."""
     return float(to_host(x))
 
 

@@ -109,7 +109,12 @@ class Call:
         return (), kwargs
 
     def call_one(self, item: dict, shared: dict):
-        """Calls the function for one item; returns a coroutine if it is asynchronous."""
+        """Calls the function for one item; returns its value, or a coroutine if it is asynchronous.
+
+        Args:
+          item: the JSON of a RewardItem (items.item_json).
+          shared: arguments that all items share: user, format_pattern, code_score.
+        """
         extras = {k: item[k] for k in EXTRAS if k in item}
         args, kwargs = self.arguments(item["prompt"], item["completion"], item["columns"], extras, shared)
         return self.fn(*args, **kwargs)

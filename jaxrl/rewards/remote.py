@@ -24,7 +24,12 @@ FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class Remote(Service):
-    """A batched reward of a service that reads text."""
+    """A batched reward of a service that reads text; scores prompts, completions and the columns of `columns`.
+
+    Args:
+      o: the service's options (see services.service_options); they decide scores.
+      place: {urls, key_env, cache}, see services.ServiceTable.
+    """
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)

@@ -23,8 +23,9 @@ class ServiceTable(NamedTuple):
     """Services by name.
 
     Attributes:
-      options: what decides scores, JSON-able.
-      places: {urls, key_env, cache}.
+      options: name -> the options that decide scores, JSON-able; part of RewardPool.key().
+      places: name -> {urls, key_env, cache}: location, variable of the key, folder of the judge's cache. They decide no
+        score.
       env: environment variables that workers need for them.
     """
 

@@ -175,7 +175,7 @@ def support_floor(q_SxV, controls: Controls):
 
 
 def ordered_bits(x):
-    """Returns int32 values in the order of the float32 values (-0 just below +0)."""
+    """Returns int32 values in the order of the float32 values, any shape (-0 just below +0); see from_ordered_bits."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return bits ^ ((bits >> 31) & INT_MAX)
 

@@ -134,7 +134,13 @@ class RemoteProcess(Channel):
 
 
 class Host:
-    """The actor: runs a worker process on its host."""
+    """The actor: runs a worker process on its host.
+
+    Args:
+      module, memory_gb, group, who, python: see WorkerProcess.
+      named: environment variables in addition to what Python needs.
+      table: class of the memory that the worker shares with this actor (worker.Seats), or None.
+    """
 
     def __init__(self, module: str, named: dict[str, str], memory_gb: float, group: str, who: str, python: str, table):
         self._state, self._out, self._why, self._at = threading.Condition(), bytearray(), "", 0

@@ -249,7 +249,12 @@ class _Head(NamedTuple):
 @custom_vjp(7, 8, 9, 10, 11)
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
                         chunk, split, transposed):
-    """See api.logprob_and_entropy. ids_RxSxK: None, or the tokens whose log-probs come last of all results."""
+    """Computes log-probs and entropies in chunks; arguments and results as in api.logprob_and_entropy.
+
+    Returns:
+      (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop), with ids_RxSxK at last their
+      log-probs.
+    """
     return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
                     chunk, split, transposed, keep=False)[0]
 

@@ -184,8 +184,15 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
                 then=None):
     """Loads the trunk of a causal model, or of a sequence classifier with one label, with a value head.
 
-    The head is the classifier's `<tree.name>.weight` [1, D]; zero where the folder has none. `shardings` as the
-    tree's. then: array -> what is kept of it, before the next one is read. Raises as load_params does.
+    Args:
+      tree: the ValueModel. The head is the classifier's `<tree.name>.weight` [1, D]; zero if the folder has none.
+      path, revision: folder or hub id.
+      shardings: as the tree's; None = the first device.
+      dtype: of the arrays.
+      then: array -> replacement, called before the next array is read (to move it to host memory, for example).
+
+    Returns:
+      The parameter tree. Raises as load_params does.
     """
     stored = check_critic(tree, path, revision)
     shardings = shardings or _one_device(tree)

@@ -281,7 +281,7 @@ class Control:
             return {}
 
     def check_health(self, deadline: float) -> None:
-        """Raises ServerError if the server is unhealthy, Refused if it refuses; see the class."""
+        """Raises ServerError if the server is unhealthy or silent for `deadline` seconds, Refused if it refuses."""
         self._call("GET", "/health", deadline=deadline)
 
     def is_open(self) -> bool:
@@ -377,13 +377,19 @@ class Control:
         self._call("POST", "/finish_weight_update", {"weight_version": version})
 
     def reload(self, path: str, version: str) -> None:
-        """Loads a checkpoint folder; vLLM only warns of missing tensors, so the result has to be probed."""
+        """Loads a checkpoint folder, which the server must see. vLLM only warns of missing tensors, so the result has
+        to be probed.
+
+        Args:
+          path: Hugging Face folder.
+          version: version of the weights from then on.
+        """
         self.rpc("update_config", overrides={"load_config": {"load_format": "auto"}})
         self.rpc("reload_weights", weights_path=path)
         self.update_version(version)
 
     def update_version(self, version: str) -> None:
-        """Sets the version of the weights without an update."""
+        """Sets the version of the weights, which later completions carry, without an update."""
         self._call("POST", "/update_weight_version", {"new_version": version})
 
     def load_adapter(self, name: str, path: str) -> None:
