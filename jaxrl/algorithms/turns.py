@@ -100,11 +100,11 @@ def anchor_advantages(rewards_T, turn_T, anchor_T, mask_T, offsets, groups_N, pr
     """
     cells = _cells(turn_T, mask_T, offsets)
     turns, first, turn_of = np.unique(cells.flat, return_index=True, return_inverse=True)
-    whose, anchors = cells.trajectory[first], np.asarray(anchor_T)[cells.at][first]
-    to_go = np.where(np.asarray(present_N, bool)[whose], _to_go(rewards_T, cells, gamma).ravel()[turns], np.nan)
+    trajectory, anchors = cells.trajectory[first], np.asarray(anchor_T)[cells.at][first]
+    to_go = np.where(np.asarray(present_N, bool)[trajectory], _to_go(rewards_T, cells, gamma).ravel()[turns], np.nan)
     named, found, out = anchors != 0, np.zeros(len(turns)), np.zeros(len(mask_T))
     states, state = np.unique(anchors[named], return_inverse=True)
-    _, group = np.unique(np.asarray(groups_N)[whose[named]], return_inverse=True)
+    _, group = np.unique(np.asarray(groups_N)[trajectory[named]], return_inverse=True)
     found[named], _ = group_advantages(to_go[named], group * len(states) + state, mean=mean, std=std)
     out[cells.at] = found[turn_of]
     return out

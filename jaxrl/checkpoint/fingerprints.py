@@ -50,8 +50,8 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
         log.warning("%s was written by an older jaxrl, which stored no fingerprints: data and tokenizer may differ from"
                     " those it was trained with", chosen.path)
         return read
-    _, asked = config_changes(chosen.host["config"], redacted(config))
-    refused, taken = input_changes(before["prints"], read["prints"], config.run.accept_changed, asked)
+    _, accepted = config_changes(chosen.host["config"], redacted(config))
+    refused, taken = input_changes(before["prints"], read["prints"], config.run.accept_changed, accepted)
     if refused:
         moved = before["commits"] != read["commits"]
         hub = f". Hub commits then {before['commits']}, now {read['commits']}" if moved else ""
@@ -90,7 +90,7 @@ def weights_of_hosts(config) -> dict[str, str]:
     """Returns name -> hash of the weights that every process reads its part of at start-up."""
     critic = config.critic
     named = {"weights of the policy": _policy(config), "weights of the critic": (critic.path, critic.revision)}
-    return {name: weights_print(*given) for name, given in named.items() if given[0]}
+    return {name: weights_print(*source) for name, source in named.items() if source[0]}
 
 
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
@@ -104,7 +104,7 @@ def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
              "reference": (config.reference.path, config.reference.revision),
              "critic": (config.critic.path, config.critic.revision),
              "teacher": (config.teacher.path, config.teacher.revision)}
-    out = {name: [commit] for name, given in named.items() if (commit := _commit(*given))}
+    out = {name: [commit] for name, source in named.items() if (commit := _commit(*source))}
     sets = {} if train_set is None else {"training data": train_set}
     sets |= {f"eval set {name}": dataset for name, dataset in eval_sets.items()}
     return out | {name: dataset.commits for name, dataset in sets.items() if dataset.commits}

@@ -158,8 +158,8 @@ def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
     """
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
     named = [(path, "data.path") for path in config.data.path if wanted]
-    named += [(path, f"data.sources.{name}.path") for name, given in config.data.sources.items()
-              if "path" in given and config.run.mode != "eval" for path in source_config(config, name).data.path]
+    named += [(path, f"data.sources.{name}.path") for name, options in config.data.sources.items()
+              if "path" in options and config.run.mode != "eval" for path in source_config(config, name).data.path]
     named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config) if name not in sets_given]
     problems = []
     for path, field in named:

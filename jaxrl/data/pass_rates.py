@@ -15,13 +15,13 @@ class PassRates:
       sizes: number of rows of each source.
       low, high: data.pass_rate_min and pass_rate_max. A row whose last measured rate lies outside is dropped from
         epochs that start later, and so is not measured again.
-      held: () -> this part's `host` entry in the resumed checkpoint, or None.
+      resumed: () -> this part's `host` entry in the resumed checkpoint, or None.
     """
 
     name = "pass_rates"
 
-    def __init__(self, sizes, low: float, high: float, held: Callable[[], dict | None] = lambda: None):
-        self.sizes, self.low, self.high, self._held = list(sizes), low, high, held
+    def __init__(self, sizes, low: float, high: float, resumed: Callable[[], dict | None] = lambda: None):
+        self.sizes, self.low, self.high, self._resumed = list(sizes), low, high, resumed
         self.starts = np.cumsum([0, *self.sizes])
         self.rates = np.full(self.starts[-1], np.nan, np.float32)
         self.orders: list = []  # order.Epochs of each source
@@ -42,9 +42,9 @@ class PassRates:
 
     def abstract(self) -> dict:
         """Returns the arrays of the checkpoint to restore, as zeros: their sizes follow its epochs."""
-        epochs = (self._held() or {"epochs": [[]] * len(self.sizes)})["epochs"]
-        kept = sum(len(started_epochs) * n for started_epochs, n in zip(epochs, self.sizes, strict=True))
-        return {"rates": np.zeros(len(self.rates), np.float32), "kept": np.zeros(kept, bool)}
+        epochs = (self._resumed() or {"epochs": [[]] * len(self.sizes)})["epochs"]
+        size = sum(len(started_epochs) * n for started_epochs, n in zip(epochs, self.sizes, strict=True))
+        return {"rates": np.zeros(len(self.rates), np.float32), "kept": np.zeros(size, bool)}
 
     def start(self, arrays, host: dict | None) -> None:
         """Restores `arrays` and `host` of a checkpoint; does nothing if host is None."""

@@ -161,8 +161,8 @@ def completion_texts(tokenizer, ends=()):
     out |= {int(i) for i in ends if i in special}
 
     def texts(completions) -> list[str]:
-        kept = [[i for i in map(int, ids) if i not in out] for ids in completions]
-        return tokenizer.batch_decode(kept, skip_special_tokens=False)
+        visible = [[i for i in map(int, ids) if i not in out] for ids in completions]
+        return tokenizer.batch_decode(visible, skip_special_tokens=False)
 
     return texts
 

@@ -77,9 +77,9 @@ class TurnRenderer:
         """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         hidden: list[str] = []
-        kept = [self._hide(m, hidden) for m in messages]
+        marked = [self._hide(m, hidden) for m in messages]
         kwargs = {} if tools is None else {"tools": list(tools) or None}
-        text = self.template.conversation(kept, self.template.generation_prompt, **kwargs) + self.template.prefix
+        text = self.template.conversation(marked, self.template.generation_prompt, **kwargs) + self.template.prefix
         ids, at = [], 0
         for match in HIDDEN.finditer(text):
             ids += [*self.tokens.written(text[at:match.start()]), *self.tokens.plain(hidden[int(match[1])])]
@@ -433,10 +433,10 @@ def _messages(messages) -> list[dict]:
         messages = [messages]
     out = []
     for message in check_messages(messages):
-        kept = {"role": message["role"], "content": message["content"]}
+        new = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
-            kept |= {"name": str(message.get("name") or "tool"), "tool_call_id": str(message.get("tool_call_id") or "")}
-        out.append(kept)
+            new |= {"name": str(message.get("name") or "tool"), "tool_call_id": str(message.get("tool_call_id") or "")}
+        out.append(new)
     return out
 
 

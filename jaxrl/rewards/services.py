@@ -107,10 +107,10 @@ def judge_prompt(o: dict) -> str:
         raise ConfigError(f"prompt_file={o['prompt_file']!r}: {e}") from None
 
 
-def _cache(given: str, run_dir: str) -> str:
-    if given == "auto":
+def _cache(folder: str, run_dir: str) -> str:
+    if folder == "auto":
         return str(Path(run_dir).absolute() / "judge") if run_dir and "://" not in run_dir else ""
-    return str(Path(given).expanduser().absolute()) if given else ""
+    return str(Path(folder).expanduser().absolute()) if folder else ""
 
 
 def _plain(table) -> dict:

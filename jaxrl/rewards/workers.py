@@ -143,14 +143,14 @@ class Workers:
                                        is_over=not jobs or len(failed) > most_failed)
             self._tasks.extend(self._split(jobs, this))
             self._state.notify_all()
-            began, said = time.monotonic(), 0
+            began, logged = time.monotonic(), 0
             try:
                 while not (this.is_over or self._fatal or self._closing):
                     self._state.wait(0.5)
                     self.printed.bound(PRINTED_BYTES)
                     passed = time.monotonic() - began
-                    if passed // PROGRESS_SECONDS > said:
-                        said = passed // PROGRESS_SECONDS
+                    if passed // PROGRESS_SECONDS > logged:
+                        logged = passed // PROGRESS_SECONDS
                         log.info("rewards: %d of %d done after %.0f s", len(results), this.wanted, passed)
                     if not (this.is_over or self._fatal or self._closing) and stop():
                         return False

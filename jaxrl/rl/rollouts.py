@@ -253,7 +253,7 @@ class Rollouts:
         """Builds one batch of at most `wanted` groups: those with signal first (without refill: all), in data order."""
         c, mode = self.spec, self.spec.algorithm.dynamic_sampling
         keep = {g: k for one in rounds for g, k in one.keep.items()}
-        chosen, metrics, asked = set(keep), {}, sum(one.asked for one in rounds)
+        chosen, metrics, requested = set(keep), {}, sum(one.asked for one in rounds)
         if mode == "refill":
             good = [g for g in keep if keep[g]]
             chosen = set((good + [g for g in keep if not keep[g]])[:wanted])
@@ -263,10 +263,10 @@ class Rollouts:
                             wanted, len(rounds), c.algorithm.dynamic_sampling_rounds)
             discarded = 1 - len(chosen) / max(len(keep), 1)
             metrics = {"rollout/rounds": float(len(rounds)), "rollout/discarded_fraction": discarded}
-            asked = len(chosen) * c.rollout.group_size
+            requested = len(chosen) * c.rollout.group_size
         rows = [row for one in rounds for row in one.rows if row[2].position in chosen]
         if not rows:
-            raise RunStopped(f"rollout: all {asked} requests of step {step + 1} failed; the log has their errors")
+            raise RunStopped(f"rollout: all {requested} requests of step {step + 1} failed; the log has their errors")
         traj, texts, items = self._items([row[:3] for row in rows], [row[3] for row in rows])
         result = self._run_rewards(rows, items, recorded=[row[4] for row in rows], stop=self.session.interrupted)
         if self.reward_model is not None:
@@ -274,7 +274,7 @@ class Rollouts:
                 result = self.reward_model.add_scores(traj, [row[2].example for row in rows], texts, result)
         if c.episodes:
             failed = sum((Counter(one.failed) for one in rounds), Counter())
-            metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)
+            metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, requested)
         shaped, addresses = self._shaped(traj, result), None
         if c.record.every:
             addresses = np.array([jaxrl_rewards.item_hash(item) for item in items], np.uint64)
@@ -287,8 +287,8 @@ class Rollouts:
         scores = normalize_scores(shaped, traj.group, c.reward.norm_mean, c.reward.norm_std)
         return Batch(traj, [row[2] for row in rows], texts, result, shaped, scores,
                      baseline if c.algorithm.advantage_mean == "greedy" else None, dropped,
-                     np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, asked, cursor, metrics,
-                     pass_rates([row for one in rounds for row in one.rows], c), addresses)
+                     np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, requested, cursor,
+                     metrics, pass_rates([row for one in rounds for row in one.rows], c), addresses)
 
     def _shaped(self, traj, result) -> np.ndarray:
         """Returns [N] total rewards with the length penalties of reward.* and algorithm.overlong_*."""

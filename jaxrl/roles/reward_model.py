@@ -93,9 +93,9 @@ class RewardModel(Role):
         by = f"reward.model.max_sequence_tokens={o.max_sequence_tokens}" if o.max_sequence_tokens else made_of(c)
         if beyond := self.model.config.beyond(self.longest, by):
             log.warning("reward.model.path=%r: %s", o.path, beyond)
-        held = c.train.score_tokens_per_microbatch or c.train.tokens_per_microbatch
+        tokens = c.train.score_tokens_per_microbatch or c.train.tokens_per_microbatch
         mesh, windows = job.mesh_of(PART), [layer.window for layer in self.model.config.layers]
-        self.shapes = training.row_shapes((), self.longest + 1, held, sharding.data_shards(mesh), c.train.row_counts,
+        self.shapes = training.row_shapes((), self.longest + 1, tokens, sharding.data_shards(mesh), c.train.row_counts,
                                           mesh.shape["cp"], windows, bool(self.model.config.num_recurrent))
         with self.on():
             where = parameters.param_shardings(job, tree=self.tree, role=PART)

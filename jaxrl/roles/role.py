@@ -195,8 +195,8 @@ class Policy(Role):
     def abstract(self) -> dict:
         """Returns shapes, dtypes and shardings of a checkpoint's arrays: the TrainState without a base of adapters."""
         self._abstract = parameters.abstract_state(self.job, self.optimizer)
-        kept = parameters.checkpoint_fields(self.job, dict(vars(self._abstract)))
-        return kept if self.job.model.adapter is None else {**kept, "base_digest": np.zeros(32, np.uint8)}
+        fields = parameters.checkpoint_fields(self.job, dict(vars(self._abstract)))
+        return fields if self.job.model.adapter is None else {**fields, "base_digest": np.zeros(32, np.uint8)}
 
     def start(self, arrays: dict | None) -> None:
         """Starts from a checkpoint's arrays, or from the config's model (None).
@@ -248,9 +248,9 @@ def check_finite(state: TrainState, config) -> None:
         streak = int(np.asarray(count))
         if streak < limit:
             continue
-        whose = f" of the adapter {adapter}" * bool(adapter)
+        where = f" of the adapter {adapter}" * bool(adapter)
         raise NothingFinite(
-            f"{streak} updates{whose} in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
+            f"{streak} updates{where} in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
             f" parameters are unchanged since: {finite(config, config.run.dir)}")
 
 

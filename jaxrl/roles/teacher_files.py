@@ -86,7 +86,7 @@ class TeacherFiles:
             try:
                 file = self._open.enter_context(safe_open(path, "numpy"))
                 about, keys, offsets = file.metadata() or {}, file.get_tensor("keys"), file.get_tensor("offsets")
-                held, digest = file.get_slice("ids").get_shape()[1], _digest(map(file.get_tensor, ARRAYS))
+                width, digest = file.get_slice("ids").get_shape()[1], _digest(map(file.get_tensor, ARRAYS))
             except (SafetensorError, OSError) as e:
                 raise ConfigError(f"teacher.files={folder!r}: {path.name} is not what teacher.save writes ({e}); "
                                   "write it again") from None
@@ -100,8 +100,8 @@ class TeacherFiles:
                 raise ConfigError(f"teacher.files={folder!r}: {path.name} was written at temperature "
                                   f"{about.get('temperature')}, not distill.teacher_temperature="
                                   f"{options.teacher_temperature}; set that, or write it again")
-            if held < self.top:
-                raise ConfigError(f"distill.top_k={self.top}: {path.name} in teacher.files={folder!r} holds {held} "
+            if width < self.top:
+                raise ConfigError(f"distill.top_k={self.top}: {path.name} in teacher.files={folder!r} holds {width} "
                                   "tokens; lower it, or write it again")
             for i, one in enumerate(keys):
                 self._found[one.tobytes()] = file, int(offsets[i]), int(offsets[i + 1])

@@ -42,7 +42,7 @@ COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_s
             "evicted", "extend_calls", "extended_prompts", "extended_tokens")
 
 
-def make_engine(*given):
+def make_engine(*fields):
     """Builds the embedded sampler of an EngineContext, or of its first five fields.
 
     On a mesh over several processes each process has its own engine over its devices; publish is collective,
@@ -51,7 +51,7 @@ def make_engine(*given):
     Raises:
       ConfigError: shapes that cannot hold what the config asks for, or tensor parallelism across processes.
     """
-    context = EngineContext.of(*given)
+    context = EngineContext.of(*fields)
     config, model, eos_ids = context.config, context.model, context.eos_ids
     joint = make_mesh(config.mesh, jax.local_devices()[:1]) if context.mesh is None else rollout_mesh(context.mesh)
     mesh = local_mesh(joint)
@@ -347,14 +347,14 @@ class EmbeddedEngine(Engine):
                 prompts.setdefault(sample.key, sample.request)
                 if len(prompts) == width:
                     break
-        tokens, lengths, whose = np.zeros((width, length), np.int32), np.ones(width, np.int32), np.zeros(width)
+        tokens, lengths, adapters = np.zeros((width, length), np.int32), np.ones(width, np.int32), np.zeros(width)
         for i, request in enumerate(prompts.values()):
             tokens[i, :len(request.prompt)], lengths[i] = request.prompt, len(request.prompt)
-            whose[i] = request.adapter
+            adapters[i] = request.adapter
         rows = np.arange(bucket * width, (bucket + 1) * width, dtype=np.int32)
         with self._precompiling_siblings():
             self._stash, routes = self._programs.prefill(self._params, self._stash, tokens, lengths, rows,
-                                                         self._numbers(whose))
+                                                         self._numbers(adapters))
         if routes is not None:
             self._routes[bucket] = jax.device_get(routes)
         self._stashed[bucket] = {key: int(row) for key, row in zip(prompts, rows, strict=False)}
@@ -485,11 +485,11 @@ class EmbeddedEngine(Engine):
                 history[i, :len(tokens)] = tokens
         return self._programs.put(history, sharding)
 
-    def _take(self, sample: Sample, tokens, logprobs, kept, support, routes) -> int:
+    def _take(self, sample: Sample, tokens, logprobs, log_kept, support, routes) -> int:
         """Appends sampled tokens to a sample and finishes it at its end. Returns the number of tokens up to the end."""
         before = sample.produced
         versions = np.full(len(tokens), self._version, np.int32)
-        sample.parts.append((tokens, logprobs, kept, support, routes, versions))
+        sample.parts.append((tokens, logprobs, log_kept, support, routes, versions))
         progress = self._table[0]
         progress.token[sample.slot] = tokens[-1]
         progress.position[sample.slot] += len(tokens)
@@ -508,11 +508,11 @@ class EmbeddedEngine(Engine):
         return len(tokens)
 
     def _finish(self, sample: Sample, reason: str, length: int | None = None):
-        tokens, logprobs, kept, support, routes, versions = (sample.column(i, t)[:length] for i, t in enumerate(
+        tokens, logprobs, log_kept, support, routes, versions = (sample.column(i, t)[:length] for i, t in enumerate(
             (np.int32, np.float32, np.float32, np.int32, np.int16, np.int32)))
         support = support.reshape(len(versions), self.shapes.support)
         routes = self._all_routes(sample, routes) if self.shapes.routes else None
-        self._done.append(Result(sample.request.id, tokens, logprobs, kept, versions, reason, sample.request.seed,
+        self._done.append(Result(sample.request.id, tokens, logprobs, log_kept, versions, reason, sample.request.seed,
                                  support, routes))
         self._ids.discard(sample.request.id)
         if len(self._ended_at) < 2:

@@ -54,11 +54,11 @@ class EngineContext:
         return DTYPES.get(self.config.rollout.dtype) or np.dtype(self.model.compute_dtype).name
 
     @classmethod
-    def of(cls, *given) -> EngineContext:
+    def of(cls, *fields) -> EngineContext:
         """Returns a context, or builds one from its fields (the signature of engine factories before there was a
         context).
         """
-        return given[0] if isinstance(given[0], cls) else cls(*given)
+        return fields[0] if isinstance(fields[0], cls) else cls(*fields)
 
 
 class EngineRow(NamedTuple):

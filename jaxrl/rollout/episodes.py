@@ -141,13 +141,13 @@ class EpisodeEngine(Engine):
 
     def _take_back(self, episodes: list[Episode]) -> None:
         """Aborts the turns of these episodes that are being sampled."""
-        asked = [e.pending[1].id for e in episodes if e.pending]
+        pending = [e.pending[1].id for e in episodes if e.pending]
         for episode in episodes:
             if episode.pending:
                 del self._turns[episode.pending[1].id]
                 episode.pending = ()
-        if asked:
-            self.engine.abort(asked)
+        if pending:
+            self.engine.abort(pending)
             self._take(self.engine.poll(0.0))  # so that their ids are free
 
     def hold(self, on: bool) -> None:
@@ -373,8 +373,8 @@ class EpisodeEngine(Engine):
 
     def _reply(self, episode: Episode, part: Result, finish: str, before: int, tools) -> None:
         """Sends a sampled turn to the worker. before: number of tokens of the turn's prompt."""
-        said = self.renderer.read(part.tokens, tools)
-        self.pool.reply(episode.request.id, {**said, "finish": finish, "tokens": [before, len(part.tokens)]})
+        message = self.renderer.read(part.tokens, tools)
+        self.pool.reply(episode.request.id, {**message, "finish": finish, "tokens": [before, len(part.tokens)]})
 
     def _reward(self, episode: Episode, reward: float) -> None:
         if episode.turns and reward:

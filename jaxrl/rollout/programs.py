@@ -237,8 +237,8 @@ class Programs:
             stash = self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
             return (stash, by_token(auxiliary)) if self.shapes.routes else stash
 
-        tokens, lengths, whose = self.put((tokens_BxP, lengths_B, whose_B), self.by_slot)
-        args = tokens, lengths, self.put(rows_B, self.whole), whose
+        tokens, lengths, adapters = self.put((tokens_BxP, lengths_B, whose_B), self.by_slot)
+        args = tokens, lengths, self.put(rows_B, self.whole), adapters
         out = self._and_routes(self.cache_shardings(stash))
         return ("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
@@ -258,8 +258,8 @@ class Programs:
         new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K), self.by_slot)
 
         def extend(params, cache, *new):
-            tokens, positions, slots, whose = new
-            cache, auxiliary = self.model.extend(params, tokens, positions, cache, slots, True, whose)
+            tokens, positions, slots, adapters = new
+            cache, auxiliary = self.model.extend(params, tokens, positions, cache, slots, True, adapters)
             return (cache, by_token(auxiliary)) if self.shapes.routes else cache
 
         out = self._and_routes(self.cache_shardings(cache))
@@ -281,11 +281,11 @@ class Programs:
         """
         whole = len(rows_S) == self.shapes.slots
         part = functools.partial(decode_part, self.model, self.shapes, length, whole, self._constrain)
-        progress, controls, shared, whose = self.put((progress, controls, shared, whose_S), self.by_slot)
+        progress, controls, shared, adapters = self.put((progress, controls, shared, whose_S), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
         step = self.by_step
         out = Chunk(step, step, step, step, step, self.whole)
-        args = (params, cache, progress, controls, history, leave_at, rows_S, shared, whose)
+        args = (params, cache, progress, controls, history, leave_at, rows_S, shared, adapters)
         return ("decode", len(rows_S), length), part, args, (1,), (self.cache_shardings(cache), out)
 
     def _constrain(self, cache):

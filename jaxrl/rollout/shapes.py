@@ -129,47 +129,47 @@ def _slot_counts(slots: int, shards: int) -> tuple[int, ...]:
     return tuple(sorted({slots} | {slots // d for d in (2, 8, 32) if slots // d >= 4 and (slots // d) % shards == 0}))
 
 
-def _prompt_lengths(given, first: int, longest: int) -> tuple[int, ...]:
+def _prompt_lengths(option, first: int, longest: int) -> tuple[int, ...]:
     """Returns the given lengths, or a quarter, a half (in whole 16s) and all of the longest prompt.
 
     Where later turns have longer prompts than the `first`: the given lengths and the longest. Without given ones: the
     first's, the geometric mean (in whole 16s) where that is far from both, and the longest.
     """
-    if not given and longest == first:
+    if not option and longest == first:
         parts = (-(-longest // (16 * d)) * 16 for d in (4, 2))
         return tuple(sorted({longest} | {p for p in parts if p < longest}))
-    if not given:
+    if not option:
         middle = -(-math.isqrt(first * longest) // 16) * 16
         return (first, *([middle] if 3 * first < 2 * middle and 3 * middle < 2 * longest else []), longest)
-    lengths = _ascending("rollout.prompt_lengths", given)
+    lengths = _ascending("rollout.prompt_lengths", option)
     if lengths[-1] < first:
-        raise ConfigError(f"rollout.prompt_lengths={tuple(given)}: the longest is below "
+        raise ConfigError(f"rollout.prompt_lengths={tuple(option)}: the longest is below "
                           f"data.max_prompt_tokens={first}; add that length or lower data.max_prompt_tokens")
     if lengths[-1] < longest and len(lengths) == 3:
-        raise ConfigError(f"rollout.prompt_lengths={tuple(given)}: a later turn of an episode has up to {longest} "
+        raise ConfigError(f"rollout.prompt_lengths={tuple(option)}: a later turn of an episode has up to {longest} "
                           "tokens before it; name two lengths, to which that one is added, or make the third so long")
     return lengths if lengths[-1] >= longest else (*lengths, longest)
 
 
-def _cache_lengths(given, total: int, completion: int) -> tuple[int, ...]:
+def _cache_lengths(option, total: int, completion: int) -> tuple[int, ...]:
     """Returns the given lengths, or the length of prompt and completion in whole 16s (whole tiles of a TPU's memory).
 
     Where every step reads a long completion's cache to its end, a second length covers the first three eighths of the
     completion, which is as far as most completions of most batches come.
     """
-    if not given:
+    if not option:
         early = (total - 5 * completion // 8,) if completion >= LONG_COMPLETION else ()
         return tuple(-(-n // 16) * 16 for n in (*early, total))
-    lengths = _ascending("rollout.cache_lengths", given)
+    lengths = _ascending("rollout.cache_lengths", option)
     if lengths[-1] < total:
-        raise ConfigError(f"rollout.cache_lengths={tuple(given)}: the longest is below the {total} tokens of prompt "
+        raise ConfigError(f"rollout.cache_lengths={tuple(option)}: the longest is below the {total} tokens of prompt "
                           "and completion; add that length, or lower rollout.max_new_tokens or "
                           "train.max_sequence_tokens")
     return lengths
 
 
-def _ascending(name: str, given) -> tuple[int, ...]:
-    lengths = tuple(sorted({int(n) for n in given}))
+def _ascending(name: str, option) -> tuple[int, ...]:
+    lengths = tuple(sorted({int(n) for n in option}))
     if not 1 <= len(lengths) <= 3 or min(lengths) < 1:
-        raise ConfigError(f"{name}={tuple(given)}: at most 3 positive lengths (each is a compiled program)")
+        raise ConfigError(f"{name}={tuple(option)}: at most 3 positive lengths (each is a compiled program)")
     return lengths

@@ -144,8 +144,8 @@ class Callbacks:
         """Returns on_save for each checkpoint that was completed since the last call and is still there."""
         checkpointer = self.session.checkpointer
         steps = [checkpointer.completed.pop(0) for _ in range(len(checkpointer.completed))]
-        kept = checkpointer.steps() if steps else ()
-        return [("on_save", str(checkpointer.path_of(step))) for step in steps if step in kept]
+        existing = checkpointer.steps() if steps else ()
+        return [("on_save", str(checkpointer.path_of(step))) for step in steps if step in existing]
 
 
 def call_one(name: str, function, step: Step, *arguments) -> None:

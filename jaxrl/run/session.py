@@ -344,8 +344,8 @@ class Session:
         if self.ended():
             name = self.ending.partition("=")[0]
             further = 2 * (self.step if name == "train.steps" else get(self.spec.asked, name))
-            asked = "" if self.step <= self.total_steps else f" (of {self.total_steps} requested)"
-            self.say(f"this run has finished its {self.step} steps{asked}; extend it with --config.{name}={further}, or"
+            extra = "" if self.step <= self.total_steps else f" (of {self.total_steps} requested)"
+            self.say(f"this run has finished its {self.step} steps{extra}; extend it with --config.{name}={further}, or"
                      " start another with --config.run.dir=...")
             return
         first = self.step == 0 and self.spec.eval.before

@@ -444,12 +444,12 @@ def check_roles(config) -> None:
     if "sampler" in config.mesh.roles and not engine_row(config).on_mesh:
         raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has its own "
                           "devices; leave it out, or set rollout.engine=jax")
-    asked = ["optimizer.offload"] * config.optimizer.offload
-    asked += ["model.remat=offload"] * (config.model.remat == "offload")
-    asked += [f"mesh.roles.{role}.rest" for role, options in config.mesh.roles.items()
-              if options.get("rest") in ("host", "streamed")]
-    if asked and not memory.can_rest(jax.local_devices()[0]):
-        raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's "
+    on_host = ["optimizer.offload"] * config.optimizer.offload
+    on_host += ["model.remat=offload"] * (config.model.remat == "offload")
+    on_host += [f"mesh.roles.{role}.rest" for role, options in config.mesh.roles.items()
+                if options.get("rest") in ("host", "streamed")]
+    if on_host and not memory.can_rest(jax.local_devices()[0]):
+        raise ConfigError(f"{', '.join(on_host)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's "
                           "memory; leave it out")
 
 
@@ -542,8 +542,8 @@ def adapter_lines(job: Job) -> list[str]:
     each = {name: ", ".join(f"{key}={value}" for key, value in sorted(job.config.lora.adapters[name].items()))
             for name, _ in adapter.parts}
     size = sum(math.prod(e.shape) for e in job.tree.entries if "/".join(e.path) in own)
-    kind, held = dtype_of(job), [e for e in job.model.entries if "/".join(e.path) not in own]
-    weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in held)
+    kind, base = dtype_of(job), [e for e in job.model.entries if "/".join(e.path) not in own]
+    weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in base)
     bits = (job.config.lora.base != "none") * f"{job.config.lora.base}, the rest of it in "
     ranks = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     return [f"adapters  rank {ranks} on {len(adapter.targets)} modules, {size / 1e6:.3f} M parameters train; the base "
