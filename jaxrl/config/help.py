@@ -120,16 +120,16 @@ def conditions(group: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         if name.startswith(f"{group}."):
             read_by = [f"run.recipe={'|'.join(option.read_by)}"] * bool(option.read_by)
             clauses[name] = [*read_by, *filter(None, option.needs.split(" and "))]
-    counts = Counter(clause for given in clauses.values() for clause in given)
-    common = {clause: [name for name, given in clauses.items() if clause not in given]
+    counts = Counter(clause for own in clauses.values() for clause in own)
+    common = {clause: [name for name, own in clauses.items() if clause not in own]
               for clause, count in counts.items() if count > len(clauses) / 2 and count >= len(clauses) - MOST_WITHOUT}
-    return common, {name: [c for c in given if c not in common] for name, given in clauses.items()}
+    return common, {name: [c for c in own if c not in common] for name, own in clauses.items()}
 
 
 def option_lines(shown: dict[str, Option]) -> str:
     """Options with default, choices, meaning and conditions."""
     lines = []
-    further = {name: given for group in SCHEMA for name, given in conditions(group)[1].items()}
+    further = {name: clauses for group in SCHEMA for name, clauses in conditions(group)[1].items()}
     for name, opt in shown.items():
         recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
         by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""

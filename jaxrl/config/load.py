@@ -166,28 +166,28 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
 def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
     """The config of a run, from the config.json in its directory (secrets are not in it)."""
     try:
-        held = json.loads(Path(path).read_text("utf-8"))["config"]
+        config = json.loads(Path(path).read_text("utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"--config={path}: no config.json of a run ({type(e).__name__}: {e})") from None
     cfg = default_config()
-    for name, value in [*_by_name(held), *overrides.items()]:
+    for name, value in [*_by_name(config), *overrides.items()]:
         put(cfg, name, value)
     return cfg
 
 
-def config_of(given) -> Config:
+def config_of(config) -> Config:
     """A config of one's own to work on: from a ConfigDict, the name of a config, options by name on top of the
     defaults, or None."""
-    if isinstance(given, str | Path):
-        return load_config(str(given))
-    if isinstance(given, config_dict.ConfigDict):
-        copied: Any = given.copy_and_resolve_references()
+    if isinstance(config, str | Path):
+        return load_config(str(config))
+    if isinstance(config, config_dict.ConfigDict):
+        copied: Any = config.copy_and_resolve_references()
         return copied
-    if not isinstance(given, dict | None):
-        raise ConfigError(f"config is {type_of(given)}: expected the name of a config, options by name, or a "
+    if not isinstance(config, dict | None):
+        raise ConfigError(f"config is {type_of(config)}: expected the name of a config, options by name, or a "
                           "ConfigDict")
     cfg = default_config()
-    for name, value in _by_name(given or {}):
+    for name, value in _by_name(config or {}):
         put(cfg, name, value)
     return cfg
 

@@ -65,8 +65,8 @@ def unknown_option(dotted: str) -> str:
     near = suggestions(dotted)
     if not near and (row := next((row for row in rows if row.whole and row.why and row.kind != "inert"), None)):
         return f"{text}; {row.key} of {row.system} has no option of its own here: {row.why}"
-    said = {row.options[0]: f" ({row.key} in {row.system})" for row in reversed(rows) if row.whole and row.options}
-    near = " or ".join(option + said.get(option, "") for option in near)
+    origin = {row.options[0]: f" ({row.key} in {row.system})" for row in reversed(rows) if row.whole and row.options}
+    near = " or ".join(option + origin.get(option, "") for option in near)
     return f"{text}; did you mean {near}?" if near else f"{text}; `jaxrl train --help=all` lists every option"
 
 

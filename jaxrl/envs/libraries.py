@@ -166,5 +166,5 @@ class Arena:
             raise LoadError(f"textarena:{self._name} is not a one-player game: {e}") from None
 
     def _new_text(self) -> str:
-        _, said = self._game.get_observation()
-        return "\n".join(text for _, text, kind in said if kind is not self._own).strip() or "(nothing)"
+        _, entries = self._game.get_observation()
+        return "\n".join(text for _, text, kind in entries if kind is not self._own).strip() or "(nothing)"

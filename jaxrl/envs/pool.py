@@ -86,7 +86,7 @@ def remote_process(pool: EpisodePool):
     seats, env = RemoteSeats(), pool.env
     named = {name: os.environ[name] for name in pool.variables if name in os.environ}
     process = RemoteProcess("jaxrl.envs.worker", pool.printed, named, pool.memory_gb, group="env", who="an environment",
-                            cpus=env.ray_cpus, python=env.python, table=Seats, told=seats.told)
+                            cpus=env.ray_cpus, python=env.python, table=Seats, store_ages=seats.store)
     process.seats = seats
     return process
 

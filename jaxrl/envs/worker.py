@@ -80,7 +80,7 @@ class RemoteSeats:
     def __init__(self):
         self.since = [0.0] * (EPISODES_PER_WORKER + 1)
 
-    def told(self, ages: dict[int, float]) -> None:
+    def store(self, ages: dict[int, float]) -> None:
         """Stores the ages that the actor reports."""
         now = time.monotonic()
         for seat in range(EPISODES_PER_WORKER + 1):

@@ -280,10 +280,10 @@ def _rotary(hf, family, head_dim: int) -> int:
     return hf["qk_rope_head_dim"] if family.latent else rotary_size(hf, head_dim) if family.partial_rotary else 0
 
 
-def _next_tokens(given, family) -> int:
+def _next_tokens(hf, family) -> int:
     """Layers that predict more than the next token lie behind the others on disk, and nothing here computes them."""
-    keys = [key for key in NEXT_TOKENS if given.get(key) is not None] if family.next_tokens else []
-    return max((number(given, key, least=0, kind=int) for key in keys), default=int(family.next_tokens))
+    keys = [key for key in NEXT_TOKENS if hf.get(key) is not None] if family.next_tokens else []
+    return max((number(hf, key, least=0, kind=int) for key in keys), default=int(family.next_tokens))
 
 
 def _routed(hf, family) -> dict:
@@ -445,10 +445,10 @@ def _prefix(layers) -> int:
     return dense if period(layers[dense:]) < period(layers) else 0
 
 
-def _expert_count(given, family) -> int:
+def _expert_count(hf, family) -> int:
     """Returns the number of experts; both of its names are in use, and transformers itself writes either."""
     own = family.experts_count
-    found = {key: given[key] for key in (own, "num_local_experts") if given.get(key) is not None}
+    found = {key: hf[key] for key in (own, "num_local_experts") if hf.get(key) is not None}
     if len(set(found.values())) > 1:
         raise ConfigError(f"model config: {own}={found[own]!r} beside num_local_experts="
                           f"{found['num_local_experts']!r}; leave one of them out")
@@ -520,14 +520,14 @@ def _windows(hf, family) -> tuple[list[bool], int]:
     if family.windows == "none" or (family.windows in ("switched", "from_layer", "alternate")
                                     and not hf["use_sliding_window"]):
         window = None
-    given = [kind == "sliding_attention" for kind in kinds or ()]
+    listed = [kind == "sliding_attention" for kind in kinds or ()]
     if family.windows in ("none", "all", "switched"):
         sliding = [window is not None] * count
-        if given and given != sliding:
+        if listed and listed != sliding:
             raise ConfigError(f"model config: layer_types={kinds!r}: all layers of a {hf['model_type']} model are "
                               f"alike, here {'sliding' if sliding[0] else 'full'}_attention; leave it out")
-    elif given:
-        sliding = given
+    elif listed:
+        sliding = listed
     elif family.windows == "from_layer":
         first = number(hf, "max_window_layers", kind=int)
         sliding = [window is not None and i >= first for i in range(count)]
@@ -540,7 +540,7 @@ def _windows(hf, family) -> tuple[list[bool], int]:
         return sliding, 0
     if window is None and any(sliding):
         why = "use_sliding_window=False" if hf.get("use_sliding_window") is False else "sliding_window=None"
-        raise ConfigError(f"model config: {'layer_types has' if given else 'the model has'} sliding_attention "
+        raise ConfigError(f"model config: {'layer_types has' if listed else 'the model has'} sliding_attention "
                           f"while {why}; give a window, or make all entries of layer_types full_attention")
     return sliding, number(hf, "sliding_window", least=1, kind=int)
 

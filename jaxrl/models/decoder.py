@@ -295,8 +295,8 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     before, repeats, behind = spans(cfg, model.scan_layers)
     x, kv, auxiliary = _unrolled(model, before, params, x, shared, cache, keep)
     if repeats:
-        kept = None if cache is None else cache["layers"]
-        x, kv["layers"], more = _scanned(model, repeats, params["layers"], x, shared, kept, keep)
+        repeated = None if cache is None else cache["layers"]
+        x, kv["layers"], more = _scanned(model, repeats, params["layers"], x, shared, repeated, keep)
         auxiliary = added_up(auxiliary, more)
     x, last, more = _unrolled(model, behind, params, x, shared, cache, keep)
     hidden = rows(Weights(cfg, {}, {"final_norm/scale": fetched(params["final_norm"]["scale"])}).norm("final_norm", x))
@@ -397,8 +397,8 @@ def _scanned(model, repeats, params, x, shared, cache, keep):
     cfg, every = model.config, _every(model, keep)
     numbers, names = range(cfg.prefix, cfg.prefix + cfg.period), [f"sub_{j}" for j in range(cfg.period)]
 
-    def block(carry, given):
-        (x, cache), (params, index), kept, auxiliary = carry, given, {}, {}
+    def block(carry, block_input):
+        (x, cache), (params, index), kv_of_block, auxiliary = carry, block_input, {}, {}
         for number, name in zip(numbers, names, strict=True):
             layer: Callable = functools.partial(_run, model, [number], [name], keep)
             layer = _recomputed(model, layer, scanned=True) if every == 1 else layer
@@ -408,8 +408,8 @@ def _scanned(model, repeats, params, x, shared, cache, keep):
             if cache is not None:
                 cache = {**cache, **kv}
             else:
-                kept |= kv
-        return (x, cache), (kept, auxiliary)
+                kv_of_block |= kv
+        return (x, cache), (kv_of_block, auxiliary)
 
     def group(x, params):
         (x, _), (_, outputs) = jax.lax.scan(block, (x, None), (params, None))
@@ -419,5 +419,5 @@ def _scanned(model, repeats, params, x, shared, cache, keep):
         groups = jax.tree.map(lambda a: a.reshape(-1, every // cfg.period, *a.shape[1:]), params)
         x, outputs = jax.lax.scan(_recomputed(model, group, scanned=True), x, groups)
         return x, {}, _over_repetitions(outputs, (0, 1))
-    (x, cache), (kept, outputs) = jax.lax.scan(block, (x, cache), (params, jnp.arange(repeats)))
-    return x, kept if cache is None else cache, _over_repetitions(outputs)
+    (x, cache), (kv_of_block, outputs) = jax.lax.scan(block, (x, cache), (params, jnp.arange(repeats)))
+    return x, kv_of_block if cache is None else cache, _over_repetitions(outputs)

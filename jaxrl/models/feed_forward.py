@@ -120,8 +120,8 @@ def route(own, x) -> Routing:
     best = lambda choice: jax.lax.top_k(_best_groups(choice, cfg), cfg.experts_per_token)[1]  # noqa: E731
     ids = chosen = checkpoint_name(of_each_token(best, choice), ROUTES)
     if REPLAYED in own.values:
-        given = own.values[REPLAYED].astype(chosen.dtype)
-        ids = jnp.where(jnp.all(given >= 0, axis=-1, keepdims=True), given, chosen)
+        replayed = own.values[REPLAYED].astype(chosen.dtype)
+        ids = jnp.where(jnp.all(replayed >= 0, axis=-1, keepdims=True), replayed, chosen)
     gates = jnp.take_along_axis(scores, ids, axis=-1)
     if cfg.norm_topk:
         total = jnp.sum(gates, axis=-1, keepdims=True)
@@ -167,15 +167,16 @@ def experts(own, x):
         y += jax.nn.sigmoid(own.linear("mlp/shared_gate", x)) * beside if cfg.shared_gate else beside
     log_probs, total = _log_probabilities(cfg, logits), jax.nn.logsumexp(logits, axis=-1)
     probs = jnp.exp(log_probs)
-    said = {"routes": ids[None], "router_entropy": -jnp.sum(probs * log_probs, axis=-1), "router_z": jnp.square(total)}
+    auxiliary = {"routes": ids[None], "router_entropy": -jnp.sum(probs * log_probs, axis=-1),
+                 "router_z": jnp.square(total)}
     if LOAD in own.values:
         load = jax.lax.broadcast_to_rank(own.values[LOAD].astype(probs.dtype), probs.ndim)
-        said["router_balance"] = cfg.num_experts * jnp.sum(load * probs, axis=-1)
+        auxiliary["router_balance"] = cfg.num_experts * jnp.sum(load * probs, axis=-1)
     if REPLAYED in own.values:
         same = jnp.any(ids[..., None] == chosen[..., None, :], axis=-1)
-        said["router_replayed"] = jnp.all(own.values[REPLAYED] >= 0, axis=-1).astype(probs.dtype)
-        said["router_mismatch"] = 1 - jnp.mean(same, axis=-1, dtype=probs.dtype)
-    return y, said
+        auxiliary["router_replayed"] = jnp.all(own.values[REPLAYED] >= 0, axis=-1).astype(probs.dtype)
+        auxiliary["router_mismatch"] = 1 - jnp.mean(same, axis=-1, dtype=probs.dtype)
+    return y, auxiliary
 
 
 def by_token(auxiliary):

@@ -115,8 +115,8 @@ def _step(chunks, tokens, state, windows, of_heads):
     out, after = step((unit(q) * q.shape[-1] ** -0.5)[:, 0], unit(k)[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
     real = chunks.real[:, 0]
     state = jnp.where(real.reshape(-1, 1, 1, 1), after, state)
-    kept = jnp.where(real.reshape(-1, 1, 1), wide[:, 1:], wide[:, :-1])
-    return out[:, None], state, tuple(_split(kept, raw))
+    window = jnp.where(real.reshape(-1, 1, 1), wide[:, 1:], wide[:, :-1])
+    return out[:, None], state, tuple(_split(window, raw))
 
 
 def _joined(arrays):

@@ -225,14 +225,14 @@ class WeightSync:
     """Syncs the policy's weights to the engine, with completed steps as their version.
 
     Args:
-      give: (params, version) -> hands weights to the engine or to the queue before it.
+      publish: (params, version) -> hands weights to the engine or to the queue before it.
     """
 
-    def __init__(self, s, policy: Policy, give):
-        self.s, self.policy, self.give, self.version = s, policy, give, -1
+    def __init__(self, s, policy: Policy, publish):
+        self.s, self.policy, self.publish, self.version = s, policy, publish, -1
 
     def __call__(self) -> None:
-        self.s.together("new weights", lambda: self.give(self.policy.weights(), self.s.step) or True)
+        self.s.together("new weights", lambda: self.publish(self.policy.weights(), self.s.step) or True)
         self.version = self.s.step
 
     def catch_up(self) -> None:

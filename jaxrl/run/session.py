@@ -388,7 +388,7 @@ class Session:
         together, compiled = self.phase.take(), self.compilations.take()
         spent = per_step(together, steps) if steps > 1 else together
         metrics = metrics | self.rates(metrics, spent) | (self.uploads.metrics() if self.uploads is not None else {})
-        metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
+        metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.background)}
         metrics = self.telemetry.step(self.step, metrics, spent)
         if self.comparison is not None:
             self.comparison.add(self.step, together)

@@ -84,12 +84,12 @@ def _status_messages(fd: int) -> list[dict]:
 
 
 def _result(code: int, exit: int | None, out: bytes, err: bytes, limit: str) -> RunResult:
-    text, said = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+    text, errors = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
     if limit:
-        return RunResult(None, text, said, limit)
+        return RunResult(None, text, errors, limit)
     if exit is None:
-        raise refusal(f"bubblewrap ended with {code} and ran nothing", said)
-    return RunResult(exit, text, said, "cpu_seconds" if exit == 128 + signal.SIGXCPU else "")
+        raise refusal(f"bubblewrap ended with {code} and ran nothing", errors)
+    return RunResult(exit, text, errors, "cpu_seconds" if exit == 128 + signal.SIGXCPU else "")
 
 
 @functools.cache

@@ -104,9 +104,9 @@ class IdleMechanisms:
       given: options below `algorithm` that were set explicitly -> value (see Spec.chosen).
     """
 
-    def __init__(self, given: dict):
-        self.watched = {m: 0 for m in mechanisms() if given.get(m.option) not in OFF}  # -> steps that it did nothing
-        self._given = given
+    def __init__(self, chosen: dict):
+        self.watched = {m: 0 for m in mechanisms() if chosen.get(m.option) not in OFF}  # -> steps that it did nothing
+        self._given = chosen
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
         """Returns the warnings about this step."""

@@ -166,7 +166,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/compiled_programs", "programs this process has compiled for the sampler; stops growing after some steps"),
     Metric("time/compilations", "programs of any kind that the work waited for, compiled or fetched from the cache, since the last line; "
            "0 after the first steps"),
-    Metric("time/compilations_beside", "sampler's programs that a thread beside the work compiled since the last line"),
+    Metric("time/compilations_beside", "sampler's programs that a background thread compiled since the last line"),
     Metric("flops/<phase>", "operations that rollout, score and update needed, on all devices: no padding, nothing twice"),
     Metric("perf/mfu", "share of the chip's peak at which the step's operations were done, its eval, checkpoint and export left out; "
            "absent for CPUs and unknown chips", "MFU", "percent", 2),

@@ -53,7 +53,7 @@ class JsonLines:
     def _drop_after(self, last_step: int) -> tuple[bytes, dict]:
         """The newest line that stays, and what it says."""
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        kept, newest = 0, {"step": -1}
+        count, newest = 0, {"step": -1}
         for line in lines:
             try:
                 row = json.loads(line)
@@ -61,10 +61,10 @@ class JsonLines:
                 break  # cut off by a kill or a full disk: nothing after it can be trusted
             if not line.endswith(b"\n") or row["step"] > last_step:
                 break
-            kept, newest = kept + 1, row
-        if kept < len(lines):
-            write_atomic(self.path, b"".join(lines[:kept]).decode())
-        return lines[kept - 1] if kept else b"", newest
+            count, newest = count + 1, row
+        if count < len(lines):
+            write_atomic(self.path, b"".join(lines[:count]).decode())
+        return lines[count - 1] if count else b"", newest
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Writes a step's metrics. Raises ValueError if `step` is older than the newest line; OSError if the disk

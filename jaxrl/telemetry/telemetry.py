@@ -239,9 +239,9 @@ class Telemetry:
             self._release()
 
     def _release(self) -> None:
-        for held in (self._lines, self._lock):
-            if held is not None:
-                held.close()
+        for file in (self._lines, self._lock):
+            if file is not None:
+                file.close()
 
     # ---- the threads of the sinks and of the rollouts
 
@@ -334,8 +334,8 @@ def sample_records(records: list[dict], count: int, seed: int, step: int) -> lis
 
 def sample_text(record: dict) -> str:
     """Returns a conversation and its result as Markdown."""
-    said = {"prompt": str(record.get("prompt", "")), "completion": completion_text(record)}
-    said = {k: shortened(text, 20_000) for k, text in said.items()}
+    texts = {"prompt": str(record.get("prompt", "")), "completion": completion_text(record)}
+    texts = {k: shortened(text, 20_000) for k, text in texts.items()}
     verdict = {k: record[k] for k in ("score", "accurate", "advantage", "finish", "answer") if k in record}
     verdict = dumps({"rewards": record.get("reward", {}).get("parts", {}), **verdict}, indent=1)
-    return "".join(f"**{k}**\n\n```\n{text}\n```\n\n" for k, text in said.items()) + f"```\n{verdict}\n```"
+    return "".join(f"**{k}**\n\n```\n{text}\n```\n\n" for k, text in texts.items()) + f"```\n{verdict}\n```"

@@ -58,10 +58,10 @@ def function_spec(fn, folder: FunctionFolder, who: str = "reward function", anno
     return _reference_spec(fn) or _source_spec(fn, folder, who, annotations)
 
 
-def file_spec(given: str) -> str:
+def file_spec(spec: str) -> str:
     """Returns a spec with the path of its file, if any, made absolute."""
-    place, _, name = given.rpartition(":")
-    return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") else given
+    place, _, name = spec.rpartition(":")
+    return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") else spec
 
 
 def check_place(field: str, spec: str) -> None:

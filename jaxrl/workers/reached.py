@@ -89,13 +89,13 @@ def _needed(body: list, root: str) -> list:
         return body
     if len(plain) != sum(isinstance(s, DEFS) and not s.decorator_list for s in body):  # a name that is defined twice
         return body
-    kept = [s for s in body if s not in plain.values() or s.name == root]
-    used, missing = _names(kept), True
+    needed = [s for s in body if s not in plain.values() or s.name == root]
+    used, missing = _names(needed), True
     while missing:
-        missing = [s for name, s in plain.items() if name in used and s not in kept]
-        kept += missing
+        missing = [s for name, s in plain.items() if name in used and s not in needed]
+        needed += missing
         used |= _names(missing)
-    return [s for s in body if s in kept]
+    return [s for s in body if s in needed]
 
 
 def _names(body: list) -> set[str]:

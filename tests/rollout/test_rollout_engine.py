@@ -219,7 +219,7 @@ def test_once_requests_differ_every_program_is_there_before_it_is_needed():
     results = generate(made, asked, TIMEOUT)
     for a, b in zip(generate(made, other, TIMEOUT), first, strict=True):
         assert_same(a, b)
-    assert before.total.waited == 0 < beside.total.beside, "compiled when it was needed"
+    assert before.total.waited == 0 < beside.total.background, "compiled when it was needed"
     assert [len(r.tokens) for r in results[:3]] == [24] * 3
     assert {("prefill", 4), ("prefill", 8), ("prefill", 20), ("decode", 16, 32), ("decode", 8, 44)} <= set(made._programs.compiled)
     made.close()

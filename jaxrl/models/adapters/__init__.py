@@ -146,8 +146,8 @@ def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
                 one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1)]
     if adapter.decomposed:
         out.append(one("m", shape[inputs:], axes[inputs:], 0))
-    whose = (len(adapter.parts) + 1, rank) if adapter.parts else ()
-    return [*out, one("scale", whose, (None,) * len(whose), 0)]
+    of_parts = (len(adapter.parts) + 1, rank) if adapter.parts else ()
+    return [*out, one("scale", of_parts, (None,) * len(of_parts), 0)]
 
 
 def check(model) -> None:

@@ -111,8 +111,8 @@ def _of_kernel(entry, kernel, names, targets, key, name, directions):
             hashes = np.array([zlib.crc32(names[i].encode()) for i in members], np.uint32)
             scales = np.array([targets[names[i]].scale for i in members], acc)
 
-            def one(given, rank=rank):
-                index, number, scale = given
+            def one(module, rank=rank):
+                index, number, scale = module
                 return _start(name, kernel[index].astype(acc), rank, scale, jax.random.fold_in(key, number))
 
             own_a, own_b = jax.lax.map(one, (members, hashes, scales))

@@ -150,18 +150,18 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
     names, save = chosen.target_modules, chosen.modules_to_save
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
         names, every = tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules)), list(modules)
-    kept = [key for key in every if _listed(names, key) and not _listed(chosen.exclude_modules, key)
+    targets = [key for key in every if _listed(names, key) and not _listed(chosen.exclude_modules, key)
             and not any(re.match(rf"(^|.*\.){m}($|\..*)", key) for m in save)
             and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
-    if refused := [key for key in kept if key in (HEAD, EMBEDDING)]:
+    if refused := [key for key in targets if key in (HEAD, EMBEDDING)]:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)} takes {' and '.join(refused)} in: adapters on "
                           "embeddings and output matrices are not served; leave them out (lora.exclude), or train them "
                           "whole with lora.modules_to_save")
-    if not kept:
+    if not targets:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)}: nothing is left after lora.exclude="
                           f"{shown(chosen.exclude_modules)}, lora.layers={chosen.layers_to_transform} and "
                           f"lora.modules_to_save={save}; modules are {shortened(modules)}")
-    return Adapter(tuple(_target(chosen, key) for key in kept), _saved(save, model, strict))
+    return Adapter(tuple(_target(chosen, key) for key in targets), _saved(save, model, strict))
 
 
 def _refuse_experts(chosen: Selection, experts: list[str]) -> None:

@@ -114,8 +114,8 @@ def _override(config: dict, overrides: dict) -> dict:
     scaling = overrides.get("rope_scaling")
     if "rope_parameters" in overrides and "rope_scaling" not in overrides:
         config.pop("rope_scaling", None)
-    given = [overrides.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    if any("original_max_position_embeddings" in table for table in given):
+    tables = [overrides.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if any("original_max_position_embeddings" in table for table in tables):
         config.pop("original_max_position_embeddings", None)
     ropes = config.get("rope_parameters")
     if ropes and "rope_parameters" not in overrides and ("rope_scaling" in overrides or "rope_theta" in overrides):
@@ -128,8 +128,8 @@ def _override(config: dict, overrides: dict) -> dict:
             if "type" in new:
                 new.setdefault("rope_type", new.pop("type"))
             # null takes a scaling away
-            kept = table if scaling else {k: v for k, v in table.items() if k == "rope_theta"}
-            table = {**kept, **new}
+            base = table if scaling else {k: v for k, v in table.items() if k == "rope_theta"}
+            table = {**base, **new}
         if "rope_theta" in overrides:
             table["rope_theta"] = overrides.pop("rope_theta")
         overrides["rope_parameters"] = {**ropes, "full_attention": table} if layered else table
@@ -466,9 +466,9 @@ def _classifier(model, config, tokenizer, eos_ids) -> dict:
 
 def _generation_config(hf_config, config, eos_ids):
     """Returns the source's generation config, if it has one, with the end tokens added that it lacks."""
-    given = hf_config.get(SOURCE, {}).get("generation_config")
+    source = hf_config.get(SOURCE, {}).get("generation_config")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    values = given or {"_from_model_config": True, **{k: config[k] for k in keys if config.get(k) is not None}}
+    values = source or {"_from_model_config": True, **{k: config[k] for k in keys if config.get(k) is not None}}
     known = values.get("eos_token_id")
     known = known if isinstance(known, list) else [] if known is None else [known]
     more = [int(i) for i in eos_ids if i not in known]

@@ -109,24 +109,24 @@ def of_values(stored: dict[str, tensorfile.Stored]) -> list[tensorfile.Stored]:
     return [t for t in stored.values() if not t.name.endswith(SUFFIX)]
 
 
-def check(given: dict, kind: str) -> None:
+def check(config: dict, kind: str) -> None:
     """Raises ConfigError for a quantization_config of another kind than fp8 or mxfp4."""
     if kind == "mxfp4":
-        fits, said = given.get("quant_method") == "mxfp4", "quant_method=mxfp4"
+        fits, expected = config.get("quant_method") == "mxfp4", "quant_method=mxfp4"
     else:
-        size = given.get("weight_block_size")
+        size = config.get("weight_block_size")
         fits = isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-        fits &= given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
-        said = "fp8 in blocks is (quant_method=fp8, fmt=e4m3, weight_block_size of two numbers)"
+        fits &= config.get("quant_method") == "fp8" and config.get("fmt", "e4m3") == "e4m3"
+        expected = "fp8 in blocks is (quant_method=fp8, fmt=e4m3, weight_block_size of two numbers)"
     if not fits:
-        raise ConfigError(f"model config: quantization_config={given!r} is not read; what is read of this family: "
-                          f"{said}; take the unquantized checkpoint, or dequantize it")
+        raise ConfigError(f"model config: quantization_config={config!r} is not read; what is read of this family: "
+                          f"{expected}; take the unquantized checkpoint, or dequantize it")
 
 
 def _block(folder: Path) -> tuple[int, int]:
     try:
-        given = json.loads((folder / "config.json").read_text("utf-8")).get("quantization_config") or {}
+        config = json.loads((folder / "config.json").read_text("utf-8")).get("quantization_config") or {}
     except (OSError, ValueError):
-        given = {}
-    check(given, "fp8")
-    return tuple(given["weight_block_size"])
+        config = {}
+    check(config, "fp8")
+    return tuple(config["weight_block_size"])

@@ -186,7 +186,7 @@ class VllmEngine(Engine):
             return
         params = self._params  # in host memory perhaps: they come to the devices a layer at a time
         with jax.set_mesh(self._here) if self._here is not None else contextlib.nullcontext():
-            self.publisher.give(replicas, params, self._version)
+            self.publisher.publish(replicas, params, self._version)
 
     # ---- servers -----------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class WeightMismatch(RunStopped):
 
 
 class Publisher:
-    """Publishes weights to servers; `give` is one publish. The router's states decide who gets requests.
+    """Publishes weights to servers; see `publish`. The router's states decide who gets requests.
 
     Args:
       context: of the engine.
@@ -106,8 +106,8 @@ class Publisher:
 
     # ---- one publish -------------------------------------------------------------------------------------------------
 
-    def give(self, replicas, params, version: int) -> None:
-        """Gives servers these weights; a failed try is repeated in full. Leaves each server ready, or dead with the
+    def publish(self, replicas, params, version: int) -> None:
+        """Sends these weights to servers; a failed try is repeated in full. Leaves each server ready, or dead with the
         reason.
 
         Raises:
