@@ -293,7 +293,7 @@ def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str,
         for minibatch in layout.minibatches:
             weights = training.loss_weights(
                 traj, minibatch.sequences, a.aggregation, max_tokens=a.aggregation_constant or c.rollout.max_new_tokens,
-                together=a.aggregation_sequences, dropped=dropped, positive=from_rows if c.distill.ce else None)
+                chunk=a.aggregation_sequences, dropped=dropped, positive=from_rows if c.distill.ce else None)
             packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
             pending.append(policy.update(map(policy.put, packed)))
             if parts.rollouts is not None:

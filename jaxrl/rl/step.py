@@ -223,7 +223,7 @@ def make_loss_weigher(spec, batch, columns):
 
     def weigh(minibatch):
         return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant,
-                                     together=a.aggregation_sequences, dropped=dropped, keep=keep, positive=positive)
+                                     chunk=a.aggregation_sequences, dropped=dropped, keep=keep, positive=positive)
 
     weigh.masked_fractions = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in masks.items()}
     return weigh

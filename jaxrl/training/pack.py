@@ -130,7 +130,7 @@ def _positions(traj: Trajectories, micro: Microbatch):
             (loss_row, slot, token[in_loss], source, number - number[first] + 1))
 
 
-def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together=0, dropped=None, keep=None,
+def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, chunk=0, dropped=None, keep=None,
                  positive=None) -> dict[str, np.ndarray]:
     """Computes token weights [T] of one optimizer step for each loss term; 0 on all other tokens.
 
@@ -139,7 +139,7 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together
     Args:
       traj: the ragged batch.
       sequences: indices of all sequences of the optimizer step.
-      aggregation, max_tokens, together: as in algorithms.aggregation_weights.
+      aggregation, max_tokens, chunk: as in algorithms.aggregation_weights.
       dropped: [N] bool, trajectories without policy loss; they still count in the denominators.
       keep: [T] bool, tokens with policy loss; the others still count in the denominators.
       positive: [N] bool, trajectories of the positive-example loss; None = there is none.
@@ -147,7 +147,7 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together
     Returns:
       {"policy": by the aggregation, "token": the plain token mean, "positive": token mean over positive trajectories}.
     """
-    options = dict(max_tokens=max_tokens, together=together, dropped=dropped, keep=keep, positive=positive)
+    options = dict(max_tokens=max_tokens, chunk=chunk, dropped=dropped, keep=keep, positive=positive)
     if "adapter" not in traj.columns:
         return _weights(traj, sequences, aggregation, **options)
     number = traj.columns["adapter"][traj.offsets[:-1]][sequences]
@@ -155,13 +155,13 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, together
     return {name: np.sum([weights[name] for weights in each], axis=0) for name in each[0]}
 
 
-def _weights(traj, sequences, aggregation, *, max_tokens, together, dropped, keep, positive):
+def _weights(traj, sequences, aggregation, *, max_tokens, chunk, dropped, keep, positive):
     """Computes `loss_weights` of trajectories that share their denominators."""
     counts, trajectories = np.zeros(traj.num_trajectories), traj.trajectory[sequences]
     counts[trajectories] = traj.total()[trajectories]
     spread = lambda w: np.where(traj.loss_mask, traj.spread(w), 0.0)  # noqa: E731
     policy = aggregation_weights(counts, aggregation, groups_N=traj.group, max_tokens=max_tokens,
-                                 together=together)
+                                 chunk=chunk)
     policy = spread(policy if dropped is None else np.where(dropped, 0.0, policy))
     out = {"policy": policy if keep is None else np.where(keep, policy, 0.0),
            "token": spread(aggregation_weights(counts, "token_mean"))}
