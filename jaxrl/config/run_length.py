@@ -23,7 +23,9 @@ def ends(cfg, passes: int | None = None) -> dict[str, int]:
 
 
 def end(cfg, passes: int | None = None) -> tuple[int, str]:
-    """(steps of the run, what ends it and who said so), as far as it is known before the first step."""
+    """Returns (steps of the run, the option that ends it and its origin), as far as they are known before the first
+    step.
+    """
     known = ends(cfg, passes) or {"train.steps": DEFAULT_STEPS}  # data.epochs alone, and rows that nobody has counted
     name = min(known, key=known.__getitem__)
     origin = "config" if get(cfg, name) else "default"

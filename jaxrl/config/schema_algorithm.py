@@ -10,12 +10,12 @@ SEVERAL_UPDATES = "algorithm.num_minibatches>1 or algorithm.ppo_epochs>1"
 
 
 def UpdateOption(*args, **more) -> O:
-    """An option that any loss of sampled tokens reads: distillation does, too."""
+    """Declares an option that any loss of sampled tokens reads, distillation's too."""
     return O(*args, **{"read_by": ("rl", "distill"), **more})
 
 
 def LossOption(*args, needs: str = "", **more) -> O:
-    """An option of the policy gradient, which distillation takes with the loss `sampled`."""
+    """Declares an option of the policy gradient, which distillation reads with the loss `sampled`."""
     return UpdateOption(*args, needs=" and ".join(filter(None, ("run.recipe=rl or distill.loss=sampled", needs))), **more)
 
 

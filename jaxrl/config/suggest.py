@@ -44,7 +44,9 @@ NOT_YET = (
 
 
 def not_yet(name: str) -> str | None:
-    """What is missing, and what there is instead, if one part of a dotted name asks for something that jaxrl lacks."""
+    """Returns the missing feature and its substitute, if a part of a dotted name means something that jaxrl lacks; else
+    None.
+    """
     for part in re.split(r"[./]", name.lower().replace("-", "_")):
         for pattern, instead in NOT_YET:
             if re.fullmatch(pattern, part):
@@ -92,7 +94,7 @@ def suggestions(dotted: str) -> list[str]:
 
 
 def unknown_flag(name: str, value: str) -> str:
-    """The message for an argument of the command line that is no flag. value: what follows the name, "=3"."""
+    """Returns the message for an argument of the command line that is no flag. value: the text after the name, "=3"."""
     head, _, option = name.lstrip("-").replace("-", "_").partition(".")
     if not (difflib.get_close_matches(head, ["config"], cutoff=0.8) and head not in SCHEMA):  # --config, nearly
         option = ".".join(filter(None, (head, option)))
@@ -106,7 +108,7 @@ def unknown_flag(name: str, value: str) -> str:
 
 
 def unknown_argument(name: str, value, known: list[str]) -> str:
-    """The message for a keyword argument that `jaxrl.train` does not have."""
+    """Returns the message for a keyword argument that `jaxrl.train` does not have."""
     if near := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
         return f"jaxrl.train({name}=...): did you mean {near[0]}=...?"
     if not (near := suggestions(name)):

@@ -85,7 +85,9 @@ def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
 
 @functools.cache
 def _ring():
-    """(layout by process over one device of each, the program that copies it everywhere, this process's device)."""
+    """Returns (sharding by process over one device of each, the program that copies it everywhere, this process's
+    device).
+    """
     first = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh(np.array([first[i] for i in sorted(first)]), ("process",))
     split = NamedSharding(mesh, P("process"))
@@ -96,7 +98,7 @@ def _ring():
 
 
 def _everywhere(piece: np.ndarray) -> np.ndarray:
-    """[CHUNK] of this process -> [processes, CHUNK]."""
+    """Gathers [CHUNK] of this process to [processes, CHUNK]."""
     split, copy, device = _ring()
     local = jax.device_put(piece[None], device)
     whole = jax.make_array_from_single_device_arrays((jax.process_count(), len(piece)), split, [local])
@@ -148,7 +150,7 @@ def local_mesh(mesh: Mesh) -> Mesh:
 
 
 def _copies(mesh: Mesh):
-    """Devices of each copy of the rollout weights, [copies, cp 1, ep, tp]."""
+    """Returns the devices of each copy of the rollout weights, [copies, cp 1, ep, tp]."""
     return mesh.devices.reshape(-1, 1, *mesh.devices.shape[3:])
 
 

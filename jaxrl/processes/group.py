@@ -65,7 +65,9 @@ def _number(environ, name: str, source: str) -> int:
 
 
 def _explicit(options, environ) -> Place:
-    """Options win over the variables JAXRL_COORDINATOR, JAXRL_PROCESSES, JAXRL_PROCESS."""
+    """Returns the place from options, or from the variables JAXRL_COORDINATOR, JAXRL_PROCESSES, JAXRL_PROCESS; options
+    win.
+    """
     return Place(
         "explicit", options.coordinator or environ.get("JAXRL_COORDINATOR", ""),
         options.processes or _number(environ, "JAXRL_PROCESSES", "explicit"),
@@ -73,7 +75,9 @@ def _explicit(options, environ) -> Place:
 
 
 def _slurm(options, environ) -> Place:
-    """A job step of srun. The port comes from the job's number, so that two jobs on a node do not meet."""
+    """Returns the place in a job step of srun. The port comes from the job's number, so that two jobs on a node do not
+    collide.
+    """
     hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "slurm")
     port = 61440 + _number(environ, "SLURM_JOB_ID", "slurm") % 4096
@@ -94,7 +98,9 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _kubernetes(options, environ) -> Place:
-    """A pod of an indexed Job whose pods name each other by a headless service (launch/jobset.yaml)."""
+    """Returns the place of a pod of an indexed Job whose pods name each other by a headless service
+    (launch/jobset.yaml).
+    """
     coordinator = options.coordinator or environ.get("JAXRL_COORDINATOR", "")
     if not coordinator:
         raise ConfigError("launch.hosts=kubernetes: the environment variable JAXRL_COORDINATOR is missing; see "
@@ -310,7 +316,7 @@ class Watch(threading.Thread):
                                         "killed, its host went down, or the network did")
 
     def _news(self, posts: dict) -> PeerLost | ConfigError:
-        """Of the process that failed first."""
+        """Returns the error of the process that failed first."""
         process, post = min(posts.items(), key=lambda item: item[1]["time"])
         text = f"{self.peers.who(process)} {'is gone' if post['kind'] == 'lost' else 'gave up'}: {post['text']}"
         return ConfigError(text) if post["kind"] == "config" else PeerLost(text)

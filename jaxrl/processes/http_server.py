@@ -334,7 +334,7 @@ class _Reader:
 
 
 def _request(head: bytes) -> Request:
-    """The request, without its body. Raises _Bad."""
+    """Parses a request, without its body. Raises _Bad."""
     first, *lines = head.decode("latin-1").lstrip("\r\n").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[0].isalpha() or not re.fullmatch(r"HTTP/1\.[0-9]", words[2]):
@@ -352,7 +352,7 @@ def _request(head: bytes) -> Request:
 
 
 def _body_size(request: Request) -> int | None:
-    """Bytes of the body; None = chunked. Raises _Bad."""
+    """Returns the bytes of the body; None = chunked. Raises _Bad."""
     coding, size = request.headers.get("transfer-encoding"), request.headers.get("content-length", "0")
     if coding is not None and (coding.lower() != "chunked" or "content-length" in request.headers):
         raise _Bad(400, f"Transfer-Encoding: {coding[:40]}: expected chunked, without Content-Length")

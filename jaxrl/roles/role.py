@@ -66,7 +66,7 @@ class Role:
 
     @functools.cached_property
     def put(self):
-        """A function that puts a host PackedBatch on the role's devices."""
+        """Returns a function that puts a host PackedBatch on the role's devices."""
         return functools.partial(self.job.put, role=self.device_role)
 
     def on(self):
@@ -99,7 +99,7 @@ class Role:
 
     @functools.cached_property
     def scored_by(self) -> list[int] | None:
-        """The indices of the processes that have its devices; None = all."""
+        """Returns the indices of the processes that have its devices; None = all."""
         found = processes_of(self.job.mesh_of(self.device_role))
         return None if len(found) == jax.process_count() else found
 

@@ -149,7 +149,7 @@ def _limit_command(limits: Limits) -> list[str]:
 
 
 def _at_most(name: str, value) -> str:
-    """soft:hard, within what this process may set."""
+    """Returns soft:hard limits, within what this process may set."""
     top = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     pair = value if isinstance(value, tuple) else (value, value)
     return ":".join(str(v if top == resource.RLIM_INFINITY else min(v, top)) for v in pair)

@@ -106,7 +106,7 @@ class _Program:
         self.opaque, self.limit = 0, ""
 
     def _run(self, argv, stdin: str, files) -> RunResult | None:
-        """None where its time is used up."""
+        """Runs the program; returns None if its time is used up."""
         if self._left <= 0:
             self.limit = self.limit or "seconds"
             return None
@@ -117,12 +117,12 @@ class _Program:
         return ran
 
     def run_whole(self, stdin: str) -> str | None:
-        """What it prints; None where it failed."""
+        """Returns the printed text of the program; None if it failed."""
         ran = self._run(["python", "-I", "solution.py"], stdin, {"solution.py": self._source})
         return ran.stdout if ran is not None and ran.exit == 0 else None
 
     def answers(self, calls: list) -> list[tuple[str, object]]:
-        """(kind, value) of each call, in one process; ("none", None) where none came."""
+        """Returns (kind, value) of each call, in one process; ("none", None) for a call without a result."""
         nonce, found = secrets.token_hex(16), {}
         task = json.dumps({"program": self._source, "calls": calls, "nonce": nonce})
         ran = self._run(["python", "-I", "inside.py"], task, _files("inside.py"))
@@ -187,7 +187,7 @@ def _check_alone(ran: RunResult, ended: bool, why: str) -> None:
 
 
 def _lines(ran: RunResult | None, nonce: str) -> list:
-    """What was said under a nonce, as far as it is JSON."""
+    """Returns the lines under a nonce that are JSON."""
     out = []
     for line in ran.stdout.splitlines() if ran is not None else ():
         if line.startswith(nonce):
@@ -258,8 +258,9 @@ def _key(key) -> str:
 
 
 def _same_output(found: str | None, wanted) -> bool:
-    """Line by line, spaces at ends and empty lines at the end aside; else word by word, numbers with a point to
-    1e-6."""
+    """Compares outputs line by line, ignoring spaces at ends and empty lines at the end; else word by word, numbers
+    with a point to 1e-6.
+    """
     if found is None:
         return False
     a, b = ([line.strip() for line in str(text).rstrip().splitlines()] for text in (found, wanted))
@@ -348,7 +349,7 @@ def _python(text: str, entry_point: str) -> Tests:
 
 
 def _free_names(tests: Tests) -> set[str]:
-    """Names that the tests use and nobody there defines: the program's."""
+    """Returns the names that the tests use without defining them: the program's."""
     used, bound = set(), set(dir(builtins))
     for node in ast.walk(ast.parse("\n".join((tests.setup, *tests.asserts)))):
         if isinstance(node, ast.Name):

@@ -59,7 +59,7 @@ REMOTE_PROBES = ("file", "network")      # what can be probed of a remote sandbo
 
 
 def _remedy(limit: str) -> str:
-    """For a first program that did not run and met this limit, "" = none."""
+    """Returns the remedy if the first program did not run and met this limit; "" = none."""
     if limit.endswith("seconds"):
         return f"it had {SECONDS:g} s: the host that ran it is overloaded, or something there hangs"
     if limit:

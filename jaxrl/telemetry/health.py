@@ -91,7 +91,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
 
 
 def mechanisms() -> tuple[Mechanism, ...]:
-    """MECHANISMS and the token masks."""
+    """Returns MECHANISMS and the token masks."""
     from jaxrl.algorithms import TOKEN_MASKS  # not at every reading of a report: it imports jax
 
     return (*MECHANISMS, *(Mechanism(option, mask.metric) for option, mask in TOKEN_MASKS.items()))

@@ -51,7 +51,7 @@ class JsonLines:
         self._start = self._end - len(newest)  # where the first of them begins
 
     def _drop_after(self, last_step: int) -> tuple[bytes, dict]:
-        """The newest line that stays, and what it says."""
+        """Drops lines after a step. Returns the newest line that stays, and its content."""
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         count, newest = 0, {"step": -1}
         for line in lines:
@@ -152,8 +152,9 @@ class TensorBoard:
         self._alive().close()
 
     def _alive(self):
-        """The writer. Raises OSError where its thread has died, as on a full disk: what is put into its queue then is
-        read by nobody, and tensorboardX (2.6) and multiprocessing would wait for that at the process's end."""
+        """Returns the writer. Raises OSError if its thread has died, as on a full disk: nothing would read its queue
+        then, and tensorboardX (2.6) and multiprocessing would wait for that at the process's end.
+        """
         writer: Any = self._writer.file_writer
         events = writer.event_writer
         if not events._closed and not events._worker.is_alive():

@@ -76,14 +76,14 @@ class RemoteProcess(Channel):
             thread.start()
 
     def _bring(self) -> None:
-        """Lines to the worker."""
+        """Forwards lines to the worker."""
         write = self._actor.write.options(concurrency_group="into")
         with self._close_at_end():
             while data := self._theirs.recv(1 << 20):
                 self._ray.get(write.remote(data))
 
     def _fetch(self) -> None:
-        """Lines of the worker, until it has ended."""
+        """Forwards lines of the worker, until it has ended."""
         read = self._actor.read.options(concurrency_group="out_of")
         with self._close_at_end():
             while not self._ended.is_set():
@@ -99,7 +99,7 @@ class RemoteProcess(Channel):
 
     @contextlib.contextmanager
     def _close_at_end(self):
-        """At the end, however it comes, whoever speaks with the worker is told by the end of the socket."""
+        """Context that closes the socket at its end, for any reason, so that the reader sees the end."""
         try:
             yield
         except self._ray.exceptions.RayError as e:
