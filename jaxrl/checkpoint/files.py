@@ -40,7 +40,7 @@ def folder_of(where: str | Path) -> Any:
 
 
 def in_store(path) -> bool:
-    """Returns whether a path lies in a store."""
+    """Returns whether a path is in a store."""
     return not isinstance(path, Path)
 
 

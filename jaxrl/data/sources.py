@@ -332,7 +332,7 @@ def _parquet(f, shown: str) -> pa.Table:
 
 
 def _jsonl(f, shown: str):
-    for number, line in enumerate(f, 1):  # bytes: only \n ends a line, whatever else Unicode calls a line break
+    for number, line in enumerate(f, 1):  # bytes: only \n ends a line, not the other line breaks of Unicode
         if line.strip():
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_unique)

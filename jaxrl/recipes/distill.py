@@ -141,7 +141,7 @@ class Student(Policy):
 
 
 class MixedRows:
-    """The rows of a stream in two parts, evenly mixed whatever a step's size.
+    """The rows of a stream in two parts, evenly mixed at any step size.
 
     The student completes the row at position p if floor((p + 1) share) > floor(p share), with the share
     distill.on_policy. `take` is a stream of these rows alone, numbered from 0, for Rollouts.

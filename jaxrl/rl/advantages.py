@@ -227,7 +227,7 @@ def user_advantages(inputs: EstimatorInputs) -> Advantages:
                                 inputs.user)
     try:
         result = function(arguments)
-    except Exception as e:  # whatever a function of the user's may raise
+    except Exception as e:  # any error of the user's function
         at = traceback.extract_tb(e.__traceback__)[-1]
         message = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"algorithm.advantage={name!r}, {at.filename}:{at.lineno}, {at.line!r}: {message}; expected"

@@ -1,6 +1,6 @@
 """Rollouts: prompts -> completions -> scores, repeated where dynamic sampling needs more groups with signal.
 
-    batch = rollouts.next(progress)            the groups that this step uses, in whatever order they finished
+    batch = rollouts.next(progress)            the groups that this step uses, in data order
     rollouts.poll()                            during the update: takes results that the engine has finished
     rollouts.release(batch.cursor)             after the update: the run continues from this cursor
     rollouts.publish(params, version)          weight sync

@@ -149,7 +149,7 @@ class LocalTeacher(Role):
     def head(self) -> dict[str, jax.Array]:
         """Returns {parameter name: output matrix} for a divergence over the whole vocabulary; {} for other losses.
 
-        The matrix is as wide as the student's and lies on the policy's devices, where the divergence is computed.
+        The matrix is as wide as the student's and is on the policy's devices, where the divergence is computed.
         """
         if self.wants != "hidden":
             return {}

@@ -49,7 +49,7 @@ def make_engine(*fields):
     everything else is local.
 
     Raises:
-      ConfigError: shapes that cannot hold what the config asks for, or tensor parallelism across processes.
+      ConfigError: shapes that cannot hold the config's lengths, or tensor parallelism across processes.
     """
     context = EngineContext.of(*fields)
     config, model, eos_ids = context.config, context.model, context.eos_ids

@@ -4,7 +4,7 @@
     a request to the inner engine --result--> the model's message --> the episode, until it ends
     one Result: the tokens of all turns, the tokens between them, the episode's outcome
 
-So whatever drives an engine drives episodes: admission, staleness, weight syncs, evaluation, checkpoints. Sampled
+Everything that drives an engine drives episodes: admission, staleness, weight syncs, evaluation, checkpoints. Sampled
 tokens are never tokenised again, and each is in exactly one turn of one result.
 
 A failure of the environment (an exception, a lost worker, a timeout) is not the policy's: the episode is tried again

@@ -219,7 +219,7 @@ class Result:
     finish: str           # "stop" | "length" | "abort"
     seed: int
     support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused;
-                          # K = 0 or None where the engine was not asked for it
+                          # K = 0 or None if it was not requested
     routes: np.ndarray | None = None  # [P + n, W] int16: experts of the prompt's (of an episode: what its turns added)
                           # and the completion's tokens, in their order, in all layers that have experts; -1 = not known
     turns: tuple[Turn, ...] = ()
@@ -228,7 +228,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """What callers may rely on. No code asks for an engine's class or methods."""
+    """Abilities of an engine. Callers read these, never its class or methods."""
 
     concurrent: bool = False  # works without being polled
     holds: bool = False       # `hold` prevents new completions from starting

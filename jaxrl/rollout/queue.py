@@ -225,8 +225,8 @@ class RolloutQueue:
         """Restores `state` as it was when `step` was next and the run's cursor was `cursor`.
 
         Unfinished requests are submitted again, with the same seeds, at the next `request_groups`; an engine continues
-        from what it had of them. Groups that the current options would use too late (they may have changed) are sampled
-        anew.
+        from their finished turns. Groups that the current options would use too late (they may have changed) are
+        sampled again.
 
         Args:
           results: of all processes.

@@ -1,6 +1,6 @@
 """From logits to a token: pure functions over slots, one program for every mix of options.
 
-Every option is an array with one entry per slot. Work that no slot asks for is skipped (a branch for the whole
+Every option is an array with one entry per slot. Work that no slot needs is skipped (a branch for the whole
 batch), arranged so that a slot's numbers never depend on what its neighbours ask for: the skipped branch and the
 taken one give bitwise the same values to a slot that does not use the option.
 
@@ -46,7 +46,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       position_S: position of the newest token of prompt and completion.
       history_SxL: tokens by position; read only where a slot has a penalty.
       support: most token ids of the support to return.
-      work: the most that any slot asks for (`shapes.work_of`); a program is compiled with no more than that.
+      work: the most that any slot needs (`shapes.work_of`); the program contains no more.
 
     Returns:
       token_S int32.
@@ -253,7 +253,7 @@ def lane_mass(q_SxV, peak_S):
 
 
 def random_words(seed_S, index_S):
-    """Returns the two words of fold_in(key(seed), index), whatever PRNG jax uses. No other number comes from that
+    """Returns the two words of fold_in(key(seed), index), for any default PRNG of jax. No other number comes from that
     key.
     """
     def words(seed, index):

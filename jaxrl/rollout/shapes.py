@@ -77,11 +77,11 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     Args:
       data_shards: of this process, which has its share of the requested slots. The default is its share of the batch,
         at most DEFAULT_SLOTS: a decode step mostly reads weights, however many sequences there are.
-      reads_all: whether decoding reads the cache to its end, whatever the slots hold (XLA's does, the kernels do not).
+      reads_all: whether decoding always reads the cache to its end (XLA's does, the kernels do not).
       routes: the model's expert ids per token in all layers.
 
     Raises:
-      ConfigError: lengths that cannot hold what the config asks for.
+      ConfigError: lengths below those that the config needs.
     """
     roll, data = config.rollout, config.data
     total = longest_sequence(config, max(roll.max_new_tokens, config.eval.max_new_tokens))

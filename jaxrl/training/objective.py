@@ -67,7 +67,7 @@ class Outputs:
         part = copy.copy(self)
         part.batch, part.objective, part.token = batch, objective, batch.weights["token"]
         part.mask = part.token > 0
-        part._of_targets = self._of_targets  # computed once, for all of them
+        part._of_targets = self._of_targets  # computed once
         return part
 
     @functools.cached_property
@@ -334,7 +334,7 @@ def applied_policy_loss(tokens: Tokens, options):
         result = find_policy_loss(name)(tokens, options)
     except ConfigError:
         raise
-    except Exception as e:  # whatever a function of the user's may raise while it is traced
+    except Exception as e:  # any error of the user's function while it is traced
         if ":" not in name:
             raise
         frames = traceback.extract_tb(e.__traceback__)

@@ -47,7 +47,7 @@ from jaxrl.models.placement import stored
 from jaxrl.processes.exchange import to_host
 from jaxrl.sharding import memory
 
-NODE = "lora"  # the name under which a module's adapter stands
+NODE = "lora"  # name of a module's adapter in the tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,7 +435,7 @@ def _hashes(flat):
 
 
 def hashes(x):
-    """Returns two hashes, [2] uint32, of an array's contents, whatever its mesh and layout. For use inside programs."""
+    """Returns two hashes, [2] uint32, of an array's contents, for any mesh and layout. For use inside programs."""
     return jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
 
 

@@ -21,7 +21,7 @@ ALL_LINEAR, HEAD, EMBEDDING = "all-linear", module_of(hf.HEAD), module_of(hf.EMB
 # ---- the modules of a model ------------------------------------------------------------------------------------------
 
 class Place(NamedTuple):
-    """Where a tensor of a module lies: the row of the parameter table, and the index along its stacked axes."""
+    """The location of a module's tensor: the row of the parameter table, and the index along its stacked axes."""
 
     entry: Any
     index: tuple[int, ...]

@@ -482,7 +482,7 @@ def _write_json(file, value):
 
 
 def replace(temporary: Path, directory: Path) -> None:
-    """Puts a finished folder in its place; a folder that stands there is moved aside first and then deleted."""
+    """Puts a finished folder in its place; an existing folder is moved aside first and deleted afterwards."""
     if not directory.exists():
         os.rename(temporary, directory)
         return

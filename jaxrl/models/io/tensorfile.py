@@ -33,7 +33,7 @@ SINGLE = "model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies. `dtype` is the format's code; tensors of other kinds than DTYPES can only be listed."""
+    """The location of one tensor in a file. `dtype`: the format's code; other kinds than DTYPES can only be listed."""
 
     name: str
     file: Path
