@@ -32,6 +32,7 @@ class Layer:
     window: int = 0  # positions a token sees, itself included; 0 = all
     mixer: str = "attention"   # rows of models.decoder.MIXERS and FEED_FORWARDS
     feed_forward: str = "mlp"
+    norms: str = "pre"         # row of models.parameters.NORMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,6 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool           # RMS norm over each query and key head
-    post_norms: bool        # norms after attention and MLP too (Gemma)
     norm_offset: float      # norms scale by offset + weight
     norm_eps: float
     activation: str
@@ -258,8 +258,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         num_kv_heads=heads if family.latent else hf.get("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
-        qk_norm=flag(family.qk_norm), post_norms=family.gemma, norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
-        norm_eps=number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
+        qk_norm=flag(family.qk_norm), norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
+        norm_eps=number(hf, "rms_norm_eps", least=0), activation=family.activations.get(hf[family.activation], hf[family.activation]),
         embed_scale=hidden ** 0.5 if family.gemma else 1.0,
         query_scale=query_scale,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
@@ -308,7 +308,7 @@ def _check(hf, family):
     if family.recurrent:
         _check_recurrent(hf)
     activation = hf[family.activation]
-    if activation not in ACTIVATIONS:
+    if activation not in (*ACTIVATIONS, *family.activations):
         raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")
     if family.clamped and activation != family.defaults[family.activation]:
         raise ConfigError(f"model config: {family.activation}={activation!r} is not what the gates of {hf['model_type']} "
@@ -406,12 +406,12 @@ def _layers(hf, family) -> tuple[Layer, ...]:
     kinds = _feed_forwards(hf, family)
     if family.recurrent:
         rope, _ = ropes(hf, family)
-        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind)
+        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind, family.norms)
                      for full, kind in zip(_full(hf), kinds, strict=True))
     sliding, window = _windows(hf, family)
     full, local = ropes(hf, family)
     mixer = "latent_attention" if family.latent else "attention"
-    return tuple(Layer(local, window, mixer, kind) if windowed else Layer(full, 0, mixer, kind)
+    return tuple(Layer(local, window, mixer, kind, family.norms) if windowed else Layer(full, 0, mixer, kind, family.norms)
                  for windowed, kind in zip(sliding, kinds, strict=True))
 
 

@@ -20,8 +20,10 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool | str = False
-    gemma: bool = False                  # post-norms, norms scale by 1 + weight, scaled embedding
+    norms: str = "pre"                   # row of models.parameters.NORMS
+    gemma: bool = False                  # norms scale by 1 + weight, scaled embedding
     activation: str = "hidden_act"
+    activations: dict = dataclasses.field(default_factory=dict)  # names of it that mean another one
     query_scalar: str = ""               # scores scale by this key's value ** -0.5; empty = head_dim
     attention_softcap: str = ""
     final_softcap: str = ""
@@ -51,6 +53,7 @@ class Family:
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
+    unwritten: str = ""                  # and of those among them that an export leaves out
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
@@ -73,6 +76,7 @@ _DEEPSEEK: dict[str, Any] = dict(feed_forward="deepseek_experts", expert_size="m
 _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
            "linear_conv_kernel_dim": 4}
+_MTP = r"model\.mtp_layers\..*"  # MiMo's
 _BESIDE = r"mtp\..*|model\.visual\..*"
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION: dict[str, Any] = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
@@ -88,23 +92,32 @@ FAMILIES = {
     "qwen2": Family(
         "Qwen2ForCausalLM", {**_SHARED, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
                              "num_key_value_heads": 32},
-        qkv_bias=True, windows="from_layer", vllm_assumes={"use_sliding_window": False}),
+        qkv_bias=True, windows="from_layer", unread=_MTP, unwritten=_MTP, vllm_assumes={"use_sliding_window": False}),
     "qwen3": Family(
         "Qwen3ForCausalLM", {**_SHARED, "head_dim": 128, "attention_bias": False, "use_sliding_window": False,
                              "sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="from_layer",
         vllm_assumes={"use_sliding_window": False, "attention_bias": False}),
+    "seed_oss": Family(
+        "SeedOssForCausalLM", {**_SHARED, "max_position_embeddings": 524288, "head_dim": 128, "num_key_value_heads": 8,
+                               "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias"),
+    "gemma": Family(
+        "GemmaForCausalLM", {**_SHARED, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
+                             "max_position_embeddings": 8192, "attention_bias": False, "num_key_value_heads": 16},
+        qkv_bias="attention_bias", out_bias="attention_bias", gemma=True, activations={"gelu": "gelu_pytorch_tanh"},
+        divides=True, vllm_assumes={"tie_word_embeddings": True, "attention_bias": False}),
     "gemma2": Family(
         "Gemma2ForCausalLM", {**_GEMMA, "max_position_embeddings": 8192, "rope_theta": 10000.0, "final_logit_softcapping": 30.0,
                               "attn_logit_softcapping": 50.0},
-        qkv_bias="attention_bias", out_bias="attention_bias", gemma=True, activation="hidden_activation",
+        qkv_bias="attention_bias", out_bias="attention_bias", norms="sandwich", gemma=True, activation="hidden_activation",
         query_scalar="query_pre_attn_scalar", attention_softcap="attn_logit_softcapping",
         final_softcap="final_logit_softcapping", windows="pattern", divides=True, vllm_assumes={"tie_word_embeddings": True}),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                               "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
                               "final_logit_softcapping": None},
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, gemma=True,
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, norms="sandwich", gemma=True,
         activation="hidden_activation", query_scalar="query_pre_attn_scalar",
         final_softcap="final_logit_softcapping", windows="pattern", local_rope=True,
         divides=True, classifier_name="Gemma3TextForSequenceClassification"),
@@ -184,6 +197,11 @@ NESTED = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
 }
+# Families under another name, whose code transformers has not: model_type -> (ours, architecture, fields that go).
+ALIASES = {
+    "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", ()),
+    "mimo": ("qwen2", "MiMoForCausalLM", ("num_nextn_predict_layers",)),  # its layers lie under names of their own
+}
 WITHIN = "model.language_model."  # of their text part's tensors, where it alone has `model.`
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -225,7 +243,7 @@ UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", 
 
 def family_of(hf_config: dict) -> Family:
     """The family of a config, by `model_type`; ConfigError for one we do not have or another architecture of it."""
-    known = ", ".join([*FAMILIES, *NESTED])
+    known = ", ".join([*FAMILIES, *NESTED, *ALIASES])
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
         hint = " (the text-only Gemma 3 checkpoints have model_type gemma3_text)" if kind == "gemma3" else ""
@@ -239,11 +257,14 @@ def family_of(hf_config: dict) -> Family:
 
 
 def text_part(hf_config: dict) -> dict:
-    """The config of a model's text part, which is what is computed here; any other config as it is.
+    """Returns the config of what is computed here: of a model's text part, and of an alias as its family's; any other
+    config as it is.
 
-    Raises ConfigError for another architecture of it, and where the two say different things.
+    Raises ConfigError for another architecture, and where text part and model say different things.
     """
     kind = hf_config.get("model_type")
+    if kind in ALIASES:
+        return _by_its_family(hf_config, *ALIASES[kind])
     if kind not in NESTED:
         return hf_config
     text, architecture = NESTED[kind]
@@ -258,6 +279,14 @@ def text_part(hf_config: dict) -> dict:
         if own[key] != beside[key]:
             raise ConfigError(f"model config: {key}={beside[key]!r} beside {own[key]!r} in text_config; make them equal")
     return {**own, **beside, "model_type": text} | {k: v for k, v in hf_config.items() if k.startswith("jaxrl_")}
+
+
+def _by_its_family(hf_config, kind: str, architecture: str, dropped) -> dict:
+    names = hf_config.get("architectures") or [architecture]
+    if architecture not in names:
+        raise ConfigError(f"architectures={names!r} is not supported; take a {architecture} checkpoint")
+    kept = {k: v for k, v in hf_config.items() if k not in ("auto_map", *dropped)}
+    return {**kept, "model_type": kind, "architectures": [FAMILIES[kind].architecture]}
 
 
 @overload

@@ -26,6 +26,8 @@ BASE = {
     "mistral": {"sliding_window": 6, "head_dim": 8},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "qwen3": {"head_dim": 8},
+    "seed_oss": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
     "gemma3_text": {**GEMMA, "sliding_window_pattern": 2},
     "qwen3_moe": {**EXPERTS, "head_dim": 8},
@@ -180,6 +182,12 @@ MOVES = {
                 {"swiglu_limit": 0.4}, {"swiglu_alpha": 1.0}, {"attention_bias": False}, {"head_dim": 12}, {"rms_norm_eps": 0.5},
                 {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
 }
+COMMON = [{"rms_norm_eps": 0.5}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}]
+MOVES |= {
+    "seed_oss": [*ROPES[3::8], *COMMON, {"head_dim": 12}, {"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True},
+                 {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
+    "gemma": [*ROPES[5::8], *COMMON, {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "silu"}, {"tie_word_embeddings": False}],
+}
 RECURRENT = "linear_attention"
 OF_HYBRIDS = [
     {"full_attention_interval": 2}, {"full_attention_interval": 5},
@@ -218,6 +226,10 @@ IGNORED = {
     "mixtral": [*UNUSED[1:], *TRAINING, {"router_jitter_noise": 0.0}],
     "gpt_oss": [*(e for e in UNUSED[1:] if "original_max_position_embeddings" not in e), *TRAINING, {"experts_per_token": 2},
                 {"initial_context_length": 4096}, {"layer_types": [SLIDING, FULL] * (LAYERS // 2)}],
+}
+IGNORED |= {
+    "seed_oss": [*UNUSED, {"residual_dropout": 0.4}, {"layer_types": [FULL] * LAYERS}, {"pretraining_tp": 2}],
+    "gemma": [*UNUSED, {"hidden_act": "gelu"}, {"hidden_activation": "silu"}, {"use_bidirectional_attention": False}],
 }
 SAID_OF_HYBRIDS = [
     *(e for e in UNUSED if "partial_rotary_factor" not in e), {"attn_output_gate": True}, {"output_gate_type": "silu"},
@@ -274,6 +286,12 @@ REFUSED = {
     "gpt_oss": [*NO_EXPERTS, *NO_CAPS, {"norm_topk_prob": True}, {"hidden_act": "gelu"}, {"swiglu_limit": 0}, {"swiglu_limit": None},
                 {"swiglu_alpha": 0.0}, {"attention_bias": None}, {"sliding_window": None}, {"sliding_window": 0},
                 {"sliding_window_pattern": 4}, {"experts_per_token": 4}, {"num_local_experts": 0}, {"num_experts_per_tok": 6}],
+}
+REFUSED |= {
+    "seed_oss": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"layer_types": [SLIDING] * LAYERS}, {"head_dim": None}, {"mlp_bias": 1},
+                 {"attention_out_bias": None}, {"use_qk_norm": True}],
+    "gemma": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"hidden_act": "relu"}, {"use_bidirectional_attention": True}, {"head_dim": None},
+              {"hidden_size": 34}],
 }
 NO_HYBRID = [
     *(e for e in FOREIGN if not {"full_attention_interval", "layer_types"} & set(e)), *NO_CAPS, {"linear_num_value_heads": 10},

@@ -24,6 +24,8 @@ ARCHITECTURES = {
                                                  "original_max_position_embeddings": 32}}),
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 12}),
+    "seed_oss": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
+    "gemma": ("gemma", {"head_dim": 12, "attention_bias": True}),
     "gemma2": ("gemma2", {"num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
                           "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,

@@ -55,7 +55,8 @@ def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
     if not found:
         return None
     _, others = split(found, kind)
-    others = [t for t in others.values() if t.dtype in tensorfile.DTYPES]
+    unwritten = FAMILIES[kind].unwritten
+    others = [t for t in others.values() if t.dtype in tensorfile.DTYPES and not re.fullmatch(unwritten, t.name)]
     return [tensorfile.Planned(t.name, tensorfile.DTYPES[t.dtype], t.shape, t.read) for t in others]
 
 
