@@ -43,7 +43,7 @@ from jaxrl.models.placement import (
     write,
 )
 from jaxrl.models.product import product
-from jaxrl.models.rope import rotate, rotations
+from jaxrl.models.rope import growth, rotate, rotations
 from jaxrl.sharding.memory import HOST, fetched
 
 KEPT = "layer_input"
@@ -187,8 +187,11 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     elif cfg.qk_norm_whole:
         q, k = (own.norm(f"attention/{name}_norm", x.reshape(*x.shape[:2], -1)).reshape(x.shape)
                 for name, x in (("query", q), ("key", k)))
-    rotation = shared.rotations[cfg.ropes.index(layer.rope)]
-    q, k = rotate(q, rotation), rotate(k, rotation)
+    if layer.rope:
+        rotation = shared.rotations[cfg.ropes.index(layer.rope)]
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        if layer.rope.query_beta:
+            q = q * growth(layer.rope, shared.positions).astype(q.dtype)
     options: dict[str, Any] = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
                                    implementation=implementation, work=shared.work[layer.window])
     if cfg.sinks:

@@ -27,8 +27,11 @@ class Family:
     query_scalar: str = ""               # scores scale by this key's value ** -0.5; empty = head_dim
     attention_softcap: str = ""
     final_softcap: str = ""
-    windows: str = "none"                # none | all | switched | from_layer | alternate | pattern
-    local_rope: bool = False             # windowed layers have a rotary embedding of their own
+    windows: str = "none"                # none | all | switched | from_layer | alternate | pattern | no_rope
+    pattern: int | str = 2               # of windows "pattern": every how many layers one sees everything
+    local_theta: float | str = ""        # base of a rotary embedding that windowed layers have of their own; empty = none
+    no_rope: bool = False                # no_rope_layers, no_rope_layer_interval: 1 = a layer with rotary embedding
+    query_growth: bool = False           # llama_4_scaling_beta of the rotary table (models.rope.growth)
     divides: bool = False                # transformers wants hidden_size to be a multiple of the heads, head_dim or not
     feed_forward: str = "mlp"            # a row of models.feed_forward.FEED_FORWARDS, of layers that are not dense
     qk_norm_whole: bool = False
@@ -52,6 +55,7 @@ class Family:
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
+    within: tuple = (("model.language_model.", "model."),)  # names in a model of several parts begin so, and so alone
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
     unwritten: str = ""                  # and of those among them that an export leaves out
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
@@ -119,8 +123,30 @@ FAMILIES = {
                               "final_logit_softcapping": None},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, norms="sandwich", gemma=True,
         activation="hidden_activation", query_scalar="query_pre_attn_scalar",
-        final_softcap="final_logit_softcapping", windows="pattern", local_rope=True,
+        final_softcap="final_logit_softcapping", windows="pattern", pattern="sliding_window_pattern", local_theta="rope_local_base_freq",
         divides=True, classifier_name="Gemma3TextForSequenceClassification"),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False},
+        qkv_bias="attention_bias", out_bias="attention_bias", norms="post", qk_norm_whole=True,
+        vllm_assumes={"attention_bias": False, "hidden_act": "silu"}),
+    "olmo3": Family(
+        "Olmo3ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 500000.0,
+                             "attention_bias": False, "sliding_window": 4096},
+        qkv_bias="attention_bias", out_bias="attention_bias", norms="post", qk_norm_whole=True, windows="pattern", pattern=4,
+        local_theta=500000.0, vllm_assumes={"attention_bias": False, "hidden_act": "silu"}),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", {**_SHARED, "tie_word_embeddings": True, "rope_theta": 2000000.0, "num_key_value_heads": 4,
+                               "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+                               "no_rope_layers": None, "no_rope_layer_interval": 4},
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", windows="no_rope", no_rope=True, divides=True),
+    "ministral3": Family(
+        "Ministral3ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "head_dim": 128,
+                                  "num_key_value_heads": 8, "rope_theta": 1000000.0, "rope_parameters": {
+                                      "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                      "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                      "llama_4_scaling_beta": 0.1}},
+        windows="all", query_growth=True, within=(("language_model.", ""), ("model.language_model.", "model.")),
+        unread=r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "attention_bias": False, "num_key_value_heads": 4,
                                 "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
@@ -196,13 +222,13 @@ FAMILIES = {
 NESTED = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+    "mistral3": ("ministral3", "Mistral3ForConditionalGeneration"),
 }
 # Families under another name, whose code transformers has not: model_type -> (ours, architecture, fields that go).
 ALIASES = {
     "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", ()),
     "mimo": ("qwen2", "MiMoForCausalLM", ("num_nextn_predict_layers",)),  # its layers lie under names of their own
 }
-WITHIN = "model.language_model."  # of their text part's tensors, where it alone has `model.`
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields of other architectures: a config that uses one means a function that no family here computes, and transformers

@@ -78,6 +78,7 @@ NORMS = {  # Layer.norms: before attention and MLP, behind both, or both; HF's n
     "pre": _norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
     "sandwich": _norms(attention_norm="input_layernorm", attention_post_norm="post_attention_layernorm",
                        mlp_norm="pre_feedforward_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    "post": _norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
 }
 ATTENTION = (
     Row("attention/query/kernel", _Q, "self_attn.q_proj.weight", 1),

@@ -22,16 +22,18 @@ from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build
 from jaxrl.models.adapters.selection import Selection, resolved
 from jaxrl.models.config import model_config
-from jaxrl.models.families import ALIASES
+from jaxrl.models.families import ALIASES, text_part
 from jaxrl.models.io import hf, tensorfile
 from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make_engine
 
 TIMEOUT = 120.0
 ROWS = [  # of helpers.tiny_models, one or more of each family
-    "seed_oss", "gemma", "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe",
+    "seed_oss", "gemma", "olmo2", "olmo3", "smollm3", "ministral3",
+    "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe",
     "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them
     "Kimi-K2-Instruct": 1026.4, "MiMo-7B-RL": 7.6, "Seed-OSS-36B-Instruct": 36.2, "gemma-7b-it": 8.5,
+    "OLMo-2-1124-7B-Instruct": 7.3, "Olmo-3-7B-Instruct": 7.3, "SmolLM3-3B": 3.1, "Ministral-3-8B-Instruct-2512-BF16": 8.5,
 }
 
 
@@ -55,11 +57,8 @@ def test_published_configs(name):
     given = json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
     model = build(given, compute_dtype=jnp.bfloat16, scan_layers=True)
     assert round(model.num_parameters / 1e9, 1) == PUBLISHED[name]
-    kind, *_ = ALIASES.get(given["model_type"], (given["model_type"],))
-    plain = {k: v for k, v in given.items() if k not in ("auto_map", "architectures", "model_type", "quantization_config")}
-    if given["model_type"] in ALIASES:
-        plain = {k: v for k, v in plain.items() if k not in ALIASES[given["model_type"]][2]}
-    assert model_config(AutoConfig.for_model(kind, **plain).to_dict()) == model.config
+    text = {k: v for k, v in text_part(given).items() if k not in ("auto_map", "architectures", "quantization_config")}
+    assert model_config(AutoConfig.for_model(**text).to_dict()) == model.config
 
 
 @pytest.mark.torch
@@ -183,6 +182,34 @@ def test_an_alias_is_its_family(folder, tmp_path, caplog, alias, made_as, archit
 def test_aliases_of_another_architecture_are_refused():
     with pytest.raises(ConfigError, match="architectures=.'MiMoV2ForCausalLM'. is not supported; take a MiMoForCausalLM"):
         model_config({"model_type": "mimo", "architectures": ["MiMoV2ForCausalLM"]})
+
+
+# ---- folders of several parts ----------------------------------------------------------------------------------------
+
+@pytest.mark.torch
+def test_the_text_part_of_ministral(tmp_path):
+    """Of Mistral3ForConditionalGeneration: its logits, beyond the window before scaling, and every tensor of an export."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    kind, entries = ARCHITECTURES["ministral3"]
+    config = AutoConfig.for_model("mistral3", text_config={**SIZES, **entries, "model_type": kind}, image_token_index=5, vision_config={
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+        "image_size": 16, "patch_size": 4}, tie_word_embeddings=False)
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    theirs.save_pretrained(tmp_path / "in")
+    model, params = model_cases.ours(str(tmp_path / "in"), scan_layers=True)
+    ids = np.random.default_rng(1).integers(9, 90, 30).astype(np.int32)
+    with torch.no_grad():
+        want = theirs(input_ids=torch.tensor(ids)[None].long()).logits[0].numpy()
+    row = ids[None]
+    got = model_cases.forward(model, params, row, np.arange(30, dtype=np.int32)[None], np.ones_like(row), np.zeros_like(row))[0]
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    hf.export(model, params, tmp_path / "out", hf.load_config(str(tmp_path / "in")))
+    same_tensors(tmp_path / "in", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["model_type"] == "mistral3" and written["text_config"]["model_type"] == "ministral3"
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
