@@ -324,7 +324,7 @@ def number(table, key, least=None, above=None) -> float: ...
 
 
 def number(table, key, least=None, above=None, kind: type = float):
-    """The number `table[key]`; ConfigError where it is none, not finite, or out of bounds."""
+    """Returns the number `table[key]`. Raises ConfigError if it is missing, not finite, or out of bounds."""
     value = table[key]
     numeric = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     low = -math.inf if least is None else least

@@ -18,7 +18,9 @@ KEYS = ("text_config", "quantization_config")
 
 
 def split(stored: dict[str, tensorfile.Stored], kind: str):
-    """(a folder's tensors of the text model, named as if it were alone; the others). kind: the text model's type."""
+    """Returns (a folder's tensors of the text model, named as if it were alone; the others). kind: the text model's
+    type.
+    """
     unread = FAMILIES[kind].unread
     if not unread:
         return stored, {}
@@ -46,12 +48,14 @@ def report(folder, others) -> None:
 
 
 def outer(config: dict) -> dict:
-    """What a config of several parts says beside its text part; {} for others."""
+    """Returns the fields of a config of several parts outside its text part; {} for other configs."""
     return {k: v for k, v in config.items() if k not in KEYS} if config.get("model_type") in NESTED else {}
 
 
 def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
-    """The tensors of the source folder that are not the text model's, as they lie there; None where it is gone."""
+    """Returns the tensors of the source folder that do not belong to the text model, unread; None if the folder is
+    gone.
+    """
     if not source.get("folder"):
         return []
     try:
@@ -67,8 +71,10 @@ def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
 
 
 def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool):
-    """(what is to be written, whether it is a folder of several parts): the text model, under its names there, and the
-    source's other tensors. alone: the text model only."""
+    """Returns (tensors to write, whether it is a folder of several parts).
+
+    They are the text model's, under its names there, and the source's other tensors. alone: the text model only.
+    """
     others = [] if alone else planned_others(source, kind)
     if others is None:
         log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, without "
