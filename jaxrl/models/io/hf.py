@@ -78,6 +78,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         config = text_part(config)
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
+            source |= {"within": nested.within(stored, _kind(config, overrides))} if source["outer"] else {}
             stored, others = nested.split(stored, _kind(config, overrides))
             source |= {"folder": str(folder.absolute())} if others else {}
             counts = collections.Counter(t.dtype for t in scaled.of_values(stored) if t.dtype in tensorfile.DTYPES)

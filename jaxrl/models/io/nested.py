@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, NESTED, WITHIN
+from jaxrl.models.families import FAMILIES, NESTED
 from jaxrl.models.io import tensorfile
 
 log = logging.getLogger("jaxrl")
@@ -25,12 +25,18 @@ def split(stored: dict[str, tensorfile.Stored], kind: str):
     if not unread:
         return stored, {}
     others = {name: t for name, t in stored.items() if re.fullmatch(unread, name)}
-    own = {}
+    own, (inside, alone) = {}, within(stored, kind)
     for name, t in stored.items():
         if name not in others:
-            alone = "model." + name.removeprefix(WITHIN) if name.startswith(WITHIN) else name
-            own[alone] = dataclasses.replace(t, name=alone)
+            name = alone + name.removeprefix(inside) if name.startswith(inside) else name
+            own[name] = dataclasses.replace(t, name=name)
     return own, others
+
+
+def within(names, kind: str) -> tuple[str, str]:
+    """Returns how the names of the text model's tensors begin in a folder of several parts, and where it is alone."""
+    pairs = FAMILIES[kind].within
+    return next((pair for pair in pairs if any(name.startswith(pair[0]) for name in names)), pairs[0])
 
 
 def report(folder, others) -> None:
@@ -59,7 +65,8 @@ def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
     if not found:
         return None
     _, others = split(found, kind)
-    others = [t for t in others.values() if t.dtype in tensorfile.DTYPES]
+    unwritten = FAMILIES[kind].unwritten
+    others = [t for t in others.values() if t.dtype in tensorfile.DTYPES and not re.fullmatch(unwritten, t.name)]
     return [tensorfile.Planned(t.name, tensorfile.DTYPES[t.dtype], t.shape, t.read) for t in others]
 
 
@@ -79,5 +86,6 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
                     "accepts fewer tokens of the trained model")
     if alone or not source.get("outer"):
         return planned + others, False
-    names = {t.name: WITHIN + t.name.removeprefix("model.") if t.name.startswith("model.") else t.name for t in planned}
+    inside, begin = source.get("within") or FAMILIES[kind].within[0]
+    names = {t.name: inside + t.name.removeprefix(begin) if t.name.startswith(begin) else t.name for t in planned}
     return [dataclasses.replace(t, name=names[t.name]) for t in planned] + others, True
