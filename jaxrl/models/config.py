@@ -425,7 +425,7 @@ def _layers(hf, family) -> tuple[Layer, ...]:
 
 
 def _turning(hf, family) -> list[bool]:
-    """Which layers have a rotary embedding."""
+    """Returns which layers have a rotary embedding."""
     count, given = hf["num_hidden_layers"], hf.get("no_rope_layers") if family.no_rope else None
     if not family.no_rope:
         return [True] * count
@@ -563,7 +563,7 @@ def _windows(hf, family) -> tuple[list[bool], int]:
 
 
 def _pattern(hf, family) -> int:
-    """Every how many layers one sees everything."""
+    """Returns the interval of layers with full attention."""
     every = family.pattern
     if isinstance(every, str):
         return number(hf, every, least=1, kind=int)

@@ -333,8 +333,9 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
 
 
 def _layer(model, layer: Layer, params, x, shared, cache, index):
-    """Residual layer, with the norms before and behind each branch that its rows have. index: repetition, where the
-    cache is that of all repetitions."""
+    """Computes a residual layer, with the norms before and after each branch that its rows have. index: repetition, if
+    the cache holds all repetitions.
+    """
     cfg = model.config
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0

@@ -70,7 +70,7 @@ VALUE = (  # a critic's head; HF's name is that of sequence classifiers, which i
 
 
 def _norms(**names: str) -> tuple[Row, ...]:
-    """The norms of a layer, by HF's names."""
+    """Returns the rows of a layer's norms, by HF's names."""
     return tuple(Row(f"{path}/scale", ("norm",), f"{name}.weight", init="one") for path, name in names.items())
 
 

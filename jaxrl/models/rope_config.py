@@ -99,7 +99,9 @@ def _rope(hf, family, table, truncate) -> Rope:
 
 
 def _growth(table, given) -> dict:
-    """The fields of models.rope.growth; transformers has no defaults for what the table leaves out."""
+    """Returns the fields of models.rope.growth. Raises for entries that the table lacks, since transformers has no
+    defaults.
+    """
     key, window = "llama_4_scaling_beta", "original_max_position_embeddings"
     if missing := [name for name in (key, window) if given.get(name) is None]:
         raise ConfigError(f"model config: {', '.join(missing)} missing in the rotary table; queries grow by it")
