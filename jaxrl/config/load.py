@@ -62,6 +62,7 @@ def editable(config) -> Config:
 
 
 def get(cfg, dotted: str):
+    """Returns the value of an option by dotted name."""
     for part in dotted.split("."):
         cfg = cfg[part]
     return cfg
@@ -364,6 +365,7 @@ def redacted(cfg) -> dict:
 
 
 def flat(table: dict, prefix: str = "") -> dict:
+    """Returns dotted name -> value of nested dicts; empty dicts are values."""
     out = {}
     for key, value in table.items():
         if isinstance(value, dict) and value:

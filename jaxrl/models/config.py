@@ -142,6 +142,7 @@ class ModelConfig:
 
     @property
     def value_width(self) -> int:
+        """Size of one value head."""
         return self.value_size or self.head_dim
 
     @property
@@ -151,6 +152,7 @@ class ModelConfig:
 
     @property
     def latent_width(self) -> int:
+        """Numbers of a token in the latent cache: the latent and the rotary part of the key."""
         return self.latent_size + self.rotary_size
 
     @property
@@ -160,6 +162,7 @@ class ModelConfig:
 
     @property
     def query_down_bias(self) -> bool:
+        """Whether the map to the queries' latents has a bias."""
         return bool(self.query_rank) and self.qkv_bias
 
     @property
@@ -169,6 +172,7 @@ class ModelConfig:
 
     @property
     def cache_heads(self) -> int:
+        """Heads of the cache: 1 for latents, else the key-value heads."""
         return 1 if self.latent_size else self.num_kv_heads
 
     @property
@@ -183,10 +187,12 @@ class ModelConfig:
 
     @property
     def query_width(self) -> int:
+        """Numbers of a token's queries over all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
+        """Numbers of a token's keys over all heads."""
         return self.num_kv_heads * self.head_dim
 
     def width(self, layer: Layer) -> int:

@@ -222,6 +222,7 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
+    """Returns the rows of a layer's parameters: norms, mixer, feed-forward."""
     return parameters.NORMS[layer.norms] + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
 
 

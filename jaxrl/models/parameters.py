@@ -50,6 +50,7 @@ class Row:
         return not self.when or bool(getattr(config, self.when.removeprefix("not "))) != self.when.startswith("not ")
 
     def shape(self, config) -> tuple[int, ...]:
+        """Returns the shape of the row's array in a model with this config, without stacked axes."""
         sizes = self.sizes or [SIZES[axis] for axis in self.axes]
         return tuple(getattr(config, size) if isinstance(size, str) else size for size in sizes)
 
@@ -246,6 +247,7 @@ class Entry:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
+        """Shape of one HF tensor: (outputs, inputs) of a linear map, else that of the array."""
         shape, inputs = self.kind[0], self.inputs
         if inputs:
             return math.prod(shape[inputs:]), math.prod(shape[:inputs])

@@ -170,6 +170,7 @@ class LocalTeacher(Role):
         return {f"{TEACHER}/{outer}/{inner}": memory.moved(weight, where)}
 
     def close(self) -> None:
+        """Drops the parameters."""
         self.state = None
 
 
@@ -182,6 +183,7 @@ class ServerTeacher:
         self._scorer = PromptScorer(c.teacher.servers, c.teacher.timeout_seconds, c.longest)
 
     def head(self) -> dict:
+        """Returns {}: servers have their own head."""
         return {}
 
     def targets(self, traj, layout, student) -> dict[str, np.ndarray]:

@@ -78,8 +78,7 @@ class Session:
         self.spec, self.inputs, self.run_dir = spec, inputs or PythonInputs(), Path(spec.run.dir)
         self.progress, self.started = Progress(), time.monotonic()
         self.phase, self.compilations = Phases(), Compilations()
-        self.stop = GracefulStop(starting=True)
-        self.peers = peers()
+        self.stop, self.peers = GracefulStop(starting=True), peers()
         self.faults = Faults(spec.faults.plan, self.peers.index)
         self._telemetry: Telemetry | None = None
         self.callbacks = Callbacks(self)
@@ -95,6 +94,7 @@ class Session:
 
     @property
     def step(self) -> int:
+        """Number of completed steps."""
         return self.progress.step
 
     @property

@@ -205,6 +205,7 @@ def _saved(save, model, strict: bool) -> tuple[str, ...]:
 
 
 def shown(names) -> str:
+    """Returns names as text for messages."""
     return repr(names) if isinstance(names, str) else f"({', '.join(map(repr, names))})"
 
 
