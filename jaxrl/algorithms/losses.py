@@ -67,8 +67,7 @@ def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
     -mean(A) * geometric mean. Only sequence_mean gives the paper's loss.
 
     Returns:
-      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token's ratio is at a
-      bound.
+      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token is at a bound.
     """
     advantage = jnp.where(mask, advantage, 0)
     log_mean, low, high = geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high)

@@ -376,15 +376,15 @@ class Checkpointer:
     # ---- restoring
 
     def choose(self, resume: str = "auto") -> Chosen | None:
-        """Returns the newest usable checkpoint, or None if there is nothing to resume. Reads no arrays, touches no
-        device.
+        """Returns the newest usable checkpoint, or None if there is nothing to resume. Reads no
+        arrays, touches no device.
 
         Args:
           resume: as in `restore`, which then uses this result.
 
         Raises:
-          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; an
-            unknown format.
+          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was
+            named; an unknown format.
         """
         chosen = self._choose_together(resume)
         self._cached_choice = (resume, chosen)

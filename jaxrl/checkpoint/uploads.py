@@ -2,11 +2,11 @@
 fsspec knows (s3://, gs://, file://, ...), in the background. Uploads neither fail nor delay the run.
 
 Below a prefix files have the paths that they have below the run's folder (`export/`, `export_00000020/`,
-`checkpoints/00000020/`); in a repository the final export is at the top, where `from_pretrained` looks for it. A folder
-is complete if it has `uploaded.json`, with size and SHA-256 of every file: a store gets it last (an older one is
-deleted first), the hub in one commit with the files. Each destination has its own thread and queue. A failed upload is
-retried after 2, 4, 8 ... seconds; a folder that fails at all tries is counted, logged at the end and listed in
-summary.json.
+`checkpoints/00000020/`); in a repository the final export is at the top, where `from_pretrained` looks for it. A
+folder is complete if it has `uploaded.json`, with size and SHA-256 of every file: a store gets it last (an older
+one is deleted first), the hub in one commit with the files. Each destination has its own thread and queue. A
+failed upload is retried after 2, 4, 8 ... seconds; a folder that fails at all tries is counted, logged at the end
+and listed in summary.json.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Store:
 
 
 def place_of(url: str, private: bool = True) -> Hub | Store:
-    """Returns the Hub or Store of an address. Raises ConfigError for an invalid address, or a store whose package is
-    missing.
+    """Returns the Hub or Store of an address. Raises ConfigError for an invalid address, or a store
+    whose package is missing.
     """
     if "://" not in url:
         raise ConfigError(f"checkpoint.upload.to entry {url!r}: expected hf://owner/name, or a prefix such as "

@@ -102,8 +102,8 @@ class Epochs:
 
 
 class Windows:
-    """Row numbers whose difficulty is in a moving window: each stage gives its rows only, shuffled, epoch after
-    epoch.
+    """Row numbers whose difficulty is in a moving window: each stage gives its rows only,
+    shuffled, epoch after epoch.
 
     Args:
       stages: (first position, lowest, highest); the first stage begins at 0.

@@ -52,8 +52,8 @@ def resolve(path: str) -> str:
 
 
 def offline_if_unreachable() -> bool:
-    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved; returns whether it
-    did.
+    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved;
+    returns whether it did.
 
     Offline, they use their cache or fail at once, instead of retrying for most of a minute per file. With a proxy
     nothing is changed, since the proxy resolves names.

@@ -84,8 +84,8 @@ class ModelConfig:
 
     @functools.cached_property
     def period(self) -> int:
-        """Length of the smallest block whose repetition gives all layers after the prefix, except a
-        shorter remainder.
+        """Length of the smallest block whose repetition gives all layers after the prefix,
+        except a shorter remainder.
         """
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
@@ -230,8 +230,8 @@ LINEAR = {"linear_num_key_heads": "linear_key_heads", "linear_num_value_heads": 
 
 
 def model_config(hf_config: dict) -> ModelConfig:
-    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out take the family's
-    defaults.
+    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out
+    take the family's defaults.
 
     Raises ConfigError, naming the key and its value, for what no family here serves.
     """
@@ -336,8 +336,8 @@ def _check(hf, family):
 
 
 def _check_latent(hf, family):
-    """Raises ConfigError for bad sizes of latent attention; a head's key is qk_nope_head_dim +
-    qk_rope_head_dim wide.
+    """Raises ConfigError for bad sizes of latent attention; a head's key is
+    qk_nope_head_dim + qk_rope_head_dim wide.
     """
     for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         number(hf, key, least=1, kind=int)
@@ -503,8 +503,8 @@ def _feed_forwards(hf, family) -> list[str]:
 
 
 def _listed_dense(hf, family, layers: int) -> list[int]:
-    """Returns the layers that a list names as dense; without a list, the first one. It has precedence over
-    `first_k_dense_replace`.
+    """Returns the layers that a list names as dense; without a list, the first one. It
+    has precedence over `first_k_dense_replace`.
     """
     kinds = hf.get(family.listed_kinds) or ["dense"] + ["sparse"] * (layers - 1)
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
@@ -527,8 +527,8 @@ def _check_groups(hf, experts: int, chosen: int) -> None:
 
 
 def _windows(hf, family) -> tuple[list[bool], int]:
-    """Returns (which layers have a sliding window, its size): by `layer_types` if given, else by the family's older
-    keys.
+    """Returns (which layers have a sliding window, its size): by `layer_types` if given, else by
+    the family's older keys.
     """
     count, kinds, window = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("sliding_window")
     if kinds is not None and (not isinstance(kinds, list | tuple) or len(kinds) != count

@@ -99,8 +99,8 @@ class Weights(NamedTuple):
         return y if bias is None else y + like(bias.astype(x.dtype), y)
 
     def linears(self, module: str, x, *names: str) -> list:
-        """Applies several linear maps of one module to the same x: one product if their weights are joined
-        (models.unstacked).
+        """Applies several linear maps of one module to the same x: one product if their
+        weights are joined (models.unstacked).
         """
         name = f"{module}/{parameters.JOINED.get(names)}"
         if f"{name}/kernel" not in self.values:

@@ -102,8 +102,8 @@ def _part(row: Row, groups: int | str, place: int) -> Row:
 
 
 def _gated_attention() -> tuple[Row, ...]:
-    """Returns the rows of attention whose output is gated by a sigmoid; HF stores a head's query and gate one after the
-    other.
+    """Returns the rows of attention whose output is gated by a sigmoid; HF stores a head's query and gate
+    one after the other.
     """
     out = []
     for row in ATTENTION:

@@ -10,8 +10,8 @@ from jaxrl.models.rope import KINDS, Rope
 
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
-    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
-    `rope_scaling`.
+    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or
+    from `rope_theta` and `rope_scaling`.
     """
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
     tables = family.defaults.get("rope_parameters") if tables is None else tables
@@ -45,8 +45,8 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
 
 
 def rotary_size(hf, head_dim: int) -> int:
-    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table or of the
-    config.
+    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table
+    or of the config.
     """
     beside = hf["partial_rotary_factor"]
     table = {"partial_rotary_factor": 1.0 if beside is None else beside,
@@ -99,8 +99,8 @@ def _rope(hf, family, table, truncate) -> Rope:
 
 
 def _growth(table, given) -> dict:
-    """Returns the fields of models.rope.growth. Raises for entries that the table lacks, since transformers has no
-    defaults.
+    """Returns the fields of models.rope.growth. Raises for entries that the table lacks, since
+    transformers has no defaults.
     """
     key, window = "llama_4_scaling_beta", "original_max_position_embeddings"
     if missing := [name for name in (key, window) if given.get(name) is None]:

@@ -60,9 +60,9 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
 
     Args:
       options: the group `algorithm` of a Spec.
-      traj: Trajectories with T tokens and N trajectories. The columns `reward`, `turn` and `anchor` are rewards,
-        numbers and states of turns. Without them a trajectory is one turn without a state: `turn` is then the
-        leave-one-out baseline.
+      traj: Trajectories with T tokens and N trajectories. The columns `reward`, `turn` and `anchor` are
+        rewards, numbers and states of turns. Without them a trajectory is one turn without a state: `turn` is
+        then the leave-one-out baseline.
       scores: [N], NaN = absent.
       baseline: [N] scores of greedy completions.
       kl: [T], or None if it is not subtracted from the reward.

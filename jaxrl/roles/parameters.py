@@ -73,8 +73,8 @@ def flat_layers(model, tree) -> dict[str, tuple[int, ...]]:
 
 
 def policy_optimizer(job, updates: int):
-    """Returns (optax transformation of the policy's parameters, schedule); (training.adapter_set.Optimizers, None) for
-    several adapters.
+    """Returns (optax transformation of the policy's parameters, schedule); (training.adapter_set.Optimizers,
+    None) for several adapters.
 
     updates: optimizer steps of the whole run; an adapter's schedule counts the steps that have rows of it.
     """
@@ -162,8 +162,8 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
 
     Args:
       path: folder or hub id, at hub `revision`; "" = model.path, or random from run.seed for model.init=random.
-      dtype: one, or a tree of them; None = train.param_dtype. role: on whose devices. as_codes: kernels quantized as
-        lora.base.
+      dtype: one, or a tree of them; None = train.param_dtype. role: on whose devices. as_codes:
+        kernels quantized as lora.base.
 
     Returns:
       Nested tree of sharded arrays.

@@ -55,8 +55,8 @@ class EngineContext:
 
     @classmethod
     def of(cls, *fields) -> EngineContext:
-        """Returns a context, or builds one from its fields (the signature of engine factories before there was a
-        context).
+        """Returns a context, or builds one from its fields (the signature of engine factories before
+        there was a context).
         """
         return fields[0] if isinstance(fields[0], cls) else cls(*fields)
 

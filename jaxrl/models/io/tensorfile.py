@@ -43,8 +43,8 @@ class Stored:
     stop: int
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """Returns a read-only view of the mapped file, at an index. Raises ConfigError unless the dtype is a plain
-        float.
+        """Returns a read-only view of the mapped file, at an index. Raises ConfigError unless the dtype
+        is a plain float.
         """
         if self.dtype not in DTYPES:
             raise ConfigError(f"{self.file}: tensor {self.name} has dtype {self.dtype}; only unquantized checkpoints "

@@ -61,15 +61,15 @@ def fill(buffer, tensors, rows) -> None:
 
 
 class Stream:
-    """A transport that sends chunk after chunk. A transport whose workers fetch chunks themselves overrides `payload`
-    only.
+    """A transport that sends chunk after chunk. A transport whose workers fetch chunks
+    themselves overrides `payload` only.
     """
 
     host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
 
     def announcement(self) -> dict[str, str]:
-        """Returns where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers accept them from nowhere
-        else.
+        """Returns where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers accept
+        them from nowhere else.
         """
         return {}
 
@@ -177,8 +177,8 @@ def address_towards(url: str) -> str:
 
 
 class Network(Stream):
-    """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key made for this
-    run.
+    """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key
+    made for this run.
     """
 
     name = "network"
