@@ -193,7 +193,7 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
                 for name, x in (("query", q), ("key", k)))
     if layer.rope:
         rotation = shared.rotations[cfg.ropes.index(layer.rope)]
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = (rotate(x, rotation, cfg.rope_interleaved) for x in (q, k))
         if layer.rope.query_beta:
             q = q * growth(layer.rope, shared.positions).astype(q.dtype)
     options: dict[str, Any] = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
@@ -333,8 +333,9 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
 
 
 def _layer(model, layer: Layer, params, x, shared, cache, index):
-    """Residual layer, with the norms before and behind each branch that its rows have. index: repetition, where the
-    cache is that of all repetitions."""
+    """Computes a residual layer with the norms before and after each branch that its rows have. index: repetition, if
+    the cache holds all repetitions.
+    """
     cfg = model.config
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
