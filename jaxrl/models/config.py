@@ -134,6 +134,8 @@ class ModelConfig:
     query_rank: int = 0           # and those of queries; 0 = they are made at once
     value_size: int = 0           # a value's, where it is not head_dim's
     rope_interleaved: bool = False
+    packed_qkv: bool = False      # query, key and value are one HF tensor
+    packed_mlp: bool = False      # gate and up are one HF tensor
 
     @property
     def ropes(self) -> list[Rope]:
@@ -210,7 +212,8 @@ class ModelConfig:
         for rope in self.ropes if self.family != "gemma3_text" else ():
             if rope.kind in ("linear", "yarn"):
                 stretched.append(rope.factor * (rope.original_max if rope.kind == "yarn" else self.max_positions))
-        return max(self.max_positions, int(max(stretched)))
+        longest = max(self.max_positions, int(max(stretched)))
+        return min([longest, *(rope.window for rope in self.ropes if rope.window)])
 
     def beyond(self, longest: int, made_of: str) -> str:
         """Returns a warning if prompt + completion may be longer than the model's context; else "". made_of: the
@@ -279,7 +282,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         init_std=number(hf, "initializer_range", least=0), qk_norm_whole=family.qk_norm_whole,
         rotary_size=_rotary(hf, family, head_dim), sinks=family.sinks, router_bias=family.router_bias,
         expert_bias=family.expert_bias,
-        next_tokens=_next_tokens(hf_config, family), **routed)
+        packed_qkv=family.packed_qkv, packed_mlp=family.packed_mlp,
+        next_tokens=_next_tokens(hf_config, family), **{"rope_interleaved": family.rope_interleaved, **routed})
 
 
 def _rotary(hf, family, head_dim: int) -> int:

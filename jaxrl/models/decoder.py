@@ -99,8 +99,8 @@ class Weights(NamedTuple):
         return y if bias is None else y + like(bias.astype(x.dtype), y)
 
     def linears(self, module: str, x, *names: str) -> list:
-        """Applies several linear maps of one module to the same x: one product if their
-        weights are joined (models.unstacked).
+        """Applies several linear maps of one module to the same x: one product if their weights are joined
+        (models.unstacked).
         """
         name = f"{module}/{parameters.JOINED.get(names)}"
         if f"{name}/kernel" not in self.values:
@@ -193,7 +193,7 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
                 for name, x in (("query", q), ("key", k)))
     if layer.rope:
         rotation = shared.rotations[cfg.ropes.index(layer.rope)]
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = (rotate(x, rotation, cfg.rope_interleaved) for x in (q, k))
         if layer.rope.query_beta:
             q = q * growth(layer.rope, shared.positions).astype(q.dtype)
     options: dict[str, Any] = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
@@ -222,7 +222,6 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
-    """Returns the rows of a layer's parameters: norms, mixer, feed-forward."""
     return parameters.NORMS[layer.norms] + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
 
 
@@ -334,7 +333,7 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
 
 
 def _layer(model, layer: Layer, params, x, shared, cache, index):
-    """Computes a residual layer, with the norms before and after each branch that its rows have. index: repetition, if
+    """Computes a residual layer with the norms before and after each branch that its rows have. index: repetition, if
     the cache holds all repetitions.
     """
     cfg = model.config

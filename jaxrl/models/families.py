@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from jaxrl.config.suggest import not_yet
 from jaxrl.errors import ConfigError
+from jaxrl.models.rope import KINDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Family:
     pattern: int | str = 2               # of windows "pattern": every how many layers one sees everything
     local_theta: float | str = ""        # base of a rotary embedding that windowed layers have of their own; empty = none
     no_rope: bool = False                # no_rope_layers, no_rope_layer_interval: 1 = a layer with rotary embedding
+    rope_interleaved: bool = False       # a head turns in pairs (2i, 2i + 1)
+    rope_kinds: dict = dataclasses.field(default_factory=lambda: KINDS)  # rope_type -> models.rope.Rope.kind
+    packed_qkv: bool = False             # query, key and value are one tensor on disk, qkv_proj
+    packed_mlp: bool = False             # and gate and up are, gate_up_proj
     query_growth: bool = False           # llama_4_scaling_beta of the rotary table (models.rope.growth)
     divides: bool = False                # transformers wants hidden_size to be a multiple of the heads, head_dim or not
     feed_forward: str = "mlp"            # a row of models.feed_forward.FEED_FORWARDS, of layers that are not dense
@@ -83,6 +88,9 @@ _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.
            "linear_conv_kernel_dim": 4}
 _MTP = r"model\.mtp_layers\..*"  # MiMo's
 _BESIDE = r"mtp\..*|model\.visual\..*"
+_GLM = {**_SHARED, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 2,
+        "attention_bias": True, "partial_rotary_factor": 0.5}
+_GLM_LAYERS: dict[str, Any] = dict(qkv_bias="attention_bias", partial_rotary=True, rope_interleaved=True, packed_mlp=True)
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION: dict[str, Any] = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
     "rope_interleave": True, "attention_bias": False, "tie_word_embeddings": False})
@@ -148,6 +156,13 @@ FAMILIES = {
                                       "llama_4_scaling_beta": 0.1}},
         windows="all", query_growth=True, within=(("language_model.", ""), ("model.language_model.", "model.")),
         unread=r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+    "glm": Family("GlmForCausalLM", _GLM, **_GLM_LAYERS),
+    "glm4": Family("Glm4ForCausalLM", _GLM, norms="glm4", **_GLM_LAYERS),
+    "phi3": Family(
+        "Phi3ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
+                            "original_max_position_embeddings": 4096},
+        windows="all", partial_rotary=True, packed_qkv=True, packed_mlp=True,
+        rope_kinds={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")}),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "attention_bias": False, "num_key_value_heads": 4,
                                 "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},

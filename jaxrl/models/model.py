@@ -318,6 +318,10 @@ class Model:
                 raise ConfigError(
                     f"rope_type=dynamic serves sequences up to its original window of {rope.original_max} "
                     f"tokens, not {tokens}; set rope_type=yarn with a factor in model.config, or shorten the sequences")
+            if rope.window and tokens > rope.window:
+                raise ConfigError(
+                    f"rope_type=longrope: sequences of {tokens} tokens, and beyond {rope.window} tokens other factors "
+                    "hold; shorten the sequences, or give short_factor the numbers of long_factor in model.config")
 
     @property
     def num_parameters(self) -> int:

@@ -79,6 +79,8 @@ NORMS = {  # Layer.norms: before attention and MLP, behind both, or both; HF's n
     "pre": _norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
     "sandwich": _norms(attention_norm="input_layernorm", attention_post_norm="post_attention_layernorm",
                        mlp_norm="pre_feedforward_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    "glm4": _norms(attention_norm="input_layernorm", attention_post_norm="post_self_attn_layernorm",
+                   mlp_norm="post_attention_layernorm", mlp_post_norm="post_mlp_layernorm"),
     "post": _norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
 }
 ATTENTION = (
@@ -115,7 +117,14 @@ def _gated_attention() -> tuple[Row, ...]:
     return tuple(out)
 
 
+def _packed(rows: tuple[Row, ...], when: str, hf: str, *names: str) -> tuple[Row, ...]:
+    """The rows, of which those of `names` are parts of one HF tensor in the models that have the flag `when`."""
+    parts = [dataclasses.replace(_part(row, 1, names.index(row.path)), hf=hf, when=when) for row in rows if row.path in names]
+    return (*(dataclasses.replace(row, when=f"not {when}") if row.path in names else row for row in rows), *parts)
+
+
 GATED_ATTENTION = _gated_attention()
+ATTENTION = _packed(ATTENTION, "packed_qkv", "self_attn.qkv_proj.weight", *(f"attention/{x}/kernel" for x in ("query", "key", "value")))
 _KEYS, _VALUES = ("linear_key_heads", "linear_key_size"), ("linear_value_heads", "linear_value_size")
 
 
@@ -168,6 +177,7 @@ MLP = (
     Row("mlp/down/kernel", ("mlp", "embed"), "mlp.down_proj.weight", 1),
     Row("mlp/down/bias", ("norm",), "mlp.down_proj.bias", init="zero", when="mlp_bias"),
 )
+MLP = _packed(MLP, "packed_mlp", "mlp.gate_up_proj.weight", "mlp/gate/kernel", "mlp/up/kernel")
 JOINED = {  # linear maps of one input -> the name of the one that gives all their outputs (models.unstacked)
     ("query", "key", "value"): "query_key_value",
     ("gate", "up"): "gate_up",

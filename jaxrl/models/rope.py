@@ -17,9 +17,11 @@ from jaxrl.kernels.platform import platform
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """One rotary embedding. `kind`: default, linear, dynamic, yarn or llama3; the other fields as in HF's configs.
+    """One rotary embedding. `kind`: default, linear, dynamic, yarn, llama3 or longrope; the other fields as in HF's
+    configs.
 
-    `dynamic` equals `default` inside the original window; `Model.check_length` refuses lengths beyond it.
+    Inside the original window `dynamic` equals `default`, and `longrope` has its short factors; `Model.check_length`
+    refuses lengths beyond it.
     """
 
     kind: str = "default"
@@ -34,7 +36,14 @@ class Rope:
     attention_factor: float | None = None  # yarn: factor on cos and sin; None = from mscale, else 0.1 ln(factor) + 1
     mscale: float = 0.0                    # yarn
     mscale_all_dim: float = 0.0            # yarn
+    short_factor: tuple[float, ...] = ()   # longrope: of each pair of dimensions, inside the original window
+    long_factor: tuple[float, ...] = ()    # and beyond it
     query_beta: float = 0.0                # of `growth`; 0 = none
+
+    @property
+    def window(self) -> int:
+        """Returns the tokens up to which the short factors hold, if the long ones differ; else 0."""
+        return self.original_max if self.kind == "longrope" and self.short_factor != self.long_factor else 0
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -74,22 +83,29 @@ def _yarn(rope, head_dim, plain):
     return plain / np.float32(rope.factor) * ramp + plain * (1 - ramp)
 
 
+def _longrope(rope, head_dim, plain):
+    return plain / np.asarray(rope.short_factor, np.float32)
+
+
 _SCALINGS = {
     "default": lambda rope, head_dim, plain: plain,
     "dynamic": lambda rope, head_dim, plain: plain,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
-KINDS = tuple(_SCALINGS)
+KINDS = {kind: kind for kind in _SCALINGS if kind != "longrope"}  # names in configs -> kinds
 
 
 def magnitude(rope: Rope) -> float:
-    """Returns the factor on cos and sin: 1 except for yarn."""
-    if rope.kind != "yarn":
+    """Returns the factor on cos and sin: 1 except for yarn and longrope."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max)) if rope.factor > 1 else 1.0
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all_dim)
     return _mscale(rope, 1.0)
@@ -130,12 +146,12 @@ def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
 
 def rotate(x_BxLxHxK, rotation, interleaved: bool = False):
     """Turns the first 2F dimensions of a head, in pairs (i, i + F) by their angle, in the rotation's dtype; returns x's
-    dtype. The others, if any, stay. interleaved: all of them, in pairs (2i, 2i + 1), which come out at i and i + F."""
+    dtype. The others, if any, stay. interleaved: in pairs (2i, 2i + 1), which come out at i and i + F."""
     cos, sin = rotation
     size = 2 * cos.shape[-1]
     if x_BxLxHxK.shape[-1] > size:
         turned, rest = jnp.split(x_BxLxHxK, [size], axis=-1)
-        return jnp.concatenate([rotate(turned, rotation), rest], axis=-1)
+        return jnp.concatenate([rotate(turned, rotation, interleaved), rest], axis=-1)
     x = x_BxLxHxK.astype(cos.dtype)
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import number
-from jaxrl.models.rope import KINDS, Rope
+from jaxrl.models.rope import Rope
 
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
@@ -69,9 +69,10 @@ def _rope(hf, family, table, truncate) -> Rope:
     if len(set(kinds)) > 1:
         raise ConfigError(f"model config: rope_type={kinds[0]!r} beside type={kinds[1]!r} in the rotary table, and "
                           "transformers reads the first; leave type out")
-    kind = kinds[0]
-    if kind not in KINDS:
-        raise ConfigError(f"model config: rope_type={kind!r} is not supported; choose {', '.join(KINDS)}")
+    kind, known = kinds[0], family.rope_kinds
+    if kind not in known:
+        raise ConfigError(f"model config: rope_type={kind!r} is not supported; choose {', '.join(known)}")
+    kind = known[kind]
     if family.latent and kind not in ("default", "yarn") and table.get("mscale_all_dim"):
         raise ConfigError(f"model config: mscale_all_dim={table['mscale_all_dim']!r} beside rope_type={kind}, whose "
                           "scores would have a factor of it; it is supported with yarn alone")
@@ -86,6 +87,8 @@ def _rope(hf, family, table, truncate) -> Rope:
     if kind == "dynamic":  # its window is always the model's
         table["original_max_position_embeddings"] = hf["max_position_embeddings"]
     window = number(table, "original_max_position_embeddings", least=1, kind=int)
+    if kind == "longrope":
+        return Rope("longrope", theta, original_max=window, **_longrope_fields(hf, table, window))
     if kind == "yarn" and table.get("factor", 0) is None:
         table["factor"] = hf["max_position_embeddings"] / window
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
@@ -96,6 +99,23 @@ def _rope(hf, family, table, truncate) -> Rope:
     if kind == "yarn":
         fields |= _yarn_fields({**table, "rope_theta": theta}, truncate)
     return Rope(kind=kind, theta=theta, **{"original_max": window, **fields, **grows()})
+
+
+def _longrope_fields(hf, table, window: int) -> dict:
+    """Factor, attention_factor and the two lists, a number for each pair of dimensions that turn."""
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    pairs = rotary_size(hf, head_dim) // 2
+    fields: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        given = table.get(name)
+        if not isinstance(given, list | tuple) or len(given) != pairs:
+            raise ConfigError(f"model config: {name}={given!r}; rope_type=longrope needs a list of {pairs} numbers, one "
+                              "for each pair of dimensions that turn")
+        fields[name] = tuple(float(number(dict.fromkeys((name,), x), name, above=0)) for x in given)
+    if table.get("attention_factor") is not None:
+        fields["attention_factor"] = float(number(table, "attention_factor"))
+    factor = hf["max_position_embeddings"] / window if table.get("factor") is None else number(table, "factor", above=0)
+    return {**fields, "factor": float(factor)}
 
 
 def _growth(table, given) -> dict:

@@ -33,3 +33,11 @@ def check_recurrent(config, model) -> None:
     if config.lora.rank:
         raise ConfigError(f"lora.rank={config.lora.rank} with {kind}: adapters for its layers are not built yet; leave "
                           "lora.rank out")
+
+
+def check_packed(config, model) -> None:
+    """Raises ConfigError for adapters on matrices that share one tensor on disk (a ModelConfig)."""
+    names = ["qkv_proj"] * model.packed_qkv + ["gate_up_proj"] * model.packed_mlp
+    if names and config.lora.rank:
+        raise ConfigError(f"lora.rank={config.lora.rank} with model_type={model.family}: adapters on "
+                          f"{' and '.join(names)} are not built yet; leave lora.rank out")

@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxrl import data as jaxrl_data
 from jaxrl import models, sharding, training
 from jaxrl.checkpoint.fingerprints import compare_inputs
-from jaxrl.config.lengths import made_of
+from jaxrl.config.lengths import longest_sequence, made_of
 from jaxrl.config.load import get
 from jaxrl.config.registry import recipe_of, sequences
 from jaxrl.config.run_length import ends
@@ -45,7 +45,7 @@ from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
-from jaxrl.run.model_checks import check_experts, check_recurrent
+from jaxrl.run.model_checks import check_experts, check_packed, check_recurrent
 from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
@@ -357,6 +357,8 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     experts = table.config.num_expert_layers
     check_experts(config, unrolled)
     check_recurrent(config, table.config)
+    check_packed(config, table.config)
+    table.check_length(longest_sequence(config))
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
                           "is that of all adapters' tokens; train one adapter at a time")

@@ -22,7 +22,9 @@ HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 20}
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GROWS = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.4,
          "mscale": 1.0, "mscale_all_dim": 1.0}
-PARTIAL = ("glm4_moe", *HYBRIDS)
+PARTIAL = ("glm4_moe", "glm", "glm4", "phi3", *HYBRIDS)
+SHORT, LONG = [1.1, 1.7, 2.5, 6.0], [2.0, 3.0, 9.0, 20.0]
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 50}
 BASE = {
     "llama": {},
     "mistral": {"sliding_window": 6, "head_dim": 8},
@@ -30,6 +32,9 @@ BASE = {
     "qwen3": {"head_dim": 8},
     "seed_oss": {"head_dim": 8},
     "gemma": {"head_dim": 8},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "phi3": {"original_max_position_embeddings": 50},
     "olmo2": {},
     "olmo3": {"sliding_window": 5},
     "smollm3": {},
@@ -188,11 +193,22 @@ MOVES = {
                 {"swiglu_limit": 0.4}, {"swiglu_alpha": 1.0}, {"attention_bias": False}, {"head_dim": 12}, {"rms_norm_eps": 0.5},
                 {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
 }
+GLM = [{"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": None}, {"rms_norm_eps": 0.5},
+       new({**LINEAR, "partial_rotary_factor": 0.75}), {"attention_bias": False}, {"head_dim": 12}, {"hidden_act": "gelu"},
+       {"tie_word_embeddings": True}, {"num_key_value_heads": 4}]
 COMMON = [{"rms_norm_eps": 0.5}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}]
 MOVES |= {
     "seed_oss": [*ROPES[3::8], *COMMON, {"head_dim": 12}, {"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True},
                  {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
     "gemma": [*ROPES[5::8], *COMMON, {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "silu"}, {"tie_word_embeddings": False}],
+    "glm": [*ROPES[2::8], *GLM], "glm4": [*ROPES[3::8], *GLM],
+    "phi3": [
+        *COMMON, new({}), {"rope_theta": 77.0}, new(LONGROPE), old(LONGROPE), old({**LONGROPE, "rope_type": "su"}),
+        old({**{k: v for k, v in LONGROPE.items() if k != "rope_type"}, "type": "yarn"}), new({**LONGROPE, "attention_factor": 1.3}),
+        new({**LONGROPE, "factor": 8.0}), new({**LONGROPE, "factor": 0.5}), new({**LONGROPE, "short_factor": LONG}),
+        new({**LONGROPE, "short_factor": SHORT[:2], "long_factor": LONG[:2], "partial_rotary_factor": 0.5}),
+        {**old({**LONGROPE, "short_factor": SHORT[:3], "long_factor": LONG[:3]}), "partial_rotary_factor": 0.75},
+        {"partial_rotary_factor": 0.75}, {"sliding_window": 5}, {"sliding_window": 1}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
     "olmo2": [*ROPES[6::8], *COMMON, {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
     "olmo3": [
         *COMMON, layered({**YARN, **THETA}), layered({**LINEAR, **THETA}, {"rope_theta": 30.0}), layered(sliding=LINEAR), {"rope_scaling": YARN},
@@ -251,9 +267,13 @@ IGNORED = {
     "gpt_oss": [*(e for e in UNUSED[1:] if "original_max_position_embeddings" not in e), *TRAINING, {"experts_per_token": 2},
                 {"initial_context_length": 4096}, {"layer_types": [SLIDING, FULL] * (LAYERS // 2)}],
 }
+IGNORED_GLM = [*(e for e in UNUSED if "partial_rotary_factor" not in e), {"partial_rotary_factor": 0.5}, {"layer_types": [FULL] * LAYERS}]
 IGNORED |= {
     "seed_oss": [*UNUSED, {"residual_dropout": 0.4}, {"layer_types": [FULL] * LAYERS}, {"pretraining_tp": 2}],
     "gemma": [*UNUSED, {"hidden_act": "gelu"}, {"hidden_activation": "silu"}, {"use_bidirectional_attention": False}],
+    "glm": IGNORED_GLM, "glm4": IGNORED_GLM,
+    "phi3": [*(e for e in UNUSED if "original_max_position_embeddings" not in e), {"resid_pdrop": 0.3}, {"embd_pdrop": 0.3},
+             {"max_window_layers": 1}, {"layer_types": [FULL] * LAYERS}, {"attention_bias": True}, {"original_max_position_embeddings": 16}],
     "olmo2": [*UNUSED, {"use_qk_norm": True}, {"clip_qkv": None}],
     "olmo3": [*UNUSED, {"layer_types": [SLIDING, SLIDING, SLIDING, FULL]}, {"sliding_window_pattern": 4}, {"rope_theta": 500000.0},
               {"rope_parameters": {FULL: None, SLIDING: None}}],
@@ -323,6 +343,10 @@ REFUSED |= {
                  {"attention_out_bias": None}, {"use_qk_norm": True}],
     "gemma": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"hidden_act": "relu"}, {"use_bidirectional_attention": True}, {"head_dim": None},
               {"hidden_size": 34}],
+    **dict.fromkeys(("glm", "glm4"), [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"partial_rotary_factor": 0.4}, {"head_dim": None},
+                                      {"use_qk_norm": True}, {"attention_bias": 1}]),
+    "phi3": [*FOREIGN, *NO_CAPS, {"sliding_window": 0}, {"layer_types": [SLIDING] * LAYERS}, {"partial_rotary_factor": 0.4},
+             {"hidden_size": 34}],
     "olmo2": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"layer_types": [SLIDING] * LAYERS}, {"attention_bias": 1}],
     "olmo3": [*FOREIGN, *NO_CAPS, {"sliding_window": None}, {"sliding_window": 0}, {"sliding_window_pattern": 3}, {"rope_theta": 300.0}],
     "smollm3": [*(e for e in FOREIGN if "no_rope_layers" not in e), *NO_CAPS, {"no_rope_layers": [1, 1, 1]}, {"no_rope_layers": [1, 1, 1, 2]},
@@ -346,6 +370,14 @@ GEMMA3_ROPES_REFUSED = [
     (layered({"rope_type": "longrope"}), "rope_type='longrope'"), (old({FULL: LINEAR}), FULL),
     (layered(sliding={"rope_theta": None}), "rope_theta=None"),
 ]
+PHI3_ROPES_REFUSED = [
+    ({"rope_theta": None}, "rope_theta=None"), (new(LINEAR), "rope_type='linear'"), (new(LLAMA3), "rope_type='llama3'"),
+    (new({"rope_type": "dynamic", "factor": 2.0}), "rope_type='dynamic'"), (new({"rope_type": "longrope"}), "short_factor=None"),
+    (new({**LONGROPE, "long_factor": LONG[:3]}), "long_factor="), (new({**LONGROPE, "short_factor": [1, 1, 1, "1"]}), "short_factor="),
+    (new({**LONGROPE, "short_factor": [1, 1, 1, 0]}), "short_factor="), (new({**LONGROPE, "factor": 0}), "factor=0"),
+    (new({**LONGROPE, "partial_rotary_factor": 0.5}), "short_factor="), (new({**LONGROPE, "attention_factor": "1"}), "attention_factor='1'"),
+    (new(LONGROPE, original_max_position_embeddings=None), "original_max_position_embeddings=None"),
+]
 
 
 def config(family, entries):
@@ -359,7 +391,7 @@ def refused():
         yield "ministral3", {"rope_parameters": {k: v for k, v in GROWS.items() if k != missing}}, missing
     yield "deepseek_v3", new({**LINEAR, "mscale_all_dim": 1.0}), "mscale_all_dim=1.0"
     for family, cases in REFUSED.items():
-        ropes = GEMMA3_ROPES_REFUSED if family in ("gemma3_text", "olmo3") else ROPES_REFUSED
+        ropes = PHI3_ROPES_REFUSED if family == "phi3" else GEMMA3_ROPES_REFUSED if family in ("gemma3_text", "olmo3") else ROPES_REFUSED
         yield from ((family, entries, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
                    and (family != "ministral3" or list(entries) != ["rope_theta"]))  # which its table has
         yield from ((family, entries, next(iter(entries))) for entries in cases)

@@ -26,6 +26,12 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", {"head_dim": 12}),
     "seed_oss": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
     "gemma": ("gemma", {"head_dim": 12, "attention_bias": True}),
+    "glm": ("glm", {"head_dim": 12}),
+    "glm4": ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.25}),
+    "phi3": ("phi3", {"sliding_window": 6, "head_dim": 8}),
+    "phi4_mini": ("phi3", {"tie_word_embeddings": True, "original_max_position_embeddings": 64, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 5000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 2.0, 5.0],
+        "long_factor": [3.0, 9.0, 30.0]}}),
     "olmo2": ("olmo2", {"attention_bias": True}),
     "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 6, "rope_parameters": {
         "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "original_max_position_embeddings": 32},

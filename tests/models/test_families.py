@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import lora_cases, model_cases
+from helpers import lora_cases, model_cases, tiny_job
 from helpers.rollout_helpers import config
 from helpers.tiers import first_cases
 from helpers.tiny_models import ARCHITECTURES, EXPERTS, HYBRIDS, SIZES, edit_config, make_tiny
@@ -25,15 +25,17 @@ from jaxrl.models.config import model_config
 from jaxrl.models.families import ALIASES, text_part
 from jaxrl.models.io import hf, tensorfile
 from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make_engine
+from jaxrl.run.setup import read_model_inputs
 
 TIMEOUT = 120.0
 ROWS = [  # of helpers.tiny_models, one or more of each family
-    "seed_oss", "gemma", "olmo2", "olmo3", "smollm3", "ministral3",
+    "seed_oss", "gemma", "olmo2", "olmo3", "smollm3", "ministral3", "glm", "glm4", "phi3", "phi4_mini",
     "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe",
     "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them
     "Kimi-K2-Instruct": 1026.4, "MiMo-7B-RL": 7.6, "Seed-OSS-36B-Instruct": 36.2, "gemma-7b-it": 8.5,
     "OLMo-2-1124-7B-Instruct": 7.3, "Olmo-3-7B-Instruct": 7.3, "SmolLM3-3B": 3.1, "Ministral-3-8B-Instruct-2512-BF16": 8.5,
+    "GLM-4-9B-0414": 9.4, "glm-4-9b-chat-hf": 9.4, "phi-4": 14.7, "Phi-4-mini-instruct": 3.8,
 }
 
 
@@ -135,7 +137,7 @@ def same_tensors(a, b):
         assert t.read().tobytes() == two[name].read().tobytes(), name
 
 
-@first_cases(1, "name", [name for name in ROWS if name not in HYBRIDS])
+@first_cases(1, "name", [name for name in ROWS if name not in (*HYBRIDS, "glm", "glm4", "phi3", "phi4_mini")])
 def test_an_adapter_is_the_matrix_it_is_merged_into(name):
     """lora.targets=all-linear: hidden states with the adapter are those of the merged weights, and not those of the base."""
     kind, entries = (ARCHITECTURES | EXPERTS)[name]
@@ -147,6 +149,32 @@ def test_an_adapter_is_the_matrix_it_is_merged_into(name):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
     plain = {k: v for k, v in flatten_dict(params).items() if "lora" not in k}
     assert np.abs(want - np.asarray(lora_cases.hidden(base, unflatten_dict(plain), *rows))).max() > 1e-2
+
+
+@pytest.mark.parametrize("name, options, said", [
+    ("glm4", {"lora__rank": 4}, "lora.rank=4 with model_type=glm4: adapters on gate_up_proj are not built yet"),
+    ("phi3", {"lora__rank": 4}, "lora.rank=4 with model_type=phi3: adapters on qkv_proj and gate_up_proj are not built yet"),
+    ("phi3", {"rollout__engine": "vllm"}, "rollout.engine=vllm with model_type=phi3: matrices that share one tensor"),
+    ("phi4_mini", {"data__max_prompt_tokens": 80}, "rope_type=longrope: sequences of .* beyond 64 tokens other factors hold")])
+def test_what_is_not_built_for_a_family_is_refused(name, options, said):
+    c, (kind, entries) = tiny_job.get_config(), ARCHITECTURES[name]
+    c.model.config = {**c.model.config.to_dict(), **SIZES, **entries, "model_type": kind}
+    for option, value in options.items():
+        group, _, leaf = option.partition("__")
+        c[group][leaf] = value
+    with pytest.raises(ConfigError, match=said):
+        read_model_inputs(c)
+
+
+def test_longrope_has_one_length_if_its_factors_are_equal():
+    kind, entries = ARCHITECTURES["phi4_mini"]
+    both = {**entries["rope_parameters"], "long_factor": entries["rope_parameters"]["short_factor"]}
+    models = [build({**SIZES, **entries, "model_type": kind, "rope_parameters": table}, compute_dtype=jnp.float32, scan_layers=False)
+              for table in (entries["rope_parameters"], both)]
+    assert [model.config.context for model in models] == [64, 128]
+    models[1].check_length(128)
+    with pytest.raises(ConfigError, match="sequences of 65 tokens, and beyond 64"):
+        models[0].check_length(65)
 
 
 # ---- families under another name -------------------------------------------------------------------------------------
