@@ -73,8 +73,8 @@ def restore(rendered: str, stand_in: str, tokens: Tokens, images: int) -> tuple[
     """
     pieces = rendered.split(tokens.pad)
     if len(pieces) - 1 != images:
-        raise ImageError(f"the chat template writes {len(pieces) - 1} of {images} images; give model.chat_template=FILE,"
-                         f" one that writes {tokens.text} for a content part of type image")
+        raise ImageError(f"the chat template writes {len(pieces) - 1} of {images} images; give "
+                         f"model.chat_template=FILE, one that writes {tokens.text} for a content part of type image")
     marks = []
     for i, piece in enumerate(pieces):
         marks += [True] * bool(i) + [False] * piece.count(stand_in)

@@ -1,8 +1,8 @@
 """How each family of models resizes an image and cuts it into patches, as data.
 
 Pixels equal those of transformers' Pillow image processors to the bit (its torchvision ones, which it takes where
-torchvision is installed, differ by up to 19 of 255). `preprocessor_config.json` is read; a field of it that would change
-pixels and is not computed here is refused.
+torchvision is installed, differ by up to 19 of 255). `preprocessor_config.json` is read; a field of it that would
+change pixels and is not computed here is refused.
 
 Legend: H, W height and width in pixels, C 3 channels, p patch side, m merged patches per side, N patches of an image.
 """
@@ -78,10 +78,10 @@ READ = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "fr
         "max_pixels": "most", "image_mean": "mean", "image_std": "std"}
 SERVED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "do_center_crop": False,
           "do_pad": False, "resample": BICUBIC, "rescale_factor": 1 / 255, "input_data_format": "channels_last",
-          "data_format": "channels_first", "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast",
-                                                                   "Qwen2VLImageProcessorPil")}
-OF_NO_PIXEL = {"processor_class", "feature_extractor_type", "default_to_square", "device", "disable_grouping", "return_tensors",
-               "auto_map", "_valid_processor_keys", "backend", "transformers_version"}
+          "data_format": "channels_first",
+          "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")}
+OF_NO_PIXEL = {"processor_class", "feature_extractor_type", "default_to_square", "device", "disable_grouping",
+               "return_tensors", "auto_map", "_valid_processor_keys", "backend", "transformers_version"}
 
 
 def rule_of(model_type: str, folder: Path | None = None, least: int | None = None, most: int | None = None) -> Rule:
@@ -96,7 +96,7 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
     Raises ConfigError for a family without a rule, an unreadable file, and fields that would change pixels otherwise.
     """
     if model_type not in RULES:
-        raise ConfigError(f"model_type={model_type!r} has no rule for images; choose a checkpoint of {', '.join(RULES)}")
+        raise ConfigError(f"model_type={model_type!r} has no rule for images; choose one of {', '.join(RULES)}")
     rule, (name, given) = RULES[model_type], _stored(folder)
     size = given.pop("size", None) or {}
     given = {**{READ_SIZE.get(k, k): v for k, v in size.items()}, **{k: v for k, v in given.items() if v is not None}}
@@ -106,10 +106,11 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
             if not any(value == one or (isinstance(value, float) and math.isclose(value, one)) for one in served):
                 raise ConfigError(f"{name}: {key}={value!r} is not supported; images are made with {served[0]!r}")
         elif key not in READ and key not in OF_NO_PIXEL:
-            raise ConfigError(f"{name}: {key}={value!r} is not read here and may change pixels; leave it out if it does not")
+            raise ConfigError(f"{name}: {key}={value!r} is not read here and may change pixels; leave it out if it "
+                              "does not")
     fields = {READ[key]: tuple(map(float, v)) if isinstance(v, list) else v for key, v in given.items() if key in READ}
-    rule = dataclasses.replace(rule, **fields)
-    rule = dataclasses.replace(rule, least=rule.least if least is None else least, most=rule.most if most is None else most)
+    bounds = {"least": least, "most": most}
+    rule = dataclasses.replace(rule, **fields | {name: bound for name, bound in bounds.items() if bound is not None})
     _check(rule, name)
     return rule
 
@@ -137,16 +138,17 @@ def _check(rule: Rule, name: str) -> None:
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}: {key}={value!r}; give a positive integer")
     for key, value in (("image_mean", rule.mean), ("image_std", rule.std)):
-        if not isinstance(value, tuple) or len(value) != 3 or not all(map(math.isfinite, value)) or (key[6:] == "std" and not all(value)):
+        numbers = isinstance(value, tuple) and len(value) == 3 and all(map(math.isfinite, value))
+        if not numbers or (key == "image_std" and 0 in value):
             raise ConfigError(f"{name}: {key}={value!r}; give three numbers")
     if not 0 < rule.least <= rule.most or rule.most < rule.factor**2:
-        raise ConfigError(f"images of {rule.least} to {rule.most} pixels (data.image_min_pixels, data.image_max_pixels): an "
-                          f"image token is {rule.factor}x{rule.factor}; give 0 < min <= max, and at least one token's")
+        raise ConfigError(f"images of {rule.least} to {rule.most} pixels (data.image_min_pixels, data.image_max_pixels):"
+                          f" an image token is {rule.factor}x{rule.factor}; give 0 < min <= max, and a token's at least")
 
 
 def cut(pixels_HxWxC: np.ndarray, rule: Rule) -> np.ndarray:
-    """Cuts a resized image into patches, [N, C * p * p] uint8, in the order of merged blocks: N runs over (H / mp, W / mp,
-    m, m), numbers within a patch over (C, p, p)."""
+    """Cuts a resized image into patches, [N, C * p * p] uint8, in the order of merged blocks: N runs over (H / mp,
+    W / mp, m, m), numbers within a patch over (C, p, p)."""
     height, width, channels = pixels_HxWxC.shape
     m, p = rule.merge, rule.patch
     blocks = pixels_HxWxC.reshape(height // (m * p), m, p, width // (m * p), m, p, channels)
