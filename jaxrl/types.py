@@ -105,6 +105,16 @@ class Trajectories:
         return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
 
 
+class Images(flax.struct.PyTreeNode):
+    """The images of packed rows: a row of patches beside each row of tokens (P patches per row)."""
+
+    patches: Any  # [R, P, 3 * p * p] uint8, see data.images.resize.cut; 0 where there is none
+    places: Any  # [R, P, 4] int32: row, column, rows and columns of the patch's image
+    segments: Any  # [R, P] int32: number of the patch's image in its row, 0 = none
+    inserts: Any  # [R, L] int32: feature of its row that stands in the place of the token's embedding, -1 = none
+    rotary: Any  # [R, L, 3] int32: position of the token by time, row and column
+
+
 class PackedBatch(flax.struct.PyTreeNode):
     """One microbatch of static shape. Padding rows and slots have weight 0 and segment 0.
 

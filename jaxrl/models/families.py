@@ -50,6 +50,8 @@ class Family:
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
+    vision: bool = False                 # a tower for images stands beside it on disk, see models.vision; read where asked for
+    mrope: bool = False                  # a token has three positions (Rope.axes)
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
@@ -73,7 +75,8 @@ _DEEPSEEK: dict[str, Any] = dict(feed_forward="deepseek_experts", expert_size="m
 _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
            "linear_conv_kernel_dim": 4}
-_BESIDE = r"mtp\..*|model\.visual\..*"
+TOWER = r"(model\.)?visual\..*"
+_BESIDE = r"mtp\..*|" + TOWER
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION: dict[str, Any] = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
     "rope_interleave": True, "attention_bias": False, "tie_word_embeddings": False})
@@ -165,6 +168,10 @@ FAMILIES = {
         "Qwen3_5ForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 4}, qkv_bias="attention_bias", out_bias="attention_bias",
         qk_norm=True, recurrent="gated_delta", partial_rotary=True, unread=_BESIDE,
         classifier_name="Qwen3_5TextForSequenceClassification"),
+    "qwen3_vl_text": Family(
+        "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
+                                            "rope_theta": 500000.0, "num_key_value_heads": 32},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, vision=True, mrope=True, unread=TOWER, classifies=False),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 2, "intermediate_size": 512, "moe_intermediate_size": 512,
                                   "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256},
@@ -182,9 +189,11 @@ FAMILIES = {
 # Models of several parts: model_type -> (model_type of the text part, architecture).
 NESTED = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_vl": ("qwen3_vl_text", "Qwen3VLForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
 }
 WITHIN = "model.language_model."  # of their text part's tensors, where it alone has `model.`
+IMAGES = "jaxrl_images"  # of a config whose tower is read: the vision_config of the model around it
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields of other architectures: a config that uses one means a function that no family here computes, and transformers

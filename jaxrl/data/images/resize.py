@@ -142,8 +142,8 @@ def _check(rule: Rule, name: str) -> None:
         if not numbers or (key == "image_std" and 0 in value):
             raise ConfigError(f"{name}: {key}={value!r}; give three numbers")
     if not 0 < rule.least <= rule.most or rule.most < rule.factor**2:
-        raise ConfigError(f"images of {rule.least} to {rule.most} pixels (data.image_min_pixels, data.image_max_pixels):"
-                          f" an image token is {rule.factor}x{rule.factor}; give 0 < min <= max, and a token's at least")
+        raise ConfigError(f"data.image_min_pixels={rule.least}, data.image_max_pixels={rule.most}: an image token is "
+                          f"{rule.factor}x{rule.factor} pixels; give 0 < min <= max, and at least one token's")
 
 
 def cut(pixels_HxWxC: np.ndarray, rule: Rule) -> np.ndarray:

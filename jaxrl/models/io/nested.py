@@ -1,5 +1,11 @@
-"""Folders that hold more than the text model: an image tower, heads that predict further tokens (`mtp.`). The text
-model is read out of them, and an export writes the rest back as it was."""
+"""Folders that hold more than the text model: a tower for images, heads that predict further tokens (`mtp.`). The text
+model is read out of them, with the tower where it is asked for, and an export writes the rest back as it was.
+
+Two layouts are read, and the source's is written:
+
+    model.language_model.*, model.visual.*    as transformers 5 writes them
+    model.*, visual.*                         as some checkpoints were published
+"""
 
 from __future__ import annotations
 
@@ -10,25 +16,33 @@ import re
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, NESTED, WITHIN
+from jaxrl.models.families import FAMILIES, NESTED, TOWER, WITHIN
 from jaxrl.models.io import tensorfile
 
 log = logging.getLogger("jaxrl")
 KEYS = ("text_config", "quantization_config")
 
 
-def split(stored: dict[str, tensorfile.Stored], kind: str):
-    """(a folder's tensors of the text model, named as if it were alone; the others). kind: the text model's type."""
+def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False):
+    """(a folder's tensors of the text model, named as if it were alone, and of the tower as `model.visual.`; the
+    others). kind: the text model's type. images: the tower is read, too."""
     unread = FAMILIES[kind].unread
     if not unread:
         return stored, {}
-    others = {name: t for name, t in stored.items() if re.fullmatch(unread, name)}
+    others = {name: t for name, t in stored.items()
+              if re.fullmatch(unread, name) and not (images and re.fullmatch(TOWER, name))}
     own = {}
     for name, t in stored.items():
         if name not in others:
             alone = "model." + name.removeprefix(WITHIN) if name.startswith(WITHIN) else name
+            alone = "model." + alone if alone.startswith("visual.") else alone
             own[alone] = dataclasses.replace(t, name=alone)
     return own, others
+
+
+def is_flat(stored: dict[str, tensorfile.Stored]) -> bool:
+    """Whether a folder with a tower has the layout without `model.language_model.`"""
+    return any(name.startswith("visual.") for name in stored)
 
 
 def report(folder, others) -> None:
@@ -44,7 +58,7 @@ def outer(config: dict) -> dict:
     return {k: v for k, v in config.items() if k not in KEYS} if config.get("model_type") in NESTED else {}
 
 
-def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
+def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Planned] | None:
     """The tensors of the source folder that are not the text model's, as they lie there; None where it is gone."""
     if not source.get("folder"):
         return []
@@ -54,15 +68,15 @@ def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
         found = {}
     if not found:
         return None
-    _, others = split(found, kind)
+    _, others = split(found, kind, images)
     others = [t for t in others.values() if t.dtype in tensorfile.DTYPES]
     return [tensorfile.Planned(t.name, tensorfile.DTYPES[t.dtype], t.shape, t.read) for t in others]
 
 
-def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool):
-    """(what is to be written, whether it is a folder of several parts): the text model, under its names there, and the
-    source's other tensors. alone: the text model only."""
-    others = [] if alone else planned_others(source, kind)
+def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool, images: bool = False):
+    """(what is to be written, whether it is a folder of several parts): the text model and its tower, under their names
+    there, and the source's other tensors. alone: the text model only. images: the tower is among what is planned."""
+    others = [] if alone else planned_others(source, kind, images)
     if others is None:
         log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, without "
                     "the tensors that were left out; restore the folder and export again to have them",
@@ -73,5 +87,10 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
                     "accepts fewer tokens of the trained model")
     if alone or not source.get("outer"):
         return planned + others, False
-    names = {t.name: WITHIN + t.name.removeprefix("model.") if t.name.startswith("model.") else t.name for t in planned}
-    return [dataclasses.replace(t, name=names[t.name]) for t in planned] + others, True
+    def there(name: str) -> str:
+        if source.get("flat"):
+            return name.removeprefix("model.") if re.fullmatch(TOWER, name) else name
+        within = name.startswith("model.") and not re.fullmatch(TOWER, name)
+        return WITHIN + name.removeprefix("model.") if within else name
+
+    return [dataclasses.replace(t, name=there(t.name)) for t in planned] + others, True
