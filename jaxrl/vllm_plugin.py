@@ -495,6 +495,7 @@ def adapter(worker, path: str) -> str:
 
 
 def digest(tensor) -> str:
+    """Returns the SHA-256, in hex, of a torch tensor's bytes in C order."""
     import torch
 
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()

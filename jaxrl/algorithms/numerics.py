@@ -1,6 +1,6 @@
 """Guarded arithmetic of packed slots: bounded exponentials and sums over a sequence's slots.
 
-Legend: R rows, S scored slots per row. `sequences_RxS` int32 is the id of a slot's sequence within its row: 1..K with
+Legend: R rows, S loss slots per row. `sequences_RxS` int32 is the id of a slot's sequence within its row: 1..K with
 K <= S, not falling along the row, 0 = unused slots, wherever they are. A sequence never crosses a row.
 """
 

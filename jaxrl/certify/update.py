@@ -193,7 +193,7 @@ class Base:
         self._first = None
 
     def first(self):
-        """(job at its start, case, its gradients)."""
+        """Returns (job at its start, case, its gradients)."""
         if self._first is None:
             tiny = self.tiny.start()
             case = tiny.case()

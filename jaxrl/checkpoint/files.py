@@ -162,10 +162,10 @@ def size_text(count: float) -> str:
 
 
 def not_orbax(record: logging.LogRecord) -> bool:
-    """Log filter: drops records of Orbax."""
+    """Filters out Orbax's log records; a logging filter."""
     return "orbax" not in record.pathname
 
 
 def not_tensorstore(record: logging.LogRecord) -> bool:
-    """Log filter: drops TensorStore's reports of failed arrays."""
+    """Filters out TensorStore's reports of failed arrays; a logging filter."""
     return "OCDBT" not in record.getMessage()

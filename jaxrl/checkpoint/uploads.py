@@ -130,7 +130,7 @@ class Uploads:
         self._places = [place_of(url, options.private) for url in options.to]
         self._change = threading.Condition()
         self._queues: dict[str, list[tuple[Path, str, int]]] = {place.url: [] for place in self._places}
-        self._done, self._problems, self._said, self._closed = 0, [], False, False
+        self._done, self._problems, self._logged, self._closed = 0, [], False, False
         for place in self._places:
             threading.Thread(target=self._serve, args=(place,), name="upload", daemon=True).start()
 
@@ -193,7 +193,7 @@ class Uploads:
                 self._change.notify_all()
 
     def _send(self, place, folder: Path, name: str, step: int) -> str:
-        """What the last attempt failed by; "" after one that did not."""
+        """Sends a folder, with retries. Returns "" or the last attempt's error."""
         problem, pause = "", self._first_wait
         for attempt in range(self.options.attempts):
             if attempt:
@@ -209,13 +209,13 @@ class Uploads:
                 problem = f"{type(e).__name__}: {lines[0][:300] if lines else ''}"
                 if not folder.is_dir():
                     return f"{folder} was deleted before it was sent (checkpoint.keep)"
-                self._say(name, place.url, problem)
+                self._warn_once(name, place.url, problem)
         return problem
 
-    def _say(self, name: str, url: str, problem: str) -> None:
+    def _warn_once(self, name: str, url: str, problem: str) -> None:
         with self._change:
-            said, self._said = self._said, True
-        if not said:
+            logged, self._logged = self._logged, True
+        if not logged:
             log.warning("upload of %s to %s failed (%s); it is tried %d times in total, and the run continues. "
                         "Further failures are counted (upload/failed) and logged at the end", name, url, problem,
                         self.options.attempts)

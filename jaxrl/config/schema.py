@@ -417,7 +417,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                               " its batch (k3); a step beyond it is scaled back, or refused; costs two scorings and a copy of the parameters;"
                               " 0 = off", bound=">=0", read_by=("rl",)),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
-        "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
+        "logprob_chunk": O(0, "loss tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
                            bound=">=0"),
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too (distillation: distill.on_prompt)", read_by=("sft",)),
         "router_balance": O(0.0, "coefficient of the loss that spreads tokens over experts (docs/explanations/experts.md); the gradient that"

@@ -77,10 +77,10 @@ class Template:
         offsets.
         """
         try:
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError:
             return text[:60]
-        places = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        places = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return next((text[a:b] for token, (a, b) in places if token == self.no_token), text[:60])
 
     def render(self, prompt: str | list[dict], **kwargs) -> str:
@@ -95,8 +95,7 @@ class Template:
 
     def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
         """Returns the chat template's text for messages; tool-call arguments become JSON text or objects as the
-        template
-        expects.
+        template expects.
 
         Args:
           kwargs: template arguments, which override data.chat_template_kwargs.
@@ -161,11 +160,11 @@ class Template:
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
-            found = self.tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **{**self.kwargs, **kwargs})
         except Exception as e:
             raise PromptError(f"the chat template rejects it: {type(e).__name__}: {e}") from None
-        return list(found["input_ids"]), list(found["assistant_masks"])
+        return list(rendered["input_ids"]), list(rendered["assistant_masks"])
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each rendered prompt, with the tokenizer's leading special tokens."""

@@ -196,8 +196,8 @@ class Mix:
         def at(i):
             step = (start + i) // self.per_step
             if step not in known:
-                found = shares([round(w, 6) for w in self._weights(step, rows_before)])
-                known[step] = self._parts.setdefault(tuple(found), found)
+                weights = shares([round(w, 6) for w in self._weights(step, rows_before)])
+                known[step] = self._parts.setdefault(tuple(weights), weights)
             return known[step]
 
         if at(0):
@@ -228,9 +228,9 @@ class Mix:
             return None
         more = self.exhausted == "others"
         if last.period:
-            found = [last.row(k, most - more) for k, most in enumerate(self.limits)
+            candidates = [last.row(k, most - more) for k, most in enumerate(self.limits)
                      if last.rows_before[k] < most + (not more)]
-            return min((last.start + i + more for i in found if i is not None), default=None)
+            return min((last.start + i + more for i in candidates if i is not None), default=None)
         counts = np.array(last.rows_before)
         for i in range(self._settled - last.start):
             k, _ = last.at(i)

@@ -103,11 +103,11 @@ class Stream:
         self.pass_rates: PassRates | None = None
 
     @classmethod
-    def from_config(cls, config, dataset: Dataset, held: Callable = lambda name: None) -> Stream:
+    def from_config(cls, config, dataset: Dataset, resumed_part: Callable = lambda name: None) -> Stream:
         """Builds the stream of `data.*`.
 
         Args:
-          held: part name -> its entry in the resumed checkpoint, or None.
+          resumed_part: part name -> its entry in the resumed checkpoint, or None.
         """
         d, rows = config.data, len(dataset)
         if d.prompts_per_step > rows:
@@ -124,7 +124,7 @@ class Stream:
         rates = None
         if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
             rates = PassRates(getattr(dataset, "sizes", [rows]), d.pass_rate_min, d.pass_rate_max,
-                              lambda: held(PassRates.name))
+                              lambda: resumed_part(PassRates.name))
         curriculum = Curriculum(d.difficulty, tuple(parse_windows(d.difficulty_window)), rates and rates.keep)
         out = cls(dataset, d.prompts_per_step, data_seed(config), d.shuffle, d.epochs, d.drop_last, d.workers,
                   d.prefetch, weights, d.exhausted, curriculum if any(curriculum) else None)

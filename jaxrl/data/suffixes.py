@@ -121,9 +121,9 @@ class Suffixes:
         if generation_prompt is None:
             generation_prompt = bool(self.template.generation_prompt)
         text = self.template.conversation([*history, self.turn(calls, **fields), *new, *more], generation_prompt)
-        if (found := text.count(sentinel("a"))) != 1:
+        if (times := text.count(sentinel("a"))) != 1:
             what = f"{calls} calls" if calls else "a text"
-            raise PromptError(f"the chat template writes an assistant's turn of {what} {found} times")
+            raise PromptError(f"the chat template writes an assistant's turn of {what} {times} times")
         return text.partition(sentinel("a"))[2] + (self.template.prefix if generation_prompt else "")
 
     def _build(self, key) -> Shape:
@@ -156,14 +156,14 @@ class Suffixes:
         """
         start = self._calls_end(calls, self.is_calls) if calls and self.is_calls else 0
         control = sorted(self.tokens.control.values(), key=len, reverse=True)
-        found = list(re.finditer("|".join(map(re.escape, control)), text)) if control else []
+        tokens = list(re.finditer("|".join(map(re.escape, control)), text)) if control else []
         shorter = min(len(text), len(alone))
         same = next((k for k in range(shorter) if text[k] != alone[k]), shorter)
-        same = next((m.start() for m in found if m.start() < same < m.end()), same)
-        if own := [m for m in found if start <= m.start() and m.end() <= same]:
+        same = next((m.start() for m in tokens if m.start() < same < m.end()), same)
+        if own := [m for m in tokens if start <= m.start() and m.end() <= same]:
             last = next((m for m in own if m.group() == self.template.tokenizer.eos_token), own[-1])
             return start, last.group(), last.end(), True
-        following = next((m for m in found if m.start() >= same), None)
+        following = next((m for m in tokens if m.start() >= same), None)
         if following and not text[same:following.start()].strip():
             return min(start, following.start()), following.group(), following.end(), False
         end = self.template.tokenizer.eos_token
@@ -180,8 +180,8 @@ class Suffixes:
 
     def _pieces(self, text: str, count: int):
         """Splits the text after the end token at its sentinels. Returns (pieces, transformation of each content)."""
-        found = [m.group(1, 2) for m in SENTINEL.finditer(text) if m[1] in "cb"]
-        if found != [(kind, f"{i:03d}") for i in range(count) for kind in "cb"]:
+        sentinels = [m.group(1, 2) for m in SENTINEL.finditer(text) if m[1] in "cb"]
+        if sentinels != [(kind, f"{i:03d}") for i in range(count) for kind in "cb"]:
             raise PromptError("the chat template does not write each new message's content once and in order")
         edits = [self._edit(text, i) for i in range(count)]
         for i, (edit, left, right) in enumerate(edits):

@@ -77,9 +77,9 @@ class TurnRenderer:
         """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         hidden: list[str] = []
-        kept = [self._hide(m, hidden) for m in messages]
+        marked = [self._hide(m, hidden) for m in messages]
         kwargs = {} if tools is None else {"tools": list(tools) or None}
-        text = self.template.conversation(kept, self.template.generation_prompt, **kwargs) + self.template.prefix
+        text = self.template.conversation(marked, self.template.generation_prompt, **kwargs) + self.template.prefix
         ids, at = [], 0
         for match in HIDDEN.finditer(text):
             ids += [*self.tokens.written(text[at:match.start()]), *self.tokens.plain(hidden[int(match[1])])]
@@ -154,11 +154,11 @@ class TurnRenderer:
         if self.parser is not None and (tools or self._reads_calls):
             outside, calls = self.parser.read(text, tuple(marks.get(m, m) for m in self.parser.marks), types)
             text = outside if calls else text
-        told = {"written": _spelled(whole, marks)} if any(call.error for call in calls) else {}
+        written = {"written": _spelled(whole, marks)} if any(call.error for call in calls) else {}
         own = Counter(call.id for call in calls)
-        said = hashlib.sha256(np.asarray(ids, np.int64).tobytes()) if calls else None
-        return {"text": _spelled(text, marks), "thinking": _spelled(thinking, marks), **told,
-                "calls": [_call_record(call, i, said, marks, own) for i, call in enumerate(calls)]}
+        content_hash = hashlib.sha256(np.asarray(ids, np.int64).tobytes()) if calls else None
+        return {"text": _spelled(text, marks), "thinking": _spelled(thinking, marks), **written,
+                "calls": [_call_record(call, i, content_hash, marks, own) for i, call in enumerate(calls)]}
 
     def message(self, ids, tools=None) -> dict:
         """Returns a sampled turn as the assistant's message for a history that is rendered as a whole (`first`).
@@ -289,13 +289,13 @@ class TurnRenderer:
     @cached_property
     def _ends(self) -> list[Shape]:
         """How turns end, for texts and calls, as far as the template can write them."""
-        found = []
+        shapes = []
         for key in ((USER,), (TOOL,)) if self.parser is not None else ((USER,),):
             try:
-                found.append(self._suffixes.shape(key))
+                shapes.append(self._suffixes.shape(key))
             except PromptError:
                 continue  # check() raises if it matters
-        return found
+        return shapes
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -327,8 +327,7 @@ class TurnRenderer:
 
     def check(self, tools: bool) -> None:
         """Renders test conversations and checks that the template can write them. Raises ConfigError with the reason
-        and
-        remedies.
+        and remedies.
 
         Args:
           tools: also check calls and their replies, several at once with env.max_parallel_calls > 1.
@@ -368,8 +367,8 @@ class TurnRenderer:
         if suffixes.text_after(key, calls, longer) != shape.text:
             raise PromptError("what it writes after a turn depends on the number of earlier turns")
         if not calls:
-            said: dict[str, Any] = {"content": thought + sentinel("a")}
-            if suffixes.text_after(key, 0, **said) != shape.text:
+            with_thinking: dict[str, Any] = {"content": thought + sentinel("a")}
+            if suffixes.text_after(key, 0, **with_thinking) != shape.text:
                 raise PromptError("what it writes after a turn depends on whether the turn has thinking")
         alone = self.template.conversation([QUESTION], False)
         prompt = self.template.conversation([QUESTION], self.template.generation_prompt)
@@ -396,8 +395,7 @@ def end_of_turn(config, tokenizer) -> int | None:
 
 def continuation_ids(head: list[int], whole: list[int], before: str, body: str, written) -> list[int]:
     """Returns the ids of the part of a text after its prefix: the whole text's ids after the prefix's if they begin
-    with
-    those, else the ids of the rest encoded alone.
+    with those, else the ids of the rest encoded alone.
 
     Args:
       head: ids of `before`, the prefix.
@@ -420,11 +418,11 @@ def _is_whole_calls(parser: Parser, text: str, calls: int) -> bool:
     """Returns whether a text is exactly `calls` calls as `Suffixes.turn` builds them, with nothing outside them
     unless markers delimit the calls.
     """
-    outside, found = parser.read(text)
+    outside, parsed = parser.read(text)
     if outside and parser.marks[0] not in text:
         return False
-    good = len(found) == calls and not any(call.error for call in found)
-    return good and found[-1].arguments == {"x": sentinel("a")} and found[0].name == sentinel("n")
+    good = len(parsed) == calls and not any(call.error for call in parsed)
+    return good and parsed[-1].arguments == {"x": sentinel("a")} and parsed[0].name == sentinel("n")
 
 
 def _messages(messages) -> list[dict]:
@@ -435,10 +433,10 @@ def _messages(messages) -> list[dict]:
         messages = [messages]
     out = []
     for message in check_messages(messages):
-        kept = {"role": message["role"], "content": message["content"]}
+        new = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
-            kept |= {"name": str(message.get("name") or "tool"), "tool_call_id": str(message.get("tool_call_id") or "")}
-        out.append(kept)
+            new |= {"name": str(message.get("name") or "tool"), "tool_call_id": str(message.get("tool_call_id") or "")}
+        out.append(new)
     return out
 
 
@@ -453,7 +451,7 @@ def _spelled(text: str, marks: dict[str, str]) -> str:
     return text
 
 
-def _call_record(call: Call, i: int, said, marks, own: Counter) -> dict:
+def _call_record(call: Call, i: int, content_hash, marks, own: Counter) -> dict:
     """Returns a call as an episode receives it.
 
     Its id is the call's own if no other call has it, else one derived from the turn's tokens: nine letters and
@@ -462,8 +460,8 @@ def _call_record(call: Call, i: int, said, marks, own: Counter) -> dict:
     arguments = call.arguments
     if arguments is not None:
         arguments = json.loads(_spelled(json.dumps(arguments, ensure_ascii=False), marks))
-    said = said.copy()
-    said.update(i.to_bytes(8, "little"))
-    made = base64.b32encode(said.digest())[:9].decode()
+    content_hash = content_hash.copy()
+    content_hash.update(i.to_bytes(8, "little"))
+    made = base64.b32encode(content_hash.digest())[:9].decode()
     return {"id": _spelled(call.id, marks) if call.id and own[call.id] == 1 else made,
             "name": _spelled(call.name, marks), "arguments": arguments, "error": _spelled(call.error, marks)}

@@ -268,16 +268,17 @@ def _finite(value, what: str, wanted: str = "a number", most: float = MAX_REWARD
     return found
 
 
-def _messages(given, empty: bool = True) -> list[dict]:
+def _messages(messages, empty: bool = True) -> list[dict]:
     """Returns messages as a list of {"role", "content", ...}."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    given = [given] if isinstance(given, dict) else given
-    if not isinstance(given, (list, tuple)):
-        raise BadEnvironment(f"messages are of type {type(given).__name__}, expected text, a dict or a list of dicts")
-    for one in given:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    messages = [messages] if isinstance(messages, dict) else messages
+    if not isinstance(messages, (list, tuple)):
+        raise BadEnvironment(f"messages are of type {type(messages).__name__}, expected text, a dict or a list of "
+                             "dicts")
+    for one in messages:
         if not isinstance(one, dict) or not isinstance(one.get("role"), str) or "content" not in one:
             raise BadEnvironment("a message is not a dict with role and content")
-    if not given and not empty:
+    if not messages and not empty:
         raise BadEnvironment("chat.send has no message")
-    return list(given)
+    return list(messages)

@@ -248,8 +248,8 @@ def _python_list(text: str) -> list[Call]:
             raise ValueError("calls stand in a list: [name(argument=value)]")
         return list(map(_python_call, tree.elts))
     except (ValueError, SyntaxError, RecursionError, MemoryError) as e:
-        said = "nested too deeply" if isinstance(e, (RecursionError, MemoryError)) else str(e)
-        return [Call("", None, f"no list of calls: {said}")]
+        reason = "nested too deeply" if isinstance(e, (RecursionError, MemoryError)) else str(e)
+        return [Call("", None, f"no list of calls: {reason}")]
 
 
 def _pythonic(text, marks, types):

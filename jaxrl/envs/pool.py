@@ -86,7 +86,7 @@ def remote_process(pool: EpisodePool):
     seats, env = RemoteSeats(), pool.env
     named = {name: os.environ[name] for name in pool.variables if name in os.environ}
     process = RemoteProcess("jaxrl.envs.worker", pool.printed, named, pool.memory_gb, group="env", who="an environment",
-                            cpus=env.ray_cpus, python=env.python, table=Seats, told=seats.told)
+                            cpus=env.ray_cpus, python=env.python, table=Seats, store_ages=seats.store)
     process.seats = seats
     return process
 
@@ -283,8 +283,7 @@ class EpisodePool:
 
         send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None,
         "stop":
-                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the
-                state
+                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state
                 in which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the
                 environment}
         done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":

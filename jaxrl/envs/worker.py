@@ -80,7 +80,7 @@ class RemoteSeats:
     def __init__(self):
         self.since = [0.0] * (EPISODES_PER_WORKER + 1)
 
-    def told(self, ages: dict[int, float]) -> None:
+    def store(self, ages: dict[int, float]) -> None:
         """Stores the ages that the actor reports."""
         now = time.monotonic()
         for seat in range(EPISODES_PER_WORKER + 1):
@@ -118,7 +118,20 @@ def _numpy_random():
 
 
 class Attempt:
-    """One attempt at an episode: the host of its Chat, and its clock."""
+    """One attempt at an episode: the host of its Chat, and its clock.
+
+    Args:
+      server: the worker's Server.
+      n: number of the attempt, which messages to the trainer carry.
+      seat: index in the worker's table of start times.
+      task: the trainer's message: row, prompt and seed.
+
+    Attributes:
+      late: the time limit that was exceeded, "" within all limits.
+      gone: whether the trainer cancelled it.
+      stopping: whether it is being ended, for `gone` or `late`.
+      cancelled: time at which its task was cancelled; 0 = not yet, -1 = reported as hung.
+    """
 
     chat: Any  # the server sets it
 

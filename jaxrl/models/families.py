@@ -233,7 +233,7 @@ UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", 
 
 
 def family_of(hf_config: dict) -> Family:
-    """The family of a config, by `model_type`; ConfigError for one we do not have or another architecture of it."""
+    """Returns the family of a config, by `model_type`. Raises ConfigError for an unknown family or architecture."""
     known = ", ".join([*FAMILIES, *NESTED])
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
@@ -248,9 +248,8 @@ def family_of(hf_config: dict) -> Family:
 
 
 def text_part(hf_config: dict) -> dict:
-    """The config of a model's text part, which is what is computed here; any other config as it is.
-
-    Raises ConfigError for another architecture of it, and where the two say different things.
+    """Returns the config of a model's text part, which is what jaxrl computes; other configs unchanged. Raises
+    ConfigError for another architecture, and if the two parts contradict each other.
     """
     kind = hf_config.get("model_type")
     if kind not in NESTED:
@@ -278,7 +277,7 @@ def number(table, key, least=None, above=None) -> float: ...
 
 
 def number(table, key, least=None, above=None, kind: type = float):
-    """The number `table[key]`; ConfigError where it is none, not finite, or out of bounds."""
+    """Returns the number `table[key]`. Raises ConfigError if it is missing, not finite, or out of bounds."""
     value = table[key]
     numeric = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     low = -math.inf if least is None else least

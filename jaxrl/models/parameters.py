@@ -91,12 +91,14 @@ ATTENTION = (
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("key_width",), when="qk_norm_whole"),
 )
 def _part(row: Row, groups: int | str, place: int) -> Row:
-    """The row as the part at `place` of each group of outputs of HF's tensor; groups=0: as all of it."""
+    """Returns the row as the part at `place` of each group of outputs of HF's tensor; groups=0: as the whole tensor."""
     return dataclasses.replace(row, part=(groups, place) if groups else (), adapts=False)
 
 
 def _gated_attention() -> tuple[Row, ...]:
-    """Attention whose output is times a sigmoid of a gate; HF has a head's query and gate behind each other."""
+    """Returns the rows of attention whose output is gated by a sigmoid; HF stores a head's query and gate one after the
+    other.
+    """
     out = []
     for row in ATTENTION:
         if row.path.startswith("attention/query/"):
@@ -112,7 +114,7 @@ _KEYS, _VALUES = ("linear_key_heads", "linear_key_size"), ("linear_value_heads",
 
 
 def _gated_delta(names: dict[str, tuple[str, int | str, int]]) -> tuple[Row, ...]:
-    """models.recurrent, by HF's name, groups and place of each map of the hidden states."""
+    """Returns the rows of models.recurrent, by HF's name, groups and place of each map of the hidden states."""
     def of_hidden(name, sizes, axes):
         hf, groups, place = names[name]
         row = Row(f"recurrent/{name}/kernel", ("embed", *axes), f"linear_attn.{hf}.weight", 1, sizes=("hidden_size", *sizes))
@@ -169,8 +171,9 @@ ROUTER, ROUTER_BIAS = "mlp/router/kernel", "mlp/router/bias"
 
 
 def _experts(module: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[Row, ...]:
-    """A layer of experts, by HF's name of the module and of an expert's three matrices. Those of all experts are one
-    array; the router stays whole over tp and, as vectors do, in full precision where it is used."""
+    """Returns the rows of a layer of experts, by HF's name of the module and of an expert's three matrices. Those of
+    all experts are one array; the router stays whole over tp and, like vectors, in full precision where it is used.
+    """
     def one(path, axes, sizes, name):
         return Row(f"mlp/experts/{path}/kernel", ("expert", *axes), f"{module}.experts.{{}}.{name}.weight", 1,
                    sizes=("num_experts", *sizes), stacked=1, share="experts_share", adapts=False)
@@ -181,7 +184,7 @@ def _experts(module: str, gate: str, up: str, down: str, router: str = "gate") -
 
 
 def _shared(module: str) -> tuple[Row, ...]:
-    """The expert that every token has, by HF's name."""
+    """Returns the rows of the expert that every token has, by HF's name."""
     beside = ("hidden_size", "shared_expert_size")
     return (Row("mlp/shared/gate/kernel", ("embed", "mlp"), f"{module}.gate_proj.weight", 1, sizes=beside, when="shared_expert_size"),
             Row("mlp/shared/up/kernel", ("embed", "mlp"), f"{module}.up_proj.weight", 1, sizes=beside, when="shared_expert_size"),
@@ -233,7 +236,7 @@ class Entry:
 
     @property
     def kind(self) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-        """Shape and logical axes of what one HF tensor holds."""
+        """Returns shape and logical axes of one HF tensor."""
         return self.shape[self.stacked:], self.axes[self.stacked:]
 
     @property
@@ -247,31 +250,31 @@ class Entry:
 
     @property
     def indices(self) -> list[tuple[int, ...]]:
-        """Where the tensors of `hf_names` lie along the stacked axes."""
+        """Returns the indices of the tensors of `hf_names` along the stacked axes."""
         return list(itertools.product(*map(range, self.shape[:self.stacked])))
 
     @property
     def active(self) -> int:
-        """Numbers that take part in computing one token."""
+        """Returns the count of numbers that take part in computing one token."""
         return round(math.prod(self.shape) * float(self.row.share))
 
     @property
     def multiplied(self) -> int:
-        """Numbers that one token is multiplied with; 0 where it is no matrix product."""
+        """Returns the count of numbers that one token is multiplied with; 0 if it is no matrix product."""
         return self.active if self.inputs else 0
 
     def dtype(self, wanted):
-        """Of this array where parameters have the dtype `wanted`."""
+        """Returns this array's dtype if parameters have the dtype `wanted`."""
         return np.promote_types(wanted, np.float32) if self.row.fixed or self.row.wide else np.dtype(wanted)
 
     def of(self, tree):
-        """This entry's leaf of a tree."""
+        """Returns this entry's leaf of a tree."""
         for name in self.path:
             tree = tree[name]
         return tree
 
     def from_hf(self, tensor):
-        """HF tensor -> ours (at one index): a view, so that slicing it copies only the slice."""
+        """Converts an HF tensor to ours (at one index): a view, so that slicing it copies only the slice."""
         shape = self.kind[0]
         if not self.inputs:
             return tensor.reshape(shape)

@@ -52,7 +52,7 @@ def _linear(rope, head_dim, plain):
 
 
 def _llama3(rope, head_dim, plain):
-    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    """Stretches long wavelengths by `factor`, leaves short ones, interpolates those between (Llama 3.1)."""
     turns = rope.original_max * plain / np.float32(2 * math.pi)  # rotations over the original window
     with np.errstate(divide="ignore", invalid="ignore"):  # equal factors: a step, and nothing is between them
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -62,7 +62,9 @@ def _llama3(rope, head_dim, plain):
 
 
 def _yarn(rope, head_dim, plain):
-    """YaRN (arXiv:2309.00071), "NTK-by-parts": a ramp over dimensions between interpolation and extrapolation."""
+    """Computes YaRN (arXiv:2309.00071), "NTK-by-parts": a ramp over dimensions between interpolation
+    and extrapolation.
+    """
     def dimension(turns):
         return head_dim * math.log(rope.original_max / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -97,7 +99,7 @@ def magnitude(rope: Rope) -> float:
 
 
 def score_factor(rope: Rope) -> float:
-    """Factor on the scores of attention over latents (DeepSeek-V3): that of mscale_all_dim, squared."""
+    """Returns the factor on the scores of attention over latents (DeepSeek-V3): that of mscale_all_dim, squared."""
     return _mscale(rope, rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0
 
 

@@ -12,8 +12,9 @@ from jaxrl.models.rope import KINDS, Rope
 MROPE = (24, 20, 20)  # where a config does not say it
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
-    """The rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
-    `rope_scaling`."""
+    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
+    `rope_scaling`.
+    """
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
     tables = family.defaults.get("rope_parameters") if tables is None else tables
     for key, value in (("rope_scaling", scaling), ("rope_parameters", tables)):
@@ -56,7 +57,9 @@ def _axes(hf, table) -> tuple[int, ...]:
 
 
 def rotary_size(hf, head_dim: int) -> int:
-    """How many dimensions of a head turn, by `partial_rotary_factor`: the rotary table's, or the one beside it."""
+    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table or of the
+    config.
+    """
     beside = hf["partial_rotary_factor"]
     table = {"partial_rotary_factor": 1.0 if beside is None else beside,
              **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
@@ -69,7 +72,7 @@ def rotary_size(hf, head_dim: int) -> int:
 
 
 def _rope(hf, family, table, truncate) -> Rope:
-    """The rotary embedding of one flat table."""
+    """Returns the rotary embedding of one flat table."""
     nested = [key for key, value in table.items() if isinstance(value, dict)]
     if nested:
         raise ConfigError(f"model config: the rotary table has tables in it ({', '.join(nested)}), which a "

@@ -169,7 +169,7 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
     for step in range(first + steps):
         if step == first:
             began = engine.now, engine.busy, trained
-        groups, cursor = queue.ask(step, cursor)
+        groups, cursor = queue.request_groups(step, cursor)
         queue.wait(groups, float("inf"))
         oldest = max(oldest, *(int(staleness(step, r.versions.min(), sync_every)) for g in groups
                                for r in g.results.values()))

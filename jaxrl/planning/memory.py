@@ -110,8 +110,7 @@ def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
 
 def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) -> dict[str, float]:
     """Returns the live parts of a job on the device, by name, from the parameter table alone. Frozen parameters count
-    as
-    trained ones; of parts in host memory, those too small for it are ignored.
+    as trained ones; of parts in host memory, those too small for it are ignored.
 
     Args:
       rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
@@ -202,7 +201,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
         one = 4 / math.prod(mesh.values())
         gathered += 2 * layer_weights(model, mesh["ep"]) * one * (3 if learns else 1)
         gathered += cfg.hidden_size * cfg.vocab_size * one * (3 if learns else 1)
-    whole = mesh["cp"] if mesh["cp"] > 1 else 0  # of the rows whose scored tokens are looked for
+    whole = mesh["cp"] if mesh["cp"] > 1 else 0  # of the rows whose loss tokens are looked for
     hidden = (4 + whole) * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
         head = 0.0

@@ -420,8 +420,7 @@ def _remedy(config) -> str:
 
 def predict(config, mesh, model) -> dict[str, float]:
     """Predicts, by counting and without a compilation, {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...}
-    for
-    a run's mesh and model (a jax Mesh of present devices and a Model).
+    for a run's mesh and model (a jax Mesh of present devices and a Model).
 
     {} on devices missing in the table of chips, if roles have their own devices, and with adapters.
     """

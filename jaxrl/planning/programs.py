@@ -146,6 +146,10 @@ class Lowered(Programs):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=sharding), tree)
 
     def run(self, key, function, args, donate=(), out_shardings=None, mesh=None):
+        """Lowers the program instead of running it. Returns ShapeDtypeStructs with the shardings of `out_shardings`.
+
+        `mesh` is not used: the caller's is in force.
+        """
         del mesh  # in force already
         if self.keep(key[0]):
             self.lowered[key[0]] = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)

@@ -35,7 +35,7 @@ class Rows:
 
     shape: tuple[int, int]   # rows and row length of a whole microbatch, over all data shards
     microbatches: int
-    scored: int              # scored tokens per microbatch, over all data shards
+    scored: int              # loss tokens per microbatch, over all data shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,11 @@ def lengths(config) -> tuple[int, int]:
 
 
 def rows(config, shards: int, tokens: int = 0) -> Rows:
-    """Lays out one optimizer step of longest sequences, as the run does; `tokens` replaces
-    train.tokens_per_microbatch.
+    """Lays out one optimizer step of longest sequences, as the run does.
+
+    Args:
+      shards: data shards; every microbatch has a multiple of this number of rows.
+      tokens: replaces train.tokens_per_microbatch; 0 = the config's.
     """
     prompt, answer = lengths(config)
     shapes = row_shapes(config.train.row_lengths, prompt + answer, tokens or config.train.tokens_per_microbatch, shards,

@@ -209,7 +209,9 @@ class GracefulStop:
             _say(f"{name}: saving, then exiting" + " (Ctrl-C again exits at once)" * (number == signal.SIGINT))
 
     def _watch(self, pipe: int) -> None:
-        """A thread of its own: Python's handlers wait for compiled code to return, the bytes in this pipe do not."""
+        """Reads signals from the pipe in a thread: Python's handlers wait for compiled code to return, the bytes in
+        this pipe do not.
+        """
         interrupts = 0
         while numbers := os.read(pipe, 64):
             for number in numbers:
@@ -255,7 +257,9 @@ class GracefulStop:
 
 
 def _say(text: str) -> None:
-    """os.write, not print or logging: a handler may interrupt those while they hold their lock. SIGHUP: no terminal."""
+    """Prints with os.write, since a handler may interrupt print or logging while they hold their lock. SIGHUP: no
+    terminal.
+    """
     with contextlib.suppress(OSError):
         os.write(2, f"\njaxrl: {text}\n".encode())
 

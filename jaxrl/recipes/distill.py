@@ -36,7 +36,7 @@ from jaxrl.rl.trajectories import records
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite
-from jaxrl.run.fit import Line, fit
+from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Progress, Session
 from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
@@ -81,7 +81,7 @@ def run(config, inputs=None) -> dict:
 
             def step():
                 done = one_step(parts)
-                return done and Line(*done)
+                return done and StepResult(*done)
 
             return step
 
@@ -197,7 +197,7 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
             return None
         pieces.append(batch.traj)
         if job.rests("sampler"):
-            job.engine.rest()
+            job.engine.sleep()
     if s.stopping():
         return None
     if inputs:
@@ -293,7 +293,7 @@ def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str,
         for minibatch in layout.minibatches:
             weights = training.loss_weights(
                 traj, minibatch.sequences, a.aggregation, max_tokens=a.aggregation_constant or c.rollout.max_new_tokens,
-                together=a.aggregation_sequences, dropped=dropped, positive=from_rows if c.distill.ce else None)
+                chunk=a.aggregation_sequences, dropped=dropped, positive=from_rows if c.distill.ce else None)
             packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
             pending.append(policy.update(map(policy.put, packed)))
             if parts.rollouts is not None:

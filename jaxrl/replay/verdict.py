@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def first(self) -> Place | None:
-        """The first stage that differs, beyond its bound if any does; None if all are equal."""
+        """Returns the first stage that differs, beyond its bound if any does; None if all are equal."""
         beyond = [place for place in self.places if math.isinf(place.away)]
         return next(iter(beyond or [place for place in self.places if place.away]), None)
 

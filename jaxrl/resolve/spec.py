@@ -240,7 +240,7 @@ def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
         unrolled = platform.kind == "cpu" and hf_config.get("num_hidden_layers", 0) <= SHALLOW
         decide("model.scan_layers", "false" if unrolled else "true", "model")
     if c.model.remat == "auto":
-        streams = any(given.get("rest") == "streamed" for given in c.mesh.roles.values())
+        streams = any(options.get("rest") == "streamed" for options in c.mesh.roles.values())
         fits = platform.kind == "cpu" or not streams and _parameters(hf_config) < SMALL_MODEL
         decide("model.remat", "none" if fits else "full", "model")
 

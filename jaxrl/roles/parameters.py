@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl import data as data_room
+from jaxrl import data as jaxrl_data
 from jaxrl import sharding, training
 from jaxrl.config import adapter_table
 from jaxrl.errors import ConfigError
@@ -96,9 +96,9 @@ def in_parts(job) -> str:
 
 def source_of(path: str) -> str:
     """Resolves a model's path or hub id to where it is read from; without a network the hub is not tried."""
-    found = data_room.resolve(path) if path else ""
+    found = jaxrl_data.resolve(path) if path else ""
     if found and not Path(found).is_dir():
-        data_room.offline_if_unreachable()
+        jaxrl_data.offline_if_unreachable()
     return found
 
 

@@ -149,7 +149,7 @@ def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
 
 
 def support_floor(q_SxV, controls: Controls):
-    """Returns the smallest scaled logit kept by min_p, then top_k, then top_p of the rest; ties with it are kept.
+    """Returns the smallest scaled logit that stays after min_p, then top_k, then top_p; ties with it stay, too.
 
     Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found
     among the ordered bits of a float32 (`largest_true`): exact, no sort.
@@ -175,7 +175,7 @@ def support_floor(q_SxV, controls: Controls):
 
 
 def ordered_bits(x):
-    """Returns int32 values in the order of the float32 values (-0 just below +0)."""
+    """Returns int32 values in the order of the float32 values, any shape (-0 just below +0); see from_ordered_bits."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return bits ^ ((bits >> 31) & INT_MAX)
 
@@ -186,13 +186,11 @@ def from_ordered_bits(key):
 
 
 def largest_true(key_SxV, weight_SxV, enough, peak_S):
-    """Returns the largest float32 threshold per slot, at most `peak_S`, at which `enough(sum of the weights of the
-    keys
-    at or above it)` is true; -inf if it never is.
+    """Returns per slot the largest float32 threshold at which `enough` is true; -inf if it never is.
 
-    The sum changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest
-    first, with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's launch graph can hold
-    them.
+    `enough` gets the sum of the weights of the keys at or above the threshold, which is at most `peak_S`. The sum
+    changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest first,
+    with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's launch graph can hold them.
 
     Args:
       key_SxV: ordered bits.

@@ -59,7 +59,8 @@ def chunks(model, params, dtype, most_bytes: int,
 
 
 def _layers(model) -> list[list[tuple]]:
-    """[(entry, which of its HF tensors)] grouped by layer, in the order embedding, layers, final norm and head."""
+    """Groups [(entry, index of one of its HF tensors)] by layer, in the order embedding, layers, final norm and head.
+    """
     groups: dict[tuple, list] = {}
     for entry in model.entries:
         for i, name in enumerate(entry.hf_names):
@@ -70,7 +71,7 @@ def _layers(model) -> list[list[tuple]]:
 
 
 def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
-    """[(HF name, device array in `dtype`)] of one group of `_layers`."""
+    """Returns [(HF name, device array in `dtype`)] of one group of `_layers`."""
     entries = list({entry.path: entry for entry, _ in group}.values())
     arrays = [entry.of(params) for entry in entries]
     rows = tuple((entry.hf_shape, entry.inputs, entry.stacked, entry.row.stacked, entry.dtype(dtype))
@@ -85,9 +86,13 @@ def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
 
 @functools.partial(jax.jit, static_argnames=("rows", "sharding"))
 def _convert(arrays, indices, rows, sharding):
-    """One layer's arrays -> lists of the HF tensors in each. rows: (HF shape, contracted axes, stacked ones, those of
-    them within a layer, dtype) of each; indices: of the layer along the others. A layer's experts are made whole
-    together: cut out one by one, each would be gathered with all layers of its kind."""
+    """Converts one layer's arrays to lists of HF tensors.
+
+    A layer's experts are gathered together: cut out one by one, each would be gathered with all layers of its kind.
+
+    rows: per array (HF shape, contracted axes, stacked axes, stacked axes within a layer, dtype).
+    indices: per array its layer's index along the other stacked axes.
+    """
     out = []
     for part, index, (shape, inputs, stacked, within, dtype) in zip(arrays, indices, rows, strict=True):
         if stacked > within:

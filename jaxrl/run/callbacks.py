@@ -100,7 +100,7 @@ def hooks_of(callback) -> dict[str, tuple[str, Callable]]:
 
 
 class Callbacks:
-    """Calls the callbacks of a session on process 0: those of all hooks that became due, at one meeting a step."""
+    """Calls a session's callbacks on process 0: those of all hooks that are due, in one collective call a step."""
 
     def __init__(self, session):
         self.session = session
@@ -144,8 +144,8 @@ class Callbacks:
         """Returns on_save for each checkpoint that was completed since the last call and is still there."""
         checkpointer = self.session.checkpointer
         steps = [checkpointer.completed.pop(0) for _ in range(len(checkpointer.completed))]
-        kept = checkpointer.steps() if steps else ()
-        return [("on_save", str(checkpointer.path_of(step))) for step in steps if step in kept]
+        existing = checkpointer.steps() if steps else ()
+        return [("on_save", str(checkpointer.path_of(step))) for step in steps if step in existing]
 
 
 def call_one(name: str, function, step: Step, *arguments) -> None:

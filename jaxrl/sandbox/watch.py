@@ -51,8 +51,8 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
             elif now >= look:
                 limit, look = _exceeded_limit(process.pid, limits, own), now + POLL_SECONDS
         kill()
-        if not limit:
-            limit = _drain(selector, streams, limits.output_bytes)
+        over = _drain(selector, streams, limits.output_bytes, 0.0 if limit else DRAIN_SECONDS)
+        limit = limit or over
     process.wait()
     for stream in (process.stdin, process.stdout, process.stderr):
         try:
@@ -63,7 +63,7 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
 
 
 def _feed(process, selector, unsent):
-    """What is left to be written."""
+    """Writes as much as possible; returns the remaining bytes."""
     try:
         unsent = unsent[os.write(process.stdin.fileno(), unsent[:1 << 16]):] if unsent else unsent
     except BlockingIOError:
@@ -77,7 +77,7 @@ def _feed(process, selector, unsent):
 
 
 def _read(fd: int, into: bytearray) -> bool:
-    """False at the end."""
+    """Reads available output; returns False at the end."""
     try:
         data = os.read(fd, 1 << 16)
     except BlockingIOError:
@@ -86,10 +86,14 @@ def _read(fd: int, into: bytearray) -> bool:
     return bool(data)
 
 
-def _drain(selector, streams: dict, most: int) -> str:
-    deadline = time.monotonic() + DRAIN_SECONDS
-    while any(fd in streams for fd in selector.get_map()) and (left := deadline - time.monotonic()) > 0:
-        for key, _ in selector.select(left):
+def _drain(selector, streams: dict, most: int, seconds: float) -> str:
+    """Reads the streams, up to `seconds` for their end; returns "output_bytes" if they hold more than `most`."""
+    deadline = time.monotonic() + seconds
+    while any(fd in streams for fd in selector.get_map()):
+        ready = selector.select(max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for key, _ in ready:
             if key.fd not in streams or not _read(key.fd, streams[key.fd]):
                 selector.unregister(key.fd)
         if sum(map(len, streams.values())) > most:

@@ -69,7 +69,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/early_stopped", "share of the step's updates left out by algorithm.early_stop_*"),
     Metric("policy/reference_reset", "1 in a step after which the reference became the policy"),
     Metric("policy/<name>", "what a policy loss of your own reports"),
-    Metric("distill/divergence", "what is distilled, mean per scored token in nats; sampled: log-prob of the student less the teacher's", "apart",
+    Metric("distill/divergence", "what is distilled, mean per loss token in nats; sampled: log-prob of the student less the teacher's", "apart",
            "small"),
     Metric("distill/teacher_mass", "the teacher's probability mass of the tokens that distill.top_k takes"),
     Metric("distill/teacher_logprob", "sampled: the teacher's mean log-prob of the student's tokens"),
@@ -84,9 +84,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("score/<name>", "mean and standard deviation of the scores of a step"),
     Metric("router/load_max_over_mean", "tokens of the fullest expert over the mean of its layer's, in the layer where that is largest; E / K"
            " where all tokens have the same experts", "load", "fixed", 1),
-    Metric("router/entropy", "mean entropy of the routers' distributions per scored token, in nats"),
-    Metric("router/idle", "share of experts without a scored token in an update"),
-    Metric("router/replayed", "algorithm.routes: share of the scored tokens whose experts were replayed, mean over layers"),
+    Metric("router/entropy", "mean entropy of the routers' distributions per loss token, in nats"),
+    Metric("router/idle", "share of experts without a loss token in an update"),
+    Metric("router/replayed", "algorithm.routes: share of the loss tokens whose experts were replayed, mean over layers"),
     Metric("router/mismatch", "of them, the share of replayed experts that the router would not have chosen by itself, mean over layers"),
     Metric("router/<name>", "terms of the loss, mean over layers: balance (1 where tokens spread evenly), z"),
     Metric("optim/grad_norm", "global norm of the gradient before clipping", "grad", "small"),
@@ -166,7 +166,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/compiled_programs", "programs this process has compiled for the sampler; stops growing after some steps"),
     Metric("time/compilations", "programs of any kind that the work waited for, compiled or fetched from the cache, since the last line; "
            "0 after the first steps"),
-    Metric("time/compilations_beside", "sampler's programs that a thread beside the work compiled since the last line"),
+    Metric("time/compilations_beside", "sampler's programs that a background thread compiled since the last line"),
     Metric("flops/<phase>", "operations that rollout, score and update needed, on all devices: no padding, nothing twice"),
     Metric("perf/mfu", "share of the chip's peak at which the step's operations were done, its eval, checkpoint and export left out; "
            "absent for CPUs and unknown chips", "MFU", "percent", 2),

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from helpers import model_cases
 from helpers import vision_cases as cases
+from helpers.data_cases import make_config
 from helpers.tiers import first_cases
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import build, rope
+from jaxrl.models import FAMILIES, build, rope
 from jaxrl.models.io import hf, tensorfile
 from jaxrl.models.vision.positions import patch_places, rotary_positions
+from jaxrl.rollout.engines import check_served
+from jaxrl.run.model_checks import check_tower
 
 pytestmark = pytest.mark.torch
 LIMIT = 1e-5  # of logits up to 5 in fp32
@@ -247,6 +250,15 @@ def test_transformers_opens_an_export_of_a_random_model(tmp_path):
     own = sequences()[:1]
     arrays, images, places = cases.rows(own)
     np.testing.assert_allclose(np.asarray(cases.logits(model, params, arrays, images))[places[0]], cases.theirs(theirs, *own[0]), atol=LIMIT)
+
+
+def test_what_is_not_built_is_refused():
+    config = make_config("nowhere", "nowhere", lora__rank=4, rollout__engine="vllm")
+    family = FAMILIES["qwen3_vl_text"]
+    with pytest.raises(ConfigError, match="model_type=qwen3_vl_text.*rollout.engine=jax"):
+        check_served(config, {"model_type": "qwen3_vl_text"}, family)
+    with pytest.raises(ConfigError, match="lora.rank=4 with a model with a tower"):
+        check_tower(config, build(cases.config(), compute_dtype=jnp.float32, scan_layers=True).config)
 
 
 def test_a_folder_without_its_tower_is_refused(tmp_path):

@@ -371,7 +371,7 @@ def steps_of(c, update, batch, layout, columns):
 
 
 def packed_weights(changes, batch, columns=None):
-    """Term -> weights of the scored tokens that the first optimizer step is given, in the batch's order."""
+    """Term -> weights of the loss tokens that the first optimizer step is given, in the batch's order."""
     traj, given = batch.traj, []
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.sizes, shapes)
@@ -614,7 +614,7 @@ def resumed(ppo):
 
 
 def raw_returns(step):
-    """Returns [number of scored tokens] in units of the score: what the critic was given, as its statistics then were."""
+    """Returns [number of loss tokens] in units of the score: what the critic was given, as its statistics then were."""
     running = step.after.running
     std = np.sqrt(running["squares"] / running["count"])
     return step.columns["return"][step.batch.traj.loss_mask].astype(float) * std + running["mean"]

@@ -467,7 +467,7 @@ def test_a_number_as_reference_answer_that_scores_nothing_is_said(pool, caplog):
     pool("equals").trial([RewardItem("q", "8", {"answer": [9]})] * 2 + [RewardItem("q", "8", {"answer": "8"})])
     assert not caplog.text
     pool("equals").trial([RewardItem("q", "8", {"answer": 8})] * 2)
-    assert "reward equals scores the reference answers themselves 0, for example 8: it is of type int" in caplog.text
+    assert "reward equals gives 0 to the reference answers themselves: 8 is int and never equals" in caplog.text
 
 
 def test_workers_see_only_the_environment_they_are_given(pool, monkeypatch, caplog):

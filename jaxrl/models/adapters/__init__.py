@@ -146,8 +146,8 @@ def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
                 one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1)]
     if adapter.decomposed:
         out.append(one("m", shape[inputs:], axes[inputs:], 0))
-    whose = (len(adapter.parts) + 1, rank) if adapter.parts else ()
-    return [*out, one("scale", whose, (None,) * len(whose), 0)]
+    of_parts = (len(adapter.parts) + 1, rank) if adapter.parts else ()
+    return [*out, one("scale", of_parts, (None,) * len(of_parts), 0)]
 
 
 def check(model) -> None:
@@ -425,8 +425,8 @@ def digest(params) -> np.ndarray:
     sums = {name: to_host(x).tolist() for name, x in _hashes(near).items()}
     for name in flat.keys() - near.keys():  # one at a time on the devices
         sums[name] = to_host(_hashes({"": flat[name]})[""]).tolist()
-    told = {name: [str(x.dtype), list(x.shape), sums[name]] for name, x in flat.items()}
-    return np.frombuffer(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest(), np.uint8).copy()
+    contents = {name: [str(x.dtype), list(x.shape), sums[name]] for name, x in flat.items()}
+    return np.frombuffer(hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).digest(), np.uint8).copy()
 
 
 @jax.jit
@@ -440,7 +440,9 @@ def hashes(x):
 
 
 def _hash(x, seed: int):
-    """Sum over the elements of a mixed hash of bits and position, modulo 2**32 (the finaliser of MurmurHash3)."""
+    """Returns the sum over the elements of a mixed hash of bits and position, modulo 2**32 (the finaliser of
+    MurmurHash3).
+    """
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
     bits = jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]).astype(jnp.uint32)
     at, stride = jnp.uint32(seed), 1

@@ -93,9 +93,8 @@ class Source:
 
 
 def source(path: str) -> Source:
-    """The adapter folder at `path` (or the hub's), read anew by every call.
-
-    Raises ConfigError for what is no LoRA folder of PEFT's with safetensors.
+    """Reads the adapter folder at `path` (or the hub's), anew at every call. Raises ConfigError unless it is a LoRA
+    folder of PEFT's with safetensors.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -121,7 +120,7 @@ def source(path: str) -> Source:
 
 
 def _from_config(config: dict, path: str) -> Selection:
-    """What an adapter_config.json says about modules. Raises ConfigError for adapters that compute something else."""
+    """Reads the modules of an adapter_config.json. Raises ConfigError for adapters that compute something else."""
     where = f"lora.path={path!r}: {CONFIG} has"
     for name in NOT_SERVED:
         if config.get(name):
@@ -276,8 +275,9 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
 
 
 def write_plain(folder, model, params, dtype) -> None:
-    """A folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in `dtype`.
-    Each process writes its own; params: arrays that it reaches."""
+    """Writes a folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in
+    `dtype`. Each process writes its own; params: arrays that it reaches.
+    """
     adapter = model.adapter
     if adapter.decomposed:
         raise ValueError("an adapter with lengths of its own (lora.dora) is no plain one")
@@ -295,7 +295,7 @@ def write_plain(folder, model, params, dtype) -> None:
 
 
 def _put(folder: Path, text: bytes, arrays: dict, head: bytes) -> None:
-    """A folder that appears at once."""
+    """Writes a folder that appears at once."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -310,15 +310,16 @@ def _put(folder: Path, text: bytes, arrays: dict, head: bytes) -> None:
 
 
 def check_written(options) -> None:
-    """ConfigError where an adapter of these options could not be written as PEFT's: pissa and olora with rslora and
-    patterns, for which PEFT's conversion has no alpha."""
+    """Raises ConfigError if PEFT's format cannot hold an adapter of these options: pissa and olora with rslora and
+    patterns, for which PEFT's conversion has no alpha.
+    """
     if options.rslora and (options.rank_pattern or options.alpha_pattern) and is_shifted(options.init):
         raise ConfigError(f"lora.init={options.init} with lora.rslora and lora.rank_pattern or lora.alpha_pattern: "
                           "PEFT has no plain LoRA for it; leave one of them out")
 
 
 def config_text(adapter: Adapter, options, base_name: str) -> bytes:
-    """adapter_config.json of an adapter that began here, as PEFT writes it."""
+    """Returns the adapter_config.json of an adapter that was created by jaxrl, as PEFT writes it."""
     check_written(options)
     chosen = selection_of(options)
     names = chosen.target_modules
@@ -350,7 +351,7 @@ def _listing(value):
 
 
 def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
-    """PEFT's name -> array in its dtype. Collective where arrays are spread over processes."""
+    """Returns PEFT's name -> array in its dtype. Collective if arrays are spread over processes."""
     adapter, modules, leaves, out = model.adapter, linears(model), {}, {}
 
     def leaf(node, path):
@@ -395,8 +396,9 @@ RANKS = {"F64": 0, "F32": 1, "BF16": 2, "F16": 3}  # the order in which the safe
 
 
 def save_tensors(file: Path, arrays: dict[str, np.ndarray], head: bytes = b"") -> None:
-    """A safetensors file as the safetensors library writes it, or with the very `head` of another file that has these
-    names, dtypes and shapes."""
+    """Writes a safetensors file as the safetensors library does, or with the exact `head` of another file that has
+    these names, dtypes and shapes.
+    """
     codes = {name: tensorfile.CODES[array.dtype] for name, array in arrays.items()}
     if head:
         rows = json.loads(head[8:])

@@ -24,8 +24,13 @@ KEYS = ("text_config", "quantization_config")
 
 
 def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False):
-    """(a folder's tensors of the text model, named as if it were alone, and of the tower as `model.visual.`; the
-    others). kind: the text model's type. images: the tower is read, too."""
+    """Returns (a folder's tensors of the text model, named as if it were alone, and of the tower as `model.visual.`;
+    the others).
+
+    Args:
+      kind: the text model's type.
+      images: the tower is read, too.
+    """
     unread = FAMILIES[kind].unread
     if not unread:
         return stored, {}
@@ -54,12 +59,12 @@ def report(folder, others) -> None:
 
 
 def outer(config: dict) -> dict:
-    """What a config of several parts says beside its text part; {} for others."""
+    """Returns the fields of a config of several parts outside its text part; {} for other configs."""
     return {k: v for k, v in config.items() if k not in KEYS} if config.get("model_type") in NESTED else {}
 
 
 def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Planned] | None:
-    """The tensors of the source folder that are not the text model's, as they lie there; None where it is gone."""
+    """Returns the tensors of the source folder that do not belong to the model, unread; None if the folder is gone."""
     if not source.get("folder"):
         return []
     try:
@@ -74,8 +79,14 @@ def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Pla
 
 
 def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool, images: bool = False):
-    """(what is to be written, whether it is a folder of several parts): the text model and its tower, under their names
-    there, and the source's other tensors. alone: the text model only. images: the tower is among what is planned."""
+    """Returns (tensors to write, whether it is a folder of several parts).
+
+    They are the model's, under its names there, and the source's other tensors.
+
+    Args:
+      alone: the text model only.
+      images: the tower is among what is planned.
+    """
     others = [] if alone else planned_others(source, kind, images)
     if others is None:
         log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, without "

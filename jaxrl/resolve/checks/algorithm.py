@@ -40,7 +40,7 @@ def algorithm(cfg) -> list[str]:
 
 def _of_sources(cfg, v):
     """The tables `algorithm` of data.sources: known entries, and each source's estimator as if it were the run's."""
-    out, tables = [], {name: given["algorithm"] for name, given in cfg.data.sources.items() if "algorithm" in given}
+    out, tables = [], {name: source["algorithm"] for name, source in cfg.data.sources.items() if "algorithm" in source}
     for name, table in tables.items():
         where = f"data.sources.{name}.algorithm"
         if not hasattr(table, "keys"):
@@ -62,8 +62,8 @@ def _of_sources(cfg, v):
                     " algorithm.advantage_mean"]
         if ":" in v_own["advantage"]:
             out += import_path(f"{where}.advantage", v_own["advantage"])
-        told = [_advantage(config, row) for config, row in ((cfg, v), (own, v_own))]
-        out += [f"{where}: {m}" for m in told[1] if m not in told[0]]
+        problems = [_advantage(config, row) for config, row in ((cfg, v), (own, v_own))]
+        out += [f"{where}: {m}" for m in problems[1] if m not in problems[0]]
     return out
 
 

@@ -47,8 +47,8 @@ def settings(text: str) -> list[tuple[str, object]]:
     return out
 
 
-def place(config) -> None:
-    """Lets a job that computes recorded steps again work in the recorded run's directory."""
+def use_recorded_folder(config) -> None:
+    """Sets run.dir to the recorded run's folder for jobs that compute recorded steps again."""
     if config.run.mode in AGAIN and config.replay.run:
         config.run.dir = config.replay.run
 

@@ -25,13 +25,13 @@ def services(cfg) -> list[str]:
            for problem in _entry(kind, f"reward.{table}.{name}", name, own, cfg)]
     if out:
         return out
-    asked = {*cfg.reward.functions, *cfg.eval.rewards}
+    named = {*cfg.reward.functions, *cfg.eval.rewards}
     for name, (kind, o) in service_options(cfg.reward).items():
         where = f"reward.{kind}" if name == kind else f"reward.{TABLES[kind]}.{name}"
-        if name in asked:
+        if name in named:
             value_of = lambda option, o=o: o[option.rpartition(".")[2]]  # noqa: E731
-            told = unread(cfg, (f"reward.{kind}.",), value_of)
-            out += [p.replace(f"reward.{kind}.", f"{where}.") for p in told]
+            problems = unread(cfg, (f"reward.{kind}.",), value_of)
+            out += [p.replace(f"reward.{kind}.", f"{where}.") for p in problems]
             out += (_remote if kind == "remote" else _judge)(where, o) + _common(where, o)
             if cfg.reward.executor == "ray" and kind == "judge" and not o["servers"]:
                 out.append(f"{where}.servers is empty with reward.executor=ray: a server of the run's own answers on "
@@ -88,9 +88,9 @@ def _unused(cfg, kind, where, name) -> list[str]:
         return [f"{where}: no reward of that name is asked for; {remedy}"]
     if cfg.reward[TABLES[kind]]:
         return []
-    given = [key for key, value in cfg.reward[kind].items() if is_set(options()[f"{where}.{key}"], value)]
+    used = [key for key, value in cfg.reward[kind].items() if is_set(options()[f"{where}.{key}"], value)]
     return [no_effect(f"{where}.{key}", cfg.reward[kind][key], f"without the reward {name}", remedy)
-            for key in given[:1]]
+            for key in used[:1]]
 
 
 def _common(where, o) -> list[str]:

@@ -61,7 +61,9 @@ def fill(buffer, tensors, rows) -> None:
 
 
 class Stream:
-    """A transport that sends chunk after chunk. If workers fetch chunks themselves, `payload` is all there is."""
+    """A transport that sends chunk after chunk. A transport whose workers fetch chunks themselves overrides `payload`
+    only.
+    """
 
     host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
 
@@ -80,7 +82,7 @@ class Stream:
         greeted.result()
 
     def send(self) -> None:
-        """Sends the last payload's bytes, after the servers were told of it."""
+        """Sends the last payload's bytes, after the servers have its description."""
 
     def reset(self) -> None:
         """Resets after a failure: the next greeting starts from scratch."""
@@ -158,7 +160,7 @@ def lock_file(path: Path, flags: int = 0) -> int | None:
 
 
 def remove_unowned(folder: Path) -> None:
-    """Removes what a killed trainer left."""
+    """Deletes a folder of a trainer that was killed, i.e. whose lock nobody holds."""
     lock = lock_file(folder / LOCK)
     if lock is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -258,7 +260,7 @@ class Broadcast(Stream):
             joining.result(self.deadline)
         except (TimeoutError, RuntimeError) as e:
             raise ServerError(f"the trainer and {size - 1} workers did not connect over NCCL within "
-                              f"rollout.vllm.sync_seconds={self.deadline:g}: {e or 'no answer'}") from None
+                              f"rollout.vllm.sync_seconds={self.deadline:g}: {e or 'no reply'}") from None
         greeted.result()
         self._joined = True
 
@@ -286,7 +288,7 @@ class Broadcast(Stream):
 
 @jax.jit
 def _packed(arrays):
-    """[bytes] uint8: the arrays one after another, each padded to ALIGN."""
+    """Returns uint8 [bytes]: the arrays one after another, each padded to ALIGN."""
     flat = [jax.lax.bitcast_convert_type(a, jnp.uint8).reshape(-1) for a in arrays]
     return jnp.concatenate([jnp.pad(f, (0, -f.size % ALIGN)) for f in flat])
 
@@ -300,6 +302,7 @@ class Checkpoint:
         self.folder = Path(folder)
 
     def write(self, model, params, hf_config: dict, dtype, version: int) -> Path:
+        """Writes the weights as a Hugging Face folder and returns its path; deletes folders of earlier versions."""
         path = self.folder / f"weights_{version}"
         hf.export(model, params, path, hf_config, dtype)
         for old in self.folder.glob("weights_*"):
@@ -308,5 +311,6 @@ class Checkpoint:
         return path
 
     def close(self) -> None:
+        """Deletes all weights_* folders."""
         for old in self.folder.glob("weights_*"):
             shutil.rmtree(old, ignore_errors=True)
