@@ -92,7 +92,7 @@ class ModelConfig:
         """
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
-        return next(fits, len(layers))
+        return next(fits, max(len(layers), 1))  # all layers may be in the prefix
 
     @property
     def routes(self) -> int:

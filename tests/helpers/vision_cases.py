@@ -108,7 +108,7 @@ def rows(sequences, length=40, room=64, merge=2, rows=None):
         number[row] += 1
         tokens[row, columns], positions[row, columns], segments[row, columns] = ids, np.arange(len(ids)), number[row]
         rotary[row, columns] = rotary_positions(len(ids), firsts, grids, merge)
-        placed += [Placed(row, used[row] + f, g, p) for f, g, p in zip(firsts, grids, patches, strict=True)]
+        placed += [Placed(row, used[row] + f + np.arange(len(p) // merge**2), g, p) for f, g, p in zip(firsts, grids, patches, strict=True)]
         places.append((row, columns))
         used[row] += len(ids)
     width = next((p.shape[1] for *_, patches in sequences for p in patches), 48)

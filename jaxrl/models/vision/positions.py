@@ -46,10 +46,10 @@ def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:
 
 
 class Placed(NamedTuple):
-    """An image of a packed row: the row, the index of its first token in it, and the image's patches."""
+    """An image of a packed row: the row, the indices of its tokens in the row, and the image's patches."""
 
     row: int
-    first: int
+    columns: np.ndarray
     grid: tuple[int, int]
     patches: np.ndarray
 
@@ -70,13 +70,13 @@ def image_rows(placed: Iterable[Placed], rotary_RxLx3: np.ndarray, patches: int,
                  segments=np.zeros((count, patches), np.int32), inserts=np.full((count, length), -1, np.int32),
                  rotary=rotary_RxLx3)
     used, number = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    for row, first, grid, own in placed:
+    for row, columns, grid, own in placed:
         begin, end = used[row], used[row] + len(own)
         if end > patches:
             raise ValueError(f"row {row} has images of {end} patches or more, a row has room for {patches}")
         number[row] += 1
         out.patches[row, begin:end], out.places[row, begin:end] = own, patch_places(grid, merge)
         out.segments[row, begin:end] = number[row]
-        out.inserts[row, first:first + len(own) // merge**2] = np.arange(begin, end, merge**2) // merge**2
+        out.inserts[row, columns] = np.arange(begin, end, merge**2) // merge**2
         used[row] = end
     return out
