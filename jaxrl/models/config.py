@@ -30,10 +30,11 @@ RECURRENT = ("gated_delta", "gated_delta_by_head")  # mixers that carry a state 
 class Layer:
     """The fields that differ between the layers of one model."""
 
-    rope: Rope
+    rope: Rope | None  # None = it does not see positions
     window: int = 0  # positions a token sees, itself included; 0 = all
     mixer: str = "attention"   # rows of models.decoder.MIXERS and FEED_FORWARDS
     feed_forward: str = "mlp"
+    norms: str = "pre"         # row of models.parameters.NORMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,6 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool           # RMS norm over each query and key head
-    post_norms: bool        # norms after attention and MLP too (Gemma)
     norm_offset: float      # norms scale by offset + weight
     norm_eps: float
     activation: str
@@ -141,7 +141,7 @@ class ModelConfig:
     @property
     def ropes(self) -> list[Rope]:
         """Returns the distinct rotary embeddings."""
-        return list(dict.fromkeys(layer.rope for layer in self.layers))
+        return list(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     @property
     def value_width(self) -> int:
@@ -204,7 +204,7 @@ class ModelConfig:
         counts it). Gemma 3's and Llama 3's windows are given as stretched.
         """
         stretched = [0.0]
-        for rope in {layer.rope for layer in self.layers} if self.family != "gemma3_text" else ():
+        for rope in self.ropes if self.family != "gemma3_text" else ():
             if rope.kind in ("linear", "yarn"):
                 stretched.append(rope.factor * (rope.original_max if rope.kind == "yarn" else self.max_positions))
         return max(self.max_positions, int(max(stretched)))
@@ -270,8 +270,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         num_kv_heads=heads if family.latent else hf.get("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
-        qk_norm=flag(family.qk_norm), post_norms=family.gemma, norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
-        norm_eps=number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
+        qk_norm=flag(family.qk_norm), norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
+        norm_eps=number(hf, "rms_norm_eps", least=0), activation=family.activations.get(hf[family.activation], hf[family.activation]),
         embed_scale=hidden ** 0.5 if family.gemma else 1.0,
         query_scale=query_scale,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
@@ -320,7 +320,7 @@ def _check(hf, family):
     if family.recurrent:
         _check_recurrent(hf)
     activation = hf[family.activation]
-    if activation not in ACTIVATIONS:
+    if activation not in (*ACTIVATIONS, *family.activations):
         raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")
     if family.clamped and activation != family.defaults[family.activation]:
         raise ConfigError(f"model config: {family.activation}={activation!r} is not what the gates of {hf['model_type']} "
@@ -396,6 +396,7 @@ def _refuse_foreign(hf, family):
     own = {family.query_scalar, family.attention_softcap, family.final_softcap}
     if (family.qk_norm or family.qk_norm_whole) and "use_qk_norm" not in family.defaults:
         own |= {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"}
+    own |= {"no_rope_layers", "no_rope_layer_interval"} if family.no_rope else set()
     own |= {key for key, value in family.says.items() if hf.get(key) == value}
     own |= set(NEXT_TOKENS) if family.next_tokens else set()
     own |= {"first_k_dense_replace"} if family.listed_kinds else set()
@@ -420,13 +421,27 @@ def _layers(hf, family) -> tuple[Layer, ...]:
     kinds = _feed_forwards(hf, family)
     if family.recurrent:
         rope, _ = ropes(hf, family)
-        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind)
+        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind, family.norms)
                      for full, kind in zip(_full(hf), kinds, strict=True))
     sliding, window = _windows(hf, family)
     full, local = ropes(hf, family)
-    mixer = "latent_attention" if family.latent else "attention"
-    return tuple(Layer(local, window, mixer, kind) if windowed else Layer(full, 0, mixer, kind)
-                 for windowed, kind in zip(sliding, kinds, strict=True))
+    mixer, turning = "latent_attention" if family.latent else "attention", _turning(hf, family)
+    return tuple(Layer((local if windowed else full) if turns else None, window * windowed, mixer, kind, family.norms)
+                 for windowed, turns, kind in zip(sliding, turning, kinds, strict=True))
+
+
+def _turning(hf, family) -> list[bool]:
+    """Which layers have a rotary embedding."""
+    count, given = hf["num_hidden_layers"], hf.get("no_rope_layers") if family.no_rope else None
+    if not family.no_rope:
+        return [True] * count
+    if given is None:
+        every = number(hf, "no_rope_layer_interval", least=1, kind=int)
+        return [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(given, list | tuple) or len(given) != count or set(given) - {0, 1}:
+        raise ConfigError(f"model config: no_rope_layers={given!r}; give {count} entries, each 1 (a layer with rotary "
+                          "embedding) or 0")
+    return [bool(turns) for turns in given]
 
 
 def _full(hf) -> list[bool]:
@@ -523,7 +538,7 @@ def _windows(hf, family) -> tuple[list[bool], int]:
     if family.windows == "none" and window is not None and hf.get("use_sliding_window") is not False:
         raise ConfigError(f"model config: sliding_window={window!r}, but a {hf['model_type']} model has no windows; "
                           "leave it out")
-    if family.windows == "none" or (family.windows in ("switched", "from_layer", "alternate")
+    if family.windows == "none" or (family.windows in ("switched", "from_layer", "alternate", "no_rope")
                                     and not hf["use_sliding_window"]):
         window = None
     listed = [kind == "sliding_attention" for kind in kinds or ()]
@@ -540,8 +555,10 @@ def _windows(hf, family) -> tuple[list[bool], int]:
     elif family.windows == "alternate":
         first = number(hf, "max_window_layers", kind=int)
         sliding = [window is not None and i % 2 == 0 and i < first for i in range(count)]
+    elif family.windows == "no_rope":
+        sliding = [window is not None and not turns for turns in _turning(hf, family)]
     else:
-        sliding = [(i + 1) % _pattern(hf) != 0 for i in range(count)]
+        sliding = [(i + 1) % _pattern(hf, family) != 0 for i in range(count)]
     if not any(sliding) and family.windows != "pattern":  # whose models ask for a window even where no layer uses it
         return sliding, 0
     if window is None and any(sliding):
@@ -551,12 +568,13 @@ def _windows(hf, family) -> tuple[list[bool], int]:
     return sliding, number(hf, "sliding_window", least=1, kind=int)
 
 
-def _pattern(hf) -> int:
-    """Returns the interval of layers with full attention."""
-    if hf["model_type"] == "gemma3_text":
-        return number(hf, "sliding_window_pattern", least=1, kind=int)
-    if hf.get("sliding_window_pattern", 2) != 2:
-        raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: transformers "
-                          f"reads every second layer of a {hf['model_type']} model as windowed, whatever it says; say "
-                          "it with layer_types")
-    return 2
+def _pattern(hf, family) -> int:
+    """Every how many layers one sees everything."""
+    every = family.pattern
+    if isinstance(every, str):
+        return number(hf, every, least=1, kind=int)
+    if hf.get("sliding_window_pattern", every) != every:
+        raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: in transformers one "
+                          f"of {every} layers of a {hf['model_type']} model has no window, whatever it says; say it "
+                          "with layer_types")
+    return every

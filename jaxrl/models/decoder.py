@@ -44,7 +44,7 @@ from jaxrl.models.placement import (
     write,
 )
 from jaxrl.models.product import product
-from jaxrl.models.rope import rotate, rotations
+from jaxrl.models.rope import growth, rotate, rotations
 from jaxrl.models.vision.rows import entries as vision_entries
 from jaxrl.sharding.memory import HOST, fetched
 
@@ -209,8 +209,11 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     elif cfg.qk_norm_whole:
         q, k = (own.norm(f"attention/{name}_norm", x.reshape(*x.shape[:2], -1)).reshape(x.shape)
                 for name, x in (("query", q), ("key", k)))
-    rotation = shared.rotations[cfg.ropes.index(layer.rope)]
-    q, k = rotate(q, rotation), rotate(k, rotation)
+    if layer.rope:
+        rotation = shared.rotations[cfg.ropes.index(layer.rope)]
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        if layer.rope.query_beta:
+            q = q * growth(layer.rope, shared.positions).astype(q.dtype)
     options: dict[str, Any] = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
                                    implementation=implementation, work=shared.work[layer.window])
     if cfg.sinks:
@@ -237,7 +240,7 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
-    return parameters.NORMS + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
+    return parameters.NORMS[layer.norms] + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
 
 
 def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
@@ -352,9 +355,8 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
 
 
 def _layer(model, layer: Layer, params, x, shared, cache, index):
-    """Computes a pre-norm residual layer; with `post_norms` each branch is normed again before it is added. index:
-    repetition, if the cache holds all repetitions.
-    """
+    """Residual layer, with the norms before and behind each branch that its rows have. index: repetition, where the
+    cache is that of all repetitions."""
     cfg = model.config
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
@@ -362,16 +364,18 @@ def _layer(model, layer: Layer, params, x, shared, cache, index):
     own = Weights(cfg, table, parameters.flattened(params), real, shared.whose, model.matmul, model.experts)
     x = checkpoint_name(x, KEPT)
 
+    def normed(name, x):
+        return own.norm(name, x) if f"{name}/scale" in table else x
+
     def added(x, name, y):
-        y = residual(rows(y))
-        return residual(x + (own.norm(name, y) if cfg.post_norms else y))
+        return residual(x + normed(name, residual(rows(y))))
 
     with jax.named_scope(layer.mixer):
         y, kv = MIXERS[layer.mixer].apply(
-            own, layer, model.attention, rows(own.norm("attention_norm", x)), shared, cache, index)
+            own, layer, model.attention, rows(normed("attention_norm", x)), shared, cache, index)
         x = added(x, "attention_post_norm", y)
     with jax.named_scope(layer.feed_forward):
-        y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(own.norm("mlp_norm", x)))
+        y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(normed("mlp_norm", x)))
         return added(x, "mlp_post_norm", y), kv, auxiliary
 
 

@@ -316,10 +316,10 @@ class Model:
 
     def check_length(self, tokens: int) -> None:
         """Raises ConfigError if a sequence of this length needs a rotary scaling that depends on the length."""
-        for layer in self.config.layers:
-            if layer.rope.kind == "dynamic" and tokens > layer.rope.original_max:
+        for rope in self.config.ropes:
+            if rope.kind == "dynamic" and tokens > rope.original_max:
                 raise ConfigError(
-                    f"rope_type=dynamic serves sequences up to its original window of {layer.rope.original_max} "
+                    f"rope_type=dynamic serves sequences up to its original window of {rope.original_max} "
                     f"tokens, not {tokens}; set rope_type=yarn with a factor in model.config, or shorten the sequences")
 
     @property

@@ -68,13 +68,19 @@ VALUE = (  # a critic's head; HF's name is that of sequence classifiers, which i
     Row("value/kernel", ("norm",), "score.weight", 1, init="zero"),
     Row("value/bias", (), "", init="zero"),
 )
-NORMS = (  # of every layer. Gemma has norms after attention and MLP, and HF's names shift.
-    Row("attention_norm/scale", ("norm",), "input_layernorm.weight", init="one"),
-    Row("attention_post_norm/scale", ("norm",), "post_attention_layernorm.weight", init="one", when="post_norms"),
-    Row("mlp_norm/scale", ("norm",), "post_attention_layernorm.weight", init="one", when="not post_norms"),
-    Row("mlp_norm/scale", ("norm",), "pre_feedforward_layernorm.weight", init="one", when="post_norms"),
-    Row("mlp_post_norm/scale", ("norm",), "post_feedforward_layernorm.weight", init="one", when="post_norms"),
-)
+
+
+def _norms(**names: str) -> tuple[Row, ...]:
+    """The norms of a layer, by HF's names."""
+    return tuple(Row(f"{path}/scale", ("norm",), f"{name}.weight", init="one") for path, name in names.items())
+
+
+NORMS = {  # Layer.norms: before attention and MLP, behind both, or both; HF's names shift
+    "pre": _norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
+    "sandwich": _norms(attention_norm="input_layernorm", attention_post_norm="post_attention_layernorm",
+                       mlp_norm="pre_feedforward_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    "post": _norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+}
 ATTENTION = (
     Row("attention/query/kernel", _Q, "self_attn.q_proj.weight", 1),
     Row("attention/query/bias", _Q[1:], "self_attn.q_proj.bias", init="zero", when="qkv_bias"),

@@ -36,6 +36,7 @@ class Rope:
     mscale: float = 0.0                    # yarn
     mscale_all_dim: float = 0.0            # yarn
     axes: tuple[int, ...] = ()             # of each frequency, which of a token's several positions it reads
+    query_beta: float = 0.0                # of `growth`; 0 = none
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -101,6 +102,13 @@ def magnitude(rope: Rope) -> float:
 def score_factor(rope: Rope) -> float:
     """Returns the factor on the scores of attention over latents (DeepSeek-V3): that of mscale_all_dim, squared."""
     return _mscale(rope, rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0
+
+
+def growth(rope: Rope, positions_BxL):
+    """Returns [B, L, 1, 1] fp32: what queries are multiplied with, 1 + beta log(1 + floor(position / window)) with the
+    window before scaling (Ministral 3, as Llama 4)."""
+    windows = (positions_BxL // rope.original_max).astype(jnp.float32)
+    return (1 + rope.query_beta * jnp.log1p(windows))[:, :, None, None]
 
 
 def _mscale(rope: Rope, mscale: float) -> float:

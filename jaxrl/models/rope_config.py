@@ -20,7 +20,7 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
     for key, value in (("rope_scaling", scaling), ("rope_parameters", tables)):
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"model config: {key}={value!r}; give a table")
-    if not family.local_rope:
+    if not family.local_theta:
         table = {"rope_theta": hf["rope_theta"], **(scaling or tables or {})}
         if "original_max_position_embeddings" in hf:  # beside the table, it wins
             table["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
@@ -35,11 +35,16 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
                           "them there")
     full = tables.get("full_attention") or {"rope_type": "default"}
     full = {"rope_theta": hf["rope_theta"], **full, **(scaling or {})}
-    local = tables.get("sliding_attention") or {}
-    if "rope_theta" not in local:
-        local = {"rope_theta": number(hf, "rope_local_base_freq", above=0), **local}
     truncate = tables.get("truncate", True)  # transformers looks for it beside the tables, not in them
-    return _rope(hf, family, full, truncate), _rope(hf, family, local, truncate)
+    rope, local = _rope(hf, family, full, truncate), tables.get("sliding_attention") or {}
+    base = family.local_theta
+    if "rope_theta" not in local:
+        if not isinstance(base, str) and full["rope_theta"] == hf["rope_theta"] != base:
+            raise ConfigError(f"model config: rope_theta={hf['rope_theta']!r}: transformers gives it to layers without "
+                              f"window alone, and {base} to the others; name both in rope_parameters, full_attention "
+                              "and sliding_attention")
+        local = {"rope_theta": number(hf, base, above=0) if isinstance(base, str) else base, **local}
+    return rope, _rope(hf, family, local, truncate)
 
 
 def _axes(hf, table) -> tuple[int, ...]:
@@ -90,10 +95,11 @@ def _rope(hf, family, table, truncate) -> Rope:
     partial = {table.get("partial_rotary_factor"), hf.get("partial_rotary_factor")} - {None, 1.0}
     if partial and not family.partial_rotary:
         raise ConfigError("model config: partial_rotary_factor is not supported for this family; leave it at 1.0")
-    table = {"original_max_position_embeddings": hf["max_position_embeddings"], **table}
+    beside, table = table, {"original_max_position_embeddings": hf["max_position_embeddings"], **table}
     theta = float(number(table, "rope_theta", above=0))
+    grows = (lambda: _growth(table, beside)) if family.query_growth else dict
     if kind == "default":
-        return Rope(theta=theta)
+        return Rope(theta=theta, **grows())
     if kind == "dynamic":  # its window is always the model's
         table["original_max_position_embeddings"] = hf["max_position_embeddings"]
     window = number(table, "original_max_position_embeddings", least=1, kind=int)
@@ -106,7 +112,15 @@ def _rope(hf, family, table, truncate) -> Rope:
     fields: dict[str, Any] = {name: float(number(table, name, above=0)) for name in needed}
     if kind == "yarn":
         fields |= _yarn_fields({**table, "rope_theta": theta}, truncate)
-    return Rope(kind=kind, theta=theta, original_max=window, **fields)
+    return Rope(kind=kind, theta=theta, **{"original_max": window, **fields, **grows()})
+
+
+def _growth(table, given) -> dict:
+    """The fields of models.rope.growth; transformers has no defaults for what the table leaves out."""
+    key, window = "llama_4_scaling_beta", "original_max_position_embeddings"
+    if missing := [name for name in (key, window) if given.get(name) is None]:
+        raise ConfigError(f"model config: {', '.join(missing)} missing in the rotary table; queries grow by it")
+    return {"query_beta": float(number(table, key, least=0)), "original_max": number(table, window, least=1, kind=int)}
 
 
 def _yarn_fields(table, truncate) -> dict:

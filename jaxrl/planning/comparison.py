@@ -74,7 +74,7 @@ class PlanComparison:
 
 
 def _predict(config, job) -> dict[str, float]:
-    """plan.predict; the critic's update belongs to `update`, as on the run's clock."""
+    """Returns plan.predict with the critic's update added to `update`, as on the run's clock."""
     from jaxrl.planning import plan
 
     found = plan.predict(config, job.mesh, job.model)

@@ -144,8 +144,11 @@ def seen(config, model, length: int) -> float:
 
 
 def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Work:
-    """One microbatch on one device. Bytes: each matrix product reads its operands and writes its result once, the
-    gathered weights are written and read, gradients are read and written."""
+    """Returns the work of one microbatch on one device.
+
+    Bytes: each matrix product reads its operands and writes its result once, the gathered weights are written and read,
+    gradients are read and written.
+    """
     count, length = what.shape
     tokens = count * length / token_shards(mesh)
     act = model.compute_dtype.itemsize
@@ -169,7 +172,7 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
 
 
 def chunk_of_experts(model, mesh: dict, device: str) -> int:
-    """Tokens of a chunk, at most."""
+    """Returns the most tokens of a chunk."""
     cfg, ep = model.config, mesh["ep"]
     return tuned.chunk(cfg.experts_per_token, cfg.num_experts, tuned.room_of(device, model.experts),
                        cfg.num_experts // ep, cfg.hidden_size, cfg.expert_size // mesh["tp"],

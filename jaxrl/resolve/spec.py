@@ -77,7 +77,7 @@ class Spec(Options):
         return self.options[group]
 
     def origin(self, name: str) -> str:
-        """Who decided an option: as `origins`, else "config" or "default"."""
+        """Returns the origin of an option: as in `origins`, else "config" or "default"."""
         if name in self.origins:
             return self.origins[name]
         return "default" if get(self.asked, name) in (None, options()[name].default) else "config"
@@ -235,7 +235,7 @@ def _of_platform(c, recipe: Recipe, platform: Platform, hf_config: dict, decide)
 
 
 def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
-    """How the model is computed."""
+    """Resolves the options that decide how the model is computed."""
     if c.model.scan_layers == "auto":
         unrolled = platform.kind == "cpu" and hf_config.get("num_hidden_layers", 0) <= SHALLOW
         decide("model.scan_layers", "false" if unrolled else "true", "model")
@@ -266,13 +266,13 @@ def _parameters(hf_config: dict) -> int:
 
 
 def algorithm_row(config) -> dict[str, tuple]:
-    """Options below `algorithm` that presets speak of -> (value, "config" or "preset <name>")."""
+    """Returns the options below `algorithm` that presets set -> (value, "config" or "preset <name>")."""
     preset = config.algorithm.preset
     return resolve_preset(preset, {name: get(config.algorithm, name) for name in PRESETS[preset]})
 
 
 def here() -> Platform:
-    """The platform of this process's first device."""
+    """Returns the platform of this process's first device."""
     import jax
 
     device = jax.devices()[0]

@@ -15,7 +15,6 @@ from helpers.tiny_models import zero_centred
 from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build
 from jaxrl.models.config import model_config
-from jaxrl.models.families import WITHIN
 from jaxrl.models.io import fused, hf, parts
 
 pytestmark = pytest.mark.torch  # the models to compare with are transformers'
@@ -58,7 +57,7 @@ def ours(config, model):
 
 
 def converted(own, tensors):
-    tensors = {name.replace(WITHIN, "model."): tensor for name, tensor in tensors.items()}
+    tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
 
     def array(entry):
         arrays = [entry.from_hf(tensors[name]) for name in entry.hf_names]

@@ -80,6 +80,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         config = text_part(config)
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
+            source |= {"within": nested.within(stored, _kind(config, overrides))} if source["outer"] else {}
             source |= {"flat": True} if nested.is_flat(stored) else {}
             stored, others = nested.split(stored, _kind(config, overrides), images)
             source |= {"folder": str(folder.absolute())} if others else {}

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, NESTED, TOWER, WITHIN
+from jaxrl.models.families import FAMILIES, NESTED, TOWER
 from jaxrl.models.io import tensorfile
 
 log = logging.getLogger("jaxrl")
@@ -36,17 +36,25 @@ def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False)
         return stored, {}
     others = {name: t for name, t in stored.items()
               if re.fullmatch(unread, name) and not (images and re.fullmatch(TOWER, name))}
-    own = {}
+    own, (inside, alone) = {}, within(stored, kind)
     for name, t in stored.items():
         if name not in others:
-            alone = "model." + name.removeprefix(WITHIN) if name.startswith(WITHIN) else name
-            alone = "model." + alone if alone.startswith("visual.") else alone
-            own[alone] = dataclasses.replace(t, name=alone)
+            if re.fullmatch(TOWER, name):
+                name = "model." + name.removeprefix("model.")
+            else:
+                name = alone + name.removeprefix(inside) if name.startswith(inside) else name
+            own[name] = dataclasses.replace(t, name=name)
     return own, others
 
 
+def within(names, kind: str) -> tuple[str, str]:
+    """Returns how the names of the text model's tensors begin in a folder of several parts, and where it is alone."""
+    pairs = FAMILIES[kind].within
+    return next((pair for pair in pairs if any(name.startswith(pair[0]) for name in names)), pairs[0])
+
+
 def is_flat(stored: dict[str, tensorfile.Stored]) -> bool:
-    """Whether a folder with a tower has the layout without `model.language_model.`"""
+    """Returns whether the tensors of a folder's tower are called `visual.`, not `model.visual.`"""
     return any(name.startswith("visual.") for name in stored)
 
 
@@ -74,7 +82,8 @@ def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Pla
     if not found:
         return None
     _, others = split(found, kind, images)
-    others = [t for t in others.values() if t.dtype in tensorfile.DTYPES]
+    unwritten = FAMILIES[kind].unwritten
+    others = [t for t in others.values() if t.dtype in tensorfile.DTYPES and not re.fullmatch(unwritten, t.name)]
     return [tensorfile.Planned(t.name, tensorfile.DTYPES[t.dtype], t.shape, t.read) for t in others]
 
 
@@ -98,10 +107,11 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
                     "accepts fewer tokens of the trained model")
     if alone or not source.get("outer"):
         return planned + others, False
+    inside, begin = source.get("within") or FAMILIES[kind].within[0]
+
     def there(name: str) -> str:
-        if source.get("flat"):
-            return name.removeprefix("model.") if re.fullmatch(TOWER, name) else name
-        within = name.startswith("model.") and not re.fullmatch(TOWER, name)
-        return WITHIN + name.removeprefix("model.") if within else name
+        if re.fullmatch(TOWER, name):
+            return name.removeprefix("model.") if source.get("flat") else name
+        return inside + name.removeprefix(begin) if name.startswith(begin) else name
 
     return [dataclasses.replace(t, name=there(t.name)) for t in planned] + others, True
