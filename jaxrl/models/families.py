@@ -65,6 +65,7 @@ class Family:
 
     @property
     def classifier(self) -> str:
+        """Name of transformers' sequence classifier of this family."""
         return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
@@ -278,7 +279,7 @@ UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", 
 
 
 def family_of(hf_config: dict) -> Family:
-    """The family of a config, by `model_type`; ConfigError for one we do not have or another architecture of it."""
+    """Returns the family of a config, by `model_type`. Raises ConfigError for an unknown family or architecture."""
     known = ", ".join([*FAMILIES, *NESTED, *ALIASES])
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:

@@ -12,8 +12,8 @@ from jaxrl.models.rope import KINDS, Rope
 MROPE = (24, 20, 20)  # where a config does not say it
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
-    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
-    `rope_scaling`.
+    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or
+    from `rope_theta` and `rope_scaling`.
     """
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
     tables = family.defaults.get("rope_parameters") if tables is None else tables
@@ -62,8 +62,8 @@ def _axes(hf, table) -> tuple[int, ...]:
 
 
 def rotary_size(hf, head_dim: int) -> int:
-    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table or of the
-    config.
+    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table
+    or of the config.
     """
     beside = hf["partial_rotary_factor"]
     table = {"partial_rotary_factor": 1.0 if beside is None else beside,
@@ -116,7 +116,9 @@ def _rope(hf, family, table, truncate) -> Rope:
 
 
 def _growth(table, given) -> dict:
-    """The fields of models.rope.growth; transformers has no defaults for what the table leaves out."""
+    """Returns the fields of models.rope.growth. Raises for entries that the table lacks, since
+    transformers has no defaults.
+    """
     key, window = "llama_4_scaling_beta", "original_max_position_embeddings"
     if missing := [name for name in (key, window) if given.get(name) is None]:
         raise ConfigError(f"model config: {', '.join(missing)} missing in the rotary table; queries grow by it")

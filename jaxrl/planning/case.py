@@ -38,8 +38,8 @@ class Case:
 
     Attributes:
       mesh: axis sizes.
-      rollout: (mesh of one process's sampler, its Shapes, bytes of its dtype), or None if the completions come from
-        elsewhere.
+      rollout: (mesh of one process's sampler, its Shapes, bytes of its dtype), or None if the
+        completions come from elsewhere.
       memory, usable: bytes of one device.
       lent: bytes of it that vLLM's server takes in turns (rollout.placement=colocated; 0 = none).
       left_out: why completions are not planned.
@@ -80,8 +80,8 @@ class Case:
 
     @functools.cached_property
     def sampler(self) -> tuple[dict, Any, int]:
-        """Returns (mesh, shapes, bytes of a weight) of one engine. vLLM's servers count as devices of the target's
-        kind.
+        """Returns (mesh, shapes, bytes of a weight) of one engine. vLLM's servers count as devices
+        of the target's kind.
         """
         c = self.config
         if self.rollout is not None:

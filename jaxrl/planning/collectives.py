@@ -25,8 +25,8 @@ _OPCODE = re.compile(r"(?:^|\s)([a-z][a-z0-9\-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind over one group: `count` runs that together handle `bytes` of whole (gathered,
-    unreduced) arrays.
+    """Collectives of one kind over one group: `count` runs that together handle `bytes` of
+    whole (gathered, unreduced) arrays.
     """
 
     kind: str
@@ -132,8 +132,8 @@ def array_bytes(text: str) -> int:
 
 
 def _collective(kind, instruction, rest, bodies, body, per_host):
-    """Returns (kind, group, hosts) -> (runs, bytes) of one instruction's arrays. Compilers combine several into a
-    tuple.
+    """Returns (kind, group, hosts) -> (runs, bytes) of one instruction's arrays. Compilers combine
+    several into a tuple.
     """
     groups = replica_groups(rest)
     size = groups.shape[1]

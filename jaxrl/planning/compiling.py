@@ -164,8 +164,8 @@ def _compile(job: dict) -> dict:
 
 
 def _meshes(job: dict):
-    """Returns (mesh of training, mesh of one process's sampler or None), of CPU devices, or of a topology of TPUs or
-    GPUs.
+    """Returns (mesh of training, mesh of one process's sampler or None), of CPU devices, or of a topology
+    of TPUs or GPUs.
     """
     import jax
 

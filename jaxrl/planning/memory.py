@@ -179,8 +179,8 @@ def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once
 
 
 def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
-    """Returns the counted temporaries of `update`, `critic` or a scoring pass on a microbatch of `shape` (rows, row
-    length).
+    """Returns the counted temporaries of `update`, `critic` or a scoring pass on a microbatch of
+    `shape` (rows, row length).
     """
     cfg, tp, act = model.config, mesh["tp"], model.compute_dtype.itemsize
     count, length = shape
@@ -272,8 +272,8 @@ def _kept_without_remat(model, mesh: dict, length: int) -> float:
 
 
 def _mean_width(cfg) -> float:
-    """Returns the mean width of the layers' feed-forwards. Experts save nothing but their input; a shared expert beside
-    them counts.
+    """Returns the mean width of the layers' feed-forwards. Experts save nothing but their input; a shared
+    expert beside them counts.
     """
     kept = [cfg.mlp_size if layer.feed_forward == "mlp" else cfg.shared_expert_size for layer in cfg.layers]
     return sum(kept) / len(kept)

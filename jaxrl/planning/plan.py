@@ -55,8 +55,8 @@ def run(config) -> dict:
 
 
 def make(config, search: bool = True) -> dict:
-    """Returns the plan of a config as a JSON-able dict. `search` False: without the largest sizes that fit and
-    without advice.
+    """Returns the plan of a config as a JSON-able dict. `search` False: without the largest sizes that
+    fit and without advice.
     """
     started = time.monotonic()
     case = open_case(config)
@@ -153,8 +153,8 @@ def _compile(case: Case) -> tuple[dict, dict | None, dict | None]:
 
 
 def _checked(begun, what: str, limit: float) -> dict:
-    """Returns the programs compiled for a GPU, or those for a TPU that check the counted ones; the reason if there are
-    none.
+    """Returns the programs compiled for a GPU, or those for a TPU that check the counted ones; the reason
+    if there are none.
     """
     try:
         return compiling.finish(begun, what, limit)
@@ -274,8 +274,8 @@ def _totals(case: Case, phases: dict) -> dict:
 
 
 def lent_memory(case: Case) -> tuple[float, float, float] | None:
-    """Returns the bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, weights in
-    transit).
+    """Returns the bytes that vLLM's server takes of the trainer's devices in turns: (awake,
+    asleep, weights in transit).
     """
     if not case.lent:
         return None

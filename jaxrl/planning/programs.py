@@ -118,8 +118,8 @@ def _support(c):
 
 
 def _update(out: Lowering, job, name, update, state, objective, keep):
-    """Lowers the programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply
-    steps.
+    """Lowers the programs of an update, on the largest microbatch: <name> adds a
+    microbatch's gradients, <name>_apply steps.
 
     An optimizer state in host memory is on the devices while it is applied, if it cannot be applied in parts.
     """

@@ -1,5 +1,5 @@
-"""Counts what one step of a job needs on a device, from the config: rows, operations, bytes. No compilation, no
-device.
+"""Counts what one step of a job needs on a device, from the config: rows, operations, bytes.
+No compilation, no device.
 
 Every prompt and completion is taken at its maximum length, as memory must be.
 
@@ -119,8 +119,8 @@ def split_flops(model, context: float) -> tuple[float, float]:
 
 
 def useful_flops(config, model) -> float:
-    """Returns the operations of forward and backward pass that training needs: no recomputation, padding or masked
-    pairs.
+    """Returns the operations of forward and backward pass that training needs: no recomputation,
+    padding or masked pairs.
     """
     prompt, answer = lengths(config)
     rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions
@@ -132,8 +132,8 @@ def useful_flops(config, model) -> float:
 
 
 def seen(config, model, length: int) -> float:
-    """Returns the keys that attention computes per query of a packed row: the whole row in XLA, the sequence's in a
-    kernel.
+    """Returns the keys that attention computes per query of a packed row: the whole row in XLA, the
+    sequence's in a kernel.
     """
     if model.attention in XLA:
         return length

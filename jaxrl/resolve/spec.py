@@ -37,8 +37,8 @@ SHALLOW = 8  # layers up to which CPUs get them unrolled
 
 
 class Platform(NamedTuple):
-    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in best (bf16, fp16,
-    fp32)."""
+    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in
+    best (bf16, fp16, fp32)."""
 
     kind: str
     dtype: str
@@ -127,13 +127,13 @@ class Spec(Options):
         return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
 
     def row(self) -> dict[str, tuple]:
-        """Options below `algorithm` that presets speak of -> (value as asked, "config" or "preset <name>"), for
-        printing."""
+        """Options below `algorithm` that presets speak of -> (value as asked, "config" or
+        "preset <name>"), for printing."""
         return algorithm_row(self.asked)
 
     def chosen(self) -> dict:
-        """Options below `algorithm` that the user set, or that make the preset another one than grpo -> value; {}
-        without one."""
+        """Options below `algorithm` that the user set, or that make the preset another one than grpo ->
+        value; {} without one."""
         if not self.recipe.samples:
             return {}
         known = self.row()

@@ -216,8 +216,8 @@ def _mismatch(cfg, v):
 
 
 def _temperature(cfg, v):
-    """Returns the problems of a temperature of the trainer's own: nothing may then compare its log-probs with the
-    sampler's.
+    """Returns the problems of a temperature of the trainer's own: nothing may then compare its
+    log-probs with the sampler's.
     """
     own = cfg.algorithm.temperature
     if not own or own == cfg.rollout.temperature:

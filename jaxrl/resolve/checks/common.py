@@ -89,8 +89,8 @@ def _ranges(cfg):
 
 
 def _unread(cfg):
-    """Returns the problems of options that were set and that nothing reads; for recorded steps without rewards and
-    sandbox.
+    """Returns the problems of options that were set and that nothing reads; for recorded steps
+    without rewards and sandbox.
     """
     closed = ("reward.", "sandbox.") if cfg.run.mode in AGAIN else ()
     return [problem for problem in unread(cfg) if not problem.startswith(closed)]

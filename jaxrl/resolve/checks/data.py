@@ -134,8 +134,8 @@ def _is_weight(value) -> bool:
 
 
 def _weights(sources):
-    """Returns a problem if no source has a weight at some step; weights are linear between the points, so the points
-    decide.
+    """Returns a problem if no source has a weight at some step; weights are linear between the points,
+    so the points decide.
     """
     weights = [source.get("weight", 1.0) for source in sources.values()]
     steps = {0, *(int(step) for w in weights if not isinstance(w, int | float) for step, _ in w)}

@@ -30,8 +30,8 @@ def numbers(text: str) -> list[int]:
 
 
 def settings(text: str) -> list[tuple[str, object]]:
-    """Parses "algorithm.clip_high=0.28,0.4;optimizer.lr=1e-6" -> [(option, value), ...], one for each value. Raises
-    ConfigError.
+    """Parses "algorithm.clip_high=0.28,0.4;optimizer.lr=1e-6" -> [(option, value), ...], one for
+    each value. Raises ConfigError.
     """
     out = []
     for entry in filter(None, (part.strip() for part in text.split(";"))):

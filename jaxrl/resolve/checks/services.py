@@ -82,8 +82,8 @@ def _wrong(option, value) -> str:
 
 
 def _unused(cfg, kind, where, name) -> list[str]:
-    """Returns the options of a reward that no function names. (Options of reward.remote may be meant for
-    reward.remotes.)
+    """Returns the options of a reward that no function names. (Options of reward.remote may
+    be meant for reward.remotes.)
     """
     remedy = f"add {name} to reward.functions, or leave it out"
     if name != kind:
@@ -179,8 +179,8 @@ def _prompt(where, o) -> list[str]:
 
 
 def missing_logger(cfg) -> str:
-    """Returns the problem that a run of this config has and a plan does not: a logger whose package is not installed;
-    or "".
+    """Returns the problem that a run of this config has and a plan does not: a logger whose package is
+    not installed; or "".
     """
     if not cfg.log.wandb or importlib.util.find_spec("wandb") is not None:
         return ""

@@ -1,7 +1,7 @@
 """Options that were set and that nothing reads: one rule for the conditions `needs` and `read_by` of all options.
 
-Conditions are read before any "auto" is decided. Of an option below `algorithm` that nobody set they see the preset's
-value.
+Conditions are read before any "auto" is decided. Of an option below `algorithm` that nobody set they
+see the preset's value.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Term(NamedTuple):
 
 
 def terms(needs: str) -> list[list[Term]]:
-    """Parses a condition: clauses, all of which must hold, of terms, one of which must. Raises ValueError for other
-    text.
+    """Parses a condition: clauses, all of which must hold, of terms, one of which must. Raises
+    ValueError for other text.
     """
     out = []
     for clause in needs.split(" and ") if needs else ():
@@ -76,8 +76,8 @@ def is_set(option: Option, value) -> bool:
 
 
 def missing(option: Option, value_of: Callable) -> tuple[str, str] | None:
-    """Returns (the missing part of an option's condition, remedy), or None if it holds. value_of: value of an option by
-    name.
+    """Returns (the missing part of an option's condition, remedy), or None if it holds. value_of: value of
+    an option by name.
     """
     for clause in terms(option.needs):
         values = {term.name: value_of(term.name) for term in clause}
@@ -126,8 +126,8 @@ def unread(cfg, prefixes: Iterable[str] = (), value_of: Callable | None = None) 
 
 
 def owned() -> dict[str, tuple[str, list[str]]]:
-    """Returns option that some entries of a table read -> (the option that chooses the entry, the names of these
-    entries).
+    """Returns option that some entries of a table read -> (the option that chooses the entry, the
+    names of these entries).
     """
     out: dict[str, tuple[str, list[str]]] = {}
     for selector, table in SELECTORS.items():
