@@ -35,6 +35,27 @@ class Sizes(NamedTuple):
     completions: np.ndarray  # [Q] tokens after it
     groups: np.ndarray       # [Q] never split over optimizer steps
     prefixes: np.ndarray | None  # [Q] sequences of one value have the same prompt; None = no prompt is shared
+    patches: np.ndarray | None = None  # [Q, 2] of the images in the prompt and after it; None = there is no image
+
+
+class Pictures(NamedTuple):
+    """The images of a ragged batch, one entry for each place where one stands, ordered by (sequence, first token).
+
+    Pixels are elsewhere: `patches` reads them, for the rows of one microbatch at a time.
+    """
+
+    sequences: np.ndarray  # [I] int64
+    firsts: np.ndarray  # [I] int64: index of the first image token in its sequence
+    grids: np.ndarray  # [I, 2] int64: rows and columns of patches
+    numbers: np.ndarray  # [I] int64: of the picture, of which there may be several places
+    merge: int  # patches per side of an image token
+    width: int  # numbers of a patch
+    patches: Callable[[np.ndarray], list[np.ndarray]]  # numbers [K] -> of each picture [N, width] uint8
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Returns [I]: patches of each image."""
+        return self.grids.prod(axis=1)
 
 
 @dataclasses.dataclass
@@ -70,6 +91,7 @@ class Trajectories:
     columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # by name, see above
     trajectory: np.ndarray | None = None  # [Q] int64, ascending: whose sequence it is; None = one each
     prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group: one sequence each
+    pictures: Pictures | None = None
     # derived:
     lengths: np.ndarray = dataclasses.field(init=False)  # [Q] tokens of each sequence
     completion_lengths: np.ndarray = dataclasses.field(init=False)  # [Q] those after its prompt
@@ -99,7 +121,18 @@ class Trajectories:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.prompt_lengths, self.completion_lengths, self.group[self.trajectory], self.prefix)
+        groups = self.group[self.trajectory]
+        return Sizes(self.prompt_lengths, self.completion_lengths, groups, self.prefix, self.patches)
+
+    @property
+    def patches(self) -> np.ndarray | None:
+        """Returns [Q, 2] patches of the images in each prompt and after it; None without images."""
+        if self.pictures is None or not len(self.pictures.sequences):
+            return None
+        images, out = self.pictures, np.zeros((self.num_sequences, 2), np.int64)
+        behind = images.firsts >= self.prompt_lengths[images.sequences]
+        np.add.at(out, (images.sequences, behind.astype(int)), images.counts)
+        return out
 
     def total(self, values_T=1) -> np.ndarray:
         """Returns [N] sums of values_T [T] over each trajectory's tokens in the loss; without values their count."""
@@ -112,6 +145,16 @@ class Trajectories:
     def sampled(self) -> list[np.ndarray]:
         """Returns the indices into [T] of each trajectory's tokens in the loss."""
         return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
+
+
+class Images(flax.struct.PyTreeNode):
+    """The images of packed rows: a row of patches beside each row of tokens (P patches per row)."""
+
+    patches: Any  # [R, P, 3 * p * p] uint8, see data.images.resize.cut; 0 where there is none
+    places: Any  # [R, P, 4] int32: row, column, rows and columns of the patch's image
+    segments: Any  # [R, P] int32: number of the patch's image in its row, 0 = none
+    inserts: Any  # [R, L] int32: feature of its row that stands in the place of the token's embedding, -1 = none
+    rotary: Any  # [R, L, 3] int32: position of the token by time, row and column
 
 
 class PackedBatch(flax.struct.PyTreeNode):
@@ -131,6 +174,7 @@ class PackedBatch(flax.struct.PyTreeNode):
     columns: dict[str, Any]  # name -> [R, S] float32 (old, reference, behaviour log-probs, advantage ...)
     weights: dict[str, Any]  # loss term -> [R, S] float32, 1/denominator where the token counts, else 0
     routes: Any = None  # [R, L, n * K] int16: experts of each token that are replayed (training.router), -1 = its own
+    images: Images | None = None  # None where no row has one
     adapters: Any = None  # [R, L] int32, number of the token's adapter where there are several, 0 = padding
 
 

@@ -9,6 +9,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.families import (
     ACTIVATIONS,
     FOREIGN,
+    IMAGES,
     NEXT_TOKENS,
     REQUIRED,
     SCORES,
@@ -20,6 +21,7 @@ from jaxrl.models.families import (
 from jaxrl.models.io import scaled
 from jaxrl.models.rope import Rope, score_factor
 from jaxrl.models.rope_config import ropes, rotary_size
+from jaxrl.models.vision.config import VisionConfig, vision_config
 
 RECURRENT = ("gated_delta", "gated_delta_by_head")  # mixers that carry a state from token to token
 
@@ -81,6 +83,7 @@ class ModelConfig:
     expert_bias: bool = False     # of each expert's three products
     gate_alpha: float = 0.0       # gates are clamped ones (feed_forward.clamped) of this factor and limit; 0 = by activation
     gate_limit: float = 0.0
+    vision: VisionConfig | None = None  # the tower, where it is read
 
     @functools.cached_property
     def period(self) -> int:
@@ -89,7 +92,7 @@ class ModelConfig:
         """
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
-        return next(fits, len(layers))
+        return next(fits, max(len(layers), 1))  # all layers may be in the prefix
 
     @property
     def routes(self) -> int:
@@ -264,6 +267,9 @@ def model_config(hf_config: dict) -> ModelConfig:
         routed |= {ours: hf[theirs] for theirs, ours in LINEAR.items()}
     if family.clamped:
         routed |= {f"gate_{k}": float(number(hf, f"swiglu_{k}", above=0)) for k in ("alpha", "limit")}
+    if family.vision and IMAGES in hf:
+        routed["vision"] = tower = vision_config(hf[IMAGES], hidden, len(layers))
+        prefix = max(prefix, len(tower.taps))  # layers behind which features are added
     query = number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
     query_scale = float(query) ** -0.5 * (score_factor(layers[0].rope) if family.latent else 1.0)
 

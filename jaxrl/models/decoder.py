@@ -30,6 +30,7 @@ from jaxrl.models.adapters.adapter_set import scale_columns
 from jaxrl.models.config import Layer, ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
 from jaxrl.models.placement import (
+    at_sources,
     attention_work,
     cached_attention_work,
     embed,
@@ -44,6 +45,7 @@ from jaxrl.models.placement import (
 )
 from jaxrl.models.product import product
 from jaxrl.models.rope import growth, rotate, rotations
+from jaxrl.models.vision.rows import entries as vision_entries
 from jaxrl.sharding.memory import HOST, fetched
 
 KEPT = "layer_input"
@@ -170,6 +172,21 @@ def watched(see: Callable):
         WATCH.reset(token)
 
 
+class Seen(NamedTuple):
+    """What a decoder reads of a batch's images: features [B, F, D] in the place of embeddings, features `taps` that are
+    added behind the first layers, and inserts and rotary of jaxrl.types.Images."""
+
+    features: jax.Array
+    taps: tuple[jax.Array, ...]
+    inserts: jax.Array
+    rotary: jax.Array
+
+    def of_tokens(self, features, other=None):
+        """[B, L, D]: the features of the tokens that are an image's, `other` (None = 0) at the others."""
+        found = at_sources(features, jnp.maximum(self.inserts, 0))
+        return jnp.where((self.inserts >= 0)[..., None], found, jnp.zeros_like(found) if other is None else other)
+
+
 class Shared(NamedTuple):
     """What all layers read: [B, L] of the tokens, rotations per distinct rotary embedding, work per distinct window."""
 
@@ -180,6 +197,7 @@ class Shared(NamedTuple):
     work: dict
     whose: jax.Array | None = None  # number of the token's adapter
     chunks: Chunks | None = None    # of the rows, where layers have a recurrence
+    taps: tuple[jax.Array, ...] = ()  # [B, L, D] added behind each of the first layers
 
 
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
@@ -240,6 +258,7 @@ def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, .
     """Returns the parameter table of a language model, in the order of the paths."""
     before, repeats, behind = spans(config, scan_layers)
     out = parameters.entries(config, parameters.MODEL)
+    out += vision_entries(config.vision, scan_layers) if config.vision else []
     for i in (*before, *behind):
         out += parameters.entries(config, layer_rows(config.layers[i]), (f"layer_{i}",), [i])
     for j in range(config.period if repeats else 0):
@@ -252,7 +271,7 @@ def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, .
 def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
     """Returns the numbers, from 1, of the layers that a parameter belongs to: one, or all that it is stacked over.
 
-    The embedding belongs to layer 0; final norm and head belong to the last layer.
+    The embedding and a tower belong to layer 0; final norm and head belong to the last layer.
     """
     group, (_, repeats, _) = path[0], spans(config, True)
     if group == "layers":
@@ -260,7 +279,7 @@ def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(first + config.period * n for n in range(repeats))
     if group.startswith("layer_"):
         return (int(group.removeprefix("layer_")) + 1,)
-    return (0,) if group == "embed" else (config.num_layers,)
+    return (0,) if group in ("embed", "vision") else (config.num_layers,)
 
 
 def added_up(first: dict, *more: dict) -> dict:
@@ -279,22 +298,25 @@ def _over_repetitions(outputs: dict, axes: tuple[int, ...] = (0,)) -> dict:
 
 
 def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, *, cache=None,
-            keep_kv=False, prompts=None, whose_BxL=None):
+            keep_kv=False, prompts=None, whose_BxL=None, seen: Seen | None = None):
     """Returns (hidden states after the final norm [B, L, D], auxiliary, keys and values).
 
     keys and values: the updated cache, or with `keep_kv` fresh ones in the tree of Model.init_cache, else {}. whose:
-    adapter number of each token, with an adapter set.
+    adapter number of each token, with an adapter set. seen: the rows' images; None: no row has one.
     """
     cfg, dtype = model.config, model.compute_dtype
     x = embed(fetched(params["embed"]["embedding"]), tokens_BxL, dtype)
     x = residual(x * jnp.asarray(cfg.embed_scale, dtype))
+    x = x if seen is None else residual(seen.of_tokens(seen.features, x))
     acc = jnp.promote_types(dtype, jnp.float32)
     work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
             for window in {layer.window for layer in cfg.layers}}
-    turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, positions_BxL, acc) for rope in cfg.ropes]
+    at = positions_BxL if seen is None else seen.rotary
+    turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, at, acc) for rope in cfg.ropes]
+    taps = () if seen is None else tuple(map(seen.of_tokens, seen.taps))
     keep = keep_kv or cache is not None
     chunks = _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep) if cfg.num_recurrent else None
-    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL, chunks)
+    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL, chunks, taps)
     before, repeats, behind = spans(cfg, model.scan_layers)
     x, kv, auxiliary = _unrolled(model, before, params, x, shared, cache, keep)
     if repeats:
@@ -367,14 +389,16 @@ def _run(model, numbers, names, keep, params, x, shared, cache, index):
     apply = _layer_of_kind if keep and index is None else _layer
     for number, name in zip(numbers, names, strict=True):
         layer, old = model.config.layers[number], None if cache is None else cache[name]
-        read = shared._replace(work={layer.window: shared.work[layer.window]})
+        read = shared._replace(work={layer.window: shared.work[layer.window]}, taps=())
         with jax.named_scope(name):
             x, own, more = apply(model, layer, params[name], x, read, old, index)
+        if number < len(shared.taps):
+            x = residual(x + shared.taps[number])
         kv, auxiliary = kv | ({name: own} if keep else {}), added_up(auxiliary, more)
     return x, kv, auxiliary
 
 
-def _recomputed(model, function, scanned: bool):
+def recomputed(model, function, scanned: bool):
     """Wraps a function so that the backward pass recomputes it as model.remat says."""
     if model.remat == "none":
         return function
@@ -391,7 +415,7 @@ def _unrolled(model, numbers, params, x, shared, cache, keep):
     for some in (numbers[i:i + every] for i in range(0, len(numbers), every)):
         names = [f"layer_{i}" for i in some]
         own, old = ({name: tree[name] for name in names} if tree else None for tree in (params, cache))
-        group = _recomputed(model, functools.partial(_run, model, some, names, keep), scanned=False)
+        group = recomputed(model, functools.partial(_run, model, some, names, keep), scanned=False)
         x, more, new = group(own, x, shared, old, None)
         kv, auxiliary = kv | more, added_up(auxiliary, new)
     return x, kv, auxiliary
@@ -406,7 +430,7 @@ def _scanned(model, repeats, params, x, shared, cache, keep):
         (x, cache), (params, index), kv_of_block, auxiliary = carry, block_input, {}, {}
         for number, name in zip(numbers, names, strict=True):
             layer: Callable = functools.partial(_run, model, [number], [name], keep)
-            layer = _recomputed(model, layer, scanned=True) if every == 1 else layer
+            layer = recomputed(model, layer, scanned=True) if every == 1 else layer
             own, old = {name: params[name]}, {name: cache[name]} if cache else None
             x, kv, new = layer(own, x, shared, old, index)
             auxiliary = added_up(auxiliary, new)
@@ -422,7 +446,7 @@ def _scanned(model, repeats, params, x, shared, cache, keep):
 
     if every > 1:
         groups = jax.tree.map(lambda a: a.reshape(-1, every // cfg.period, *a.shape[1:]), params)
-        x, outputs = jax.lax.scan(_recomputed(model, group, scanned=True), x, groups)
+        x, outputs = jax.lax.scan(recomputed(model, group, scanned=True), x, groups)
         return x, {}, _over_repetitions(outputs, (0, 1))
     (x, cache), (kv_of_block, outputs) = jax.lax.scan(block, (x, cache), (params, jnp.arange(repeats)))
     return x, kv_of_block if cache is None else cache, _over_repetitions(outputs)

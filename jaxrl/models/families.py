@@ -60,6 +60,8 @@ class Family:
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
+    vision: bool = False                 # a tower for images stands beside it on disk, see models.vision; read where asked for
+    mrope: bool = False                  # a token has three positions (Rope.axes)
     within: tuple = (("model.language_model.", "model."),)  # names in a model of several parts begin so, and so alone
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
     unwritten: str = ""                  # and of those among them that an export leaves out
@@ -87,7 +89,8 @@ _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.
            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
            "linear_conv_kernel_dim": 4}
 _MTP = r"model\.mtp_layers\..*"  # MiMo's
-_BESIDE = r"mtp\..*|model\.visual\..*"
+TOWER = r"(model\.)?visual\..*"
+_BESIDE = r"mtp\..*|" + TOWER
 _GLM = {**_SHARED, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 2,
         "attention_bias": True, "partial_rotary_factor": 0.5}
 _GLM_LAYERS: dict[str, Any] = dict(qkv_bias="attention_bias", partial_rotary=True, rope_interleaved=True, packed_mlp=True)
@@ -220,6 +223,11 @@ FAMILIES = {
         "Qwen3_5ForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 4}, qkv_bias="attention_bias", out_bias="attention_bias",
         qk_norm=True, recurrent="gated_delta", partial_rotary=True, unread=_BESIDE,
         classifier_name="Qwen3_5TextForSequenceClassification"),
+    "qwen3_vl_text": Family(
+        "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
+                                            "rope_theta": 500000.0, "num_key_value_heads": 32},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, vision=True, mrope=True, unread=TOWER, classifies=False,
+        within=(("model.language_model.", "model."), ("model.", "model."))),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 2, "intermediate_size": 512, "moe_intermediate_size": 512,
                                   "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256},
@@ -237,6 +245,7 @@ FAMILIES = {
 # Models of several parts: model_type -> (model_type of the text part, architecture).
 NESTED = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_vl": ("qwen3_vl_text", "Qwen3VLForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
     "mistral3": ("ministral3", "Mistral3ForConditionalGeneration"),
 }
@@ -245,6 +254,7 @@ ALIASES = {
     "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", ()),
     "mimo": ("qwen2", "MiMoForCausalLM", ("num_nextn_predict_layers",)),  # its layers lie under names of their own
 }
+IMAGES = "jaxrl_images"  # of a config whose tower is read: the vision_config of the model around it
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields of other architectures: a config that uses one means a function that no family here computes, and transformers

@@ -22,6 +22,7 @@ from jaxrl.models import adapters, decoder, parameters, recurrent, unstacked
 from jaxrl.models.adapters import adapter_set
 from jaxrl.models.config import RECURRENT, ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
+from jaxrl.models.vision import tower
 from jaxrl.sharding import memory
 
 
@@ -162,24 +163,26 @@ class Model:
         """Returns the tree of tuples of logical axis names, one per dimension."""
         return self.tree(lambda entry: entry.axes)
 
-    def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL, whose_BxL=None):
+    def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL, whose_BxL=None, images=None):
         """Computes the hidden states of packed rows.
 
         A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
         windows compare positions. Padding (segment 0) returns finite values without meaning.
 
         whose: adapter number of each token, in an adapter set (models.adapters.adapter_set); 0 = none. None: no set.
+        images: jaxrl.types.Images of the rows, of a model with a tower; None: no row has an image.
 
         Returns:
           (hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: the layers' outputs for the
           loss, by name, summed over the layers or stacked (see models.feed_forward); {} for dense models).
         """
         rows = tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL
-        return decoder.forward(self, params, *rows, whose_BxL=whose_BxL)[:2]
+        seen = None if images is None else tower.see(self, params, images)
+        return decoder.forward(self, params, *rows, whose_BxL=whose_BxL, seen=seen)[:2]
 
-    def hidden(self, *args):
+    def hidden(self, *args, **kwargs):
         """Returns the hidden states of `forward` without the auxiliary outputs."""
-        return self.forward(*args)[0]
+        return self.forward(*args, **kwargs)[0]
 
     def head(self, params):
         """Returns the output matrix [D, V] in the compute dtype, or the embedding [V, D] if `config.tied`."""
@@ -333,13 +336,13 @@ class Model:
         return sum(entry.active for entry in self.entries)
 
     def flops_per_token(self, context: int) -> int:
-        """Returns the FLOPs of the forward pass for one token that sees `context` tokens (itself included).
+        """Returns the FLOPs of the forward pass for one token of text that sees `context` tokens (itself included).
 
         Matrix products only, the head included, those of recurrences and the embedding lookup not; a multiply and an
         add count as two. The backward pass costs twice as much.
         """
         cfg = self.config
-        matrices = sum(e.multiplied for e in self.entries if e.path[0] != "head")
+        matrices = sum(e.multiplied for e in self.entries if e.path[0] not in ("head", "vision"))
         head = cfg.hidden_size * cfg.vocab_size
         seen = sum(min(window or context, context) for window in cfg.windows)
         return 2 * (matrices + head) + cfg.pair_flops * seen

@@ -43,6 +43,7 @@ class Row:
     adapts: bool = True           # whether a linear map can have an adapter
     fixed: bool = False           # numbers that choose and do not weigh: without gradient, and in fp32 wherever they are
     wide: bool = False            # in fp32 wherever they are, and trained
+    whole: bool = False           # HF's tensor of a linear map keeps every axis, outputs first (a convolution's patches)
     part: tuple[int | str, int] | tuple[()] = ()  # (groups, place): `hf` is one tensor of several rows, see models.io.parts
 
     def of(self, config) -> bool:
@@ -259,6 +260,8 @@ class Entry:
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of one HF tensor: (outputs, inputs) of a linear map, else that of the array."""
         shape, inputs = self.kind[0], self.inputs
+        if self.row.whole:
+            return *shape[inputs:], *shape[:inputs]
         if inputs:
             return math.prod(shape[inputs:]), math.prod(shape[:inputs])
         return (math.prod(shape),) if self.path[-1] == "bias" else shape
@@ -301,17 +304,21 @@ class Entry:
         """Ours (at one index) -> HF tensor. numpy or jax."""
         if not self.inputs:
             return array.reshape(self.hf_shape)
+        if self.row.whole:
+            return array.transpose(*range(self.inputs, array.ndim), *range(self.inputs))
         return array.reshape(self.hf_shape[::-1]).T
 
 
-def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int = 0) -> list[Entry]:
+def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int = 0,
+            within: str = "model.layers") -> list[Entry]:
     """Returns the entries of some rows of the parameter table.
 
     Args:
-      config: ModelConfig. rows: those whose `when` fits are taken.
+      config: ModelConfig, or what else has the rows' fields. rows: those whose `when` fits are taken.
       place: groups above the rows' paths.
       layers: numbers of the layers that the rows are of; None = of no layer.
       repeats: > 0: the arrays are stacked over so many `layers`.
+      within: HF's name of the list of layers.
     """
     out = []
     for row in rows:
@@ -321,7 +328,7 @@ def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int
             row = dataclasses.replace(row, share=getattr(config, row.share))
         shape, lead = row.shape(config), (repeats,) * bool(repeats)
         name = f"{row.hf}[{row.part[1]}]" if row.part else row.hf
-        names = [name] * bool(row.hf) if layers is None else [f"model.layers.{i}.{name}" for i in layers]
+        names = [name] * bool(row.hf) if layers is None else [f"{within}.{i}.{name}" for i in layers]
         numbers = list(itertools.product(*map(range, shape[:row.stacked])))
         out.append(Entry(row, (*place, *row.path.split("/")), lead + shape, ("layers",) * len(lead) + row.axes,
                          tuple(name.format(*n) for name in names for n in numbers), len(lead) + row.stacked))

@@ -17,8 +17,8 @@ from jaxrl.kernels.platform import platform
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """One rotary embedding. `kind`: default, linear, dynamic, yarn, llama3 or longrope; the other fields as in HF's
-    configs.
+    """One rotary embedding. `kind`: default, linear, dynamic, yarn, llama3 or longrope, or axial: the frequencies of half
+    a head twice, for rows and for columns. The other fields are as in HF's configs.
 
     Inside the original window `dynamic` equals `default`, and `longrope` has its short factors; `Model.check_length`
     refuses lengths beyond it.
@@ -38,6 +38,7 @@ class Rope:
     mscale_all_dim: float = 0.0            # yarn
     short_factor: tuple[float, ...] = ()   # longrope: of each pair of dimensions, inside the original window
     long_factor: tuple[float, ...] = ()    # and beyond it
+    axes: tuple[int, ...] = ()             # of each frequency, which of a token's several positions it reads
     query_beta: float = 0.0                # of `growth`; 0 = none
 
     @property
@@ -48,6 +49,8 @@ class Rope:
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Returns the angle per position for each pair of dimensions: [F] float32."""
+    if rope.kind == "axial":
+        return np.tile(frequencies(Rope(theta=rope.theta), head_dim // 2), 2)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = 1.0 / np.float32(rope.theta) ** exponents
     return _SCALINGS[rope.kind](rope, head_dim, plain).astype(np.float32)
@@ -130,17 +133,23 @@ def _mscale(rope: Rope, mscale: float) -> float:
 def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
     """Computes cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`.
 
+    positions_BxL: or [B, L, A], of which each frequency reads the one that `rope.axes` names.
+
     On CPUs a loop over the two halves of F makes them once for all layers: XLA fuses anything less into every use, and
     computes them for every head of every layer, forward and backward.
     """
-    def both(frequencies_F):
-        angles = positions_BxL[:, :, None, None].astype(dtype) * jax.lax.broadcast_to_rank(frequencies_F, 4)
+    def both(given):
+        frequencies_F, axes_F = given
+        by_axis = axes_F is not None
+        at = jnp.take(positions_BxL, axes_F, axis=-1)[:, :, None] if by_axis else positions_BxL[:, :, None, None]
+        angles = at.astype(dtype) * jax.lax.broadcast_to_rank(frequencies_F, 4)
         return jnp.cos(angles) * magnitude(rope), jnp.sin(angles) * magnitude(rope)
 
     found = jnp.asarray(frequencies(rope, head_dim), dtype)
+    axes = jnp.asarray(rope.axes, jnp.int32) if positions_BxL.ndim == 3 else None
     if platform() != "cpu" or len(found) % 2:
-        return both(found)
-    halves = jax.lax.map(both, found.reshape(2, -1))
+        return both((found, axes))
+    halves = jax.lax.map(both, jax.tree.map(lambda x: x.reshape(2, -1), (found, axes)))
     return jax.tree.map(lambda x: jnp.concatenate([x[0], x[1]], axis=-1), halves)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import number
 from jaxrl.models.rope import Rope
 
+MROPE = (24, 20, 20)  # where a config does not say it
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
     """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or
@@ -23,6 +25,7 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
         if "original_max_position_embeddings" in hf:  # beside the table, it wins
             table["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
         rope = _rope(hf, family, table, table.get("truncate", True))
+        rope = dataclasses.replace(rope, axes=_axes(hf, table)) if family.mrope else rope
         return rope, rope
     tables = tables or {}
     flat = sorted(set(tables) - {"full_attention", "sliding_attention", "truncate"})
@@ -42,6 +45,20 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
                               "and sliding_attention")
         local = {"rope_theta": number(hf, base, above=0) if isinstance(base, str) else base, **local}
     return rope, _rope(hf, family, local, truncate)
+
+
+def _axes(hf, table) -> tuple[int, ...]:
+    """Which of a token's three positions (time, row, column) each frequency reads, in turns (Qwen3-VL): frequencies
+    3k + 1 and 3k + 2 below three times a section read the row and the column, all others time."""
+    section, count = table.get("mrope_section", MROPE), hf["head_dim"] // 2
+    whole = isinstance(section, list | tuple) and len(section) == 3 and all(type(n) is int and n >= 0 for n in section)
+    if not whole or (sum(section) != count and "mrope_section" in table):
+        raise ConfigError(f"model config: mrope_section={section!r}; give three counts of frequencies (time, row, "
+                          f"column) that add up to {count}, half of head_dim")
+    if table.get("mrope_interleaved", True) is not True:
+        raise ConfigError(f"model config: mrope_interleaved={table['mrope_interleaved']!r}, but {hf['model_type']} "
+                          "models read their axes in turns whatever it says; leave it out")
+    return tuple(axis if (axis := i % 3) and i < 3 * section[axis] else 0 for i in range(count))
 
 
 def rotary_size(hf, head_dim: int) -> int:

@@ -135,6 +135,9 @@ def check_served(config, hf_config: dict, family) -> None:
     if family.packed_qkv or family.packed_mlp:
         raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: matrices "
                           "that share one tensor are not handed to vLLM yet; set rollout.engine=jax")
+    if family.vision:
+        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
+                          "with a tower for images are not handed to vLLM yet; set rollout.engine=jax")
     fields = {**family.defaults, **hf_config}
     for name, fixed in family.vllm_assumes.items():
         if isinstance(fixed, tuple):

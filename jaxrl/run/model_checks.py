@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.errors import ConfigError
+from jaxrl.models.families import FAMILIES
 from jaxrl.training import router
 
 
@@ -21,6 +22,13 @@ def check_experts(config, model) -> None:
     if t.router_bias_rate and config.lora.rank:
         raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with lora.rank={config.lora.rank}: the base of "
                           "adapters does not change; leave it out")
+
+
+def check_tower(config, model) -> None:
+    """Raises ConfigError for what is not built for models with a tower for images (a ModelConfig)."""
+    if FAMILIES[model.family].vision and config.lora.rank:
+        raise ConfigError(f"lora.rank={config.lora.rank} with a model with a tower for images "
+                          f"(model_type={model.family}): adapters for it are not built yet; leave lora.rank out")
 
 
 def check_recurrent(config, model) -> None:

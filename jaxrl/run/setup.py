@@ -45,7 +45,7 @@ from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
-from jaxrl.run.model_checks import check_experts, check_packed, check_recurrent
+from jaxrl.run.model_checks import check_experts, check_packed, check_recurrent, check_tower
 from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
@@ -358,6 +358,7 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     check_experts(config, unrolled)
     check_recurrent(config, table.config)
     check_packed(config, table.config)
+    check_tower(config, table.config)
     table.check_length(longest_sequence(config))
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "

@@ -34,6 +34,7 @@ class Microbatch:
     rows: tuple[tuple[Block, ...], ...]  # padded with empty rows to a static count
     ranks: int = 1  # parts that each row is cut into (training.ranks)
     windows: tuple[int, ...] = (0,)  # of the layers, by which their work is known
+    patches: int = 0  # of images, for which each row has room
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,7 @@ class RowShapes:
     ranks: int = 1
     windows: tuple[int, ...] = (0,)
     recurrent: bool = False  # rows have room for so many chunks only (kernels.recurrence)
+    patches: tuple[int, ...] = ()  # of images, for which a row of each length has room; () = no images
 
 
 def row_unit(ranks: int) -> int:
@@ -142,11 +144,13 @@ def make_layout(
     ValueError for a sequence longer than the longest row.
     """
     prompts, completions, groups = map(np.asarray, sizes[:3])
+    patches = sizes.patches
     sizes = Sizes(prompts, completions, groups, np.asarray(sizes.prefixes) if share_prompts else None)
     real, whole = sizes, sizes.prompts + sizes.completions
     if len(whole) and whole.max() > shapes.lengths[-1]:
         raise ValueError(f"sequence {whole.argmax()} has {whole.max()} tokens, rows have {shapes.lengths[-1]}")
     sizes = _with_chunks(sizes, shapes) if shapes.recurrent else sizes
+    sizes = sizes if patches is None else _with_patches(sizes, patches, shapes)
     ids, first = np.unique(sizes.groups, return_index=True)
     order = ids[np.argsort(first)]
     if num_minibatches > len(order):
@@ -174,6 +178,42 @@ def _with_chunks(sizes, shapes: RowShapes) -> Sizes:
 
     prompts = counted(sizes.prompts)
     completions = np.minimum(counted(sizes.completions), shapes.lengths[-1] - prompts)
+    return sizes._replace(prompts=prompts, completions=completions)
+
+
+def row_patches(lengths, patches_Qx2: np.ndarray, tokens_Q: np.ndarray, unit: int) -> tuple[int, ...]:
+    """Computes the patches that rows have room for: of the data's mean share of patches a quarter more, and at least
+    those of the sequence that has most.
+
+    Args:
+      lengths: row lengths.
+      patches_Qx2: as Sizes.patches, of the data. tokens_Q: of its sequences.
+      unit: what results are multiples of.
+
+    Returns a count for each length; () for data without images.
+    """
+    most, share = int(patches_Qx2.sum(axis=1).max(initial=0)), 1.25 * patches_Qx2.sum() / max(tokens_Q.sum(), 1)
+    return tuple(-(-max(most, int(share * length)) // unit) * unit for length in lengths) if most else ()
+
+
+def _with_patches(sizes: Sizes, patches_Qx2: np.ndarray, shapes: RowShapes) -> Sizes:
+    """Returns sizes with each prompt and completion counted as at least the share of a row that its images have of the
+    row's patches.
+
+    Rows that are full by these sizes have room for all patches. A single sequence always has and is counted as at most
+    the longest row. Raises ValueError for a sequence with more patches than a row has room for.
+    """
+    whole, longest = patches_Qx2.sum(axis=1), shapes.lengths[-1]
+    if not shapes.patches or whole.max() > min(shapes.patches):
+        room = min(shapes.patches, default=0)
+        raise ValueError(f"sequence {whole.argmax()} has images of {whole.max()} patches, rows have room for {room}")
+
+    def counted(tokens, patches):
+        by_length = [-(-patches * n // room) for n, room in zip(shapes.lengths, shapes.patches, strict=True)]
+        return np.max([tokens, *by_length], axis=0)
+
+    prompts = np.minimum(counted(sizes.prompts, patches_Qx2[:, 0]), longest - 1)
+    completions = np.minimum(counted(sizes.completions, patches_Qx2[:, 1]), longest - prompts)
     return sizes._replace(prompts=prompts, completions=completions)
 
 
@@ -223,7 +263,8 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
                 taken, rows = rows[:count], rows[count:]
                 taken = tuple(taken) + ((),) * (count - len(taken))
                 taken = _assign_rows_to_shards(taken, shapes.shards, work) if work else taken
-                yield Microbatch(length, taken, shapes.ranks, shapes.windows)
+                room = shapes.patches[shapes.lengths.index(length)] if shapes.patches else 0
+                yield Microbatch(length, taken, shapes.ranks, shapes.windows, room)
 
 
 def _rows(blocks, length, sizes):

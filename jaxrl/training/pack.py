@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.algorithms.aggregation import aggregation_weights
+from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions
 from jaxrl.training import ranks
 from jaxrl.training.layout import Microbatch
-from jaxrl.types import PackedBatch, Trajectories
+from jaxrl.types import Images, PackedBatch, Trajectories
 
 
 def pack(
@@ -57,7 +58,38 @@ def pack(
         columns={name: filled(loss_row, slot, c[loss_token], _kind(c, dtype)) for name, c in columns.items()},
         weights={name: filled(loss_row, slot, w[loss_token], dtype) for name, w in weights.items()},
         routes=None if routes is None else filled(row, at, routes[token], np.int16, -1),
+        images=_images(traj, micro, row, at, token, packed["positions"]),
     )
+
+
+def _images(traj: Trajectories, micro: Microbatch, row, at, token, position) -> Images | None:
+    """Returns the images of a microbatch's rows, each prompt's once for each copy; None if there is none.
+
+    Args:
+      row, at, token, position: of every packed token, see `_positions`.
+    """
+    pictures = traj.pictures
+    if pictures is None:
+        return None
+    packed = np.full(len(traj.tokens), -1)  # where each token of the batch lies among the packed ones
+    packed[token] = np.arange(len(token))
+    first = packed[traj.offsets[pictures.sequences] + pictures.firsts]
+    shown = np.flatnonzero(first >= 0)
+    if not len(shown):
+        return None
+    rotary = np.repeat(position[:, None], 3, axis=1)
+    for sequence in {i for blocks in micro.rows for block in blocks for i in block.sequences}:
+        own = pictures.sequences == sequence
+        if own.any():
+            span = packed[traj.offsets[sequence]:traj.offsets[sequence + 1]]
+            values = rotary_positions(len(span), pictures.firsts[own], pictures.grids[own], pictures.merge)
+            rotary[span[span >= 0]] = values[span >= 0]
+    out = np.zeros((len(micro.rows), micro.row_length, 3), np.int32)
+    out[row, at] = rotary
+    patches, counts = pictures.patches(pictures.numbers[shown]), pictures.counts // pictures.merge**2
+    places = [Placed(row[first[i]], at[first[i] + np.arange(counts[i])], pictures.grids[i], own)
+              for i, own in zip(shown, patches, strict=True)]
+    return image_rows(places, out, micro.patches, pictures.merge, pictures.width)
 
 
 def _kind(column, dtype):

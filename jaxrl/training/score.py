@@ -37,7 +37,7 @@ def forward_hidden(model, params, batch):
     if batch.routes is not None:
         params = router.with_routes(model, params, batch.routes)
     rows = batch.tokens, batch.positions, batch.segments, batch.prefixes
-    hidden_RxLxD, auxiliary = model.forward(params, *rows, batch.adapters)
+    hidden_RxLxD, auxiliary = model.forward(params, *rows, batch.adapters, batch.images)
     return at_sources(hidden_RxLxD, batch.sources), auxiliary
 
 

@@ -52,6 +52,7 @@ BASE = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID_EXPERTS,
     "qwen3_next": HYBRID_EXPERTS,
+    "qwen3_vl_text": {"head_dim": 8, "rope_theta": 10000.0},
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -243,6 +244,8 @@ MOVES |= {
     "qwen3_next": [*OF_HYBRIDS, {"norm_topk_prob": False}, {"num_experts_per_tok": 3}, {"mlp_only_layers": [0, 2]},
                    {"decoder_sparse_step": 2}, {"shared_expert_intermediate_size": 12}, {"num_experts": 4}, {"moe_intermediate_size": 12}],
 }
+MOVES["qwen3_vl_text"] = [*ROPES[5::8], {"rope_theta": 77.0}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
+                          {"num_key_value_heads": 4}, {"head_dim": 12}, {"tie_word_embeddings": True}]
 UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"residual_multiplier": 1}, {"use_mrope": False},
           {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
           {"original_max_position_embeddings": 16}, {"use_cache": False}, {"some_field_of_tomorrow": "text"}]
@@ -288,6 +291,7 @@ SAID_OF_HYBRIDS = [
     {"layer_types": [RECURRENT, RECURRENT, FULL, RECURRENT]}, {"layer_types": [RECURRENT, RECURRENT, FULL, RECURRENT], "full_attention_interval": 2},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [1, 0, 0]}}]
 IGNORED |= {"qwen3_5_text": SAID_OF_HYBRIDS, "qwen3_5_moe_text": [*SAID_OF_HYBRIDS[1:], *TRAINING], "qwen3_next": [*SAID_OF_HYBRIDS[1:], *TRAINING]}
+IGNORED["qwen3_vl_text"] = [*UNUSED, {"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}]
 FOREIGN = [
     {"num_experts": 8}, {"num_local_experts": 4}, {"n_routed_experts": 64}, {"moe_intermediate_size": 16}, {"kv_lora_rank": 8},
     {"q_lora_rank": 8}, {"attention_sinks": True}, {"attention_chunk_size": 8}, {"clip_qkv": 6.0}, {"use_parallel_residual": True},
@@ -361,6 +365,7 @@ NO_HYBRID = [
     {"mamba_ssm_dtype": "bfloat16"}, {"hidden_act": "gelu"}, {"layer_scale": True}, {"partial_rotary_factor": 0.35}, {"sliding_window": 4}]
 REFUSED |= {
     "qwen3_5_text": NO_HYBRID,
+    "qwen3_vl_text": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"head_dim": None}],
     "qwen3_5_moe_text": [e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)],
     "qwen3_next": [*(e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)), {"norm_topk_prob": 1}],
 }
@@ -390,6 +395,9 @@ def refused():
     for missing in ("llama_4_scaling_beta", "original_max_position_embeddings"):
         yield "ministral3", {"rope_parameters": {k: v for k, v in GROWS.items() if k != missing}}, missing
     yield "deepseek_v3", new({**LINEAR, "mscale_all_dim": 1.0}), "mscale_all_dim=1.0"
+    for section in ([2, 1], [2, 1, 2], 4):
+        yield "qwen3_vl_text", new({"mrope_section": section}), f"mrope_section={section}"
+    yield "qwen3_vl_text", new({"mrope_interleaved": False}), "mrope_interleaved=False"
     for family, cases in REFUSED.items():
         ropes = PHI3_ROPES_REFUSED if family == "phi3" else GEMMA3_ROPES_REFUSED if family in ("gemma3_text", "olmo3") else ROPES_REFUSED
         yield from ((family, entries, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import model_cases
+from helpers import model_cases, vision_cases
 from helpers import model_odd_configs as odd
 from helpers.tiers import first_cases
 from helpers.tiny_models import zero_centred
@@ -25,12 +25,15 @@ LIMIT = 1e-4  # of logits up to 10 in fp32; a misread field moves them by 1e-3 a
 def theirs(config, folder):
     """transformers' model of a config.json, eager and in fp32, with nothing left at a value that hides a mistake."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.set_num_threads(1)
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager", dtype=torch.float32)
+    given, kind = AutoConfig.from_pretrained(folder), AutoModelForCausalLM
+    if config["model_type"] == "qwen3_vl_text":  # which transformers has within the model of images alone
+        given, kind = vision_cases.around(given.to_dict()), AutoModelForImageTextToText
+    model = kind.from_config(given, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             weight.normal_(0.0, 0.3 if weight.ndim == 1 else 0.2)
@@ -54,6 +57,8 @@ def ours(config, model):
 
 
 def converted(own, tensors):
+    tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+
     def array(entry):
         arrays = [entry.from_hf(tensors[name]) for name in entry.hf_names]
         return jnp.asarray(np.stack(arrays).reshape(entry.shape) if entry.stacked else arrays[0])

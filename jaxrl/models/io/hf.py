@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, NEXT_TOKENS, family_of, text_part
+from jaxrl.models.families import FAMILIES, IMAGES, NEXT_TOKENS, family_of, text_part
 from jaxrl.models.io import fused, nested, parts, scaled, tensorfile
 from jaxrl.models.io.tensorfile import shortened
 from jaxrl.models.value import ValueModel
@@ -56,7 +56,8 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
                           f" the hub: {type(e).__name__}: {reason}; give a folder, check the name, or log in") from None
 
 
-def load_config(path: str, revision: str | None = None, overrides: dict | None = None, weights: bool = True) -> dict:
+def load_config(path: str, revision: str | None = None, overrides: dict | None = None, weights: bool = True,
+                images: bool = False) -> dict:
     """Loads the HF config of a folder or hub id as a dict, with `overrides` applied, plus SOURCE. Of a model of several
     parts (families.NESTED) that of the text model.
 
@@ -65,6 +66,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
       revision: hub revision.
       overrides: config entries that win.
       weights: also look at (and from the hub fetch) the weights' headers, so that an export is exact.
+      images: of a model with a tower (Family.vision) the tower, too; its vision_config is then the entry IMAGES.
 
     Raises ConfigError for missing or unreadable files and for architectures that are not supported.
     """
@@ -79,7 +81,8 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
             source |= {"within": nested.within(stored, _kind(config, overrides))} if source["outer"] else {}
-            stored, others = nested.split(stored, _kind(config, overrides))
+            source |= {"flat": True} if nested.is_flat(stored) else {}
+            stored, others = nested.split(stored, _kind(config, overrides), images)
             source |= {"folder": str(folder.absolute())} if others else {}
             counts = collections.Counter(t.dtype for t in scaled.of_values(stored) if t.dtype in tensorfile.DTYPES)
             source["dtype"] = max(counts, key=counts.__getitem__) if counts else "F32"
@@ -87,8 +90,11 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
                                       if t.dtype != source["dtype"] and t.dtype in tensorfile.DTYPES}
             source["head"] = HEAD in stored
             source |= {"fused": True} if fused.is_fused(stored) else {}
+    elif images and nested.outer(overrides or {}):
+        source["outer"] = nested.outer(overrides or {})
     config = text_part(_override(config, overrides or {}))
-    family_of(config)
+    if family_of(config).vision and images:
+        config[IMAGES] = source.get("outer", {}).get("vision_config") or {}
     return {**config, SOURCE: source}
 
 
@@ -175,7 +181,8 @@ def _listed(folder, model, report=False) -> dict[str, tensorfile.Stored]:
     """Returns a folder's tensors of the model, named as in its parameter table. report: log the tensors
     that are left out.
     """
-    stored, others = nested.split(scaled.plain(tensorfile.list_folder(folder), folder), model.config.family)
+    stored, others = nested.split(scaled.plain(tensorfile.list_folder(folder), folder), model.config.family,
+                                  model.config.vision is not None)
     if report:
         nested.report(folder, others)
     return parts.split(model, fused.split(model, stored))
@@ -335,7 +342,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)
     planned, within = nested.place(
-        planned, hf_config.get(SOURCE, {}), model.config.family, isinstance(model, ValueModel))
+        planned, hf_config.get(SOURCE, {}), model.config.family, isinstance(model, ValueModel),
+        images=model.config.vision is not None)
     if jax.process_index() != 0:
         tensorfile.write_folder(None, planned, shard_gb * 1e9)
         return
@@ -346,7 +354,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
     try:
         tensorfile.write_folder(temporary, planned, shard_gb * 1e9)
         config = {"architectures": [FAMILIES[model.config.family].architecture], **hf_config}
-        for key in (SOURCE, "quantization_config"):  # what is written is in plain numbers
+        for key in (SOURCE, IMAGES, "quantization_config"):  # what is written is in plain numbers
             config.pop(key, None)
         if config["architectures"] == [FAMILIES[model.config.family].classifier]:  # that of a trunk from there
             config["architectures"] = [FAMILIES[model.config.family].architecture]

@@ -1,5 +1,11 @@
-"""Folders that hold more than the text model: an image tower, heads that predict further tokens (`mtp.`). The text
-model is read out of them, and an export writes the rest back as it was."""
+"""Folders that hold more than the text model: a tower for images, heads that predict further tokens (`mtp.`). The text
+model is read out of them, with the tower where it is asked for, and an export writes the rest back as it was.
+
+Two layouts are read, and the source's is written:
+
+    model.language_model.*, model.visual.*    as transformers 5 writes them
+    model.*, visual.*                         as some checkpoints were published
+"""
 
 from __future__ import annotations
 
@@ -10,25 +16,33 @@ import re
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, NESTED
+from jaxrl.models.families import FAMILIES, NESTED, TOWER
 from jaxrl.models.io import tensorfile
 
 log = logging.getLogger("jaxrl")
 KEYS = ("text_config", "quantization_config")
 
 
-def split(stored: dict[str, tensorfile.Stored], kind: str):
-    """Returns (a folder's tensors of the text model, named as if it were alone; the others). kind:
-    the text model's type.
+def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False):
+    """Returns (a folder's tensors of the text model, named as if it were alone, and of the tower as `model.visual.`;
+    the others).
+
+    Args:
+      kind: the text model's type.
+      images: the tower is read, too.
     """
     unread = FAMILIES[kind].unread
     if not unread:
         return stored, {}
-    others = {name: t for name, t in stored.items() if re.fullmatch(unread, name)}
+    others = {name: t for name, t in stored.items()
+              if re.fullmatch(unread, name) and not (images and re.fullmatch(TOWER, name))}
     own, (inside, alone) = {}, within(stored, kind)
     for name, t in stored.items():
         if name not in others:
-            name = alone + name.removeprefix(inside) if name.startswith(inside) else name
+            if re.fullmatch(TOWER, name):
+                name = "model." + name.removeprefix("model.")
+            else:
+                name = alone + name.removeprefix(inside) if name.startswith(inside) else name
             own[name] = dataclasses.replace(t, name=name)
     return own, others
 
@@ -37,6 +51,11 @@ def within(names, kind: str) -> tuple[str, str]:
     """Returns how the names of the text model's tensors begin in a folder of several parts, and where it is alone."""
     pairs = FAMILIES[kind].within
     return next((pair for pair in pairs if any(name.startswith(pair[0]) for name in names)), pairs[0])
+
+
+def is_flat(stored: dict[str, tensorfile.Stored]) -> bool:
+    """Returns whether the tensors of a folder's tower are called `visual.`, not `model.visual.`"""
+    return any(name.startswith("visual.") for name in stored)
 
 
 def report(folder, others) -> None:
@@ -52,10 +71,8 @@ def outer(config: dict) -> dict:
     return {k: v for k, v in config.items() if k not in KEYS} if config.get("model_type") in NESTED else {}
 
 
-def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
-    """Returns the tensors of the source folder that do not belong to the text model, unread; None if
-    the folder is gone.
-    """
+def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Planned] | None:
+    """Returns the tensors of the source folder that do not belong to the model, unread; None if the folder is gone."""
     if not source.get("folder"):
         return []
     try:
@@ -64,18 +81,22 @@ def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
         found = {}
     if not found:
         return None
-    _, others = split(found, kind)
+    _, others = split(found, kind, images)
     unwritten = FAMILIES[kind].unwritten
     others = [t for t in others.values() if t.dtype in tensorfile.DTYPES and not re.fullmatch(unwritten, t.name)]
     return [tensorfile.Planned(t.name, tensorfile.DTYPES[t.dtype], t.shape, t.read) for t in others]
 
 
-def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool):
+def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool, images: bool = False):
     """Returns (tensors to write, whether it is a folder of several parts).
 
-    They are the text model's, under its names there, and the source's other tensors. alone: the text model only.
+    They are the model's, under its names there, and the source's other tensors.
+
+    Args:
+      alone: the text model only.
+      images: the tower is among what is planned.
     """
-    others = [] if alone else planned_others(source, kind)
+    others = [] if alone else planned_others(source, kind, images)
     if others is None:
         log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, without "
                     "the tensors that were left out; restore the folder and export again to have them",
@@ -87,5 +108,10 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
     if alone or not source.get("outer"):
         return planned + others, False
     inside, begin = source.get("within") or FAMILIES[kind].within[0]
-    names = {t.name: inside + t.name.removeprefix(begin) if t.name.startswith(begin) else t.name for t in planned}
-    return [dataclasses.replace(t, name=names[t.name]) for t in planned] + others, True
+
+    def there(name: str) -> str:
+        if re.fullmatch(TOWER, name):
+            return name.removeprefix("model.") if source.get("flat") else name
+        return inside + name.removeprefix(begin) if name.startswith(begin) else name
+
+    return [dataclasses.replace(t, name=there(t.name)) for t in planned] + others, True

@@ -1,0 +1,163 @@
+"""Reads image files: their size from the header, their pixels where a step needs them. The one file that uses Pillow.
+
+EXIF orientation is applied and alpha dropped by a conversion to RGB, as transformers does. Formats outside FORMATS are
+not opened; the stored size is checked before any pixel is decoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.data.images.read import Image, ImageError
+from jaxrl.data.images.resize import BICUBIC, Rule, cut
+from jaxrl.errors import ConfigError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # of a GIF, the first frame
+ORIENTATION = 0x0112  # EXIF tag; its values 5 to 8 exchange height and width
+LATE = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks of a PNG that may say how it is turned
+
+
+class Picture(NamedTuple):
+    """An image as a model sees it.
+
+    Attributes:
+      digest: 16 bytes of pixels and grid.
+      grid: (rows, columns) of patches.
+      stored: (height, width) of the upright image before it was resized.
+      patches: [N, C * p * p] uint8, see resize.cut.
+    """
+
+    digest: bytes
+    grid: tuple[int, int]
+    stored: tuple[int, int]
+    patches: np.ndarray
+
+
+def size_of(image: Image, limit: int) -> tuple[int, int]:
+    """Returns (height, width) of an upright image.
+
+    Reads the header of a file and where its parts lie, and decodes pixels only if these do not show that the file is
+    whole. Raises ImageError for what `pixels_of` would refuse, except errors inside compressed data.
+
+    Args:
+      limit: most pixels of a stored image.
+    """
+    if isinstance(image.pixels, np.ndarray):
+        return _checked_size(*image.pixels.shape[1::-1], limit)[::-1]
+    with _opened(image, limit) as (opened, file):
+        whole, late = _structure(opened, file)
+        if not whole:
+            opened.load()
+        pillow = _pillow()
+        exif = opened.getexif() if late else pillow.Image.getexif(opened)  # that of PNG would decode pixels
+        width, height = opened.size
+        return (width, height) if exif.get(ORIENTATION, 1) in (5, 6, 7, 8) else (height, width)
+
+
+def pixels_of(image: Image, limit: int) -> np.ndarray:
+    """Returns the upright image in RGB, uint8 [H, W, 3]. Raises ImageError naming the reason if it cannot be read."""
+    if isinstance(image.pixels, np.ndarray):
+        _checked_size(*image.pixels.shape[1::-1], limit)
+        grey = image.pixels.ndim == 2
+        return np.repeat(image.pixels[..., None], 3, axis=2) if grey else image.pixels[..., :3]
+    from PIL import ImageOps
+    with _opened(image, limit) as (opened, _):
+        opened.load()
+        return np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
+
+
+def picture_of(image: Image, rule: Rule, limit: int) -> Picture:
+    """Decodes, resizes and cuts an image. Raises ImageError."""
+    pixels = pixels_of(image, limit)
+    stored = pixels.shape[:2]
+    height, width = rule.size(*stored)
+    pillow = _pillow()
+    resized = np.asarray(pillow.fromarray(pixels).resize((width, height), resample=BICUBIC))
+    grid = height // rule.patch, width // rule.patch
+    patches = cut(resized, rule)
+    digest = hashlib.blake2b(repr(grid).encode() + patches.tobytes(), digest_size=16).digest()
+    return Picture(digest, grid, stored, patches)
+
+
+def _pillow():
+    try:
+        import PIL.Image
+    except ImportError:
+        raise ConfigError("images need Pillow: pip install 'jaxrl[vision]'") from None
+    return PIL.Image
+
+
+@contextlib.contextmanager
+def _opened(image: Image, limit: int):
+    """Yields (Pillow image whose pixels are not decoded, its file or None)."""
+    pillow = _pillow()
+    try:
+        if image.pixels is not None:
+            _checked_size(*image.pixels.size, limit)
+            yield image.pixels, None
+            return
+        if image.encoded == b"":
+            raise ImageError("no bytes")
+        with io.BytesIO(image.encoded) if image.path is None else open(image.path, "rb") as file:
+            opened = pillow.open(file, formats=FORMATS)
+            _checked_size(*opened.size, limit)
+            yield opened, file
+    except (ImageError, ConfigError, MemoryError):
+        raise
+    except pillow.DecompressionBombError as e:
+        raise ImageError(f"{image}: {e}") from None
+    except Exception as e:  # Pillow's readers raise many kinds, all of which mean that the file cannot be read
+        raise ImageError(f"{image}: cannot be read as {', '.join(FORMATS)}: {_reason(e)}") from None
+
+
+def _reason(error: Exception) -> str:
+    kind = type(error).__name__
+    return "another format, or no image" if kind == "UnidentifiedImageError" else f"{kind}: {error}"
+
+
+def _checked_size(width: int, height: int, limit: int) -> tuple[int, int]:
+    if width < 1 or height < 1:
+        raise ImageError(f"an image of {width}x{height} pixels")
+    if width * height > limit:
+        raise ImageError(f"an image of {width}x{height} pixels, data.image_decode_limit={limit}")
+    return width, height
+
+
+def _structure(opened, file) -> tuple[bool, bool]:
+    """Returns (whether the parts of a file show that it is whole, whether a PNG says behind its pixels how it is
+    turned)."""
+    if file is None:
+        return True, False
+    end, kind = file.seek(0, os.SEEK_END), opened.format
+    if kind == "PNG":
+        return _chunks(file, end)
+    file.seek(0)
+    head = file.read(12)
+    if kind == "WEBP":
+        return int.from_bytes(head[4:8], "little") + 8 <= end, False
+    if kind == "BMP":
+        return 0 < int.from_bytes(head[2:6], "little") <= end, False
+    file.seek(max(0, end - 2048))
+    tail = file.read()
+    return (b"\xff\xd9" in tail if kind == "JPEG" else tail.rstrip(b"\0").endswith(b";")), False
+
+
+def _chunks(file, end: int) -> tuple[bool, bool]:
+    """`_structure` of a PNG: length, type, data and a checksum per chunk."""
+    at, seen, late = 8, False, False
+    while at + 12 <= end:
+        file.seek(at)
+        head = file.read(8)
+        size, kind = int.from_bytes(head[:4], "big"), head[4:]
+        if kind == b"IEND":
+            return True, late
+        seen |= kind == b"IDAT"
+        late |= seen and kind in LATE
+        at += 12 + size
+    return False, late

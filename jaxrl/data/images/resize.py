@@ -1,0 +1,155 @@
+"""How each family of models resizes an image and cuts it into patches, as data.
+
+Pixels equal those of transformers' Pillow image processors to the bit (its torchvision ones, which it takes where
+torchvision is installed, differ by up to 19 of 255). `preprocessor_config.json` is read; a field of it that would
+change pixels and is not computed here is refused.
+
+Legend: H, W height and width in pixels, C 3 channels, p patch side, m merged patches per side, N patches of an image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.data.images.read import ImageError
+from jaxrl.errors import ConfigError
+
+VERSION = 1  # of the rules below, in every key of what was made with them
+LONGEST = 200  # times the other side
+BICUBIC = 3  # Pillow's number
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What turns pixels into patches. `least` and `most` bound the pixels of a resized image."""
+
+    patch: int
+    merge: int = 2
+    frames: int = 2  # times that a still image is repeated along time, by the first product of the tower
+    least: int = 56 * 56
+    most: int = 28 * 28 * 1280
+    mean: tuple[float, ...] = CLIP[0]
+    std: tuple[float, ...] = CLIP[1]
+
+    @property
+    def factor(self) -> int:
+        """Pixels per side of one image token."""
+        return self.patch * self.merge
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Returns (height, width) of the resized image, multiples of `factor`. Raises ImageError for one pixel and for
+        a side more than LONGEST times the other."""
+        if not height or not width or height * width == 1:
+            raise ImageError(f"an image of {width}x{height} pixels")
+        if max(height, width) / min(height, width) > LONGEST:
+            raise ImageError(f"an image of {width}x{height} pixels: one side is more than {LONGEST} times the other")
+        sides = height, width
+        new = [round(side / self.factor) * self.factor for side in sides]
+        if math.prod(new) > self.most:
+            shrink = math.sqrt(height * width / self.most)
+            new = [max(self.factor, math.floor(side / shrink / self.factor) * self.factor) for side in sides]
+        elif math.prod(new) < self.least:
+            grow = math.sqrt(self.least / (height * width))
+            new = [math.ceil(side * grow / self.factor) * self.factor for side in sides]
+        return new[0], new[1]
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the (rows, columns) of patches of an image of this stored size."""
+        new = self.size(height, width)
+        return new[0] // self.patch, new[1] // self.patch
+
+    def tokens(self, grid: tuple[int, int]) -> int:
+        """Returns the number of image tokens of a grid."""
+        return grid[0] * grid[1] // self.merge**2
+
+
+RULES = {  # by the model_type of config.json, with what its checkpoints say where they say nothing
+    "qwen2_vl": Rule(patch=14),
+    "qwen2_5_vl": Rule(patch=14),
+    "qwen3_vl": Rule(patch=16, least=256 * 256, most=4096 * 4096, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+}
+READ = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "frames", "min_pixels": "least",
+        "max_pixels": "most", "image_mean": "mean", "image_std": "std"}
+SERVED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "do_center_crop": False,
+          "do_pad": False, "resample": BICUBIC, "rescale_factor": 1 / 255, "input_data_format": "channels_last",
+          "data_format": "channels_first",
+          "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")}
+OF_NO_PIXEL = {"processor_class", "feature_extractor_type", "default_to_square", "device", "disable_grouping",
+               "return_tensors", "auto_map", "_valid_processor_keys", "backend", "transformers_version"}
+
+
+def rule_of(model_type: str, folder: Path | None = None, least: int | None = None, most: int | None = None) -> Rule:
+    """Returns the rule of a checkpoint.
+
+    Args:
+      model_type: of its config.json.
+      folder: where preprocessor_config.json, or the image_processor table of processor_config.json, may be; None or
+        without one: the family's defaults.
+      least, most: bounds that replace the checkpoint's.
+
+    Raises ConfigError for a family without a rule, an unreadable file, and fields that would change pixels otherwise.
+    """
+    if model_type not in RULES:
+        raise ConfigError(f"model_type={model_type!r} has no rule for images; choose one of {', '.join(RULES)}")
+    rule, (name, given) = RULES[model_type], _stored(folder)
+    size = given.pop("size", None) or {}
+    given = {**{READ_SIZE.get(k, k): v for k, v in size.items()}, **{k: v for k, v in given.items() if v is not None}}
+    for key, value in given.items():
+        if key in SERVED:
+            served = SERVED[key] if isinstance(SERVED[key], tuple) else (SERVED[key],)
+            if not any(value == one or (isinstance(value, float) and math.isclose(value, one)) for one in served):
+                raise ConfigError(f"{name}: {key}={value!r} is not supported; images are made with {served[0]!r}")
+        elif key not in READ and key not in OF_NO_PIXEL:
+            raise ConfigError(f"{name}: {key}={value!r} is not read here and may change pixels; leave it out if it "
+                              "does not")
+    fields = {READ[key]: tuple(map(float, v)) if isinstance(v, list) else v for key, v in given.items() if key in READ}
+    bounds = {"least": least, "most": most}
+    rule = dataclasses.replace(rule, **fields | {name: bound for name, bound in bounds.items() if bound is not None})
+    _check(rule, name)
+    return rule
+
+
+READ_SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+
+
+def _stored(folder: Path | None) -> tuple[str, dict]:
+    """Returns (file, its fields) of a folder's image processor."""
+    for name in ("preprocessor_config.json", "processor_config.json") if folder else ():
+        if not (folder / name).is_file():
+            continue
+        try:
+            found = json.loads((folder / name).read_text("utf-8"))
+            found = found.get("image_processor", {}) if name == "processor_config.json" else found
+            return str(folder / name), dict(found)
+        except (ValueError, TypeError, AttributeError) as e:
+            raise ConfigError(f"{folder / name}: not a JSON object ({e}); fetch the checkpoint again") from None
+    return "", {}
+
+
+def _check(rule: Rule, name: str) -> None:
+    counts = {"patch_size": rule.patch, "merge_size": rule.merge, "temporal_patch_size": rule.frames}
+    for key, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name}: {key}={value!r}; give a positive integer")
+    for key, value in (("image_mean", rule.mean), ("image_std", rule.std)):
+        numbers = isinstance(value, tuple) and len(value) == 3 and all(map(math.isfinite, value))
+        if not numbers or (key == "image_std" and 0 in value):
+            raise ConfigError(f"{name}: {key}={value!r}; give three numbers")
+    if not 0 < rule.least <= rule.most or rule.most < rule.factor**2:
+        raise ConfigError(f"data.image_min_pixels={rule.least}, data.image_max_pixels={rule.most}: an image token is "
+                          f"{rule.factor}x{rule.factor} pixels; give 0 < min <= max, and at least one token's")
+
+
+def cut(pixels_HxWxC: np.ndarray, rule: Rule) -> np.ndarray:
+    """Cuts a resized image into patches, [N, C * p * p] uint8, in the order of merged blocks: N runs over (H / mp,
+    W / mp, m, m), numbers within a patch over (C, p, p)."""
+    height, width, channels = pixels_HxWxC.shape
+    m, p = rule.merge, rule.patch
+    blocks = pixels_HxWxC.reshape(height // (m * p), m, p, width // (m * p), m, p, channels)
+    return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, channels * p * p)

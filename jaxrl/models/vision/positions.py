@@ -1,0 +1,82 @@
+"""Where images and tokens lie, in numpy on the host: positions of tokens, rows and columns of patches, rows of patches.
+
+A token of text has three equal positions. An image whose first token has position p has (p, p + row, p + column), rows
+and columns being those of its tokens; what follows goes on at p + the larger of its two sides.
+
+Legend: R rows, L tokens per row, P patches per row, m patches per side of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.types import Images
+
+
+def rotary_positions(length: int, firsts: Sequence[int], grids: Sequence[tuple[int, int]], merge: int) -> np.ndarray:
+    """Returns positions by (time, row, column) of a sequence, [length, 3] int32.
+
+    Args:
+      firsts: index of the first token of each image, rising.
+      grids: (rows, columns) of patches of each image.
+      merge: m.
+    """
+    steps, inside = np.ones(length, np.int64), np.zeros((length, 2), np.int64)
+    for first, (height, width) in zip(firsts, grids, strict=True):
+        height, width = height // merge, width // merge
+        count = height * width
+        assert 0 <= first and first + count <= length, f"an image of {count} tokens at {first} of {length}"
+        steps[first:first + count] = 0
+        steps[first + count - 1] = max(height, width)
+        inside[first:first + count] = np.indices((height, width)).reshape(2, -1).T
+    start = np.cumsum(steps) - steps
+    return np.concatenate([start[:, None], start[:, None] + inside], axis=1).astype(np.int32)
+
+
+def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:
+    """Returns (row, column, rows, columns) of an image's patches, [N, 4] int32, in the order of data.images.resize.cut.
+    """
+    height, width = grid
+    at = np.indices(grid).reshape(2, height // merge, merge, width // merge, merge)
+    at = at.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+    return np.concatenate([at, np.broadcast_to(np.array(grid), at.shape)], axis=1).astype(np.int32)
+
+
+class Placed(NamedTuple):
+    """An image of a packed row: the row, the indices of its tokens in the row, and the image's patches."""
+
+    row: int
+    columns: np.ndarray
+    grid: tuple[int, int]
+    patches: np.ndarray
+
+
+def image_rows(placed: Iterable[Placed], rotary_RxLx3: np.ndarray, patches: int, merge: int, width: int) -> Images:
+    """Puts images into rows of patches, one behind the other.
+
+    Args:
+      placed: the images of all rows.
+      rotary_RxLx3: of the tokens.
+      patches: P, a multiple of m * m.
+      width: numbers of a patch.
+
+    Raises ValueError for a row whose images have more patches than P.
+    """
+    count, length = rotary_RxLx3.shape[:2]
+    out = Images(patches=np.zeros((count, patches, width), np.uint8), places=np.zeros((count, patches, 4), np.int32),
+                 segments=np.zeros((count, patches), np.int32), inserts=np.full((count, length), -1, np.int32),
+                 rotary=rotary_RxLx3)
+    used, number = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for row, columns, grid, own in placed:
+        begin, end = used[row], used[row] + len(own)
+        if end > patches:
+            raise ValueError(f"row {row} has images of {end} patches or more, a row has room for {patches}")
+        number[row] += 1
+        out.patches[row, begin:end], out.places[row, begin:end] = own, patch_places(grid, merge)
+        out.segments[row, begin:end] = number[row]
+        out.inserts[row, columns] = np.arange(begin, end, merge**2) // merge**2
+        used[row] = end
+    return out

@@ -1,0 +1,138 @@
+"""The tower of Qwen3-VL as a function of its parameters: patches of images in, features for the decoder out.
+
+A row of patches lies beside each row of tokens and is computed as one: its layers attend within segments, of which each
+is one image, all positions being equal. Pixels are normalised here, in fp32; norms, rotary angles and softmax run in
+fp32 or better. No product is in low precision.
+
+Legend: B rows, P patches per row, m patches per side of a feature, F = P / m^2 features, D width, H heads, K head size,
+E hidden size of the decoder.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxrl.models import parameters
+from jaxrl.models.decoder import KEPT, Seen, Weights, like, recomputed
+from jaxrl.models.feed_forward import ACTIVATIONS
+from jaxrl.models.placement import attention_work, gathered, residual, rows, sharded_attention
+from jaxrl.models.product import product
+from jaxrl.models.rope import Rope, rotate, rotations
+from jaxrl.models.vision.rows import INPUT, LAYER, MERGER, tap_rows
+from jaxrl.sharding.memory import fetched
+
+
+def see(model, params, images) -> Seen:
+    """Returns what the decoder reads of a batch's images: features [B, F, E] of each merger.
+
+    Args:
+      model: one whose config has a tower. params: its whole tree.
+      images: jaxrl.types.Images of the rows.
+    """
+    cfg, params = model.config.vision, params["vision"]
+    acc = jnp.promote_types(model.compute_dtype, jnp.float32)
+    x = residual(_patches(model, params, images.patches) + _positions(model, params, images.places))
+    quarter = cfg.head_dim // 4
+    rope = Rope("axial", theta=cfg.theta, axes=(0,) * quarter + (1,) * quarter)
+    rotation = rotations(rope, cfg.head_dim, images.places[..., :2], acc)
+    same = jnp.zeros_like(images.segments)
+    work = attention_work(cfg.heads, cfg.heads, cfg.head_dim, model.compute_dtype, same, images.segments, None,
+                          window=0, implementation=model.attention)
+    taps = []
+    for i, group in enumerate(cfg.groups):
+        x = _layers(model, params, i, group, x, (rotation, images.segments, work))
+        if group[-1] in cfg.taps:
+            table = tap_rows(len(taps))
+            taps.append(_merged(model, table, params[f"tap_{len(taps)}"], x, together=True))
+    features = _merged(model, MERGER, params["merger"], x, together=False)
+    return Seen(features, tuple(taps), images.inserts, images.rotary)
+
+
+def _weights(model, table, params) -> Weights:
+    return Weights(model.config.vision, {row.path: row for row in table}, parameters.flattened(fetched(params)))
+
+
+def _patches(model, params, patches_BxPxn):
+    """The first product, [B, P, D]: of a still image all frames are equal, so their weights are added up."""
+    cfg, acc = model.config.vision, jnp.promote_types(model.compute_dtype, jnp.float32)
+    own = _weights(model, INPUT, {name: params[name] for name in ("patch", "positions")})
+    x = patches_BxPxn.reshape(*patches_BxPxn.shape[:2], cfg.channels, -1).astype(acc) * (1 / 255)
+    mean, std = (jnp.asarray(values, acc)[None, None, :, None] for values in (cfg.mean, cfg.std))
+    x = ((x - mean) / std).reshape(patches_BxPxn.shape).astype(model.compute_dtype)
+    kernel = gathered(own.values["patch/kernel"], own.rows["patch/kernel"].axes, acc).sum(axis=1)
+    y = product(x, kernel.reshape(-1, cfg.width).astype(x.dtype), 1)
+    return y + like(own.values["patch/bias"].astype(x.dtype), y)
+
+
+def _positions(model, params, places_BxPx4):
+    """The learned positions, read bilinearly at each patch, [B, P, D]: the first and the last of a side lie on the
+    first and the last row (column) of patches, whatever their number."""
+    cfg, dtype = model.config.vision, model.compute_dtype
+    acc = jnp.promote_types(dtype, jnp.float32)
+    table = gathered(fetched(params["positions"]["embedding"]), (None, "embed"), acc)
+
+    def ends(at, size):
+        """(the two learned positions around a patch, their weights), along one side, in fp32 as transformers."""
+        where = at.astype(jnp.float32) * (cfg.side - 1) / jnp.maximum(size - 1, 1).astype(jnp.float32)
+        low = jnp.floor(where)
+        first = low.astype(jnp.int32)
+        share = where - low
+        return (first, jnp.minimum(first + 1, cfg.side - 1)), (1 - share, share)
+
+    row, column, height, width = (places_BxPx4[..., i] for i in range(4))
+    (rows_, row_shares), (columns, column_shares) = ends(row, height), ends(column, width)
+    found = [jnp.take(table, r * cfg.side + c, axis=0) * (a * b).astype(acc)[..., None]
+             for r, a in zip(rows_, row_shares, strict=True) for c, b in zip(columns, column_shares, strict=True)]
+    return sum(found[1:], found[0]).astype(dtype)
+
+
+def _norm(own: Weights, name: str, x):
+    """Layer norm over the last axis."""
+    acc = jnp.promote_types(x.dtype, jnp.float32)
+    y = x.astype(acc)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + own.config.eps)
+    scale, bias = (like(own.values[f"{name}/{leaf}"].astype(acc), y) for leaf in ("scale", "bias"))
+    return (y * scale + bias).astype(x.dtype)
+
+
+def _layers(model, params, number: int, group: range, x, shared):
+    """The layers of a group, one after the other or as a scan over their stacked parameters."""
+    layer = functools.partial(_layer, model)
+    if not model.scan_layers:
+        for i in group:
+            x = recomputed(model, layer, scanned=False)(params[f"layer_{i}"], x, shared)
+        return x
+    layer = recomputed(model, layer, scanned=True)
+    return jax.lax.scan(lambda x, own: (layer(own, x, shared), None), x, params[f"group_{number}"])[0]
+
+
+def _layer(model, params, x, shared):
+    rotation, segments, work = shared
+    own, same = _weights(model, LAYER, params), jnp.zeros_like(segments)
+    x = checkpoint_name(x, KEPT)
+    with jax.named_scope("attention"):
+        q, k, v = own.linears("attention", rows(_norm(own, "attention_norm", x)), "query", "key", "value")
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        y = sharded_attention(q, k, v, same, same, segments, segments, None, window=0, implementation=model.attention,
+                              work=work)
+        x = residual(x + residual(rows(own.linear("attention/out", y))))
+    with jax.named_scope("mlp"):
+        y = own.linear("mlp/up", rows(_norm(own, "mlp_norm", x)))
+        y = own.linear("mlp/down", ACTIVATIONS[own.config.activation](y))
+        return residual(x + residual(rows(y)))
+
+
+def _merged(model, table, params, x_BxPxD, together: bool):
+    """Features [B, F, E] of m x m patches, which lie behind each other. together: they are normed as one vector."""
+    own, count = _weights(model, table, params), model.config.vision.merge**2
+    batch, length, width = x_BxPxD.shape
+    assert length % count == 0, f"{length} patches a row, {count} a feature"
+    x = rows(x_BxPxD)
+    x = (x if together else _norm(own, "norm", x)).reshape(batch, length // count, count * width)
+    x = _norm(own, "norm", x) if together else x
+    return rows(own.linear("down", ACTIVATIONS["gelu"](own.linear("up", x))))

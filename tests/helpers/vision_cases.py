@@ -1,0 +1,120 @@
+"""Tiny Qwen3-VL checkpoints of transformers, and rows of text and images for both models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helpers.model_cases import QUICK
+from helpers.tiny_models import SIZES
+from jaxrl.models import build
+from jaxrl.models.io import hf
+from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions
+
+PAD = 90  # the image token
+TEXT = {**SIZES, "model_type": "qwen3_vl_text", "num_hidden_layers": 3, "head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "mrope_section": [2, 2, 2], "mrope_interleaved": True}}
+VISION = dict(model_type="qwen3_vl_vision", depth=5, hidden_size=24, num_heads=3, intermediate_size=20, patch_size=4, spatial_merge_size=2,
+              temporal_patch_size=2, out_hidden_size=32, num_position_embeddings=25, deepstack_visual_indexes=[1, 3], initializer_range=0.2,
+              rope_parameters={"rope_type": "axial", "rope_theta": 50.0})
+GRIDS = ((4, 6), (2, 2), (8, 2), (2, 4))
+
+
+def config(text=None, vision=None, **outer) -> dict:
+    """The content of a config.json."""
+    return {"model_type": "qwen3_vl", "image_token_id": PAD, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
+            "tie_word_embeddings": False, **outer, "text_config": {**TEXT, **(text or {})}, "vision_config": {**VISION, **(vision or {})}}
+
+
+def around(text: dict):
+    """transformers' config of a model whose text model has the given one."""
+    from transformers import AutoConfig
+    given = config(vision={"out_hidden_size": text["hidden_size"]}, tie_word_embeddings=bool(text.get("tie_word_embeddings")))
+    return AutoConfig.for_model(**copy.deepcopy({**given, "text_config": text}))
+
+
+def make(directory=None, dtype="float32", **changes):
+    """transformers' model with nothing left at a value that hides a mistake; saved where a directory is given."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.set_num_threads(1)
+    given = config(**changes)
+    made = AutoConfig.for_model(**copy.deepcopy(given))
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            if weight.ndim == 1:
+                weight.normal_(0.0, 0.3)
+                if "norm" in name and name.endswith("weight"):
+                    weight.add_(1.0)
+    if directory is not None:
+        model.to(getattr(torch, dtype)).save_pretrained(directory)
+    return model
+
+
+def ours(directory, scan_layers=False, dtype=jnp.float32, **options):
+    found = hf.load_config(str(directory), images=True)
+    model = build(found, compute_dtype=dtype, scan_layers=scan_layers, **options)
+    return model, hf.load_params(model, str(directory), dtype=dtype)
+
+
+def sequence(seed: int, pieces, merge=2):
+    """(ids, first image tokens, grids) of text of so many tokens and images of these grids, by turns."""
+    rng, ids, firsts, grids = np.random.default_rng(seed), [], [], []
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids += rng.integers(3, 89, piece).tolist()
+        else:
+            firsts.append(len(ids))
+            grids.append(piece)
+            ids += [PAD] * (piece[0] * piece[1] // merge**2)
+    return np.array(ids, np.int32), firsts, grids
+
+
+def pixels(seed: int, grid, patch=4):
+    return np.random.default_rng([seed, *grid]).integers(0, 256, (grid[0] * grid[1], 3 * patch**2)).astype(np.uint8)
+
+
+def theirs(model, ids, firsts, grids, patches, frames=2, grad=False):
+    """Logits [L, V] of transformers' model."""
+    import torch
+    values = {}
+    if grids:
+        flat = np.concatenate(patches).reshape(-1, 3, 1, patches[0].shape[1] // 3) / np.float32(255)
+        flat = (np.broadcast_to((flat - np.float32(0.5)) / np.float32(0.5), (len(flat), 3, frames, flat.shape[3]))).reshape(len(flat), -1)
+        kinds = (ids == PAD).astype(np.int64)
+        values = {"pixel_values": torch.tensor(flat, dtype=torch.float32), "image_grid_thw": torch.tensor([(1, *g) for g in grids]),
+                  "mm_token_type_ids": torch.tensor(kinds)[None]}
+    with torch.set_grad_enabled(grad):
+        out = model(input_ids=torch.tensor(ids)[None].long(), use_cache=False, **values).logits[0]
+    return out if grad else out.numpy()
+
+
+def rows(sequences, length=40, room=64, merge=2, rows=None):
+    """Packs sequences (ids, firsts, grids, patches), of each the row it lies in (None: each its own), into
+    (tokens, positions, segments, prefixes, Images) and places [(row, columns)]."""
+    rows = range(len(sequences)) if rows is None else rows
+    shape = max(rows) + 1, length
+    tokens, positions, segments, rotary = (np.zeros(s, np.int32) for s in (shape, shape, shape, (*shape, 3)))
+    used, number, placed, places = np.zeros(shape[0], int), np.zeros(shape[0], int), [], []
+    for row, (ids, firsts, grids, patches) in zip(rows, sequences, strict=True):
+        columns = used[row] + np.arange(len(ids))
+        number[row] += 1
+        tokens[row, columns], positions[row, columns], segments[row, columns] = ids, np.arange(len(ids)), number[row]
+        rotary[row, columns] = rotary_positions(len(ids), firsts, grids, merge)
+        placed += [Placed(row, used[row] + f + np.arange(len(p) // merge**2), g, p) for f, g, p in zip(firsts, grids, patches, strict=True)]
+        places.append((row, columns))
+        used[row] += len(ids)
+    width = next((p.shape[1] for *_, patches in sequences for p in patches), 48)
+    return (tokens, positions, segments, np.zeros_like(tokens)), image_rows(placed, rotary, room, merge, width), places
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def logits(model, params, arrays, images):
+    return model.logits(params, model.hidden(params, *arrays, images=images))

@@ -1,0 +1,270 @@
+"""The tower and its decoder against transformers' Qwen3-VL: logits and gradients, packed and alone, folders in and out."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import model_cases
+from helpers import vision_cases as cases
+from helpers.data_cases import make_config
+from helpers.tiers import first_cases
+
+from jaxrl.errors import ConfigError
+from jaxrl.models import FAMILIES, build, rope
+from jaxrl.models.io import hf, tensorfile
+from jaxrl.models.vision.positions import patch_places, rotary_positions
+from jaxrl.rollout.engines import check_served
+from jaxrl.run.model_checks import check_tower
+
+pytestmark = pytest.mark.torch
+LIMIT = 1e-5  # of logits up to 5 in fp32
+PIECES = ([5, (4, 6), 3, (2, 2), 4], [9], [3, (8, 2), 6], [2, (2, 4), 1, (2, 4), 2])
+
+
+def sequences(merge=2, patch=4, pieces=PIECES):
+    out = []
+    for i, own in enumerate(pieces):
+        ids, firsts, grids = cases.sequence(i, own, merge)
+        out.append((ids, firsts, grids, [cases.pixels(10 * i + k, grid, patch) for k, grid in enumerate(grids)]))
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3_vl")
+    return path, cases.make(path)
+
+
+@pytest.fixture(scope="module")
+def want(folder):
+    return [cases.theirs(folder[1], *own) for own in sequences()]
+
+
+@first_cases(1, "scan_layers", [True, False])
+def test_logits_equal_transformers(folder, want, scan_layers):
+    """0, 1 and 2 images in a row of their own, and several sequences with images packed into one row."""
+    model, params = cases.ours(folder[0], scan_layers)
+    for into in (None, [0, 0, 1, 1]):
+        arrays, images, places = cases.rows(sequences(), rows=into)
+        got = np.asarray(cases.logits(model, params, arrays, images))
+        for expected, place in zip(want, places, strict=True):
+            np.testing.assert_allclose(got[place], expected, atol=LIMIT)
+
+
+def value_and_gradients(model, params, arrays, images):
+    """Of a function of all log-probabilities of all real tokens."""
+    def loss(params):
+        out = jax.nn.log_softmax(model.logits(params, model.hidden(params, *arrays, images=images)))
+        return jnp.sum(jnp.where(jnp.asarray(arrays[2] > 0)[..., None], jnp.sin(out), 0))
+
+    return jax.jit(jax.value_and_grad(loss), compiler_options=model_cases.QUICK)(params)
+
+
+@first_cases(1, "scan_layers, remat", [(True, "full"), (False, "none"), (True, "dots")])
+def test_gradients_equal_transformers(folder, scan_layers, remat):
+    """Of every parameter of tower, mergers, taps and decoder; each has some."""
+    import torch
+    path, theirs = folder
+    theirs.zero_grad()
+    for own in sequences():
+        torch.log_softmax(cases.theirs(theirs, *own, grad=True), -1).sin().sum().backward()
+    stored = {name: weight.grad.numpy() for name, weight in theirs.named_parameters()}
+    model, params = cases.ours(path, scan_layers, remat=remat)
+    arrays, images, _ = cases.rows(sequences(), rows=[0, 0, 1, 1])
+    _, grads = value_and_gradients(model, params, arrays, images)
+    hf.export(model, grads, path / "grads", hf.load_config(str(path), images=True))
+    got = {name: t.read() for name, t in tensorfile.list_folder(path / "grads").items()}
+    assert got.keys() == stored.keys()
+    for name, expected in stored.items():
+        assert np.abs(expected).max() > 1e-3 or name.endswith(("k_proj.bias", "attn.qkv.bias")), name
+        np.testing.assert_allclose(got[name], expected, rtol=0, atol=3e-5 * max(1, np.abs(expected).max()), err_msg=name)
+
+
+TEXT = [{"rope_parameters": {**cases.TEXT["rope_parameters"], "mrope_section": [4, 1, 1]}}, {"attention_bias": True}, {"hidden_act": "gelu"},
+        {"rope_parameters": {**cases.TEXT["rope_parameters"], "rope_theta": 90.0}}, {"rms_norm_eps": 0.5}, {"num_key_value_heads": 4}]
+VISION = [{"deepstack_visual_indexes": [0, 3]}, {"deepstack_visual_indexes": [4]}, {"deepstack_visual_indexes": []}, {"hidden_act": "gelu"},
+          {"num_position_embeddings": 9}, {"rope_parameters": {"rope_type": "axial", "rope_theta": 7.0}}, {"num_heads": 6}, {"depth": 4},
+          {"patch_size": 2}, {"temporal_patch_size": 1}, {"intermediate_size": 7}, {"spatial_merge_size": 1}]
+
+
+@first_cases(2, "change", [{"vision": VISION[0]}, {"text": TEXT[0]}, *({"vision": v} for v in VISION[1:]), *({"text": t} for t in TEXT[1:]),
+                           {"tie_word_embeddings": True}], ids=json.dumps)
+def test_every_field_is_read(tmp_path, want, change):
+    """With the field flipped our logits are transformers' again, and differ from those before."""
+    vision = change.get("vision", {})
+    own = sequences(vision.get("spatial_merge_size", 2), vision.get("patch_size", 4), PIECES[:1])
+    theirs = cases.make(tmp_path, **change)
+    model, params = cases.ours(tmp_path)
+    expected = cases.theirs(theirs, *own[0], frames=vision.get("temporal_patch_size", 2))
+    arrays, images, places = cases.rows(own, merge=vision.get("spatial_merge_size", 2))
+    np.testing.assert_allclose(np.asarray(cases.logits(model, params, arrays, images))[places[0]], expected, atol=2 * LIMIT)
+    assert expected.shape != want[0].shape or np.abs(expected - want[0]).max() > 50 * LIMIT
+
+
+REFUSED = [({"vision": {"num_position_embeddings": 24}}, "num_position_embeddings=24"), ({"vision": {"out_hidden_size": 16}}, "out_hidden_size=16"),
+           ({"vision": {"deepstack_visual_indexes": [3, 1]}}, "deepstack_visual_indexes"), ({"vision": {"deepstack_visual_indexes": [5]}}, "deepst"),
+           ({"vision": {"deepstack_visual_indexes": [0, 1, 2, 3]}}, "at most as many"), ({"vision": {"in_channels": 1}}, "in_channels=1"),
+           ({"vision": {"num_heads": 4}}, "num_heads=4"), ({"vision": {"hidden_act": "relu"}}, "hidden_act='relu'"),
+           ({"vision": {"window_size": 112}}, "window_size"), ({"vision": {"patch_size": [4, 4]}}, "patch_size"),
+           ({"vision": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_parameters"),
+           ({"text": {"rope_parameters": {"mrope_section": [2, 2, 3]}}}, "mrope_section"),
+           ({"text": {"rope_parameters": {"mrope_section": [2, 2, 2], "mrope_interleaved": False}}}, "mrope_interleaved=False")]
+
+
+@pytest.mark.parametrize("change, message", REFUSED, ids=[message for _, message in REFUSED])
+def test_other_functions_are_refused(tmp_path, change, message):
+    (tmp_path / "config.json").write_text(json.dumps(cases.config(**change)))
+    with pytest.raises(ConfigError, match=message.replace("[", "\\[")):
+        build(hf.load_config(str(tmp_path), images=True), compute_dtype=jnp.float32, scan_layers=False)
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_packed_sequence_is_the_sequence_alone(folder):
+    """float64: log-probabilities and gradients of packed rows are the sums of those of each sequence alone."""
+    with jax.enable_x64(True):
+        model, params = cases.ours(folder[0], dtype=jnp.float64)
+        own = sequences(pieces=PIECES[::3])
+        arrays, images, _ = cases.rows(own, rows=[0, 0])
+        packed = value_and_gradients(model, params, arrays, images)
+        alone = []
+        for one in own:
+            arrays, images, _ = cases.rows([one])
+            alone.append(value_and_gradients(model, params, arrays, images))
+        assert abs(packed[0] - sum(value for value, _ in alone)) < 1e-12 * abs(packed[0])
+        for got, *parts in zip(*map(jax.tree.leaves, (packed[1], *(g for _, g in alone))), strict=True):
+            np.testing.assert_allclose(got, sum(parts), rtol=0, atol=1e-11 * (1 + np.abs(got).max()))
+
+
+def test_an_image_is_seen_by_its_sequence_alone(folder):
+    """Other pixels of one image move every later token of its sequence, and no other sequence of its row by a bit."""
+    model, params = cases.ours(folder[0])
+    arrays, images, places = cases.rows(sequences(), rows=[0, 0, 1, 1])
+    before = np.asarray(cases.logits(model, params, arrays, images))
+    patches = images.patches.copy()
+    patches[0, :24] ^= 0x3F  # the first image of the first sequence
+    after = np.asarray(cases.logits(model, params, arrays, images.replace(patches=patches)))
+    (row, columns), others = places[0], places[1:]
+    assert np.abs(after - before)[row, columns[5:]].max(-1).min() > 1e-4 and np.array_equal(after[row, columns[:5]], before[row, columns[:5]])
+    for place in others:
+        assert np.array_equal(after[place], before[place])
+
+
+def test_each_tap_counts(folder, want):
+    """Without its features the logits are others."""
+    model, params = cases.ours(folder[0])
+    arrays, images, places = cases.rows(sequences()[:1])
+    for name in ("tap_0", "tap_1"):
+        less = {**params, "vision": {**params["vision"], name: jax.tree.map(jnp.zeros_like, params["vision"][name])}}
+        assert np.abs(np.asarray(cases.logits(model, less, arrays, images))[places[0]] - want[0]).max() > 1e-2
+
+
+def test_the_image_token_of_a_text_is_text(folder):
+    """An id that a policy sampled or a user wrote is no image: transformers refuses such ids, here it is a word."""
+    model, params = cases.ours(folder[0])
+    arrays, images, places = cases.rows(sequences())
+    arrays[0][1, 4] = cases.PAD
+    one = np.asarray(cases.logits(model, params, arrays, images))[places[1]]
+    two = np.asarray(cases.logits(model, params, tuple(a[1:2] for a in arrays), None))[0, :9]
+    np.testing.assert_allclose(one, two, atol=LIMIT)
+
+
+def test_rotary_positions_equal_transformers(folder):
+    import torch
+    _, theirs = folder
+    for i, pieces in enumerate([*PIECES, [(2, 2), 1], [1, (6, 10), 1, (2, 2), 1, (4, 2), 7]]):
+        ids, firsts, grids = cases.sequence(i, pieces)
+        kinds = torch.tensor((ids == cases.PAD).astype(int))[None]
+        grid = torch.tensor([(1, *g) for g in grids]) if grids else None
+        expected, delta = theirs.model.get_rope_index(torch.tensor(ids)[None], kinds, grid)
+        got = rotary_positions(len(ids), firsts, grids, 2)
+        assert np.array_equal(got, expected[:, 0].T) and got.max() + 1 - len(ids) == int(delta)
+    assert patch_places((4, 4), 2)[:6].tolist() == [[0, 0, 4, 4], [0, 1, 4, 4], [1, 0, 4, 4], [1, 1, 4, 4], [0, 2, 4, 4], [0, 3, 4, 4]]
+
+
+@pytest.mark.parametrize("size", [12, 6])
+def test_equal_positions_are_one_position(size):
+    """To the bit, where the loop over halves serves and where it does not."""
+    at = np.arange(40, dtype=np.int32)[None] * 37
+    own = rope.Rope(theta=700.0, axes=tuple(i % 3 for i in range(size // 2)))
+    for one, three in zip(*(jax.jit(rope.rotations, static_argnums=(0, 1, 3))(own, size, positions, jnp.float32)
+                            for positions in (at, np.stack([at] * 3, -1))), strict=True):
+        assert np.array_equal(one, three)
+
+
+def test_text_of_a_model_with_a_tower_is_the_text_models(folder):
+    """To the bit, with rows of text beside rows of images too."""
+    model, params = cases.ours(folder[0], scan_layers=False)
+    text, text_params = model_cases.ours(str(folder[0]), scan_layers=False)
+    assert text.config.vision is None and "vision" not in text_params
+    arrays, images, places = cases.rows(sequences())
+    alone = np.asarray(cases.logits(text, text_params, tuple(a[1:2] for a in arrays), None))[0, :9]
+    assert np.array_equal(alone, np.asarray(cases.logits(model, params, tuple(a[1:2] for a in arrays), None))[0, :9])
+    np.testing.assert_allclose(alone, np.asarray(cases.logits(model, params, arrays, images))[places[1]], atol=LIMIT)
+    case = model_cases.batch()[0]
+    assert np.array_equal(model_cases.forward(text, text_params, *case), model_cases.forward(model, params, *case))
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def content(path):
+    return {name: (t.dtype, t.shape, t.read().tobytes()) for name, t in tensorfile.list_folder(path).items()}
+
+
+@first_cases(1, "dtype, flat, images", [("bfloat16", False, True), ("bfloat16", True, True), ("bfloat16", True, False), ("float32", False, False)])
+def test_export_is_the_folder_that_was_read(tmp_path, dtype, flat, images):
+    """In both layouts, with the tower read and with it copied, stacked and not; the config is the source's."""
+    source, written = tmp_path / "in", tmp_path / "out"
+    cases.make(source, dtype)
+    if flat:
+        names = {n: n.replace("model.language_model.", "model.").replace("model.visual.", "visual.") for n in content(source)}
+        stored = tensorfile.list_folder(source)
+        planned = [tensorfile.Planned(names[n], tensorfile.DTYPES[t.dtype], t.shape, lambda a=np.array(t.read()): a) for n, t in stored.items()]
+        tensorfile.write_folder(source, planned, 1e9)
+    given = hf.load_config(str(source), images=images)
+    for scan_layers in (False, True):
+        model = build(given, compute_dtype=jnp.float32, scan_layers=scan_layers)
+        assert (model.config.vision is None) != images
+        hf.export(model, hf.load_params(model, str(source)), written, given)
+        assert content(written) == content(source)
+    one, two = (json.loads((path / "config.json").read_text()) for path in (source, written))
+    assert {k: v for k, v in two.items() if k != "text_config"} == {k: v for k, v in one.items() if k != "text_config"}
+    assert all(two["text_config"][k] == v for k, v in one["text_config"].items() if k != "dtype")
+
+
+def test_transformers_opens_an_export_of_a_random_model(tmp_path):
+    """A model made from model.config alone, its tower drawn as its decoder is: the same logits there."""
+    from transformers import AutoModelForImageTextToText
+    given = hf.load_config("", overrides=cases.config(), images=True)
+    model = build(given, compute_dtype=jnp.float32, scan_layers=True)
+    params = jax.jit(model.init)(jax.random.key(0))
+    std = {k: float(jnp.std(params["vision"][k[0]][k[1]])) for k in (("patch", "kernel"), ("positions", "embedding"))}
+    assert all(0.15 < value < 0.25 for value in std.values()), std
+    hf.export(model, params, tmp_path, given)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    own = sequences()[:1]
+    arrays, images, places = cases.rows(own)
+    np.testing.assert_allclose(np.asarray(cases.logits(model, params, arrays, images))[places[0]], cases.theirs(theirs, *own[0]), atol=LIMIT)
+
+
+def test_what_is_not_built_is_refused():
+    config = make_config("nowhere", "nowhere", lora__rank=4, rollout__engine="vllm")
+    family = FAMILIES["qwen3_vl_text"]
+    with pytest.raises(ConfigError, match="model_type=qwen3_vl_text.*rollout.engine=jax"):
+        check_served(config, {"model_type": "qwen3_vl_text"}, family)
+    with pytest.raises(ConfigError, match="lora.rank=4 with a model with a tower"):
+        check_tower(config, build(cases.config(), compute_dtype=jnp.float32, scan_layers=True).config)
+
+
+def test_a_folder_without_its_tower_is_refused(tmp_path):
+    cases.make(tmp_path)
+    planned = [tensorfile.Planned(n, tensorfile.DTYPES[t.dtype], t.shape, lambda a=np.array(t.read()): a)
+               for n, t in tensorfile.list_folder(tmp_path).items() if "merger.norm" not in n]
+    tensorfile.write_folder(tmp_path, planned, 1e9)
+    with pytest.raises(ConfigError, match="lacks 2 tensors: model.visual.merger.norm.bias"):
+        cases.ours(tmp_path)

@@ -1,0 +1,195 @@
+"""Images in packed rows: any layout gives the log-probs and gradients of each sequence alone, and a model learns to look."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import vision_cases as cases
+from helpers.training_helpers import gradient
+
+from jaxrl import training
+from jaxrl.models import build
+from jaxrl.models.families import IMAGES
+from jaxrl.models.vision.positions import Placed, image_rows
+from jaxrl.training.layout import RowShapes, make_layout, row_patches
+from jaxrl.training.pack import pack
+from jaxrl.types import Pictures, Trajectories
+
+PROMPTS = ([3, (4, 4), 2], [4], [(2, 2), 1, (2, 4), 1], [2, (4, 2), 3])  # text and images by turns
+VISION = {"depth": 2, "deepstack_visual_indexes": [0]}
+
+
+def model_of(layers=2, dtype=jnp.float32, **options):
+    return build({**cases.TEXT, "num_hidden_layers": layers, IMAGES: {**cases.VISION, **VISION}}, compute_dtype=dtype, scan_layers=False, **options)
+
+
+@pytest.fixture(scope="module")
+def model_and_params():
+    model = model_of()
+    return model, jax.jit(model.init)(jax.random.key(1))
+
+
+def batch(group=3, seed=0):
+    """Groups of completions of each of PROMPTS; the last prompt's completions hold an image themselves."""
+    rng = np.random.default_rng(seed)
+    tokens, mask, prompts, offsets, groups, images = [], [], [], [0], [], []
+    for g, pieces in enumerate(PROMPTS):
+        prompt, firsts, grids = cases.sequence(g, pieces)
+        for k in range(group):
+            more = [int(rng.integers(2, 6)), *([(2, 2), 2] if g == 3 else [])]
+            completion, later, own = cases.sequence(100 + 10 * g + k, more)
+            every = [(f, grid, 10 * g + i) for i, (f, grid) in enumerate(zip(firsts, grids, strict=True))]
+            every += [(len(prompt) + f, grid, 50 + k) for f, grid in zip(later, own, strict=True)]
+            images += [(len(tokens), *one) for one in every]
+            tokens.append(np.concatenate([prompt, completion]))
+            mask.append((np.arange(len(tokens[-1])) >= len(prompt)) & (tokens[-1] != cases.PAD))
+            prompts.append(len(prompt))
+            offsets.append(offsets[-1] + len(tokens[-1]))
+            groups.append(g)
+    n, total = len(tokens), offsets[-1]
+    sequences, firsts, grids, numbers = zip(*images, strict=True)
+    grid_of = dict(zip(numbers, grids, strict=True))
+    pictures = Pictures(np.array(sequences), np.array(firsts), np.array(grids), np.array(numbers), 2, 48,
+                        lambda wanted: [cases.pixels(int(i), grid_of[i]) for i in wanted.tolist()])
+    return Trajectories(tokens=np.concatenate(tokens), offsets=np.array(offsets), loss_mask=np.concatenate(mask),
+                        logprobs=np.zeros(total, np.float32), versions=np.zeros(total, np.int32) - 1, prompt_lengths=np.array(prompts, np.int32),
+                        group=np.array(groups), sample=np.zeros(n, np.int32), seed=np.zeros(n, np.uint32), finish=np.zeros(n, np.int8),
+                        pictures=pictures)
+
+
+def layouts(traj):
+    """Name -> layout: each sequence alone, packed, with one prompt copy per group, and with room for few patches a row."""
+    most = int(traj.patches.sum(axis=1).max())
+    wide = RowShapes((48,), ((4, 1),), patches=(96,))
+    yield "alone", make_layout(traj.sizes, RowShapes((24,), ((1,),), patches=(most,)), share_prompts=False)
+    yield "packed", make_layout(traj.sizes, wide, share_prompts=False)
+    yield "shared", make_layout(traj.sizes, wide)
+    yield "tight", make_layout(traj.sizes, dataclasses.replace(wide, patches=(most,)))
+    yield "two lengths", make_layout(traj.sizes, RowShapes((24, 48), ((4, 1), (4, 1)), patches=(most, 2 * most)))
+
+
+def score_of(model):
+    return training.make_score(model, temperature=1.0, chunk=512, put=lambda x: x)
+
+
+def test_every_layout_gives_the_same_log_probs(model_and_params):
+    """And those of rows without their pixels are others, of every completion that has an image before it."""
+    model, params = model_and_params
+    traj, score, found = batch(), score_of(model), {}
+    for name, layout in layouts(traj):
+        found[name] = score(params, traj, layout)
+        rows = [row for mini in layout.minibatches for micro in mini.microbatches for row in micro.rows if row]
+        if name in ("alone", "packed"):
+            assert all(traj.patches[[i for b in row for i in b.sequences]].sum() <= 96 for row in rows)
+    for name, got in found.items():
+        np.testing.assert_allclose(got, found["alone"], atol=2e-5, err_msg=name)
+        assert np.array_equal(got != 0, traj.loss_mask)
+    grey = dataclasses.replace(traj, pictures=traj.pictures._replace(
+        patches=lambda wanted: [np.full_like(own, 128) for own in traj.pictures.patches(wanted)]))
+    moved = np.abs(score(params, grey, layout) - found["alone"])
+    first = np.flatnonzero(traj.loss_mask)
+    has_image = np.isin(np.repeat(np.arange(traj.num_sequences), traj.lengths), traj.pictures.sequences[traj.pictures.firsts < 9])
+    assert moved[first[has_image[first]]].min() > 1e-4 and not moved[first[~has_image[first]]].any()
+
+
+@pytest.mark.full
+def test_gradients_do_not_depend_on_the_layout(model_and_params):
+    """Of one optimizer step over microbatches with and without images; every parameter of tower and taps has one."""
+    model, params = model_and_params
+    traj, grads = batch(), {}
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
+    for name, layout in layouts(traj):
+        if name in ("alone", "tight"):
+            grads[name] = gradient(model, params, traj, {}, weights, layout, np.float32, training.NextToken(chunk=512))[0]
+    kinds = {pack(traj, micro, {}, weights).images is None for micro in next(layouts(traj))[1].minibatches[0].microbatches}
+    assert kinds == {True, False}
+    for name, expected in grads["alone"].items():
+        size = np.abs(expected).max()
+        assert size > 1e-7, name
+        np.testing.assert_allclose(grads["tight"][name], expected, rtol=0, atol=1e-6 + 3e-5 * size, err_msg=name)
+
+
+def test_a_model_learns_to_look():
+    """Which of two colours a noisy picture has: the loss falls near 0, and to no less than ln 2 without the pixels."""
+    model = model_of(layers=1)
+    params = jax.jit(model.init)(jax.random.key(1))
+    rng, n = np.random.default_rng(0), 16
+    kinds = rng.permutation(np.arange(n) % 2)
+    colours = np.array([[200, 60, 60], [60, 60, 200]])
+    pixels = [np.clip(np.repeat(colours[k], 16) + rng.normal(0, 40, (4, 48)), 0, 255).astype(np.uint8) for k in kinds]
+    tokens = np.array([[3, cases.PAD, 4, 10 + k] for k in kinds], np.int32)
+    places = np.arange(n)
+
+    def rows(patches):
+        pictures = Pictures(places, np.ones(n, int), np.full((n, 2), 2), places, 2, 48, lambda wanted: [patches[i] for i in wanted])
+        flat = np.zeros(4 * n, np.float32)
+        return Trajectories(tokens=tokens.ravel(), offsets=4 * np.arange(n + 1), loss_mask=np.tile([False, False, False, True], n), logprobs=flat,
+                            versions=flat.astype(np.int32), prompt_lengths=np.full(n, 3), group=places, sample=np.zeros(n, int),
+                            seed=np.zeros(n, np.uint32), finish=np.zeros(n, np.int8), pictures=pictures)
+
+    def loss_after(traj, steps=60):
+        optimizer = optax.adam(3e-3)
+        update = training.make_update(model, optimizer, lambda i: 3e-3, training.NextToken(chunk=64, max_grad_norm=1.0))
+        trainable, frozen = training.partition(jax.tree.map(jnp.array, params), (".*",), ())
+        state = training.init_state(trainable, frozen, optimizer)
+        layout = make_layout(traj.sizes, RowShapes((32,), ((2,),), patches=(32,)))
+        packed = [jax.tree.map(jnp.asarray, pack(traj, m, {}, training.loss_weights(traj, np.arange(n), "token_mean")))
+                  for m in layout.minibatches[0].microbatches]
+        for _ in range(steps):
+            state, metrics = update(state, packed)
+        return -score_of(model)(training.merge(state.trainable, state.frozen), traj, layout)[traj.loss_mask].mean()
+
+    assert loss_after(rows(pixels)) < 0.1
+    assert abs(loss_after(rows([np.full_like(own, 128) for own in pixels])) - np.log(2)) < 0.05
+
+
+def test_rows_have_room_for_their_patches():
+    """Over random sizes no row has more patches or tokens than it has room for; a sequence that never fits is named."""
+    rng = np.random.default_rng(0)
+    for case in range(40):
+        n = int(rng.integers(1, 30))
+        prompts, completions = rng.integers(2, 30, n), rng.integers(1, 18, n)
+        groups = np.sort(rng.integers(0, n, n))
+        prompts = prompts[groups]
+        patches = np.stack([(rng.integers(0, 2, n) * rng.integers(0, 20, n) * 4)[groups], rng.integers(0, 4, n) // 3 * 4], axis=1)
+        room = row_patches((48,), patches, prompts + completions, 8)
+        if not room:
+            continue
+        shapes = RowShapes((48,), ((4, 1),), patches=room)
+        for share in (True, False):
+            layout = make_layout(training.layout.Sizes(prompts, completions, groups, groups, patches), shapes, share_prompts=share)
+            micros = layout.minibatches[0].microbatches
+            assert sorted(i for m in micros for row in m.rows for b in row for i in b.sequences) == list(range(n)), case
+            for row in (row for m in micros for row in m.rows):
+                first, own = [b.sequences[0] for b in row], [i for b in row for i in b.sequences]
+                assert prompts[first].sum() + completions[own].sum() <= 48 and patches[first, 0].sum() + patches[own, 1].sum() <= room[0]
+    with pytest.raises(ValueError, match="sequence 0 has images of 40 patches, rows have room for 32"):
+        make_layout(training.layout.Sizes(np.array([5]), np.array([5]), np.array([0]), None, np.array([[40, 0]])),
+                    RowShapes((48,), ((1,),), patches=(32,)))
+    assert row_patches((48,), np.zeros((3, 2), int), np.ones(3), 8) == ()
+    with pytest.raises(ValueError, match="row 0 has images of 8 patches or more, a row has room for 4"):
+        image_rows([Placed(0, np.array([0, 1]), (2, 4), np.zeros((8, 48), np.uint8))], np.zeros((1, 4, 3), np.int32), 4, 2, 48)
+
+
+def test_rows_without_images_are_what_they_were(model_and_params):
+    """A microbatch of text has no rows of patches, and an image changes no token, position or weight of a row."""
+    traj = batch()
+    weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
+    micro = make_layout(traj.sizes, RowShapes((48,), ((16,),), patches=(96,))).minibatches[0].microbatches[0]
+    one, two = pack(traj, micro, {}, weights), pack(dataclasses.replace(traj, pictures=None), dataclasses.replace(micro, patches=0), {}, weights)
+    assert two.images is None and one.images.patches.shape == (16, 96, 48)
+    jax.tree.map(np.testing.assert_array_equal, one.replace(images=None), two)
+    text = np.flatnonzero(one.images.segments.max(axis=1) == 0)
+    assert np.array_equal(one.images.rotary[text], np.repeat(one.positions[text][..., None], 3, axis=2)) and len(text)
+
+
+def test_a_cut_row_has_its_images_where_its_tokens_are(model_and_params):
+    """Rows that are dealt to two parts (mesh.cp): each token's feature and position go with it."""
+    model, params = model_and_params
+    traj, score = batch(), score_of(model)
+    whole = make_layout(traj.sizes, RowShapes((48,), ((4,),), patches=(96,)))
+    cut = make_layout(traj.sizes, RowShapes((48,), ((4,),), ranks=2, patches=(96,)))
+    np.testing.assert_allclose(score(params, traj, cut), score(params, traj, whole), atol=2e-5)
