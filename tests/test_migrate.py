@@ -67,6 +67,7 @@ def test_an_empty_config_is_the_table_of_defaults_and_passes_the_checks(system, 
         assert m.outcome(False) != "refused", m.lacking
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_another_value_gives_another_config(system):
     """Mutation: unless its row says automatic, inert or unsupported."""
@@ -642,6 +643,7 @@ def test_a_config_hides_no_module_that_a_run_imports(file, name):
     assert name_of(file) == name
 
 
+@pytest.mark.full
 @first_cases(2, "system", SYSTEMS)
 def test_a_name_that_no_version_has_is_unknown(system):
     """Behind every pattern that passes keys over: a name of the system's own is passed over, an invented one is named."""
@@ -879,6 +881,7 @@ def test_a_script_without_end_of_nesting_is_one_line_that_names_it(tmp_path, cap
     assert "job.sh: " in err and err.endswith("nested too deeply\n") and err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_the_printed_command_works_where_the_migration_ran(tmp_path, monkeypatch, capsys):
     """A config in another folder finds the reward file beside it, and that one the user's, by the path of the source."""
     monkeypatch.chdir(tmp_path)

@@ -59,10 +59,10 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
     The standard deviation is computed from the raw scores of the group, or of the batch (all present scores), with
     ddof 1 (group_population: ddof 0). If those scores are all equal, or fewer than two, the advantage is not divided.
 
-    Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also where
-    the baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to rounding
-    give exactly 0: with mean group and leave_one_out the members of a group that differ by less than 1e-8 or are fewer
-    than two.
+    Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also
+    where the baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to
+    rounding give exactly 0: with mean group and leave_one_out the members of a group that differ by less than 1e-8
+    or are fewer than two.
 
     Args:
       scores_N: one score per trajectory, NaN = absent.
@@ -230,8 +230,8 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
 
 
 def adaptive_lambda(lengths_N, alpha: float):
-    """Returns VAPO's length-adaptive lambda (arXiv 2504.05118), max(0, 1 - 1 / (alpha * |y|)) [N]; the paper's alpha is
-    0.05.
+    """Returns VAPO's length-adaptive lambda (arXiv 2504.05118), max(0, 1 - 1 / (alpha * |y|)) [N]; the
+    paper's alpha is 0.05.
 
     The sum of its weights is then alpha * |y|. Below |y| = 1 / alpha the formula is negative; clamping at 0 is jaxrl's
     choice. Raises ValueError if alpha is not positive.
@@ -273,12 +273,12 @@ def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, 
     Of two completions to one prompt that begin alike and end with different scores, the common opening is pushed both
     ways: what remains is noise (Cosmos-RL's min_filter_prefix_tokens). A completion loses its longest prefix that it
     shares with any completion of its group whose score differs (by 1e-8 or more), if that has at least `minimum`
-    tokens, counted from the end of the prompt. A completion that lies whole in a longer one loses all its tokens. True
+    tokens, counted from the end of the prompt. A completion that is a prefix of a longer one loses all its tokens. True
     on all other tokens, prompts too. Completions without a score (NaN) have advantage 0 and take no part.
 
     Args:
-      tokens_T: prompt then completion of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens that are the
-      prompt.
+      tokens_T: prompt then completion of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens
+      that are the prompt.
     """
     tokens, scores = np.asarray(tokens_T), np.asarray(scores_N, np.float64)
     starts = np.asarray(offsets)[:-1] + np.asarray(prompt_lengths_N)

@@ -3,7 +3,7 @@
 Notation: logp = log-prob under the current policy (with gradient), old = under the proximal policy, A = advantage, all
 of one shape [...], nats, fp32 or better; r = exp(logp - old). sg = stop-gradient.
 
-Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient whatever the inputs
+Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient for any inputs
 hold there; stats are per-token arrays without gradient, 0 where masked: `ratio`, the r that was used, and `clipped`, 1
 where a bound removed (CISPO, DPPO: changed) the token's gradient.
 """
@@ -67,8 +67,7 @@ def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
     -mean(A) * geometric mean. Only sequence_mean gives the paper's loss.
 
     Returns:
-      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token's ratio is at a
-      bound.
+      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token is at a bound.
     """
     advantage = jnp.where(mask, advantage, 0)
     log_mean, low, high = geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high)
@@ -123,7 +122,7 @@ def topr_loss(logp, old, advantage, mask, sequences, by_token):
     """TOPR (arXiv 2503.14286, eq. 8): -A * logp where A > 0, else -sg(min(r, 1)) * A * logp, old the sampler's.
 
     r is the ratio of whole completions, their product of token ratios, as in the paper; by_token: of tokens, as in
-    ROLL. Tokens with A > 0 get the SFT gradient whatever their ratio; the others are weighted by min(r, 1), so unlikely
+    ROLL. Tokens with A > 0 get the SFT gradient at any ratio; the others are weighted by min(r, 1), so unlikely
     ones are pushed down less. `clipped` marks tokens with A <= 0 whose r is above 1.
     """
     advantage = jnp.where(mask, advantage, 0)

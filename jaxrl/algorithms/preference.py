@@ -38,8 +38,8 @@ class PreferenceBatch(NamedTuple):
       r: [N] float64, the same under the reference; 0 if the loss needs none.
       lengths: [N] float64, tokens of each completion.
       table: pairs and labels.
-      z0: constant of `kto`, an estimate of KL(policy || reference) from mismatched completions, at least 0; 0
-        elsewhere.
+      z0: constant of `kto`, an estimate of KL(policy || reference) from mismatched completions, at
+        least 0; 0 elsewhere.
       options: all below `preference`.
     """
 
@@ -247,8 +247,8 @@ def _mean_unpaired(batch: PreferenceBatch, gain, slope):
 
 
 def kto(batch: PreferenceBatch):
-    """KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions. z0 is
-    a constant."""
+    """KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions.
+    z0 is a constant."""
     signed = np.where(batch.table.good, batch.options.beta, -batch.options.beta)
     v = signed * (batch.x - batch.z0)
     return _mean_unpaired(batch, sigmoid(v), signed * sigmoid(v) * sigmoid(-v))

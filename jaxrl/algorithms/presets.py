@@ -144,7 +144,7 @@ PRESETS = MappingProxyType(
 )
 
 
-# What an estimator decides by itself, whatever the preset says.
+# Options that an estimator sets, overriding the preset.
 IMPLIED = {"turn": {"advantage_mean": "leave_one_out", "advantage_std": "none"}}
 
 

@@ -34,9 +34,9 @@ def second_moment_mask(behaviour_T, old_T, mask_T, threshold: float):
 
 
 def covariance_mask(old_T, advantage_T, mask_T, share: float, low: float, high: float, seed: int):
-    """Returns Clip-Cov's mask (arXiv 2505.22617), bool [T]: False on a random `share` of the step's tokens (rounded
-    down, at least one) among those whose covariance term (A - mean A) * (logp - mean logp) lies between `low` and
-    `high`.
+    """Returns Clip-Cov's mask (arXiv 2505.22617), bool [T]: False on a random `share` of the step's tokens
+    (rounded down, at least one) among those whose covariance term (A - mean A) * (logp - mean logp) lies
+    between `low` and `high`.
 
     Means are over mask_T. logp is the proximal policy's, which is the paper's at the first update of a batch; its
     authors take the current one's at each, and leave out tokens that the clip stops. True outside mask_T.

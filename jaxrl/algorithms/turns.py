@@ -21,7 +21,7 @@ from jaxrl.algorithms.advantages import EQUAL, _members, _scored, group_advantag
 
 
 class _Cells(NamedTuple):
-    """Where the loss tokens lie in a table [N, K] of turns."""
+    """The positions of loss tokens in a table [N, K] of turns."""
 
     at: np.ndarray  # [S] in the batch
     trajectory: np.ndarray  # [S]

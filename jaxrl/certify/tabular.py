@@ -129,8 +129,8 @@ def case_of(p: Policy, drawn, turns: bool) -> tuple[Case, np.ndarray]:
 
 
 def expected(loss: Loss, p: Policy) -> np.ndarray:
-    """Returns the [3, 3] gradient of the loss with respect to theta, expected over groups of GROUP completions drawn
-    from theta.
+    """Returns the [3, 3] gradient of the loss with respect to theta, expected over groups of GROUP
+    completions drawn from theta.
     """
     draws = list(itertools.product(range(len(ANSWERS)), repeat=GROUP))
     batches = []

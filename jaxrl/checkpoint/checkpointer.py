@@ -10,7 +10,7 @@ On disk, below `<run_dir>/checkpoints` or `checkpoint.dir`, which may be in a st
     00000060.set-aside      damaged, or later than the checkpoint a run went back to; never read again, never deleted
 
 Several processes save and restore together. Each writes and reads its own parts of the arrays; process 0 alone chooses
-checkpoints, checks the disk, writes host values and manifest, and deletes. The folder must be one that all of them see.
+checkpoints, checks the disk, writes host values and manifest, and deletes. All processes must see the folder.
 
 Steps of a save, and the points where `faults.plan` can act:
 
@@ -109,7 +109,7 @@ class Checkpointer:
       config: the whole config; reads the group `checkpoint`.
       faults: planned faults, for tests.
       before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes visible;
-        flushes whatever must not be older than the checkpoint.
+        flushes files that must not be older than the checkpoint.
       uploads: sends checkpoints elsewhere (uploads.py), or None. Process 0's writing thread passes it each one. Up
         to checkpoint.keep checkpoints that are still to be sent are not deleted.
     """
@@ -376,15 +376,15 @@ class Checkpointer:
     # ---- restoring
 
     def choose(self, resume: str = "auto") -> Chosen | None:
-        """Returns the newest usable checkpoint, or None if there is nothing to resume. Reads no arrays, touches no
-        device.
+        """Returns the newest usable checkpoint, or None if there is nothing to resume. Reads no
+        arrays, touches no device.
 
         Args:
           resume: as in `restore`, which then uses this result.
 
         Raises:
-          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; an
-            unknown format.
+          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was
+            named; an unknown format.
         """
         chosen = self._choose_together(resume)
         self._cached_choice = (resume, chosen)

@@ -30,8 +30,8 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 
     Args:
       chosen: the checkpoint to resume, or None.
-      workers: option -> pool of workers (rewards, episodes), whose key() identifies the user's code; it may change on
-        resume.
+      workers: option -> pool of workers (rewards, episodes), whose key() identifies the user's code; it
+        may change on resume.
 
     Raises:
       ConfigError: the processes read different inputs, or others than the checkpoint's.
@@ -63,8 +63,8 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
-    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference that is
-    read again.
+    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference
+    that is read again.
     """
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
     if train_set is not None:
@@ -96,8 +96,8 @@ def weights_of_hosts(config) -> dict[str, str]:
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
     """Returns the hub commits that were read, name -> [40 hex digits]; checkpoints store them.
 
-    Names are model, tokenizer, reference, critic, teacher, "training data" and "eval set <name>"; local folders are
-    left out.
+    Names are model, tokenizer, reference, critic, teacher, "training data" and "eval set <name>"; local
+    folders are left out.
     """
     m = config.model
     named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, jaxrl_data.tokenizer_revision(config)),
@@ -111,8 +111,8 @@ def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
 
 
 def weights_print(path: str, revision: str | None) -> str:
-    """Returns a hash of all weights in a folder or hub snapshot: sizes, headers and evenly spread blocks, so that it
-    is fast.
+    """Returns a hash of all weights in a folder or hub snapshot: sizes, headers and evenly spread blocks, so
+    that it is fast.
     """
     digest = hashlib.sha256()
     for file in sorted(hf.folder_of(jaxrl_data.resolve(path), revision).glob("*.safetensors")):

@@ -63,8 +63,8 @@ PAST: dict[str, str] = {
 
 
 def changes_past(name: str) -> str | None:
-    """Returns why a change of this option is refused on resume; None if it is accepted. Raises KeyError for an
-    unclassified option.
+    """Returns why a change of this option is refused on resume; None if it is accepted. Raises KeyError
+    for an unclassified option.
     """
     parts = name.split(".")
     if parts[:2] == ["data", "sources"]:
@@ -116,14 +116,14 @@ READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("token
 
 
 def input_changes(old: dict, new: dict, accepted=(), changes: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. Names that only one side has are not
-    compared.
+    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. Names that only one side
+    has are not compared.
 
     Args:
       old, new: of the checkpoint, and of this run.
       accepted: run.accept_changed.
-      changes: accepted option changes (texts of config_changes); an eval set that differs because of them is not
-        reported.
+      changes: accepted option changes (texts of config_changes); an eval set that differs because of
+        them is not reported.
 
     Returns:
       (refused, taken), one text each.

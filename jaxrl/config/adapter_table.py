@@ -29,8 +29,8 @@ def listed(value) -> tuple[str, ...]:
 
 
 def numbers(config, kind: str) -> Mapping[str, int]:
-    """Returns name of a source ("sources") or of a held-out set ("eval") -> number of its adapter; {} without
-    lora.adapters.
+    """Returns name of a source ("sources") or of a held-out set ("eval") -> number of its
+    adapter; {} without lora.adapters.
     """
     return {name: k for k, adapter in enumerate(names(config), 1)
             for name in listed(config.lora.adapters[adapter].get(kind, ()))}

@@ -66,8 +66,8 @@ GROUPS = {
 
 
 def requested(argv: list[str]) -> str | None:
-    """Returns the topic of `--help`, `--help=TOPIC`, `--help TOPIC`; "" for the overview, None without a request for
-    help.
+    """Returns the topic of `--help`, `--help=TOPIC`, `--help TOPIC`; "" for the overview, None without
+    a request for help.
     """
     for i, arg in enumerate(argv):
         name, _, topic = arg.partition("=")

@@ -47,8 +47,8 @@ def made_of(config) -> str:
 
 
 def longest_prompt(config) -> int:
-    """Returns the most tokens before those that a request samples: the prompt, or in an episode everything before its
-    last turn.
+    """Returns the most tokens before those that a request samples: the prompt, or in an episode everything
+    before its last turn.
     """
     if not episodes(config) or config.env.max_turns == 1:
         return config.data.max_prompt_tokens

@@ -62,6 +62,7 @@ def editable(config) -> Config:
 
 
 def get(cfg, dotted: str):
+    """Returns the value of an option by dotted name."""
     for part in dotted.split("."):
         cfg = cfg[part]
     return cfg
@@ -104,8 +105,8 @@ def _coerce(name: str, value, opt: Option):
 
 
 def find_config(spec: str) -> tuple[Path, str | None]:
-    """Converts 'configs/grpo.py:tiny' or 'grpo:tiny' to (path, 'tiny'). Bare names are looked up among the shipped
-    configs.
+    """Converts 'configs/grpo.py:tiny' or 'grpo:tiny' to (path, 'tiny'). Bare names are looked up
+    among the shipped configs.
     """
     name, _, arg = spec.partition(":")
     stem = name if name.endswith(".py") else name + ".py"
@@ -178,8 +179,8 @@ def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
 
 
 def config_of(config) -> Config:
-    """Returns an editable config from a ConfigDict, the name of a config, options by name on top of the defaults, or
-    None.
+    """Returns an editable config from a ConfigDict, the name of a config, options by name on top of
+    the defaults, or None.
     """
     if isinstance(config, str | Path):
         return load_config(str(config))
@@ -274,8 +275,8 @@ def parse_value(dotted: str, text: str):
 
 
 def _parse_list(text: str, kind: type) -> tuple:
-    """Parses 'a,b', "('a', 'b')", "'a,b'" (one entry) or '3' as a tuple. Raises ValueError for text where numbers are
-    expected.
+    """Parses 'a,b', "('a', 'b')", "'a,b'" (one entry) or '3' as a tuple. Raises ValueError for text
+    where numbers are expected.
     """
     value = _literal(text)
     if text[:1] in ("(", "[") or (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
@@ -340,8 +341,8 @@ def redacted_text(text: str) -> str:
 
 
 def redacted(cfg) -> dict:
-    """Returns the config as plain dicts without secrets: values under secret-looking names, and secret-looking parts of
-    any text.
+    """Returns the config as plain dicts without secrets: values under secret-looking names, and secret-looking
+    parts of any text.
     """
 
     def hidden(node):
@@ -364,6 +365,7 @@ def redacted(cfg) -> dict:
 
 
 def flat(table: dict, prefix: str = "") -> dict:
+    """Returns dotted name -> value of nested dicts; empty dicts are values."""
     out = {}
     for key, value in table.items():
         if isinstance(value, dict) and value:

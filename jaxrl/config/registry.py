@@ -1,5 +1,5 @@
-"""Kinds of job, as rows: what the rest of jaxrl has to know of each of them, so that nothing else asks for a recipe's
-name.
+"""Kinds of job, as rows: what the rest of jaxrl has to know of each of them, so that nothing else asks
+for a recipe's name.
 
 A new recipe is a file with `run(spec, given)`, a row here, and its options in `schema`. One of a user's own has its row
 in its file: run.recipe=./my_file.py:RECIPE; its options are below `user`.

@@ -23,8 +23,8 @@ def ends(cfg, passes: int | None = None) -> dict[str, int]:
 
 
 def end(cfg, passes: int | None = None) -> tuple[int, str]:
-    """Returns (steps of the run, the option that ends it and its origin), as far as they are known before the first
-    step.
+    """Returns (steps of the run, the option that ends it and its origin), as far as they are known
+    before the first step.
     """
     known = ends(cfg, passes) or {"train.steps": DEFAULT_STEPS}  # data.epochs alone, and rows that nobody has counted
     name = min(known, key=known.__getitem__)

@@ -44,8 +44,8 @@ NOT_YET = (
 
 
 def not_yet(name: str) -> str | None:
-    """Returns the missing feature and its substitute, if a part of a dotted name means something that jaxrl lacks; else
-    None.
+    """Returns the missing feature and its substitute, if a part of a dotted name means something that
+    jaxrl lacks; else None.
     """
     for part in re.split(r"[./]", name.lower().replace("-", "_")):
         for pattern, instead in NOT_YET:

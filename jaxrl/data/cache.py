@@ -77,8 +77,8 @@ class LazyTables(Tables):
 
 
 def lazy_tables(config, paths, limit: int, read) -> Tables:
-    """Returns rows that are read on first access if `data.cache` is set and every path is a local file; else reads
-    them now.
+    """Returns rows that are read on first access if `data.cache` is set and every path is a local file;
+    else reads them now.
     """
     local = all(Path(resolve(p)).suffix.lower() in SUFFIXES and Path(resolve(p)).is_file() for p in paths)
     return LazyTables(paths, limit, read) if config.data.cache and local else read()
@@ -108,8 +108,8 @@ class Cache:
         self.folder, self.tables = self.root / self.key, tables
 
     def read(self, name: str, reader, bad) -> Dataset | None:
-        """Returns the cached data set, or None if there is no readable entry. An unreadable entry is deleted with a
-        warning.
+        """Returns the cached data set, or None if there is no readable entry. An unreadable entry is
+        deleted with a warning.
         """
         if not self.folder.is_dir():
             return None

@@ -73,8 +73,8 @@ class Template:
         self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
 
     def unknown_in(self, text: str) -> str:
-        """Returns the first piece of a text that the tokenizer has no token for; the first 60 characters if it has no
-        offsets.
+        """Returns the first piece of a text that the tokenizer has no token for; the first 60 characters if
+        it has no offsets.
         """
         try:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -94,8 +94,8 @@ class Template:
         return self.conversation(messages, self.generation_prompt, **kwargs) + self.prefix
 
     def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
-        """Returns the chat template's text for messages; tool-call arguments become JSON text or objects as the
-        template expects.
+        """Returns the chat template's text for messages; tool-call arguments become JSON text or objects
+        as the template expects.
 
         Args:
           kwargs: template arguments, which override data.chat_template_kwargs.
@@ -179,8 +179,8 @@ class Template:
 
 
 def check_messages(value) -> list[dict]:
-    """Returns chat messages with text contents (lists of text parts are joined). Raises PromptError naming the
-    message.
+    """Returns chat messages with text contents (lists of text parts are joined). Raises
+    PromptError naming the message.
     """
     if not isinstance(value, list) or not value:
         raise PromptError(f"expected text or a list of chat messages, found {type(value).__name__}"

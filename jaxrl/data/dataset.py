@@ -108,8 +108,8 @@ class Row(NamedTuple):
 
     Attributes:
       completion: the text to train on, the whole assistant message if it has tool calls or thinking, or None.
-      messages: with data.train_turns=all, the whole conversation; every assistant message after the prompt is trained
-        on.
+      messages: with data.train_turns=all, the whole conversation; every assistant message after the
+        prompt is trained on.
       tools: the JSON schemas passed to the chat template.
       rejected: the rejected completion of a pair, whose chosen one is `completion`.
     """
@@ -212,8 +212,8 @@ class Reader:
         return messages[:last]
 
     def _columns(self, row, prompt) -> dict[str, Any]:
-        """Returns what rewards receive of a row: every column except prompt and completion; a reserved name gets an
-        underscore appended.
+        """Returns what rewards receive of a row: every column except prompt and completion; a reserved name
+        gets an underscore appended.
         """
         out = {}
         for name, value in row.items():
@@ -343,8 +343,8 @@ class Dataset:
             "cut": np.array([one.prompt_cut or len(one.prompt) > limit for one in rows], bool)})
 
     def set_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        """Stores all ids as arrays, as `fill` builds them: offsets [3 N + 1] into ids and mask; masked, rows and cut
-        [N].
+        """Stores all ids as arrays, as `fill` builds them: offsets [3 N + 1] into ids and mask; masked,
+        rows and cut [N].
         """
         self.arrays = arrays
         self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(arrays["offsets"]).reshape(-1, 3).T
@@ -365,8 +365,8 @@ class Dataset:
                        trained, rejected if len(rejected) else None)
 
     def numbers(self, column: str) -> np.ndarray:
-        """Returns a column as [N] float64. Raises ConfigError naming the first row whose value is not a finite
-        number.
+        """Returns a column as [N] float64. Raises ConfigError naming the first row whose value is
+        not a finite number.
         """
         out = np.zeros(len(self))
         for i, row in enumerate(self.arrays["rows"]):

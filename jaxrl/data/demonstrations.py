@@ -5,8 +5,8 @@ and the tokens between two of them are those an episode would put there; so temp
 their thinking, for example) are trained on exactly as they are sampled. `template`: the conversation is rendered
 once, and the template marks the assistant messages with {% generation %}.
 
-In both cases the generation prompt is masked and a turn's end token is trained on. A message with train=false is
-context only.
+In both cases the generation prompt is masked and a turn's end token is trained on. A message with
+train=false is context only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxrl.errors import ConfigError
 
 
 class Demonstrations:
-    """Tokenizes rows with `messages` (data.train_turns=all). Raises ConfigError if the chat template cannot render
-    them.
+    """Tokenizes rows with `messages` (data.train_turns=all). Raises ConfigError if the chat
+    template cannot render them.
     """
 
     def __init__(self, config, tokenizer, tools=()):
@@ -105,8 +105,8 @@ class Demonstrations:
 
 
 class CompletionRenderer:
-    """Renders completions after their prompts as the chat template writes them (data.train_turns=last, pairs,
-    held-out rows).
+    """Renders completions after their prompts as the chat template writes them
+    (data.train_turns=last, pairs, held-out rows).
 
     Without a chat template a prompt is followed by the completion's text and `eos_id`.
     """
@@ -116,8 +116,8 @@ class CompletionRenderer:
         self.renderer = TurnRenderer(config, tokenizer) if template.chat else None
 
     def __call__(self, row: Row, completion) -> tuple[str, str, list[int]]:
-        """Returns (text before the completion, text up to and including the completion, ids to append). Raises
-        PromptError.
+        """Returns (text before the completion, text up to and including the completion, ids
+        to append). Raises PromptError.
         """
         if self.renderer is None:
             return "", completion, self.eos

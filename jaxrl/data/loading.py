@@ -75,8 +75,8 @@ def _load_sources(config, tokenizer, eos_id, rows, tools) -> Mixture:
 
 
 def _train_rows(config, bad, rows=None):
-    """Returns (tables of data.path or of the rows in memory, numbers of the rows to train on, numbers of the held-out
-    rows).
+    """Returns (tables of data.path or of the rows in memory, numbers of the rows to train on, numbers
+    of the held-out rows).
     """
     data = config.data
     if rows is not None:
@@ -105,8 +105,8 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     Supervised jobs read a set's completion column where it has one.
 
     Args:
-      train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training rows are in
-        memory.
+      train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training
+        rows are in memory.
       sets: name -> rows, as for `load_train`.
 
     Returns:
@@ -153,8 +153,8 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 
 
 def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
-    """Checks that all local files and in-memory rows of data.path and eval.sets exist. Raises one DataError for all
-    problems.
+    """Checks that all local files and in-memory rows of data.path and eval.sets exist. Raises one
+    DataError for all problems.
     """
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
     named = [(path, "data.path") for path in config.data.path if wanted]
@@ -172,8 +172,8 @@ def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
 
 
 def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Returns (train rows, held-out rows) in file order: whole groups of equal prompts, drawn until the share or number
-    is reached.
+    """Returns (train rows, held-out rows) in file order: whole groups of equal prompts, drawn until the share
+    or number is reached.
 
     Args:
       prompt: row -> its prompt.

@@ -110,8 +110,8 @@ class Stretch:
         return self.rows_before + each + counts + np.bincount(sources[:i % CHUNK], minlength=len(self.rows_before))
 
     def row(self, k: int, wanted: int) -> int | None:
-        """Returns the position within the range at which source k gives its row number `wanted`, or None if it never
-        does.
+        """Returns the position within the range at which source k gives its row number `wanted`, or None
+        if it never does.
         """
         wanted -= int(self.rows_before[k])
         each = int(self.parts(0)[k])
@@ -137,8 +137,8 @@ class Stretch:
 
 
 class Mix:
-    """Maps a position to (source, index among that source's rows); a function of weights, rows per step and sizes
-    alone.
+    """Maps a position to (source, index among that source's rows); a function of weights, rows per
+    step and sizes alone.
 
     Where weights become constant (the end of a schedule, an exhausted source) claims restart from 0.
 

@@ -18,7 +18,7 @@ WINDOW = re.compile(r"(\d+):(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 
 
 def shuffled_epochs(rows: int, seed):
-    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch, each shuffled anew.
+    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch, each with its own shuffle.
 
     Args:
       seed: an integer or several; False keeps the file order.
@@ -102,8 +102,8 @@ class Epochs:
 
 
 class Windows:
-    """Row numbers whose difficulty lies in a moving window: each stage gives its rows only, shuffled, epoch after
-    epoch.
+    """Row numbers whose difficulty is in a moving window: each stage gives its rows only,
+    shuffled, epoch after epoch.
 
     Args:
       stages: (first position, lowest, highest); the first stage begins at 0.

@@ -8,8 +8,8 @@ import numpy as np
 
 
 class PassRates:
-    """Pass rate of every row and the epochs started so far; a checkpoint part from which the data order resumes
-    exactly.
+    """Pass rate of every row and the epochs started so far; a checkpoint part from which the
+    data order resumes exactly.
 
     Args:
       sizes: number of rows of each source.
@@ -62,8 +62,8 @@ class PassRates:
         return {"epochs": [[[number, first] for number, first, _ in order.started_epochs] for order in self.orders]}
 
     def arrays(self) -> dict:
-        """Returns "rates" (float32 [rows], NaN = not measured) and "kept" (bool, the row masks of all started epochs,
-        concatenated).
+        """Returns "rates" (float32 [rows], NaN = not measured) and "kept" (bool, the row masks of
+        all started epochs, concatenated).
         """
         return {"rates": self.rates.copy(),
                 "kept": np.concatenate([m for o in self.orders for _, _, m in o.started_epochs])}

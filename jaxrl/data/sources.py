@@ -52,8 +52,8 @@ def resolve(path: str) -> str:
 
 
 def offline_if_unreachable() -> bool:
-    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved; returns whether it
-    did.
+    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved;
+    returns whether it did.
 
     Offline, they use their cache or fail at once, instead of retrying for most of a minute per file. With a proxy
     nothing is changed, since the proxy resolves names.
@@ -332,7 +332,7 @@ def _parquet(f, shown: str) -> pa.Table:
 
 
 def _jsonl(f, shown: str):
-    for number, line in enumerate(f, 1):  # bytes: only \n ends a line, whatever else Unicode calls a line break
+    for number, line in enumerate(f, 1):  # bytes: only \n ends a line, not the other line breaks of Unicode
         if line.strip():
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_unique)

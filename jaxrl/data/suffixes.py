@@ -1,9 +1,9 @@
 """What a chat template writes after an assistant's turn: the end of turn, new messages, the next generation prompt.
 
-`turns` calls it. The template is asked once per shape of the new messages (their roles and fields): it renders a
-short conversation in which the assistant's turn and every field of the new messages are sentinels. What it writes
-after the assistant's sentinel does not depend on how it rewrites earlier turns, for example by deleting their
-thinking.
+`turns` calls it. The template is asked once per shape of the new messages (their roles and fields): it
+renders a short conversation in which the assistant's turn and every field of the new messages are sentinels.
+What it writes after the assistant's sentinel does not depend on how it rewrites earlier turns, for example
+by deleting their thinking.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def sentinel(kind: str, index: int = 0) -> str:
     """Returns a placeholder text.
 
     Args:
-      kind: a for the assistant's turn, c and b for the begin and end of a content, n for a tool's name, i for a
-        call's id.
+      kind: a for the assistant's turn, c and b for the begin and end of a content, n for a tool's name, i
+        for a call's id.
     """
     return f"QZ{kind}{index:03d}ZXQ"
 
@@ -83,8 +83,8 @@ class Suffixes:
         return self._shapes[key]
 
     def render_calls(self, calls: int) -> tuple[str, list[int]]:
-        """Returns (a question and calls as the template writes them, positions at which the assistant's turn may
-        begin).
+        """Returns (a question and calls as the template writes them, positions at which the
+        assistant's turn may begin).
         """
         text = self.template.conversation([QUESTION, self.turn(calls)], False)
         prompt = self.template.conversation([QUESTION], True)
@@ -149,10 +149,10 @@ class Suffixes:
     def _end(self, text: str, alone: str, calls: int) -> tuple[int, str, int, bool]:
         """Returns (end of the turn's text, text of the end token, position after it, whether it belongs to the turn).
 
-        `alone` is the same turn with nothing after it. Their common prefix is how the template ends the turn: the
-        tokenizer's end token in it, else its last control token, is the turn's end token. Without one, the control
-        token that begins the next message ends the turn (such models stop at it); without that, the tokenizer's end
-        token.
+        `alone` is the same turn with nothing after it. Their common prefix is how the template ends the turn:
+        the tokenizer's end token in it, else its last control token, is the turn's end token. Without one,
+        the control token that begins the next message ends the turn (such models stop at it); without that,
+        the tokenizer's end token.
         """
         start = self._calls_end(calls, self.is_calls) if calls and self.is_calls else 0
         control = sorted(self.tokens.control.values(), key=len, reverse=True)
@@ -198,8 +198,8 @@ class Suffixes:
         return tuple(p for p in pieces if p), tuple(self._editor(*e) for e in edits)
 
     def _edit(self, text: str, i: int):
-        """Returns (transformation, whether leading white space of the content stays, whether trailing white space
-        stays).
+        """Returns (transformation, whether leading white space of the content stays, whether
+        trailing white space stays).
         """
         before, _, rest = text.partition(sentinel("c", i))
         inside, _, after = rest.partition(sentinel("b", i))

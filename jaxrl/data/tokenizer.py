@@ -19,10 +19,10 @@ TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.model.v*", "tekken.json")
 def load_tokenizer(config):
     """Loads the Hugging Face tokenizer of `model.tokenizer` (or `model.path`) and applies the config's overrides.
 
-    `model.chat_template` (a Jinja file) replaces the template. `model.pad_token` and the first of `model.eos_tokens`
-    replace the special tokens and must be single tokens of the vocabulary. A tokenizer without a pad token pads with
-    its end token. Ids are those of the folder's tokenizer.json (see `open_tokenizer`). Remote code runs only with
-    `model.trust_remote_code`.
+    `model.chat_template` (a Jinja file) replaces the template. `model.pad_token` and the first of
+    `model.eos_tokens` replace the special tokens and must be single tokens of the vocabulary. A tokenizer without a
+    pad token pads with its end token. Ids are those of the folder's tokenizer.json (see `open_tokenizer`). Remote
+    code runs only with `model.trust_remote_code`.
 
     Raises:
       ConfigError: the source has no readable tokenizer, or an override does not fit it.
@@ -57,8 +57,8 @@ def load_tokenizer(config):
 
 
 def apply_overrides(config, tokenizer):
-    """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and returns it.
-    Raises ConfigError.
+    """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and
+    returns it. Raises ConfigError.
     """
     if config.model.chat_template:
         path = Path(resolve(config.model.chat_template))
@@ -70,8 +70,8 @@ def apply_overrides(config, tokenizer):
 
 
 def tokenizer_revision(config) -> str | None:
-    """Returns the hub revision of the tokenizer: model.tokenizer_revision, or model.revision if it belongs to the
-    model.
+    """Returns the hub revision of the tokenizer: model.tokenizer_revision, or model.revision if it
+    belongs to the model.
     """
     return config.model.tokenizer_revision or (None if config.model.tokenizer else config.model.revision)
 
@@ -146,8 +146,8 @@ def _difference(tokenizer, file: str) -> tuple[str, list[int], list[int]] | None
 
 
 def completion_texts(tokenizer, ends=()):
-    """Returns a function that decodes the ids of completions into the texts that rewards, records, judges and
-    environments see.
+    """Returns a function that decodes the ids of completions into the texts that rewards, records,
+    judges and environments see.
 
     The texts keep every sampled token, including special ones (`<think>` is one in some vocabularies), except
     end-of-turn tokens and padding.

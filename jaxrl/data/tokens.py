@@ -1,5 +1,5 @@
-"""Encodes texts with control tokens only where they are meant: in a template's text, never in the content of a
-message.
+"""Encodes texts with control tokens only where they are meant: in a template's text, never in the
+content of a message.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Tokens:
         return out
 
     def encode_pieces(self, pieces: list[tuple[str, bool]]) -> list[int]:
-        """Returns the ids of consecutive pieces (text, whether a template wrote it), with no control token from a
-        message.
+        """Returns the ids of consecutive pieces (text, whether a template wrote it), with no control
+        token from a message.
 
         The pieces are tokenized as one text, as the template's rendering would be. If that yields control tokens that
         are not the template's, each piece is tokenized alone.

@@ -1,8 +1,8 @@
 """Multi-turn conversations as token ids: sampled ids stay as they are, only new messages are rendered after them.
 
-A conversation is never tokenized again, since re-rendering a completion gives other tokens than were sampled. The
-next prompt is the recorded ids, then what is missing of the turn's end, then the new messages and the generation
-prompt.
+A conversation is never tokenized again, since re-rendering a completion gives other tokens than were
+sampled. The next prompt is the recorded ids, then what is missing of the turn's end, then the new messages
+and the generation prompt.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class TurnRenderer:
       tokens: Tokens of another renderer with the same tokenizer, to share.
 
     Attributes:
-      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn, and with
-        env.max_parallel_calls=1 the one that ends a call, so that a model cannot continue and invent the call's
-        result.
+      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn,
+        and with env.max_parallel_calls=1 the one that ends a call, so that a model cannot continue and
+        invent the call's result.
 
     Raises:
       ConfigError: there is no chat template or no fast tokenizer.
@@ -67,8 +67,8 @@ class TurnRenderer:
     # What comes before a turn.
 
     def first(self, messages, tools=None) -> np.ndarray:
-        """Returns the [P] int32 ids of a whole conversation (a text is one user turn), ending with the generation
-        prompt.
+        """Returns the [P] int32 ids of a whole conversation (a text is one user turn), ending
+        with the generation prompt.
 
         No control token comes from a message that is not the assistant's.
 
@@ -87,8 +87,8 @@ class TurnRenderer:
         return np.array([*ids, *self.tokens.written(text[at:])], np.int32)
 
     def _hide(self, message: dict, hidden: list[str]) -> dict:
-        """Returns the message with sentinels in place of control tokens in its content; the originals are appended to
-        `hidden`.
+        """Returns the message with sentinels in place of control tokens in its content; the originals
+        are appended to `hidden`.
         """
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
@@ -118,8 +118,8 @@ class TurnRenderer:
 
         Args:
           history: ids of prompt and turns so far, ending with sampled ids.
-          messages: [{"role", "content"}], those of role `tool` with `name` and `tool_call_id`; a text is one user
-            turn.
+          messages: [{"role", "content"}], those of role `tool` with `name` and `tool_call_id`; a text
+            is one user turn.
           limit: most tokens of a content, whose middle is cut; 0 for no limit.
         """
         messages = _messages(messages)
@@ -141,8 +141,8 @@ class TurnRenderer:
     # What a turn says.
 
     def read(self, ids, tools=None) -> dict:
-        """Parses sampled ids into {"text", "thinking", "calls": [{"id", "name", "arguments": dict or None,
-        "error"}]}.
+        """Parses sampled ids into {"text", "thinking",
+        "calls": [{"id", "name", "arguments": dict or None, "error"}]}.
 
         Never raises. A call that cannot be parsed has `error`; the turn's whole text is then in `written`.
 
@@ -253,9 +253,9 @@ class TurnRenderer:
     # Properties of the template and the tokenizer.
 
     def _choose_parser(self) -> Parser | None:
-        """Returns the parser of tool calls: `env.parser`, or the one that parses what the template writes; None if no
-        parser does or the template writes no calls. Also determines whether the template expects call arguments as
-        text.
+        """Returns the parser of tool calls: `env.parser`, or the one that parses what the template writes;
+        None if no parser does or the template writes no calls. Also determines whether the template expects
+        call arguments as text.
         """
         named = self.config.env.parser
         candidates = list(PARSERS.values()) if named == "auto" else [PARSERS[named]]
@@ -326,8 +326,8 @@ class TurnRenderer:
     # Checks at start-up.
 
     def check(self, tools: bool) -> None:
-        """Renders test conversations and checks that the template can write them. Raises ConfigError with the reason
-        and remedies.
+        """Renders test conversations and checks that the template can write them. Raises ConfigError with
+        the reason and remedies.
 
         Args:
           tools: also check calls and their replies, several at once with env.max_parallel_calls > 1.
@@ -384,8 +384,8 @@ class TurnRenderer:
 
 
 def end_of_turn(config, tokenizer) -> int | None:
-    """Returns the token with which the chat template ends an assistant's turn; None without a template, or if it
-    writes none.
+    """Returns the token with which the chat template ends an assistant's turn; None without a template, or
+    if it writes none.
     """
     if not Template(config, tokenizer).chat:
         return None

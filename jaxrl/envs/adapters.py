@@ -17,8 +17,8 @@ from jaxrl.workers.loading import LoadError, load, number
 
 
 def load_runner(setup: dict) -> EpisodeRunner:
-    """Returns the EpisodeRunner that a worker's setup names, after calling a class's static method `prepare`. Raises
-    LoadError.
+    """Returns the EpisodeRunner that a worker's setup names, after calling a class's static
+    method `prepare`. Raises LoadError.
     """
     if setup["tools"] or setup["mcp"]:
         return ToolRunner(setup)
@@ -139,11 +139,11 @@ class ToolRunner(EpisodeRunner):
 
 
 class StepRunner(EpisodeRunner):
-    """Runs a class, or a function that returns an object, with reset(row, seed) and step(action), asynchronous or
-    plain.
+    """Runs a class, or a function that returns an object, with reset(row, seed) and
+    step(action), asynchronous or plain.
 
-    Each episode gets a new object; its `close()`, if any, is called at the end. The score is the sum of the steps'
-    rewards.
+    Each episode gets a new object; its `close()`, if any, is called at the end. The score is the sum
+    of the steps' rewards.
     """
 
     name = "making it"

@@ -1,5 +1,5 @@
-"""Environments of gymnasium and textarena as classes with reset and step over text. Only this module imports those
-packages.
+"""Environments of gymnasium and textarena as classes with reset and step over text. Only this
+module imports those packages.
 
 gym:<id>        one agent, actions Discrete, MultiDiscrete, MultiBinary, Box or Text. env.options are those of
                 gymnasium.make, plus `prompt`, which replaces the first lines that describe the actions. The reward of

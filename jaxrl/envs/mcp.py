@@ -280,8 +280,8 @@ class Stdio:
 
 
 class Http:
-    """Streamable HTTP: each message is a POST, answered by JSON or an event stream, with a session if the server has
-    them.
+    """Streamable HTTP: each message is a POST, answered by JSON or an event stream, with a session if
+    the server has them.
     """
 
     def __init__(self, url: str):

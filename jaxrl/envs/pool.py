@@ -217,9 +217,9 @@ class EpisodePool:
             self._raise()
 
     def key(self) -> str:
-        """Returns a digest of everything except the model that decides episodes: the environment's code and the
-        options that reach it. Equal on all hosts where these are equal. Waits for the workers, which compute the
-        code digest.
+        """Returns a digest of everything except the model that decides episodes: the environment's code and
+        the options that reach it. Equal on all hosts where these are equal. Waits for the workers, which
+        compute the code digest.
         """
         self.ready()
         decides = json.dumps(self._decides | {"sources": self._sources}, sort_keys=True)
@@ -486,8 +486,8 @@ class EpisodePool:
 
     def _replace_worker(self, worker: Worker, why: str, guilty: list[Episode] | None = None,
                         fault: str = "env") -> None:
-        """Kills a worker and starts another. guilty: the episodes that caused it; None for the one whose code was
-        running.
+        """Kills a worker and starts another. guilty: the episodes that caused it; None for the one
+        whose code was running.
         """
         if not worker.ready and not worker.process.lost:
             raise self._unstartable(f"{why} while importing {self._description}")

@@ -1,5 +1,5 @@
-"""Parent side: what a config names as an episode, in the form workers load, checked as far as possible without
-importing it.
+"""Parent side: what a config names as an episode, in the form workers load, checked as far as
+possible without importing it.
 """
 
 from __future__ import annotations

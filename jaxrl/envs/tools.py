@@ -47,8 +47,8 @@ class Tool:
         self.name = self.schema["function"]["name"]
 
     def arguments(self, arguments: dict) -> dict:
-        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a number 3.0. Raises
-        BadArguments.
+        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a
+        number 3.0. Raises BadArguments.
         """
         parameters = self.schema["function"]["parameters"]
         known, out = parameters["properties"], {}
@@ -230,8 +230,8 @@ def _type_names(kind: dict) -> list[str]:
 
 
 def _fit(value, kind: dict, strict: bool) -> tuple | None:
-    """Returns (value,) if it is of this kind, else None. strict: 3.0 is not an integer, because it may be another
-    kind.
+    """Returns (value,) if it is of this kind, else None. strict: 3.0 is not an integer, because it
+    may be another kind.
     """
     name = kind.get("type")
     if isinstance(name, list) or "anyOf" in kind or "enum" in kind:

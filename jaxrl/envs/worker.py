@@ -6,10 +6,10 @@ Protocol (one JSON value per line; n numbers an attempt at an episode, seat is i
   in   ["start", n, seat, task] | ["turn", n, turn] | ["cancel", n]
   out  [n, "send" | "done" | "failed", data], [n, "gone"] after a cancel, [n, "hung", cause] for one that does not end
 
-Asynchronous episodes are tasks of one event loop. Each plain episode has a thread, of which one runs at a time; plain
-methods of classes and plain tools run on the loop, also one at a time; each episode has its own random state. With
-env.threads they run concurrently in threads. Shared memory holds which code runs since when; the pool kills what
-hangs.
+Asynchronous episodes are tasks of one event loop. Each plain episode has a thread, of which one runs at a time;
+plain methods of classes and plain tools run on the loop, also one at a time; each episode has its own random
+state. With env.threads they run concurrently in threads. Shared memory holds which code runs since when; the
+pool kills what hangs.
 """
 
 from __future__ import annotations
@@ -465,8 +465,8 @@ class Server:
             self.send([running.n, "failed", failure(e, running.phase)])
 
     def _tick(self) -> None:
-        """Cancels attempts that are late, and reports those that do not end after cancelling. (The pool handles
-        blocked loops.)
+        """Cancels attempts that are late, and reports those that do not end after cancelling. (The
+        pool handles blocked loops.)
         """
         self.seats.beat()
         for n in list(self._tasks):
@@ -492,8 +492,8 @@ class Server:
 
 
 def failure(error: BaseException, phase: str) -> dict:
-    """Returns the data of a "failed": `cause` short, so that equal ones can be counted, `detail` the end of the
-    traceback.
+    """Returns the data of a "failed": `cause` short, so that equal ones can be counted, `detail` the
+    end of the traceback.
     """
     text = "".join(traceback.format_exception(error))
     return {"cause": cause(error, phase), "detail": text[-MAX_TRACEBACK_CHARS:], "fault": "env", "reward": 0.0}

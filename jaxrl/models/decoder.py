@@ -99,8 +99,8 @@ class Weights(NamedTuple):
         return y if bias is None else y + like(bias.astype(x.dtype), y)
 
     def linears(self, module: str, x, *names: str) -> list:
-        """Applies several linear maps of one module to the same x: one product if their weights are joined
-        (models.unstacked).
+        """Applies several linear maps of one module to the same x: one product if their
+        weights are joined (models.unstacked).
         """
         name = f"{module}/{parameters.JOINED.get(names)}"
         if f"{name}/kernel" not in self.values:
@@ -224,6 +224,7 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
+    """Returns the rows of a layer's parameters: norms, mixer, feed-forward."""
     return parameters.NORMS[layer.norms] + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
 
 
@@ -337,7 +338,7 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
 
 
 def _layer(model, layer: Layer, params, x, shared, cache, index):
-    """Computes a residual layer with the norms before and after each branch that its rows have. index: repetition, if
+    """Computes a residual layer, with the norms before and after each branch that its rows have. index: repetition, if
     the cache holds all repetitions.
     """
     cfg = model.config

@@ -74,6 +74,7 @@ class Family:
 
     @property
     def classifier(self) -> str:
+        """Name of transformers' sequence classifier of this family."""
         return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 

@@ -61,8 +61,8 @@ GATED = {name: _gated(activation) for name, activation in ACTIVATIONS.items()}
 
 @functools.cache  # experts compare it by identity
 def clamped(alpha: float, limit: float) -> Callable:
-    """Computes gpt-oss's gate: g * sigmoid(alpha * g) * (up + 1), with g at most the limit and up within it on both
-    sides.
+    """Computes gpt-oss's gate: g * sigmoid(alpha * g) * (up + 1), with g at most the limit and up within
+    it on both sides.
     """
     def gated(gate, up):
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)

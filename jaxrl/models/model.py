@@ -38,8 +38,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         scheduler there recomputes too early.
       remat_every: layers that are recomputed together: fewer inputs are kept, and more exists at once.
       attention: implementation, see kernels.attention.
-      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers and adapters
-        have none.
+      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers
+        and adapters have none.
       experts: implementation of layers of experts, see kernels.experts.
       ring: over mesh.cp keys and values go from device to device, where they would be gathered.
 
@@ -235,8 +235,8 @@ class Model:
         return (last[:, 0], kv, auxiliary) if with_auxiliary else (last[:, 0], kv)
 
     def insert(self, cache, kv, rows_K, slots_K):
-        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside the cache are
-        dropped.
+        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside
+        the cache are dropped.
 
         Raises ValueError where the prompts are longer than the cache.
         """
@@ -264,8 +264,8 @@ class Model:
     def decode(self, params, tokens_S, positions_S, cache, shared=None, with_auxiliary: bool = False, whose_S=None):
         """Runs one token per slot: writes its key and value at its position, attends to cache positions up to it.
 
-        Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache is updated in
-        place.
+        Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache
+        is updated in place.
 
         Args:
           shared: kernels.attention.Shared, which slots hold one prompt, or None.

@@ -50,6 +50,7 @@ class Row:
         return not self.when or bool(getattr(config, self.when.removeprefix("not "))) != self.when.startswith("not ")
 
     def shape(self, config) -> tuple[int, ...]:
+        """Returns the shape of the row's array in a model with this config, without stacked axes."""
         sizes = self.sizes or [SIZES[axis] for axis in self.axes]
         return tuple(getattr(config, size) if isinstance(size, str) else size for size in sizes)
 
@@ -70,7 +71,7 @@ VALUE = (  # a critic's head; HF's name is that of sequence classifiers, which i
 
 
 def _norms(**names: str) -> tuple[Row, ...]:
-    """The norms of a layer, by HF's names."""
+    """Returns the rows of a layer's norms, by HF's names."""
     return tuple(Row(f"{path}/scale", ("norm",), f"{name}.weight", init="one") for path, name in names.items())
 
 
@@ -105,8 +106,8 @@ def _part(row: Row, groups: int | str, place: int) -> Row:
 
 
 def _gated_attention() -> tuple[Row, ...]:
-    """Returns the rows of attention whose output is gated by a sigmoid; HF stores a head's query and gate one after the
-    other.
+    """Returns the rows of attention whose output is gated by a sigmoid; HF stores a head's query and gate
+    one after the other.
     """
     out = []
     for row in ATTENTION:
@@ -262,6 +263,7 @@ class Entry:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
+        """Shape of one HF tensor: (outputs, inputs) of a linear map, else that of the array."""
         shape, inputs = self.kind[0], self.inputs
         if inputs:
             return math.prod(shape[inputs:]), math.prod(shape[:inputs])

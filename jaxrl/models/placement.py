@@ -74,8 +74,8 @@ def _whole_rows(axis, *arrays) -> Any:
 
 
 def gathered(weight, axes, dtype):
-    """Returns the weight in `dtype`, whole over fsdp and cp and split over tp (experts: over ep, too), as every rank
-    uses it.
+    """Returns the weight in `dtype`, whole over fsdp and cp and split over tp (experts: over ep, too), as
+    every rank uses it.
     """
     mesh = _mesh()
     if mesh is None:
@@ -376,8 +376,8 @@ def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **opti
 
 
 def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, **options):
-    """Computes kernels.attention.cached_work_of a cache of layers of `shape` [S, C, G * K], sharded_cached_attention's
-    `work`.
+    """Computes kernels.attention.cached_work_of a cache of layers of `shape`
+    [S, C, G * K], sharded_cached_attention's `work`.
 
     prompts: kernels.attention.Shared or None; each device's rows describe its own slots, counted from its first one.
     """

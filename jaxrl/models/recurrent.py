@@ -76,6 +76,7 @@ def positional(cache):
 
 
 def cache_length(cache) -> int:
+    """Returns the positions of a cache."""
     return positional(cache).shape[-2]
 
 

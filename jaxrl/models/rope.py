@@ -68,8 +68,8 @@ def _llama3(rope, head_dim, plain):
 
 
 def _yarn(rope, head_dim, plain):
-    """Computes YaRN (arXiv:2309.00071), "NTK-by-parts": a ramp over dimensions between interpolation
-    and extrapolation.
+    """Computes YaRN (arXiv:2309.00071), "NTK-by-parts": a ramp over dimensions
+    between interpolation and extrapolation.
     """
     def dimension(turns):
         return head_dim * math.log(rope.original_max / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

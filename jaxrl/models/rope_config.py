@@ -10,8 +10,8 @@ from jaxrl.models.rope import Rope
 
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
-    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
-    `rope_scaling`.
+    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or
+    from `rope_theta` and `rope_scaling`.
     """
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
     tables = family.defaults.get("rope_parameters") if tables is None else tables
@@ -124,7 +124,9 @@ def _longrope_fields(hf, family, table, window: int) -> dict:
 
 
 def _growth(table, given) -> dict:
-    """The fields of models.rope.growth; transformers has no defaults for what the table leaves out."""
+    """Returns the fields of models.rope.growth. Raises for entries that the table lacks, since
+    transformers has no defaults.
+    """
     key, window = "llama_4_scaling_beta", "original_max_position_embeddings"
     if missing := [name for name in (key, window) if given.get(name) is None]:
         raise ConfigError(f"model config: {', '.join(missing)} missing in the rotary table; queries grow by it")

@@ -1,5 +1,5 @@
-"""A head of one number on any decoder: the value of a state, for PPO's critic, or the score of a sequence, for reward
-models.
+"""A head of one number on any decoder: the value of a state, for PPO's critic, or the score of a
+sequence, for reward models.
 
 Legend: R rows, S loss slots per row, D hidden size.
 """

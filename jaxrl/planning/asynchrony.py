@@ -273,7 +273,7 @@ def _fitted(seconds, *columns) -> list[float]:
 
 
 def _decode_steps(lengths, slots: int) -> float:
-    """Decode steps until all completions are there."""
+    """Returns the decode steps until all completions are done."""
     return simulate(Speeds(slots, 1.0), lengths, per_step=len(lengths), group_size=1, steps=1)["seconds"][0]
 
 

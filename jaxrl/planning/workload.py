@@ -1,5 +1,5 @@
-"""Counts what one step of a job needs on a device, from the config: rows, operations, bytes. No compilation, no
-device.
+"""Counts what one step of a job needs on a device, from the config: rows, operations, bytes.
+No compilation, no device.
 
 Every prompt and completion is taken at its maximum length, as memory must be.
 
@@ -119,8 +119,8 @@ def split_flops(model, context: float) -> tuple[float, float]:
 
 
 def useful_flops(config, model) -> float:
-    """Returns the operations of forward and backward pass that training needs: no recomputation, padding or masked
-    pairs.
+    """Returns the operations of forward and backward pass that training needs: no recomputation,
+    padding or masked pairs.
     """
     prompt, answer = lengths(config)
     rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions
@@ -132,8 +132,8 @@ def useful_flops(config, model) -> float:
 
 
 def seen(config, model, length: int) -> float:
-    """Returns the keys that attention computes per query of a packed row: the whole row in XLA, the sequence's in a
-    kernel.
+    """Returns the keys that attention computes per query of a packed row: the whole row in XLA, the
+    sequence's in a kernel.
     """
     if model.attention in XLA:
         return length
@@ -144,8 +144,11 @@ def seen(config, model, length: int) -> float:
 
 
 def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Work:
-    """One microbatch on one device. Bytes: each matrix product reads its operands and writes its result once, the
-    gathered weights are written and read, gradients are read and written."""
+    """Returns the work of one microbatch on one device.
+
+    Bytes: each matrix product reads its operands and writes its result once, the gathered weights are written and read,
+    gradients are read and written.
+    """
     count, length = what.shape
     tokens = count * length / token_shards(mesh)
     act = model.compute_dtype.itemsize
@@ -169,7 +172,7 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
 
 
 def chunk_of_experts(model, mesh: dict, device: str) -> int:
-    """Tokens of a chunk, at most."""
+    """Returns the most tokens of a chunk."""
     cfg, ep = model.config, mesh["ep"]
     return tuned.chunk(cfg.experts_per_token, cfg.num_experts, tuned.room_of(device, model.experts),
                        cfg.num_experts // ep, cfg.hidden_size, cfg.expert_size // mesh["tp"],

@@ -66,8 +66,8 @@ def decode(data: bytes):
 
 
 def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
-    """Returns every process's payload, by process. A late process is waited for, and named, before the devices are
-    busy.
+    """Returns every process's payload, by process. A late process is waited for, and named, before
+    the devices are busy.
     """
     if peers.count == 1:
         return [payload]
@@ -85,8 +85,8 @@ def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
 
 @functools.cache
 def _ring():
-    """Returns (sharding by process over one device of each, the program that copies it everywhere, this process's
-    device).
+    """Returns (sharding by process over one device of each, the program that copies it
+    everywhere, this process's device).
     """
     first = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh(np.array([first[i] for i in sorted(first)]), ("process",))
@@ -132,8 +132,8 @@ def local_mesh(mesh: Mesh) -> Mesh:
     """Returns this process's devices of a mesh as a mesh of the same axes: all along dp, whole ep x tp groups, fsdp 1;
     cp is more of fsdp (sharding.rollout_mesh).
 
-    Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same way under both
-    meshes.
+    Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same
+    way under both meshes.
 
     Raises:
       ConfigError: such a group crosses processes.

@@ -302,8 +302,8 @@ def _say(connection: socket.socket, line: str) -> None:
 
 
 def _line(connection: socket.socket) -> str:
-    """Returns the next line. Raises OSError at the end of the connection, and for a line that is longer than any of
-    ours.
+    """Returns the next line. Raises OSError at the end of the connection, and for a line that is longer
+    than any of ours.
     """
     out = b""
     while not out.endswith(b"\n"):

@@ -65,8 +65,8 @@ def _number(environ, name: str, source: str) -> int:
 
 
 def _explicit(options, environ) -> Place:
-    """Returns the place from options, or from the variables JAXRL_COORDINATOR, JAXRL_PROCESSES, JAXRL_PROCESS; options
-    win.
+    """Returns the place from options, or from the variables JAXRL_COORDINATOR,
+    JAXRL_PROCESSES, JAXRL_PROCESS; options win.
     """
     return Place(
         "explicit", options.coordinator or environ.get("JAXRL_COORDINATOR", ""),
@@ -75,8 +75,8 @@ def _explicit(options, environ) -> Place:
 
 
 def _slurm(options, environ) -> Place:
-    """Returns the place in a job step of srun. The port comes from the job's number, so that two jobs on a node do not
-    collide.
+    """Returns the place in a job step of srun. The port comes from the job's number, so that two jobs on a
+    node do not collide.
     """
     hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "slurm")
@@ -331,8 +331,8 @@ def peers() -> Peers:
 
 
 def start(config) -> None:
-    """Joins the processes of a run before the first use of devices; does nothing in a single-process run or if joined
-    already.
+    """Joins the processes of a run before the first use of devices; does nothing in a single-process run
+    or if joined already.
 
     Raises:
       PeerLost: names who is missing after launch.connect_seconds.

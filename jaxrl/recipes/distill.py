@@ -1,5 +1,5 @@
-"""Distillation: trains a student towards a teacher on the student's completions (GKD), on the rows' completions, or
-both.
+"""Distillation: trains a student towards a teacher on the student's completions (GKD), on the
+rows' completions, or both.
 
 for step:
     rows         <- the next data.prompts_per_step rows of the global shuffle
@@ -141,7 +141,7 @@ class Student(Policy):
 
 
 class MixedRows:
-    """The rows of a stream in two parts, evenly mixed whatever a step's size.
+    """The rows of a stream in two parts, evenly mixed at any step size.
 
     The student completes the row at position p if floor((p + 1) share) > floor(p share), with the share
     distill.on_policy. `take` is a stream of these rows alone, numbered from 0, for Rollouts.
@@ -180,8 +180,8 @@ class MixedRows:
 
 
 def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
-    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was requested before
-    the update."""
+    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was
+    requested before the update."""
     s, job, policy, rollouts = parts.s, parts.job, parts.roles.policy, parts.rollouts
     c, batch, pieces = s.spec, None, []
     with s.phase("data"):

@@ -7,7 +7,7 @@ for step:
     loss, dloss/dscore   on the host in float64, over the whole batch (algorithms.scores)
     one optimizer step with the derivatives as weights
 
-which is the gradient of the loss, whatever packing, microbatches and mesh. (roles.reward_model scores with one in RL.)
+which is the gradient of the loss for any packing, microbatches and mesh. (roles.reward_model scores with one in RL.)
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ COLUMNS = {"old": "log-probs of the proximal policy", "ref": "log-probs of the r
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The comparison of one stage. away: 0 equal, at most 1 within its bound, else inf. text: the first or largest
-    difference."""
+    """The comparison of one stage. away: 0 equal, at most 1 within its bound, else inf. text: the
+    first or largest difference."""
 
     name: str
     away: float = 0.0

@@ -121,8 +121,8 @@ def holds(traj, micro, weights) -> bool:
 
 
 def kl(before, after) -> float:
-    """Returns the k3 estimate of KL(before || after) in nats per token, on tokens that `before` (or slightly older
-    weights) sampled."""
+    """Returns the k3 estimate of KL(before || after) in nats per token, on tokens that `before` (or
+    slightly older weights) sampled."""
     d = after - before
     return float(np.mean(np.exp(np.clip(d, -50, 50)) - 1 - d))
 

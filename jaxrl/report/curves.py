@@ -56,8 +56,8 @@ def unit(name: str) -> str:
 
 
 def groups(runs: list[Run]) -> list[list[int]]:
-    """Returns lists of indices of runs that differ only in run.seed (and in paths and logging, which change no
-    result).
+    """Returns lists of indices of runs that differ only in run.seed (and in paths and logging,
+    which change no result).
     """
     out: dict[str, list[int]] = {}
     for i, run in enumerate(runs):

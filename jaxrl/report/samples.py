@@ -40,9 +40,9 @@ def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
 
 
 def token_values(run: Run, step: int) -> dict[tuple, dict[str, list]]:
-    """Returns (group, sample) -> {advantages, gaps: per sampled token, in order} of a recorded step (jaxrl.replay);
-    {} without a complete record. A gap is the proximal policy's log-prob minus the engine's, if the trainer scored
-    it.
+    """Returns (group, sample) -> {advantages, gaps: per sampled token, in order} of a recorded step
+    (jaxrl.replay); {} without a complete record. A gap is the proximal policy's log-prob minus the engine's, if
+    the trainer scored it.
     """
     try:
         path = files.steps(run.folder / files.FOLDER).get(step)
@@ -194,8 +194,8 @@ class TokenTexts:
         return decode(ids, skip_special_tokens=False)
 
     def _next(self, ids: list[int], start: int, at: int) -> str:
-        """Returns the text that token `at` adds to that of the tokens since `start`; "" within a character that a later
-        token completes.
+        """Returns the text that token `at` adds to that of the tokens since `start`; "" within a character that
+        a later token completes.
 
         The spelling of a token depends on a few tokens before it (a space in front of a word).
         """

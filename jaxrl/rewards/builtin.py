@@ -54,8 +54,8 @@ def registered_rewards() -> dict[str, Callable]:
 
 @register_reward("math")
 def math_reward(prompt, completion, answer):
-    """Scores the mathematical equality of the completion's final expression (a box, else the last expression) and
-    `answer`.
+    """Scores the mathematical equality of the completion's final expression (a box, else the
+    last expression) and `answer`.
 
     An answer of two or more letters alone is a word (or words) and compared as text, ignoring case, not as a product
     of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers must
@@ -157,8 +157,8 @@ def _readable(text: str) -> str:
 
 
 def _computable(expression) -> bool:
-    """Returns whether no power or factorial has more than some ten thousand digits, which sympy would compute in one
-    uninterruptible call.
+    """Returns whether no power or factorial has more than some ten thousand digits, which sympy would compute
+    in one uninterruptible call.
     """
     from sympy import Basic, Integer, Number, Pow, factorial, preorder_traversal
 
@@ -180,8 +180,8 @@ def _computable(expression) -> bool:
 
 
 def _nearly_equal(a, b) -> bool:
-    """Returns whether two expressions that math-verify considers equal agree within a relative 1e-5, if both are
-    numbers.
+    """Returns whether two expressions that math-verify considers equal agree within a relative 1e-5,
+    if both are numbers.
     """
     if not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):
         return True
@@ -219,8 +219,8 @@ def exact_reward(prompt, completion, answer):
 
 @register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
-    r"""Scores whether the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18 = 18.0 =
-    36/2).
+    r"""Scores whether the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18
+    = 18.0 = 36/2).
     """
     if answer is None:
         return None

@@ -130,11 +130,11 @@ class Call:
 
 
 def outcome(value) -> dict:
-    """Returns {value, outcome, metrics} of a function's return value for one item. value is None unless outcome is
-    'ok'.
+    """Returns {value, outcome, metrics} of a function's return value for one item. value is None
+    unless outcome is 'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond LARGEST -> 'error: ...'.
-    Never raises.
+    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond LARGEST ->
+    'error: ...'. Never raises.
     """
     if isinstance(value, ServiceError):
         return failure(value)

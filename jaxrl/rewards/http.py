@@ -1,5 +1,5 @@
-"""Calls a service over HTTP from a reward worker: retries, pauses, one deadline, and failures as causes that are
-counted.
+"""Calls a service over HTTP from a reward worker: retries, pauses, one deadline, and failures as
+causes that are counted.
 
 Standard library and httpx. A secret is read from the environment variable that the options name. It is sent in one
 header and appears in no message.
@@ -55,8 +55,8 @@ class Service:
         self._tls = None
 
     def client(self) -> httpx.AsyncClient:
-        """Returns an HTTP client for one batch of work. Redirects are not followed, so that the secret stays with its
-        server.
+        """Returns an HTTP client for one batch of work. Redirects are not followed, so that the secret
+        stays with its server.
         """
         if self._tls is None:
             self._tls = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
@@ -132,8 +132,8 @@ class Service:
 
 
 def error_cause(error: BaseException) -> str:
-    """Returns the cause of an httpx.HTTPError: tls, host (unknown name), refused (no connection), broken (connection
-    lost).
+    """Returns the cause of an httpx.HTTPError: tls, host (unknown name), refused (no
+    connection), broken (connection lost).
     """
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:

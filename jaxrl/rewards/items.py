@@ -1,5 +1,5 @@
-"""Items and results of a reward pool, their metrics, and the shaped score per completion. N is the number of
-completions.
+"""Items and results of a reward pool, their metrics, and the shaped score per completion. N is
+the number of completions.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def item_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
 
 
 def item_hash(item: RewardItem) -> int:
-    """Returns a 64-bit hash of everything functions may see of a completion: text, tokens, prompt, columns, group and
-    sample.
+    """Returns a 64-bit hash of everything functions may see of a completion: text, tokens, prompt,
+    columns, group and sample.
     """
     fields = {name: value for name, value in vars(item).items() if name != "functions"}
     for name in ("token_ids", "context_ids"):
@@ -215,8 +215,8 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
-    """Returns the first two rows (of every source) with their reference answers as completions, for trying out reward
-    functions.
+    """Returns the first two rows (of every source) with their reference answers as completions, for
+    trying out reward functions.
     """
     items = []
     for i in dataset.first_rows:

@@ -1,8 +1,8 @@
 """The reward `judge`: a language model behind an OpenAI-compatible endpoint reads a completion and gives it a score.
 
-Prompt injection is fenced off: the completion stands between two lines with a number that the policy cannot know,
-since it is a digest of the whole request including the completion, and whatever looks like a control token of a chat
-template (<|im_end|>, </s>, [INST]) is split, so that no tokenizer takes it for one. The temperature is 0. Replies are
+Against prompt injection the completion is put between two lines with a number that the policy cannot know, a digest of
+the whole request including the completion, and text that looks like a control token of a chat template (<|im_end|>,
+</s>, [INST]) is split, so that no tokenizer reads it as one. The temperature is 0. Replies are
 cached on disk by a digest of the whole request, so each request is sent once.
 """
 
@@ -76,7 +76,7 @@ class Judge(Service):
         return [{"role": "user", "content": FRAME.format(n=n) + fill_placeholders(o["prompt"], values)}]
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
-        """Returns (score in 0..1, {cached}). An unreadable reply is asked for once more. Raises ServiceError."""
+        """Returns (score in 0..1, {cached}). An unreadable reply is requested once more. Raises ServiceError."""
         o = self.o
         fields = {"temperature": 0.0, "max_tokens": o["max_new_tokens"], "seed": 0} | o["extra"]
         path = self._path(messages, fields)

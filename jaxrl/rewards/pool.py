@@ -1,5 +1,5 @@
-r"""The reward pool: scores completions in spawned worker processes, with a wall-clock limit after which a worker is
-killed.
+r"""The reward pool: scores completions in spawned worker processes, with a wall-clock limit after which
+a worker is killed.
 
 Outcomes, per completion and function (also written to rollouts/step_*.jsonl):
   ok          a finite number
@@ -127,9 +127,9 @@ class RewardPool:
 
         Args:
           items: completions.
-          recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not called again
-            and their outcome is reused, including a timeout. A record whose `by` is another key comes from other
-            code.
+          recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not
+            called again and their outcome is reused, including a timeout. A record whose `by` is another key
+            comes from other code.
           part: the items are part of a step's completions; reward.max_failed_fraction is not applied yet.
           stop: checked about twice a second.
 
@@ -189,8 +189,8 @@ class RewardPool:
                 raise ConfigError(self._trial_text(lines))
 
     def agreements(self) -> list[Agreement]:
-        """Returns the agreement of each judge with its labelled rows (reward.judge.labelled), to show before
-        training.
+        """Returns the agreement of each judge with its labelled rows (reward.judge.labelled),
+        to show before training.
 
         Raises:
           ConfigError: the rows cannot be read, or a judge agrees with fewer than its min_agreement.

@@ -60,8 +60,8 @@ class Remote(Service):
         return [values] * len(items) if isinstance(values, ServiceError) else values
 
     def score(self, parts: list, where: str) -> float | ServiceError:
-        """Combines the values of all parts, in the order of their weights, into one score; a ServiceError if one is
-        not finite.
+        """Combines the values of all parts, in the order of their weights, into one score; a ServiceError if
+        one is not finite.
         """
         weights, total = self.o["weights"] or [1.0] * len(parts), 0.0
         for value, weight in zip(parts, weights, strict=True):
@@ -83,8 +83,8 @@ def clip(x: float, lowest: float | None, highest: float | None) -> float:
 
 
 async def jaxrl_format(self: Remote, client, budget: Budget, items, turn):
-    """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or null, ...]}, in
-    order.
+    """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or
+    null, ...]}, in order.
     """
     urls = rotate_urls(self.urls, turn)
     reply = await self.ask(client, budget, urls, {"items": items})
@@ -228,8 +228,8 @@ class Classifier(Remote):
                                f"{read[0][1][-60:]!r}, the completion is {read[0][0][-60:]!r}")
 
     def labels(self, reply, name: str, count: int, where: str) -> list:
-        """Returns the score of each completion from a reply's rows. Raises ServiceError if indices are missing or
-        repeated.
+        """Returns the score of each completion from a reply's rows. Raises ServiceError if indices
+        are missing or repeated.
         """
         scores: list = [None] * count
         for row in check_count(get_field(reply, "data", list, where), count, where):

@@ -1,5 +1,5 @@
-"""Parent side of rewards that are called over HTTP: `remote`, `judge`, and those of the tables reward.remotes and
-reward.judges.
+"""Parent side of rewards that are called over HTTP: `remote`, `judge`, and those of the
+tables reward.remotes and reward.judges.
 
 Splits their options into what decides scores and where the services are.
 """
@@ -24,8 +24,8 @@ class ServiceTable(NamedTuple):
 
     Attributes:
       options: name -> the options that decide scores, JSON-able; part of RewardPool.key().
-      places: name -> {urls, key_env, cache}: location, variable of the key, folder of the judge's cache. They decide no
-        score.
+      places: name -> {urls, key_env, cache}: location, variable of the key, folder of the judge's cache.
+        They decide no score.
       env: environment variables that workers need for them.
     """
 

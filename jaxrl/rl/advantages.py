@@ -60,9 +60,9 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
 
     Args:
       options: the group `algorithm` of a Spec.
-      traj: Trajectories with T tokens and N trajectories. The columns `reward`, `turn` and `anchor` are rewards,
-        numbers and states of turns. Without them a trajectory is one turn without a state: `turn` is then the
-        leave-one-out baseline.
+      traj: Trajectories with T tokens and N trajectories. The columns `reward`, `turn` and `anchor` are
+        rewards, numbers and states of turns. Without them a trajectory is one turn without a state: `turn` is
+        then the leave-one-out baseline.
       scores: [N], NaN = absent.
       baseline: [N] scores of greedy completions.
       kl: [T], or None if it is not subtracted from the reward.
@@ -227,7 +227,7 @@ def user_advantages(inputs: EstimatorInputs) -> Advantages:
                                 inputs.user)
     try:
         result = function(arguments)
-    except Exception as e:  # whatever a function of the user's may raise
+    except Exception as e:  # any error of the user's function
         at = traceback.extract_tb(e.__traceback__)[-1]
         message = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"algorithm.advantage={name!r}, {at.filename}:{at.lineno}, {at.line!r}: {message}; expected"

@@ -134,8 +134,8 @@ class Roles:
         """Returns flops/<phase> of the step that was just completed, over the completions that it trained on.
 
         Args:
-          step: completed steps. count: telemetry.flops operations. traj: Trajectories. Sampling on servers is not
-            counted.
+          step: completed steps. count: telemetry.flops operations. traj: Trajectories. Sampling on
+            servers is not counted.
         """
         epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)

@@ -1,6 +1,6 @@
 """Rollouts: prompts -> completions -> scores, repeated where dynamic sampling needs more groups with signal.
 
-    batch = rollouts.next(progress)            the groups that this step uses, in whatever order they finished
+    batch = rollouts.next(progress)            the groups that this step uses, in data order
     rollouts.poll()                            during the update: takes results that the engine has finished
     rollouts.release(batch.cursor)             after the update: the run continues from this cursor
     rollouts.publish(params, version)          weight sync
@@ -78,9 +78,9 @@ class Rollouts:
     """Produces a run's batches; a part of its checkpoints: unused completions of all processes and their rewards.
 
     Args:
-      spec: of the job. session: its phases, faults, collectives and stop (`phase`, `fault`, `together`, `interrupted`,
-        `peers`, `collective_tag`), the checkpoint (`resumed_part`, `progress`), the rollouts of an interrupted attempt
-        (`telemetry`).
+      spec: of the job. session: its phases, faults, collectives and stop (`phase`, `fault`, `together`,
+        `interrupted`, `peers`, `collective_tag`), the checkpoint (`resumed_part`, `progress`), the rollouts of
+        an interrupted attempt (`telemetry`).
       engine, stream, rewards: opened by run.setup. decode: as returned by data.completion_texts.
       steps: of the whole run. per_step: prompts per step; 0 = data.prompts_per_step.
       reward_model: roles.reward_model.RewardModel, or None.

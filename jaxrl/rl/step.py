@@ -158,8 +158,8 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
 
     Args:
       batch: rl.rollouts.Batch. prepared: of `prepare`.
-      step: completed steps of the run. meanwhile: called after each optimizer step was dispatched, while the device
-        works.
+      step: completed steps of the run. meanwhile: called after each optimizer step was dispatched,
+        while the device works.
 
     Returns:
       Metrics: means over the optimizer steps, maxima of the gaps.

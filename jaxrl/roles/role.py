@@ -162,16 +162,16 @@ class Policy(Role):
                   tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
 
     def weights(self):
-        """Returns the language model's parameters (nested tree) as the engine takes them; a copy if adapters are
-        merged."""
+        """Returns the language model's parameters (nested tree) as the engine takes them; a copy
+        if adapters are merged."""
         return parameters.engine_params(self.job, parameters.policy_params(self.state.trainable, self.state.frozen))
 
     @contextlib.contextmanager
     def resting(self, engine):
         """Context in which the policy is in host memory, if mesh.roles.policy.rest asks for it.
 
-        The engine gets the moved weights, which it may have to send to a server; otherwise it would keep the old arrays
-        alive.
+        The engine gets the moved weights, which it may have to send to a server; otherwise it would keep
+        the old arrays alive.
         """
         if not self.rests:
             yield

@@ -149,7 +149,7 @@ class LocalTeacher(Role):
     def head(self) -> dict[str, jax.Array]:
         """Returns {parameter name: output matrix} for a divergence over the whole vocabulary; {} for other losses.
 
-        The matrix is as wide as the student's and lies on the policy's devices, where the divergence is computed.
+        The matrix is as wide as the student's and is on the policy's devices, where the divergence is computed.
         """
         if self.wants != "hidden":
             return {}
@@ -170,6 +170,7 @@ class LocalTeacher(Role):
         return {f"{TEACHER}/{outer}/{inner}": memory.moved(weight, where)}
 
     def close(self) -> None:
+        """Drops the parameters."""
         self.state = None
 
 
@@ -182,6 +183,7 @@ class ServerTeacher:
         self._scorer = PromptScorer(c.teacher.servers, c.teacher.timeout_seconds, c.longest)
 
     def head(self) -> dict:
+        """Returns {}: servers have their own head."""
         return {}
 
     def targets(self, traj, layout, student) -> dict[str, np.ndarray]:

@@ -1,9 +1,9 @@
 """The embedded sampler: a continuous batch over KV-cache slots on the policy's own devices.
 
-Requests wait in order. A prompt is prefilled once into a stash, with others of its length class, and copied from there
-into the slot of every request that has it. Slots decode together in chunks; between chunks the host takes what has
-finished, looks for stop strings, and refills. Once no request waits, the last completions move through smaller slot
-counts.
+Requests wait in order. A prompt is prefilled once into a stash, with others of its length class, and copied
+from there into the slot of every request that has it. Slots decode together in chunks; between chunks the host
+takes what has finished, looks for stop strings, and refills. Once no request waits, the last completions move
+through smaller slot counts.
 
 A conversation keeps its slot: where another request may come after one (`Request.keep`), the slot is parked, and the
 next request (`Request.after`) runs only its new tokens (`Programs.extend`). Parking is best effort. Requests that wait
@@ -49,7 +49,7 @@ def make_engine(*fields):
     everything else is local.
 
     Raises:
-      ConfigError: shapes that cannot hold what the config asks for, or tensor parallelism across processes.
+      ConfigError: shapes that cannot hold the config's lengths, or tensor parallelism across processes.
     """
     context = EngineContext.of(*fields)
     config, model, eos_ids = context.config, context.model, context.eos_ids
@@ -317,8 +317,8 @@ class EmbeddedEngine(Engine):
     def _call_of(self, work):
         """Splits work into (arguments of one extend call, remaining work).
 
-        Takes entries in order, at most rows / shards of each data shard. The arguments are (tokens, positions, slots,
-        adapters).
+        Takes entries in order, at most rows / shards of each data shard. The arguments are
+        (tokens, positions, slots, adapters).
         """
         (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
         free, left = [range(i, i + rows // shards) for i in range(0, rows, rows // shards)], []
@@ -337,8 +337,8 @@ class EmbeddedEngine(Engine):
         return (tokens, positions, which, self._numbers(own)), left
 
     def _prefill(self, bucket: int):
-        """Prefills the next distinct prompts of a length class in queue order, replacing those of the class's last
-        call.
+        """Prefills the next distinct prompts of a length class in queue order, replacing those of
+        the class's last call.
         """
         width, length = self.shapes.prefill_rows, self.shapes.prompt_lengths[bucket]
         prompts: dict[bytes, Request] = {}
@@ -468,8 +468,8 @@ class EmbeddedEngine(Engine):
                                      [len(s.request.prompt) - 1 if s else 0 for s in samples])
 
     def _history(self, rows):
-        """Returns int32 [S, C] tokens by position for slots with penalties; a constant on the device if no slot has
-        one.
+        """Returns int32 [S, C] tokens by position for slots with penalties; a constant on the device if
+        no slot has one.
         """
         sharding = self._programs.by_slot
         shape = (len(rows), self.shapes.cache_lengths[-1])

@@ -1,4 +1,4 @@
-"""The registry of engines, so that no other code asks for an engine's name.
+"""The registry of engines; no other code compares engine names.
 
     row = engine_row(config)         of rollout.engine: an entry of ENGINES, or CUSTOM_ENGINE for a user's engine
     engine = make_engine(context)    a protocol.Engine
@@ -55,8 +55,8 @@ class EngineContext:
 
     @classmethod
     def of(cls, *fields) -> EngineContext:
-        """Returns a context, or builds one from its fields (the signature of engine factories before there was a
-        context).
+        """Returns a context, or builds one from its fields (the signature of engine factories before
+        there was a context).
         """
         return fields[0] if isinstance(fields[0], cls) else cls(*fields)
 

@@ -4,7 +4,7 @@
     a request to the inner engine --result--> the model's message --> the episode, until it ends
     one Result: the tokens of all turns, the tokens between them, the episode's outcome
 
-So whatever drives an engine drives episodes: admission, staleness, weight syncs, evaluation, checkpoints. Sampled
+Everything that drives an engine drives episodes: admission, staleness, weight syncs, evaluation, checkpoints. Sampled
 tokens are never tokenised again, and each is in exactly one turn of one result.
 
 A failure of the environment (an exception, a lost worker, a timeout) is not the policy's: the episode is tried again
@@ -160,8 +160,8 @@ class EpisodeEngine(Engine):
         self._version = int(version)
 
     def health(self) -> Health:
-        """Returns the engine's health. `running`: what a weight sync has to wait for while this engine is held
-        (env.publish).
+        """Returns the engine's health. `running`: what a weight sync has to wait for while this
+        engine is held (env.publish).
         """
         inner = self.engine.health()
         again = sum(e.began > 0 for e in self._waiting)
@@ -290,8 +290,8 @@ class EpisodeEngine(Engine):
         return [self._ask(episode, added, opens, most, data, seen)]
 
     def _end(self, episode: Episode) -> None:
-        """Ends an episode whose turns or tokens are used up. The worker is informed once, so that it can report an
-        outcome.
+        """Ends an episode whose turns or tokens are used up. The worker is informed once, so that it
+        can report an outcome.
         """
         if episode.over:
             self.pool.cancel([episode.request.id])

@@ -158,8 +158,8 @@ class Programs:
         return jax.tree_util.tree_map_with_path(one, cache)
 
     def new_caches(self):
-        """Returns the zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt), created in
-        their layout.
+        """Returns the zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt),
+        created in their layout.
         """
         def make():
             shapes = self.shapes
@@ -215,8 +215,8 @@ class Programs:
         return as_local_arrays(copy if mesh is joint else memory.moved(copy, layout), self.mesh)
 
     def prefill(self, *args):
-        """Runs `prefill_call`. Returns the stash (donated) and the tokens' experts [B, P, W], None unless
-        shapes.routes.
+        """Runs `prefill_call`. Returns the stash (donated) and the tokens' experts
+        [B, P, W], None unless shapes.routes.
         """
         return self._with_routes(self.run(*self.prefill_call(*args)))
 
@@ -294,8 +294,8 @@ class Programs:
 
 @functools.lru_cache(maxsize=8)
 def programs(model, shapes: Shapes, mesh, dtype, joint=None) -> Programs:
-    """Returns the programs of these shapes, cached: a second engine of the same process (evaluation, a next job)
-    compiles nothing.
+    """Returns the programs of these shapes, cached: a second engine of the same process (evaluation, a
+    next job) compiles nothing.
 
     Args:
       mesh: of the devices that decode.

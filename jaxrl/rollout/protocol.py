@@ -34,18 +34,17 @@ class EngineLost(RunStopped):
 class SamplingParams:
     """How one completion is sampled. Truncation follows penalties and temperature, in the order min_p, top_k, top_p.
 
-    temperature: 0 = greedy (log-probs are then those of temperature 1).
-    top_p: after min_p and top_k, keep the most likely tokens until their share of the remaining probability reaches
-    top_p.
-    top_k: keep the k most likely tokens; -1 = all. Tokens tied with the last of these stay, too.
-    min_p: keep tokens with at least this share of the most likely token's probability.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the completion so
-    far.
-    frequency_penalty: subtracted from a token's logit once per earlier occurrence in the completion.
-    min_new_tokens: before this many tokens, end tokens are not drawn and stop strings do not count.
-    stop: strings that end a completion at the token that completes one; `keep_stop` False removes every token that
-    holds a character of the string.
-    stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the completion.
+    Attributes:
+      temperature: 0 = greedy (log-probs are then those of temperature 1).
+      top_p: after min_p and top_k, keep the most likely tokens until they hold this share of the remaining probability.
+      top_k: keep the k most likely tokens; -1 = all. Tokens tied with the last of these stay, too.
+      min_p: keep tokens with at least this share of the most likely token's probability.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or completion so far.
+      frequency_penalty: subtracted from a token's logit once per earlier occurrence in the completion.
+      min_new_tokens: before this many tokens, end tokens are not drawn and stop strings do not count.
+      stop: strings that end a completion at the token that completes one; `keep_stop` False removes every token that
+        holds a character of the string.
+      stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the completion.
 
     Raises ValueError naming the field.
     """
@@ -89,8 +88,8 @@ class SamplingParams:
 
 
 class Key(NamedTuple):
-    """Identity of a completion within the run. Its text is the request's id, which engines, checkpoints and other
-    processes use.
+    """Identity of a completion within the run. Its text is the request's id, which engines, checkpoints
+    and other processes use.
     """
 
     stream: str  # train, greedy, eval/<set> ...
@@ -103,8 +102,8 @@ class Key(NamedTuple):
         return "/".join(map(str, self[:4])) + (f".{self.turn}" if self.turn else "")
 
     def seed(self, root: int) -> int:
-        """Returns the request's seed (uint32): a hash of its place in the run, the same on every host and every
-        retry.
+        """Returns the request's seed (uint32): a hash of its place in the run, the same on every
+        host and every retry.
         """
         parts = (int(root), self.stream, *map(int, self[1:] if self.turn else self[1:4]))
         return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=4).digest(), "little")
@@ -219,7 +218,7 @@ class Result:
     finish: str           # "stop" | "length" | "abort"
     seed: int
     support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused;
-                          # K = 0 or None where the engine was not asked for it
+                          # K = 0 or None if it was not requested
     routes: np.ndarray | None = None  # [P + n, W] int16: experts of the prompt's (of an episode: what its turns added)
                           # and the completion's tokens, in their order, in all layers that have experts; -1 = not known
     turns: tuple[Turn, ...] = ()
@@ -228,7 +227,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """What callers may rely on. No code asks for an engine's class or methods."""
+    """Abilities of an engine. Callers read these, never its class or methods."""
 
     concurrent: bool = False  # works without being polled
     holds: bool = False       # `hold` prevents new completions from starting
@@ -298,8 +297,8 @@ class Engine(abc.ABC):
         """Declares that no request will continue these."""
 
     def unfinished_results(self) -> list[Result]:
-        """Returns the finished turns of unfinished requests for a checkpoint (see `restore_unfinished`), with finish
-        UNFINISHED.
+        """Returns the finished turns of unfinished requests for a checkpoint (see
+        `restore_unfinished`), with finish UNFINISHED.
         """
         return []
 
@@ -312,8 +311,8 @@ class Engine(abc.ABC):
         """
 
     def weights_moved(self, params: Any) -> None:  # noqa: B027
-        """Receives the published weights at their present place, possibly host memory; the caller has moved or copied
-        them.
+        """Receives the published weights at their present place, possibly host memory; the caller has
+        moved or copied them.
         """
 
     def metrics(self) -> dict[str, float]:

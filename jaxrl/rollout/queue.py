@@ -17,11 +17,11 @@ A *version* is the number of completed steps of the weights; *staleness* counts 
 was drawn from and the step that uses it (`staleness`). With refill (dynamic sampling) groups are used earlier than
 meant, never later. A group keeps the seeds of the step it was meant for (`planned`).
 
-With max_staleness=0 and sync_every=1 the engine sees submit(one step's requests), poll ..., publish, exactly as without
-a queue.
+With max_staleness=0 and sync_every=1 the engine sees submit(one step's requests), poll ..., publish, exactly
+as without a queue.
 
-No jax and no session here: a simulated engine and trainer drive this very code (`clock` is then theirs). One thread
-drives it.
+No jax and no session here: a simulated engine and trainer drive this very code (`clock` is then theirs).
+One thread drives it.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class RolloutQueue:
     def request_groups(self, step: int, cursor: int, count: int = 0) -> tuple[list[PromptGroup], int]:
         """Requests groups and returns (`count` groups from `cursor` on for the next step, the cursor after them).
 
-        Submits these, and all later ones that the bound allows. Fewer at the end of the data. They stay here until
-        `release`.
+        Submits these, and all later ones that the bound allows. Fewer at the end of the data. They
+        stay here until `release`.
 
         Args:
           count: 0 for one step's groups.
@@ -139,8 +139,8 @@ class RolloutQueue:
         self._waiting += requests
 
     def wait(self, groups: list[PromptGroup] | None, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Polls until these groups are done (None: all that the engine has started). Returns False if `stop()` became
-        true first.
+        """Polls until these groups are done (None: all that the engine has started). Returns False if
+        `stop()` became true first.
 
         Args:
           timeout: seconds.
@@ -224,9 +224,9 @@ class RolloutQueue:
     def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict]) -> None:
         """Restores `state` as it was when `step` was next and the run's cursor was `cursor`.
 
-        Unfinished requests are submitted again, with the same seeds, at the next `request_groups`; an engine continues
-        from what it had of them. Groups that the current options would use too late (they may have changed) are sampled
-        anew.
+        Unfinished requests are submitted again, with the same seeds, at the next `request_groups`; an engine
+        continues from their finished turns. Groups that the current options would use too late (they may have
+        changed) are sampled again.
 
         Args:
           results: of all processes.

@@ -40,8 +40,8 @@ class Shapes:
       support: token ids of the sampler's support kept per token; 0 = none.
       routes: expert ids kept per token; 0 = none.
       work: the most that requests ask of sampling (`work_of`).
-      insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while
-        requests wait.
+      insert_width: prompts copied into slots per call, and the free slots that end a decode chunk
+        early while requests wait.
       extend: slots of a call that extends conversations in their slots, equally many of every data shard, and most
         new tokens of each.
     """
@@ -77,11 +77,11 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     Args:
       data_shards: of this process, which has its share of the requested slots. The default is its share of the batch,
         at most DEFAULT_SLOTS: a decode step mostly reads weights, however many sequences there are.
-      reads_all: whether decoding reads the cache to its end, whatever the slots hold (XLA's does, the kernels do not).
+      reads_all: whether decoding always reads the cache to its end (XLA's does, the kernels do not).
       routes: the model's expert ids per token in all layers.
 
     Raises:
-      ConfigError: lengths that cannot hold what the config asks for.
+      ConfigError: lengths below those that the config needs.
     """
     roll, data = config.rollout, config.data
     total = longest_sequence(config, max(roll.max_new_tokens, config.eval.max_new_tokens))
@@ -106,8 +106,8 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
 
 
 def decode_lengths(count: int, slots: int, cache_lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the cache lengths that `count` slots may read: the end of a tail has the longest length only, to keep
-    programs few.
+    """Returns the cache lengths that `count` slots may read: the end of a tail has the longest length only,
+    to keep programs few.
     """
     return cache_lengths[-1:] if 2 * count < slots else cache_lengths
 

@@ -1,8 +1,8 @@
 """Polls an engine in a thread, so that an engine which works inside `poll` runs concurrently with its caller.
 
-For engines whose programs run on their own devices, in one process: then the order in which two threads issue
-programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and the thread pauses
-meanwhile.
+For engines whose programs run on their own devices, in one process: then the order in which two threads
+issue programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and
+the thread pauses meanwhile.
 """
 
 from __future__ import annotations

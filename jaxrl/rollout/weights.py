@@ -24,8 +24,8 @@ from jaxrl.sharding import memory
 
 
 def names(model) -> list[str]:
-    """Returns the names of all HF tensors of a jaxrl.models.Model in the order of `chunks`. A tied head is not
-    included.
+    """Returns the names of all HF tensors of a jaxrl.models.Model in the order of `chunks`. A tied
+    head is not included.
     """
     return [entry.hf_names[i] for group in _layers(model) for entry, i in group]
 
@@ -39,10 +39,10 @@ def chunks(model, params, dtype, most_bytes: int,
       params: its parameter tree, of arrays all of whose shards this process reaches.
       dtype: of the tensors (anything numpy takes, or the name of one of jax's), except for those that are always
         fp32, such as routers' corrections.
-      most_bytes: of a chunk. It holds whole layers, at least one: embedding first, then layer by layer, last norm and
-        head.
-      host: numpy arrays in host memory, which belong to the caller; else on the device, whole on each one of the
-        parameters' mesh.
+      most_bytes: of a chunk. It holds whole layers, at least one: embedding first, then layer by layer,
+        last norm and head.
+      host: numpy arrays in host memory, which belong to the caller; else on the device, whole on each one
+        of the parameters' mesh.
     """
     chunk, size = [], 0
     for group in _layers(model):

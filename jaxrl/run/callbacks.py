@@ -114,8 +114,8 @@ class Callbacks:
             self._due.append((hook, *[dict(x) if isinstance(x, dict) else x for x in arguments]))
 
     def after_line(self, metrics: dict[str, float], records=()) -> None:
-        """Calls functions, and the hooks that are due, after a line of metrics. records: of its completions. See
-        `call`."""
+        """Calls functions, and the hooks that are due, after a line of metrics. records: of
+        its completions. See `call`."""
         self._metrics = metrics
         self.due(FUNCTION)
         self.call(records)

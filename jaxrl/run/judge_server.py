@@ -121,6 +121,7 @@ class JudgeServers:
                     self._start(name)
 
     def close(self) -> None:
+        """Stops all servers and the thread that watches them."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()

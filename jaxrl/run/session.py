@@ -78,8 +78,7 @@ class Session:
         self.spec, self.inputs, self.run_dir = spec, inputs or PythonInputs(), Path(spec.run.dir)
         self.progress, self.started = Progress(), time.monotonic()
         self.phase, self.compilations = Phases(), Compilations()
-        self.stop = GracefulStop(starting=True)
-        self.peers = peers()
+        self.stop, self.peers = GracefulStop(starting=True), peers()
         self.faults = Faults(spec.faults.plan, self.peers.index)
         self._telemetry: Telemetry | None = None
         self.callbacks = Callbacks(self)
@@ -95,6 +94,7 @@ class Session:
 
     @property
     def step(self) -> int:
+        """Number of completed steps."""
         return self.progress.step
 
     @property
@@ -142,8 +142,8 @@ class Session:
         return None if self.resumed is None else self.resumed.host.get("parts", {}).get(name)
 
     def set_stream(self, stream, fingerprints: dict) -> None:
-        """Sets the stream of training rows (or None), which bounds the run, and the fingerprints of its inputs, which
-        checkpoints store."""
+        """Sets the stream of training rows (or None), which bounds the run, and the fingerprints of its
+        inputs, which checkpoints store."""
         self.stream, self.fingerprints = stream, fingerprints
         if stream is not None and self.peers.count == 1:  # several processes agree on a stop after the rows are read
             stream.interrupted = self.interrupted
@@ -530,8 +530,8 @@ class Session:
             report_of(self.run_dir)
 
     def _finish_uploads(self, uploads: Uploads, stopped: bool) -> dict:
-        """Waits for uploads and returns their results; after a stop at most run.stop_seconds, without the last
-        checkpoint."""
+        """Waits for uploads and returns their results; after a stop at most run.stop_seconds,
+        without the last checkpoint."""
         c = self.spec
         if not stopped and uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
             path = self.checkpointer.path_of(self.step)

@@ -114,8 +114,8 @@ class Job:
         return self.config.mesh.roles.get(role, {}).get("rest") == "streamed"
 
     def put(self, batch, role="policy"):
-        """Puts a host PackedBatch, whole on every process, on a role's devices: rows over dp x fsdp x ep, each row over
-        cp."""
+        """Puts a host PackedBatch, whole on every process, on a role's devices: rows over dp x fsdp x ep,
+        each row over cp."""
         return put(batch, sharding.batch_sharding(self.mesh_of(role)))
 
     @property
@@ -282,8 +282,8 @@ def check_inputs(config, inputs=None, with_rewards: bool = True) -> None:
 
 
 def open_run(s, with_engine: bool = True) -> Job:
-    """Opens the job of a Session: all inputs, then devices and model, then (with_engine) the engine, without weights.
-    Raises ConfigError."""
+    """Opens the job of a Session: all inputs, then devices and model, then (with_engine) the engine,
+    without weights. Raises ConfigError."""
     read = read_job_inputs(s, with_engine)
     job = open_job(s.spec, read.model_inputs)
     s.set_spec(job.config)

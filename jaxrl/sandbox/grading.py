@@ -1,5 +1,5 @@
-"""Grades programs by unit tests: the program runs in the sandbox and sees only the inputs; outputs are compared
-outside.
+"""Grades programs by unit tests: the program runs in the sandbox and sees only the inputs;
+outputs are compared outside.
 
 Tests written in Python (asserts) run in a separate sandbox without the program: its functions are replaced by a table
 of the values it returned. So a program cannot pass by exiting early, by printing what a passing one prints, by
@@ -30,8 +30,8 @@ HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One test: standard input and output of the whole program (name ""), or arguments and value of one of its
-    functions.
+    """One test: standard input and output of the whole program (name ""), or arguments and value of
+    one of its functions.
     """
 
     given: Any
@@ -205,8 +205,8 @@ def _files(*names: str) -> dict[str, str]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 def same(found, wanted) -> bool:
-    """Returns whether two values are equal as JSON data: tuples equal lists, dict keys are text, floats agree within
-    1e-6.
+    """Returns whether two values are equal as JSON data: tuples equal lists, dict keys are text,
+    floats agree within 1e-6.
     """
     if isinstance(wanted, bool) or isinstance(found, bool):
         return found is wanted

@@ -40,8 +40,8 @@ class Operations:
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 
     def layers(self, first_N, end_N) -> tuple[float, float]:
-        """Returns (matrix products, attention) of all layers' forward pass, in floating-point operations summed over N
-        sequences.
+        """Returns (matrix products, attention) of all layers' forward pass, in floating-point operations
+        summed over N sequences.
 
         first_N, end_N: [N] positions from 0; counted are the tokens at first ... end - 1.
         """
@@ -54,8 +54,8 @@ class Operations:
         return float(self._token * (end_N - first_N).sum()), float(self._pair * seen)
 
     def generation(self, traj) -> float:
-        """Returns the operations of a rollout: prompts once per group, then every sampled token except each
-        completion's last.
+        """Returns the operations of a rollout: prompts once per group, then every sampled token
+        except each completion's last.
         """
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
@@ -90,8 +90,8 @@ class Operations:
 
 
 class Speed:
-    """Metrics of a step: `flops/<phase>` of the required operations, and with the seconds of the phases `perf/...`
-    (see names.py).
+    """Metrics of a step: `flops/<phase>` of the required operations, and with the seconds of the
+    phases `perf/...` (see names.py).
     """
 
     def __init__(self, job, trainable):

@@ -125,8 +125,8 @@ class IdleMechanisms:
 
 
 class Divergence:
-    """Warns once each that the loss has risen, or that a held-out accuracy has collapsed, as with too large a learning
-    rate.
+    """Warns once each that the loss has risen, or that a held-out accuracy has collapsed, as with too
+    large a learning rate.
 
     The loss: the mean of the last five lines is above three times that of the first three and of the lowest three in
     a row (for recipes that do not sample, whose loss is a likelihood or close to one). An accuracy: below half of the
@@ -187,8 +187,8 @@ class Health:
         self._said: set[str] = set()
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
-        """Returns the warnings about this step; [] after the first steps. Lines without an update (evaluation) do not
-        count.
+        """Returns the warnings about this step; [] after the first steps. Lines without an update
+        (evaluation) do not count.
         """
         if self.over or "optim/grad_norm" not in scalars:
             return []

@@ -87,7 +87,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("router/entropy", "mean entropy of the routers' distributions per loss token, in nats"),
     Metric("router/idle", "share of experts without a loss token in an update"),
     Metric("router/replayed", "algorithm.routes: share of the loss tokens whose experts were replayed, mean over layers"),
-    Metric("router/mismatch", "of them, the share of replayed experts that the router would not have chosen by itself, mean over layers"),
+    Metric("router/mismatch", "share of replayed experts that the router would not have chosen by itself, mean over layers"),
     Metric("router/<name>", "terms of the loss, mean over layers: balance (1 where tokens spread evenly), z"),
     Metric("optim/grad_norm", "global norm of the gradient before clipping", "grad", "small"),
     Metric("optim/lr", "learning rate of the last update"),
@@ -116,7 +116,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("fork/rewards_taken", "calls of reward functions whose outcome the record held"),
     Metric("fork/rewards_computed", "the others"),
     Metric("rollout/ahead_groups", "groups that are asked for and that later steps will use"),
-    Metric("rollout/ahead_answered", "those of them, of the first process, whose completions are there already"),
+    Metric("rollout/ahead_answered", "groups asked for ahead by the first process that are complete"),
     Metric("rollout/rounds", "rounds of sampling that dynamic sampling took"),
     Metric("rollout/discarded_fraction", "share of the sampled groups that dynamic sampling left out"),
     Metric("rollout/masked_fraction", "share of completions that dynamic sampling masks"),
@@ -159,7 +159,7 @@ METRICS: tuple[Metric, ...] = (
            "tok/s", "count"),
     Metric("engine/<name>", "vLLM, summed over servers: running, waiting, kv_cache_use, preemptions, prefix_queries, "
            "prefix_hits as its engines count them; restarts, reissued requests, servers_lost, given_up requests of this run, "
-           "unrouted completions, whose experts were not told whole"),
+           "unrouted completions, whose experts did not arrive whole"),
     Metric("publish/seconds", "vLLM: seconds until every server confirmed the new weights"),
     Metric("publish/gb_per_second", "vLLM: bytes of the weights over those seconds"),
     Metric("publish/probe", "vLLM: mean difference in nats between the probe's log-probs and the trainer's"),
@@ -177,7 +177,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/update_tokens_per_second", "the same over the seconds of the update"),
     Metric("perf/env_engine_seconds", "mean seconds that an episode waited for the engine"),
     Metric("perf/env_environment_seconds", "mean seconds that it took beside that: its environment, and waiting for a worker"),
-    Metric("upload/<name>", "folders times places of checkpoint.upload so far: done, failed (given up), waiting"),
+    Metric("upload/<name>", "folders times places of checkpoint.upload so far: done, failed (no attempts left), waiting"),
     Metric("time/wall", "Unix time at which the line was written"),
 )
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}

@@ -53,9 +53,9 @@ class Telemetry:
       run_dir: created if need be; locked against a second run until `close`.
       config: the whole config.
       total_steps: what the run aims at, for progress and time left.
-      resume_step: step of the restored checkpoint. Later lines of metrics.jsonl are dropped (the run writes them
-        again), TensorBoard hides its later events. None: a new run; what an earlier one left is moved to
-        <run_dir>/previous-<n>.
+      resume_step: step of the restored checkpoint. Later lines of metrics.jsonl are dropped (the run
+        writes them again), TensorBoard hides its later events. None: a new run; what an earlier one left
+        is moved to <run_dir>/previous-<n>.
       read_only: evaluation of a run that may be training elsewhere: only messages, samples and summary, no lock.
       console: one that `open_console` made earlier; None: one of this telemetry's own.
       silent: a process other than the first of several: it writes nothing and shows nothing, and can only read.
@@ -151,8 +151,8 @@ class Telemetry:
             self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
 
     def aside(self, action: Callable[[], object]) -> None:
-        """Runs an action in the thread that writes rollouts, before the next `flush` returns. The action reports its
-        failures itself.
+        """Runs an action in the thread that writes rollouts, before the next `flush` returns. The action
+        reports its failures itself.
         """
         if not self._silent:
             self._later("rollouts", action)
@@ -187,8 +187,8 @@ class Telemetry:
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
 
     def histograms(self, step: int, values: dict) -> None:
-        """Passes distributions to the sinks that show them: name (names.HISTOGRAMS) -> numbers; of many, evenly
-        spaced ones.
+        """Passes distributions to the sinks that show them: name (names.HISTOGRAMS) -> numbers; of
+        many, evenly spaced ones.
         """
         for name, numbers in values.items():
             some = numbers[:: len(numbers) // HISTOGRAM_NUMBERS + 1]
@@ -322,8 +322,8 @@ def make_console(mode: str, total_steps: int, title: str, stream=None) -> Silent
 
 
 def sample_records(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
-    """Returns at most `count` records of different prompts; different ones at every step, the same in every run with
-    this seed.
+    """Returns at most `count` records of different prompts; different ones at every step, the same in every
+    run with this seed.
     """
     draw = random.Random(f"{seed} {step}")
     of: dict[str, list[dict]] = {}

@@ -4,12 +4,12 @@ An objective names the token columns and weights it reads and the roles whose lo
 computes the loss of a microbatch from the model's outputs. Updates, log-probs and the planner read the same value. The
 formulas of policy losses are in jaxrl.algorithms; divergences of distillation are in training.distillation.
 
-A loss is a masked sum of weight * token loss. Weights are 1/denominator of one optimizer step and come from the host,
-so losses and metrics add up over microbatches and data shards. Metrics have the weight "token" = 1 / (loss tokens of
-the step).
+A loss is a masked sum of weight * token loss. Weights are 1/denominator of one optimizer step and come from the
+host, so losses and metrics add up over microbatches and data shards. Metrics have the weight "token" = 1 / (loss
+tokens of the step).
 
-An objective of sequences (preferences, say) is the weighted update of NextToken, with the weights of
-`sequence_weights`.
+An objective of sequences (preferences, say) is the weighted update of NextToken, with
+the weights of `sequence_weights`.
 
 Legend: R rows, S loss slots per row, N trajectories, T tokens.
 """
@@ -67,7 +67,7 @@ class Outputs:
         part = copy.copy(self)
         part.batch, part.objective, part.token = batch, objective, batch.weights["token"]
         part.mask = part.token > 0
-        part._of_targets = self._of_targets  # computed once, for all of them
+        part._of_targets = self._of_targets  # computed once
         return part
 
     @functools.cached_property
@@ -334,7 +334,7 @@ def applied_policy_loss(tokens: Tokens, options):
         result = find_policy_loss(name)(tokens, options)
     except ConfigError:
         raise
-    except Exception as e:  # whatever a function of the user's may raise while it is traced
+    except Exception as e:  # any error of the user's function while it is traced
         if ":" not in name:
             raise
         frames = traceback.extract_tb(e.__traceback__)
@@ -377,8 +377,8 @@ def _ratio_metrics(token, mask, fixed, old, stats):
 
 
 def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
-    """Returns weights [T] with which NextToken minimises any loss L(s_1 ... s_N) of the sums s_i of a
-    trajectory's log-probs.
+    """Returns weights [T] with which NextToken minimises any loss L(s_1 ... s_N) of the sums s_i
+    of a trajectory's log-probs.
 
     By the chain rule the gradient of L is sum_i dL/ds_i sum_t grad logp_t; NextToken's is -sum_t w_t grad logp_t, so
     w_t = -dL/ds_i. The derivatives are taken on the host in float64 over the whole batch (see algorithms.preference),

@@ -2,8 +2,8 @@
 
 The assignment follows from lengths alone; what a model computes does not depend on it (models.placement). Tokens move
 in tiles, the same number to every rank: tiles with most work first, each to the rank with least work so far. The work
-of a token is the number of keys it sees. So attention's work is even whatever the row holds (several documents, shared
-prompts, padding). A tile is whole in the kernels' blocks, so that a block holds neighbours.
+of a token is the number of keys it sees. So attention's work is even for any content of the row (several documents,
+shared prompts, padding). A tile is whole in the kernels' blocks, so that a block holds neighbours.
 
 Called by training.pack and the planner.
 

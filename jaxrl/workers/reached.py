@@ -82,8 +82,8 @@ class _ReachedCode:
 
 
 def _needed(body: list, root: str) -> list:
-    """Returns the statements of a file without its plain functions that `root` does not reach; all of them if that is
-    unknown.
+    """Returns the statements of a file without its plain functions that `root` does not reach; all of them
+    if that is unknown.
     """
     plain = {s.name: s for s in body if isinstance(s, DEFS) and not s.decorator_list}
     if root not in {s.name for s in body if isinstance(s, DEFS)} or ANYTHING & _names(body):

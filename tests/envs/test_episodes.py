@@ -69,7 +69,7 @@ def test_a_publication_falls_between_episodes_or_between_turns(publish):
     with playing("slow", publish=publish, in_flight=3) as engine:
         engine.submit(asked)
         done = engine.poll(0.0)
-        while not any(len(e.turns) == 1 and not e.asked and not e.first for e in engine._begun.values()):  # it has another to come
+        while not any(len(e.turns) == 1 and not e.pending and not e.first for e in engine._begun.values()):  # it has another to come
             done += engine.poll(0.0)
         engine.hold(True)
         end = time.monotonic() + 600

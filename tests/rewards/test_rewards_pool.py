@@ -347,6 +347,7 @@ def test_a_reward_that_forks_scores_its_own_answers(pool):
             np.testing.assert_array_equal(result.parts[name], np.arange(7.0))
 
 
+@pytest.mark.full
 def test_foreign_text_among_the_replies_is_no_score(pool):
     result = pool("intrudes").score(items(0, 1, 0, 2, 0, 3, 0))
     outcomes = [o["intrudes"] for o in result.outcomes]

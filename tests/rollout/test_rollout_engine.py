@@ -100,6 +100,7 @@ def test_programs_hold_what_the_options_ask_for_and_a_request_may_ask_for_more(f
     least.close()
 
 
+@pytest.mark.full
 def test_the_draw_repeated_in_float64_gives_the_same_tokens_beyond_a_margin(fixed):
     asked = requests(40, seed=22, top_p=0.9)
     close = total = 0

@@ -265,6 +265,7 @@ def test_vllm_tells_them():
         launch(True)
 
 
+@pytest.mark.full
 def test_what_cannot_be_had_is_refused():
     def refused(text, **options):
         cfg = config()

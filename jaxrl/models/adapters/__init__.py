@@ -47,7 +47,7 @@ from jaxrl.models.placement import stored
 from jaxrl.processes.exchange import to_host
 from jaxrl.sharding import memory
 
-NODE = "lora"  # the name under which a module's adapter stands
+NODE = "lora"  # name of a module's adapter in the tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,8 @@ def module_of(hf_name: str) -> str:
 def adaptable(entry) -> bool:
     """Whether an entry of the parameter table can have an adapter: it is the kernel of a linear map in a layer.
 
-    Head, embedding, routers and experts cannot, since the code that uses them reads their weights directly; they can be
-    trained whole.
+    Head, embedding, routers and experts cannot, since the code that uses them reads their weights directly; they
+    can be trained whole.
     """
     return (bool(entry.inputs) and entry.row.adapts and entry.path[-1] == "kernel"
             and any("layers." in name for name in entry.hf_names))
@@ -435,13 +435,13 @@ def _hashes(flat):
 
 
 def hashes(x):
-    """Returns two hashes, [2] uint32, of an array's contents, whatever its mesh and layout. For use inside programs."""
+    """Returns two hashes, [2] uint32, of an array's contents, for any mesh and layout. For use inside programs."""
     return jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
 
 
 def _hash(x, seed: int):
-    """Returns the sum over the elements of a mixed hash of bits and position, modulo 2**32 (the finaliser of
-    MurmurHash3).
+    """Returns the sum over the elements of a mixed hash of bits and position, modulo 2**32
+    (the finaliser of MurmurHash3).
     """
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
     bits = jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]).astype(jnp.uint32)

@@ -38,6 +38,7 @@ NAMES = (*adapters.DRAWS, "orthogonal", "pissa", "pissa_niter_<n>", "olora", "ev
 
 
 def is_init(name: str) -> bool:
+    """Returns whether a text is a value of lora.init, such as "pissa_niter_16"."""
     return name in NAMES and "<" not in name or NITER.fullmatch(name) is not None
 
 

@@ -63,11 +63,11 @@ FIELDS: dict[str, Any] = {  # of a LoraConfig, as it is saved where nothing is s
 def resolve(options, model) -> Adapter:
     """Returns the adapter that config.lora describes on a model: that of `options.path`, or by PEFT's rules.
 
-    Entries of `targets` and `exclude` are HF names of modules or their ends behind a "."; a single entry with signs
-    that no name has is a pattern for whole names; "all-linear" is every linear module but the output matrix. `exclude`
-    and `modules_to_save` take modules out, `layers` keeps those of some layers. Of `rank_pattern` and `alpha_pattern`
-    the first key that fits the end of the name decides. scale = alpha / rank, with rslora alpha / sqrt(rank) (arXiv
-    2312.03732).
+    Entries of `targets` and `exclude` are HF names of modules or their ends behind a "."; a single entry with
+    signs that no name has is a pattern for whole names; "all-linear" is every linear module but the output
+    matrix. `exclude` and `modules_to_save` take modules out, `layers` keeps those of some layers. Of
+    `rank_pattern` and `alpha_pattern` the first key that fits the end of the name decides. scale = alpha / rank,
+    with rslora alpha / sqrt(rank) (arXiv 2312.03732).
 
     Raises ConfigError for an entry that fits nothing (option, value, examples), for embeddings and output matrices as
     targets, and for what `read` refuses.

@@ -21,7 +21,7 @@ ALL_LINEAR, HEAD, EMBEDDING = "all-linear", module_of(hf.HEAD), module_of(hf.EMB
 # ---- the modules of a model ------------------------------------------------------------------------------------------
 
 class Place(NamedTuple):
-    """Where a tensor of a module lies: the row of the parameter table, and the index along its stacked axes."""
+    """The location of a module's tensor: the row of the parameter table, and the index along its stacked axes."""
 
     entry: Any
     index: tuple[int, ...]
@@ -48,8 +48,8 @@ def without_adapters(model) -> list[str]:
 
 
 def modules_of(model) -> list[str]:
-    """Returns the HF names of all modules that hold tensors and of their parents: the names that modules_to_save may
-    contain.
+    """Returns the HF names of all modules that hold tensors and of their parents: the names
+    that modules_to_save may contain.
     """
     return list(dict.fromkeys(name for tensor in tensors(model) for name in around(module_of(tensor))))
 
@@ -93,8 +93,8 @@ def selection_of(options) -> Selection:
 
 
 def table(name: str, entries, kind) -> dict:
-    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order. Raises ConfigError for
-    other entries.
+    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order. Raises
+    ConfigError for other entries.
     """
     out = {}
     for entry in [f"{k}={v}" for k, v in entries.items()] if hasattr(entries, "items") else entries:
@@ -112,8 +112,8 @@ def table(name: str, entries, kind) -> dict:
 
 
 def _option(names) -> str | tuple[str, ...]:
-    """Returns the names, or the one entry that is a keyword of PEFT's or a pattern (no module name has
-    its characters).
+    """Returns the names, or the one entry that is a keyword of PEFT's or a pattern (no module
+    name has its characters).
     """
     names = tuple(names)
     one = names[0] if len(names) == 1 else ""
@@ -205,6 +205,7 @@ def _saved(save, model, strict: bool) -> tuple[str, ...]:
 
 
 def shown(names) -> str:
+    """Returns names as text for messages."""
     return repr(names) if isinstance(names, str) else f"({', '.join(map(repr, names))})"
 
 

@@ -172,8 +172,8 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
 
 
 def _listed(folder, model, report=False) -> dict[str, tensorfile.Stored]:
-    """Returns a folder's tensors of the model, named as in its parameter table. report: log the tensors that are left
-    out.
+    """Returns a folder's tensors of the model, named as in its parameter table. report: log the tensors
+    that are left out.
     """
     stored, others = nested.split(scaled.plain(tensorfile.list_folder(folder), folder), model.config.family)
     if report:
@@ -208,8 +208,8 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
 
 
 def check_critic(tree: ValueModel, path: str, revision: str | None = None, scores: bool = False) -> dict:
-    """Checks the tensors of a folder that `load_critic` reads; raises what it would raise. scores: whether the head
-    must exist.
+    """Checks the tensors of a folder that `load_critic` reads; raises what it would raise. scores: whether
+    the head must exist.
     """
     folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
     stored = _listed(folder, tree.model)
@@ -326,8 +326,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
       model, params: what is exported, one tensor in host memory at a time.
       directory: the folder.
       hf_config: as load_config returned it (its SOURCE decides whether a tied head is written).
-      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype or fp32, bf16,
-        fp16.
+      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype
+        or fp32, bf16, fp16.
       tokenizer: HF tokenizer to save beside, or None.
       shard_gb: largest file in GB (1e9 bytes).
       eos_ids: token ids that end a completion; those the source did not name are written too.
@@ -434,8 +434,8 @@ def _of_layer(array: _Once, layer: tuple):
 
 
 def _host(entry, of_layer, array, layer, index, dtype):
-    """Returns one HF tensor as numpy. A layer's experts are fetched together: each alone would be gathered with all of
-    them.
+    """Returns one HF tensor as numpy. A layer's experts are fetched together: each alone would be gathered
+    with all of them.
     """
     return entry.to_hf(of_layer(array, layer)[index].astype(dtype))
 
@@ -483,7 +483,7 @@ def _write_json(file, value):
 
 
 def replace(temporary: Path, directory: Path) -> None:
-    """Puts a finished folder in its place; a folder that stands there is moved aside first and then deleted."""
+    """Puts a finished folder in its place; an existing folder is moved aside first and deleted afterwards."""
     if not directory.exists():
         os.rename(temporary, directory)
         return

@@ -18,8 +18,8 @@ KEYS = ("text_config", "quantization_config")
 
 
 def split(stored: dict[str, tensorfile.Stored], kind: str):
-    """Returns (a folder's tensors of the text model, named as if it were alone; the others). kind: the text model's
-    type.
+    """Returns (a folder's tensors of the text model, named as if it were alone; the others). kind:
+    the text model's type.
     """
     unread = FAMILIES[kind].unread
     if not unread:
@@ -53,8 +53,8 @@ def outer(config: dict) -> dict:
 
 
 def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
-    """Returns the tensors of the source folder that do not belong to the text model, unread; None if the folder is
-    gone.
+    """Returns the tensors of the source folder that do not belong to the text model, unread; None if
+    the folder is gone.
     """
     if not source.get("folder"):
         return []

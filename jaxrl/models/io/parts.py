@@ -72,8 +72,8 @@ def tensors(model) -> dict[str, Packed]:
 
 
 def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.Stored]:
-    """Returns a folder's tensors with every packed one split into its parts. Raises ConfigError for a packed tensor of
-    another shape.
+    """Returns a folder's tensors with every packed one split into its parts. Raises ConfigError for a packed
+    tensor of another shape.
     """
     out = dict(stored)
     for whole, packed in tensors(model).items():

@@ -1,5 +1,5 @@
-"""Checkpoints whose matrices are stored in few bits with scales, which are read as the matrices that they stand for, in
-fp32; a folder that is written has none of them.
+"""Checkpoints whose matrices are stored in few bits with scales, which are read dequantized, in fp32; written folders
+have none of them.
 
 fp8, as DeepSeek publishes it, a scale per block of rows and columns:
 

@@ -33,7 +33,7 @@ SINGLE = "model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies. `dtype` is the format's code; tensors of other kinds than DTYPES can only be listed."""
+    """The location of one tensor in a file. `dtype`: the format's code; other kinds than DTYPES can only be listed."""
 
     name: str
     file: Path
@@ -43,8 +43,8 @@ class Stored:
     stop: int
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """Returns a read-only view of the mapped file, at an index. Raises ConfigError unless the dtype is a plain
-        float.
+        """Returns a read-only view of the mapped file, at an index. Raises ConfigError unless the dtype
+        is a plain float.
         """
         if self.dtype not in DTYPES:
             raise ConfigError(f"{self.file}: tensor {self.name} has dtype {self.dtype}; only unquantized checkpoints "

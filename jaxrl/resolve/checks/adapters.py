@@ -19,7 +19,7 @@ OWN = (*ROWS, *LORA_OWN, *ADAPTERS_OWN)
 
 
 def several_adapters(cfg) -> list[str]:
-    """What is wrong with lora.adapters, and what does not go with it."""
+    """Returns the problems of lora.adapters, and of options that do not work with it."""
     out = [p for name, options in cfg.lora.adapters.items() for p in _adapter(name, options)]
     return out or [*_rows(cfg, "sources", list(cfg.data.sources), "data.sources", "a source"),
                    *_rows(cfg, "eval", _held_out(cfg), "eval.sets", "a held-out set"), *_beside(cfg)]
@@ -49,7 +49,7 @@ def _adapter(name, options) -> list[str]:
 
 
 def _own(where, key, value) -> list[str]:
-    """An entry that is an option of `lora` or of `optimizer`."""
+    """Returns the problems of an entry that is an option of `lora` or of `optimizer`."""
     if key == "rank" and isinstance(value, int) and value < 1:
         return [f"{where}.rank={value}: at least 1"]
     return entry(f"{where}.{key}", SCHEMA["lora" if key in LORA_OWN else "optimizer"][key], value)
@@ -60,7 +60,7 @@ def _held_out(cfg) -> list[str]:
 
 
 def _rows(cfg, kind: str, known: list[str], option: str, what: str) -> list[str]:
-    """Every source and every held-out set is of one adapter."""
+    """Returns the problems of sources and held-out sets, each of which must belong to one adapter."""
     named = [(adapter, name) for adapter, options in cfg.lora.adapters.items()
              for name in listed(options.get(kind, ()))]
     out = [f"lora.adapters.{adapter}.{kind}: {name} is not in {option} ({', '.join(known) or 'empty'})"
@@ -76,7 +76,7 @@ def _rows(cfg, kind: str, known: list[str], option: str, what: str) -> list[str]
 
 
 def _beside(cfg) -> list[str]:
-    """Other options that only one adapter can have, or that would couple several."""
+    """Returns the problems of other options that only one adapter can have, or that would couple several."""
     o, out = cfg.lora, []
 
     def refuse(option, value, why, remedy):

@@ -89,7 +89,9 @@ def _ranges(cfg):
 
 
 def _unread(cfg):
-    """Options that were set and that nothing reads. Of recorded steps, what stays closed is not asked about."""
+    """Returns the problems of options that were set and that nothing reads; for recorded steps
+    without rewards and sandbox.
+    """
     closed = ("reward.", "sandbox.") if cfg.run.mode in AGAIN else ()
     return [problem for problem in unread(cfg) if not problem.startswith(closed)]
 
@@ -140,7 +142,7 @@ def _role(cfg, role, options):
 
 
 def _streamed(cfg, role, name):
-    """What cannot be computed with layers that come one after the other."""
+    """Returns the problems of options that cannot work with layers streamed one after the other."""
     out = []
     if cfg.model.scan_layers == "false":
         out.append(f"{name} with model.scan_layers=false: layers come one after the other in a scan over them; set "
@@ -210,7 +212,7 @@ def _regexes(name, patterns):
 
 
 def _plan(cfg):
-    """The target where one is asked for; a plan needs neither tokenizer nor data."""
+    """Returns the problems of a plan's target and lengths; a plan needs neither tokenizer nor data."""
     if cfg.run.mode != "plan":
         return []
     if not all(0 < n <= cfg.rollout.max_new_tokens for n in cfg.plan.lengths):
@@ -287,7 +289,7 @@ def _rollout(cfg):
 
 
 def _ahead(cfg):
-    """What generating ahead of training, or publishing more rarely, cannot go with."""
+    """Returns the problems of sampling ahead of training, or of rarer weight syncs."""
     r, out = cfg.rollout, []
     enabled = [f"rollout.{name}={r[name]}" for name, off in (("max_staleness", 0), ("sync_every", 1)) if r[name] != off]
     if (r.max_staleness or r.sync_every > 1) and cfg.mesh.roles.get("sampler", {}).get("rest", "device") != "device":
@@ -297,7 +299,7 @@ def _ahead(cfg):
 
 
 def _episodes(cfg):
-    """Options below `env`, among each other and with the rest."""
+    """Returns the problems of options below `env`, among each other and with other groups."""
     e, out = cfg.env, []
     if not episodes(cfg) or not recipe_of(cfg).samples:
         return []
@@ -468,7 +470,7 @@ def _optimizer(cfg):
 
 
 def _critics_optimizer(cfg):
-    """What is wrong with critic.optimizer, named as the user wrote it."""
+    """Returns the problems of critic.optimizer, named as the user wrote it."""
     own = cfg.critic.optimizer
     known = optimizer.CRITICS_OWN
     out = [f"critic.optimizer.{name}: the critic has of its own {', '.join(known)}"
@@ -527,7 +529,7 @@ def _uploads(cfg):
 
 
 def _launch(cfg):
-    """Half a description of the processes, and limits that undo each other."""
+    """Returns the problems of an incomplete description of the processes, and of limits that contradict each other."""
     c, out = cfg.launch, []
     if c.processes < 0 or c.process < -1:
         out.append(f"launch.processes={c.processes}, launch.process={c.process}: a count from 1 (0 = from the "

@@ -18,7 +18,7 @@ RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwa
 
 
 def sources(cfg) -> list[str]:
-    """data.sources, data.exhausted and what does not go with them."""
+    """Returns the problems of data.sources, data.exhausted and options that do not work with them."""
     d, out = cfg.data, []
     if not d.sources:
         return []
@@ -35,7 +35,7 @@ def sources(cfg) -> list[str]:
 
 
 def conversations(cfg) -> list[str]:
-    """data.overlong_completion."""
+    """Returns the problems of data.overlong_completion."""
     d, out = cfg.data, []
     if d.overlong_completion == "split" and cfg.train.loss_on_prompt:
         out.append("data.overlong_completion=split with train.loss_on_prompt: what stands before a piece would be "
@@ -44,7 +44,7 @@ def conversations(cfg) -> list[str]:
 
 
 def curricula(cfg) -> list[str]:
-    """data.difficulty, difficulty_window, pass_rate_min, pass_rate_max."""
+    """Returns the problems of data.difficulty, difficulty_window, pass_rate_min and pass_rate_max."""
     d = cfg.data
     thresholds = f"data.pass_rate_min={d.pass_rate_min}, data.pass_rate_max={d.pass_rate_max}"
     if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
@@ -100,7 +100,7 @@ def _source(cfg, name, source):
 
 
 def entry(name, opt, value):
-    """An entry of a source's that is an option: its kind, choices and bound."""
+    """Returns the problems of a source's entry that is an option: its kind, choices and bound."""
     kind = opt.kind or type(opt.default)
     value = float(value) if kind is float and type(value) is int else value
     if kind is tuple:
@@ -134,7 +134,9 @@ def _is_weight(value) -> bool:
 
 
 def _weights(sources):
-    """Some source has a weight at every step: weights are straight between the points, so the points tell."""
+    """Returns a problem if no source has a weight at some step; weights are linear between the points,
+    so the points decide.
+    """
     weights = [source.get("weight", 1.0) for source in sources.values()]
     steps = {0, *(int(step) for w in weights if not isinstance(w, int | float) for step, _ in w)}
     empty = [step for step in sorted(steps) if not sum(weight_at(w, step) for w in weights)]
@@ -142,7 +144,7 @@ def _weights(sources):
 
 
 def evaluation(cfg):
-    """Options below `eval`."""
+    """Returns the problems of options below `eval`."""
     out, seen = [], set()
     for entry in cfg.eval.sets:
         name, eq, path = entry.partition("=")

@@ -76,7 +76,7 @@ def _start(o) -> list[str]:
 
 
 def _apart(cfg) -> list[str]:
-    """What vLLM does not serve beside its base."""
+    """Returns the problems of adapters that vLLM cannot serve separately from their base."""
     row, out = engine_row(cfg), []
     if row.on_mesh or not row.servers:
         return out

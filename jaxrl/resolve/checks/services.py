@@ -20,7 +20,7 @@ BUILTIN_NAMES = tuple(registered_rewards())
 
 
 def services(cfg) -> list[str]:
-    """Every problem: field, value, remedy."""
+    """Returns every problem of reward services: field, value, remedy."""
     out = [problem for kind, table in TABLES.items() for name, own in cfg.reward[table].items()
            for problem in _entry(kind, f"reward.{table}.{name}", name, own, cfg)]
     if out:
@@ -43,7 +43,7 @@ def services(cfg) -> list[str]:
 
 
 def _entry(kind, where, name, own, cfg) -> list[str]:
-    """One row of reward.remotes or reward.judges."""
+    """Returns the problems of one entry of reward.remotes or reward.judges."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in BUILTIN_NAMES or name in TABLES:
         return [f"{where}: {name!r} cannot be its name; take letters, digits and '_', and none of "
                 f"{', '.join((*BUILTIN_NAMES, *TABLES))}"]
@@ -65,7 +65,7 @@ def _entry(kind, where, name, own, cfg) -> list[str]:
 
 
 def _wrong(option, value) -> str:
-    """What is wrong with a value in a table, which is not typed as an option is."""
+    """Returns the problem of a value in a table, which is not typed as an option is."""
     kind = option.kind or type(option.default)
     if value is None and option.default is None:
         return ""
@@ -82,7 +82,9 @@ def _wrong(option, value) -> str:
 
 
 def _unused(cfg, kind, where, name) -> list[str]:
-    """Options of a reward that no one asks for. (What reward.remote says may be meant for reward.remotes.)"""
+    """Returns the options of a reward that no function names. (Options of reward.remote may
+    be meant for reward.remotes.)
+    """
     remedy = f"add {name} to reward.functions, or leave it out"
     if name != kind:
         return [f"{where}: no reward of that name is asked for; {remedy}"]
@@ -177,7 +179,9 @@ def _prompt(where, o) -> list[str]:
 
 
 def missing_logger(cfg) -> str:
-    """What a run of this config stops for and a plan does not need: a logger whose package is not installed; or ""."""
+    """Returns the problem that a run of this config has and a plan does not: a logger whose package is
+    not installed; or "".
+    """
     if not cfg.log.wandb or importlib.util.find_spec("wandb") is not None:
         return ""
     return ("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set "

@@ -47,8 +47,8 @@ def version_tuple(text: str) -> tuple[int, int]:
 
 
 def check_version(text: str, where: str) -> str:
-    """Returns a notice for versions newer than the tested ones, else "". Raises ConfigError for versions older than
-    supported.
+    """Returns a notice for versions newer than the tested ones, else "". Raises ConfigError for
+    versions older than supported.
     """
     if version_tuple(text) < OLDEST:
         raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl "
@@ -111,8 +111,8 @@ GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str,
            lora_rank: int = 0) -> tuple[list[str], dict[str, str]]:
-    """Returns (command, environment) of one server: dummy weights, token ids in and out, development endpoints for
-    weights.
+    """Returns (command, environment) of one server: dummy weights, token ids in and out,
+    development endpoints for weights.
 
     With a key, passed in the environment, only /health is open without it; without a key everything is open.
 
@@ -233,8 +233,8 @@ class ExpertRouting(NamedTuple):
 
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
-    """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one event of a
-    stream.
+    """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one
+    event of a stream.
     """
     tokens = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
@@ -316,8 +316,8 @@ class Control:
         self._call("POST", "/sleep", level=level, mode="abort")
 
     def wake_up(self, *tags: str) -> str:
-        """Takes back the memory of `weights` or `kv_cache` (none named: all). Returns "awake" once all is back, or
-        "sleeping".
+        """Takes back the memory of `weights` or `kv_cache` (none named: all). Returns "awake" once all
+        is back, or "sleeping".
         """
         return str(self._call("POST", "/wake_up", tags=tags).get("status"))
 
@@ -337,8 +337,8 @@ class Control:
             raise
 
     def digests(self) -> list[dict]:
-        """Returns what the plugin's jaxrl_digests reports, one dict per worker: name -> [SHA-256, dtype, shape, axis,
-        start, stop].
+        """Returns what the plugin's jaxrl_digests reports, one dict per worker: name ->
+        [SHA-256, dtype, shape, axis, start, stop].
         """
         return [json.loads(text) for text in self.rpc("jaxrl_digests")]
 
@@ -408,8 +408,8 @@ class Control:
                 raise
 
     def adapter_digests(self, path: str) -> list[list]:
-        """Returns [[SHA-256 of adapter_config.json and adapter_model.safetensors], adapters it holds] of every
-        worker.
+        """Returns [[SHA-256 of adapter_config.json and adapter_model.safetensors], adapters it
+        holds] of every worker.
         """
         return [json.loads(text) for text in self.rpc("jaxrl_adapter", path=path)]
 

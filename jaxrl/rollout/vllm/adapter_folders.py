@@ -1,5 +1,5 @@
-"""Adapters published separately from the base: vLLM servers keep the base and load a folder of each version at run
-time.
+"""Adapters published separately from the base: vLLM servers keep the base and load a folder of each
+version at run time.
 
 The base is sent first, since every update of it drops a server's adapters; after that only adapters are published.
 Each version has its own folder and name, because the prefix cache identifies an adapter by name and path.

@@ -43,9 +43,9 @@ class VllmEngine(Engine):
     `logprobs` are those of the distribution drawn from and `log_kept_mass` is 0: vLLM reports log-probs after its
     truncation, so under top-p, top-k or min-p the log-prob gap includes the mass that was cut.
 
-    With several processes each has an engine with its own servers, or with its share of rollout.servers. A publish
-    begins with a copy of the weights in every process, which is collective; after that each process can retry by
-    itself.
+    With several processes each has an engine with its own servers, or with its share of rollout.servers. A
+    publish begins with a copy of the weights in every process, which is collective; after that each process
+    can retry by itself.
     """
 
     def __init__(self, context: EngineContext):
@@ -164,8 +164,8 @@ class VllmEngine(Engine):
         self.fleet.sleep()
 
     def weights_moved(self, params) -> None:
-        """Notes where the published weights are now, possibly in host memory; servers that join receive them from
-        there.
+        """Notes where the published weights are now, possibly in host memory; servers that join
+        receive them from there.
         """
         if self._copy is None:
             self._params = params
@@ -244,8 +244,8 @@ class VllmEngine(Engine):
                       servers={r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas})
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts of servers and requests since the start, the servers' counters, and times of the last
-        publish.
+        """Returns counts of servers and requests since the start, the servers' counters, and times
+        of the last publish.
         """
         found = collections.Counter(restarts=sum(self.fleet.own.restarts) if self.fleet.own else 0)
         counted = ("reissued", "given_up", "servers_lost", *["unrouted"] * (self.router.routed is not None))

@@ -107,8 +107,8 @@ class Publisher:
     # ---- one publish -------------------------------------------------------------------------------------------------
 
     def publish(self, replicas, params, version: int) -> None:
-        """Sends these weights to servers; a failed try is repeated in full. Leaves each server ready, or dead with the
-        reason.
+        """Sends these weights to servers; a failed try is repeated in full. Leaves each server ready, or
+        dead with the reason.
 
         Raises:
           WeightMismatch: a server reports weights that it does not have.
@@ -181,8 +181,8 @@ class Publisher:
                 or self.fleet.memories[replica.url].state != "awake")  # a sleeping server has no weights
 
     def _bring(self, replicas, each, errors, report, version: str, verify: bool) -> Exception | None:
-        """Sends whole weights (with lora.publish=adapter: the base) to servers. Returns the error of a step that they
-        take together.
+        """Sends whole weights (with lora.publish=adapter: the base) to servers. Returns the error of a step
+        that they take together.
         """
         model = self.model.base
         if isinstance(self.transport, transport.Checkpoint):
@@ -288,8 +288,8 @@ class Publisher:
                 "serves another model")
 
     def probe(self, replica) -> float:
-        """Returns the mean absolute difference of log-probs, trainer - engine, over a fixed prompt's sampled
-        continuation.
+        """Returns the mean absolute difference of log-probs, trainer - engine, over a
+        fixed prompt's sampled continuation.
         """
         vocab = self.model.config.vocab_size
         prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)

@@ -1,7 +1,7 @@
 """Routes requests to vLLM servers: least-loaded with group affinity, re-issued when a server dies.
 
 One background thread runs an event loop that owns everything here; the engine talks to it through `submit`, `results`
-and a few calls. A job gets one result: from the first server that replies, or when it is given up.
+and a few calls. A job gets one result: from the first server that replies, or an absent one after the last try.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Router:
         self.call(self._abort, ids)
 
     def pause(self, on: bool) -> None:
-        """Stops (True) or resumes sending requests; sent ones go on."""
+        """Stops (True) or resumes sending requests; sent ones continue."""
         self.call(self._pause, on)
 
     def set_state(self, replica: Replica, state: str, why: str = "") -> None:
@@ -166,7 +166,7 @@ class Router:
     def _set_state(self, replica, state, why=""):
         replica.state, replica.why, replica.misses = state, why, 0
         if state in ("dead", "starting"):
-            self._recall(replica)  # an unsynced one keeps its frozen requests: they go on under the new weights
+            self._recall(replica)  # requests of an unsynced one continue under the new weights
         self._dispatch()
 
     def _recall(self, replica):
@@ -211,7 +211,7 @@ class Router:
             replica.running.pop(job, None)
             self.results.put(adapter.Refused(str(e)))
             return
-        except Exception as e:  # whatever it is, the job must not be lost
+        except Exception as e:  # any error: the job must not be lost
             replica.running.pop(job, None)
             self._failed(job, replica, e)
             return
@@ -327,7 +327,7 @@ class Router:
     async def _look(self, replica):
         state = replica.state
         if state == "starting":
-            return  # whoever starts it also waits for it
+            return  # the code that starts it waits for it
         try:
             reply = await asyncio.wait_for(self._http.get(replica.url + "/health"), self.options.health_seconds)
             ok, why = reply.status_code == 200, f"/health returned {reply.status_code}"

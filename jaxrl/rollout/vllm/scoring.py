@@ -1,8 +1,8 @@
 """Log-probs of given tokens from running vLLM servers: any `vllm serve MODEL`, without jaxrl's plugin.
 
-They are raw, at temperature 1, from `prompt_logprobs` of the completions endpoint; a request samples one token, which
-is dropped. As JSON that is some 80 bytes per token and log-prob. (vllm/entrypoints/openai/completion/protocol.py of
-0.32)
+They are raw, at temperature 1, from `prompt_logprobs` of the completions endpoint; a
+request samples one token, which is dropped. As JSON that is some 80 bytes per token and
+log-prob. (vllm/entrypoints/openai/completion/protocol.py of 0.32)
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
 
 
 def first_servers(config, group: Peers) -> list[str]:
-    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process. The same on all
-    processes.
+    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process. The
+    same on all processes.
     """
     folder, seconds = server_folder(config.rollout.servers), config.rollout.vllm.setup_seconds
     if folder is None:
@@ -270,8 +270,8 @@ class Fleet:
                                   f"this model has {self.model.config.vocab_size}: it is another model")
 
     def take_newcomers(self) -> None:
-        """Adds servers announced since the last call, distributed like the first ones; each gets weights once it
-        replies.
+        """Adds servers announced since the last call, distributed like the first ones; each gets
+        weights once it replies.
         """
         if self._folder is None:
             return

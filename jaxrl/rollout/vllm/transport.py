@@ -61,15 +61,15 @@ def fill(buffer, tensors, rows) -> None:
 
 
 class Stream:
-    """A transport that sends chunk after chunk. A transport whose workers fetch chunks themselves overrides `payload`
-    only.
+    """A transport that sends chunk after chunk. A transport whose workers fetch chunks
+    themselves overrides `payload` only.
     """
 
     host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
 
     def announcement(self) -> dict[str, str]:
-        """Returns where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers accept them from nowhere
-        else.
+        """Returns where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers accept
+        them from nowhere else.
         """
         return {}
 
@@ -94,7 +94,7 @@ LOCK = "lock"
 class SharedMemory(Stream):
     """Two files in /dev/shm, only for servers on this host. The folder is private and removed with the transport.
 
-    It belongs to whoever holds the lock of the file in it: process ids are ambiguous across containers.
+    It belongs to the process that holds the lock of the file in it: process ids are ambiguous across containers.
     """
 
     name = "shm"
@@ -108,7 +108,7 @@ class SharedMemory(Stream):
         self._lock = lock_file(made / LOCK, os.O_CREAT)
         self.folder = made.rename(SHARED / made.name[1:])  # only now others see it, and its lock
         self._turn = 0
-        self._maps: dict[Path, np.memmap] = {}  # kept: mapping a file anew costs as much as filling it
+        self._maps: dict[Path, np.memmap] = {}  # mapping a file again would cost as much as filling it
 
     def payload(self, tensors, verify: bool) -> dict:
         rows, size = describe(tensors, verify)
@@ -160,7 +160,7 @@ def lock_file(path: Path, flags: int = 0) -> int | None:
 
 
 def remove_unowned(folder: Path) -> None:
-    """Deletes a folder of a trainer that was killed, i.e. whose lock nobody holds."""
+    """Deletes a folder of a trainer that was killed, that is, one without a held lock."""
     lock = lock_file(folder / LOCK)
     if lock is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -177,8 +177,8 @@ def address_towards(url: str) -> str:
 
 
 class Network(Stream):
-    """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key made for this
-    run.
+    """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key
+    made for this run.
     """
 
     name = "network"
