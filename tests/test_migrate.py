@@ -218,7 +218,7 @@ def test_experts_are_split_over_as_many_gpus_as_there_are():
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "/models/Qwen2-VL-2B/", "OpenGVLab/InternVL3-1B",
                                   "Qwen/Qwen3.5-9B", "Qwen/Qwen3-Next-80B-A3B-Instruct", "microsoft/phi-2", "google/gemma-3-12b-it",
-                                  "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "XiaomiMiMo/MiMo-V2-Flash",
+                                  "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "ibm-granite/granite-4.0-h-tiny", "XiaomiMiMo/MiMo-V2-Flash",
                                   "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
                                   "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "tencent/Hy3"])
 def test_models_that_are_not_trained_are_refused_by_name(name):
@@ -231,6 +231,7 @@ def test_models_that_are_not_trained_are_refused_by_name(name):
                                   "google/gemma-2-2b-it", "google/gemma-3-1b-it", "google/gemma-2b-it", "google/codegemma-7b",
                                   "moonshotai/Kimi-K2-Instruct-0905", "allenai/OLMo-2-1124-7B", "allenai/Olmo-3-7B-Think",
                                   "HuggingFaceTB/SmolLM3-3B",
+                                  "ibm-granite/granite-3.3-8b-instruct", "tencent/Hunyuan-7B-Instruct", "MiniMaxAI/MiniMax-M2",
                                   "microsoft/phi-4", "microsoft/Phi-4-mini-instruct", "zai-org/GLM-4-32B-0414",
                                   "mistralai/Ministral-3-8B-Instruct-2512-BF16",
                                   "XiaomiMiMo/MiMo-7B-RL", "ByteDance-Seed/Seed-OSS-36B-Instruct",

@@ -28,7 +28,7 @@ NOT_YET = (
     (r"ep_size|expert_.*|enable_ep.*",
      "experts are split over mesh.ep, whole ones, and by their width over mesh.tp; their other dimension over mesh.fsdp"),
     (r".+experts?|expert|moe|moe_.*|.*_moe|router_(?!balance$|z$|bias_rate$).*|deepseek.*|gpt_oss|kimi.*",
-     "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GLM-4.5, DeepSeek-V3 (Kimi-K2), gpt-oss, split "
+     "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GLM-4.5, DeepSeek-V3 (Kimi-K2), gpt-oss, MiniMax-M2, split "
      "over mesh.ep, fsdp and tp"),
     (r"cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*",
      "rows are split over mesh.cp along their tokens (docs/explanations/sharding.md); between layers over mesh.tp, too"),

@@ -21,10 +21,10 @@ NOT_TRAINED = (
     (r"phi-?([12]|3\.5-moe|3\.5-vision|3-vision|3-small|4-multimodal).*", "is of another phi family than phi3"),
     (r"deepseek-(v2|coder-v2|v3\.2|v4).*", "is of another deepseek family than deepseek_v3"),
     (
-        r"(chatglm|glm-4-9b-chat(-1m)?$|glm-4-9b$|glm-5"
-        r"|baichuan|internlm|gpt2|gpt-?j|gpt-neo|pythia|opt-\d|bloom|falcon|starcoder|command-"
-        r"|c4ai|granite|olmo-\d+b|minicpm|stablelm|dbrx|grok|arctic|ernie|hunyuan|hy\d|exaone|minimax"
-        r"|kimi-k3|bailing|ling-|ring-|mimo-v2).*",
+        r"(chatglm|glm-4-9b-chat(-1m)?$|glm-4-9b$|glm-5|baichuan|internlm"
+        r"|gpt2|gpt-?j|gpt-neo|pythia|opt-\d|bloom|falcon|starcoder|command-"
+        r"|c4ai|olmo-\d+b|minicpm|stablelm|dbrx|grok|arctic|ernie-4\.5-(21|300)b|hunyuan-(a13b|large)"
+        r"|hy\d|exaone|minimax-(?!m2)|kimi-k3|bailing|ling-|ring-|mimo-v2).*",
         "is of a family that is not trained here",
     ),
 )

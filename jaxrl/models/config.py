@@ -137,6 +137,9 @@ class ModelConfig:
     query_rank: int = 0           # and those of queries; 0 = they are made at once
     value_size: int = 0           # a value's, where it is not head_dim's
     rope_interleaved: bool = False
+    qk_norm_late: bool = False    # RMS norm over each query and key head, after they are rotated
+    residual_scale: float = 1.0   # factor on what a branch adds
+    logits_divisor: float = 1.0   # the last hidden states are divided by it
     packed_qkv: bool = False      # query, key and value are one HF tensor
     packed_mlp: bool = False      # gate and up are one HF tensor
 
@@ -270,8 +273,10 @@ def model_config(hf_config: dict) -> ModelConfig:
     if family.vision and IMAGES in hf:
         routed["vision"] = tower = vision_config(hf[IMAGES], hidden, len(layers))
         prefix = max(prefix, len(tower.taps))  # layers behind which features are added
+    factor = lambda key: float(number(hf, key, above=0)) if key else 1.0  # noqa: E731
     query = number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
     query_scale = float(query) ** -0.5 * (score_factor(layers[0].rope) if family.latent else 1.0)
+    query_scale = factor(family.attention_factor) if family.attention_factor else query_scale
 
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
@@ -281,7 +286,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
         qk_norm=flag(family.qk_norm), norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
         norm_eps=number(hf, "rms_norm_eps", least=0), activation=family.activations.get(hf[family.activation], hf[family.activation]),
-        embed_scale=hidden ** 0.5 if family.gemma else 1.0,
+        embed_scale=hidden ** 0.5 if family.gemma else factor(family.embed_factor), qk_norm_late=family.qk_norm_late,
+        residual_scale=factor(family.residual_factor), logits_divisor=factor(family.logits_divisor),
         query_scale=query_scale,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=number(hf, "max_position_embeddings", least=1, kind=int),
@@ -293,7 +299,7 @@ def model_config(hf_config: dict) -> ModelConfig:
 
 
 def _rotary(hf, family, head_dim: int) -> int:
-    return hf["qk_rope_head_dim"] if family.latent else rotary_size(hf, head_dim) if family.partial_rotary else 0
+    return hf["qk_rope_head_dim"] if family.latent else rotary_size(hf, family, head_dim) if family.partial_rotary else 0
 
 
 def _next_tokens(hf, family) -> int:
@@ -311,7 +317,9 @@ def _routed(hf, family) -> dict:
     if family.shared_experts:
         out |= {"shared_expert_size": size * hf[family.shared_experts], "shared_gate": False}
     if family.router == "sigmoid":
-        out |= dict(router="sigmoid", router_groups=hf["n_group"], router_groups_taken=hf["topk_group"],
+        out |= dict(router="sigmoid")
+    if family.router == "sigmoid" and "n_group" in family.defaults:
+        out |= dict(router_groups=hf["n_group"], router_groups_taken=hf["topk_group"],
                     routed_scale=float(number(hf, "routed_scaling_factor", above=0)))
     return out
 
@@ -403,11 +411,18 @@ def _check_heads(hf, family):
 
 
 def _refuse_foreign(hf, family):
-    own = {family.query_scalar, family.attention_softcap, family.final_softcap}
-    if (family.qk_norm or family.qk_norm_whole) and "use_qk_norm" not in family.defaults:
+    own = {family.query_scalar, family.attention_softcap, family.final_softcap, family.embed_factor, family.residual_factor,
+           family.attention_factor, family.logits_divisor}
+    if (family.qk_norm or family.qk_norm_late or family.qk_norm_whole) and "use_qk_norm" not in family.defaults:
         own |= {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"}
     own |= {"no_rope_layers", "no_rope_layer_interval"} if family.no_rope else set()
-    own |= {key for key, value in family.says.items() if hf.get(key) == value}
+    for key, value in family.says.items():
+        if hf.get(key) not in (None, value):
+            raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; {hf['model_type']} models are computed "
+                              f"with {value!r}")
+    own |= set(family.says)
+    kinds = hf.get("attn_type_list")
+    own |= {"attn_type_list"} if isinstance(kinds, list | tuple) and set(kinds) == {1} else set()
     own |= set(NEXT_TOKENS) if family.next_tokens else set()
     own |= {"first_k_dense_replace"} if family.listed_kinds else set()
     own |= {"experts_per_token"} if hf.get("experts_per_token") == hf.get("num_experts_per_tok") else set()
@@ -507,7 +522,7 @@ def _feed_forwards(hf, family) -> list[str]:
         raise ConfigError(f"model config: {name}=0, but a {hf['model_type']} model has nothing beside experts")
     if experts and chosen > experts:
         raise ConfigError(f"model config: num_experts_per_tok={chosen} is more than {name}={experts}")
-    if family.router == "sigmoid":
+    if family.router == "sigmoid" and "n_group" in family.defaults:
         _check_groups(hf, experts, chosen)
     return kinds
 

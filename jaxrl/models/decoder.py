@@ -212,6 +212,8 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     if layer.rope:
         rotation = shared.rotations[cfg.ropes.index(layer.rope)]
         q, k = (rotate(x, rotation, cfg.rope_interleaved) for x in (q, k))
+        if cfg.qk_norm_late:
+            q, k = own.norm("attention/query_norm", q), own.norm("attention/key_norm", k)
         if layer.rope.query_beta:
             q = q * growth(layer.rope, shared.positions).astype(q.dtype)
     options: dict[str, Any] = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
@@ -325,6 +327,8 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
         auxiliary = added_up(auxiliary, more)
     x, last, more = _unrolled(model, behind, params, x, shared, cache, keep)
     hidden = rows(Weights(cfg, {}, {"final_norm/scale": fetched(params["final_norm"]["scale"])}).norm("final_norm", x))
+    if cfg.logits_divisor != 1:
+        hidden = (hidden.astype(acc) / cfg.logits_divisor).astype(dtype)
     return hidden, added_up(auxiliary, more), kv | last if keep else {}
 
 
@@ -355,7 +359,7 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
 
 
 def _layer(model, layer: Layer, params, x, shared, cache, index):
-    """Computes a residual layer with the norms before and after each branch that its rows have. index: repetition, if
+    """Computes a residual layer, with the norms before and after each branch that its rows have. index: repetition, if
     the cache holds all repetitions.
     """
     cfg = model.config
@@ -369,7 +373,10 @@ def _layer(model, layer: Layer, params, x, shared, cache, index):
         return own.norm(name, x) if f"{name}/scale" in table else x
 
     def added(x, name, y):
-        return residual(x + normed(name, residual(rows(y))))
+        y = normed(name, residual(rows(y)))
+        if cfg.residual_scale != 1:
+            y = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) * cfg.residual_scale).astype(y.dtype)
+        return residual(x + y)
 
     with jax.named_scope(layer.mixer):
         y, kv = MIXERS[layer.mixer].apply(

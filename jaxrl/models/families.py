@@ -21,6 +21,11 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool | str = False
+    qk_norm_late: bool = False           # ModelConfig.qk_norm_late
+    embed_factor: str = ""               # factors by these keys: on the embedding,
+    attention_factor: str = ""           # on the scores, in place of head_dim ** -0.5,
+    residual_factor: str = ""            # on what a branch adds,
+    logits_divisor: str = ""             # and what logits are divided by
     norms: str = "pre"                   # row of models.parameters.NORMS
     gemma: bool = False                  # norms scale by 1 + weight, scaled embedding
     activation: str = "hidden_act"
@@ -34,6 +39,7 @@ class Family:
     no_rope: bool = False                # no_rope_layers, no_rope_layer_interval: 1 = a layer with rotary embedding
     rope_interleaved: bool = False       # a head turns in pairs (2i, 2i + 1)
     rope_kinds: dict = dataclasses.field(default_factory=lambda: KINDS)  # rope_type -> models.rope.Rope.kind
+    rope_alpha: bool = False             # rope_type=dynamic with alpha is a larger base
     packed_qkv: bool = False             # query, key and value are one tensor on disk, qkv_proj
     packed_mlp: bool = False             # and gate and up are, gate_up_proj
     query_growth: bool = False           # llama_4_scaling_beta of the rotary table (models.rope.growth)
@@ -166,6 +172,28 @@ FAMILIES = {
                             "original_max_position_embeddings": 4096},
         windows="all", partial_rotary=True, packed_qkv=True, packed_mlp=True,
         rope_kinds={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")}),
+    "granite": Family(
+        "GraniteForCausalLM", {**_SHARED, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
+                               "embedding_multiplier": 1.0,
+                               "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0},
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", embed_factor="embedding_multiplier",
+        residual_factor="residual_multiplier", attention_factor="attention_multiplier", logits_divisor="logits_scaling",
+        divides=True, classifies=False),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0, "head_dim": 128,
+                                "tie_word_embeddings": True, "num_key_value_heads": 2, "use_bias": False},
+        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", rope_interleaved=True, classifies=False,
+        vllm_assumes={"use_bias": False}),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm_late=True, rope_alpha=True),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM", {**_SHARED, "max_position_embeddings": 196608, "rope_theta": 5000000.0, "head_dim": 128,
+                                 "num_key_value_heads": 8, "num_experts_per_tok": 8, "num_local_experts": 256,
+                                 "partial_rotary_factor": None, "rotary_dim": None},
+        qk_norm_whole=True, partial_rotary=True, feed_forward="minimax_experts", expert_size="intermediate_size",
+        experts_count="num_local_experts", norm_topk=True, router="sigmoid", few_bits="fp8", classifies=False,
+        says={"use_routing_bias": True}, vllm_assumes={"hidden_act": "silu"}),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "attention_bias": False, "num_key_value_heads": 4,
                                 "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
@@ -263,6 +291,7 @@ FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_shared_experts",
                 "num_shared_experts", "moe_num_experts", "moe_intermediate_size", "first_k_dense_replace", "decoder_sparse_step",
                 "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "mlp_layer_types", "enable_moe_block",
+                "shared_intermediate_size",
                 "mlp_only_layers", "shared_expert_intermediate_size", "norm_topk_prob", "moe_layer_freq", "expert_layer_period", "num_zero_experts"),
     "another router": ("router_jitter_noise", "input_jitter_noise", "routed_scaling_factor", "n_group", "topk_group", "topk_method",
                        "moe_router_enable_expert_bias", "router_bias", "router_logit_softcapping", "swiglu_limit", "swiglu_alpha", "capacity_factor",
@@ -271,7 +300,8 @@ FOREIGN = {
     "another attention": ("attention_sinks", "attention_sink", "use_attention_sinks", "num_sink_tokens", "attention_chunk_size",
                           "use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm", "clip_qkv", "attn_scale",
                           "attn_temperature_tuning", "attn_output_gate", "use_gated_attention", "index_topk", "nsa_config",
-                          "sparse_attention_config", "parallel_attn", "use_parallel_residual", "parallel_residual",
+                          "sparse_attention_config", "parallel_attn", "use_parallel_residual", "parallel_residual", "use_cla",
+                          "attn_type_list",
                           "num_kv_shared_layers", "attention_k_eq_v", "cross_attention_layers", "add_cross_attention",
                           "use_differential_attention", "window_size", "local_attention"),
     "other positions": ("alibi", "use_alibi", "rotary_pct", "rotary_percent", "rope_interleaved", "rope_interleave",

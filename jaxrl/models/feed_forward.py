@@ -193,5 +193,6 @@ FEED_FORWARDS = {
     "experts": Part(parameters.EXPERTS, experts),
     "deepseek_experts": Part(parameters.DEEPSEEK_EXPERTS, experts),
     "mixtral_experts": Part(parameters.MIXTRAL_EXPERTS, experts),
+    "minimax_experts": Part(parameters.MINIMAX_EXPERTS, experts),
     "gpt_oss_experts": Part(parameters.GPT_OSS_EXPERTS, experts),
 }

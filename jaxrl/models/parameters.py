@@ -96,6 +96,8 @@ ATTENTION = (
     Row("attention/sinks", ("heads",), "self_attn.sinks", when="sinks"),
     Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("head_dim",), when="qk_norm"),
+    Row("attention/query_norm/scale", ("norm",), "self_attn.query_layernorm.weight", init="one", sizes=("head_dim",), when="qk_norm_late"),
+    Row("attention/key_norm/scale", ("norm",), "self_attn.key_layernorm.weight", init="one", sizes=("head_dim",), when="qk_norm_late"),
     Row("attention/query_norm/scale", ("norm",), "self_attn.q_norm.weight", init="one", sizes=("query_width",), when="qk_norm_whole"),
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("key_width",), when="qk_norm_whole"),
 )
@@ -222,6 +224,10 @@ DEEPSEEK_EXPERTS = (
     *_shared("mlp.shared_experts"),
 )
 MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
+MINIMAX_EXPERTS = (
+    *MIXTRAL_EXPERTS,
+    Row(CORRECTION, (None,), "block_sparse_moe.e_score_correction_bias", init="zero", sizes=("num_experts",), fixed=True),
+)
 
 
 def _expert_bias(name: str, axis: str, size: str) -> Row:

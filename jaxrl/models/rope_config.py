@@ -61,17 +61,19 @@ def _axes(hf, table) -> tuple[int, ...]:
     return tuple(axis if (axis := i % 3) and i < 3 * section[axis] else 0 for i in range(count))
 
 
-def rotary_size(hf, head_dim: int) -> int:
-    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table
-    or of the config.
+def rotary_size(hf, family, head_dim: int) -> int:
+    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table or of the
+    config.
     """
-    beside = hf["partial_rotary_factor"]
+    beside, told = hf["partial_rotary_factor"], "partial_rotary_factor={!r}"
+    if beside is None and hf.get("rotary_dim") and "rotary_dim" in family.defaults:
+        beside, told = number(hf, "rotary_dim", least=1, kind=int) / head_dim, f"rotary_dim={hf['rotary_dim']}"
     table = {"partial_rotary_factor": 1.0 if beside is None else beside,
              **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
     share = number(table, "partial_rotary_factor", above=0)
     size = int(head_dim * share)
     if share > 1 or size < 2 or size % 2:
-        raise ConfigError(f"model config: partial_rotary_factor={share!r} of head_dim={head_dim} are {size} dimensions "
+        raise ConfigError(f"model config: {told.format(share)} of head_dim={head_dim} are {size} dimensions "
                           "to turn; they are an even number within the head")
     return size
 
@@ -101,11 +103,14 @@ def _rope(hf, family, table, truncate) -> Rope:
     grows = (lambda: _growth(table, beside)) if family.query_growth else dict
     if kind == "default":
         return Rope(theta=theta, **grows())
+    if kind == "dynamic" and family.rope_alpha and table.get("alpha"):  # a larger base, at every length
+        dim = number(hf, "head_dim", least=4, kind=int)
+        return Rope(theta=theta * number(table, "alpha", above=0) ** (dim / (dim - 2)))
     if kind == "dynamic":  # its window is always the model's
         table["original_max_position_embeddings"] = hf["max_position_embeddings"]
     window = number(table, "original_max_position_embeddings", least=1, kind=int)
     if kind == "longrope":
-        return Rope("longrope", theta, original_max=window, **_longrope_fields(hf, table, window))
+        return Rope("longrope", theta, original_max=window, **_longrope_fields(hf, family, table, window))
     if kind == "yarn" and table.get("factor", 0) is None:
         table["factor"] = hf["max_position_embeddings"] / window
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
@@ -118,10 +123,10 @@ def _rope(hf, family, table, truncate) -> Rope:
     return Rope(kind=kind, theta=theta, **{"original_max": window, **fields, **grows()})
 
 
-def _longrope_fields(hf, table, window: int) -> dict:
+def _longrope_fields(hf, family, table, window: int) -> dict:
     """Factor, attention_factor and the two lists, a number for each pair of dimensions that turn."""
     head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    pairs = rotary_size(hf, head_dim) // 2
+    pairs = rotary_size(hf, family, head_dim) // 2
     fields: dict[str, Any] = {}
     for name in ("short_factor", "long_factor"):
         given = table.get(name)

@@ -22,7 +22,7 @@ HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 20}
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GROWS = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.4,
          "mscale": 1.0, "mscale_all_dim": 1.0}
-PARTIAL = ("glm4_moe", "glm", "glm4", "phi3", *HYBRIDS)
+PARTIAL = ("glm4_moe", "minimax_m2", "glm", "glm4", "phi3", *HYBRIDS)
 SHORT, LONG = [1.1, 1.7, 2.5, 6.0], [2.0, 3.0, 9.0, 20.0]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 50}
 BASE = {
@@ -32,6 +32,10 @@ BASE = {
     "qwen3": {"head_dim": 8},
     "seed_oss": {"head_dim": 8},
     "gemma": {"head_dim": 8},
+    "granite": {"attention_multiplier": 0.3},
+    "ernie4_5": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4},
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
     "phi3": {"original_max_position_embeddings": 50},
@@ -202,6 +206,16 @@ MOVES |= {
     "seed_oss": [*ROPES[3::8], *COMMON, {"head_dim": 12}, {"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True},
                  {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
     "gemma": [*ROPES[5::8], *COMMON, {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "silu"}, {"tie_word_embeddings": False}],
+    "granite": [*ROPES[0::8], *COMMON, {"embedding_multiplier": 12.0}, {"logits_scaling": 8.0}, {"residual_multiplier": 0.22},
+                {"attention_multiplier": 0.7}, {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
+    "ernie4_5": [*ROPES[1::8], *COMMON, {"use_bias": True}, {"head_dim": 12}, {"hidden_act": "gelu"}, {"tie_word_embeddings": False}],
+    "hunyuan_v1_dense": [
+        *ROPES[4::8], *COMMON, {"attention_bias": True}, {"head_dim": 12}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True},
+        new({"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}), old({"type": "dynamic", "factor": 1.0, "alpha": 1000.0, "mscale": 1.0})],
+    "minimax_m2": [
+        *ROPES[6::8], *COMMON, {"num_experts_per_tok": 3}, {"num_local_experts": 4}, {"intermediate_size": 24}, {"rotary_dim": 6},
+        {"rotary_dim": None}, {"partial_rotary_factor": 0.25}, new({"partial_rotary_factor": 0.75}), {"head_dim": 12}, {"hidden_act": "gelu"},
+        {"tie_word_embeddings": True}],
     "glm": [*ROPES[2::8], *GLM], "glm4": [*ROPES[3::8], *GLM],
     "phi3": [
         *COMMON, new({}), {"rope_theta": 77.0}, new(LONGROPE), old(LONGROPE), old({**LONGROPE, "rope_type": "su"}),
@@ -274,6 +288,12 @@ IGNORED_GLM = [*(e for e in UNUSED if "partial_rotary_factor" not in e), {"parti
 IGNORED |= {
     "seed_oss": [*UNUSED, {"residual_dropout": 0.4}, {"layer_types": [FULL] * LAYERS}, {"pretraining_tp": 2}],
     "gemma": [*UNUSED, {"hidden_act": "gelu"}, {"hidden_activation": "silu"}, {"use_bidirectional_attention": False}],
+    "granite": [*(e for e in UNUSED if "residual_multiplier" not in e), {"residual_multiplier": 1}, {"layer_types": [FULL] * LAYERS}],
+    "ernie4_5": [*UNUSED, {"layer_types": [FULL] * LAYERS}, {"compression_ratio": 1.0}],
+    "hunyuan_v1_dense": [*UNUSED, {"use_qk_norm": True}, {"use_cla": False}, {"pretraining_tp": 2}, {"eod_token_id": 5},
+                         new({"rope_type": "default", "rope_theta": 10000.0})],
+    "minimax_m2": [*(e for e in UNUSED[1:] if "partial_rotary_factor" not in e), *TRAINING, {"router_jitter_noise": 0.0}, {"use_qk_norm": True},
+                   {"scoring_func": "sigmoid"}, {"use_routing_bias": True}, {"n_group": 1}, {"rotary_dim": 4}, {"norm_topk_prob": False}],
     "glm": IGNORED_GLM, "glm4": IGNORED_GLM,
     "phi3": [*(e for e in UNUSED if "original_max_position_embeddings" not in e), {"resid_pdrop": 0.3}, {"embd_pdrop": 0.3},
              {"max_window_layers": 1}, {"layer_types": [FULL] * LAYERS}, {"attention_bias": True}, {"original_max_position_embeddings": 16}],
@@ -347,6 +367,14 @@ REFUSED |= {
                  {"attention_out_bias": None}, {"use_qk_norm": True}],
     "gemma": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"hidden_act": "relu"}, {"use_bidirectional_attention": True}, {"head_dim": None},
               {"hidden_size": 34}],
+    "granite": [*(e for e in FOREIGN if not {"logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier"} & set(e)),
+                *NO_CAPS, {"logits_scaling": 0}, {"embedding_multiplier": None}, {"residual_multiplier": -1.0}, {"attention_multiplier": "1"},
+                {"sliding_window": 4}, {"use_qk_norm": True}],
+    "ernie4_5": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"use_bias": None}, {"head_dim": None}],
+    "hunyuan_v1_dense": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"use_cla": True}, {"attention_bias": 1}],
+    "minimax_m2": [*NO_EXPERTS, *NO_CAPS, {"num_local_experts": 0}, {"num_experts_per_tok": 6}, {"sliding_window": 4}, {"n_group": 2},
+                   {"routed_scaling_factor": 2.5}, {"scoring_func": "softmax"}, {"router_jitter_noise": 0.1}, {"use_routing_bias": False},
+                   {"attn_type_list": [1, 0, 1, 1]}, {"rotary_dim": 10}, {"rotary_dim": 3}, {"norm_topk_prob": True}],
     **dict.fromkeys(("glm", "glm4"), [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"partial_rotary_factor": 0.4}, {"head_dim": None},
                                       {"use_qk_norm": True}, {"attention_bias": 1}]),
     "phi3": [*FOREIGN, *NO_CAPS, {"sliding_window": 0}, {"layer_types": [SLIDING] * LAYERS}, {"partial_rotary_factor": 0.4},

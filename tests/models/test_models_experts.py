@@ -111,7 +111,7 @@ def test_what_no_entry_says_is_seen_too(checkpoints):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("architecture", ["mixtral", *(pytest.param(a, marks=pytest.mark.slow)
-                                                       for a in ("qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight"))])
+                                                       for a in ("qwen2_moe", "glm4_moe", "deepseek_v3", "moonlight", "minimax_m2"))])
 def test_both_layouts_are_read_and_the_original_is_written(checkpoints, tmp_path, architecture):
     """Per expert, and fused as transformers holds them: the same parameters, and each comes back byte by byte, scanned or
     not; transformers opens what was written."""

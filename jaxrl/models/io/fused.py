@@ -30,7 +30,7 @@ import numpy as np
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.io import tensorfile
-from jaxrl.models.parameters import ROUTER
+from jaxrl.models.parameters import CORRECTION, ROUTER
 
 NAME = re.compile(r"model\.layers\.\d+\.mlp\.experts\.gate_up_proj")
 _KINDS = {"gate_up_proj": ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
@@ -82,7 +82,7 @@ def tensors(model) -> list[Fused]:
     by_layer: dict[tuple[str, str], list[str]] = {}
     for entry in model.entries:
         for name in entry.hf_names:
-            if entry.row.stacked or entry.row.path == ROUTER:
+            if entry.row.stacked or entry.row.path in (ROUTER, CORRECTION):
                 layer = ".".join(name.split(".")[:3])  # model.layers.<i>
                 by_layer.setdefault((layer, entry.row.path), []).append(name)
     out = []
@@ -94,6 +94,9 @@ def tensors(model) -> list[Fused]:
         router = by_layer.get((layer, ROUTER), [])
         if router and router[0] != f"{layer}.mlp.gate.weight" and not interleaved(model):
             out.append(Fused(f"{layer}.mlp.gate.weight", (tuple(router),), whole=True))
+        correction = by_layer.get((layer, CORRECTION), [])
+        if correction and ".block_sparse_moe." in correction[0]:
+            out.append(Fused(correction[0].replace("block_sparse_moe", "mlp"), (tuple(correction),), whole=True))
     return out
 
 

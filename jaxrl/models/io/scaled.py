@@ -116,7 +116,7 @@ def check(config: dict, kind: str) -> None:
     else:
         size = config.get("weight_block_size")
         fits = isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-        fits &= config.get("quant_method") == "fp8" and config.get("fmt", "e4m3") == "e4m3"
+        fits &= config.get("quant_method") == "fp8" and config.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
         expected = "fp8 in blocks is (quant_method=fp8, fmt=e4m3, weight_block_size of two numbers)"
     if not fits:
         raise ConfigError(f"model config: quantization_config={config!r} is not read; what is read of this family: "
