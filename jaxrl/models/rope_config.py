@@ -126,8 +126,8 @@ def _longrope_fields(hf, table, window: int) -> dict:
     for name in ("short_factor", "long_factor"):
         given = table.get(name)
         if not isinstance(given, list | tuple) or len(given) != pairs:
-            raise ConfigError(f"model config: {name}={given!r}; rope_type=longrope needs a list of {pairs} numbers, one "
-                              "for each pair of dimensions that turn")
+            raise ConfigError(f"model config: {name}={given!r}; rope_type=longrope needs a list of {pairs} numbers, "
+                              "one for each pair of dimensions that turn")
         fields[name] = tuple(float(number(dict.fromkeys((name,), x), name, above=0)) for x in given)
     if table.get("attention_factor") is not None:
         fields["attention_factor"] = float(number(table, "attention_factor"))
