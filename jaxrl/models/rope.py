@@ -17,8 +17,8 @@ from jaxrl.kernels.platform import platform
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """One rotary embedding. `kind`: default, linear, dynamic, yarn, llama3, longrope, or axial (the frequencies of half a
-    head twice, for rows and for columns); the other fields as in HF's configs.
+    """One rotary embedding. `kind`: default, linear, dynamic, yarn, llama3 or longrope, or axial: the frequencies of
+    half a head twice, for rows and for columns. The other fields are as in HF's configs.
 
     Inside the original window `dynamic` equals `default`, and `longrope` has its short factors; `Model.check_length`
     refuses lengths beyond it.
