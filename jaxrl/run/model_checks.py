@@ -30,6 +30,3 @@ def check_recurrent(config, model) -> None:
     kind = f"a model with recurrent layers (model_type={model.family})"
     if config.mesh.cp > 1:
         raise ConfigError(f"mesh.cp={config.mesh.cp} with {kind}: rows are not cut for a recurrence yet; set mesh.cp=1")
-    if config.lora.rank:
-        raise ConfigError(f"lora.rank={config.lora.rank} with {kind}: adapters for its layers are not built yet; leave "
-                          "lora.rank out")
