@@ -21,12 +21,3 @@ def check_experts(config, model) -> None:
     if t.router_bias_rate and config.lora.rank:
         raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with lora.rank={config.lora.rank}: the base of "
                           "adapters does not change; leave it out")
-
-
-def check_recurrent(config, model) -> None:
-    """Raises ConfigError for what is not built for models with recurrent layers (a ModelConfig)."""
-    if not model.num_recurrent:
-        return
-    kind = f"a model with recurrent layers (model_type={model.family})"
-    if config.mesh.cp > 1:
-        raise ConfigError(f"mesh.cp={config.mesh.cp} with {kind}: rows are not cut for a recurrence yet; set mesh.cp=1")
