@@ -51,8 +51,8 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
             elif now >= look:
                 limit, look = _exceeded_limit(process.pid, limits, own), now + POLL_SECONDS
         kill()
-        if not limit:
-            limit = _drain(selector, streams, limits.output_bytes)
+        over = _drain(selector, streams, limits.output_bytes, 0.0 if limit else DRAIN_SECONDS)
+        limit = limit or over
     process.wait()
     for stream in (process.stdin, process.stdout, process.stderr):
         try:
@@ -86,10 +86,14 @@ def _read(fd: int, into: bytearray) -> bool:
     return bool(data)
 
 
-def _drain(selector, streams: dict, most: int) -> str:
-    deadline = time.monotonic() + DRAIN_SECONDS
-    while any(fd in streams for fd in selector.get_map()) and (left := deadline - time.monotonic()) > 0:
-        for key, _ in selector.select(left):
+def _drain(selector, streams: dict, most: int, seconds: float) -> str:
+    """Reads what the streams hold, and waits up to `seconds` for their end; returns "output_bytes" if they hold more."""
+    deadline = time.monotonic() + seconds
+    while any(fd in streams for fd in selector.get_map()):
+        ready = selector.select(max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for key, _ in ready:
             if key.fd not in streams or not _read(key.fd, streams[key.fd]):
                 selector.unregister(key.fd)
         if sum(map(len, streams.values())) > most:

@@ -2,14 +2,19 @@
 unit tests of programs, which no program passes but one that computes what is asked."""
 
 import base64
+import fcntl
 import json
 import logging
 import os
 import re
 import resource
+import select
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -25,7 +30,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.builtin import code_block
-from jaxrl.sandbox import Limits, RunResult, SandboxError, api, bwrap, seccomp, serve
+from jaxrl.sandbox import Limits, RunResult, SandboxError, api, bwrap, seccomp, serve, watch
 from jaxrl.sandbox import types as sandbox_types
 from jaxrl.sandbox.codec import Opaque, decode, encode
 from jaxrl.sandbox.grading import grade, parse, same
@@ -151,6 +156,16 @@ def test_streams_and_ends(limits_alone):
 
 
 # -- a sandbox that fails is nobody's score ---------------------------------------------------------------------------------
+
+def test_what_was_written_before_a_limit_is_kept():
+    """All of it, also where nobody looked at the pipe in the meantime."""
+    text = "import os, time; os.write(1, b'x' * 200_000); os.write(2, b'.'); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
+    select.select([process.stderr], [], [])  # all is in the pipes
+    out, err, limit = watch.watch(process, b"", Limits(output_bytes=1 << 20), time.monotonic(), process.kill)
+    assert (out, err, limit) == (b"x" * 200_000, b".", "seconds")
+
 
 def test_a_reward_whose_sandbox_is_missing_stops_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(bwrap, "_program", bwrap._program.__wrapped__)

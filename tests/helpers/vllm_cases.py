@@ -46,7 +46,7 @@ from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.publish import WeightMismatch
 from jaxrl.vllm_plugin import start_time
 
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 
 
 class Said(logging.Handler):

@@ -39,7 +39,7 @@ ENGINES = {
 }
 MARKS = {"vllm": pytest.mark.vllm, "numpy": ()}  # the quickest is the everyday case
 ROWS = [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in ENGINES]
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 
 
 def own_engine(context: EngineContext):

@@ -31,7 +31,7 @@ from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate,
 from jaxrl.rollout.shapes import ALL, PLAIN, from_config, work_of
 from jaxrl.telemetry.compilations import Compilations
 
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 
 
 @pytest.fixture(scope="module")

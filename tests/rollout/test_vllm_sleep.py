@@ -208,7 +208,7 @@ def test_a_request_is_tried_again_within_the_wait_for_its_batch(answering):
     assert router.request_seconds == 3.0 and default_config().rollout.vllm.request_seconds == 0
     server.slow = threading.Event()
     router.submit(requests(1))
-    assert router.results.get(timeout=30).tokens.tolist() == [5] and server.calls.count("r0") == 2
+    assert router.results.get(timeout=300).tokens.tolist() == [5] and server.calls.count("r0") == 2
     assert router.counts["request_failures"] == 1 and not router.counts["given_up"]
 
 
@@ -218,7 +218,8 @@ def test_a_request_is_given_up_after_the_tries_asked_for(answering, tmp_path):
     server, router = answering
     server.slow = threading.Event()
     router.submit(requests(1))
-    assert router.results.get(timeout=30).finish == "abort" and server.calls.count("r0") == 1
+    assert router.results.get(timeout=300).finish == "abort"
+    assert server.calls.count("r0") <= 1  # none where 0.3 seconds are too few to reach it
     assert router.request_seconds == 0.3 and router.counts["given_up"] == 1
     (row,) = map(json.loads, (tmp_path / "requests.jsonl").read_text().splitlines())  # log.trace_requests
     assert (row["id"], row["finish"], [e[1] for e in row["events"]]) == ("r0", "abort", ["queued", "sent", "failed"])
@@ -304,7 +305,7 @@ def test_the_servers_of_old_groups_are_forgotten(answering, monkeypatch):
     _, router = answering
     for group in range(12):
         router.submit([dataclasses.replace(requests(1)[0], id=f"g{group}", group=group)])
-        assert router.results.get(timeout=30).finish == "length"
+        assert router.results.get(timeout=300).finish == "length"
     assert list(router._homes) == [8, 9, 10, 11]
 
 
