@@ -62,7 +62,7 @@ LATENT = {name: x for name, x in HF.items() if name != "head_dim"} | {
     "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc"}
 GPT_OSS = HF | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "sliding_window": 16,
                 "num_hidden_layers": 4}
-HYBRID = HF | {"model_type": "qwen3_next", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 5,
+HYBRID = HF | {"model_type": "qwen3_next", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2,
                "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "full_attention_interval": 2, "linear_num_key_heads": 4,
                "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
 NAMES = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "ep", "tp"), 5: AXES}
