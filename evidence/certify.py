@@ -35,26 +35,26 @@ from jaxrl.algorithms import PRESETS  # noqa: E402
 
 JOB, EPISODES = "tests/helpers/tiny_job.py", "configs/env.py:guess"
 CONFIGS = ("grpo.py", "grpo_async.py", "grpo_gsm8k.py", "grpo_moe.py", "grpo_vllm.py", "ppo.py", "env.py:calc", "lora.py")
-PLACES = "import sys; pack = sys.modules['jaxrl.training.pack']; places = pack._places\n"
+PLACES = "import sys; pack = sys.modules['jaxrl.training.pack']; places = pack._positions\n"
 # What is wrong with jaxrl -> (what is run before the program's main, the claim that finds it).
 FAULTS = {
     "a token is predicted from one place too early": (PLACES + """
 def wrong(traj, micro):
     held, (row, slot, token, source, *rest) = places(traj, micro)
     return held, (row, slot, token, source - (source > 0), *rest)
-pack._places = wrong
+pack._positions = wrong
 """, "scoring"),
     "answers of one row see each other": (PLACES + """
 def wrong(traj, micro):
     (row, at, token, position, segment, prefix), scored = places(traj, micro)
     return (row, at, token, position, segment * 0 + 1, prefix * 0), scored
-pack._places = wrong
+pack._positions = wrong
 """, "packing"),
     "answers behind the first do not see the prompt that they share": (PLACES + """
 def wrong(traj, micro):
     (row, at, token, position, segment, prefix), scored = places(traj, micro)
     return (row, at, token, position, segment, prefix * (segment < 3)), scored
-pack._places = wrong
+pack._positions = wrong
 """, "scoring"),
     "weights sum to 1 in each microbatch": ("""
 import jaxrl.training as training

@@ -66,8 +66,8 @@ def command() -> None:
 
 
 def run(main: Callable, argv: list[str] | None = None) -> int:
-    """The exit status of a program; 141, as of SIGPIPE and without a traceback, where the reader of its output has gone
-    (`| head`)."""
+    """The exit status of a program; 141, as of SIGPIPE and without a traceback, where the reader of its output
+    has gone (`| head`)."""
     try:
         try:
             return main(argv) or 0

@@ -31,7 +31,7 @@ OWN_LOOP = {  # name -> module; they import jax, so each loads on first use
     "prepare": "jaxrl.rl.step",
     "learn": "jaxrl.rl.step",
     "fit": "jaxrl.run.fit",
-    "Line": "jaxrl.run.fit",
+    "StepResult": "jaxrl.run.fit",
 }
 
 
@@ -51,7 +51,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
 
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
 
-    Objects replace the config's options. The same call resumes the run, and refuses other rows or another tokenizer.
+    Arguments override the options of the same meaning. The same call resumes; it refuses other rows or tokenizers.
 
     Args:
       config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (which are GRPO's); or a ConfigDict from
@@ -61,9 +61,9 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
       data: rows to train on, a list of dicts or a datasets.Dataset; or a path or hub id.
       tokenizer: one of transformers, or a folder or hub id.
       eval: rows to evaluate, or a dict of such sets by name.
-      callbacks: functions called with a `jaxrl.Step` after each line of metrics, and objects with any of the hooks
-        on_step, on_evaluation, on_save, on_end; one, or a sequence of them. Called on process 0; `step.stop()` ends
-        the run.
+      callbacks: functions called with a `jaxrl.Step` after each line of metrics, and objects with any of the
+        hooks on_step, on_evaluation, on_save, on_end; one, or a sequence of them. Called on process 0;
+        `step.stop()` ends the run.
       env: what an episode is, an episode function (task, chat) or a class with reset and step, or its name.
       tools: plain typed functions that the model may call, or their names.
 
@@ -72,7 +72,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
       RunStopped: the run had to stop, or a callback failed; repeat the call to resume from the latest checkpoint.
     """
     _check_call(unknown)
-    from jaxrl import data as data_room
+    from jaxrl import data as jaxrl_data
     from jaxrl import telemetry
     from jaxrl.resolve.checks import common, replay
     from jaxrl.run.python_api import apply_python_inputs
@@ -81,12 +81,12 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
     if not config.run.dir:
         config.run.dir = f"runs/{short_name(config.run.recipe)}"
     inputs = apply_python_inputs(config, model, data, rewards, tokenizer, eval, callbacks, env, tools)
-    replay.place(config)
+    replay.use_recorded_folder(config)
     common.check(config)
     if config.run.mode in ("plan", "certify"):
         return _run_without_devices(config, inputs)
     if config.run.mode not in replay.AGAIN:  # recorded steps need no data
-        data_room.check_paths(config, inputs.data is not None, inputs.eval or ())
+        jaxrl_data.check_paths(config, inputs.data is not None, inputs.eval or ())
     telemetry.setup_logging(config.log.level)
     from jaxrl.processes import group
 
@@ -114,12 +114,12 @@ def _check_call(unknown: Mapping[str, Any]) -> None:
 
 def _run_without_devices(config, inputs) -> dict:
     """Runs a mode that needs no accelerator: plan or certify. Returns its summary."""
-    if config.run.mode == "plan":  # nothing is read but the model's description
+    if config.run.mode == "plan":  # reads the model's config only
         from jaxrl.planning import plan
         from jaxrl.resolve.checks.services import missing_logger
 
         if missing := missing_logger(config):
-            print(f"a run stops here: {missing}", flush=True)
+            print(f"warning: training on this machine would fail: {missing}", flush=True)
         return plan.run(config)
     from jaxrl.certify import run as certify
     from jaxrl.telemetry import setup_logging
@@ -153,12 +153,12 @@ def _train(config, inputs, peers) -> dict:
     recipe = recipe_of(config)
     run = f"{recipe.again}.{config.run.mode}" if config.run.mode in replay.AGAIN else recipe.run
     out = (run if callable(run) else importlib.import_module(run).run)(config, inputs)
-    peers.meet(f"the end of {config.run.dir}")  # the others may still be writing
+    peers.all_gather(f"the end of {config.run.dir}")  # the others may still be writing
     return out
 
 
 def _after_warm_start(config, inputs):
-    """Runs the warm-start job unless its export is already there; the job then starts from that export."""
+    """Runs the warm-start job unless it has finished; returns the config with the export as the model."""
     from jaxrl.processes.group import peers
 
     try:

@@ -2,12 +2,12 @@
 
     jaxrl serve --config=configs/grpo_gsm8k.py --config.rollout.servers=/shared/s ...
 
-Takes the trainers' command line. Starts `rollout.vllm.replicas` servers, each with its share of the GPUs, with dummy
-weights; the trainers sync theirs. Every server that responds is announced by a file in the folder rollout.servers, with
-its URL as content; trainers read the folder at every weight sync. A server that dies, hangs (two requests to /health
-without a response within `rollout.vllm.health_seconds`) or does not come up is restarted at the same URL, up to
-`rollout.vllm.restarts` times. Ends on SIGTERM or Ctrl-C with status 0; with 1 if no server is left; with 2 for an
-invalid config.
+Takes the trainers' command line. Starts `rollout.vllm.replicas` servers, each with its share of the GPUs, with
+dummy weights; the trainers sync theirs. Every server that responds is announced by a file in the folder
+rollout.servers, with its URL as content; trainers read the folder at every weight sync. A server that dies, hangs
+(two requests to /health without a response within `rollout.vllm.health_seconds`) or does not come up is restarted
+at the same URL, up to `rollout.vllm.restarts` times. Ends on SIGTERM or Ctrl-C with status 0; with 1 if no server
+is left; with 2 for an invalid config.
 
 Servers require the key in $VLLM_API_KEY (or rollout.vllm.api_key) everywhere but at /health. They listen on
 rollout.vllm.host: by default on loopback, for trainers on this host; for other hosts set this host's address in the

@@ -1,6 +1,6 @@
 """The values that several packages share: Trajectories, PackedBatch, TrainState.
 
-Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L row length, S scored tokens per row.
+Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L row length, S loss tokens per row.
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ class Trajectories:
     one); each sampled token is in the loss of exactly one of them. Weights, statistics, mini-batches and penalties
     count trajectories; only layout, packing and attention know sequences. Trajectories are ordered by (prompt, sample).
     Nothing here is padded; only `training.pack` pads.
+
+    Columns that rl.trajectories.collect makes:
+
+        kept       [T] float32      always                Result.log_kept_mass; 0 where not sampled
+        support    [T, K] int32     if results have it    -1 = unused
+        routes     [T, W] int16     if results have it    -1 = not known
+        adapter    [T] int32        with an adapter set   number of the adapter of a sequence
+        turn       [T] int32        episodes              number of the turn; -1 where not sampled
+        reward     [T] float64      episodes              reward of a turn, at its last sampled token
+        anchor     [T] int64        episodes              state that the turn was decided in; 0 = none
     """
 
     tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)
@@ -57,8 +67,7 @@ class Trajectories:
     sample: np.ndarray  # [N] int32: index within the group
     seed: np.ndarray  # [N] uint32, of the first turn
     finish: np.ndarray  # [N] int8, index into FINISH
-    # name -> [T]: kept, routes, turn ...; adapter: number of the adapter of all tokens of a sequence
-    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # by name, see above
     trajectory: np.ndarray | None = None  # [Q] int64, ascending: whose sequence it is; None = one each
     prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group: one sequence each
     # derived:
@@ -70,8 +79,8 @@ class Trajectories:
     def __post_init__(self):
         whole, count, self.lengths = self.trajectory is None, len(self.group), np.diff(self.offsets)
         self.trajectory = np.arange(count) if whole else np.asarray(self.trajectory)
-        at, held = self.trajectory, np.unique(self.trajectory)
-        if len(at) != len(self.lengths) or (np.diff(at) < 0).any() or not np.array_equal(held, np.arange(count)):
+        at, present = self.trajectory, np.unique(self.trajectory)
+        if len(at) != len(self.lengths) or (np.diff(at) < 0).any() or not np.array_equal(present, np.arange(count)):
             raise ValueError(f"trajectory={at}: expected the sequences of {count} trajectories, in order")
         if self.prefix is None and not whole:
             raise ValueError("trajectories of several sequences need `prefix`: a group may have different prompts")
@@ -109,7 +118,7 @@ class PackedBatch(flax.struct.PyTreeNode):
     """One microbatch of static shape. Padding rows and slots have weight 0 and segment 0.
 
     A query attends to the keys of its own segment and of the segment `prefixes` names (the shared prompt), at
-    positions not above its own. Scored token j of row r is `targets[r, j]`, predicted by row position `sources[r, j]`.
+    positions not above its own. Loss token j of row r is `targets[r, j]`, predicted by row position `sources[r, j]`.
     """
 
     tokens: Any  # [R, L] int32

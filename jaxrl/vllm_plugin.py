@@ -152,8 +152,8 @@ KEY = "VLLM_API_KEY"  # environment: what requests have to show; vLLM itself rea
 
 
 class Guard:
-    """ASGI middleware, for vLLM's --middleware: whoever does not show `Authorization: Bearer <$VLLM_API_KEY>` reaches
-    /health alone.
+    """ASGI middleware, for vLLM's --middleware: whoever does not show `Authorization: Bearer
+    <$VLLM_API_KEY>` reaches /health alone.
 
     vLLM's own key covers the paths of requests; weights, sleep and remote calls in the workers stay open beside it.
     Raises RuntimeError without a key, so that such a server does not start.
@@ -384,8 +384,8 @@ class Nccl:
 
 
 class Reader:
-    """Chunks of one trainer as memoryviews, from its folder in shared memory or over one kept connection to its
-    address.
+    """Chunks of one trainer as memoryviews, from its folder in shared memory or over one kept
+    connection to its address.
 
     Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server is not to read
     other files or call other hosts because somebody asks it to.
@@ -495,6 +495,7 @@ def adapter(worker, path: str) -> str:
 
 
 def digest(tensor) -> str:
+    """Returns the SHA-256, in hex, of a torch tensor's bytes in C order."""
     import torch
 
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()

@@ -63,6 +63,7 @@ def test_presets_are_what_they_say(preset, tmp_path):
     assert ("KL (k1, in the reward)" in found["terms"].told) == (preset == "reinforce_pp")
 
 
+@pytest.mark.full
 @first_cases(1, "what", OF_REWARDS)
 def test_a_defect_of_a_reward_is_found(what, tmp_path):
     options, claim = OF_REWARDS[what]

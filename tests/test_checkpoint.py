@@ -113,7 +113,7 @@ def test_a_part_can_be_restored_alone(tmp_path):
     make(tmp_path, asynchronous=False).save(1, tree(), {})
     params = {"params": tree()["params"]}
     assert same(make(tmp_path).restore(params, partial=True).arrays, params)
-    with pytest.raises(CheckpointError, match="is not asked for"):
+    with pytest.raises(CheckpointError, match="is not part of this run"):
         make(tmp_path).restore(params)
 
 
@@ -249,9 +249,9 @@ def test_another_structure_is_named_and_no_reason_to_fall_back(tmp_path):
     wanted["moments"] = (wanted["moments"][0].astype(jnp.bfloat16), ())
     with pytest.raises(CheckpointError) as e:
         make(tmp_path).restore(wanted)
-    for text in ("params/extra is not in it", "params/layer_0 is not asked for", "00000002", "config.json",
-                 "params/layer_1 was saved as float32[64, 64], wanted is float32[64, 32]",
-                 "moments/0 was saved as float32[1000], wanted is bfloat16[1000]"):
+    for text in ("params/extra is not in it", "params/layer_0 is not part of this run", "00000002", "config.json",
+                 "params/layer_1 was saved as float32[64, 64], this run needs float32[64, 32]",
+                 "moments/0 was saved as float32[1000], this run needs bfloat16[1000]"):
         assert text in str(e.value)
 
 
@@ -263,10 +263,10 @@ def test_format_1_had_leaves_that_nothing_read(tmp_path, monkeypatch):
     make(tmp_path, asynchronous=False).save(4, {**state, **extra, "critic": {**state["critic"], **extra}}, {})
     monkeypatch.undo()
     assert same(make(tmp_path).restore(state).arrays, state)
-    with pytest.raises(CheckpointError, match="critic/step is not asked for"):
+    with pytest.raises(CheckpointError, match="critic/step is not part of this run"):
         make(tmp_path).restore({"step": state["step"]})
     make(tmp_path, asynchronous=False).save(5, state | extra, {})
-    with pytest.raises(CheckpointError, match="rng is not asked for; version is not asked for"):
+    with pytest.raises(CheckpointError, match="rng is not part of this run; version is not part of this run"):
         make(tmp_path).restore(state)
 
 

@@ -299,6 +299,7 @@ except ConfigError as e:
 """
 
 
+@pytest.mark.full
 @first_cases(1, "option, read", [("rollout.max_new_tokens", 7 + 1024), ("optimizer.lr", 7 - 1)])
 def test_an_ignored_option_is_its_default_where_jaxrl_acts(option, read):
     """The instrument of evidence/mutations.py, in a process that a test starts: what sets, shows and checks a config sees what was set."""

@@ -67,6 +67,7 @@ def test_an_empty_config_is_the_table_of_defaults_and_passes_the_checks(system, 
         assert m.outcome(False) != "refused", m.lacking
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_another_value_gives_another_config(system):
     """Mutation: unless its row says automatic, inert or unsupported."""
@@ -217,7 +218,8 @@ def test_experts_are_split_over_as_many_gpus_as_there_are():
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "/models/Qwen2-VL-2B/", "OpenGVLab/InternVL3-1B",
                                   "Qwen/Qwen3.8-Flash-Next", "microsoft/phi-4", "google/gemma-3-12b-it",
-                                  "google/gemma-2b-it", "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+                                  "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "XiaomiMiMo/MiMo-V2-Flash",
+                                  "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
                                   "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "tencent/Hy3"])
 def test_models_that_are_not_trained_are_refused_by_name(name):
     m = trained(migrated("skyrl", {"trainer.policy.model.path": name}))
@@ -226,7 +228,11 @@ def test_models_that_are_not_trained_are_refused_by_name(name):
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-Coder-7B", "Qwen/Qwen3-30B-A3B-Base", "Qwen/QwQ-32B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
                                   "deepseek-ai/DeepSeek-V3-0324", "moonshotai/Moonlight-16B-A3B", "zai-org/GLM-4.7-Flash", "zai-org/GLM-4.5-Air",
-                                  "google/gemma-2-2b-it", "google/gemma-3-1b-it", "meta-llama/Llama-3.2-3B",
+                                  "google/gemma-2-2b-it", "google/gemma-3-1b-it", "google/gemma-2b-it", "google/codegemma-7b",
+                                  "moonshotai/Kimi-K2-Instruct-0905", "allenai/OLMo-2-1124-7B", "allenai/Olmo-3-7B-Think",
+                                  "HuggingFaceTB/SmolLM3-3B", "mistralai/Ministral-3-8B-Instruct-2512-BF16",
+                                  "XiaomiMiMo/MiMo-7B-RL", "ByteDance-Seed/Seed-OSS-36B-Instruct",
+                                  "meta-llama/Llama-3.2-3B",
                                   "mistralai/Mistral-7B-Instruct-v0.3", "allenai/OLMoE-1B-7B", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B-Chat"])
 def test_models_that_are_trained_are_not(name):
     assert not trained(migrated("skyrl", {"trainer.policy.model.path": name})).lacking
@@ -643,6 +649,7 @@ def test_a_config_hides_no_module_that_a_run_imports(file, name):
     assert name_of(file) == name
 
 
+@pytest.mark.full
 @first_cases(2, "system", SYSTEMS)
 def test_a_name_that_no_version_has_is_unknown(system):
     """Behind every pattern that passes keys over: a name of the system's own is passed over, an invented one is named."""
@@ -880,6 +887,7 @@ def test_a_script_without_end_of_nesting_is_one_line_that_names_it(tmp_path, cap
     assert "job.sh: " in err and err.endswith("nested too deeply\n") and err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_the_printed_command_works_where_the_migration_ran(tmp_path, monkeypatch, capsys):
     """A config in another folder finds the reward file beside it, and that one the user's, by the path of the source."""
     monkeypatch.chdir(tmp_path)

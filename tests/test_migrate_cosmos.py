@@ -259,6 +259,7 @@ def test_its_first_version_has_another_mean_warm_up_and_dtype_of_weights():
     assert values(of({T + "param_dtype": "float32"}, "0.1"))["train.param_dtype"] == "fp32"
 
 
+@pytest.mark.full
 def test_what_cannot_be_is_said_with_its_place(tmp_path, capsys):
     for text, said in (("[train]\noptm_lr = \"fast\"\n", "job.toml:2: train.optm_lr"), ("[train\n", "job.toml:1"),
                        ("[train.train_policy]\ntype = \"ppo\"\n", "job.toml:2: train.train_policy.type: 'ppo': expected grpo or sft")):

@@ -183,6 +183,7 @@ def test_a_config_with_its_resolvers_passes_the_checks_and_a_robots_has_no_trace
     assert command.main(["rlinf", str(tmp_path / "robot.yaml"), f"--out={out}"]) == 3
 
 
+@pytest.mark.full
 def test_the_critics_optimizer_is_its_own():
     own = {"algorithm.adv_type": "gae", "actor.optim.adam_beta2": 0.999, "actor.optim.adam_eps": 1e-8, "actor.optim.weight_decay": 0.01}
     assert not any(option.startswith("critic.optimizer.") for option in values(migrated(own)))  # as the policy's

@@ -159,6 +159,7 @@ def test_the_report_says_which_gpus_servers_have_where_they_have_fewer():
     assert not any("share only some" in text for text in migrated({**both, "actor_infer.device_mapping": "list(range(0,16))"}).different)
 
 
+@pytest.mark.full
 def test_a_config_with_relative_includes_passes_the_checks(tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "job").mkdir()

@@ -158,6 +158,7 @@ def test_what_the_critic_has_of_its_own_and_we_do_not_is_said():
         assert verl({**gae, key: value}).outcome(False) == "partial", key
 
 
+@pytest.mark.full
 def test_null_under_an_older_name_says_nothing():
     old, new = "custom_reward_function.path", "reward.custom_reward_function.path"
     for first, second in ((old, new), (new, old)):

@@ -250,6 +250,7 @@ def test_the_torch_loop_makes_the_same_update_of_experts(envs):
     assert same_update.distance(ours, theirs)["relative"] < bound
 
 
+@pytest.mark.full
 def test_an_interpreter_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
     """pyenv puts a name on the PATH for every version; for one that is not chosen it runs nothing."""
     shims, versions = tmp_path / "shims", tmp_path / "versions" / "3.99.1" / "bin"

@@ -1,9 +1,9 @@
 """Computes advantages and returns from scores and rewards; host numpy, float64.
 
-`group_advantages` gives one number per trajectory, `token_returns` and `gae` one per token. Over tokens only the scored
-ones (`mask_T`: the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between
-them are skipped as if they were not there: what they hold is not read, and results are 0 on them. So a turn's reward
-belongs on the turn's last scored token. `turns.py` has what gives one number per turn.
+`group_advantages` gives one number per trajectory, `token_returns` and `gae` one per token. Only loss tokens (`mask_T`:
+the policy sampled them) are steps of the decision process. Prompt, observation and tool tokens between them are
+skipped: their values are not read, and results are 0 there. So a turn's reward belongs on the turn's last loss token.
+`turns.py` has the estimators with one number per turn.
 
 Legend: N trajectories, T tokens of the ragged batch; trajectory i owns tokens offsets[i]:offsets[i+1].
 """
@@ -22,16 +22,15 @@ STDS = ("none", "group", "batch", "group_population", "group_mean")
 
 
 def register_advantage(name: str):
-    """Decorator that registers an advantage as `name` for algorithm.advantage:
+    """Returns a decorator that registers an advantage as `name` for algorithm.advantage:
 
         @register_advantage("best_of_group")
         def best_of_group(inputs: AdvantageInputs):
             best = {g: np.nanmax(inputs.scores[inputs.groups == g]) for g in np.unique(inputs.groups)}
             return [float(s == best[g]) for s, g in zip(inputs.scores, inputs.groups)]
 
-    It returns one number per trajectory [N] or per token [T]; tokens not scored and trajectories whose score is
-    absent are 0 afterwards, and whitening and clipping follow. Raises ValueError where the name is taken by another
-    function.
+    The function returns one number per trajectory [N] or per token [T]. jaxrl sets it to 0 at tokens outside loss_mask
+    and in trajectories without a score, then whitens and clips. Raises ValueError if another function has the name.
     """
 
     def register(function):
@@ -60,10 +59,10 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
     The standard deviation is computed from the raw scores of the group, or of the batch (all present scores), with
     ddof 1 (group_population: ddof 0). If those scores are all equal, or fewer than two, the advantage is not divided.
 
-    Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also where
-    the baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to rounding
-    give exactly 0: with mean group and leave_one_out the members of a group that differ by less than 1e-8 or are fewer
-    than two.
+    Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also
+    where the baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to
+    rounding give exactly 0: with mean group and leave_one_out the members of a group that differ by less than 1e-8
+    or are fewer than two.
 
     Args:
       scores_N: one score per trajectory, NaN = absent.
@@ -148,7 +147,7 @@ def _scale(values, ddof):
 
 
 def _centred(own, whole, baseline, mean):
-    """Scores of one group minus their baseline; exactly 0 where they are equal to it up to rounding."""
+    """Returns the scores of one group minus their baseline; exactly 0 where they are equal to it up to rounding."""
     if mean in ("group", "leave_one_out") and _flat(own):
         return np.zeros_like(own)
     if mean in ("group", "leave_one_out"):
@@ -160,15 +159,15 @@ def _centred(own, whole, baseline, mean):
 
 
 def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_rewards_T=None):
-    """Returns token rewards [T]: the trajectory's score at its last scored token, minus kl_coef * KL at each token.
+    """Returns token rewards [T]: the trajectory's score at its last loss token, minus kl_coef * KL at each token.
 
     InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). With turn rewards, which are part of
-    the score, each stays at its token and the last scored token gets the remainder (score - their sum), so that the
+    the score, each stays at its token and the last loss token gets the remainder (score - their sum), so that the
     token rewards add up to the score (to 1e-6 of their magnitudes: they may come in fp32). A trajectory whose score
-    is missing (NaN) gets 0 everywhere, without its KL; one without scored tokens gets nothing.
+    is missing (NaN) gets 0 everywhere, without its KL; one without loss tokens gets nothing.
 
     Args:
-      kl_T: `kl.kl_value` of the policy that sampled. turn_rewards_T: read at scored tokens.
+      kl_T: `kl.kl_value` of the policy that sampled. turn_rewards_T: read at loss tokens.
     """
     mask = np.asarray(mask_T, bool)
     scores = np.asarray(scores_N, np.float64)
@@ -182,31 +181,31 @@ def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_reward
     if turn_rewards_T is not None:
         own = np.where(np.repeat(known, counts), np.asarray(turn_rewards_T, np.float64)[at], 0.0)
         rewards[at] += own
-        whose = np.repeat(np.arange(len(counts)), counts)
-        turn_sum, most = (np.bincount(whose, x, len(counts)) for x in (own, abs(own)))
+        trajectory = np.repeat(np.arange(len(counts)), counts)
+        turn_sum, most = (np.bincount(trajectory, x, len(counts)) for x in (own, abs(own)))
         scores = np.where(np.abs(scores - turn_sum) <= TURN_REWARD_ROUNDING * most, 0.0, scores - turn_sum)
     rewards[at[ends[last] - 1]] += scores[last]
     return rewards
 
 
 def token_returns(rewards_T, mask_T, offsets, gamma):
-    """Returns the reward to go over scored tokens, R_t = r_t + gamma * R_next [T]; 0 on the others."""
+    """Returns the reward to go over loss tokens, R_t = r_t + gamma * R_next [T]; 0 on the others."""
     return gae(rewards_T, np.zeros(len(mask_T)), mask_T, offsets, gamma, 1.0)[0]
 
 
 def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over scored tokens:
+    """Computes generalised advantage estimation (arXiv 1506.02438, eq. 16) over loss tokens:
 
         delta_t = r_t + gamma * V_next - V_t        A_t = delta_t + gamma * lam * A_next
 
-    where next is the trajectory's next scored token: across observation tokens V_next and A_next are carried through.
+    where next is the trajectory's next loss token: V_next and A_next skip observation tokens.
 
     Args:
-      rewards_T, values_T: [T], read at scored tokens.
+      rewards_T, values_T: [T], read at loss tokens.
       lam: scalar, or one per trajectory [N] (see `adaptive_lambda`).
 
     Returns:
-      (advantages_T, returns_T), 0 on tokens that are not scored; returns = advantages + values.
+      (advantages_T, returns_T), 0 outside loss_mask; returns = advantages + values.
     """
     mask = np.asarray(mask_T, bool)
     counts, ends = _scored(mask, offsets)
@@ -217,7 +216,7 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
     value, running, advantages = np.zeros(n), np.zeros(n), np.zeros(len(rewards))
     ends = ends[order]
     longest = int(counts.max(initial=0))
-    live = np.searchsorted(-counts[order], -np.arange(longest), side="left")  # those with more than k scored tokens
+    live = np.searchsorted(-counts[order], -np.arange(longest), side="left")  # those with more than k loss tokens
     for k in range(longest):
         now = slice(0, live[k])
         at = ends[now] - 1 - k
@@ -231,10 +230,11 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
 
 
 def adaptive_lambda(lengths_N, alpha: float):
-    """VAPO's length-adaptive lambda (arXiv 2504.05118), max(0, 1 - 1 / (alpha * |y|)) [N]; the paper's alpha is 0.05.
+    """Returns VAPO's length-adaptive lambda (arXiv 2504.05118), max(0, 1 - 1 / (alpha * |y|)) [N]; the
+    paper's alpha is 0.05.
 
-    The sum of its weights is then alpha * |y|. Below |y| = 1 / alpha the formula is negative; clamping at 0 is a choice
-    of ours. Raises ValueError where alpha is not positive.
+    The sum of its weights is then alpha * |y|. Below |y| = 1 / alpha the formula is negative; clamping at 0 is jaxrl's
+    choice. Raises ValueError if alpha is not positive.
     """
     if alpha <= 0:
         raise ValueError(f"lam_alpha={alpha}: must be positive")
@@ -242,27 +242,27 @@ def adaptive_lambda(lengths_N, alpha: float):
 
 
 def whiten(advantages_T, mask_T):
-    """(A - mean) / sqrt(var + 1e-8) over all scored tokens, var with ddof 1; 0 on the others [T].
+    """Returns (A - mean) / sqrt(var + 1e-8) over all loss tokens, var with ddof 1; 0 on the others [T].
 
-    REINFORCE++ (arXiv 2501.03262) and PPO in practice. Call it with the whole optimizer batch: the statistics are
-    global, never of a microbatch or host. With fewer than two scored tokens the result is 0.
+    As in REINFORCE++ (arXiv 2501.03262) and in PPO's implementations. Call it with the whole optimizer batch: the
+    statistics are global, never of a microbatch or host. With fewer than two loss tokens the result is 0.
     """
     mask = np.asarray(mask_T, bool)
-    scored = np.asarray(advantages_T, np.float64)[mask]
+    values = np.asarray(advantages_T, np.float64)[mask]
     out = np.zeros(len(mask))
-    if len(scored) > 1:
-        out[mask] = (scored - scored.mean()) / np.sqrt(scored.var(ddof=1) + VARIANCE_EPS)
+    if len(values) > 1:
+        out[mask] = (values - values.mean()) / np.sqrt(values.var(ddof=1) + VARIANCE_EPS)
     return out
 
 
 def _scored(mask, offsets):
-    """(counts_N, ends_N): scored tokens per trajectory, and where they end among all scored tokens."""
+    """Returns (counts_N, ends_N): loss tokens per trajectory, and their end among all loss tokens."""
     upto = np.concatenate([[0], np.cumsum(mask)])[np.asarray(offsets)]
     return np.diff(upto), upto[1:]
 
 
 def clip_advantages(advantages, low, high):
-    """Advantages within [low, high], any shape, float64; None = no bound on that side."""
+    """Returns the advantages within [low, high], any shape, float64; None = no bound on that side."""
     low, high = -np.inf if low is None else low, np.inf if high is None else high
     return np.clip(np.asarray(advantages, np.float64), low, high)
 
@@ -273,12 +273,12 @@ def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, 
     Of two completions to one prompt that begin alike and end with different scores, the common opening is pushed both
     ways: what remains is noise (Cosmos-RL's min_filter_prefix_tokens). A completion loses its longest prefix that it
     shares with any completion of its group whose score differs (by 1e-8 or more), if that has at least `minimum`
-    tokens, counted from the end of the prompt. A completion that lies whole in a longer one loses all its tokens. True
+    tokens, counted from the end of the prompt. A completion that is a prefix of a longer one loses all its tokens. True
     on all other tokens, prompts too. Completions without a score (NaN) have advantage 0 and take no part.
 
     Args:
-      tokens_T: prompt then completion of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens that are the
-      prompt.
+      tokens_T: prompt then completion of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens
+      that are the prompt.
     """
     tokens, scores = np.asarray(tokens_T), np.asarray(scores_N, np.float64)
     starts = np.asarray(offsets)[:-1] + np.asarray(prompt_lengths_N)
@@ -293,7 +293,7 @@ def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, 
 
 
 def _mixed_prefixes(completions, scores):
-    """Length of the longest prefix that each completion shares with one of another score."""
+    """Returns the length of the longest prefix that each completion shares with one of another score."""
     lengths = [0] * len(completions)
     mixed, depth = [range(len(completions))], 0
     while mixed:  # classes of completions that are alike up to `depth` and differ in score

@@ -34,8 +34,8 @@ DENSE = ("forward", "reverse", "jsd")
 def with_tail(logp_K, used_K):
     """Appends the log-prob of all other tokens: [..., K] -> [..., K+1].
 
-    used_K: bool; False = the place holds no token. If the mass of the K rounds to 1 or more, the tail is one rounding
-    error.
+    used_K: bool; False = the place holds no token. If the mass of the K rounds to 1 or more, the tail
+    is one rounding error.
     """
     logp = jnp.where(used_K, logp_K, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(logp, axis=-1, keepdims=True))

@@ -4,9 +4,9 @@ With d = logp - ref, of a token drawn from the policy p, q the reference (http:/
 
     k1 = d    abs = |d|    k2 = d^2 / 2    k3 = exp(-d) + d - 1    low_var = min(k3 of d within +-20, 10)
 
-The table gives the expected gradient of each estimator, which need not be that of its expected value. K(s) = KL(p ||
-q), K'(s) = KL(q || p) at a state s, gradients at the states visited (their distribution is not differentiated), samples
-from p:
+The table gives the expected gradient of each estimator, which need not be that of its expected value. K(s) = KL(p
+|| q), K'(s) = KL(q || p) at a state s, gradients at the states visited (their distribution is not
+differentiated), samples from p:
 
     estimator     in the loss                        in the reward (as score, REINFORCE with the reward to go)
     k1            0 (refused)                        of KL(p || q) of whole sequences: states' distribution included

@@ -3,7 +3,7 @@
 Notation: logp = log-prob under the current policy (with gradient), old = under the proximal policy, A = advantage, all
 of one shape [...], nats, fp32 or better; r = exp(logp - old). sg = stop-gradient.
 
-Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient whatever the inputs
+Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient for any inputs
 hold there; stats are per-token arrays without gradient, 0 where masked: `ratio`, the r that was used, and `clipped`, 1
 where a bound removed (CISPO, DPPO: changed) the token's gradient.
 """
@@ -63,11 +63,11 @@ def clipped_policy_loss(
 def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
     """GMPO (arXiv 2507.20673): -A times the geometric mean of the sequence's clipped token ratios.
 
-    The bounds are on the log-ratio, in nats (the paper: 0.4). With aggregation=sequence_mean and advantages that
-    differ by token, the loss is -mean(A) * geometric mean. Only sequence_mean gives the paper's loss.
+    The bounds are on the log-ratio, in nats (the paper: 0.4). If A differs by token, aggregation=sequence_mean gives
+    -mean(A) * geometric mean. Only sequence_mean gives the paper's loss.
 
     Returns:
-      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high` say which tokens it took at a bound.
+      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token is at a bound.
     """
     advantage = jnp.where(mask, advantage, 0)
     log_mean, low, high = geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high)
@@ -122,7 +122,7 @@ def topr_loss(logp, old, advantage, mask, sequences, by_token):
     """TOPR (arXiv 2503.14286, eq. 8): -A * logp where A > 0, else -sg(min(r, 1)) * A * logp, old the sampler's.
 
     r is the ratio of whole completions, their product of token ratios, as in the paper; by_token: of tokens, as in
-    ROLL. Tokens with A > 0 get the SFT gradient whatever their ratio; the others are weighted by min(r, 1), so unlikely
+    ROLL. Tokens with A > 0 get the SFT gradient at any ratio; the others are weighted by min(r, 1), so unlikely
     ones are pushed down less. `clipped` marks tokens with A <= 0 whose r is above 1.
     """
     advantage = jnp.where(mask, advantage, 0)
@@ -222,7 +222,7 @@ class PolicyLoss(NamedTuple):
     unbiased: bool = False
 
     def __call__(self, tokens: Tokens, cfg):
-        """(loss, stats) of tokens. ValueError for a ratio that the loss does not take."""
+        """Returns (loss, stats) of tokens. Raises ValueError for a ratio that the loss does not take."""
         if self.ratios and cfg.ratio not in self.ratios:
             raise ValueError(f"ratio={cfg.ratio!r}: this policy loss takes {' or '.join(self.ratios)}")
         return self.function(tokens, cfg)
@@ -240,18 +240,18 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def register_policy_loss(name: str):
-    """Decorator that registers a policy loss as `name`, with the signature of the built-in ones:
+    """Returns a decorator that registers a policy loss as `name`, with the signature of the built-in ones:
 
         @register_policy_loss("sft_like")
         def sft_like(tokens: Tokens, cfg):
             positive = tokens.mask & (tokens.advantage > 0)
             loss = -jnp.where(positive, tokens.logp, 0)
-            return loss, {"kept": positive.astype(loss.dtype)}
+            return loss, {"positive": positive.astype(loss.dtype)}
 
     `tokens` is a Tokens, cfg has the attributes clip_low, clip_high, dual_clip, delta, ratio, cispo_max_ratio,
-    cispo_min_ratio, sapo_tau_pos, sapo_tau_neg, dppo_low, dppo_high, and user, the table config.user. Returns per-token
-    (loss, stats), 0 where masked, not aggregated. Mask before exp, log and division (jnp.where(mask, x, 0)): where
-    masked anything may be in the arrays. Raises ValueError where the name is taken by another function.
+    cispo_min_ratio, sapo_tau_pos, sapo_tau_neg, dppo_low, dppo_high, and user, the table config.user. The loss returns
+    per-token (loss, stats), 0 where masked, not aggregated. Mask before exp, log and division (jnp.where(mask, x, 0)):
+    masked entries of the arrays are undefined. Raises ValueError if another function has the name.
     """
 
     def register(function):

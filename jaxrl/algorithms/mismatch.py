@@ -3,7 +3,7 @@
 rho = exp(old - behaviour). A weight multiplies the policy loss only, never KL or entropy; denominators stay. No
 gradient flows through any of them.
 
-Legend: R rows, S scored slots per row; see numerics.py for `sequences`.
+Legend: R rows, S loss slots per row; see numerics.py for `sequences`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def mismatch_ratio(old, behaviour, mask, *, sequences=None, level="token"):
     """The ratio before truncation, [R, S], 0 where masked; also what metrics should show.
 
         token      rho_t
-        sequence   product of rho over the sequence's scored tokens, at each of them
+        sequence   product of rho over the sequence's loss tokens, at each of them
         geometric  its |y|-th root
 
     Products are sums of logs; above 20 the exponential continues linearly (masked_exp). Shapes other than [R, S] are
@@ -56,7 +56,7 @@ def off_policy_sequence_mask(logp, behaviour, advantage, mask, sequences, delta)
     """Factor 1 on kept tokens, 0 on those of dropped sequences and where masked; without gradient, dtype of logp.
 
     DeepSeek-V3.2 (arXiv 2512.02556): a sequence is dropped where its advantage is negative and the mean of
-    behaviour - logp over its scored tokens is above delta. With advantages per token, their mean over the sequence
+    behaviour - logp over its loss tokens is above delta. With advantages per token, their mean over the sequence
     decides (TRL decides per token). behaviour is the sampler's log-prob (slime takes the proximal policy's).
     """
     gap = sequence_mean(jax.lax.stop_gradient(behaviour) - jax.lax.stop_gradient(logp), mask, sequences)

@@ -1,6 +1,6 @@
 """Guarded arithmetic of packed slots: bounded exponentials and sums over a sequence's slots.
 
-Legend: R rows, S scored slots per row. `sequences_RxS` int32 is the id of a slot's sequence within its row: 1..K with
+Legend: R rows, S loss slots per row. `sequences_RxS` int32 is the id of a slot's sequence within its row: 1..K with
 K <= S, not falling along the row, 0 = unused slots, wherever they are. A sequence never crosses a row.
 """
 
@@ -13,7 +13,7 @@ MAX_LOG = 20.0  # exponents are bounded here; beyond, ratios have lost all meani
 
 
 def masked_exp(x, mask):
-    """exp(x) where mask, else 0, with finite value and gradient whatever x holds where masked.
+    """exp(x) where mask, else 0, with finite value and gradient for any x where masked.
 
     The mask is applied before exp (0 * inf in a gradient is NaN). Above MAX_LOG the function continues linearly, so
     that its gradient does not vanish where it is needed most.
@@ -31,7 +31,7 @@ def masked_expm1(x, mask):
 
 
 def sequence_sum(x_RxS, sequences_RxS):
-    """Sum over each sequence's slots, broadcast back to them; 0 at unused slots, whatever x holds there. dtype of x."""
+    """Sum over each sequence's slots, broadcast back to them; 0 at unused slots, for any x there. dtype of x."""
     used = sequences_RxS > 0
     slots = x_RxS.shape[1]
 

@@ -34,9 +34,12 @@ class PreferenceBatch(NamedTuple):
     """The inputs of a preference loss.
 
     Attributes:
-      s, r, lengths: [N] float64; r is 0 if no reference is needed.
+      s: [N] float64, log-prob of each completion under the policy, summed over its tokens (nats).
+      r: [N] float64, the same under the reference; 0 if the loss needs none.
+      lengths: [N] float64, tokens of each completion.
       table: pairs and labels.
-      z0: of kto.
+      z0: constant of `kto`, an estimate of KL(policy || reference) from mismatched completions, at
+        least 0; 0 elsewhere.
       options: all below `preference`.
     """
 
@@ -49,6 +52,7 @@ class PreferenceBatch(NamedTuple):
 
     @property
     def x(self):
+        """[N] log-ratio to the reference, s - r."""
         return self.s - self.r
 
     def sides(self, values_N):
@@ -64,20 +68,22 @@ class PreferenceBatch(NamedTuple):
 
 
 def sp(a):
+    """Returns softplus, log(1 + e^a), without overflow."""
     return np.logaddexp(0.0, a)
 
 
 def sigmoid(a):
+    """Returns 1 / (1 + e^-a), without overflow."""
     return np.exp(-sp(-a))
 
 
 def _smoothed(d, eps):
-    """(1 - eps) sp(-d) + eps sp(d), and its derivative by d."""
+    """Returns (1 - eps) sp(-d) + eps sp(d), and its derivative by d."""
     return (1 - eps) * sp(-d) + eps * sp(d), -(1 - eps) * sigmoid(-d) + eps * sigmoid(d)
 
 
 def _of_difference(batch: PreferenceBatch, loss, slope):
-    """A loss of d alone."""
+    """Returns (mean, derivative [N]) of a loss of d, from its derivative by d."""
     return batch.pairs(loss, batch.options.beta * slope, -batch.options.beta * slope)
 
 
@@ -140,7 +146,7 @@ def discopop(batch: PreferenceBatch):
 
 
 def _of_sides(batch: PreferenceBatch, loss, slope_a, slope_b):
-    """A loss of a = beta x_c and b = beta x_w."""
+    """Returns (mean, derivative [N]) of a loss of a = beta x_c and b = beta x_w."""
     return batch.pairs(loss, batch.options.beta * slope_a, batch.options.beta * slope_b)
 
 
@@ -241,8 +247,8 @@ def _mean_unpaired(batch: PreferenceBatch, gain, slope):
 
 
 def kto(batch: PreferenceBatch):
-    """KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions. z0 is
-    a constant."""
+    """KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions.
+    z0 is a constant."""
     signed = np.where(batch.table.good, batch.options.beta, -batch.options.beta)
     v = signed * (batch.x - batch.z0)
     return _mean_unpaired(batch, sigmoid(v), signed * sigmoid(v) * sigmoid(-v))

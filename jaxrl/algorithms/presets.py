@@ -144,18 +144,18 @@ PRESETS = MappingProxyType(
 )
 
 
-# What an estimator decides by itself, whatever the preset says.
+# Options that an estimator sets, overriding the preset.
 IMPLIED = {"turn": {"advantage_mean": "leave_one_out", "advantage_std": "none"}}
 
 
-def resolve(preset: str, given: dict) -> dict[str, tuple]:
-    """Option -> (value, origin) where origin is 'config', 'preset <name>' or 'advantage <name>' (of IMPLIED).
+def resolve(preset: str, chosen: dict) -> dict[str, tuple]:
+    """Returns option -> (value, origin); origin is 'config', 'preset <name>' or 'advantage <name>' (of IMPLIED).
 
     Args:
       preset: a key of PRESETS.
-      given: option -> value or None (None = not set by the user).
+      chosen: option -> value or None (None = not set by the user).
     """
     out = {name: (value, f"preset {preset}") for name, value in PRESETS[preset].items()}
-    kind = given.get("advantage") or PRESETS[preset]["advantage"]
+    kind = chosen.get("advantage") or PRESETS[preset]["advantage"]
     out |= {name: (value, f"advantage {kind}") for name, value in IMPLIED.get(kind, {}).items()}
-    return out | {name: (given[name], "config") for name in out if given.get(name) is not None}
+    return out | {name: (chosen[name], "config") for name in out if chosen.get(name) is not None}

@@ -1,6 +1,6 @@
 """Log-ratios of the current to the proximal policy, by token, by sequence, and as a clipped geometric mean.
 
-Legend: R rows, S scored slots per row; see numerics.py for `sequences`.
+Legend: R rows, S loss slots per row; see numerics.py for `sequences`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def log_ratio(logp, old, mask, sequences, level):
     """Log of the importance ratio of each token, [R, S], 0 where masked. With x = logp - old:
 
         token           x                                              PPO, arXiv 1707.06347
-        sequence        mean of x over the sequence's scored tokens    GSPO, arXiv 2507.18071
+        sequence        mean of x over the sequence's loss tokens    GSPO, arXiv 2507.18071
         sequence_token  sg(that mean) + logp - sg(logp)                GSPO-token, the same paper
 
     `sequence` and `sequence_token` have the same value. The gradient of `sequence` at any slot is 1/|y| with respect to
@@ -44,7 +44,7 @@ def geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_hi
     the mean. The bounds are in nats, so that ratios lie in [exp(-clip_low), exp(clip_high)].
 
     Returns:
-      (mean, low, high): `mean` [R, S] is the mean over the sequence's scored tokens at each of them, 0 where masked;
+      (mean, low, high): `mean` [R, S] is the mean over the sequence's loss tokens at each of them, 0 where masked;
       its gradient with respect to a token is 1/|y|, 0 where it was clipped. `low`, `high` bool: which bound acted.
     """
     x = jnp.where(mask, logp - old, 0)

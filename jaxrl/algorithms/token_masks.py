@@ -1,7 +1,7 @@
-"""Tokens that add no policy loss because of where they stand among all tokens of a step; host numpy, float64.
+"""Masks of tokens that get no policy loss because of their rank among all tokens of a step; host numpy, float64.
 
 The masks are of the whole step's batch and of log-probs known before its first update, so that micro-batches, packing
-and the order of mini-batches change nothing. Masked tokens keep their place in the denominators.
+and the order of mini-batches change nothing. Masked tokens stay in the denominators.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxrl.algorithms.advantages import shared_prefix_mask
 
 
 def second_moment_mask(behaviour_T, old_T, mask_T, threshold: float):
-    """M2PO (arXiv 2510.01161): the tokens that remain once those with the largest squared log-ratio are
-    taken out, one by one, until the mean of (old - behaviour)^2 over the rest is below `threshold`. bool [T].
+    """Returns M2PO's mask (arXiv 2510.01161), bool [T]: False at the tokens with the largest squared log-ratio, as few
+    as bring the mean of (old - behaviour)^2 over the others below `threshold`.
 
-    old is the proximal policy's log-prob, behaviour the sampler's, in nats; neither is read where not mask_T. One token
-    at least remains. True where not mask_T. The authors' code and AReaL take the tokens of one micro-batch.
+    old is the proximal policy's log-prob, behaviour the behaviour policy's, in nats; neither is read outside mask_T. At
+    least one token remains. True outside mask_T. The authors' code and AReaL take the tokens of one micro-batch.
     """
     mask = np.asarray(mask_T, bool)
     keep, at = np.ones(len(mask), bool), np.flatnonzero(mask)
@@ -34,11 +34,12 @@ def second_moment_mask(behaviour_T, old_T, mask_T, threshold: float):
 
 
 def covariance_mask(old_T, advantage_T, mask_T, share: float, low: float, high: float, seed: int):
-    """Clip-Cov (arXiv 2505.22617): False on a random `share` of the step's tokens (rounded down, one at
-    least) among those whose covariance term (A - mean A) * (logp - mean logp) lies between `low` and `high`. bool [T].
+    """Returns Clip-Cov's mask (arXiv 2505.22617), bool [T]: False on a random `share` of the step's tokens
+    (rounded down, at least one) among those whose covariance term (A - mean A) * (logp - mean logp) lies
+    between `low` and `high`.
 
     Means are over mask_T. logp is the proximal policy's, which is the paper's at the first update of a batch; its
-    authors take the current one's at each, and leave out tokens that the clip stops. True where not mask_T.
+    authors take the current one's at each, and leave out tokens that the clip stops. True outside mask_T.
     """
     mask = np.asarray(mask_T, bool)
     keep, at = np.ones(len(mask), bool), np.flatnonzero(mask)
@@ -46,9 +47,9 @@ def covariance_mask(old_T, advantage_T, mask_T, share: float, low: float, high: 
         return keep
     logp, advantage = np.asarray(old_T, np.float64)[at], np.asarray(advantage_T, np.float64)[at]
     covariance = (advantage - advantage.mean()) * (logp - logp.mean())
-    found = at[(covariance > low) & (covariance < high)]
-    count = min(max(int(share * len(at)), 1), len(found))
-    keep[np.random.default_rng(seed).choice(found, count, replace=False)] = False
+    inside = at[(covariance > low) & (covariance < high)]
+    count = min(max(int(share * len(at)), 1), len(inside))
+    keep[np.random.default_rng(seed).choice(inside, count, replace=False)] = False
     return keep
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a policy loss (scored tokens of one microbatch) and of an advantage (one step's completions)."""
+"""The inputs of a policy loss (loss tokens of one microbatch) and of an advantage (one step's completions)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Tokens(NamedTuple):
-    """Arrays [R, S] over packed slots (R rows, S scored slots per row); log-probs in nats, anything where masked.
+    """Arrays [R, S] over packed slots (R rows, S loss slots per row); log-probs in nats, anything where masked.
 
     Only `logp` and `entropy` carry a gradient.
     """

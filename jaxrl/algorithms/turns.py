@@ -21,7 +21,7 @@ from jaxrl.algorithms.advantages import EQUAL, _members, _scored, group_advantag
 
 
 class _Cells(NamedTuple):
-    """Where the scored tokens lie in a table [N, K] of turns."""
+    """The positions of loss tokens in a table [N, K] of turns."""
 
     at: np.ndarray  # [S] in the batch
     trajectory: np.ndarray  # [S]
@@ -61,12 +61,12 @@ def turn_advantages(rewards_T, turn_T, mask_T, offsets, groups_N, present_N, gam
     https://github.com/verl-project/verl/issues/7244.) With one turn each it is the leave-one-out baseline of RLOO.
 
     Args:
-      rewards_T: of `token_rewards`, read at scored tokens. turn_T: int numbers of turns, or None.
+      rewards_T: of `token_rewards`, read at loss tokens. turn_T: int numbers of turns, or None.
       groups_N: group of each trajectory. present_N: bool; those absent are no members and get 0.
       gamma: discount per turn.
 
     Returns float64, 0 where not scored, in groups of fewer than two, and where all members have the same to go (within
-    1e-8). Raises ValueError for a scored token whose turn is negative.
+    1e-8). Raises ValueError for a loss token whose turn is negative.
     """
     cells = _cells(turn_T, mask_T, offsets)
     to_go, centred = _to_go(rewards_T, cells, gamma), np.zeros(cells.shape)
@@ -100,11 +100,11 @@ def anchor_advantages(rewards_T, turn_T, anchor_T, mask_T, offsets, groups_N, pr
     """
     cells = _cells(turn_T, mask_T, offsets)
     turns, first, turn_of = np.unique(cells.flat, return_index=True, return_inverse=True)
-    whose, anchors = cells.trajectory[first], np.asarray(anchor_T)[cells.at][first]
-    to_go = np.where(np.asarray(present_N, bool)[whose], _to_go(rewards_T, cells, gamma).ravel()[turns], np.nan)
+    trajectory, anchors = cells.trajectory[first], np.asarray(anchor_T)[cells.at][first]
+    to_go = np.where(np.asarray(present_N, bool)[trajectory], _to_go(rewards_T, cells, gamma).ravel()[turns], np.nan)
     named, found, out = anchors != 0, np.zeros(len(turns)), np.zeros(len(mask_T))
     states, state = np.unique(anchors[named], return_inverse=True)
-    _, group = np.unique(np.asarray(groups_N)[whose[named]], return_inverse=True)
+    _, group = np.unique(np.asarray(groups_N)[trajectory[named]], return_inverse=True)
     found[named], _ = group_advantages(to_go[named], group * len(states) + state, mean=mean, std=std)
     out[cells.at] = found[turn_of]
     return out

@@ -23,8 +23,8 @@ def each(case: Case, tokens) -> list[float]:
 def groups(loss: Loss, own: bool) -> str:
     """Tests the claim `groups`: advantages of a group do not depend on other groups. Returns what was tried.
 
-    own: the estimator is a user's function, which does not use advantage_mean and advantage_std. Raises Broken or
-    NotApplicable.
+    own: the estimator is a user's function, which does not use advantage_mean and advantage_std.
+    Raises Broken or NotApplicable.
     """
     o = loss.options
     whole = [f"algorithm.{n}={o[n]}" for n in ("advantage_mean", "advantage_std") if o[n] == "batch"]

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import jaxrl
-from jaxrl import data as data_room
+from jaxrl import data as jaxrl_data
 from jaxrl.algorithms import kl_value
 from jaxrl.certify import claims, estimator, rewards, tabular
 from jaxrl.certify import loss as losses
@@ -157,8 +157,8 @@ class Rewards:
 
     def _rows(self, spec):
         try:
-            tokenizer = data_room.load_tokenizer(spec)
-            dataset = data_room.load_train(spec, tokenizer, tokenizer.eos_token_id, self.inputs and self.inputs.data)
+            tokenizer = jaxrl_data.load_tokenizer(spec)
+            dataset = jaxrl_data.load_train(spec, tokenizer, tokenizer.eos_token_id, self.inputs and self.inputs.data)
         except (ConfigError, OSError) as e:
             raise NotApplicable(f"the data cannot be read here: {str(e)[:200]}") from None
         return [dataset[i] for i in range(min(ROWS, len(dataset)))], tokenizer

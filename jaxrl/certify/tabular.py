@@ -129,7 +129,9 @@ def case_of(p: Policy, drawn, turns: bool) -> tuple[Case, np.ndarray]:
 
 
 def expected(loss: Loss, p: Policy) -> np.ndarray:
-    """[3, 3] gradient of the loss with respect to theta, expected over groups of GROUP answers drawn from theta."""
+    """Returns the [3, 3] gradient of the loss with respect to theta, expected over groups of GROUP
+    completions drawn from theta.
+    """
     draws = list(itertools.product(range(len(ANSWERS)), repeat=GROUP))
     batches = []
     for drawn in draws:
@@ -145,7 +147,7 @@ def expected(loss: Loss, p: Policy) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def program(objective):
-    """(theta, batches, their probabilities) -> gradient; compiled once for an objective."""
+    """Returns (theta, batches, their probabilities) -> gradient, compiled once for an objective."""
     loss = Loss(objective, None, None, ())
 
     def of(theta, every, weight):

@@ -120,8 +120,8 @@ class Tiny:
         """Computes the gradient of each minibatch at the current state, as flat dicts by parameter.
 
         Args:
-          tokens: per microbatch. length: of a row. share: train.share_prompts. minibatches: of the batch; None = as in
-            the config.
+          tokens: per microbatch. length: of a row. share: train.share_prompts. minibatches: of the batch; None =
+            as in the config.
         """
         options = {"train.share_prompts": share, "algorithm.num_minibatches": minibatches}
         c = editable(self.spec.options)
@@ -193,7 +193,7 @@ class Base:
         self._first = None
 
     def first(self):
-        """(job at its start, case, its gradients)."""
+        """Returns (job at its start, case, its gradients)."""
         if self._first is None:
             tiny = self.tiny.start()
             case = tiny.case()

@@ -10,7 +10,7 @@ On disk, below `<run_dir>/checkpoints` or `checkpoint.dir`, which may be in a st
     00000060.set-aside      damaged, or later than the checkpoint a run went back to; never read again, never deleted
 
 Several processes save and restore together. Each writes and reads its own parts of the arrays; process 0 alone chooses
-checkpoints, checks the disk, writes host values and manifest, and deletes. The folder must be one that all of them see.
+checkpoints, checks the disk, writes host values and manifest, and deletes. All processes must see the folder.
 
 Steps of a save, and the points where `faults.plan` can act:
 
@@ -96,7 +96,7 @@ class Restored(NamedTuple):
     """A restored checkpoint."""
 
     step: int
-    arrays: Any   # the structure that was asked for, every leaf bitwise as saved
+    arrays: Any   # the requested structure, every leaf bitwise as saved
     host: dict
     path: Path
 
@@ -109,8 +109,8 @@ class Checkpointer:
       config: the whole config; reads the group `checkpoint`.
       faults: planned faults, for tests.
       before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes visible;
-        flushes whatever must not be older than the checkpoint.
-      uploads: sends checkpoints elsewhere (uploads.py), or None. It is told of each in process 0's writing thread. Up
+        flushes files that must not be older than the checkpoint.
+      uploads: sends checkpoints elsewhere (uploads.py), or None. Process 0's writing thread passes it each one. Up
         to checkpoint.keep checkpoints that are still to be sent are not deleted.
     """
 
@@ -123,21 +123,21 @@ class Checkpointer:
         self._manager: ocp.CheckpointManager | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.committed: int | None = None  # the newest step of this run that is known to be on disk, whole
-        self.completed: list[int] = []     # steps that this process saved, whole, until someone takes them out
-        self.best: int | None = None       # the step whose checkpoint outlives checkpoint.keep
+        self.committed: int | None = None  # newest step of this run with a whole checkpoint on disk
+        self.completed: list[int] = []     # steps whose saves ended; the session removes them
+        self.best: int | None = None       # the step whose checkpoint is never deleted
         self._failures = 0
-        self._failures_reported = 0  # those of them that take_refused() has returned
-        self._refused = ""  # what the disk said to the newest save that failed
+        self._failures_reported = 0  # failures that failed_since_last_call() has returned
+        self._failure_reason = ""  # of the newest save that failed
         self._saving, self._deadline = -1, 0.0
-        self._cached_choice: tuple[str, Chosen | None] | None = None  # what choose() found under which policy
+        self._cached_choice: tuple[str, Chosen | None] | None = None  # (resume, result) of choose()
         self._stale: list[Path] | None = None  # decided by restore(); None = everything here is of this run
         self._peers = peers()
 
-    # ---- what is there
+    # ---- checkpoints on disk
 
     def steps(self) -> list[int]:
-        """Returns the steps of the visible checkpoints, oldest first. Visible means complete when it was committed."""
+        """Returns the steps of the visible checkpoints, oldest first. Visible means that the commit has happened."""
         return [int(p.name) for p in checkpoints_in(self.directory)]
 
     # ---- saving
@@ -183,7 +183,7 @@ class Checkpointer:
         _check_json(host, "host")
         envelope = {"format": FORMAT, "jaxrl": jaxrl.__version__, "step": int(step), "host": host,
                     "arrays": {k: [str(v.dtype), list(v.shape)] for k, v in leaves.items()}}
-        # Orbax refuses arrays without elements; their shape in the table is all there is to keep.
+        # Orbax refuses arrays without elements; the table holds their shape.
         stored = {k: np.array(v) if isinstance(v, np.ndarray | np.generic) else v for k, v in leaves.items() if v.size}
         items: dict[str, ocp.args.CheckpointArgs] = {"host": ocp.args.JsonSave(envelope)}
         if stored:
@@ -209,7 +209,7 @@ class Checkpointer:
         return True
 
     def _require_space_everywhere(self, step: int, leaves) -> None:
-        """`require_space` by process 0; what it finds, all raise."""
+        """Runs `require_space` in process 0; every process raises its error."""
         def missing() -> str:
             try:
                 return self.require_space(leaves) or ""
@@ -218,8 +218,8 @@ class Checkpointer:
 
         if self._peers.count == 1:
             self.require_space(leaves)
-        elif found := self._peers.decide(f"checkpoint {step}: is there room?", missing):
-            raise OSError(errno.ENOSPC, found)
+        elif lacks := self._peers.decide(f"checkpoint {step}: is there room?", missing):
+            raise OSError(errno.ENOSPC, lacks)
 
     def wait(self) -> None:
         """Waits until a running save is committed or has failed. Raises as `save` does."""
@@ -231,11 +231,11 @@ class Checkpointer:
         """Returns once the checkpoint of `step` is committed. Raises SavesFailed if it is not, or as `save` does."""
         self.wait()
         if not self._peers.decide(f"checkpoint {step}: is it committed?", lambda: self.committed == step):
-            raise SavesFailed(f"checkpoint of step {step} not written ({self._refused or 'it was never started'}); "
-                              f"{self.newest()}. Free space in {self.directory} and rerun the same command to resume "
-                              "from there")
+            reason = self._failure_reason or "it was never started"
+            raise SavesFailed(f"checkpoint of step {step} not written ({reason}); {self.newest()}. Free space in "
+                              f"{self.directory} and rerun the same command to resume from there")
 
-    def take_refused(self) -> bool:
+    def failed_since_last_call(self) -> bool:
         """Returns whether the disk has refused a save since the last call."""
         before, self._failures_reported = self._failures_reported, self._failures
         return self._failures > before
@@ -254,8 +254,7 @@ class Checkpointer:
     def _hanging(self, step: int) -> str:
         return (f"checkpoint of step {step} not written within checkpoint.timeout_seconds="
                 f"{self._options.timeout_seconds:g}: the disk under {self.directory} does not respond; "
-                f"{self.newest()}. "
-                "Once it does, rerun the same command to resume from there")
+                f"{self.newest()}. Once it does, rerun the same command to resume from there")
 
     def check(self) -> None:
         """Raises a background failure, if there was one. Costs nothing; call it every step."""
@@ -267,9 +266,9 @@ class Checkpointer:
             raise SaveTimeout(self._hanging(self._saving))
 
     def _open(self) -> ocp.CheckpointManager:
-        """Removes what killed saves left behind and returns Orbax's manager."""
+        """Removes leftovers of killed saves and returns Orbax's manager."""
         if self._manager is None:
-            # Orbax explains every failed save with a traceback; `_failed` says it in one line.
+            # Orbax explains every failed save with a traceback; `_failed` logs one line.
             logging.getLogger("absl").addFilter(not_orbax)
             self.directory.mkdir(parents=True, exist_ok=True)
             if self._peers.first:
@@ -285,7 +284,9 @@ class Checkpointer:
         return self._manager
 
     def _commit(self) -> None:
-        """Orbax calls this in process 0's thread when all items are written, just before it renames the directory."""
+        """Writes the manifest. Orbax calls this in process 0's thread once all items are written, just before it
+        renames the directory.
+        """
         folder = self.path_of(self._saving)
         if not in_store(folder):
             (folder,) = [p for p in self.directory.iterdir() if p.name.startswith(folder.name + LEFTOVER)]
@@ -330,7 +331,7 @@ class Checkpointer:
             self._error = error
             return
         self._failures += 1
-        self._refused = reason
+        self._failure_reason = reason
         text = f"checkpoint of step {step} not written ({reason}); {self.newest()}"
         if self._failures < MAX_FAILURES:
             log.error("%s; training continues, failure %d of %d", text, self._failures, MAX_FAILURES)
@@ -352,10 +353,11 @@ class Checkpointer:
             logging.getLogger("absl").removeFilter(not_orbax)
 
     def path_of(self, step: int) -> Path:
+        """Returns the path of a step's checkpoint, whether it exists or not."""
         return self.directory / f"{step:08d}"
 
     def prune(self) -> None:
-        """Deletes the oldest checkpoints."""
+        """Deletes the oldest checkpoints beyond checkpoint.keep, except the best one and those still to be uploaded."""
         keep = self._options.keep
         old = checkpoints_in(self.directory)[:-keep] if keep > 0 else []
         old = [path for path in old if int(path.name) != self.best]
@@ -374,15 +376,15 @@ class Checkpointer:
     # ---- restoring
 
     def choose(self, resume: str = "auto") -> Chosen | None:
-        """Returns the newest usable checkpoint, or None if there is nothing to resume. Reads no arrays, touches no
-        device.
+        """Returns the newest usable checkpoint, or None if there is nothing to resume. Reads no
+        arrays, touches no device.
 
         Args:
           resume: as in `restore`, which then uses this result.
 
         Raises:
-          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; an
-            unknown format.
+          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was
+            named; an unknown format.
         """
         chosen = self._choose_together(resume)
         self._cached_choice = (resume, chosen)
@@ -391,7 +393,7 @@ class Checkpointer:
         return chosen
 
     def _choose_together(self, resume: str) -> Chosen | None:
-        """What process 0 chooses, on all. Raises CheckpointError where one of them cannot see it."""
+        """Returns process 0's choice on every process. Raises CheckpointError if one of them cannot see it."""
         if self._peers.count == 1:
             return self._choose(resume)
         mine = self._choose(resume) if self._peers.first else None
@@ -422,7 +424,7 @@ class Checkpointer:
             return Chosen(envelope["step"], envelope["host"], path)
         if paths:
             raise CheckpointError(f"all {len(paths)} checkpoints in {paths[0].parent} are damaged; run.resume=never "
-                                  "starts over (they are kept), run.resume=<path> takes another run's")
+                                  "starts over (they stay), run.resume=<path> takes another run's")
         return None
 
     def restore(self, abstract, resume: str = "auto", *, partial: bool = False) -> Restored | None:
@@ -464,8 +466,8 @@ class Checkpointer:
                 return first_line(e)
             return ""
 
-        if found := self._peers.decide(f"checkpoint {step}: is it whole?", trouble):
-            raise CheckpointError(f"the checkpoint {path} cannot be read: {found}")
+        if damage := self._peers.decide(f"checkpoint {step}: is it whole?", trouble):
+            raise CheckpointError(f"the checkpoint {path} cannot be read: {damage}")
         return _read(path, abstract, partial=True).arrays
 
     def _later_than(self, path: Path) -> list[Path]:
@@ -473,24 +475,24 @@ class Checkpointer:
         return own[own.index(path) + 1:] if path in own else own
 
     def _candidates(self, resume: str) -> tuple[list[Path], bool]:
-        """(checkpoints to try, newest first; whether exactly one was named)."""
+        """Returns (checkpoints to try, newest first; whether one checkpoint was named)."""
         if resume == "never":
             return [], False
         if resume in ("auto", "must"):
             own = checkpoints_in(self.directory)[::-1]
             if resume == "must" and not own:
                 raise CheckpointError(f"run.resume=must: {self.directory} has no checkpoint; set run.resume=auto to "
-                                      f"start a new run")
+                                      "start a new run")
             return own, False
         path = folder_of(resume)
         if not path.is_dir():
             raise CheckpointError(f"run.resume={resume!r} is neither auto, must or never nor an existing directory")
         if is_checkpoint(path):
             return [path], True
-        found = (checkpoints_in(path / "checkpoints") or checkpoints_in(path))[::-1]
-        if not found:
+        newest_first = (checkpoints_in(path / "checkpoints") or checkpoints_in(path))[::-1]
+        if not newest_first:
             raise CheckpointError(f"run.resume={resume!r}: {path} is neither a checkpoint nor a run directory with any")
-        return found, False
+        return newest_first, False
 
 
 # ---- trees
@@ -508,7 +510,7 @@ def flatten(tree) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise TypeError(f"checkpoint: {name} is {type(leaf).__name__}, not an array; numbers and text belong in "
-                            f"`host`")
+                            "`host`")
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(f"checkpoint: {name} is a typed PRNG key; save jax.random.key_data(key)")
         if name in out:
@@ -533,7 +535,7 @@ def _check_json(node, where: str) -> None:
 # ---- reading
 
 def _envelope(path: Path) -> dict:
-    # Orbax's own reader would ask for the devices of this machine; the choice of a checkpoint comes before that.
+    # Orbax's own reader needs the devices; a checkpoint is chosen before they are touched.
     envelope = json.loads((path / "host" / HOST_FILE).read_text(encoding="utf-8"))
     if envelope["format"] > FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {envelope['format']} of jaxrl {envelope['jaxrl']}; this "
@@ -561,10 +563,10 @@ def _read(path: Path, abstract, partial: bool) -> Restored:
 def _check_table(path: Path, wanted: dict, saved: dict, partial: bool) -> None:
     """Raises CheckpointError naming up to five leaves whose presence, shape or dtype differs."""
     problems = [f"{k} is not in it" for k in wanted if k not in saved]
-    problems += [f"{k} is not asked for" for k in saved if k not in wanted and not partial]
+    problems += [f"{k} is not part of this run" for k in saved if k not in wanted and not partial]
     for k, leaf in wanted.items():
         if k in saved and saved[k] != (here := [str(leaf.dtype), list(leaf.shape)]):
-            problems.append(f"{k} was saved as {saved[k][0]}{saved[k][1]}, wanted is {here[0]}{here[1]}")
+            problems.append(f"{k} was saved as {saved[k][0]}{saved[k][1]}, this run needs {here[0]}{here[1]}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{path} does not fit this config: {'; '.join(problems[:5])}{more}. Use the config it "

@@ -40,7 +40,7 @@ def folder_of(where: str | Path) -> Any:
 
 
 def in_store(path) -> bool:
-    """Returns whether a path lies in a store."""
+    """Returns whether a path is in a store."""
     return not isinstance(path, Path)
 
 
@@ -79,8 +79,8 @@ def delete(path: Any) -> None:
 
 
 def set_aside(path: Path) -> str:
-    """Makes a checkpoint invisible (renames it, or in a store removes its mark) without deleting it. Returns its new
-    state.
+    """Makes a checkpoint invisible (renames it, or in a store removes its mark) without deleting it.
+    Returns its new state.
     """
     if in_store(path):
         (path / SET_ASIDE).write_text("jaxrl")
@@ -133,8 +133,8 @@ def verify(path: Path) -> None:
 
 
 def disk_trouble(error: BaseException | None) -> str:
-    """Returns the disk's error message if a failure is the disk's (an OSError, or TensorStore's text for one), else
-    "".
+    """Returns the disk's error message if a failure is the disk's (an OSError, or TensorStore's text
+    for one), else "".
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
@@ -162,10 +162,10 @@ def size_text(count: float) -> str:
 
 
 def not_orbax(record: logging.LogRecord) -> bool:
-    """Log filter: drops records of Orbax."""
+    """Filters out Orbax's log records; a logging filter."""
     return "orbax" not in record.pathname
 
 
 def not_tensorstore(record: logging.LogRecord) -> bool:
-    """Log filter: drops TensorStore's reports of failed arrays."""
+    """Filters out TensorStore's reports of failed arrays; a logging filter."""
     return "OCDBT" not in record.getMessage()

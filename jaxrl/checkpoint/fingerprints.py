@@ -11,7 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from jaxrl import data as data_room
+from jaxrl import data as jaxrl_data
 from jaxrl.checkpoint.resume import config_changes, input_changes
 from jaxrl.config.load import redacted
 from jaxrl.errors import ConfigError
@@ -26,20 +26,19 @@ BLOCK, BLOCKS = 4096, 64  # sampled blocks of a weights file: bytes of each, and
 
 def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
     """Compares the run's inputs across processes and with the checkpoint. Returns {"prints": fingerprints, "commits":
-    of
-    the hub} for the next checkpoint.
+    of the hub} for the next checkpoint.
 
     Args:
       chosen: the checkpoint to resume, or None.
-      workers: option -> pool of workers (rewards, episodes), whose key() identifies the user's code; it may change on
-        resume.
+      workers: option -> pool of workers (rewards, episodes), whose key() identifies the user's code; it
+        may change on resume.
 
     Raises:
       ConfigError: the processes read different inputs, or others than the checkpoint's.
     """
     prints = fingerprints(config, inputs, train_set, eval_sets)
     read = {"prints": prints, "commits": commits(config, train_set, eval_sets)}
-    if day := data_room.template_date(inputs.tokenizer):
+    if day := jaxrl_data.template_date(inputs.tokenizer):
         prints["chat template's day"] = read["day"] = day
     if peers.count > 1:
         code = {f"the code of {option}": pool.key() for option, pool in (workers or {}).items()}
@@ -51,8 +50,8 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
         log.warning("%s was written by an older jaxrl, which stored no fingerprints: data and tokenizer may differ from"
                     " those it was trained with", chosen.path)
         return read
-    _, asked = config_changes(chosen.host["config"], redacted(config))
-    refused, taken = input_changes(before["prints"], read["prints"], config.run.accept_changed, asked)
+    _, accepted = config_changes(chosen.host["config"], redacted(config))
+    refused, taken = input_changes(before["prints"], read["prints"], config.run.accept_changed, accepted)
     if refused:
         moved = before["commits"] != read["commits"]
         hub = f". Hub commits then {before['commits']}, now {read['commits']}" if moved else ""
@@ -64,14 +63,14 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
-    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference that is
-    read again.
+    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference
+    that is read again.
     """
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
     if train_set is not None:
         out["training data"] = train_set.fingerprint
     described = {key: value for key, value in inputs.hf_config.items() if key not in IGNORED_FIELDS}
-    out |= data_room.fingerprint(inputs.tokenizer)
+    out |= jaxrl_data.fingerprint(inputs.tokenizer)
     out["model config"] = _hash(json.dumps(described, sort_keys=True, default=str))
     reference = config.reference
     if config.needs_reference and not (reference.reset_steps or reference.reset_epochs):
@@ -82,7 +81,7 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
 
 
 def reference_print(config) -> str:
-    """Returns the fingerprint of the reference's initial weights; for a random policy its seed."""
+    """Returns the fingerprint of the reference's initial weights (see weights_print); for a random policy "seed N"."""
     path, revision = _reference(config)
     return weights_print(path, revision) if path else f"seed {config.run.seed}"
 
@@ -91,28 +90,32 @@ def weights_of_hosts(config) -> dict[str, str]:
     """Returns name -> hash of the weights that every process reads its part of at start-up."""
     critic = config.critic
     named = {"weights of the policy": _policy(config), "weights of the critic": (critic.path, critic.revision)}
-    return {name: weights_print(*given) for name, given in named.items() if given[0]}
+    return {name: weights_print(*source) for name, source in named.items() if source[0]}
 
 
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
-    """Returns name -> hub commits that were read, kept for reproducibility."""
+    """Returns the hub commits that were read, name -> [40 hex digits]; checkpoints store them.
+
+    Names are model, tokenizer, reference, critic, teacher, "training data" and "eval set <name>"; local
+    folders are left out.
+    """
     m = config.model
-    named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, data_room.tokenizer_revision(config)),
+    named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, jaxrl_data.tokenizer_revision(config)),
              "reference": (config.reference.path, config.reference.revision),
              "critic": (config.critic.path, config.critic.revision),
              "teacher": (config.teacher.path, config.teacher.revision)}
-    out = {name: [commit] for name, given in named.items() if (commit := _commit(*given))}
+    out = {name: [commit] for name, source in named.items() if (commit := _commit(*source))}
     sets = {} if train_set is None else {"training data": train_set}
     sets |= {f"eval set {name}": dataset for name, dataset in eval_sets.items()}
     return out | {name: dataset.commits for name, dataset in sets.items() if dataset.commits}
 
 
 def weights_print(path: str, revision: str | None) -> str:
-    """Returns a hash of all weights in a folder or hub snapshot: sizes, headers and evenly spread blocks, so that it
-    is fast.
+    """Returns a hash of all weights in a folder or hub snapshot: sizes, headers and evenly spread blocks, so
+    that it is fast.
     """
     digest = hashlib.sha256()
-    for file in sorted(hf.folder_of(data_room.resolve(path), revision).glob("*.safetensors")):
+    for file in sorted(hf.folder_of(jaxrl_data.resolve(path), revision).glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as f:
@@ -135,8 +138,8 @@ def _policy(config):
 
 
 def _commit(path: str, revision: str | None) -> str | None:
-    """The commit of a hub id in the local cache; None for folders."""
-    if not path or Path(data_room.resolve(path)).exists() or path.count("/") > 1:
+    """Returns the commit of a hub id in the local cache; None for folders."""
+    if not path or Path(jaxrl_data.resolve(path)).exists() or path.count("/") > 1:
         return None
     for name in ("config.json", "tokenizer_config.json"):
         found = huggingface_hub.try_to_load_from_cache(path, name, revision=revision)

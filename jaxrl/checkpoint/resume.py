@@ -63,8 +63,8 @@ PAST: dict[str, str] = {
 
 
 def changes_past(name: str) -> str | None:
-    """Returns why a change of this option is refused on resume; None if it is accepted. Raises KeyError for an
-    unclassified option.
+    """Returns why a change of this option is refused on resume; None if it is accepted. Raises KeyError
+    for an unclassified option.
     """
     parts = name.split(".")
     if parts[:2] == ["data", "sources"]:
@@ -115,19 +115,21 @@ READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("token
         "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
 
 
-def input_changes(old: dict, new: dict, accepted=(), asked: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. What only one side has is not compared.
+def input_changes(old: dict, new: dict, accepted=(), changes: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. Names that only one side
+    has are not compared.
 
     Args:
+      old, new: of the checkpoint, and of this run.
       accepted: run.accept_changed.
-      asked: accepted option changes (texts of config_changes); an eval set that differs because of them is not
-        reported.
+      changes: accepted option changes (texts of config_changes); an eval set that differs because of
+        them is not reported.
 
     Returns:
       (refused, taken), one text each.
     """
     refused, taken = [], []
-    other_sets = any(text.startswith(("eval.sets:", "eval.max_rows:")) for text in asked)
+    other_sets = any(text.startswith(("eval.sets:", "eval.max_rows:")) for text in changes)
     for name in sorted(old.keys() & new.keys()):
         if old[name] == new[name]:
             continue

@@ -1,11 +1,12 @@
 """Uploads copies of exports and checkpoints to a repository of the Hugging Face hub, or to a prefix of any store that
 fsspec knows (s3://, gs://, file://, ...), in the background. Uploads neither fail nor delay the run.
 
-Below a prefix files lie as below the run's folder (`export/`, `export_00000020/`, `checkpoints/00000020/`); in a
-repository the final export lies at the top, where `from_pretrained` looks for it. A folder is complete if it has
-`uploaded.json`, with size and SHA-256 of every file: a store gets it last (an older one is deleted first), the hub in
-one commit with the files. Each place has its own thread and queue. A failed upload is retried after 2, 4, 8 ...
-seconds; one that is given up is counted, logged at the end and listed in summary.json.
+Below a prefix files have the paths that they have below the run's folder (`export/`, `export_00000020/`,
+`checkpoints/00000020/`); in a repository the final export is at the top, where `from_pretrained` looks for it. A
+folder is complete if it has `uploaded.json`, with size and SHA-256 of every file: a store gets it last (an older
+one is deleted first), the hub in one commit with the files. Each destination has its own thread and queue. A
+failed upload is retried after 2, 4, 8 ... seconds; a folder that fails at all tries is counted, logged at the end
+and listed in summary.json.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Store:
 
 
 def place_of(url: str, private: bool = True) -> Hub | Store:
-    """Returns the Hub or Store of an address. Raises ConfigError for an invalid address, or a store whose package is
-    missing.
+    """Returns the Hub or Store of an address. Raises ConfigError for an invalid address, or a store
+    whose package is missing.
     """
     if "://" not in url:
         raise ConfigError(f"checkpoint.upload.to entry {url!r}: expected hf://owner/name, or a prefix such as "
@@ -130,7 +131,7 @@ class Uploads:
         self._places = [place_of(url, options.private) for url in options.to]
         self._change = threading.Condition()
         self._queues: dict[str, list[tuple[Path, str, int]]] = {place.url: [] for place in self._places}
-        self._done, self._problems, self._said, self._closed = 0, [], False, False
+        self._done, self._problems, self._logged, self._closed = 0, [], False, False
         for place in self._places:
             threading.Thread(target=self._serve, args=(place,), name="upload", daemon=True).start()
 
@@ -154,13 +155,13 @@ class Uploads:
             return any(folder == waiting for queue in self._queues.values() for waiting, _, _ in queue)
 
     def metrics(self) -> dict[str, float]:
-        """Returns folders times places so far: sent, given up, and still to be sent."""
+        """Returns folders times places so far: sent, failed, and waiting."""
         with self._change:
             return {"upload/done": float(self._done), "upload/failed": float(len(self._problems)),
                     "upload/waiting": float(sum(map(len, self._queues.values())))}
 
     def end(self, seconds: float) -> dict:
-        """Waits up to `seconds` until everything is sent or given up. Returns the entry of summary.json; unsent
+        """Waits up to `seconds` until every folder is sent or has failed. Returns the entry of summary.json; unsent
         folders are logged too.
         """
         with self._change:
@@ -193,7 +194,7 @@ class Uploads:
                 self._change.notify_all()
 
     def _send(self, place, folder: Path, name: str, step: int) -> str:
-        """What the last attempt failed by; "" after one that did not."""
+        """Sends a folder, with retries. Returns "" or the last attempt's error."""
         problem, pause = "", self._first_wait
         for attempt in range(self.options.attempts):
             if attempt:
@@ -204,18 +205,18 @@ class Uploads:
             try:
                 place.send(folder, name, marker_of(folder, step))
                 return ""
-            except BaseException as e:  # noqa: B036  (whatever a store's library raises: the run goes on)
+            except BaseException as e:  # noqa: B036  (any error of a store's library: the run continues)
                 lines = str(e).strip().splitlines()
                 problem = f"{type(e).__name__}: {lines[0][:300] if lines else ''}"
                 if not folder.is_dir():
                     return f"{folder} was deleted before it was sent (checkpoint.keep)"
-                self._say(name, place.url, problem)
+                self._warn_once(name, place.url, problem)
         return problem
 
-    def _say(self, name: str, url: str, problem: str) -> None:
+    def _warn_once(self, name: str, url: str, problem: str) -> None:
         with self._change:
-            said, self._said = self._said, True
-        if not said:
+            logged, self._logged = self._logged, True
+        if not logged:
             log.warning("upload of %s to %s failed (%s); it is tried %d times in total, and the run continues. "
                         "Further failures are counted (upload/failed) and logged at the end", name, url, problem,
                         self.options.attempts)

@@ -19,28 +19,32 @@ ROWS = ("sources", "eval")    # names in data.sources and in eval.sets of the ro
 
 
 def names(config) -> tuple[str, ...]:
-    """In the order of their numbers; () without lora.adapters."""
+    """Returns the names of lora.adapters in the order of their numbers; () without lora.adapters."""
     return tuple(sorted(config.lora.adapters))
 
 
 def listed(value) -> tuple[str, ...]:
-    """One name or several, as several."""
+    """Returns one name or several names as a tuple of names."""
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 def numbers(config, kind: str) -> Mapping[str, int]:
-    """Name of a source ("sources") or of a held-out set ("eval") -> number of its adapter; {} without lora.adapters."""
+    """Returns name of a source ("sources") or of a held-out set ("eval") -> number of its
+    adapter; {} without lora.adapters.
+    """
     return {name: k for k, adapter in enumerate(names(config), 1)
             for name in listed(config.lora.adapters[adapter].get(kind, ()))}
 
 
 def number_of(config, kind: str, name: str) -> int:
-    """0 without lora.adapters. Raises KeyError for rows that are nobody's, which the checks refuse."""
+    """Returns the number of the adapter of a source or held-out set; 0 without lora.adapters. Raises KeyError for rows
+    without an adapter, which the checks refuse.
+    """
     return numbers(config, kind)[name] if config.lora.adapters else 0
 
 
 def lora_of(config, adapter: str):
-    """config.lora as one adapter has it, alone."""
+    """Returns config.lora for one adapter alone."""
     c = editable(config)
     for name in LORA_OWN:
         if name in config.lora.adapters[adapter]:

@@ -80,7 +80,7 @@ def classes(name: str, tree: dict, prefix: str) -> list[str]:
 
 
 def source() -> str:
-    """Returns the text of typed.py."""
+    """Returns the text of typed.py: a class of options per group of the schema."""
     return "\n\n".join([HEADER, *classes("Options", SCHEMA, ""), CONFIG])
 
 

@@ -66,7 +66,9 @@ GROUPS = {
 
 
 def requested(argv: list[str]) -> str | None:
-    """The topic of `--help`, `--help=TOPIC`, `--help TOPIC`; "" for the overview, None where no help is asked for."""
+    """Returns the topic of `--help`, `--help=TOPIC`, `--help TOPIC`; "" for the overview, None without
+    a request for help.
+    """
     for i, arg in enumerate(argv):
         name, _, topic = arg.partition("=")
         if name in ("-h", "--help", "--helpfull"):
@@ -76,8 +78,11 @@ def requested(argv: list[str]) -> str | None:
 
 
 def page(topic: str, command: str, metrics: str) -> str:
-    """The text of a topic: "" (overview), all, metrics, a group (rollout, rollout.vllm), an option, or the last part of
-    an option's name. metrics: the table of metrics. Raises ConfigError for another topic."""
+    """Returns the text of a topic: "" (overview), all, metrics, a group (rollout, rollout.vllm), an option, or the last
+    part of an option's name.
+
+    metrics: the table of metrics. Raises ConfigError for another topic.
+    """
     topic = topic.removeprefix("--").removeprefix("config.")
     usage = USAGE.format(command=command, shipped=_wrapped(", ".join(shipped_configs()), "  "))
     if not topic:
@@ -120,16 +125,16 @@ def conditions(group: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         if name.startswith(f"{group}."):
             read_by = [f"run.recipe={'|'.join(option.read_by)}"] * bool(option.read_by)
             clauses[name] = [*read_by, *filter(None, option.needs.split(" and "))]
-    counts = Counter(clause for given in clauses.values() for clause in given)
-    common = {clause: [name for name, given in clauses.items() if clause not in given]
+    counts = Counter(clause for own in clauses.values() for clause in own)
+    common = {clause: [name for name, own in clauses.items() if clause not in own]
               for clause, count in counts.items() if count > len(clauses) / 2 and count >= len(clauses) - MOST_WITHOUT}
-    return common, {name: [c for c in given if c not in common] for name, given in clauses.items()}
+    return common, {name: [c for c in own if c not in common] for name, own in clauses.items()}
 
 
 def option_lines(shown: dict[str, Option]) -> str:
-    """Options with default, choices, meaning and conditions."""
+    """Returns lines for options, with default, choices, meaning and conditions."""
     lines = []
-    further = {name: given for group in SCHEMA for name, given in conditions(group)[1].items()}
+    further = {name: clauses for group in SCHEMA for name, clauses in conditions(group)[1].items()}
     for name, opt in shown.items():
         recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
         by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
@@ -144,7 +149,7 @@ def option_lines(shown: dict[str, Option]) -> str:
 
 
 def columns() -> int:
-    """Columns of the terminal; 120 where there is none."""
+    """Returns the columns of the terminal; 120 without one."""
     return min(max(shutil.get_terminal_size((120, 24)).columns, 60), 140)
 
 

@@ -11,8 +11,9 @@ def episodes(config) -> bool:
 
 
 def longest_completion(config, new_tokens: int = 0) -> int:
-    """Most tokens behind a prompt: those of a turn (rollout.max_new_tokens, or `new_tokens`), or of all turns of an
-    episode and of what is observed between them."""
+    """Returns the most tokens after a prompt: of a turn (rollout.max_new_tokens, or `new_tokens`), or of all turns of
+    an episode and the observations between them.
+    """
     turn, env = new_tokens or config.rollout.max_new_tokens, config.env
     if not episodes(config):
         return turn
@@ -21,15 +22,16 @@ def longest_completion(config, new_tokens: int = 0) -> int:
 
 
 def longest_sequence(config, new_tokens: int = 0) -> int:
-    """Bound on prompt + completion in tokens, and the slot behind them where a score is read. new_tokens: as of
-    `longest_completion`."""
+    """Returns the bound on prompt + completion in tokens, and the slot after them if a score is read there. new_tokens:
+    as of `longest_completion`.
+    """
     whole = config.data.max_prompt_tokens + longest_completion(config, new_tokens)
     longest = config.train.max_sequence_tokens or whole
     return (min(whole, longest) if new_tokens else longest) + int(recipe_of(config).scores)
 
 
 def made_of(config) -> str:
-    """The options that make `longest_sequence`, with their values."""
+    """Returns the options that determine `longest_sequence`, with their values."""
     env, name = config.env, "train.max_sequence_tokens"
     if config.train.max_sequence_tokens:
         return f"{name}={config.train.max_sequence_tokens}"
@@ -45,7 +47,9 @@ def made_of(config) -> str:
 
 
 def longest_prompt(config) -> int:
-    """Most tokens that stand before what a request samples: the prompt, or in an episode all before its last turn."""
+    """Returns the most tokens before those that a request samples: the prompt, or in an episode everything
+    before its last turn.
+    """
     if not episodes(config) or config.env.max_turns == 1:
         return config.data.max_prompt_tokens
     new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)

@@ -47,7 +47,7 @@ def _build(tree: dict) -> Any:
 
 
 def default_config() -> Config:
-    """The whole schema at its defaults, locked except `user` and the free-form tables (`model.config`, ...)."""
+    """Returns the whole schema at its defaults, locked except `user` and the free-form tables (`model.config`, ...)."""
     cfg = _build(SCHEMA)
     cfg.lock()
     for path in free_tables():
@@ -56,12 +56,13 @@ def default_config() -> Config:
 
 
 def editable(config) -> Config:
-    """A copy of a config, or of a Spec's decided options, that may be changed."""
+    """Returns a copy of a config, or of a Spec's decided options, that may be changed."""
     copied: Any = config_dict.ConfigDict(getattr(config, "options", config))
     return copied.copy_and_resolve_references()
 
 
 def get(cfg, dotted: str):
+    """Returns the value of an option by dotted name."""
     for part in dotted.split("."):
         cfg = cfg[part]
     return cfg
@@ -104,7 +105,9 @@ def _coerce(name: str, value, opt: Option):
 
 
 def find_config(spec: str) -> tuple[Path, str | None]:
-    """'configs/grpo.py:tiny' or 'grpo:tiny' -> (path, 'tiny'). Bare names are looked up among the shipped configs."""
+    """Converts 'configs/grpo.py:tiny' or 'grpo:tiny' to (path, 'tiny'). Bare names are looked up
+    among the shipped configs.
+    """
     name, _, arg = spec.partition(":")
     stem = name if name.endswith(".py") else name + ".py"
     for path in (Path(name), *(folder / Path(stem).name for folder in FOLDERS)):
@@ -119,7 +122,7 @@ def find_config(spec: str) -> tuple[Path, str | None]:
 
 
 def shipped_configs() -> list[str]:
-    """The names of the configs that ship with jaxrl."""
+    """Returns the names of the configs that ship with jaxrl."""
     return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.py")})
 
 
@@ -164,36 +167,37 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
 
 
 def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
-    """The config of a run, from the config.json in its directory (secrets are not in it)."""
+    """Returns the config of a run, from the config.json in its directory (without secrets)."""
     try:
-        held = json.loads(Path(path).read_text("utf-8"))["config"]
+        config = json.loads(Path(path).read_text("utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"--config={path}: no config.json of a run ({type(e).__name__}: {e})") from None
     cfg = default_config()
-    for name, value in [*_by_name(held), *overrides.items()]:
+    for name, value in [*_by_name(config), *overrides.items()]:
         put(cfg, name, value)
     return cfg
 
 
-def config_of(given) -> Config:
-    """A config of one's own to work on: from a ConfigDict, the name of a config, options by name on top of the
-    defaults, or None."""
-    if isinstance(given, str | Path):
-        return load_config(str(given))
-    if isinstance(given, config_dict.ConfigDict):
-        copied: Any = given.copy_and_resolve_references()
+def config_of(config) -> Config:
+    """Returns an editable config from a ConfigDict, the name of a config, options by name on top of
+    the defaults, or None.
+    """
+    if isinstance(config, str | Path):
+        return load_config(str(config))
+    if isinstance(config, config_dict.ConfigDict):
+        copied: Any = config.copy_and_resolve_references()
         return copied
-    if not isinstance(given, dict | None):
-        raise ConfigError(f"config is {type_of(given)}: expected the name of a config, options by name, or a "
+    if not isinstance(config, dict | None):
+        raise ConfigError(f"config is {type_of(config)}: expected the name of a config, options by name, or a "
                           "ConfigDict")
     cfg = default_config()
-    for name, value in _by_name(given or {}):
+    for name, value in _by_name(config or {}):
         put(cfg, name, value)
     return cfg
 
 
 def _by_name(table: dict, prefix: str = ""):
-    """{"optimizer.lr": 1} and {"optimizer": {"lr": 1}} as (dotted name, value)."""
+    """Yields (dotted name, value) of {"optimizer.lr": 1} and {"optimizer": {"lr": 1}}."""
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and (name == "user" or any(option.startswith(f"{name}.") for option in options())):
@@ -203,7 +207,7 @@ def _by_name(table: dict, prefix: str = ""):
 
 
 def _failure(error: Exception, path: Path) -> str:
-    """What went wrong in a config file, and in which line of it."""
+    """Returns the error of a config file and its line in the file."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} (line {error.lineno})"
@@ -271,7 +275,9 @@ def parse_value(dotted: str, text: str):
 
 
 def _parse_list(text: str, kind: type) -> tuple:
-    """'a,b', "('a', 'b')", "'a,b'" (one entry) or '3' as a tuple. ValueError for numbers that are none."""
+    """Parses 'a,b', "('a', 'b')", "'a,b'" (one entry) or '3' as a tuple. Raises ValueError for text
+    where numbers are expected.
+    """
     value = _literal(text)
     if text[:1] in ("(", "[") or (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
         return tuple(value) if isinstance(value, tuple | list) else (value,)
@@ -325,7 +331,7 @@ def is_secret(name: str) -> bool:
 
 
 def redacted_text(text: str) -> str:
-    """A text without what looks like a secret in it."""
+    """Returns a text without secrets: what looks like one is replaced."""
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
     text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{m[1]}<redacted>{m[1]}" if is_secret(m[2]) else m[0], text)
@@ -335,8 +341,9 @@ def redacted_text(text: str) -> str:
 
 
 def redacted(cfg) -> dict:
-    """The config as plain dicts without secrets: values under secret-looking names, and what looks like one in any
-    text."""
+    """Returns the config as plain dicts without secrets: values under secret-looking names, and secret-looking
+    parts of any text.
+    """
 
     def hidden(node):
         if isinstance(node, dict):
@@ -358,6 +365,7 @@ def redacted(cfg) -> dict:
 
 
 def flat(table: dict, prefix: str = "") -> dict:
+    """Returns dotted name -> value of nested dicts; empty dicts are values."""
     out = {}
     for key, value in table.items():
         if isinstance(value, dict) and value:

@@ -96,12 +96,14 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
 
 
 def no_effect(name: str, value, without: str, remedy: str) -> str:
-    """The problem of an option that would be read by nothing."""
+    """Returns the problem of an option that nothing would read. without: reason, such as "without
+    rollout.engine=vllm".
+    """
     return f"{name}={value!r} has no effect {without}; {remedy}"
 
 
 def not_chosen(option: Option, value) -> str:
-    """What is wrong with a value, or with the entries of a list, that must be among the choices; "" = nothing."""
+    """Returns the problem of a value, or of the entries of a list, that must be among the choices; "" = none."""
     values = value if isinstance(option.default, tuple) else (value,)
     if not option.choices or all(v in option.choices or option.or_path and ":" in str(v) for v in values):
         return ""

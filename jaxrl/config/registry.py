@@ -1,5 +1,5 @@
-"""Kinds of job, as rows: what the rest of jaxrl has to know of each of them, so that nothing else asks for a recipe's
-name.
+"""Kinds of job, as rows: what the rest of jaxrl has to know of each of them, so that nothing else asks
+for a recipe's name.
 
 A new recipe is a file with `run(spec, given)`, a row here, and its options in `schema`. One of a user's own has its row
 in its file: run.recipe=./my_file.py:RECIPE; its options are below `user`.
@@ -50,7 +50,7 @@ BUILT_IN = frozenset(RECIPES)  # without those that a program adds
 
 
 def recipe_of(config) -> Recipe:
-    """The row of a config's run.recipe. Raises what its import raises where that is a path."""
+    """Returns the registry entry of a config's run.recipe; for an import path, raises what its import raises."""
     name = config.run.recipe
     return imported(name) if ":" in name else RECIPES[name]
 
@@ -63,7 +63,7 @@ def from_rows(config) -> bool:
 
 
 def sequences(config) -> int:
-    """Sequences of a step."""
+    """Returns the number of sequences of a step."""
     recipe, size = recipe_of(config), config.data.prompts_per_step
     if not recipe.samples:
         return size
@@ -73,6 +73,6 @@ def sequences(config) -> int:
 
 
 def short_name(recipe: str) -> str:
-    """rl of "rl", my_file of "./folder/my_file.py:RECIPE", module of "package.module:RECIPE"."""
+    """Returns rl for "rl", my_file for "./folder/my_file.py:RECIPE", module for "package.module:RECIPE"."""
     where = recipe.partition(":")[0]
     return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]

@@ -9,8 +9,11 @@ DEFAULT_STEPS = 100  # of a run that nothing else ends
 
 
 def ends(cfg, passes: int | None = None) -> dict[str, int]:
-    """What may end a run -> after how many steps: train.steps, data.epochs (`passes`: steps of all passes, where the
-    rows are known) and train.max_samples, as far as set; train.steps' default where none is. The first one ends it."""
+    """Returns what may end a run -> after how many steps; the first one ends it.
+
+    Keys are train.steps, data.epochs (`passes`: steps of all passes, if the rows are known) and train.max_samples, as
+    far as set; train.steps with its default if none is.
+    """
     out = {"train.steps": cfg.train.steps} if cfg.train.steps else {}
     if cfg.data.epochs and passes is not None:
         out["data.epochs"] = passes
@@ -20,7 +23,9 @@ def ends(cfg, passes: int | None = None) -> dict[str, int]:
 
 
 def end(cfg, passes: int | None = None) -> tuple[int, str]:
-    """(steps of the run, what ends it and who said so), as far as it is known before the first step."""
+    """Returns (steps of the run, the option that ends it and its origin), as far as they are known
+    before the first step.
+    """
     known = ends(cfg, passes) or {"train.steps": DEFAULT_STEPS}  # data.epochs alone, and rows that nobody has counted
     name = min(known, key=known.__getitem__)
     origin = "config" if get(cfg, name) else "default"

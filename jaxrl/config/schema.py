@@ -88,7 +88,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                          " where: {column: values} of the rows it takes; rewards: names of reward.functions that judge it;"
                          " algorithm: {advantage, advantage_mean, ...} over those of `algorithm`; coef: factor on its advantages; and options"
                          " of `data` of its own, such as path, prompt_column, system_prompt}; empty = data.path is the only one"),
-        "exhausted": O("repeat", "with data.sources, after data.epochs passes over one of them: repeat it, stop the run, or give its weight"
+        "exhausted": O("repeat", "with data.sources, after data.epochs passes over one source: repeat it, stop the run, or give its weight"
                                  " to the others", choices=("repeat", "stop", "others"), needs="data.sources"),
         "prompt_column": O("prompt", "text, or a list of chat messages; `messages` where rows have no column `prompt`"),
         "answer_column": O("answer", "reference answer handed to rewards as `answer`, a.b: field b of column a; empty = none"),
@@ -124,7 +124,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                                 " later passes over the data", bound="0..1", read_by=("rl",)),
         "pass_rate_max": O(1.0, "the same for more often than this", bound="0..1", read_by=("rl",)),
         "epochs": O(0, "end after this many passes over the data; 0 = no limit", bound=">=0"),
-        "shuffle": O(True, "global shuffle, anew in each epoch"),
+        "shuffle": O(True, "global shuffle, another order in each epoch"),
         "seed": O(None, "seed of the shuffle; None = run.seed", int),
         "max_rows": O(0, "use only the first rows; 0 = all", bound=">=0"),
         "eval_fraction": O(0.0, "rows carved out (by seed, equal prompts together) as eval set 'heldout': a share below 1, or a number of rows"),
@@ -157,7 +157,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "prompt_lengths": O((), "static prompt lengths, at most 3; empty = quarter, half and all of the longest prompt"),
         "cache_lengths": O((), "static cache lengths, at most 3; empty = prompt + completion, and where XLA decodes long completions also 3/8 of it"),
         "compaction": O(True, "the tail of a batch goes on in fewer slots (1/2, 1/8, 1/32); False: one slot count, so that a"
-                              " sample is bitwise independent of its neighbours; later turns of an episode are then prefilled anew"),
+                              " sample is bitwise independent of its neighbours; later turns of an episode are then prefilled again"),
         "decode_steps": O(16, "decode steps per host sync", bound=">0"),
         "dtype": O("auto", "dtype of weights and cache in the sampler; auto = train.compute_dtype",
                    choices=("auto", "bf16", "fp16", "fp32")),
@@ -204,7 +204,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "setup_seconds": O(600.0, "longest start of a server", bound=">0"),
             "request_seconds": O(0.0, "longest completion; after it a request is tried again; 0 = half of rollout.timeout_seconds", bound=">=0"),
             "sync_seconds": O(600.0, "longest call of a weight update", bound=">0"),
-            "health_seconds": O(10.0, "a server silent for this long, twice, is given up", bound=">0"),
+            "health_seconds": O(10.0, "a server that twice sends no reply to /health within this time counts as lost", bound=">0"),
             "retries": O(3, "further tries of a failed request or weight sync", bound=">=0"),
             "restarts": O(3, "restarts of a server that jaxrl started", bound=">=0"),
             "probe_bound": O(0.0, "largest mean difference in nats between the probe's log-probs and the trainer's; 0 = by dtype:"
@@ -260,7 +260,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "late": O("absent", "an episode whose environment timed out: absent drops it, truncated keeps it as if cut by the length limit",
                   choices=("absent", "truncated")),
         "max_failed_fraction": O(0.2, "stop when more than this share of a step's episodes failed by their environment's fault", bound="0..1"),
-        "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or begin anew (environments that cannot be"
+        "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or start again (environments that cannot be"
                               " played twice)", choices=("replay", "restart")),
         "publish": O("episode", "with rollout.partial=False a weight sync waits for the episodes begun, or only for their turns"
                                 " that are being sampled", choices=("episode", "turn"),
@@ -356,7 +356,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "dtype": O("bf16", "dtype the reference is held in", choices=("bf16", "fp32")),
         "reset_steps": O(0, "the reference becomes the policy every this many steps; 0 = never", bound=">=0"),
         "reset_epochs": O(0.0, "the same in passes over the data; 0 = never", bound=">=0"),
-        "reset_optimizer": O(False, "a reset starts the optimizer's moments anew, too; the schedule goes on",
+        "reset_optimizer": O(False, "a reset also resets the optimizer's state; the learning-rate schedule continues",
                              needs="reference.reset_steps or reference.reset_epochs"),
     }, "run.recipe=preference or algorithm.kl.coef", ("rl", "preference")),
     "distill": jobs.DISTILL,
@@ -417,7 +417,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                               " its batch (k3); a step beyond it is scaled back, or refused; costs two scorings and a copy of the parameters;"
                               " 0 = off", bound=">=0", read_by=("rl",)),
         "param_dtype": O("fp32", "master weights", choices=("fp32", "bf16")),
-        "logprob_chunk": O(0, "scored tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
+        "logprob_chunk": O(0, "loss tokens that meet the head at once, per data shard; 0 = 1024, on CPUs 512 (and a part of the vocabulary)",
                            bound=">=0"),
         "loss_on_prompt": O(False, "SFT: train on prompt tokens too (distillation: distill.on_prompt)", read_by=("sft",)),
         "router_balance": O(0.0, "coefficient of the loss that spreads tokens over experts (docs/explanations/experts.md); the gradient that"
@@ -477,7 +477,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "exports": O("final", "of exports, those that are sent", choices=("none", "final", "all"), needs="checkpoint.upload.to"),
             "checkpoints": O("none", "of checkpoints, those that are sent", choices=("none", "final", "all"), needs="checkpoint.upload.to"),
             "private": O(True, "a hub repository that does not exist yet is made private"),
-            "attempts": O(6, "times that a folder is tried before it is given up, after 2, 4, 8 ... seconds", bound=">=1"),
+            "attempts": O(6, "attempts to upload a folder, 2, 4, 8 ... seconds apart", bound=">=1"),
             "wait_seconds": O(3600.0, "longest wait for uploads at the end of a run (after a stop: run.stop_seconds)", bound=">=0"),
         },
     },
@@ -528,7 +528,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "process": O(-1, "number of this process, from 0; -1 = $JAXRL_PROCESS, or Slurm's or Kubernetes' index",
                      needs="launch.hosts!=none|tpu"),
         "connect_seconds": O(300.0, "longest wait until all processes have come together", bound=">0"),
-        "heartbeat_seconds": O(100.0, "a process without a sign of life for this long is given up, and the others end", bound=">0"),
+        "heartbeat_seconds": O(100.0, "a process without a sign of life for this long counts as lost, and the others end", bound=">0"),
         "wait_seconds": O(0.0, "longest wait for the slowest process where all meet: after sampling, rewards, evaluation; 0 = an"
                                " hour more than rollout.timeout_seconds", bound=">=0"),
     },

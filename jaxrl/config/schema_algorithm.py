@@ -10,12 +10,12 @@ SEVERAL_UPDATES = "algorithm.num_minibatches>1 or algorithm.ppo_epochs>1"
 
 
 def UpdateOption(*args, **more) -> O:
-    """An option that any loss of sampled tokens reads: distillation does, too."""
+    """Declares an option that any loss of sampled tokens reads, distillation's too."""
     return O(*args, **{"read_by": ("rl", "distill"), **more})
 
 
 def LossOption(*args, needs: str = "", **more) -> O:
-    """An option of the policy gradient, which distillation takes with the loss `sampled`."""
+    """Declares an option of the policy gradient, which distillation reads with the loss `sampled`."""
     return UpdateOption(*args, needs=" and ".join(filter(None, ("run.recipe=rl or distill.loss=sampled", needs))), **more)
 
 
@@ -30,7 +30,7 @@ ALGORITHM = shared({
                         ("none", "group", "batch", "leave_one_out", "greedy")),
     "advantage_std": O(None, "scale of the score: standard deviation (ddof 1; group_population: ddof 0) of the group or batch, the mean of"
                             " the group (MaxRL), or none", str, ("none", "group", "batch", "group_population", "group_mean")),
-    "whiten": O(None, "bring advantages to mean 0 and variance 1 over all scored tokens of the step", bool),
+    "whiten": O(None, "bring advantages to mean 0 and variance 1 over all loss tokens of the step", bool),
     "advantage_low": O(None, "advantages are clipped below this", float),
     "advantage_high": O(None, "advantages are clipped above this", float),
     "gamma": O(None, "discount per token of returns and gae", float, bound="0..1", needs="algorithm.advantage=returns|gae"),

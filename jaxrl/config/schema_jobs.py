@@ -17,7 +17,7 @@ LORA = shared({
     "rslora": O(False, "alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732)", needs="not lora.path"),
     "dora": O(False, "DoRA (arXiv 2402.09353): the length of every output's column trains, too, beside its direction",
               needs="not lora.path"),
-    "rank_pattern": O((), "'pattern=number': rank of the modules whose names end so; the first that fits", needs="not lora.path"),
+    "rank_pattern": O((), "'pattern=number': rank of the modules whose names end with the pattern; the first match counts", needs="not lora.path"),
     "alpha_pattern": O((), "the same for alpha", needs="not lora.path"),
     "modules_to_save": O((), "ends of names of modules that train whole beside the adapters", needs="not lora.path"),
     "init": O("default", "how A and B begin: default (A uniform in +-1/sqrt(inputs), B 0), gaussian (A normal, 1/rank), orthogonal,"

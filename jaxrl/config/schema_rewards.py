@@ -57,7 +57,7 @@ JUDGE = {
     "cache": O("auto", "folder of replies by content: model, whole prompt and fields of the request; auto = <run.dir>/judge; empty = none"),
     "labelled": O("", "JSONL of rows with prompt, completion, score (on the judge's scale) and the columns of the prompt: agreement with them is"
                       " printed before training"),
-    "min_agreement": O(0.0, "the run stops below this share of them", bound="0..1", needs="reward.judge.labelled"),
+    "min_agreement": O(0.0, "the run stops if the judge agrees with a smaller share of the rows", bound="0..1", needs="reward.judge.labelled"),
     "devices": O("", "CUDA_VISIBLE_DEVICES of a server of the run's own; empty = as jaxrl's", needs="not reward.judge.servers"),
     "server_args": O({}, "its further vLLM options, e.g. {'tensor_parallel_size': 2}", needs="not reward.judge.servers"),
 }

@@ -28,7 +28,7 @@ NOT_YET = (
     (r"ep_size|expert_.*|enable_ep.*",
      "experts are split over mesh.ep, whole ones, and by their width over mesh.tp; their other dimension over mesh.fsdp"),
     (r".+experts?|expert|moe|moe_.*|.*_moe|router_(?!balance$|z$|bias_rate$).*|deepseek.*|gpt_oss|kimi.*",
-     "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GLM-4.5, DeepSeek-V3, gpt-oss, split "
+     "of mixtures of experts there are those of Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, GLM-4.5, DeepSeek-V3 (Kimi-K2), gpt-oss, split "
      "over mesh.ep, fsdp and tp"),
     (r"cp_size|context_parallel.*|sp|sp_size|sequence_parallel.*|ulysses.*",
      "rows are split over mesh.cp along their tokens (docs/explanations/sharding.md); between layers over mesh.tp, too"),
@@ -44,7 +44,9 @@ NOT_YET = (
 
 
 def not_yet(name: str) -> str | None:
-    """What is missing, and what there is instead, if one part of a dotted name asks for something that jaxrl lacks."""
+    """Returns the missing feature and its substitute, if a part of a dotted name means something that
+    jaxrl lacks; else None.
+    """
     for part in re.split(r"[./]", name.lower().replace("-", "_")):
         for pattern, instead in NOT_YET:
             if re.fullmatch(pattern, part):
@@ -53,8 +55,9 @@ def not_yet(name: str) -> str | None:
 
 
 def unknown_option(dotted: str) -> str:
-    """The message for an option that does not exist: the option that a key of this name in another system stands for,
-    what jaxrl lacks, or the nearest names by leaf and by whole path."""
+    """Returns the message for an option that does not exist: the option that a key of this name in another system
+    stands for, what jaxrl lacks, or the nearest names by leaf and by whole path.
+    """
     if dotted in SCHEMA:
         return f"{dotted} is a group of options; jaxrl train --help={dotted} lists them"
     rows = _rows(dotted)
@@ -64,13 +67,13 @@ def unknown_option(dotted: str) -> str:
     near = suggestions(dotted)
     if not near and (row := next((row for row in rows if row.whole and row.why and row.kind != "inert"), None)):
         return f"{text}; {row.key} of {row.system} has no option of its own here: {row.why}"
-    said = {row.options[0]: f" ({row.key} in {row.system})" for row in reversed(rows) if row.whole and row.options}
-    near = " or ".join(option + said.get(option, "") for option in near)
+    origin = {row.options[0]: f" ({row.key} in {row.system})" for row in reversed(rows) if row.whole and row.options}
+    near = " or ".join(option + origin.get(option, "") for option in near)
     return f"{text}; did you mean {near}?" if near else f"{text}; `jaxrl train --help=all` lists every option"
 
 
 def suggestions(dotted: str) -> list[str]:
-    """At most three options for a name that is none, the nearest first."""
+    """Returns at most three options for a name that does not exist, the nearest first."""
     rows, names, leaf = _rows(dotted), list(options()), _leaf(dotted)
     whole, theirs = [row for row in rows if row.whole and row.options], [row.options[0] for row in rows if row.options]
 
@@ -91,7 +94,7 @@ def suggestions(dotted: str) -> list[str]:
 
 
 def unknown_flag(name: str, value: str) -> str:
-    """The message for an argument of the command line that is no flag. value: what follows the name, "=3"."""
+    """Returns the message for an argument of the command line that is no flag. value: the text after the name, "=3"."""
     head, _, option = name.lstrip("-").replace("-", "_").partition(".")
     if not (difflib.get_close_matches(head, ["config"], cutoff=0.8) and head not in SCHEMA):  # --config, nearly
         option = ".".join(filter(None, (head, option)))
@@ -105,7 +108,7 @@ def unknown_flag(name: str, value: str) -> str:
 
 
 def unknown_argument(name: str, value, known: list[str]) -> str:
-    """The message for a keyword argument that `jaxrl.train` does not have."""
+    """Returns the message for a keyword argument that `jaxrl.train` does not have."""
     if near := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
         return f"jaxrl.train({name}=...): did you mean {near[0]}=...?"
     if not (near := suggestions(name)):

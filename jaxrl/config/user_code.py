@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def imported(path: str):
-    """What an import path names: package.module:name, or ./file.py:name. Raises whatever the import raises.
+    """Returns the object of an import path, package.module:name or ./file.py:name. Raises whatever the import raises.
 
-    A file is executed once in a process, as a module is; once more only where it was edited since (in a notebook, say),
-    and then its state begins anew.
+    A file is executed once in a process, as a module is; again only after an edit (in a notebook, say), and then its
+    state starts over.
     """
     where, _, name = path.rpartition(":")
     if not where.endswith(".py"):

@@ -1,12 +1,10 @@
 """Cache of tokenized data sets (`data.cache`): a restart reads neither rows nor templates again.
 
 `loading` calls it. An entry is a folder named by a hash of everything that decides its content: the rows (bytes of
-local
-files, values of everything else), the tokenizer with its chat template, the options that reading depends on, this
+local files, values of everything else), the tokenizer with its chat template, the options that reading depends on, this
 package's reading code, and the versions of the libraries it calls. File names and times play no part, so a matching
-entry is the same data. The process that holds the entry's lock writes it under a temporary name and renames it when
-it is
-complete. Arrays are memory-mapped; rows are read on demand.
+entry is the same data. The process that holds the entry's lock writes it under a temporary name and renames it when it
+is complete. Arrays are memory-mapped; rows are read on demand.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ IGNORED_OPTIONS = ("prompts_per_step", "epochs", "shuffle", "seed", "workers", "
                    "sources", "exhausted", "path")
 REWARD_MODEL_OPTIONS = ("kind", "steps_column", "labels_column", "separator")  # of reward_model: how its rows are read
 ARRAYS = ("offsets", "ids", "mask", "masked", "rows", "cut")
-LISTS = ("filtered", "filtered_rows", "unknown", "shortened", "split")
+LISTS = ("filtered", "filtered_rows", "unknown_prompts", "shortened", "split")
 
 
 class LazyTables(Tables):
@@ -79,8 +77,8 @@ class LazyTables(Tables):
 
 
 def lazy_tables(config, paths, limit: int, read) -> Tables:
-    """Returns rows that are read on first access if `data.cache` is set and every path is a local file; else reads
-    them now.
+    """Returns rows that are read on first access if `data.cache` is set and every path is a local file;
+    else reads them now.
     """
     local = all(Path(resolve(p)).suffix.lower() in SUFFIXES and Path(resolve(p)).is_file() for p in paths)
     return LazyTables(paths, limit, read) if config.data.cache and local else read()
@@ -110,8 +108,8 @@ class Cache:
         self.folder, self.tables = self.root / self.key, tables
 
     def read(self, name: str, reader, bad) -> Dataset | None:
-        """Returns the cached data set, or None if there is no readable entry. An unreadable entry is deleted with a
-        warning.
+        """Returns the cached data set, or None if there is no readable entry. An unreadable entry is
+        deleted with a warning.
         """
         if not self.folder.is_dir():
             return None
@@ -131,7 +129,7 @@ class Cache:
             setattr(dataset, key, [tuple(v) if isinstance(v, list) else v for v in meta[key]])
         bad.count, bad.messages, dataset.truncated = meta["bad"], meta["messages"], meta["truncated"]
         dataset.content, dataset.rows_read = KnownDigest(meta["content"]), meta["asked"]
-        dataset.take(arrays)
+        dataset.set_arrays(arrays)
         log.info("%s: %d rows from the cache %s", name, len(dataset), self.folder)
         return dataset
 
@@ -154,7 +152,7 @@ class Cache:
                 np.save(draft / f"{key}.npy", dataset.arrays[key])
             _write_rows(draft, dataset)
             meta = {key: getattr(dataset, key) for key in LISTS} | {
-                "bad": dataset.bad.count, "messages": dataset.bad.messages, "truncated": dataset.truncated,
+                "bad": dataset.bad_rows.count, "messages": dataset.bad_rows.messages, "truncated": dataset.truncated,
                 "content": dataset.content.hexdigest(), "commits": dataset.commits, "asked": dataset.rows_read,
                 "digests": {p.name: sealed.file_digest(p) for p in draft.iterdir()}}
             (draft / "meta.json").write_text(sealed.sealed(meta), "utf-8")
@@ -202,8 +200,8 @@ class KnownDigest:
 
 
 def _write_rows(folder: Path, dataset: Dataset) -> None:
-    """Writes the rows a data set may ask its tables for: the kept ones, and the first that holds an unknown token."""
-    numbers = np.unique(np.append(dataset.arrays["rows"], [i for i, _ in dataset.unknown[:1]]).astype(np.int64))
+    """Writes the rows that a data set reads later: those of its examples and the first with an unknown token."""
+    numbers = np.unique(np.append(dataset.arrays["rows"], [i for i, _ in dataset.unknown_prompts[:1]]).astype(np.int64))
     texts = [json.dumps(dataset.tables[int(i)]).encode() for i in numbers]
     np.save(folder / "numbers.npy", numbers)
     np.save(folder / "ends.npy", np.cumsum([0, *map(len, texts)]))

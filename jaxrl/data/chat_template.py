@@ -73,14 +73,14 @@ class Template:
         self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
 
     def unknown_in(self, text: str) -> str:
-        """Returns the first piece of a text that the tokenizer has no token for; the first 60 characters if it has no
-        offsets.
+        """Returns the first piece of a text that the tokenizer has no token for; the first 60 characters if
+        it has no offsets.
         """
         try:
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError:
             return text[:60]
-        places = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        places = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return next((text[a:b] for token, (a, b) in places if token == self.no_token), text[:60])
 
     def render(self, prompt: str | list[dict], **kwargs) -> str:
@@ -94,9 +94,8 @@ class Template:
         return self.conversation(messages, self.generation_prompt, **kwargs) + self.prefix
 
     def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
-        """Returns the chat template's text for messages; tool-call arguments become JSON text or objects as the
-        template
-        expects.
+        """Returns the chat template's text for messages; tool-call arguments become JSON text or objects
+        as the template expects.
 
         Args:
           kwargs: template arguments, which override data.chat_template_kwargs.
@@ -161,11 +160,11 @@ class Template:
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
-            found = self.tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **{**self.kwargs, **kwargs})
         except Exception as e:
             raise PromptError(f"the chat template rejects it: {type(e).__name__}: {e}") from None
-        return list(found["input_ids"]), list(found["assistant_masks"])
+        return list(rendered["input_ids"]), list(rendered["assistant_masks"])
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each rendered prompt, with the tokenizer's leading special tokens."""
@@ -180,8 +179,8 @@ class Template:
 
 
 def check_messages(value) -> list[dict]:
-    """Returns chat messages with text contents (lists of text parts are joined). Raises PromptError naming the
-    message.
+    """Returns chat messages with text contents (lists of text parts are joined). Raises
+    PromptError naming the message.
     """
     if not isinstance(value, list) or not value:
         raise PromptError(f"expected text or a list of chat messages, found {type(value).__name__}"

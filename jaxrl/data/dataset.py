@@ -36,7 +36,7 @@ class Example:
       prompt: the row's text or messages.
       answer: the reference answer.
       columns: what rewards receive by name: every column except prompt and completion, plus `answer`.
-      where: the row's place, "file:line".
+      where: the row's location, "file:line".
       target_ids: [C] int32, supervised jobs only: the completion (of a pair the chosen one) as the chat template
         writes it after the prompt, with its end-of-turn token. Without a chat template: its text and the end token.
         With data.train_turns=all: every later turn and the text between them.
@@ -61,8 +61,8 @@ class Example:
 
 def assistant_content(message: dict):
     """Returns an assistant message's text, or the whole message if it has more (tool calls, thinking)."""
-    kept = {k: v for k, v in message.items() if k != "train" and (v or k not in EXTRA_FIELDS)}
-    return kept["content"] if set(kept) <= {"role", "content"} else kept
+    fields = {k: v for k, v in message.items() if k != "train" and (v or k not in EXTRA_FIELDS)}
+    return fields["content"] if set(fields) <= {"role", "content"} else fields
 
 
 def prompt_column(row: dict, name: str) -> str:
@@ -73,7 +73,7 @@ def prompt_column(row: dict, name: str) -> str:
 
 
 class Tables:
-    """Rows of several sources in sequence: `tables[i]` is (row, place as "file:line").
+    """Rows of several sources in sequence: `tables[i]` is (row, location as "file:line").
 
     Args:
       parts: sequences of such pairs; parts loaded from the hub have `commits`.
@@ -92,6 +92,7 @@ class Tables:
 
     @property
     def parts(self) -> list:
+        """The sequences."""
         return self._parts
 
     def __len__(self) -> int:
@@ -107,8 +108,8 @@ class Row(NamedTuple):
 
     Attributes:
       completion: the text to train on, the whole assistant message if it has tool calls or thinking, or None.
-      messages: with data.train_turns=all, the whole conversation; every assistant message after the prompt is trained
-        on.
+      messages: with data.train_turns=all, the whole conversation; every assistant message after the
+        prompt is trained on.
       tools: the JSON schemas passed to the chat template.
       rejected: the rejected completion of a pair, whose chosen one is `completion`.
     """
@@ -132,7 +133,7 @@ class TokenizedRow(NamedTuple):
       target: ids of the completion, or None.
       trained: which target ids are trained on; None for all.
       rejected: ids of the rejected completion, or None.
-      piece: whether the prompt differs from the row's text.
+      prompt_cut: whether the prompt is not the whole text of the row.
     """
 
     row: int
@@ -140,7 +141,7 @@ class TokenizedRow(NamedTuple):
     target: Any = None
     trained: np.ndarray | None = None
     rejected: Any = None
-    piece: bool = False
+    prompt_cut: bool = False
 
 
 class Reader:
@@ -211,8 +212,8 @@ class Reader:
         return messages[:last]
 
     def _columns(self, row, prompt) -> dict[str, Any]:
-        """Returns what rewards receive of a row: every column except prompt and completion; a reserved name gets an
-        underscore appended.
+        """Returns what rewards receive of a row: every column except prompt and completion; a reserved name
+        gets an underscore appended.
         """
         out = {}
         for name, value in row.items():
@@ -300,50 +301,50 @@ class Dataset:
 
     Attributes:
       name: "train", "heldout" or the name of an eval set.
-      bad: BadRows, the rows that could not be read.
-      filtered: places ("file:line") of the rows dropped for their length; filtered_rows: their row numbers;
+      bad_rows: BadRows, the rows that could not be read.
+      filtered: locations ("file:line") of the rows dropped for their length; filtered_rows: their row numbers;
         filtered_fraction: their share.
-      unknown: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
+      unknown_prompts: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
       truncated: number of prompts cut on the left.
       prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
       where there is none.
-      shortened, split: places of rows whose completion was cut, or split into several rows.
+      shortened, split: locations of rows whose completion was cut, or split into several rows.
       heldout: the held-out Dataset, or None.
       fingerprint: hash of the rows' content in order (prompt, completion, reference answer and the columns rewards
         receive) and their count. Independent of file name, file format, time, tokenizer and limits.
     """
 
     def __init__(self, name: str, tables: Tables, reader: Reader, bad):
-        self.name, self.bad, self.tables, self.reader = name, bad, tables, reader
+        self.name, self.bad_rows, self.tables, self.reader = name, bad, tables, reader
         self.heldout: Dataset | None = None
         self.content: Any = hashlib.sha256()  # or cache.KnownDigest
         self.filtered: list[str] = []
         self.filtered_rows: list[int] = []
-        self.unknown: list[tuple[int, float]] = []
-        self.rows_read = 0  # number of rows read
+        self.unknown_prompts: list[tuple[int, float]] = []
+        self.rows_read = 0
         self.shortened: list[str] = []
         self.split: list[str] = []
 
-    def fill(self, kept: list[TokenizedRow], limit: int) -> None:
+    def fill(self, rows: list[TokenizedRow], limit: int) -> None:
         """Stores tokenized rows. Prompts keep their last `limit` ids."""
         none = np.zeros(0, np.int32)
-        pieces = [none if ids is None else np.asarray(ids, np.int32) for one in kept
+        pieces = [none if ids is None else np.asarray(ids, np.int32) for one in rows
                   for ids in (one.prompt[-limit:], one.target, one.rejected)]
-        trained = {i: one.trained for i, one in enumerate(kept) if one.trained is not None}
-        offsets = np.cumsum([0, *map(len, pieces)])  # of each prompt, target and rejected one, by turns
+        trained = {i: one.trained for i, one in enumerate(rows) if one.trained is not None}
+        offsets = np.cumsum([0, *map(len, pieces)])  # of each row's prompt, target and rejected completion
         mask = np.ones(offsets[-1] if trained else 0, bool)
         for i, own in trained.items():
             mask[offsets[3 * i + 1]:offsets[3 * i + 2]] = own
-        self.truncated = sum(len(one.prompt) > limit for one in kept)
-        self.take({
+        self.truncated = sum(len(one.prompt) > limit for one in rows)
+        self.set_arrays({
             "offsets": offsets, "ids": np.concatenate(pieces), "mask": mask,
-            "masked": np.array([one.trained is not None for one in kept], bool),
-            "rows": np.array([one.row for one in kept], np.int64),
-            "cut": np.array([one.piece or len(one.prompt) > limit for one in kept], bool)})
+            "masked": np.array([one.trained is not None for one in rows], bool),
+            "rows": np.array([one.row for one in rows], np.int64),
+            "cut": np.array([one.prompt_cut or len(one.prompt) > limit for one in rows], bool)})
 
-    def take(self, arrays: dict[str, np.ndarray]) -> None:
-        """Stores all ids as arrays, as `fill` builds them: offsets [3 N + 1] into ids and mask; masked, rows and cut
-        [N].
+    def set_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        """Stores all ids as arrays, as `fill` builds them: offsets [3 N + 1] into ids and mask; masked,
+        rows and cut [N].
         """
         self.arrays = arrays
         self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(arrays["offsets"]).reshape(-1, 3).T
@@ -364,8 +365,8 @@ class Dataset:
                        trained, rejected if len(rejected) else None)
 
     def numbers(self, column: str) -> np.ndarray:
-        """Returns a column as [N] float64. Raises ConfigError naming the first row whose value is not a finite
-        number.
+        """Returns a column as [N] float64. Raises ConfigError naming the first row whose value is
+        not a finite number.
         """
         out = np.zeros(len(self))
         for i, row in enumerate(self.arrays["rows"]):
@@ -400,7 +401,7 @@ class Dataset:
         text = f"{self.name}: {len(self)} rows, prompts {n.min()} to {n.max()} tokens (mean {n.mean():.1f})"
         for count, what in ((len(self.filtered), "dropped for their length"), (self.truncated, "cut on the left"),
                             (len(self.shortened), "completions cut"), (len(self.split), "rows split"),
-                            (self.bad.count, "bad rows skipped")):
+                            (self.bad_rows.count, "bad rows skipped")):
             text += f", {count} {what}" if count else ""
         return text
 

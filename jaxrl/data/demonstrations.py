@@ -5,8 +5,8 @@ and the tokens between two of them are those an episode would put there; so temp
 their thinking, for example) are trained on exactly as they are sampled. `template`: the conversation is rendered
 once, and the template marks the assistant messages with {% generation %}.
 
-In both cases the generation prompt is masked and a turn's end token is trained on. A message with train=false is
-context only.
+In both cases the generation prompt is masked and a turn's end token is trained on. A message with
+train=false is context only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxrl.errors import ConfigError
 
 
 class Demonstrations:
-    """Tokenizes rows with `messages` (data.train_turns=all). Raises ConfigError if the chat template cannot render
-    them.
+    """Tokenizes rows with `messages` (data.train_turns=all). Raises ConfigError if the chat
+    template cannot render them.
     """
 
     def __init__(self, config, tokenizer, tools=()):
@@ -42,9 +42,9 @@ class Demonstrations:
     def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], list[int], np.ndarray]:
         """Returns (prompt ids, ids after the prompt, [C] bool which of those are trained on). Raises PromptError."""
         renderer = self._renderer(row.tools)
-        given = row.messages or ()
-        own = [message.get("train", True) for message in given]
-        messages = [{k: v for k, v in m.items() if k != "train"} for m in given]
+        conversation = row.messages or ()
+        own = [message.get("train", True) for message in conversation]
+        messages = [{k: v for k, v in m.items() if k != "train"} for m in conversation]
         if self.marked:
             return self._by_marks(renderer, row, messages, own)
         ids, trained, at = [*prompt], [], len(row.prompt)
@@ -53,13 +53,13 @@ class Demonstrations:
             between = messages[at + 1:after]
             if not between and after < len(messages):
                 raise PromptError(f"messages {at} and {after} are both assistant messages with none between them")
-            said = renderer.turn(messages[:at], messages[at], between)
-            ids += said
-            trained += [own[at]] * len(said)
+            turn = renderer.turn(messages[:at], messages[at], between)
+            ids += turn
+            trained += [own[at]] * len(turn)
             if between:
-                behind = renderer.extend(np.array(ids), between).tolist()
-                ids += behind
-                trained += [False] * len(behind)
+                following = renderer.extend(np.array(ids), between).tolist()
+                ids += following
+                trained += [False] * len(following)
             at = after
         return prompt, *_until_last_trained(ids[len(prompt):], np.array(trained, bool))
 
@@ -72,29 +72,27 @@ class Demonstrations:
                 raise PromptError(f"message {i} ({message['role']}) spells the control token {token!r}, which would "
                                   "become one; set data.assistant_mask=turns, which keeps them apart")
         ids, mask = renderer.template.render_with_mask(messages, **({"tools": row.tools} if row.tools else {}))
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         spans = _true_runs(mask)
-        if not all(own[i] for i in answers):
-            if len(spans) != len(answers):
-                raise PromptError(f"the chat template marks {len(spans)} spans for {len(answers)} assistant messages, "
-                                  f"so train=false "
-                                  "cannot be matched to a span; set data.assistant_mask=turns")
-            spans = [span for span, i in zip(spans, answers, strict=True) if own[i]]
+        if not all(own[i] for i in assistant):
+            if len(spans) != len(assistant):
+                raise PromptError(f"the chat template marks {len(spans)} spans for {len(assistant)} assistant "
+                                  "messages, so train=false cannot be matched to a span; set data.assistant_mask=turns")
+            spans = [span for span, i in zip(spans, assistant, strict=True) if own[i]]
         trained = np.zeros(len(ids), bool)
         opening = renderer.tokens.written(_opening(renderer))
         for start, end in spans:
             if opening and ids[start:start + len(opening)] == opening:
                 start += len(opening)
-            inside, behind = ids[end - 1] in renderer.end_of_turn_ids, ids[end:end + 1]
-            ended = inside or not renderer.end_of_turn_ids.isdisjoint(behind)
+            inside, after = ids[end - 1] in renderer.end_of_turn_ids, ids[end:end + 1]
+            ended = inside or not renderer.end_of_turn_ids.isdisjoint(after)
             trained[start:end + (ended and not inside)] = True
-            if not ended and not behind:  # the template writes no end: the tokenizer's
+            if not ended and not after:  # the template writes no end: the tokenizer's
                 ids, trained = [*ids, self.tokenizer.eos_token_id], np.append(trained, True)
             elif not ended:
-                said = self.tokenizer.decode(ids[start:end])[-40:]
-                raise PromptError(f"no end token follows the assistant message {said!r} that the template marks: the "
-                                  f"model "
-                                  "would never learn to end it; set data.assistant_mask=turns")
+                text = self.tokenizer.decode(ids[start:end])[-40:]
+                raise PromptError(f"no end token follows the assistant message {text!r} that the template marks: the "
+                                  "model would never learn to end it; set data.assistant_mask=turns")
         ids, trained = _until_last_trained(ids, trained)
         first = int(np.argmax(trained))
         return ids[:first], ids[first:], trained[first:]
@@ -107,9 +105,8 @@ class Demonstrations:
 
 
 class CompletionRenderer:
-    """Renders completions after their prompts as the chat template writes them (data.train_turns=last, pairs, held-
-    out
-    rows).
+    """Renders completions after their prompts as the chat template writes them
+    (data.train_turns=last, pairs, held-out rows).
 
     Without a chat template a prompt is followed by the completion's text and `eos_id`.
     """
@@ -118,16 +115,16 @@ class CompletionRenderer:
         self.template, self.eos = template, [int(eos_id)]
         self.renderer = TurnRenderer(config, tokenizer) if template.chat else None
 
-    def __call__(self, row: Row, answer) -> tuple[str, str, list[int]]:
-        """Returns (text before the completion, text up to and including the completion, ids to append). Raises
-        PromptError.
+    def __call__(self, row: Row, completion) -> tuple[str, str, list[int]]:
+        """Returns (text before the completion, text up to and including the completion, ids
+        to append). Raises PromptError.
         """
         if self.renderer is None:
-            return "", answer, self.eos
+            return "", completion, self.eos
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        if isinstance(answer, str):
-            answer = {"role": "assistant", "content": self.template.prefix + answer}
-        before, body, end = self.renderer.render_turn(messages, answer, tools=row.tools)
+        if isinstance(completion, str):
+            completion = {"role": "assistant", "content": self.template.prefix + completion}
+        before, body, end = self.renderer.render_turn(messages, completion, tools=row.tools)
         return before, body, end
 
     def ids(self, texts, known: dict[str, list[int]]) -> list[np.ndarray]:
@@ -143,8 +140,8 @@ class CompletionRenderer:
         heads |= zip(new, encode(new), strict=True)
         out = []
         for (before, body, end), whole in zip(texts, encode([body for _, body, _ in texts]), strict=True):
-            said = continuation_ids(heads[before], whole, before, body, lambda text: encode([text])[0])
-            out.append(np.array(said if said[-1:] == end else [*said, *end], np.int32))
+            completion = continuation_ids(heads[before], whole, before, body, lambda text: encode([text])[0])
+            out.append(np.array(completion if completion[-1:] == end else [*completion, *end], np.int32))
         return out
 
 

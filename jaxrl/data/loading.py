@@ -61,22 +61,22 @@ def _load_sources(config, tokenizer, eos_id, rows, tools) -> Mixture:
     """Loads the sets of data.sources, each with its options."""
     parts, rewards, known = {}, {}, {}
     for name in sorted(config.data.sources):
-        given, own = config.data.sources[name], source_config(config, name)
+        options, own = config.data.sources[name], source_config(config, name)
         d, bad = own.data, BadRows(own.data.bad_rows)
-        key = ("path" in given, d.path, d.split, d.subset, d.revision, d.max_rows, d.bad_rows)
+        key = ("path" in options, d.path, d.split, d.subset, d.revision, d.max_rows, d.bad_rows)
         if key not in known:  # sources that differ in `where` only share one read
-            known[key], *_ = _train_rows(own, bad, None if "path" in given else rows)
+            known[key], *_ = _train_rows(own, bad, None if "path" in options else rows)
         tables = known[key]
-        numbers = select_rows(tables, given["where"], name) if given.get("where") else None
+        numbers = select_rows(tables, options["where"], name) if options.get("where") else None
         parts[name] = _load(name, own, tokenizer, eos_id, tables, bad, numbers, targets="required", tools=tools)
-        if given.get("rewards"):
-            rewards[name] = (given["rewards"],) if isinstance(given["rewards"], str) else tuple(given["rewards"])
+        if options.get("rewards"):
+            rewards[name] = (options["rewards"],) if isinstance(options["rewards"], str) else tuple(options["rewards"])
     return Mixture(parts, rewards)
 
 
 def _train_rows(config, bad, rows=None):
-    """Returns (tables of data.path or of the rows in memory, numbers of the rows to train on, numbers of the held-out
-    rows).
+    """Returns (tables of data.path or of the rows in memory, numbers of the rows to train on, numbers
+    of the held-out rows).
     """
     data = config.data
     if rows is not None:
@@ -105,8 +105,8 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     Supervised jobs read a set's completion column where it has one.
 
     Args:
-      train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training rows are in
-        memory.
+      train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training
+        rows are in memory.
       sets: name -> rows, as for `load_train`.
 
     Returns:
@@ -122,13 +122,12 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
             read, path, bad, field=f"eval.sets {name}", splits=(split,), subset=data.subset, revision=data.revision,
             limit=limit))
         out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
-    for name, given in (sets or {}).items():
+    for name, rows_of_set in (sets or {}).items():
         if name in out or (name == "heldout" and data.eval_fraction) or not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(f"eval: the set's name {name!r} is used twice, or has characters other than letters, "
-                              f"digits,"
-                              " '_', '.' and '-'; rename the set")
+                              "digits, '_', '.' and '-'; rename the set")
         bad = BadRows(data.bad_rows)
-        tables = from_memory(given, bad, field=f"eval {name}", limit=limit)
+        tables = from_memory(rows_of_set, bad, field=f"eval {name}", limit=limit)
         out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
     if config.data.eval_fraction and train is not None and train.heldout is not None:
         out["heldout"] = train.heldout
@@ -154,13 +153,13 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 
 
 def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
-    """Checks that all local files and in-memory rows of data.path and eval.sets exist. Raises one DataError for all
-    problems.
+    """Checks that all local files and in-memory rows of data.path and eval.sets exist. Raises one
+    DataError for all problems.
     """
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
     named = [(path, "data.path") for path in config.data.path if wanted]
-    named += [(path, f"data.sources.{name}.path") for name, given in config.data.sources.items()
-              if "path" in given and config.run.mode != "eval" for path in source_config(config, name).data.path]
+    named += [(path, f"data.sources.{name}.path") for name, options in config.data.sources.items()
+              if "path" in options and config.run.mode != "eval" for path in source_config(config, name).data.path]
     named += [(path, f"eval.sets {name}") for name, path, _ in _eval_sources(config) if name not in sets_given]
     problems = []
     for path, field in named:
@@ -173,9 +172,8 @@ def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
 
 
 def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Returns (train rows, held-out rows) in file order: whole groups of equal prompts, drawn until the share or
-    number
-    is reached.
+    """Returns (train rows, held-out rows) in file order: whole groups of equal prompts, drawn until the share
+    or number is reached.
 
     Args:
       prompt: row -> its prompt.
@@ -229,29 +227,29 @@ def _tokenise(ds: Dataset, config, tokenizer, eos_id, rows, tools) -> None:
     """Fills a data set with the ids of its rows (numbers; None for all)."""
     targets, r = ds.reader.targets, config.rollout
     turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else Steps(ds.reader.template)
-    answers = None if targets == "none" else CompletionRenderer(config, tokenizer, ds.reader.template, eos_id)
+    completions = None if targets == "none" else CompletionRenderer(config, tokenizer, ds.reader.template, eos_id)
     limits = Limits(config.data.max_prompt_tokens, r.max_new_tokens, config.train.max_sequence_tokens,
                     config.data.overlong_prompt, config.data.overlong_completion if targets == "required" else "filter")
-    kept, rows = [], list(range(len(ds.tables)) if rows is None else rows)
+    tokenized, rows = [], list(range(len(ds.tables)) if rows is None else rows)
     for start in range(0, len(rows), CHUNK):
-        kept += _chunk(ds, limits, rows[start:start + CHUNK], answers, turns)
-    if not kept:
+        tokenized += _chunk(ds, limits, rows[start:start + CHUNK], completions, turns)
+    if not tokenized:
         long = f"too long for data.max_prompt_tokens={limits.prompt}"
         long += f", rollout.max_new_tokens={limits.target}" if targets != "none" else ""
-        why = (ds.bad.messages + [f"{w}: {long}; raise it" for w in ds.filtered])[:3]
+        why = (ds.bad_rows.messages + [f"{w}: {long}; raise it" for w in ds.filtered])[:3]
         raise DataError(f"{ds.name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
     ds.rows_read = len(rows)
-    ds.fill(kept, limits.prompt)
+    ds.fill(tokenized, limits.prompt)
 
 
 def _content(row: Row) -> bytes:
     """Returns a row's content for the fingerprint. Raises PromptError if it can be neither tokenized nor serialized."""
     try:
-        said = [row.prompt, row.completion, row.answer, row.columns, *([row.messages] if row.messages else [])]
-        said += [row.rejected] if row.rejected is not None else []
-        if _depth(said) > MAX_NESTING:
+        values = [row.prompt, row.completion, row.answer, row.columns, *([row.messages] if row.messages else [])]
+        values += [row.rejected] if row.rejected is not None else []
+        if _depth(values) > MAX_NESTING:
             raise RecursionError
-        return json.dumps(said, sort_keys=True, ensure_ascii=False).encode()
+        return json.dumps(values, sort_keys=True, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
         raise PromptError(f"half a surrogate pair, {e.object[e.start]!r}, which is not valid text, after "
                           f"{e.object[max(0, e.start - 20):e.start]!r}") from None
@@ -270,11 +268,11 @@ def _depth(value) -> int:
     return deep
 
 
-def _chunk(ds: Dataset, limits: Limits, numbers: list[int], answers, turns) -> list:
+def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> list:
     """Reads and tokenizes some rows and applies the length limits.
 
     Args:
-      answers: CompletionRenderer, if rows have completions.
+      render: CompletionRenderer, if rows have completions.
       turns: (row with messages, prompt ids) -> (prompt ids, ids after the prompt, which of these are trained on).
 
     Returns:
@@ -287,48 +285,48 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], answers, turns) -> l
             raw, where = ds.tables[i]
             row = ds.reader(raw)
             ds.content.update(_content(row))
-            said = [(name, answers(row, answer)) for name, answer in (("completion", row.completion),
-                    ("rejected completion", row.rejected)) if answer is not None]
-            rows.append((i, where, row, [(name, len(texts) + k, text) for k, (name, text) in enumerate(said)]))
-            texts += [text for _, text in said]
+            completions = [(name, render(row, completion)) for name, completion in (("completion", row.completion),
+                    ("rejected completion", row.rejected)) if completion is not None]
+            rows.append((i, where, row, [(name, len(texts) + k, text) for k, (name, text) in enumerate(completions)]))
+            texts += [text for _, text in completions]
         except (PromptError, RecursionError) as e:
-            ds.bad.add(where, str(e) if isinstance(e, PromptError) else "nested too deeply")
+            ds.bad_rows.add(where, str(e) if isinstance(e, PromptError) else "nested too deeply")
     prompts = template.encode_prompts([row.text for _, _, row, _ in rows])
     known = {row.text: ids for (_, _, row, _), ids in zip(rows, prompts, strict=True)} if template.chat else {}
-    ids = answers.ids(texts, known) if texts else []
-    kept, no_token = [], template.no_token
-    for (i, where, row, said), prompt in zip(rows, prompts, strict=True):
-        own = {name: ids[k] for name, k, _ in said}
+    ids = render.ids(texts, known) if texts else []
+    out, no_token = [], template.no_token
+    for (i, where, row, completions), prompt in zip(rows, prompts, strict=True):
+        own = {name: ids[k] for name, k, _ in completions}
         target, trained, rejected = own.get("completion"), None, own.get("rejected completion")
         if no_token is not None and no_token in prompt:
-            ds.unknown.append((i, prompt.count(no_token) / len(prompt)))
+            ds.unknown_prompts.append((i, prompt.count(no_token) / len(prompt)))
         if not prompt:
-            ds.bad.add(where, "the prompt has no tokens")
+            ds.bad_rows.add(where, "the prompt has no tokens")
             continue
         try:
             rendered = prompt
             if row.messages:
                 prompt, target, trained = turns(row, prompt)
                 _check_turns(template, row, target, trained)
-            for name, k, (before, body, _) in said:
+            for name, k, (before, body, _) in completions:
                 _check_known(template, ids[k], name, body[len(before):])
         except PromptError as e:
-            ds.bad.add(where, str(e))
+            ds.bad_rows.add(where, str(e))
             continue
         target = None if target is None else np.asarray(target, np.int32)
         problem = limits.overlong(prompt, target) or limits.overlong(prompt, rejected, "rejected completion")
         if problem is None:
-            kept.append(TokenizedRow(i, prompt, target, trained, rejected, piece=prompt != rendered))
+            out.append(TokenizedRow(i, prompt, target, trained, rejected, prompt_cut=prompt != rendered))
         elif pieces := fit_completion(limits, prompt, target, trained):
             (ds.shortened if limits.completion == "truncate" else ds.split).append(where)
-            kept += [TokenizedRow(i, *piece, piece=k > 0 or prompt != rendered) for k, piece in enumerate(pieces)]
+            out += [TokenizedRow(i, *piece, prompt_cut=k > 0 or prompt != rendered) for k, piece in enumerate(pieces)]
         elif limits.policy == "error":
             raise DataError(f"{where}: {problem}; raise the limit, or set data.overlong_prompt to 'filter' or "
                             "'truncate_left'")
         else:
             ds.filtered.append(where)
             ds.filtered_rows.append(i)
-    return kept
+    return out
 
 
 def _check_known(template, ids, name: str, text: str) -> None:
@@ -352,16 +350,16 @@ def _check_turns(template, row: Row, target, trained) -> None:
 
 def _report(ds: Dataset, limit: int) -> None:
     rows = ds.rows_read
-    if ds.bad.count:
-        log.warning("%s: %d of %d rows are bad and skipped; the first ones: %s", ds.name, ds.bad.count, rows,
-                    "; ".join(ds.bad.messages[:3]))
-    if ds.unknown:
-        template, (raw, where) = ds.reader.template, ds.tables[ds.unknown[0][0]]
+    if ds.bad_rows.count:
+        log.warning("%s: %d of %d rows are bad and skipped; the first ones: %s", ds.name, ds.bad_rows.count, rows,
+                    "; ".join(ds.bad_rows.messages[:3]))
+    if ds.unknown_prompts:
+        template, (raw, where) = ds.reader.template, ds.tables[ds.unknown_prompts[0][0]]
         log.warning("%s: %d of %d prompts hold text that the tokenizer has no token for, e.g. %r in %s; the model sees"
                     " %r instead, on average for %.0f %% of these prompts' tokens. Use a tokenizer that covers this"
-                    " text, or other data", ds.name, len(ds.unknown), rows,
+                    " text, or other data", ds.name, len(ds.unknown_prompts), rows,
                     template.unknown_in(ds.reader(raw).text), where, template.tokenizer.unk_token,
-                    100 * np.mean([share for _, share in ds.unknown]))
+                    100 * np.mean([share for _, share in ds.unknown_prompts]))
     shown = ", ".join(ds.filtered[:5]) + (", ..." if len(ds.filtered) > 5 else "")
     if len(ds.filtered) > 0.05 * rows:
         log.warning("%s: %d of %d rows (%.0f %%) are too long and dropped (data.max_prompt_tokens=%d): %s; a higher "

@@ -2,8 +2,8 @@
 
     python -m jaxrl.data.make_pairs runs/mine/eval/step_00000000_train.jsonl --out pairs.jsonl
 
-The completions of a prompt with the highest scores are paired with those with the lowest. How to sample such
-completions: docs/guides/preferences.md.
+The completions of a prompt with the highest scores are paired with those with the lowest. How to
+sample such completions: docs/guides/preferences.md.
 """
 
 from __future__ import annotations

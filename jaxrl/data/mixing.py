@@ -110,8 +110,8 @@ class Stretch:
         return self.rows_before + each + counts + np.bincount(sources[:i % CHUNK], minlength=len(self.rows_before))
 
     def row(self, k: int, wanted: int) -> int | None:
-        """Returns the position within the range at which source k gives its row number `wanted`, or None if it never
-        does.
+        """Returns the position within the range at which source k gives its row number `wanted`, or None
+        if it never does.
         """
         wanted -= int(self.rows_before[k])
         each = int(self.parts(0)[k])
@@ -137,8 +137,8 @@ class Stretch:
 
 
 class Mix:
-    """Maps a position to (source, index among that source's rows); a function of weights, rows per step and sizes
-    alone.
+    """Maps a position to (source, index among that source's rows); a function of weights, rows per
+    step and sizes alone.
 
     Where weights become constant (the end of a schedule, an exhausted source) claims restart from 0.
 
@@ -196,8 +196,8 @@ class Mix:
         def at(i):
             step = (start + i) // self.per_step
             if step not in known:
-                found = shares([round(w, 6) for w in self._weights(step, rows_before)])
-                known[step] = self._parts.setdefault(tuple(found), found)
+                weights = shares([round(w, 6) for w in self._weights(step, rows_before)])
+                known[step] = self._parts.setdefault(tuple(weights), weights)
             return known[step]
 
         if at(0):
@@ -228,9 +228,9 @@ class Mix:
             return None
         more = self.exhausted == "others"
         if last.period:
-            found = [last.row(k, most - more) for k, most in enumerate(self.limits)
+            candidates = [last.row(k, most - more) for k, most in enumerate(self.limits)
                      if last.rows_before[k] < most + (not more)]
-            return min((last.start + i + more for i in found if i is not None), default=None)
+            return min((last.start + i + more for i in candidates if i is not None), default=None)
         counts = np.array(last.rows_before)
         for i in range(self._settled - last.start):
             k, _ = last.at(i)

@@ -57,9 +57,10 @@ class Mixture:
         return [start + i for start, part in zip(self.starts, self._sets, strict=False) for i in part.first_rows]
 
     @property
-    def bad(self):
+    def bad_rows(self):
         """Count and messages of the rows that could not be read."""
-        return BadRowTotals(sum(part.bad.count for part in self._sets), [m for p in self._sets for m in p.bad.messages])
+        bad = [part.bad_rows for part in self._sets]
+        return BadRowTotals(sum(rows.count for rows in bad), [m for rows in bad for m in rows.messages])
 
     @property
     def filtered_fraction(self) -> float:
@@ -112,12 +113,12 @@ def select_rows(tables: Tables, where, name: str):
     """
     wanted = {column: [str(v) for v in (values if isinstance(values, list | tuple) else [values])]
               for column, values in where.items()}
-    kept = [i for i in range(len(tables))
+    selected = [i for i in range(len(tables))
             if all(str(tables[i][0].get(column)) in values for column, values in wanted.items())]
-    if not kept:
+    if not selected:
         column = next(iter(wanted))
-        found = list(dict.fromkeys(str(tables[i][0].get(column)) for i in range(len(tables))))
+        names = list(dict.fromkeys(str(tables[i][0].get(column)) for i in range(len(tables))))
         raise DataError(f"data.sources.{name}.where={ {c: list(v) for c, v in wanted.items()} }: no row of"
-                        f" {len(tables)} matches; column {column!r} holds {', '.join(found[:8])}"
-                        + (", ..." if len(found) > 8 else ""))
-    return kept
+                        f" {len(tables)} matches; column {column!r} holds {', '.join(names[:8])}"
+                        + (", ..." if len(names) > 8 else ""))
+    return selected

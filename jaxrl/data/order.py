@@ -18,7 +18,7 @@ WINDOW = re.compile(r"(\d+):(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 
 
 def shuffled_epochs(rows: int, seed):
-    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch, each shuffled anew.
+    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch, each with its own shuffle.
 
     Args:
       seed: an integer or several; False keeps the file order.
@@ -36,10 +36,10 @@ def parse_windows(texts: Sequence[str]) -> list[tuple[int, float, float]]:
     """Parses entries such as '200:2..5' into (first step, lowest, highest). Raises ValueError naming the entry."""
     out = []
     for text in texts:
-        found = WINDOW.fullmatch(text)
-        if not found:
+        match = WINDOW.fullmatch(text)
+        if not match:
             raise ValueError(f"{text!r} is not 'step:low..high', for example '200:2..5'")
-        step, low, high = int(found[1]), float(found[2]), float(found[3])
+        step, low, high = int(match[1]), float(match[2]), float(match[3])
         if low > high:
             raise ValueError(f"{text!r}: {low:g} is above {high:g}")
         if step <= out[-1][0] if out else step:
@@ -69,24 +69,24 @@ class Epochs:
             return int(self._order(number, None)[at])
         while position >= self._end():
             number, _, _ = self.started_epochs[-1]
-            kept = self._keep()
-            if not kept.any():
+            mask = self._keep()
+            if not mask.any():
                 raise RunStopped("no row is left: every pass rate lies outside data.pass_rate_min and "
                                  "pass_rate_max; widen them")
-            self.started_epochs.append((number + 1, self._end(), kept))
-        number, first, kept = next(e for e in reversed(self.started_epochs) if e[1] <= position)
-        return int(self._order(number, kept)[position - first])
+            self.started_epochs.append((number + 1, self._end(), mask))
+        number, first, mask = next(e for e in reversed(self.started_epochs) if e[1] <= position)
+        return int(self._order(number, mask)[position - first])
 
     def _end(self) -> int:
-        _, first, kept = self.started_epochs[-1]
-        return first + int(kept.sum())
+        _, first, mask = self.started_epochs[-1]
+        return first + int(mask.sum())
 
     def forget(self, position: int) -> None:
         """Drops the state of epochs that end before a position, which is not requested again."""
         while len(self.started_epochs) > 1 and self.started_epochs[1][1] <= position:
             self._orders.pop(self.started_epochs.pop(0)[0], None)
 
-    def _order(self, number: int, kept) -> np.ndarray:
+    def _order(self, number: int, mask) -> np.ndarray:
         order = self._orders.get(number)
         if order is None:  # threads may run this concurrently; they compute the same
             if len(self._orders) > 2:
@@ -94,7 +94,7 @@ class Epochs:
             order = np.arange(self.rows)
             if self._seed is not False:
                 order = np.random.default_rng([*np.atleast_1d(self._seed), number]).permutation(self.rows)
-            order = order if kept is None else order[kept[order]]
+            order = order if mask is None else order[mask[order]]
             if self._difficulty is not None:
                 order = order[np.argsort(self._difficulty[order], kind="stable")]
             self._orders[number] = order
@@ -102,8 +102,8 @@ class Epochs:
 
 
 class Windows:
-    """Row numbers whose difficulty lies in a moving window: each stage gives its rows only, shuffled, epoch after
-    epoch.
+    """Row numbers whose difficulty is in a moving window: each stage gives its rows only,
+    shuffled, epoch after epoch.
 
     Args:
       stages: (first position, lowest, highest); the first stage begins at 0.

@@ -1,5 +1,5 @@
-"""Rows of preferences: a prompt with a chosen and a rejected completion, or with one completion and a label (good or
-not).
+"""Rows of preferences: a prompt with a chosen and a rejected completion, or with one completion and a
+label (good or not).
 
 Accepted formats, each completion as text or as chat messages:
 

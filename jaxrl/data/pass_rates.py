@@ -8,20 +8,20 @@ import numpy as np
 
 
 class PassRates:
-    """Pass rate of every row and the epochs started so far; a checkpoint part from which the data order resumes
-    exactly.
+    """Pass rate of every row and the epochs started so far; a checkpoint part from which the
+    data order resumes exactly.
 
     Args:
       sizes: number of rows of each source.
       low, high: data.pass_rate_min and pass_rate_max. A row whose last measured rate lies outside is dropped from
         epochs that start later, and so is not measured again.
-      held: () -> this part's `host` entry in the resumed checkpoint, or None.
+      resumed: () -> this part's `host` entry in the resumed checkpoint, or None.
     """
 
     name = "pass_rates"
 
-    def __init__(self, sizes, low: float, high: float, held: Callable[[], dict | None] = lambda: None):
-        self.sizes, self.low, self.high, self._held = list(sizes), low, high, held
+    def __init__(self, sizes, low: float, high: float, resumed: Callable[[], dict | None] = lambda: None):
+        self.sizes, self.low, self.high, self._resumed = list(sizes), low, high, resumed
         self.starts = np.cumsum([0, *self.sizes])
         self.rates = np.full(self.starts[-1], np.nan, np.float32)
         self.orders: list = []  # order.Epochs of each source
@@ -41,11 +41,13 @@ class PassRates:
     # -- checkpoint part
 
     def abstract(self) -> dict:
-        epochs = (self._held() or {"epochs": [[]] * len(self.sizes)})["epochs"]
-        kept = sum(len(started_epochs) * n for started_epochs, n in zip(epochs, self.sizes, strict=True))
-        return {"rates": np.zeros(len(self.rates), np.float32), "kept": np.zeros(kept, bool)}
+        """Returns the arrays of the checkpoint to restore, as zeros: their sizes follow its epochs."""
+        epochs = (self._resumed() or {"epochs": [[]] * len(self.sizes)})["epochs"]
+        size = sum(len(started_epochs) * n for started_epochs, n in zip(epochs, self.sizes, strict=True))
+        return {"rates": np.zeros(len(self.rates), np.float32), "kept": np.zeros(size, bool)}
 
     def start(self, arrays, host: dict | None) -> None:
+        """Restores `arrays` and `host` of a checkpoint; does nothing if host is None."""
         if host is None:
             return
         self.rates, at = np.array(arrays["rates"], np.float32), 0
@@ -56,8 +58,12 @@ class PassRates:
             at += len(started_epochs) * n
 
     def host(self) -> dict:
+        """Returns the JSON-able state: per source [number, first position] of each started epoch."""
         return {"epochs": [[[number, first] for number, first, _ in order.started_epochs] for order in self.orders]}
 
     def arrays(self) -> dict:
+        """Returns "rates" (float32 [rows], NaN = not measured) and "kept" (bool, the row masks of
+        all started epochs, concatenated).
+        """
         return {"rates": self.rates.copy(),
                 "kept": np.concatenate([m for o in self.orders for _, _, m in o.started_epochs])}

@@ -1,5 +1,5 @@
-"""Rows that reward models are trained on: pairs of completions (as `data/pairs.py` reads them), or completions in
-labelled steps.
+"""Rows that reward models are trained on: pairs of completions (as `data/pairs.py` reads them), or
+completions in labelled steps.
 
     {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}
     {"prompt": ..., "completions": ["first step", "second step"], "labels": [true, false]}

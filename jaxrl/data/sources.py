@@ -44,17 +44,16 @@ def resolve(path: str) -> str:
     """
     if not path.startswith("jaxrl://") or Path(path).exists():
         return path
-    found = (EMBEDDED / path[len("jaxrl://"):]).resolve()
-    if not found.is_relative_to(EMBEDDED.resolve()) or not found.exists():
+    real = (EMBEDDED / path[len("jaxrl://"):]).resolve()
+    if not real.is_relative_to(EMBEDDED.resolve()) or not real.exists():
         shipped = sorted(str(p.relative_to(EMBEDDED)) for p in EMBEDDED.glob("*/*") if not p.name.startswith("_"))
         raise DataError(f"{path}: no such file in the package; shipped: {', '.join(shipped) or 'nothing'}")
-    return str(found)
+    return str(real)
 
 
 def offline_if_unreachable() -> bool:
-    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved; returns whether
-    it
-    did.
+    """Switches the Hugging Face libraries to offline mode if the hub's host name cannot be resolved;
+    returns whether it did.
 
     Offline, they use their cache or fail at once, instead of retrying for most of a minute per file. With a proxy
     nothing is changed, since the proxy resolves names.
@@ -203,7 +202,7 @@ def _unique(pairs: list) -> dict:
 
 
 class DuplicateKey(ValueError):
-    """A JSON object that has a key twice."""
+    """Raised for a JSON object that has a key twice."""
 
 
 def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = "", revision: str | None = None,
@@ -279,13 +278,13 @@ def check_path(path: str, field: str) -> None:
     if path.startswith(IN_MEMORY):
         raise DataError(f"{field}={path}: rows that were passed from Python; pass them again,"
                         " jaxrl.train(..., data=, eval=), or name a file, a folder or a hub id")
-    found = resolve(path)
-    suffix, exists = Path(found).suffix.lower(), Path(found).exists()
-    if "://" in found or Path(found).is_dir():
+    real = resolve(path)
+    suffix, exists = Path(real).suffix.lower(), Path(real).exists()
+    if "://" in real or Path(real).is_dir():
         return
     if exists and suffix not in SUFFIXES:
         raise DataError(f"{field}={path}: unknown kind of file {suffix!r}; known: {', '.join(SUFFIXES)}")
-    if not exists and (suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", found)):
+    if not exists and (suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", real)):
         raise DataError(f"{field}={path}: no such file or folder (relative to {Path.cwd()}); check the path")
 
 
@@ -333,7 +332,7 @@ def _parquet(f, shown: str) -> pa.Table:
 
 
 def _jsonl(f, shown: str):
-    for number, line in enumerate(f, 1):  # bytes: only \n ends a line, whatever else Unicode calls a line break
+    for number, line in enumerate(f, 1):  # bytes: only \n ends a line, not the other line breaks of Unicode
         if line.strip():
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_unique)

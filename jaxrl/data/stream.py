@@ -58,9 +58,9 @@ class Stream:
 
     Args:
       per_step: prompts per step.
-      epochs: the stream ends at epochs * n rows; 0 for never. With a Mixture and exhausted='repeat', n counts the
-        rows of all sources. With a curriculum an epoch may have fewer rows than the data, but `epochs` still counts
-        whole passes.
+      epochs: the stream ends at epochs * n rows; 0 for never. With a Mixture and exhausted='repeat', n counts
+        the rows of all sources. With a curriculum an epoch may have fewer rows than the data, but `epochs`
+        still counts whole passes.
       drop_last: drops an incomplete last step instead of making it smaller.
       workers: threads that prepare the next `prefetch` steps; the rows are the same.
       weights: one per source, as `mixing.weight_at` takes it.
@@ -103,11 +103,11 @@ class Stream:
         self.pass_rates: PassRates | None = None
 
     @classmethod
-    def from_config(cls, config, dataset: Dataset, held: Callable = lambda name: None) -> Stream:
+    def from_config(cls, config, dataset: Dataset, resumed_part: Callable = lambda name: None) -> Stream:
         """Builds the stream of `data.*`.
 
         Args:
-          held: part name -> its entry in the resumed checkpoint, or None.
+          resumed_part: part name -> its entry in the resumed checkpoint, or None.
         """
         d, rows = config.data, len(dataset)
         if d.prompts_per_step > rows:
@@ -124,7 +124,7 @@ class Stream:
         rates = None
         if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
             rates = PassRates(getattr(dataset, "sizes", [rows]), d.pass_rate_min, d.pass_rate_max,
-                              lambda: held(PassRates.name))
+                              lambda: resumed_part(PassRates.name))
         curriculum = Curriculum(d.difficulty, tuple(parse_windows(d.difficulty_window)), rates and rates.keep)
         out = cls(dataset, d.prompts_per_step, data_seed(config), d.shuffle, d.epochs, d.drop_last, d.workers,
                   d.prefetch, weights, d.exhausted, curriculum if any(curriculum) else None)
@@ -171,8 +171,8 @@ class Stream:
         """Returns ([(position, example)], next cursor) of the rows from `cursor` on.
 
         Args:
-          count: number of rows, 0 for a whole step. Fewer are returned at the end of the stream, none once it is
-            exhausted.
+          count: number of rows, 0 for a whole step. Fewer are returned at the end of the stream, none
+            once it is exhausted.
 
         Raises:
           Interrupted: `self.interrupted()` became true.
@@ -190,8 +190,8 @@ class Stream:
         return out, self._at
 
     def unless_interrupted(self, items):
-        """Yields the items of a long loop; raises Interrupted if `self.interrupted()`, checked every
-        ROWS_PER_STOP_CHECK items.
+        """Yields the items of a long loop; raises Interrupted if `self.interrupted()`,
+        checked every ROWS_PER_STOP_CHECK items.
         """
         for i, item in enumerate(items):
             if i % ROWS_PER_STOP_CHECK == ROWS_PER_STOP_CHECK - 1 and self.interrupted():
@@ -199,8 +199,8 @@ class Stream:
             yield item
 
     def exhausted(self, cursor: int) -> bool:
-        """Returns whether no further step starts at `cursor`: no rows are left, or fewer than a step with
-        `drop_last`.
+        """Returns whether no further step starts at `cursor`: no rows are left, or fewer than
+        a step with `drop_last`.
 
         Steps that take extra rows (dynamic sampling) reach this before `total_steps`.
         """
@@ -222,8 +222,8 @@ class Stream:
         return self.pass_rates.metrics()
 
     def sources(self, cursor: int) -> dict[str, tuple[float, float]]:
-        """Returns source -> (share of the rows in the last step before `cursor`, passes over it so far); {} without
-        sources.
+        """Returns source -> (share of the rows in the last step before `cursor`, passes over it so
+        far); {} without sources.
         """
         if self.mix is None or not cursor:
             return {}

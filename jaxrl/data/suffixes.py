@@ -1,9 +1,9 @@
 """What a chat template writes after an assistant's turn: the end of turn, new messages, the next generation prompt.
 
-`turns` calls it. The template is asked once per shape of the new messages (their roles and fields): it renders a
-short conversation in which the assistant's turn and every field of the new messages are sentinels. What it writes
-after the assistant's sentinel does not depend on how it rewrites earlier turns, for example by deleting their
-thinking.
+`turns` calls it. The template is asked once per shape of the new messages (their roles and fields): it
+renders a short conversation in which the assistant's turn and every field of the new messages are sentinels.
+What it writes after the assistant's sentinel does not depend on how it rewrites earlier turns, for example
+by deleting their thinking.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def sentinel(kind: str, index: int = 0) -> str:
     """Returns a placeholder text.
 
     Args:
-      kind: a for the assistant's turn, c and b for the begin and end of a content, n for a tool's name, i for a
-        call's id.
+      kind: a for the assistant's turn, c and b for the begin and end of a content, n for a tool's name, i
+        for a call's id.
     """
     return f"QZ{kind}{index:03d}ZXQ"
 
@@ -83,8 +83,8 @@ class Suffixes:
         return self._shapes[key]
 
     def render_calls(self, calls: int) -> tuple[str, list[int]]:
-        """Returns (a question and calls as the template writes them, positions at which the assistant's turn may
-        begin).
+        """Returns (a question and calls as the template writes them, positions at which the
+        assistant's turn may begin).
         """
         text = self.template.conversation([QUESTION, self.turn(calls)], False)
         prompt = self.template.conversation([QUESTION], True)
@@ -121,9 +121,9 @@ class Suffixes:
         if generation_prompt is None:
             generation_prompt = bool(self.template.generation_prompt)
         text = self.template.conversation([*history, self.turn(calls, **fields), *new, *more], generation_prompt)
-        if (found := text.count(sentinel("a"))) != 1:
+        if (times := text.count(sentinel("a"))) != 1:
             what = f"{calls} calls" if calls else "a text"
-            raise PromptError(f"the chat template writes an assistant's turn of {what} {found} times")
+            raise PromptError(f"the chat template writes an assistant's turn of {what} {times} times")
         return text.partition(sentinel("a"))[2] + (self.template.prefix if generation_prompt else "")
 
     def _build(self, key) -> Shape:
@@ -149,21 +149,21 @@ class Suffixes:
     def _end(self, text: str, alone: str, calls: int) -> tuple[int, str, int, bool]:
         """Returns (end of the turn's text, text of the end token, position after it, whether it belongs to the turn).
 
-        `alone` is the same turn with nothing after it. Their common prefix is how the template ends the turn: the
-        tokenizer's end token in it, else its last control token, is the turn's end token. Without one, the control
-        token that begins the next message ends the turn (such models stop at it); without that, the tokenizer's end
-        token.
+        `alone` is the same turn with nothing after it. Their common prefix is how the template ends the turn:
+        the tokenizer's end token in it, else its last control token, is the turn's end token. Without one,
+        the control token that begins the next message ends the turn (such models stop at it); without that,
+        the tokenizer's end token.
         """
         start = self._calls_end(calls, self.is_calls) if calls and self.is_calls else 0
         control = sorted(self.tokens.control.values(), key=len, reverse=True)
-        found = list(re.finditer("|".join(map(re.escape, control)), text)) if control else []
+        tokens = list(re.finditer("|".join(map(re.escape, control)), text)) if control else []
         shorter = min(len(text), len(alone))
         same = next((k for k in range(shorter) if text[k] != alone[k]), shorter)
-        same = next((m.start() for m in found if m.start() < same < m.end()), same)
-        if own := [m for m in found if start <= m.start() and m.end() <= same]:
+        same = next((m.start() for m in tokens if m.start() < same < m.end()), same)
+        if own := [m for m in tokens if start <= m.start() and m.end() <= same]:
             last = next((m for m in own if m.group() == self.template.tokenizer.eos_token), own[-1])
             return start, last.group(), last.end(), True
-        following = next((m for m in found if m.start() >= same), None)
+        following = next((m for m in tokens if m.start() >= same), None)
         if following and not text[same:following.start()].strip():
             return min(start, following.start()), following.group(), following.end(), False
         end = self.template.tokenizer.eos_token
@@ -180,8 +180,8 @@ class Suffixes:
 
     def _pieces(self, text: str, count: int):
         """Splits the text after the end token at its sentinels. Returns (pieces, transformation of each content)."""
-        found = [m.group(1, 2) for m in SENTINEL.finditer(text) if m[1] in "cb"]
-        if found != [(kind, f"{i:03d}") for i in range(count) for kind in "cb"]:
+        sentinels = [m.group(1, 2) for m in SENTINEL.finditer(text) if m[1] in "cb"]
+        if sentinels != [(kind, f"{i:03d}") for i in range(count) for kind in "cb"]:
             raise PromptError("the chat template does not write each new message's content once and in order")
         edits = [self._edit(text, i) for i in range(count)]
         for i, (edit, left, right) in enumerate(edits):
@@ -198,8 +198,8 @@ class Suffixes:
         return tuple(p for p in pieces if p), tuple(self._editor(*e) for e in edits)
 
     def _edit(self, text: str, i: int):
-        """Returns (transformation, whether leading white space of the content stays, whether trailing white space
-        stays).
+        """Returns (transformation, whether leading white space of the content stays, whether
+        trailing white space stays).
         """
         before, _, rest = text.partition(sentinel("c", i))
         inside, _, after = rest.partition(sentinel("b", i))

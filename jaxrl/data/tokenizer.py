@@ -19,10 +19,10 @@ TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.model.v*", "tekken.json")
 def load_tokenizer(config):
     """Loads the Hugging Face tokenizer of `model.tokenizer` (or `model.path`) and applies the config's overrides.
 
-    `model.chat_template` (a Jinja file) replaces the template. `model.pad_token` and the first of `model.eos_tokens`
-    replace the special tokens and must be single tokens of the vocabulary. A tokenizer without a pad token pads with
-    its end token. Ids are those of the folder's tokenizer.json (see `open_tokenizer`). Remote code runs only with
-    `model.trust_remote_code`.
+    `model.chat_template` (a Jinja file) replaces the template. `model.pad_token` and the first of
+    `model.eos_tokens` replace the special tokens and must be single tokens of the vocabulary. A tokenizer without a
+    pad token pads with its end token. Ids are those of the folder's tokenizer.json (see `open_tokenizer`). Remote
+    code runs only with `model.trust_remote_code`.
 
     Raises:
       ConfigError: the source has no readable tokenizer, or an override does not fit it.
@@ -57,8 +57,8 @@ def load_tokenizer(config):
 
 
 def apply_overrides(config, tokenizer):
-    """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and returns it.
-    Raises ConfigError.
+    """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and
+    returns it. Raises ConfigError.
     """
     if config.model.chat_template:
         path = Path(resolve(config.model.chat_template))
@@ -70,8 +70,8 @@ def apply_overrides(config, tokenizer):
 
 
 def tokenizer_revision(config) -> str | None:
-    """Returns the hub revision of the tokenizer: model.tokenizer_revision, or model.revision if it belongs to the
-    model.
+    """Returns the hub revision of the tokenizer: model.tokenizer_revision, or model.revision if it
+    belongs to the model.
     """
     return config.model.tokenizer_revision or (None if config.model.tokenizer else config.model.revision)
 
@@ -87,10 +87,10 @@ def fingerprint(tokenizer) -> dict[str, str]:
     """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
-    found = {"tokenizer": [vocabulary, special, tokenizer(PROBE)["input_ids"]],
+    loaded = {"tokenizer": [vocabulary, special, tokenizer(PROBE)["input_ids"]],
              "chat template": tokenizer.chat_template}
     return {name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-            for name, value in found.items()}
+            for name, value in loaded.items()}
 
 
 def open_tokenizer(source: str, **options):
@@ -114,16 +114,15 @@ def open_tokenizer(source: str, **options):
                        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
     if file is None or (other := _difference(tokenizer, file)) is None:
         return tokenizer
-    found = PreTrainedTokenizerFast.from_pretrained(source, **options)
-    if (still := _difference(found, file)) is not None:
+    loaded = PreTrainedTokenizerFast.from_pretrained(source, **options)
+    if (still := _difference(loaded, file)) is not None:
         raise ConfigError(f"{source}: transformers' {type(tokenizer).__name__} and tokenizer.json give different ids "
-                          f"for"
-                          f" one text, {still[0]!r}: {still[1][:8]} and {still[2][:8]}; save the tokenizer again with"
-                          " save_pretrained, so that both agree")
+                          f"for one text, {still[0]!r}: {still[1][:8]} and {still[2][:8]}; save the tokenizer again "
+                          "with save_pretrained, so that both agree")
     log.warning("%s: transformers picks %s by the model's type, whose ids differ from those of tokenizer.json"
                 " (for %r: %s instead of %s); tokenizer.json is used", source, type(tokenizer).__name__,
                 *(part[:8] for part in other))
-    return found
+    return loaded
 
 
 def _difference(tokenizer, file: str) -> tuple[str, list[int], list[int]] | None:
@@ -147,8 +146,8 @@ def _difference(tokenizer, file: str) -> tuple[str, list[int], list[int]] | None
 
 
 def completion_texts(tokenizer, ends=()):
-    """Returns a function that decodes the ids of completions into the texts that rewards, records, judges and
-    environments see.
+    """Returns a function that decodes the ids of completions into the texts that rewards, records,
+    judges and environments see.
 
     The texts keep every sampled token, including special ones (`<think>` is one in some vocabularies), except
     end-of-turn tokens and padding.
@@ -162,8 +161,8 @@ def completion_texts(tokenizer, ends=()):
     out |= {int(i) for i in ends if i in special}
 
     def texts(completions) -> list[str]:
-        kept = [[i for i in map(int, ids) if i not in out] for ids in completions]
-        return tokenizer.batch_decode(kept, skip_special_tokens=False)
+        visible = [[i for i in map(int, ids) if i not in out] for ids in completions]
+        return tokenizer.batch_decode(visible, skip_special_tokens=False)
 
     return texts
 

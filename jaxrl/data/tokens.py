@@ -1,5 +1,5 @@
-"""Encodes texts with control tokens only where they are meant: in a template's text, never in the content of a
-message.
+"""Encodes texts with control tokens only where they are meant: in a template's text, never in the
+content of a message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tokens:
 
     @functools.cached_property
     def _plain(self):
-        """The tokenizer without control tokens."""
+        """Returns the tokenizer without control tokens."""
         from tokenizers import Tokenizer
 
         if not self.tokenizer.is_fast:
@@ -55,12 +55,12 @@ class Tokens:
 
     def plain(self, text: str) -> list[int]:
         """Returns the ids of a message's text; what looks like a control token is spelled with other tokens."""
-        found = self._plain.encode(text, add_special_tokens=False)
-        if self.control.keys().isdisjoint(found.ids):
-            return found.ids
+        encoded = self._plain.encode(text, add_special_tokens=False)
+        if self.control.keys().isdisjoint(encoded.ids):
+            return encoded.ids
         # a word-level vocabulary may also have such a token as a word, which is then spelled by characters
         out: list[int] = []
-        for i, (start, stop) in zip(found.ids, found.offsets, strict=True):
+        for i, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
             if i in self.control:
                 spelled = self._plain.encode_batch(list(text[start:stop]), add_special_tokens=False)
                 out += [k for letter in spelled for k in letter.ids if k not in self.control]
@@ -69,8 +69,8 @@ class Tokens:
         return out
 
     def encode_pieces(self, pieces: list[tuple[str, bool]]) -> list[int]:
-        """Returns the ids of consecutive pieces (text, whether a template wrote it), with no control token from a
-        message.
+        """Returns the ids of consecutive pieces (text, whether a template wrote it), with no control
+        token from a message.
 
         The pieces are tokenized as one text, as the template's rendering would be. If that yields control tokens that
         are not the template's, each piece is tokenized alone.
@@ -88,13 +88,13 @@ class Tokens:
         if len(text) > LONGEST_TOKEN * limit:
             half = LONGEST_TOKEN * limit // 2
             text = text[:half] + MARKER + text[-half:]
-        found, room = self._plain.encode(text, add_special_tokens=False), limit
-        while len(found.ids) > limit and room > 0:
-            kept, marker = room - len(self.plain(MARKER)), MARKER
-            if kept < 2:
-                kept, marker = room, ""
-            head, tail = (kept + 1) // 2, kept // 2
-            cut = text[:found.offsets[head - 1][1]] + marker + (text[found.offsets[-tail][0]:] if tail else "")
+        encoded, room = self._plain.encode(text, add_special_tokens=False), limit
+        while len(encoded.ids) > limit and room > 0:
+            size, marker = room - len(self.plain(MARKER)), MARKER
+            if size < 2:
+                size, marker = room, ""
+            head, tail = (size + 1) // 2, size // 2
+            cut = text[:encoded.offsets[head - 1][1]] + marker + (text[encoded.offsets[-tail][0]:] if tail else "")
             if (over := len(self.plain(cut)) - limit) <= 0:
                 return cut
             room -= over

@@ -1,8 +1,8 @@
 """Multi-turn conversations as token ids: sampled ids stay as they are, only new messages are rendered after them.
 
-A conversation is never tokenized again, since re-rendering a completion gives other tokens than were sampled. The
-next prompt is the recorded ids, then what is missing of the turn's end, then the new messages and the generation
-prompt.
+A conversation is never tokenized again, since re-rendering a completion gives other tokens than were
+sampled. The next prompt is the recorded ids, then what is missing of the turn's end, then the new messages
+and the generation prompt.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class TurnRenderer:
       tokens: Tokens of another renderer with the same tokenizer, to share.
 
     Attributes:
-      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn, and with
-        env.max_parallel_calls=1 the one that ends a call, so that a model cannot continue and invent the call's
-        result.
+      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn,
+        and with env.max_parallel_calls=1 the one that ends a call, so that a model cannot continue and
+        invent the call's result.
 
     Raises:
       ConfigError: there is no chat template or no fast tokenizer.
@@ -67,8 +67,8 @@ class TurnRenderer:
     # What comes before a turn.
 
     def first(self, messages, tools=None) -> np.ndarray:
-        """Returns the [P] int32 ids of a whole conversation (a text is one user turn), ending with the generation
-        prompt.
+        """Returns the [P] int32 ids of a whole conversation (a text is one user turn), ending
+        with the generation prompt.
 
         No control token comes from a message that is not the assistant's.
 
@@ -77,9 +77,9 @@ class TurnRenderer:
         """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         hidden: list[str] = []
-        kept = [self._hide(m, hidden) for m in messages]
+        marked = [self._hide(m, hidden) for m in messages]
         kwargs = {} if tools is None else {"tools": list(tools) or None}
-        text = self.template.conversation(kept, self.template.generation_prompt, **kwargs) + self.template.prefix
+        text = self.template.conversation(marked, self.template.generation_prompt, **kwargs) + self.template.prefix
         ids, at = [], 0
         for match in HIDDEN.finditer(text):
             ids += [*self.tokens.written(text[at:match.start()]), *self.tokens.plain(hidden[int(match[1])])]
@@ -87,8 +87,8 @@ class TurnRenderer:
         return np.array([*ids, *self.tokens.written(text[at:])], np.int32)
 
     def _hide(self, message: dict, hidden: list[str]) -> dict:
-        """Returns the message with sentinels in place of control tokens in its content; the originals are appended to
-        `hidden`.
+        """Returns the message with sentinels in place of control tokens in its content; the originals
+        are appended to `hidden`.
         """
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
@@ -118,8 +118,8 @@ class TurnRenderer:
 
         Args:
           history: ids of prompt and turns so far, ending with sampled ids.
-          messages: [{"role", "content"}], those of role `tool` with `name` and `tool_call_id`; a text is one user
-            turn.
+          messages: [{"role", "content"}], those of role `tool` with `name` and `tool_call_id`; a text
+            is one user turn.
           limit: most tokens of a content, whose middle is cut; 0 for no limit.
         """
         messages = _messages(messages)
@@ -141,8 +141,8 @@ class TurnRenderer:
     # What a turn says.
 
     def read(self, ids, tools=None) -> dict:
-        """Parses sampled ids into {"text", "thinking", "calls": [{"id", "name", "arguments": dict or None,
-        "error"}]}.
+        """Parses sampled ids into {"text", "thinking",
+        "calls": [{"id", "name", "arguments": dict or None, "error"}]}.
 
         Never raises. A call that cannot be parsed has `error`; the turn's whole text is then in `written`.
 
@@ -154,11 +154,11 @@ class TurnRenderer:
         if self.parser is not None and (tools or self._reads_calls):
             outside, calls = self.parser.read(text, tuple(marks.get(m, m) for m in self.parser.marks), types)
             text = outside if calls else text
-        told = {"written": _spelled(whole, marks)} if any(call.error for call in calls) else {}
+        written = {"written": _spelled(whole, marks)} if any(call.error for call in calls) else {}
         own = Counter(call.id for call in calls)
-        said = hashlib.sha256(np.asarray(ids, np.int64).tobytes()) if calls else None
-        return {"text": _spelled(text, marks), "thinking": _spelled(thinking, marks), **told,
-                "calls": [_call_record(call, i, said, marks, own) for i, call in enumerate(calls)]}
+        content_hash = hashlib.sha256(np.asarray(ids, np.int64).tobytes()) if calls else None
+        return {"text": _spelled(text, marks), "thinking": _spelled(thinking, marks), **written,
+                "calls": [_call_record(call, i, content_hash, marks, own) for i, call in enumerate(calls)]}
 
     def message(self, ids, tools=None) -> dict:
         """Returns a sampled turn as the assistant's message for a history that is rendered as a whole (`first`).
@@ -253,9 +253,9 @@ class TurnRenderer:
     # Properties of the template and the tokenizer.
 
     def _choose_parser(self) -> Parser | None:
-        """Returns the parser of tool calls: `env.parser`, or the one that parses what the template writes; None if no
-        parser does or the template writes no calls. Also determines whether the template expects call arguments as
-        text.
+        """Returns the parser of tool calls: `env.parser`, or the one that parses what the template writes;
+        None if no parser does or the template writes no calls. Also determines whether the template expects
+        call arguments as text.
         """
         named = self.config.env.parser
         candidates = list(PARSERS.values()) if named == "auto" else [PARSERS[named]]
@@ -289,13 +289,13 @@ class TurnRenderer:
     @cached_property
     def _ends(self) -> list[Shape]:
         """How turns end, for texts and calls, as far as the template can write them."""
-        found = []
+        shapes = []
         for key in ((USER,), (TOOL,)) if self.parser is not None else ((USER,),):
             try:
-                found.append(self._suffixes.shape(key))
+                shapes.append(self._suffixes.shape(key))
             except PromptError:
                 continue  # check() raises if it matters
-        return found
+        return shapes
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -326,9 +326,8 @@ class TurnRenderer:
     # Checks at start-up.
 
     def check(self, tools: bool) -> None:
-        """Renders test conversations and checks that the template can write them. Raises ConfigError with the reason
-        and
-        remedies.
+        """Renders test conversations and checks that the template can write them. Raises ConfigError with
+        the reason and remedies.
 
         Args:
           tools: also check calls and their replies, several at once with env.max_parallel_calls > 1.
@@ -368,8 +367,8 @@ class TurnRenderer:
         if suffixes.text_after(key, calls, longer) != shape.text:
             raise PromptError("what it writes after a turn depends on the number of earlier turns")
         if not calls:
-            said: dict[str, Any] = {"content": thought + sentinel("a")}
-            if suffixes.text_after(key, 0, **said) != shape.text:
+            with_thinking: dict[str, Any] = {"content": thought + sentinel("a")}
+            if suffixes.text_after(key, 0, **with_thinking) != shape.text:
                 raise PromptError("what it writes after a turn depends on whether the turn has thinking")
         alone = self.template.conversation([QUESTION], False)
         prompt = self.template.conversation([QUESTION], self.template.generation_prompt)
@@ -385,8 +384,8 @@ class TurnRenderer:
 
 
 def end_of_turn(config, tokenizer) -> int | None:
-    """Returns the token with which the chat template ends an assistant's turn; None without a template, or if it
-    writes none.
+    """Returns the token with which the chat template ends an assistant's turn; None without a template, or
+    if it writes none.
     """
     if not Template(config, tokenizer).chat:
         return None
@@ -396,8 +395,7 @@ def end_of_turn(config, tokenizer) -> int | None:
 
 def continuation_ids(head: list[int], whole: list[int], before: str, body: str, written) -> list[int]:
     """Returns the ids of the part of a text after its prefix: the whole text's ids after the prefix's if they begin
-    with
-    those, else the ids of the rest encoded alone.
+    with those, else the ids of the rest encoded alone.
 
     Args:
       head: ids of `before`, the prefix.
@@ -420,11 +418,11 @@ def _is_whole_calls(parser: Parser, text: str, calls: int) -> bool:
     """Returns whether a text is exactly `calls` calls as `Suffixes.turn` builds them, with nothing outside them
     unless markers delimit the calls.
     """
-    outside, found = parser.read(text)
+    outside, parsed = parser.read(text)
     if outside and parser.marks[0] not in text:
         return False
-    good = len(found) == calls and not any(call.error for call in found)
-    return good and found[-1].arguments == {"x": sentinel("a")} and found[0].name == sentinel("n")
+    good = len(parsed) == calls and not any(call.error for call in parsed)
+    return good and parsed[-1].arguments == {"x": sentinel("a")} and parsed[0].name == sentinel("n")
 
 
 def _messages(messages) -> list[dict]:
@@ -435,10 +433,10 @@ def _messages(messages) -> list[dict]:
         messages = [messages]
     out = []
     for message in check_messages(messages):
-        kept = {"role": message["role"], "content": message["content"]}
+        new = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
-            kept |= {"name": str(message.get("name") or "tool"), "tool_call_id": str(message.get("tool_call_id") or "")}
-        out.append(kept)
+            new |= {"name": str(message.get("name") or "tool"), "tool_call_id": str(message.get("tool_call_id") or "")}
+        out.append(new)
     return out
 
 
@@ -453,7 +451,7 @@ def _spelled(text: str, marks: dict[str, str]) -> str:
     return text
 
 
-def _call_record(call: Call, i: int, said, marks, own: Counter) -> dict:
+def _call_record(call: Call, i: int, content_hash, marks, own: Counter) -> dict:
     """Returns a call as an episode receives it.
 
     Its id is the call's own if no other call has it, else one derived from the turn's tokens: nine letters and
@@ -462,8 +460,8 @@ def _call_record(call: Call, i: int, said, marks, own: Counter) -> dict:
     arguments = call.arguments
     if arguments is not None:
         arguments = json.loads(_spelled(json.dumps(arguments, ensure_ascii=False), marks))
-    said = said.copy()
-    said.update(i.to_bytes(8, "little"))
-    made = base64.b32encode(said.digest())[:9].decode()
+    content_hash = content_hash.copy()
+    content_hash.update(i.to_bytes(8, "little"))
+    made = base64.b32encode(content_hash.digest())[:9].decode()
     return {"id": _spelled(call.id, marks) if call.id and own[call.id] == 1 else made,
             "name": _spelled(call.name, marks), "arguments": arguments, "error": _spelled(call.error, marks)}

@@ -173,7 +173,9 @@ class Run:
         return sorted(int(p.stem.split("_")[1]) for p in (self.folder / "rollouts").glob("step_*.jsonl"))
 
     def records(self, step: int) -> list[dict]:
-        """Reads the recorded completions of a step."""
+        """Reads the recorded completions of a step. Raises OSError without their file, ConfigError for a line
+        that is not JSON.
+        """
         return self._lines(f"rollouts/step_{step:08d}.jsonl")
 
 

@@ -25,8 +25,8 @@ VARIABLES = re.compile("(JAX|XLA|LIBTPU|TPU|CUDA|NVIDIA|NCCL|HF_HUB_OFFLINE|OMP|
 
 
 class Line(NamedTuple):
-    """One finding. state: "ok", "note" (works, could be better), "wrong" (must be fixed), "-" (absent, or not
-    applicable)."""
+    """One finding. state: "ok", "note" (works, could be better), "wrong" (must be fixed), "-"
+    (absent, or not applicable)."""
 
     state: str
     text: str

@@ -1,5 +1,5 @@
-"""Environments: the API that episodes are written with (docs/guides/environments.md), and the processes that run
-them.
+"""Environments: the API that episodes are written with (docs/guides/environments.md), and the
+processes that run them.
 
 Standard library only: workers import this package, some of them in another interpreter without jax.
 """

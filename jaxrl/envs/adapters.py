@@ -17,8 +17,8 @@ from jaxrl.workers.loading import LoadError, load, number
 
 
 def load_runner(setup: dict) -> EpisodeRunner:
-    """Returns the EpisodeRunner that a worker's setup names, after calling a class's static method `prepare`. Raises
-    LoadError.
+    """Returns the EpisodeRunner that a worker's setup names, after calling a class's static
+    method `prepare`. Raises LoadError.
     """
     if setup["tools"] or setup["mcp"]:
         return ToolRunner(setup)
@@ -93,12 +93,12 @@ class ToolRunner(EpisodeRunner):
     def __init__(self, setup: dict):
         self.functions = [load(spec) for spec in setup["tools"]]
         self._servers, self._shared, self._opening = setup["mcp"], setup["mcp_session"] == "worker", None
-        told = []
+        schemas = []
         if self._servers:
             from jaxrl.envs import mcp
-            self.files, told = mcp.command_files(self._servers), mcp.list_tools(self._servers)
+            self.files, schemas = mcp.command_files(self._servers), mcp.list_tools(self._servers)
         try:
-            self._tools = tools_by_name([*self.functions, *told])
+            self._tools = tools_by_name([*self.functions, *schemas])
         except TypeError as e:
             raise LoadError(str(e)) from None
         self.tools = [tool.schema for tool in self._tools.values()]
@@ -139,11 +139,11 @@ class ToolRunner(EpisodeRunner):
 
 
 class StepRunner(EpisodeRunner):
-    """Runs a class, or a function that returns an object, with reset(row, seed) and step(action), asynchronous or
-    plain.
+    """Runs a class, or a function that returns an object, with reset(row, seed) and
+    step(action), asynchronous or plain.
 
-    Each episode gets a new object; its `close()`, if any, is called at the end. The score is the sum of the steps'
-    rewards.
+    Each episode gets a new object; its `close()`, if any, is called at the end. The score is the sum
+    of the steps' rewards.
     """
 
     name = "making it"
@@ -177,19 +177,19 @@ class StepRunner(EpisodeRunner):
                 running.phase = phase
 
 
-def _observation(given, where: str) -> Observation:
-    if isinstance(given, Observation):
-        return given
-    if not isinstance(given, (str, dict, list)):
-        raise BadEnvironment(f"{where} gave an observation of type {type(given).__name__}, expected text, messages or "
+def _observation(value, where: str) -> Observation:
+    if isinstance(value, Observation):
+        return value
+    if not isinstance(value, (str, dict, list)):
+        raise BadEnvironment(f"{where} gave an observation of type {type(value).__name__}, expected text, messages or "
                              "jaxrl.envs.Observation")
-    return Observation(given)
+    return Observation(value)
 
 
-def _step(given) -> Step:
-    if not isinstance(given, Step):
-        raise BadEnvironment(f"step returned {type(given).__name__}, expected "
+def _step(step) -> Step:
+    if not isinstance(step, Step):
+        raise BadEnvironment(f"step returned {type(step).__name__}, expected "
                              "jaxrl.envs.Step(observation, reward, done)")
-    if number(given.reward) is None:
-        raise BadEnvironment(f"the reward of a step is of type {type(given.reward).__name__}, expected a number")
-    return given
+    if number(step.reward) is None:
+        raise BadEnvironment(f"the reward of a step is of type {type(step.reward).__name__}, expected a number")
+    return step

@@ -4,9 +4,9 @@
         turn = await chat.send(task.prompt)
         return float(turn.text == task.row["answer"])
 
-An episode returns its score, a dict of numbers (`env` is the score, the others are reported), or None for no score.
-Rewards passed to `chat.reward` are added to the score. It may be a plain `def`; `chat.send` and `turn.run` then
-block.
+An episode returns its score, a dict of numbers (`env` is the score, the others are reported), or None
+for no score. Rewards passed to `chat.reward` are added to the score. It may be a plain `def`;
+`chat.send` and `turn.run` then block.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class Turn:
     def run(self):
         """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order.
 
-        Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run, concurrently
-        if they are asynchronous. A call that cannot be parsed, names an unknown tool or has unfitting arguments gets
-        an error reply and counts as malformed. A ToolError's text is the reply; any other exception propagates to the
-        episode.
+        Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run,
+        concurrently if they are asynchronous. A call that cannot be parsed, names an unknown tool or has unfitting
+        arguments gets an error reply and counts as malformed. A ToolError's text is the reply; any other exception
+        propagates to the episode.
         """
         return self._run(self)
 
@@ -110,8 +110,8 @@ class Observation:
 
     Attributes:
       text: text (a user's message) or messages.
-      state: name of the state in which the next turn is decided, for advantages that compare equal states; "" for
-        none.
+      state: name of the state in which the next turn is decided, for advantages that compare equal
+        states; "" for none.
       tools: functions or schemas; None keeps the present ones.
     """
 
@@ -157,8 +157,8 @@ class Chat:
 
         Args:
           messages: only new ones: text (a user's message), a message {"role", "content"} or a list of them.
-          tools: functions (see envs/tools.py) or schemas that the model may call from now on; None keeps the present
-            ones.
+          tools: functions (see envs/tools.py) or schemas that the model may call from now on; None
+            keeps the present ones.
           stop: texts that end this turn.
           max_tokens: of this turn, below rollout.max_new_tokens; 0 for that limit.
         """
@@ -268,16 +268,17 @@ def _finite(value, what: str, wanted: str = "a number", most: float = MAX_REWARD
     return found
 
 
-def _messages(given, empty: bool = True) -> list[dict]:
+def _messages(messages, empty: bool = True) -> list[dict]:
     """Returns messages as a list of {"role", "content", ...}."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    given = [given] if isinstance(given, dict) else given
-    if not isinstance(given, (list, tuple)):
-        raise BadEnvironment(f"messages are of type {type(given).__name__}, expected text, a dict or a list of dicts")
-    for one in given:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    messages = [messages] if isinstance(messages, dict) else messages
+    if not isinstance(messages, (list, tuple)):
+        raise BadEnvironment(f"messages are of type {type(messages).__name__}, expected text, a dict or a list of "
+                             "dicts")
+    for one in messages:
         if not isinstance(one, dict) or not isinstance(one.get("role"), str) or "content" not in one:
             raise BadEnvironment("a message is not a dict with role and content")
-    if not given and not empty:
+    if not messages and not empty:
         raise BadEnvironment("chat.send has no message")
-    return list(given)
+    return list(messages)

@@ -1,5 +1,5 @@
-"""Environments of gymnasium and textarena as classes with reset and step over text. Only this module imports those
-packages.
+"""Environments of gymnasium and textarena as classes with reset and step over text. Only this
+module imports those packages.
 
 gym:<id>        one agent, actions Discrete, MultiDiscrete, MultiBinary, Box or Text. env.options are those of
                 gymnasium.make, plus `prompt`, which replaces the first lines that describe the actions. The reward of
@@ -63,8 +63,7 @@ class Gym:
         self._kind, self._invalid = type(self._space).__name__, 0
         if self._kind not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
             raise LoadError(f"gym:{name} has actions of kind {self._kind}, which cannot be parsed from text; wrap it "
-                            f"in "
-                            "a class with reset and step")
+                            "in a class with reset and step")
         self._names = ACTION_NAMES.get(spec.name, ()) if self._kind == "Discrete" else ()
 
     def reset(self, row, seed):
@@ -167,5 +166,5 @@ class Arena:
             raise LoadError(f"textarena:{self._name} is not a one-player game: {e}") from None
 
     def _new_text(self) -> str:
-        _, said = self._game.get_observation()
-        return "\n".join(text for _, text, kind in said if kind is not self._own).strip() or "(nothing)"
+        _, entries = self._game.get_observation()
+        return "\n".join(text for _, text, kind in entries if kind is not self._own).strip() or "(nothing)"

@@ -43,11 +43,12 @@ class Server:
       BadEnvironment: the server cannot be reached or breaks the protocol.
     """
 
-    def __init__(self, given: str):
-        self.given, self.tools = given, []
-        self._wire = Http(given) if is_url(given) else Stdio(given)
+    def __init__(self, address: str):
+        self.given, self.tools = address, []
+        self._wire = Http(address) if is_url(address) else Stdio(address)
         self._ids = itertools.count(1)
-        self.name = f"MCP server {given if is_url(given) else ' '.join(map(os.path.basename, shlex.split(given)))!r}"
+        shown = address if is_url(address) else " ".join(map(os.path.basename, shlex.split(address)))
+        self.name = f"MCP server {shown!r}"
 
     @property
     def broken(self) -> bool:
@@ -58,17 +59,17 @@ class Server:
         """Connects, lists the tools, and returns the server."""
         await self._wire.open(self.name)
         try:
-            told = await self._ask("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {
+            result = await self._ask("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {
                 "name": "jaxrl", "version": "1"}})
-            self._wire.version = str(told.get("protocolVersion") or VERSION)
+            self._wire.version = str(result.get("protocolVersion") or VERSION)
             await self._wire.notify({"jsonrpc": "2.0", "method": "notifications/initialized"})
             page: dict = {}
             for _ in range(MAX_PAGES):
-                told = await self._ask("tools/list", page)
-                self.tools += [self._schema(tool) for tool in told.get("tools") or ()]
-                if not told.get("nextCursor"):
+                result = await self._ask("tools/list", page)
+                self.tools += [self._schema(tool) for tool in result.get("tools") or ()]
+                if not result.get("nextCursor"):
                     break
-                page = {"cursor": told["nextCursor"]}
+                page = {"cursor": result["nextCursor"]}
         except BaseException:
             await self.close()
             raise
@@ -76,13 +77,13 @@ class Server:
 
     async def call(self, name: str, arguments: dict) -> str:
         """Returns the tool's texts, or the JSON of structured content without text. Raises ToolError."""
-        told = await self._ask("tools/call", {"name": name, "arguments": arguments})
-        parts = told.get("content") or []
+        result = await self._ask("tools/call", {"name": name, "arguments": arguments})
+        parts = result.get("content") or []
         texts = [part.get("text") if part.get("type") == "text" else f"({part.get('type')} content)" for part in parts]
         text = "\n".join(map(str, texts))
-        if not parts and told.get("structuredContent") is not None:
-            text = json.dumps(told["structuredContent"], ensure_ascii=False)
-        if told.get("isError"):
+        if not parts and result.get("structuredContent") is not None:
+            text = json.dumps(result["structuredContent"], ensure_ascii=False)
+        if result.get("isError"):
             raise ToolError(text or "error")
         return text
 
@@ -106,9 +107,9 @@ class Server:
     def _schema(self, tool) -> dict:
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise BadEnvironment(f"{self.name} lists a tool without a name")
-        told = tool.get("inputSchema")
+        parameters = tool.get("inputSchema")
         kind = {"type": "object", "properties": {}}
-        kind |= {k: v for k, v in told.items() if k != "$schema"} if isinstance(told, dict) else {}
+        kind |= {k: v for k, v in parameters.items() if k != "$schema"} if isinstance(parameters, dict) else {}
         return {"type": "function", "function": {
             "name": tool["name"], "description": str(tool.get("description") or ""), "parameters": kind}}
 
@@ -124,15 +125,15 @@ class McpTool(Tool):
 
         self.fn = run
 
-    def arguments(self, given: dict) -> dict:
-        return {"arguments": given}
+    def arguments(self, arguments: dict) -> dict:
+        return {"arguments": arguments}
 
 
-async def open_servers(given: list[str]) -> list[Server]:
+async def open_servers(addresses: list[str]) -> list[Server]:
     """Connects to all servers; closes them again if one fails."""
     servers = []
     try:
-        for one in given:
+        for one in addresses:
             servers.append(await Server(one).open())
     except BaseException:
         await close_servers(servers)
@@ -157,20 +158,20 @@ def command_files(servers: list[str]) -> list[str]:
     return [word for one in servers if not is_url(one) for word in shlex.split(one) if os.path.isfile(word)]
 
 
-def is_url(given: str) -> bool:
+def is_url(address: str) -> bool:
     """Returns whether a server is given as an http(s) URL."""
-    return given.startswith(("http://", "https://"))
+    return address.startswith(("http://", "https://"))
 
 
 def list_tools(servers: list[str]) -> list[dict]:
     """Starts and stops each server once and returns the schemas of their tools. Raises LoadError."""
-    async def told():
+    async def list_all():
         found = await open_servers(servers)
         await close_servers(found)
         return [schema for server in found for schema in server.tools]
 
     try:
-        return asyncio.run(asyncio.wait_for(told(), LIST_SECONDS))
+        return asyncio.run(asyncio.wait_for(list_all(), LIST_SECONDS))
     except TimeoutError:
         raise LoadError(f"its servers did not list their tools within {LIST_SECONDS:g} s") from None
     except BadEnvironment as e:
@@ -221,6 +222,12 @@ class Stdio:
         self._reader = asyncio.ensure_future(self._read(self._process.stdout))
 
     async def ask(self, message: dict, number: int) -> dict:
+        """Sends a JSON-RPC request and waits for the reply with this id. Raises BadEnvironment if the server has ended.
+
+        Args:
+          message: the request, with its id.
+          number: the id.
+        """
         if self.fault is not None:
             raise BadEnvironment(self.fault)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -273,8 +280,8 @@ class Stdio:
 
 
 class Http:
-    """Streamable HTTP: each message is a POST, answered by JSON or an event stream, with a session if the server has
-    them.
+    """Streamable HTTP: each message is a POST, answered by JSON or an event stream, with a session if
+    the server has them.
     """
 
     def __init__(self, url: str):
@@ -293,9 +300,9 @@ class Http:
             self._session = headers.get("mcp-session-id", self._session)
             stream = headers.get("content-type", "").startswith("text/event-stream")
             async for data in (_events(parts) if stream else _whole_body(parts)):
-                told = _message(self._name, data)
-                if "method" not in told and told.get("id") == number:
-                    return told
+                message_in = _message(self._name, data)
+                if "method" not in message_in and message_in.get("id") == number:
+                    return message_in
         raise BadEnvironment(f"{self._name} did not reply to {message['method']}")
 
     async def notify(self, message: dict) -> None:

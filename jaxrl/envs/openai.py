@@ -101,14 +101,14 @@ def read_request(body) -> ChatRequest:
                        bool(usage), body.get("model") or MODEL)
 
 
-def _get(given: dict, name: str, types, place: str = "", needed: bool = False) -> Any:
+def _get(table: dict, name: str, types, place: str = "", needed: bool = False) -> Any:
     """Returns a field's value, None if it is null or absent. Raises RequestError for another type.
 
     Args:
       types: one or several keys of WORDS; float includes whole numbers.
       place: prefix of the name in messages.
     """
-    value, types = given.get(name), types if isinstance(types, tuple) else (types,)
+    value, types = table.get(name), types if isinstance(types, tuple) else (types,)
     wanted = types + (int,) * (float in types)
     if value is None and not needed or type(value) in wanted:
         return value
@@ -138,11 +138,11 @@ def _tools(body: dict) -> list[dict]:
     return [] if choice == "none" else tools
 
 
-def _messages(given) -> list[dict]:
-    if not given:
+def _messages(messages) -> list[dict]:
+    if not messages:
         raise RequestError("messages: expected a list of messages")
     out, names = [], {}
-    for i, message in enumerate(given):
+    for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RequestError(f"messages[{i}]={_short(message)}: expected an object")
         out.append(_message(f"messages[{i}].", message, names))
@@ -150,19 +150,19 @@ def _messages(given) -> list[dict]:
     return out
 
 
-def _message(place: str, given: dict, names: dict[str, str]) -> dict:
+def _message(place: str, message: dict, names: dict[str, str]) -> dict:
     """Returns {"role", "content"}; for a tool's reply also `name` and `tool_call_id`, for the model's turn also
     `tool_calls` with arguments as objects, if any.
     """
-    role = ROLES.get(_get(given, "role", str, place, needed=True))
+    role = ROLES.get(_get(message, "role", str, place, needed=True))
     if role is None:
-        raise RequestError(f"{place}role={_short(given['role'])}: expected {', '.join(ROLES)}")
-    out: dict[str, Any] = {"role": role, "content": _text(place, _get(given, "content", (str, list), place))}
-    name = _get(given, "name", str, place)
+        raise RequestError(f"{place}role={_short(message['role'])}: expected {', '.join(ROLES)}")
+    out: dict[str, Any] = {"role": role, "content": _text(place, _get(message, "content", (str, list), place))}
+    name = _get(message, "name", str, place)
     if role == "tool":
-        id = _get(given, "tool_call_id", str, place) or ""
+        id = _get(message, "tool_call_id", str, place) or ""
         out |= {"name": name or names.get(id, "tool"), "tool_call_id": id}
-    calls = _get(given, "tool_calls", list, place)
+    calls = _get(message, "tool_calls", list, place)
     if role == "assistant" and calls:
         out["tool_calls"] = [_call(f"{place}tool_calls[{k}]", call) for k, call in enumerate(calls)]
     return out
@@ -176,10 +176,10 @@ def _text(place: str, content: str | list | None) -> str:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
-def _call(place: str, given) -> dict:
-    if not isinstance(given, dict):
-        raise RequestError(f"{place}={_short(given)}: expected {{'id', 'function': {{'name', 'arguments': JSON}}}}")
-    function = _get(given, "function", dict, f"{place}.", needed=True)
+def _call(place: str, call) -> dict:
+    if not isinstance(call, dict):
+        raise RequestError(f"{place}={_short(call)}: expected {{'id', 'function': {{'name', 'arguments': JSON}}}}")
+    function = _get(call, "function", dict, f"{place}.", needed=True)
     name = _get(function, "name", str, f"{place}.function.", needed=True)
     arguments = _get(function, "arguments", (str, dict), f"{place}.function.") or "{}"
     try:
@@ -188,21 +188,21 @@ def _call(place: str, given) -> dict:
         arguments = None
     if not isinstance(arguments, dict):
         raise RequestError(f"{place}.function.arguments={_short(function['arguments'])}: expected an object as JSON")
-    return {"id": _get(given, "id", str, f"{place}.") or "", "type": "function",
+    return {"id": _get(call, "id", str, f"{place}.") or "", "type": "function",
             "function": {"name": name, "arguments": arguments}}
 
 
 # -- continuing a conversation -----------------------------------------------------------------------------------------
 
 
-def new_messages(asked: list[dict], known: list[dict]) -> list[dict] | None:
+def new_messages(messages: list[dict], known: list[dict]) -> list[dict] | None:
     """Returns the new messages of a conversation that continues the known one; None if it does not: earlier messages
     differ, or it contains an assistant message that was not sampled.
     """
-    new = asked[len(known):]
+    new = messages[len(known):]
     if not new or any(message["role"] == "assistant" for message in new):
         return None
-    return new if list(map(_same, asked[:len(known)])) == list(map(_same, known)) else None
+    return new if list(map(_same, messages[:len(known)])) == list(map(_same, known)) else None
 
 
 def _same(message: dict) -> dict:
@@ -216,13 +216,13 @@ def _same(message: dict) -> dict:
 
 
 def assistant_message(turn: dict, stop: list[str]) -> dict:
-    """Returns the model's turn as a message of the API.
+    """Returns the model's turn as a message of the API: role, content, refusal and, if there are any, tool calls.
 
-    A turn with a call that cannot be parsed is returned as its text. A stop text ends the content and is not part of
-    it.
+    A turn with a call that cannot be parsed is returned as its text.
 
     Args:
       turn: the trainer's reply.
+      stop: stop texts; the content ends before the first of them.
     """
     text, calls = turn["text"], turn["calls"]
     if "written" in turn:
@@ -243,12 +243,12 @@ def as_request_message(message: dict) -> dict:
     return _message("", message, {})
 
 
-def completion_body(id: str, created: int, asked: ChatRequest, turn: dict) -> dict:
+def completion_body(id: str, created: int, request: ChatRequest, turn: dict) -> dict:
     """Returns the body of a reply."""
-    message = assistant_message(turn, asked.stop)
+    message = assistant_message(turn, request.stop)
     why = turn["finish"] if turn["finish"] == "length" else "tool_calls" if "tool_calls" in message else "stop"
     before, sampled = turn["tokens"]
-    return {"id": id, "object": "chat.completion", "created": created, "model": asked.model,
+    return {"id": id, "object": "chat.completion", "created": created, "model": request.model,
             "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": why}],
             "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}}
 

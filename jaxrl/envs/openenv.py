@@ -31,15 +31,23 @@ MAX_NUMBER, MAX_DIGITS = 2.0**63, 400  # limits of a number in a turn: absolute 
 
 
 def make_factory(servers: list[str], options: dict, step_seconds: float):
-    """Returns a function without arguments that creates an environment. Asks every server for its schema; the schemas
-    must be equal. Raises LoadError.
+    """Returns a function without arguments that creates an environment. Asks every server for its schema.
+
+    Args:
+      servers: URLs of replicas of one environment.
+      options: env.options with the keys of OPTIONS: action, observation, state, prompt, reset.
+      step_seconds: env.step_seconds; a request to a server may take half of it.
+
+    Raises:
+      LoadError: an unknown option, a server without a schema, servers with different actions, or an action field that
+        does not exist.
     """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise LoadError(f"env.options.{unknown[0]}: unknown option; openenv has {', '.join(OPTIONS)}")
-    told = {server: _schema(server) for server in servers}
-    first = told[servers[0]]
-    for server, fields in told.items():
+    schemas = {server: _schema(server) for server in servers}
+    first = schemas[servers[0]]
+    for server, fields in schemas.items():
         if fields != first:
             raise LoadError(f"{server} has other actions than {servers[0]} ({_field_list(fields)}; "
                             f"{_field_list(first)}); "
@@ -67,25 +75,25 @@ class OpenEnv:
         self._wire, self._server, self._invalid = None, "", 0
 
     async def reset(self, row, seed):
-        given = {"seed": seed % 2**31} | {name: row[name] for name in self._options.get("reset", ())}
-        told = await self._open({"type": "reset", "data": given})
-        if told["done"]:
+        data = {"seed": seed % 2**31} | {name: row[name] for name in self._options.get("reset", ())}
+        reply = await self._open({"type": "reset", "data": data})
+        if reply["done"]:
             raise BadEnvironment(f"{self._server}: the episode is over before its first action")
         says = self._options.get("prompt")
         says = self._instructions() if says is None else says
-        seen = self._text(told["observation"])
+        seen = self._text(reply["observation"])
         return Observation(f"{says}\n\n{seen}" if says else seen, await self._anchor())
 
     async def step(self, action):
         found = self._action(str(action))
         message = {"type": "step", "data": found}
-        told = None if found is None else await self._ask(message, "observation", refused=True)
-        if told is None:
+        reply = None if found is None else await self._ask(message, "observation", refused=True)
+        if reply is None:
             self._invalid += 1
             return Step(Observation(INVALID, await self._anchor()), 0.0, False, {"invalid": self._invalid})
-        told = self._check_observation(told)
-        seen = None if told["done"] else Observation(self._text(told["observation"]), await self._anchor())
-        return Step(seen, told["reward"], told["done"], {"invalid": self._invalid})
+        reply = self._check_observation(reply)
+        seen = None if reply["done"] else Observation(self._text(reply["observation"]), await self._anchor())
+        return Step(seen, reply["reward"], reply["done"], {"invalid": self._invalid})
 
     async def close(self):
         wire, self._wire = self._wire, None
@@ -119,18 +127,18 @@ class OpenEnv:
         assert self._wire is not None  # the session is open
         try:
             await self._wire.send(json.dumps(message))
-            said = await self._wire.receive()
+            text = await self._wire.receive()
         except ConnectionError as e:
             raise BadEnvironment(f"{self._server}: {e}") from None
         try:
-            told = json.loads(said)
+            reply = json.loads(text)
         except (ValueError, RecursionError):
-            raise BadEnvironment(f"{self._server} wrote invalid JSON: {said[:60]!r}") from None
-        data = told.get("data") if isinstance(told, dict) else None
-        if isinstance(data, dict) and told.get("type") == kind:
+            raise BadEnvironment(f"{self._server} wrote invalid JSON: {text[:60]!r}") from None
+        data = reply.get("data") if isinstance(reply, dict) else None
+        if isinstance(data, dict) and reply.get("type") == kind:
             return data
-        if not isinstance(data, dict) or told.get("type") != "error":
-            raise BadEnvironment(f"{self._server} replied to {message['type']} with {said[:60]!r}")
+        if not isinstance(data, dict) or reply.get("type") != "error":
+            raise BadEnvironment(f"{self._server} replied to {message['type']} with {text[:60]!r}")
         code = data.get("code")
         if code == "CAPACITY_REACHED":
             raise ServerFull(f"{self._server} has no room for another session "
@@ -140,23 +148,23 @@ class OpenEnv:
             return None
         raise BadEnvironment(f"{self._server}: {code}: {str(data.get('message'))[:200]}")
 
-    def _check_observation(self, told: dict) -> dict:
-        reward = told.get("reward")
+    def _check_observation(self, data: dict) -> dict:
+        reward = data.get("reward")
         value = 0.0 if reward is None else number(reward)
-        if not isinstance(told.get("observation"), dict) or not isinstance(told.get("done"), bool) or value is None:
+        if not isinstance(data.get("observation"), dict) or not isinstance(data.get("done"), bool) or value is None:
             raise BadEnvironment(f"{self._server} gave an observation without observation, reward and done: "
-                                 f"{str(told)[:80]}")
-        return told | {"reward": value}
+                                 f"{str(data)[:80]}")
+        return data | {"reward": value}
 
     async def _anchor(self) -> str:
         """Returns the field of the state that option `state` names, as text; "" without that option."""
         name = self._options.get("state", "")
         if not name:
             return ""
-        told = await self._ask({"type": "state"}, "state")
-        if name not in told:
-            raise BadEnvironment(f"env.options.state={name!r}: the state has the fields {', '.join(told) or 'none'}")
-        return _as_text(told[name])
+        state = await self._ask({"type": "state"}, "state")
+        if name not in state:
+            raise BadEnvironment(f"env.options.state={name!r}: the state has the fields {', '.join(state) or 'none'}")
+        return _as_text(state[name])
 
     # -- text and actions --------------------------------------------------------------------------------------------
 
@@ -203,8 +211,8 @@ class ServerFull(Exception):
 def _schema(server: str) -> dict[str, str]:
     """Returns name -> type of an action's fields."""
     try:
-        told = json.loads(http_client.fetch(f"{_http(server)}/schema", SCHEMA_SECONDS))
-        fields = told["action"]["properties"]
+        schema = json.loads(http_client.fetch(f"{_http(server)}/schema", SCHEMA_SECONDS))
+        fields = schema["action"]["properties"]
         return {name: str(kind.get("type", "")) for name, kind in fields.items() if name != "metadata"}
     except Exception as e:
         raise LoadError(f"{server} does not describe its actions at /schema, as an OpenEnv server does: "

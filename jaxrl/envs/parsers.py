@@ -1,9 +1,9 @@
 """Parsers of the tool-call formats of models. Standard library only; model output is never executed.
 
-A parser is given its markers as they appear in the text: as spelled, or, if they are single tokens of the tokenizer,
-as characters that stand for those tokens (`data/turns.py`), so that a marker that was merely spelled stays text. A
-call that cannot be parsed has `error`. Parsers never raise, and take time proportional to the text
-(evidence/absent.py).
+A parser is given its markers as they appear in the text: as spelled, or, if they are single tokens of the
+tokenizer, as characters that stand for those tokens (`data/turns.py`), so that a marker that was merely
+spelled stays text. A call that cannot be parsed has `error`. Parsers never raise, and take time proportional
+to the text (evidence/absent.py).
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _plain(call: Call) -> Call:
 
 
 def argument_types(tools) -> dict[str, dict[str, str]]:
-    """Returns tool name -> argument name -> JSON type, from JSON schemas ({"type": "function", "function": {...}} or
-    bare).
+    """Returns tool name -> argument name -> JSON type, from JSON schemas ({"type": "function",
+    "function": {...}} or bare).
     """
     out = {}
     for tool in tools or ():
@@ -111,8 +111,8 @@ def _from_json(value, keys: tuple[str, ...]) -> Call:
 
 
 def _blocks(text: str, begin: str, end: str, read) -> tuple[str, list[Call]]:
-    """Parses the calls between two markers, each alone. Returns (text around them, calls). read: text between -> its
-    calls.
+    """Parses the calls between two markers, each alone. Returns (text around them, calls). read: text
+    between -> its calls.
     """
     outside, calls, at = [], [], 0
     while (start := text.find(begin, at)) >= 0:
@@ -248,8 +248,8 @@ def _python_list(text: str) -> list[Call]:
             raise ValueError("calls stand in a list: [name(argument=value)]")
         return list(map(_python_call, tree.elts))
     except (ValueError, SyntaxError, RecursionError, MemoryError) as e:
-        said = "nested too deeply" if isinstance(e, (RecursionError, MemoryError)) else str(e)
-        return [Call("", None, f"no list of calls: {said}")]
+        reason = "nested too deeply" if isinstance(e, (RecursionError, MemoryError)) else str(e)
+        return [Call("", None, f"no list of calls: {reason}")]
 
 
 def _pythonic(text, marks, types):

@@ -86,7 +86,7 @@ def remote_process(pool: EpisodePool):
     seats, env = RemoteSeats(), pool.env
     named = {name: os.environ[name] for name in pool.variables if name in os.environ}
     process = RemoteProcess("jaxrl.envs.worker", pool.printed, named, pool.memory_gb, group="env", who="an environment",
-                            cpus=env.ray_cpus, python=env.python, table=Seats, told=seats.told)
+                            cpus=env.ray_cpus, python=env.python, table=Seats, store_ages=seats.store)
     process.seats = seats
     return process
 
@@ -217,9 +217,9 @@ class EpisodePool:
             self._raise()
 
     def key(self) -> str:
-        """Returns a digest of everything except the model that decides episodes: the environment's code and the
-        options that reach it. Equal on all hosts where these are equal. Waits for the workers, which compute the
-        code digest.
+        """Returns a digest of everything except the model that decides episodes: the environment's code and
+        the options that reach it. Equal on all hosts where these are equal. Waits for the workers, which
+        compute the code digest.
         """
         self.ready()
         decides = json.dumps(self._decides | {"sources": self._sources}, sort_keys=True)
@@ -283,8 +283,7 @@ class EpisodePool:
 
         send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None,
         "stop":
-                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the
-                state
+                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state
                 in which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the
                 environment}
         done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":
@@ -487,8 +486,8 @@ class EpisodePool:
 
     def _replace_worker(self, worker: Worker, why: str, guilty: list[Episode] | None = None,
                         fault: str = "env") -> None:
-        """Kills a worker and starts another. guilty: the episodes that caused it; None for the one whose code was
-        running.
+        """Kills a worker and starts another. guilty: the episodes that caused it; None for the one
+        whose code was running.
         """
         if not worker.ready and not worker.process.lost:
             raise self._unstartable(f"{why} while importing {self._description}")

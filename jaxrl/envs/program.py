@@ -63,23 +63,23 @@ class ProgramChat(Chat):
         self._shown: list[dict] = []  # tools of the current sequence
         self.over, self._raw = False, {}
 
-    async def ask(self, asked: openai.ChatRequest, train: bool) -> dict:
+    async def ask(self, request: openai.ChatRequest, train: bool) -> dict:
         """Returns the model's turn for a request. A request that continues the latest trained turn is appended to it;
         any other starts a separate sequence. Untrained calls are not part of the conversation.
         """
         new = None
-        if train and self.known and asked.tools == self._shown:
-            new = openai.new_messages(asked.messages, self.known)
+        if train and self.known and request.tools == self._shown:
+            new = openai.new_messages(request.messages, self.known)
         if new is None and (self.known or not train):
-            self.rewrite(asked.messages)
-        messages = [] if self._history is not None else new or asked.messages
-        payload = self._payload(messages, asked.tools, asked.stop, asked.max_tokens)
+            self.rewrite(request.messages)
+        messages = [] if self._history is not None else new or request.messages
+        payload = self._payload(messages, request.tools, request.stop, request.max_tokens)
         turn = self._to_turn(await self._host.exchange(payload | {"train": train}))
         raw = self._raw
         if train:
             self._malformed += sum(call.arguments is None for call in turn.calls)
-            self._shown = asked.tools
-            self.known = [*asked.messages, openai.as_request_message(openai.assistant_message(raw, asked.stop))]
+            self._shown = request.tools
+            self.known = [*request.messages, openai.as_request_message(openai.assistant_message(raw, request.stop))]
             self.over = raw.get("over", False)
         return raw
 
@@ -209,16 +209,16 @@ class ProgramProcess:
 
     async def start(self) -> None:
         """Starts the program."""
-        given = self._folder / "task.json"
-        given.write_text(json.dumps(self._task), "utf-8")
-        with given.open("rb") as stdin:
+        task_file = self._folder / "task.json"
+        task_file.write_text(json.dumps(self._task), "utf-8")
+        with task_file.open("rb") as stdin:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", supervisor.__file__, str(self._memory), *self._words, stdin=stdin,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=self._folder, env=self._env,
                 start_new_session=True)
         streams = (self._process.stdout, self._process.stderr)
-        self._readers = [asyncio.ensure_future(_drain(s, kept))
-                         for s, kept in zip(streams, self.printed, strict=True)]
+        self._readers = [asyncio.ensure_future(_drain(s, buffer))
+                         for s, buffer in zip(streams, self.printed, strict=True)]
         self.ended = asyncio.ensure_future(self._process.wait())
 
     async def end(self) -> None:
@@ -245,11 +245,11 @@ def _signal(process: asyncio.subprocess.Process) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-async def _drain(stream, kept: bytearray) -> None:
+async def _drain(stream, buffer: bytearray) -> None:
     """Reads a stream to its end and keeps the last MAX_OUTPUT_BYTES."""
     while data := await stream.read(1 << 16):
-        kept += data
-        del kept[:-MAX_OUTPUT_BYTES]
+        buffer += data
+        del buffer[:-MAX_OUTPUT_BYTES]
 
 
 def _text(data: bytearray) -> str:

@@ -105,10 +105,10 @@ class Proxy:
                 raise RequestError("the episode is over", 401)
             train = request.headers.get(TRAIN, "").lower() not in ("false", "0", "no")
             retry = request.headers.get(RETRY, "0") not in ("", "0")
-            asked, answer = await line.ask(openai.parse_body(request.body), train, retry)
+            parsed, answer = await line.ask(openai.parse_body(request.body), train, retry)
         except RequestError as e:
             return _reply(e.status, openai.error_body(e))
-        return _stream(openai.stream_chunks(answer, asked.usage)) if asked.stream else _reply(200, answer)
+        return _stream(openai.stream_chunks(answer, parsed.usage)) if parsed.stream else _reply(200, answer)
 
 
 def _path(request: Request) -> str:

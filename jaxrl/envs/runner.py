@@ -33,6 +33,7 @@ class BlockingChat(Chat):
     """A Chat for plain functions: `send` blocks instead of being awaited."""
 
     def send(self, *args, **kwargs):
+        """Sends messages as Chat.send does, and returns the Turn once it is sampled."""
         return _now(super().send(*args, **kwargs))
 
     def _run(self, turn):

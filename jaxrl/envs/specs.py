@@ -1,5 +1,5 @@
-"""Parent side: what a config names as an episode, in the form workers load, checked as far as possible without
-importing it.
+"""Parent side: what a config names as an episode, in the form workers load, checked as far as
+possible without importing it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def specs(env, folder: FunctionFolder) -> dict:
     """Returns the episode part of a worker's setup: `function`, `tools`, `program` (words), `mcp`, `servers`,
     `score`, `train_calls`, with absolute paths of files. Raises ConfigError.
     """
-    given = {"env.function": env.function, "env.program": env.program, "env.tools": len(env.tools) + len(env.mcp)}
-    named = [name for name, value in given.items() if value]
+    kinds = {"env.function": env.function, "env.program": env.program, "env.tools": len(env.tools) + len(env.mcp)}
+    named = [name for name, value in kinds.items() if value]
     if len(named) > 1:
         shown = {"env.function": _shown(env.function), "env.program": repr(env.program),
                  "env.tools": f"{tuple(map(_shown, env.tools))}"}
@@ -64,15 +64,15 @@ def without_folders(what: dict) -> dict:
     return {key: short(value) for key, value in what.items()}
 
 
-def _server(given: str) -> str:
-    return given if given.startswith(("http://", "https://")) else shlex.join(command_words("env.mcp", given))
+def _server(server: str) -> str:
+    return server if server.startswith(("http://", "https://")) else shlex.join(command_words("env.mcp", server))
 
 
-def _address(given: str) -> str:
-    url = urlsplit(given)
+def _address(address: str) -> str:
+    url = urlsplit(address)
     if url.scheme not in ("http", "https", "ws", "wss") or not url.hostname:
-        raise ConfigError(f"env.servers: {given!r} is not an address; write http://host:8000")
-    return given
+        raise ConfigError(f"env.servers: {address!r} is not an address; write http://host:8000")
+    return address
 
 
 def command_words(field: str, program: str) -> list[str]:
@@ -86,41 +86,41 @@ def command_words(field: str, program: str) -> list[str]:
     return [os.path.abspath(word) if os.path.isfile(word) else word for word in found]
 
 
-def _function(given, folder: FunctionFolder) -> str:
-    if isinstance(given, str):
-        if given == SERVICES:
-            return given
-        if given in BUILTIN:
-            return f"jaxrl.envs.builtin:{given}"
-        kind, _, name = given.partition(":")
+def _function(function, folder: FunctionFolder) -> str:
+    if isinstance(function, str):
+        if function == SERVICES:
+            return function
+        if function in BUILTIN:
+            return f"jaxrl.envs.builtin:{function}"
+        kind, _, name = function.partition(":")
         if kind in ("gym", "textarena"):
             if not name:
-                raise ConfigError(f"env.function={given!r}: name an environment, as in gym:FrozenLake-v1 or "
+                raise ConfigError(f"env.function={function!r}: name an environment, as in gym:FrozenLake-v1 or "
                                   "textarena:GuessTheNumber-v0")
-            return given
-        if ":" not in given and not given.endswith(".py"):
-            near = difflib.get_close_matches(given, (*BUILTIN, SERVICES), n=1, cutoff=0.5)
+            return function
+        if ":" not in function and not function.endswith(".py"):
+            near = difflib.get_close_matches(function, (*BUILTIN, SERVICES), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"env.function={given!r}: there is no environment of this name; {hint}known: "
+            raise ConfigError(f"env.function={function!r}: there is no environment of this name; {hint}known: "
                               f"{', '.join(BUILTIN)}, {SERVICES}; name your own as package.module:name or "
                               "./file.py:name")
-    return _spec("env.function", given, folder)
+    return _spec("env.function", function, folder)
 
 
-def _spec(field: str, given, folder: FunctionFolder) -> str:
-    if isinstance(given, str):
-        if ":" not in given:
-            raise ConfigError(f"{field}: {given!r} names no function; write {given}:function")
-        spec = file_spec(given)
+def _spec(field: str, f, folder: FunctionFolder) -> str:
+    if isinstance(f, str):
+        if ":" not in f:
+            raise ConfigError(f"{field}: {f!r} names no function; write {f}:function")
+        spec = file_spec(f)
         check_place(field, spec)
         return spec
-    if inspect.isclass(given) and given.__module__ != "__main__":
-        return f"{given.__module__}:{given.__qualname__}"
-    if not inspect.isfunction(given):
-        raise ConfigError(f"{field}={_shown(given)}: pass a plain function (def ...) or 'package.module:name'; move a"
+    if inspect.isclass(f) and f.__module__ != "__main__":
+        return f"{f.__module__}:{f.__qualname__}"
+    if not inspect.isfunction(f):
+        raise ConfigError(f"{field}={_shown(f)}: pass a plain function (def ...) or 'package.module:name'; move a"
                           " class that is defined in a notebook to a file")
-    return function_spec(given, folder, field, annotations=True)
+    return function_spec(f, folder, field, annotations=True)
 
 
-def _shown(given) -> str:
-    return repr(given) if isinstance(given, str) else getattr(given, "__name__", repr(given)[:80])
+def _shown(function) -> str:
+    return repr(function) if isinstance(function, str) else getattr(function, "__name__", repr(function)[:80])

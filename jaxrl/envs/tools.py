@@ -33,31 +33,31 @@ class BadArguments(Exception):
 class Tool:
     """A callable tool, or (fn None) the schema of one whose calls the episode runs itself."""
 
-    def __init__(self, given):
-        if isinstance(given, dict):
-            self.fn, self.schema = None, given
-            function = given.get("function")
+    def __init__(self, tool):
+        if isinstance(tool, dict):
+            self.fn, self.schema = None, tool
+            function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise TypeError("a tool's schema is {'type': 'function', 'function': {'name': ...}}, got "
-                                f"{repr(given)[:80]}")
-        elif callable(given) and not inspect.isclass(given):
-            self.fn, self.schema = given, schema(given)
+                                f"{repr(tool)[:80]}")
+        elif callable(tool) and not inspect.isclass(tool):
+            self.fn, self.schema = tool, schema(tool)
         else:
-            raise TypeError(f"a tool is a plain function (def ...) or its schema, got {repr(given)[:80]}")
+            raise TypeError(f"a tool is a plain function (def ...) or its schema, got {repr(tool)[:80]}")
         self.name = self.schema["function"]["name"]
 
-    def arguments(self, given: dict) -> dict:
-        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a number 3.0. Raises
-        BadArguments.
+    def arguments(self, arguments: dict) -> dict:
+        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a
+        number 3.0. Raises BadArguments.
         """
         parameters = self.schema["function"]["parameters"]
         known, out = parameters["properties"], {}
-        wrong = [f"{name!r} is missing" for name in parameters.get("required", ()) if name not in given]
-        if any(name not in known for name in given):
+        wrong = [f"{name!r} is missing" for name in parameters.get("required", ()) if name not in arguments]
+        if any(name not in known for name in arguments):
             wrong.append(f"there is more than {', '.join(known)}" if known else "it takes none")
-        for name in known.keys() & given.keys():
+        for name in known.keys() & arguments.keys():
             try:
-                out[name] = fit(given[name], known[name])
+                out[name] = fit(arguments[name], known[name])
             except BadArguments as e:
                 wrong.append(f"{name!r} must be {e}")
         if wrong:
@@ -65,10 +65,10 @@ class Tool:
         return out
 
 
-def tools_by_name(given) -> dict[str, Tool]:
+def tools_by_name(sources) -> dict[str, Tool]:
     """Returns name -> Tool. Raises TypeError if two have the same name."""
     tools = {}
-    for tool in (one if isinstance(one, Tool) else Tool(one) for one in given):
+    for tool in (one if isinstance(one, Tool) else Tool(one) for one in sources):
         if tool.name in tools:
             raise TypeError(f"two tools have the name {tool.name!r}; rename one of them")
         tools[tool.name] = tool
@@ -230,8 +230,8 @@ def _type_names(kind: dict) -> list[str]:
 
 
 def _fit(value, kind: dict, strict: bool) -> tuple | None:
-    """Returns (value,) if it is of this kind, else None. strict: 3.0 is not an integer, because it may be another
-    kind.
+    """Returns (value,) if it is of this kind, else None. strict: 3.0 is not an integer, because it
+    may be another kind.
     """
     name = kind.get("type")
     if isinstance(name, list) or "anyOf" in kind or "enum" in kind:

@@ -6,10 +6,10 @@ Protocol (one JSON value per line; n numbers an attempt at an episode, seat is i
   in   ["start", n, seat, task] | ["turn", n, turn] | ["cancel", n]
   out  [n, "send" | "done" | "failed", data], [n, "gone"] after a cancel, [n, "hung", cause] for one that does not end
 
-Asynchronous episodes are tasks of one event loop. Each plain episode has a thread, of which one runs at a time; plain
-methods of classes and plain tools run on the loop, also one at a time; each episode has its own random state. With
-env.threads they run concurrently in threads. Shared memory holds which code runs since when; the pool kills what
-hangs.
+Asynchronous episodes are tasks of one event loop. Each plain episode has a thread, of which one runs at a time;
+plain methods of classes and plain tools run on the loop, also one at a time; each episode has its own random
+state. With env.threads they run concurrently in threads. Shared memory holds which code runs since when; the
+pool kills what hangs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RemoteSeats:
     def __init__(self):
         self.since = [0.0] * (EPISODES_PER_WORKER + 1)
 
-    def told(self, ages: dict[int, float]) -> None:
+    def store(self, ages: dict[int, float]) -> None:
         """Stores the ages that the actor reports."""
         now = time.monotonic()
         for seat in range(EPISODES_PER_WORKER + 1):
@@ -118,7 +118,20 @@ def _numpy_random():
 
 
 class Attempt:
-    """One attempt at an episode: the host of its Chat, and its clock."""
+    """One attempt at an episode: the host of its Chat, and its clock.
+
+    Args:
+      server: the worker's Server.
+      n: number of the attempt, which messages to the trainer carry.
+      seat: index in the worker's table of start times.
+      task: the trainer's message: row, prompt and seed.
+
+    Attributes:
+      late: the time limit that was exceeded, "" within all limits.
+      gone: whether the trainer cancelled it.
+      stopping: whether it is being ended, for `gone` or `late`.
+      cancelled: time at which its task was cancelled; 0 = not yet, -1 = reported as hung.
+    """
 
     chat: Any  # the server sets it
 
@@ -452,8 +465,8 @@ class Server:
             self.send([running.n, "failed", failure(e, running.phase)])
 
     def _tick(self) -> None:
-        """Cancels attempts that are late, and reports those that do not end after cancelling. (The pool handles
-        blocked loops.)
+        """Cancels attempts that are late, and reports those that do not end after cancelling. (The
+        pool handles blocked loops.)
         """
         self.seats.beat()
         for n in list(self._tasks):
@@ -479,8 +492,8 @@ class Server:
 
 
 def failure(error: BaseException, phase: str) -> dict:
-    """Returns the data of a "failed": `cause` short, so that equal ones can be counted, `detail` the end of the
-    traceback.
+    """Returns the data of a "failed": `cause` short, so that equal ones can be counted, `detail` the
+    end of the traceback.
     """
     text = "".join(traceback.format_exception(error))
     return {"cause": cause(error, phase), "detail": text[-MAX_TRACEBACK_CHARS:], "fault": "env", "reward": 0.0}

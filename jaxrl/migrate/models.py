@@ -14,16 +14,16 @@ NOT_TRAINED = (
     (r"(gemma-3-(4|12|27)b|gemma-?3n|gemma-?4|llama-3\.2-(11|90)b|llama-4|mistral-small-3\.|kimi-k2\.5).*", _VISION),
     (r"qwen-?3\.8-flash-next.*", "is of the family qwen4_exp, which is not trained here"),
     (
-        r"(.*mamba|jamba|.*nemotron-(h|3)|falcon-h|bamba|granite-4|kimi-linear|lfm2|minimax-(text|m1)).*",
+        r"(.*mamba|jamba|.*nemotron-(h|3)|falcon-h|bamba|granite-4|kimi-linear|lfm2|recurrentgemma|olmo-hybrid"
+        r"|minimax-(text|m1)).*",
         "has layers that are no attention",
     ),
     (r"phi-?[1-9].*", "is of the family phi"),
-    (r"(gemma-(1\.1-)?[27]b|codegemma|recurrentgemma).*", "is of the first gemma family"),
     (r"deepseek-(v2|coder-v2|v3\.2|v4).*", "is of another deepseek family than deepseek_v3"),
     (
         r"(chatglm|glm-4-|glm-5|baichuan|internlm|gpt2|gpt-?j|gpt-neo|pythia|opt-\d|bloom|falcon|starcoder|command-"
-        r"|c4ai|granite|olmo-?[1-3]-|minicpm|stablelm|dbrx|grok|arctic|ernie|hunyuan|hy\d|seed-oss|exaone|minimax"
-        r"|kimi-k2|bailing|ling-|ring-|mimo).*",
+        r"|c4ai|granite|olmo-\d+b|minicpm|stablelm|dbrx|grok|arctic|ernie|hunyuan|hy\d|exaone|minimax"
+        r"|kimi-k3|bailing|ling-|ring-|mimo-v2).*",
         "is of a family that is not trained here",
     ),
 )

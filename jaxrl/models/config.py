@@ -28,10 +28,11 @@ RECURRENT = ("gated_delta", "gated_delta_by_head")  # mixers that carry a state 
 class Layer:
     """The fields that differ between the layers of one model."""
 
-    rope: Rope
+    rope: Rope | None  # None = it does not see positions
     window: int = 0  # positions a token sees, itself included; 0 = all
     mixer: str = "attention"   # rows of models.decoder.MIXERS and FEED_FORWARDS
     feed_forward: str = "mlp"
+    norms: str = "pre"         # row of models.parameters.NORMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,6 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool           # RMS norm over each query and key head
-    post_norms: bool        # norms after attention and MLP too (Gemma)
     norm_offset: float      # norms scale by offset + weight
     norm_eps: float
     activation: str
@@ -84,7 +84,9 @@ class ModelConfig:
 
     @functools.cached_property
     def period(self) -> int:
-        """Length of the smallest block whose repetition gives all layers behind the prefix but a shorter rest."""
+        """Length of the smallest block whose repetition gives all layers after the prefix,
+        except a shorter remainder.
+        """
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
         return next(fits, len(layers))
@@ -96,11 +98,12 @@ class ModelConfig:
 
     @property
     def num_expert_layers(self) -> int:
+        """Number of layers with experts."""
         return sum(layer.feed_forward != "mlp" for layer in self.layers) if self.num_experts else 0
 
     @property
     def experts_share(self) -> float:
-        """Of an expert layer's experts, those that compute one token."""
+        """Share of an expert layer's experts that compute one token."""
         return self.experts_per_token / self.num_experts
 
     gated_attention: bool = False  # attention's output is times a sigmoid
@@ -121,8 +124,9 @@ class ModelConfig:
         return sum(layer.mixer in RECURRENT for layer in self.layers)
 
     def state_bytes(self, width: int) -> int:
-        """What the sampler keeps of a sequence in one recurrent layer: the state in fp32, the convolution's last inputs
-        in numbers of `width` bytes."""
+        """Returns the bytes that the sampler stores per sequence and recurrent layer: the state in fp32, the
+        convolution's last inputs in numbers of `width` bytes.
+        """
         keys, values = self.linear_key_heads * self.linear_key_size, self.linear_value_heads * self.linear_value_size
         return 4 * self.linear_key_size * values + (self.linear_taps - 1) * (2 * keys + values) * width
 
@@ -134,28 +138,31 @@ class ModelConfig:
     @property
     def ropes(self) -> list[Rope]:
         """Returns the distinct rotary embeddings."""
-        return list(dict.fromkeys(layer.rope for layer in self.layers))
+        return list(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     @property
     def value_width(self) -> int:
+        """Size of one value head."""
         return self.value_size or self.head_dim
 
     @property
     def row_head_size(self) -> int:
-        """A head's size where rows attend to themselves: the larger one of keys and values, as kernels take one."""
+        """Head size for attention within rows: the larger one of keys and values, since kernels take one size."""
         return max(self.head_dim, self.value_width)
 
     @property
     def latent_width(self) -> int:
+        """Numbers of a token in the latent cache: the latent and the rotary part of the key."""
         return self.latent_size + self.rotary_size
 
     @property
     def expanded_size(self) -> int:
-        """What one head is expanded to: a value, and its key without the part that all heads have in common."""
+        """Size that one head is expanded to: a value, and its key without the part that all heads share."""
         return self.head_dim - self.rotary_size + self.value_width
 
     @property
     def query_down_bias(self) -> bool:
+        """Whether the map to the queries' latents has a bias."""
         return bool(self.query_rank) and self.qkv_bias
 
     @property
@@ -165,6 +172,7 @@ class ModelConfig:
 
     @property
     def cache_heads(self) -> int:
+        """Heads of the cache: 1 for latents, else the key-value heads."""
         return 1 if self.latent_size else self.num_kv_heads
 
     @property
@@ -179,31 +187,35 @@ class ModelConfig:
 
     @property
     def query_width(self) -> int:
+        """Numbers of a token's queries over all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
+        """Numbers of a token's keys over all heads."""
         return self.num_kv_heads * self.head_dim
 
     def width(self, layer: Layer) -> int:
-        """Inner numbers that the feed-forward of a layer computes per token."""
+        """Returns the inner width of a layer's feed-forward per token."""
         if layer.feed_forward == "mlp" or not self.num_experts:
             return self.mlp_size
         return self.experts_per_token * self.expert_size + self.shared_expert_size
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence the model is made for: its window, stretched as its rotary scaling says (and
-        as vLLM counts it). Gemma 3's and Llama 3's windows are given as stretched."""
+        """Tokens of the longest sequence the model is made for: its window, stretched by its rotary scaling (as vLLM
+        counts it). Gemma 3's and Llama 3's windows are given as stretched.
+        """
         stretched = [0.0]
-        for rope in {layer.rope for layer in self.layers} if self.family != "gemma3_text" else ():
+        for rope in self.ropes if self.family != "gemma3_text" else ():
             if rope.kind in ("linear", "yarn"):
                 stretched.append(rope.factor * (rope.original_max if rope.kind == "yarn" else self.max_positions))
         return max(self.max_positions, int(max(stretched)))
 
     def beyond(self, longest: int, made_of: str) -> str:
-        """What to say where prompt + completion may be longer than what the model is made for; else "". made_of: the
-        options that say so."""
+        """Returns a warning if prompt + completion may be longer than the model's context; else "". made_of: the
+        options that set the lengths.
+        """
         if longest <= self.context:
             return ""
         return (f"prompt + completion may be {longest} tokens ({made_of}), the model is made for {self.context} "
@@ -218,8 +230,8 @@ LINEAR = {"linear_num_key_heads": "linear_key_heads", "linear_num_value_heads": 
 
 
 def model_config(hf_config: dict) -> ModelConfig:
-    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out take the family's
-    defaults.
+    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out
+    take the family's defaults.
 
     Raises ConfigError, naming the key and its value, for what no family here serves.
     """
@@ -258,8 +270,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         num_kv_heads=heads if family.latent else hf.get("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
-        qk_norm=flag(family.qk_norm), post_norms=family.gemma, norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
-        norm_eps=number(hf, "rms_norm_eps", least=0), activation=hf[family.activation],
+        qk_norm=flag(family.qk_norm), norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
+        norm_eps=number(hf, "rms_norm_eps", least=0), activation=family.activations.get(hf[family.activation], hf[family.activation]),
         embed_scale=hidden ** 0.5 if family.gemma else 1.0,
         query_scale=query_scale,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
@@ -274,14 +286,14 @@ def _rotary(hf, family, head_dim: int) -> int:
     return hf["qk_rope_head_dim"] if family.latent else rotary_size(hf, head_dim) if family.partial_rotary else 0
 
 
-def _next_tokens(given, family) -> int:
+def _next_tokens(hf, family) -> int:
     """Layers that predict more than the next token lie behind the others on disk, and nothing here computes them."""
-    keys = [key for key in NEXT_TOKENS if given.get(key) is not None] if family.next_tokens else []
-    return max((number(given, key, least=0, kind=int) for key in keys), default=int(family.next_tokens))
+    keys = [key for key in NEXT_TOKENS if hf.get(key) is not None] if family.next_tokens else []
+    return max((number(hf, key, least=0, kind=int) for key in keys), default=int(family.next_tokens))
 
 
 def _routed(hf, family) -> dict:
-    """What ModelConfig says of experts and their router."""
+    """Returns the fields of ModelConfig about experts and their router."""
     size = hf[family.expert_size]
     out = dict(num_experts=hf[family.experts_count], experts_per_token=hf["num_experts_per_tok"], expert_size=size)
     if family.shared_expert_size:
@@ -308,7 +320,7 @@ def _check(hf, family):
     if family.recurrent:
         _check_recurrent(hf)
     activation = hf[family.activation]
-    if activation not in ACTIVATIONS:
+    if activation not in (*ACTIVATIONS, *family.activations):
         raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")
     if family.clamped and activation != family.defaults[family.activation]:
         raise ConfigError(f"model config: {family.activation}={activation!r} is not what the gates of {hf['model_type']} "
@@ -324,7 +336,9 @@ def _check(hf, family):
 
 
 def _check_latent(hf, family):
-    """The sizes of attention over latents: a head's key is qk_nope_head_dim + qk_rope_head_dim wide."""
+    """Raises ConfigError for bad sizes of latent attention; a head's key is
+    qk_nope_head_dim + qk_rope_head_dim wide.
+    """
     for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         number(hf, key, least=1, kind=int)
     if hf["q_lora_rank"] is not None:
@@ -340,7 +354,7 @@ def _check_latent(hf, family):
 
 
 def _check_recurrent(hf):
-    """The sizes of recurrent layers, and fields whose other values mean another function."""
+    """Raises ConfigError for bad sizes of recurrent layers and for fields whose other values mean another function."""
     for key in LINEAR:
         number(hf, key, least=1, kind=int)
     keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
@@ -382,6 +396,7 @@ def _refuse_foreign(hf, family):
     own = {family.query_scalar, family.attention_softcap, family.final_softcap}
     if (family.qk_norm or family.qk_norm_whole) and "use_qk_norm" not in family.defaults:
         own |= {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"}
+    own |= {"no_rope_layers", "no_rope_layer_interval"} if family.no_rope else set()
     own |= {key for key, value in family.says.items() if hf.get(key) == value}
     own |= set(NEXT_TOKENS) if family.next_tokens else set()
     own |= {"first_k_dense_replace"} if family.listed_kinds else set()
@@ -410,17 +425,31 @@ def _layers(hf, family) -> tuple[Layer, ...]:
     kinds = _feed_forwards(hf, family)
     if family.recurrent:
         rope, _ = ropes(hf, family)
-        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind)
+        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind, family.norms)
                      for full, kind in zip(_full(hf), kinds, strict=True))
     sliding, window = _windows(hf, family)
     full, local = ropes(hf, family)
-    mixer = "latent_attention" if family.latent else "attention"
-    return tuple(Layer(local, window, mixer, kind) if windowed else Layer(full, 0, mixer, kind)
-                 for windowed, kind in zip(sliding, kinds, strict=True))
+    mixer, turning = "latent_attention" if family.latent else "attention", _turning(hf, family)
+    return tuple(Layer((local if windowed else full) if turns else None, window * windowed, mixer, kind, family.norms)
+                 for windowed, turns, kind in zip(sliding, turning, kinds, strict=True))
+
+
+def _turning(hf, family) -> list[bool]:
+    """Returns which layers have a rotary embedding."""
+    count, given = hf["num_hidden_layers"], hf.get("no_rope_layers") if family.no_rope else None
+    if not family.no_rope:
+        return [True] * count
+    if given is None:
+        every = number(hf, "no_rope_layer_interval", least=1, kind=int)
+        return [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(given, list | tuple) or len(given) != count or set(given) - {0, 1}:
+        raise ConfigError(f"model config: no_rope_layers={given!r}; give {count} entries, each 1 (a layer with rotary "
+                          "embedding) or 0")
+    return [bool(turns) for turns in given]
 
 
 def _full(hf) -> list[bool]:
-    """Which layers of a model with recurrent ones have attention: by `layer_types`, else every so many."""
+    """Returns which layers of a model with recurrent ones have attention: by `layer_types`, else by an interval."""
     count, kinds = hf["num_hidden_layers"], hf.get("layer_types")
     if kinds is None:
         every = number(hf, "full_attention_interval", least=1, kind=int)
@@ -432,18 +461,19 @@ def _full(hf) -> list[bool]:
 
 
 def _prefix(layers) -> int:
-    """First layers that do not repeat: the dense ones before the first of experts, where the rest then has a shorter
-    period."""
+    """Returns the number of first layers outside the repetition: dense ones before the first expert layer, if the
+    others then have a shorter period.
+    """
     dense = next((i for i, layer in enumerate(layers) if layer.feed_forward != "mlp"), 0)
     period = lambda rest: next((n for n in range(1, len(rest)) if all(  # noqa: E731
         layer == rest[i % n] for i, layer in enumerate(rest))), len(rest))
     return dense if period(layers[dense:]) < period(layers) else 0
 
 
-def _expert_count(given, family) -> int:
-    """Both names are in use, and transformers itself writes either."""
+def _expert_count(hf, family) -> int:
+    """Returns the number of experts; both of its names are in use, and transformers itself writes either."""
     own = family.experts_count
-    found = {key: given[key] for key in (own, "num_local_experts") if given.get(key) is not None}
+    found = {key: hf[key] for key in (own, "num_local_experts") if hf.get(key) is not None}
     if len(set(found.values())) > 1:
         raise ConfigError(f"model config: {own}={found[own]!r} beside num_local_experts="
                           f"{found['num_local_experts']!r}; leave one of them out")
@@ -451,7 +481,7 @@ def _expert_count(given, family) -> int:
 
 
 def _feed_forwards(hf, family) -> list[str]:
-    """Which layers are dense and which have experts, by the fields of these that the family has."""
+    """Returns which layers are dense and which have experts, from the fields that the family uses."""
     layers = hf["num_hidden_layers"]
     if not family.expert_size:
         return [family.feed_forward] * layers
@@ -477,7 +507,9 @@ def _feed_forwards(hf, family) -> list[str]:
 
 
 def _listed_dense(hf, family, layers: int) -> list[int]:
-    """The layers that a list calls dense; left out, the first one. `first_k_dense_replace` is not read over it."""
+    """Returns the layers that a list names as dense; without a list, the first one. It
+    has precedence over `first_k_dense_replace`.
+    """
     kinds = hf.get(family.listed_kinds) or ["dense"] + ["sparse"] * (layers - 1)
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
         raise ConfigError(f"model config: {family.listed_kinds}={kinds!r}; give {layers} entries, each dense or sparse")
@@ -499,7 +531,9 @@ def _check_groups(hf, experts: int, chosen: int) -> None:
 
 
 def _windows(hf, family) -> tuple[list[bool], int]:
-    """(which layers have a sliding window, its size): by `layer_types` where given, else by the family's older keys."""
+    """Returns (which layers have a sliding window, its size): by `layer_types` if given, else by
+    the family's older keys.
+    """
     count, kinds, window = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("sliding_window")
     if kinds is not None and (not isinstance(kinds, list | tuple) or len(kinds) != count
                               or set(kinds) - {"full_attention", "sliding_attention"}):
@@ -508,40 +542,43 @@ def _windows(hf, family) -> tuple[list[bool], int]:
     if family.windows == "none" and window is not None and hf.get("use_sliding_window") is not False:
         raise ConfigError(f"model config: sliding_window={window!r}, but a {hf['model_type']} model has no windows; "
                           "leave it out")
-    if family.windows == "none" or (family.windows in ("switched", "from_layer", "alternate")
+    if family.windows == "none" or (family.windows in ("switched", "from_layer", "alternate", "no_rope")
                                     and not hf["use_sliding_window"]):
         window = None
-    given = [kind == "sliding_attention" for kind in kinds or ()]
+    listed = [kind == "sliding_attention" for kind in kinds or ()]
     if family.windows in ("none", "all", "switched"):
         sliding = [window is not None] * count
-        if given and given != sliding:
+        if listed and listed != sliding:
             raise ConfigError(f"model config: layer_types={kinds!r}: all layers of a {hf['model_type']} model are "
                               f"alike, here {'sliding' if sliding[0] else 'full'}_attention; leave it out")
-    elif given:
-        sliding = given
+    elif listed:
+        sliding = listed
     elif family.windows == "from_layer":
         first = number(hf, "max_window_layers", kind=int)
         sliding = [window is not None and i >= first for i in range(count)]
     elif family.windows == "alternate":
         first = number(hf, "max_window_layers", kind=int)
         sliding = [window is not None and i % 2 == 0 and i < first for i in range(count)]
+    elif family.windows == "no_rope":
+        sliding = [window is not None and not turns for turns in _turning(hf, family)]
     else:
-        sliding = [(i + 1) % _pattern(hf) != 0 for i in range(count)]
+        sliding = [(i + 1) % _pattern(hf, family) != 0 for i in range(count)]
     if not any(sliding) and family.windows != "pattern":  # whose models ask for a window even where no layer uses it
         return sliding, 0
     if window is None and any(sliding):
         why = "use_sliding_window=False" if hf.get("use_sliding_window") is False else "sliding_window=None"
-        raise ConfigError(f"model config: {'layer_types has' if given else 'the model has'} sliding_attention "
+        raise ConfigError(f"model config: {'layer_types has' if listed else 'the model has'} sliding_attention "
                           f"while {why}; give a window, or make all entries of layer_types full_attention")
     return sliding, number(hf, "sliding_window", least=1, kind=int)
 
 
-def _pattern(hf) -> int:
-    """Every how many layers one sees everything."""
-    if hf["model_type"] == "gemma3_text":
-        return number(hf, "sliding_window_pattern", least=1, kind=int)
-    if hf.get("sliding_window_pattern", 2) != 2:
-        raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: transformers "
-                          f"reads every second layer of a {hf['model_type']} model as windowed, whatever it says; say "
-                          "it with layer_types")
-    return 2
+def _pattern(hf, family) -> int:
+    """Returns the interval of layers with full attention."""
+    every = family.pattern
+    if isinstance(every, str):
+        return number(hf, every, least=1, kind=int)
+    if hf.get("sliding_window_pattern", every) != every:
+        raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: in transformers one "
+                          f"of {every} layers of a {hf['model_type']} model has no window, whatever it says; say it "
+                          "with layer_types")
+    return every

@@ -43,7 +43,7 @@ from jaxrl.models.placement import (
     write,
 )
 from jaxrl.models.product import product
-from jaxrl.models.rope import rotate, rotations
+from jaxrl.models.rope import growth, rotate, rotations
 from jaxrl.sharding.memory import HOST, fetched
 
 KEPT = "layer_input"
@@ -58,7 +58,7 @@ POLICIES = {  # what the backward pass finds, the tokens' experts always; the re
 
 
 def like(parameter, x):
-    """The parameter of the last axes with leading axes of 1, one for each further axis of x."""
+    """Reshapes a parameter of the last axes: leading axes of size 1 for the further axes of x."""
     return jax.lax.broadcast_to_rank(parameter, x.ndim)
 
 
@@ -96,8 +96,9 @@ class Weights(NamedTuple):
         return y if bias is None else y + like(bias.astype(x.dtype), y)
 
     def linears(self, module: str, x, *names: str) -> list:
-        """`linear` of several maps of one module that read the same x: one product where their weights are joined
-        (models.unstacked)."""
+        """Applies several linear maps of one module to the same x: one product if their
+        weights are joined (models.unstacked).
+        """
         name = f"{module}/{parameters.JOINED.get(names)}"
         if f"{name}/kernel" not in self.values:
             return [self.linear(f"{module}/{part}", x) for part in names]
@@ -110,13 +111,13 @@ class Weights(NamedTuple):
         return [part.reshape(*y.shape[:-1], *shape) for part, shape in parts]
 
     def kernel(self, name: str):
-        """The kernel's array, or {codes, scale} in its place (models.quantized)."""
+        """Returns the kernel's array, or {codes, scale} of a quantized one (models.quantized)."""
         if (array := self.values.get(f"{name}/kernel")) is not None:
             return array
         return {leaf: self.values[f"{name}/kernel/{leaf}"] for leaf in quantized.LEAVES}
 
     def low_rank(self, name: str, x, which: str):
-        """scale * (x A) B of an adapter (models.adapters); the few columns in between are scaled in fp32 or better."""
+        """Returns scale * (x A) B of an adapter (models.adapters); x A is scaled in fp32 or better."""
         row, first = self.rows[f"{name}/kernel"], self.first_part(name)
         a, scale, b = (self.values[f"{module}/lora/{leaf}"] for module, leaf in (
             (first, "a" + which), (first, "scale"), (name, "b" + which)))
@@ -136,7 +137,7 @@ class Weights(NamedTuple):
         return next(r.path for r in self.rows.values() if r.hf == row.hf and not r.part[1]).removesuffix("/kernel")
 
     def stretch(self, name: str):
-        """[*outputs] in fp32 or better: what a decomposed adapter multiplies the outputs with."""
+        """Returns the factor [*outputs] of a decomposed adapter, in fp32 or better."""
         first = self.first_part(name)
         leaves = {leaf: self.values[f"{first if leaf in ('a', 'scale') else name}/lora/{leaf}"]
                   for leaf in ("a", "b", "scale", "m")}
@@ -147,7 +148,7 @@ class Weights(NamedTuple):
         return stretch(kernel, leaves, inputs)
 
     def norm(self, name: str, x, eps: float | None = None):
-        """RMS norm over the last axis, times offset + scale. eps: None = the config's."""
+        """Returns the RMS norm over the last axis, times offset + scale. eps: None = the config's."""
         scale, offset = self.values[f"{name}/scale"], self.config.norm_offset
         acc = jnp.promote_types(x.dtype, jnp.float32)
         y, eps = x.astype(acc), self.config.norm_eps if eps is None else eps
@@ -162,9 +163,12 @@ WATCH: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("watch",
 
 @contextlib.contextmanager
 def watched(see: Callable):
-    """Within it `see(module's path in its layer, x)` is called with what each linear map reads, in the order of the
-    layers, while a model without scanned or recomputed layers is traced. (What the values are may only leave the trace
-    with it.)"""
+    """Context in which `see(path, x)` gets the input of each linear map, while a model without scanned or recomputed
+    layers is traced.
+
+    path: the module's path in its layer; calls come in the order of the layers. x is a traced value: it may leave the
+    trace only as one of its outputs.
+    """
     token = WATCH.set(see)
     try:
         yield
@@ -185,7 +189,7 @@ class Shared(NamedTuple):
 
 
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
-    """Self-attention over packed rows, or of one or more new tokens per slot over the cache."""
+    """Computes self-attention over packed rows, or of one or more new tokens per slot over the cache."""
     cfg = own.config
     q, k, v = own.linears("attention", x_BxLxD, "query", "key", "value")
     if cfg.qk_norm:
@@ -193,8 +197,11 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     elif cfg.qk_norm_whole:
         q, k = (own.norm(f"attention/{name}_norm", x.reshape(*x.shape[:2], -1)).reshape(x.shape)
                 for name, x in (("query", q), ("key", k)))
-    rotation = shared.rotations[cfg.ropes.index(layer.rope)]
-    q, k = rotate(q, rotation), rotate(k, rotation)
+    if layer.rope:
+        rotation = shared.rotations[cfg.ropes.index(layer.rope)]
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        if layer.rope.query_beta:
+            q = q * growth(layer.rope, shared.positions).astype(q.dtype)
     options: dict[str, Any] = dict(window=layer.window, softcap=cfg.attention_softcap, scale=cfg.query_scale,
                                    implementation=implementation, work=shared.work[layer.window])
     if cfg.sinks:
@@ -221,14 +228,15 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
-    return parameters.NORMS + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
+    """Returns the rows of a layer's parameters: norms, mixer, feed-forward."""
+    return parameters.NORMS[layer.norms] + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
 
 
 def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
-    """(layers before the repeating block, how often a scan repeats it, layers behind).
+    """Returns (layers before the repeating block, number of its repetitions, layers after it).
 
-    Those before and behind are unrolled, all of them where nothing repeats; sub_<j> of the block is layer
-    prefix + repetition * period + j.
+    Layers before and after are unrolled, all of them if nothing repeats; sub_<j> of the block is layer prefix +
+    repetition * period + j.
     """
     repeats = (config.num_layers - config.prefix) // config.period
     repeats = repeats if scan_layers and repeats > 1 else 0
@@ -271,18 +279,18 @@ def added_up(first: dict, *more: dict) -> dict:
     return out
 
 
-def _over_repetitions(told: dict, axes: tuple[int, ...] = (0,)) -> dict:
-    """The same of what a scan says, with its repetitions along the first axes."""
+def _over_repetitions(outputs: dict, axes: tuple[int, ...] = (0,)) -> dict:
+    """Merges a scan's auxiliary outputs: the repetitions of STACKED ones extend their first axis, others are summed."""
     return {name: x.reshape(-1, *x.shape[len(axes) + 1:]) if name in STACKED else x.sum(axes)
-            for name, x in told.items()}
+            for name, x in outputs.items()}
 
 
 def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, *, cache=None,
             keep_kv=False, prompts=None, whose_BxL=None):
-    """(hidden states after the final norm [B, L, D], auxiliary, keys and values).
+    """Returns (hidden states after the final norm [B, L, D], auxiliary, keys and values).
 
-    The last are the updated cache, or fresh ones in the tree of Model.init_cache where `keep_kv`, else {}. whose:
-    number of each token's adapter, where there are several.
+    keys and values: the updated cache, or with `keep_kv` fresh ones in the tree of Model.init_cache, else {}. whose:
+    adapter number of each token, with an adapter set.
     """
     cfg, dtype = model.config, model.compute_dtype
     x = embed(fetched(params["embed"]["embedding"]), tokens_BxL, dtype)
@@ -297,8 +305,8 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     before, repeats, behind = spans(cfg, model.scan_layers)
     x, kv, auxiliary = _unrolled(model, before, params, x, shared, cache, keep)
     if repeats:
-        kept = None if cache is None else cache["layers"]
-        x, kv["layers"], more = _scanned(model, repeats, params["layers"], x, shared, kept, keep)
+        repeated = None if cache is None else cache["layers"]
+        x, kv["layers"], more = _scanned(model, repeats, params["layers"], x, shared, repeated, keep)
         auxiliary = added_up(auxiliary, more)
     x, last, more = _unrolled(model, behind, params, x, shared, cache, keep)
     hidden = rows(Weights(cfg, {}, {"final_norm/scale": fetched(params["final_norm"]["scale"])}).norm("final_norm", x))
@@ -306,8 +314,11 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
 
 
 def _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep):
-    """What recurrent layers look for once: the rows' chunks. Of prompts whose states are kept, the last token does not
-    enter these, for decoding runs it again; against a cache, padding lies beyond it."""
+    """Computes the rows' chunks once for all recurrent layers.
+
+    Of prompts whose states are kept, the last token is in no chunk, since decoding runs it again; against a cache,
+    padding lies beyond it.
+    """
     if cache is not None:
         return row_chunks((positions_BxL < recurrent.cache_length(cache)).astype(jnp.int32), continues=True)
     segments = jnp.ones_like(positions_BxL) if segments_BxL is None else segments_BxL
@@ -316,7 +327,7 @@ def _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep):
 
 
 def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts):
-    """What attention with this window looks for once, for all layers."""
+    """Computes the attention work of this window once for all its layers."""
     cfg, options = model.config, dict(window=window, implementation=model.attention)
     if cache is not None and positions_BxL.shape[1] > 1:
         return None  # new tokens of all slots are few: each layer looks for itself
@@ -329,8 +340,9 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
 
 
 def _layer(model, layer: Layer, params, x, shared, cache, index):
-    """Pre-norm residual layer; with `post_norms` each branch is normed again before it is added. index: repetition,
-    where the cache is that of all repetitions."""
+    """Computes a residual layer, with the norms before and after each branch that its rows have. index: repetition, if
+    the cache holds all repetitions.
+    """
     cfg = model.config
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
@@ -338,16 +350,18 @@ def _layer(model, layer: Layer, params, x, shared, cache, index):
     own = Weights(cfg, table, parameters.flattened(params), real, shared.whose, model.matmul, model.experts)
     x = checkpoint_name(x, KEPT)
 
+    def normed(name, x):
+        return own.norm(name, x) if f"{name}/scale" in table else x
+
     def added(x, name, y):
-        y = residual(rows(y))
-        return residual(x + (own.norm(name, y) if cfg.post_norms else y))
+        return residual(x + normed(name, residual(rows(y))))
 
     with jax.named_scope(layer.mixer):
         y, kv = MIXERS[layer.mixer].apply(
-            own, layer, model.attention, rows(own.norm("attention_norm", x)), shared, cache, index)
+            own, layer, model.attention, rows(normed("attention_norm", x)), shared, cache, index)
         x = added(x, "attention_post_norm", y)
     with jax.named_scope(layer.feed_forward):
-        y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(own.norm("mlp_norm", x)))
+        y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(normed("mlp_norm", x)))
         return added(x, "mlp_post_norm", y), kv, auxiliary
 
 
@@ -355,7 +369,7 @@ _layer_of_kind = jax.jit(_layer, static_argnums=(0, 1))  # layers of one kind ar
 
 
 def _run(model, numbers, names, keep, params, x, shared, cache, index):
-    """Layers one after the other: (x, their keys and values by name, auxiliary)."""
+    """Runs layers one after the other. Returns (x, their keys and values by name, auxiliary)."""
     kv, auxiliary = {}, {}
     apply = _layer_of_kind if keep and index is None else _layer
     for number, name in zip(numbers, names, strict=True):
@@ -368,14 +382,14 @@ def _run(model, numbers, names, keep, params, x, shared, cache, index):
 
 
 def _recomputed(model, function, scanned: bool):
-    """The function, whose inside the backward pass computes again as model.remat says."""
+    """Wraps a function so that the backward pass recomputes it as model.remat says."""
     if model.remat == "none":
         return function
     return jax.checkpoint(function, policy=POLICIES[model.remat], prevent_cse=not scanned)
 
 
 def _every(model, keep) -> int:
-    """Layers that are recomputed together."""
+    """Returns the number of layers that are recomputed together."""
     return 1 if keep or model.remat == "none" else model.remat_every
 
 
@@ -385,37 +399,37 @@ def _unrolled(model, numbers, params, x, shared, cache, keep):
         names = [f"layer_{i}" for i in some]
         own, old = ({name: tree[name] for name in names} if tree else None for tree in (params, cache))
         group = _recomputed(model, functools.partial(_run, model, some, names, keep), scanned=False)
-        x, more, told = group(own, x, shared, old, None)
-        kv, auxiliary = kv | more, added_up(auxiliary, told)
+        x, more, new = group(own, x, shared, old, None)
+        kv, auxiliary = kv | more, added_up(auxiliary, new)
     return x, kv, auxiliary
 
 
 def _scanned(model, repeats, params, x, shared, cache, keep):
-    """The repeating block, as often as it repeats. The cache is carried whole and written at its repetition."""
+    """Runs the repeating block. The cache is carried whole and written at its repetition."""
     cfg, every = model.config, _every(model, keep)
     numbers, names = range(cfg.prefix, cfg.prefix + cfg.period), [f"sub_{j}" for j in range(cfg.period)]
 
-    def block(carry, given):
-        (x, cache), (params, index), kept, auxiliary = carry, given, {}, {}
+    def block(carry, block_input):
+        (x, cache), (params, index), kv_of_block, auxiliary = carry, block_input, {}, {}
         for number, name in zip(numbers, names, strict=True):
             layer: Callable = functools.partial(_run, model, [number], [name], keep)
             layer = _recomputed(model, layer, scanned=True) if every == 1 else layer
             own, old = {name: params[name]}, {name: cache[name]} if cache else None
-            x, kv, told = layer(own, x, shared, old, index)
-            auxiliary = added_up(auxiliary, told)
+            x, kv, new = layer(own, x, shared, old, index)
+            auxiliary = added_up(auxiliary, new)
             if cache is not None:
                 cache = {**cache, **kv}
             else:
-                kept |= kv
-        return (x, cache), (kept, auxiliary)
+                kv_of_block |= kv
+        return (x, cache), (kv_of_block, auxiliary)
 
     def group(x, params):
-        (x, _), (_, told) = jax.lax.scan(block, (x, None), (params, None))
-        return x, told
+        (x, _), (_, outputs) = jax.lax.scan(block, (x, None), (params, None))
+        return x, outputs
 
     if every > 1:
         groups = jax.tree.map(lambda a: a.reshape(-1, every // cfg.period, *a.shape[1:]), params)
-        x, told = jax.lax.scan(_recomputed(model, group, scanned=True), x, groups)
-        return x, {}, _over_repetitions(told, (0, 1))
-    (x, cache), (kept, told) = jax.lax.scan(block, (x, cache), (params, jnp.arange(repeats)))
-    return x, kept if cache is None else cache, _over_repetitions(told)
+        x, outputs = jax.lax.scan(_recomputed(model, group, scanned=True), x, groups)
+        return x, {}, _over_repetitions(outputs, (0, 1))
+    (x, cache), (kv_of_block, outputs) = jax.lax.scan(block, (x, cache), (params, jnp.arange(repeats)))
+    return x, kv_of_block if cache is None else cache, _over_repetitions(outputs)

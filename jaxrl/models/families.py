@@ -20,13 +20,18 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool | str = False
-    gemma: bool = False                  # post-norms, norms scale by 1 + weight, scaled embedding
+    norms: str = "pre"                   # row of models.parameters.NORMS
+    gemma: bool = False                  # norms scale by 1 + weight, scaled embedding
     activation: str = "hidden_act"
+    activations: dict = dataclasses.field(default_factory=dict)  # names of it that mean another one
     query_scalar: str = ""               # scores scale by this key's value ** -0.5; empty = head_dim
     attention_softcap: str = ""
     final_softcap: str = ""
-    windows: str = "none"                # none | all | switched | from_layer | alternate | pattern
-    local_rope: bool = False             # windowed layers have a rotary embedding of their own
+    windows: str = "none"                # none | all | switched | from_layer | alternate | pattern | no_rope
+    pattern: int | str = 2               # of windows "pattern": every how many layers one sees everything
+    local_theta: float | str = ""        # base of a rotary embedding that windowed layers have of their own; empty = none
+    no_rope: bool = False                # no_rope_layers, no_rope_layer_interval: 1 = a layer with rotary embedding
+    query_growth: bool = False           # llama_4_scaling_beta of the rotary table (models.rope.growth)
     divides: bool = False                # transformers wants hidden_size to be a multiple of the heads, head_dim or not
     feed_forward: str = "mlp"            # a row of models.feed_forward.FEED_FORWARDS, of layers that are not dense
     qk_norm_whole: bool = False
@@ -50,12 +55,15 @@ class Family:
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
+    within: tuple = (("model.language_model.", "model."),)  # names in a model of several parts begin so, and so alone
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
+    unwritten: str = ""                  # and of those among them that an export leaves out
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
     @property
     def classifier(self) -> str:
+        """Name of transformers' sequence classifier of this family."""
         return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
@@ -73,6 +81,7 @@ _DEEPSEEK: dict[str, Any] = dict(feed_forward="deepseek_experts", expert_size="m
 _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
            "linear_conv_kernel_dim": 4}
+_MTP = r"model\.mtp_layers\..*"  # MiMo's
 _BESIDE = r"mtp\..*|model\.visual\..*"
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION: dict[str, Any] = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
@@ -88,26 +97,57 @@ FAMILIES = {
     "qwen2": Family(
         "Qwen2ForCausalLM", {**_SHARED, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
                              "num_key_value_heads": 32},
-        qkv_bias=True, windows="from_layer", vllm_assumes={"use_sliding_window": False}),
+        qkv_bias=True, windows="from_layer", unread=_MTP, unwritten=_MTP, vllm_assumes={"use_sliding_window": False}),
     "qwen3": Family(
         "Qwen3ForCausalLM", {**_SHARED, "head_dim": 128, "attention_bias": False, "use_sliding_window": False,
                              "sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, windows="from_layer",
         vllm_assumes={"use_sliding_window": False, "attention_bias": False}),
+    "seed_oss": Family(
+        "SeedOssForCausalLM", {**_SHARED, "max_position_embeddings": 524288, "head_dim": 128, "num_key_value_heads": 8,
+                               "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias"),
+    "gemma": Family(
+        "GemmaForCausalLM", {**_SHARED, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
+                             "max_position_embeddings": 8192, "attention_bias": False, "num_key_value_heads": 16},
+        qkv_bias="attention_bias", out_bias="attention_bias", gemma=True, activations={"gelu": "gelu_pytorch_tanh"},
+        divides=True, vllm_assumes={"tie_word_embeddings": True, "attention_bias": False}),
     "gemma2": Family(
         "Gemma2ForCausalLM", {**_GEMMA, "max_position_embeddings": 8192, "rope_theta": 10000.0, "final_logit_softcapping": 30.0,
                               "attn_logit_softcapping": 50.0},
-        qkv_bias="attention_bias", out_bias="attention_bias", gemma=True, activation="hidden_activation",
+        qkv_bias="attention_bias", out_bias="attention_bias", norms="sandwich", gemma=True, activation="hidden_activation",
         query_scalar="query_pre_attn_scalar", attention_softcap="attn_logit_softcapping",
         final_softcap="final_logit_softcapping", windows="pattern", divides=True, vllm_assumes={"tie_word_embeddings": True}),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                               "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
                               "final_logit_softcapping": None},
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, gemma=True,
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, norms="sandwich", gemma=True,
         activation="hidden_activation", query_scalar="query_pre_attn_scalar",
-        final_softcap="final_logit_softcapping", windows="pattern", local_rope=True,
+        final_softcap="final_logit_softcapping", windows="pattern", pattern="sliding_window_pattern", local_theta="rope_local_base_freq",
         divides=True, classifier_name="Gemma3TextForSequenceClassification"),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False},
+        qkv_bias="attention_bias", out_bias="attention_bias", norms="post", qk_norm_whole=True,
+        vllm_assumes={"attention_bias": False, "hidden_act": "silu"}),
+    "olmo3": Family(
+        "Olmo3ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 500000.0,
+                             "attention_bias": False, "sliding_window": 4096},
+        qkv_bias="attention_bias", out_bias="attention_bias", norms="post", qk_norm_whole=True, windows="pattern", pattern=4,
+        local_theta=500000.0, vllm_assumes={"attention_bias": False, "hidden_act": "silu"}),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", {**_SHARED, "tie_word_embeddings": True, "rope_theta": 2000000.0, "num_key_value_heads": 4,
+                               "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+                               "no_rope_layers": None, "no_rope_layer_interval": 4},
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", windows="no_rope", no_rope=True, divides=True),
+    "ministral3": Family(
+        "Ministral3ForCausalLM", {**_SHARED, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "head_dim": 128,
+                                  "num_key_value_heads": 8, "rope_theta": 1000000.0, "rope_parameters": {
+                                      "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                      "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                      "llama_4_scaling_beta": 0.1}},
+        windows="all", query_growth=True, within=(("language_model.", ""), ("model.language_model.", "model.")),
+        unread=r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", {**_SHARED, **_QWEN_EXPERTS, "attention_bias": False, "num_key_value_heads": 4,
                                 "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
@@ -183,8 +223,13 @@ FAMILIES = {
 NESTED = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+    "mistral3": ("ministral3", "Mistral3ForConditionalGeneration"),
 }
-WITHIN = "model.language_model."  # of their text part's tensors, where it alone has `model.`
+# Families under another name, whose code transformers has not: model_type -> (ours, architecture, fields that go).
+ALIASES = {
+    "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", ()),
+    "mimo": ("qwen2", "MiMoForCausalLM", ("num_nextn_predict_layers",)),  # its layers lie under names of their own
+}
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields of other architectures: a config that uses one means a function that no family here computes, and transformers
@@ -224,8 +269,8 @@ UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", 
 
 
 def family_of(hf_config: dict) -> Family:
-    """The family of a config, by `model_type`; ConfigError for one we do not have or another architecture of it."""
-    known = ", ".join([*FAMILIES, *NESTED])
+    """Returns the family of a config, by `model_type`. Raises ConfigError for an unknown family or architecture."""
+    known = ", ".join([*FAMILIES, *NESTED, *ALIASES])
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
         hint = " (the text-only Gemma 3 checkpoints have model_type gemma3_text)" if kind == "gemma3" else ""
@@ -239,11 +284,14 @@ def family_of(hf_config: dict) -> Family:
 
 
 def text_part(hf_config: dict) -> dict:
-    """The config of a model's text part, which is what is computed here; any other config as it is.
+    """Returns the config of what is computed here: of a model's text part, and of an alias as its family's; any other
+    config as it is.
 
-    Raises ConfigError for another architecture of it, and where the two say different things.
+    Raises ConfigError for another architecture, and where text part and model say different things.
     """
     kind = hf_config.get("model_type")
+    if kind in ALIASES:
+        return _by_its_family(hf_config, *ALIASES[kind])
     if kind not in NESTED:
         return hf_config
     text, architecture = NESTED[kind]
@@ -260,6 +308,14 @@ def text_part(hf_config: dict) -> dict:
     return {**own, **beside, "model_type": text} | {k: v for k, v in hf_config.items() if k.startswith("jaxrl_")}
 
 
+def _by_its_family(hf_config, kind: str, architecture: str, dropped) -> dict:
+    names = hf_config.get("architectures") or [architecture]
+    if architecture not in names:
+        raise ConfigError(f"architectures={names!r} is not supported; take a {architecture} checkpoint")
+    kept = {k: v for k, v in hf_config.items() if k not in ("auto_map", *dropped)}
+    return {**kept, "model_type": kind, "architectures": [FAMILIES[kind].architecture]}
+
+
 @overload
 def number(table, key, least=None, above=None, *, kind: type[int]) -> int: ...
 
@@ -269,7 +325,7 @@ def number(table, key, least=None, above=None) -> float: ...
 
 
 def number(table, key, least=None, above=None, kind: type = float):
-    """The number `table[key]`; ConfigError where it is none, not finite, or out of bounds."""
+    """Returns the number `table[key]`. Raises ConfigError if it is missing, not finite, or out of bounds."""
     value = table[key]
     numeric = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     low = -math.inf if least is None else least

@@ -61,7 +61,9 @@ GATED = {name: _gated(activation) for name, activation in ACTIVATIONS.items()}
 
 @functools.cache  # experts compare it by identity
 def clamped(alpha: float, limit: float) -> Callable:
-    """gpt-oss's gate: g * sigmoid(alpha * g) * (up + 1), with g at most the limit and up within it on both sides."""
+    """Computes gpt-oss's gate: g * sigmoid(alpha * g) * (up + 1), with g at most the limit and up within
+    it on both sides.
+    """
     def gated(gate, up):
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
@@ -70,12 +72,12 @@ def clamped(alpha: float, limit: float) -> Callable:
 
 
 def mlp(own, x):
-    """down(activation(gate) * up); (output, nothing beside)."""
+    """Returns (down(activation(gate) * up), {})."""
     return _dense(own, "mlp", x), {}
 
 
 def gate_of(cfg) -> Callable:
-    """Of a model's experts: (gate, up) -> hidden."""
+    """Returns the activation of a model's experts: (gate, up) -> hidden."""
     return clamped(cfg.gate_alpha, cfg.gate_limit) if cfg.gate_limit else GATED[cfg.activation]
 
 
@@ -95,14 +97,14 @@ class Routing(NamedTuple):
 
 
 def route(own, x) -> Routing:
-    """A token's experts and their weights, in fp32 or better.
+    """Returns a token's K experts and their weights, in fp32 or better.
 
     softmax: the K most probable of a softmax over all experts; of equal ones the first. Their weights are their
-    probabilities, divided by their sum where config.norm_topk, which is a softmax over the K logits.
+    probabilities, divided by their sum if config.norm_topk, which is a softmax over the K logits.
     sigmoid (DeepSeek-V3, arXiv 2412.19437, eq. 12 to 16): each expert's score is the sigmoid of its logit. Chosen are
-    the K best by score plus correction, of the experts of the best groups alone; the weights are the scores, without
-    the correction, divided by their sum (+ 1e-20) where config.norm_topk, times config.routed_scale.
-    Of replayed experts, too, the weights are the router's own, so that it learns.
+    the K best by score plus correction, among the experts of the best groups; the weights are the scores, without the
+    correction, divided by their sum (+ 1e-20) if config.norm_topk, times config.routed_scale.
+    For replayed experts, too, the weights are the router's own, so that it learns.
     """
     cfg, acc = own.config, jnp.promote_types(x.dtype, jnp.float32)
     kernel = gathered(own.values[parameters.ROUTER], own.rows[parameters.ROUTER].axes, acc)
@@ -118,8 +120,8 @@ def route(own, x) -> Routing:
     best = lambda choice: jax.lax.top_k(_best_groups(choice, cfg), cfg.experts_per_token)[1]  # noqa: E731
     ids = chosen = checkpoint_name(of_each_token(best, choice), ROUTES)
     if REPLAYED in own.values:
-        given = own.values[REPLAYED].astype(chosen.dtype)
-        ids = jnp.where(jnp.all(given >= 0, axis=-1, keepdims=True), given, chosen)
+        replayed = own.values[REPLAYED].astype(chosen.dtype)
+        ids = jnp.where(jnp.all(replayed >= 0, axis=-1, keepdims=True), replayed, chosen)
     gates = jnp.take_along_axis(scores, ids, axis=-1)
     if cfg.norm_topk:
         total = jnp.sum(gates, axis=-1, keepdims=True)
@@ -128,7 +130,7 @@ def route(own, x) -> Routing:
 
 
 def _best_groups(choice_BxLxE, cfg):
-    """The same, with -inf for the experts of all but the groups whose best two have the largest sums."""
+    """Sets the scores to -inf for experts outside the groups whose best two have the largest sums."""
     if cfg.router_groups_taken == cfg.router_groups:
         return choice_BxLxE
     grouped = choice_BxLxE.reshape(*choice_BxLxE.shape[:-1], cfg.router_groups, -1)
@@ -139,7 +141,9 @@ def _best_groups(choice_BxLxE, cfg):
 
 
 def _log_probabilities(cfg, logits):
-    """Of a router's distribution over all experts: the softmax, or the sigmoids divided by their sum."""
+    """Returns the log of a router's distribution over all experts: the softmax, or the sigmoids
+    divided by their sum.
+    """
     if cfg.router == "softmax":
         return jax.nn.log_softmax(logits)
     scores = jax.nn.log_sigmoid(logits)
@@ -147,8 +151,9 @@ def _log_probabilities(cfg, logits):
 
 
 def experts(own, x):
-    """sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output, where there
-    is one, times a sigmoid of its own, where it has one. Padding reaches no expert."""
+    """Computes the sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output,
+    times its own sigmoid gate if it has one. Padding reaches no expert.
+    """
     cfg, (ids, gates, chosen, logits) = own.config, route(own, x)
     of_all = lambda leaf: tuple(  # noqa: E731
         gathered(own.values[path], own.rows[path].axes, x.dtype)
@@ -162,19 +167,23 @@ def experts(own, x):
         y += jax.nn.sigmoid(own.linear("mlp/shared_gate", x)) * beside if cfg.shared_gate else beside
     log_probs, total = _log_probabilities(cfg, logits), jax.nn.logsumexp(logits, axis=-1)
     probs = jnp.exp(log_probs)
-    said = {"routes": ids[None], "router_entropy": -jnp.sum(probs * log_probs, axis=-1), "router_z": jnp.square(total)}
+    auxiliary = {"routes": ids[None], "router_entropy": -jnp.sum(probs * log_probs, axis=-1),
+                 "router_z": jnp.square(total)}
     if LOAD in own.values:
         load = jax.lax.broadcast_to_rank(own.values[LOAD].astype(probs.dtype), probs.ndim)
-        said["router_balance"] = cfg.num_experts * jnp.sum(load * probs, axis=-1)
+        auxiliary["router_balance"] = cfg.num_experts * jnp.sum(load * probs, axis=-1)
     if REPLAYED in own.values:
         same = jnp.any(ids[..., None] == chosen[..., None, :], axis=-1)
-        said["router_replayed"] = jnp.all(own.values[REPLAYED] >= 0, axis=-1).astype(probs.dtype)
-        said["router_mismatch"] = 1 - jnp.mean(same, axis=-1, dtype=probs.dtype)
-    return y, said
+        auxiliary["router_replayed"] = jnp.all(own.values[REPLAYED] >= 0, axis=-1).astype(probs.dtype)
+        auxiliary["router_mismatch"] = 1 - jnp.mean(same, axis=-1, dtype=probs.dtype)
+    return y, auxiliary
 
 
 def by_token(auxiliary):
-    """Returns [B, L, n * K] int16: a token's experts in all n layers with experts, as a token column (-1 = unknown)."""
+    """Returns the experts of each token as a token column, [B, L, n * K] int16, -1 = unknown.
+
+    auxiliary: of Model.forward; its "routes" are [n, B, L, K] int32, n layers with experts, K experts per token.
+    """
     routes = jnp.moveaxis(auxiliary["routes"], 0, 2)
     return routes.reshape(*routes.shape[:2], -1).astype(jnp.int16)
 

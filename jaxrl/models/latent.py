@@ -20,7 +20,9 @@ EPS = 1e-6  # of the latents' norms, whatever the layers' is
 
 
 def attention(own, layer, implementation: str, x_BxLxD, shared, cache, index):
-    """A mixer, see models.feed_forward.Part. The cache's one array is `latent`, [B, L, R + T]."""
+    """Computes attention over latents; a mixer, see models.feed_forward.Part. The cache's one array is `latent`, [B, L,
+    R + T].
+    """
     cfg = own.config
     rotation = shared.rotations[cfg.ropes.index(layer.rope)]
     turn = lambda x: rotate(x, rotation, cfg.rope_interleaved)  # noqa: E731
@@ -47,7 +49,7 @@ def attention(own, layer, implementation: str, x_BxLxD, shared, cache, index):
 
 
 def _queries(own, x):
-    """[B, L, H, N + T], from latents of their own where the model has them."""
+    """Returns the queries [B, L, H, N + T], from latents of their own if the model has them."""
     if not own.config.query_rank:
         return own.linear("attention/query", x)
     few = own.norm("attention/query_norm", own.linear("attention/query_down", x), EPS)
@@ -55,7 +57,7 @@ def _queries(own, x):
 
 
 def _expansion(own, dtype):
-    """[R, H, N + V] of the linear map "attention/expand", with what adapters add to it."""
+    """Returns [R, H, N + V] of the linear map "attention/expand", including adapters."""
     row, values = own.rows["attention/expand/kernel"], own.values
     if "attention/expand/kernel" in values and "attention/expand/lora/a" not in values:
         return gathered(values["attention/expand/kernel"], row.axes, dtype)

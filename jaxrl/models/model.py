@@ -38,8 +38,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         scheduler there recomputes too early.
       remat_every: layers that are recomputed together: fewer inputs are kept, and more exists at once.
       attention: implementation, see kernels.attention.
-      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers and adapters
-        have none.
+      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers
+        and adapters have none.
       experts: implementation of layers of experts, see kernels.experts.
       ring: over mesh.cp keys and values go from device to device, where they would be gathered.
 
@@ -61,13 +61,15 @@ AT_ONCE = 1 << 24  # parameters up to which init draws one flat vector
 
 
 def _matrices(entries) -> dict[str, tuple]:
-    """HF name -> (shape, logical axes) of everything that starts random, in an order that scan does not change."""
+    """Returns HF name -> (shape, logical axes) of all random arrays, in an order that scan does not change."""
     out = {name: e.kind for e in entries if e.row.init == "normal" for name in e.hf_names}
     return dict(sorted(out.items()))
 
 
 def _draw_at_once(key, entries) -> dict[str, jax.Array]:
-    """HF name -> standard normal array. One generator compiles in a tenth of the time that one per array takes."""
+    """Returns HF name -> standard normal array. One generator compiles in a tenth of the time that one
+    per array takes.
+    """
     matrices = _matrices(entries)
     sizes = [math.prod(shape) for shape, _ in matrices.values()]
     flat = jax.lax.optimization_barrier(whole(jax.random.normal(key, (sum(sizes),), jnp.float32)))
@@ -76,7 +78,9 @@ def _draw_at_once(key, entries) -> dict[str, jax.Array]:
 
 
 def _draw_by_kind(key, entries) -> dict[str, jax.Array]:
-    """The same for large models: one generator per shape, and nothing is ever whole on one device of a mesh."""
+    """Returns the same for large models: one generator per shape, and no array is ever whole on one
+    device of a mesh.
+    """
     kinds: dict[tuple, list[str]] = {}
     for name, kind in _matrices(entries).items():
         kinds.setdefault(kind, []).append(name)
@@ -90,7 +94,7 @@ def _draw_by_kind(key, entries) -> dict[str, jax.Array]:
 
 
 def _of_rows(numbers_B, like_BxL):
-    """[B, L] the number of each row at all of its tokens."""
+    """Returns [B, L]: the number of each row at all of its tokens."""
     return None if numbers_B is None else jnp.broadcast_to(numbers_B[:, None], like_BxL.shape)
 
 
@@ -115,7 +119,7 @@ class Model:
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:
-        """The parameter table: our path, shape, logical axes and HF names (an adapter has none) of every array."""
+        """The parameter table: path, shape, logical axes and HF names (an adapter has none) of every array."""
         base = decoder.entries(self.config, self.scan_layers)
         base = unstacked.joined(base) if self.joined else base
         return base if self.adapter is None else adapters.entries(self.adapter, base)
@@ -159,14 +163,16 @@ class Model:
         return self.tree(lambda entry: entry.axes)
 
     def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL, whose_BxL=None):
-        """(hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: what the layers say beside
-        them for the loss, by name and summed over the layers or, see models.feed_forward, stacked; empty for dense
-        models).
+        """Computes the hidden states of packed rows.
 
         A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
         windows compare positions. Padding (segment 0) returns finite values without meaning.
 
-        whose: number of each token's adapter, in an adapter set (models.adapters.adapter_set); 0 = none. None: no set.
+        whose: adapter number of each token, in an adapter set (models.adapters.adapter_set); 0 = none. None: no set.
+
+        Returns:
+          (hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: the layers' outputs for the
+          loss, by name, summed over the layers or stacked (see models.feed_forward); {} for dense models).
         """
         rows = tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL
         return decoder.forward(self, params, *rows, whose_BxL=whose_BxL)[:2]
@@ -190,8 +196,8 @@ class Model:
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def init_cache(self, slots: int, length: int, dtype):
-        """Zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), or the states of a
-        recurrence (models.recurrent), with the repetitions in front where scanned.
+        """Returns a zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), or the states
+        of a recurrence (models.recurrent), with the repetitions in front if scanned.
 
         Raises ConfigError for a model without attention.
         """
@@ -213,11 +219,11 @@ class Model:
             cache["layers"] = {f"sub_{j}": layer(cfg.prefix + j, repeats) for j in range(cfg.period)}
         return cache
 
-    def prefill(self, params, tokens_BxP, lengths_B, told: bool = False, whose_B=None):
+    def prefill(self, params, tokens_BxP, lengths_B, with_auxiliary: bool = False, whose_B=None):
         """Runs right-padded prompts at positions 0...
 
         Returns:
-          hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G * K] per layer; where `told`,
+          hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G * K] per layer; with_auxiliary,
           also the auxiliary of `forward`. States of recurrent layers are those before the last token, which decoding
           runs again.
         """
@@ -226,11 +232,11 @@ class Model:
         hidden, auxiliary, kv = decoder.forward(self, params, tokens_BxP, positions, segments, keep_kv=True,
                                                 whose_BxL=_of_rows(whose_B, positions))
         last = jnp.take_along_axis(hidden, (lengths_B - 1)[:, None, None], axis=1)
-        return (last[:, 0], kv, auxiliary) if told else (last[:, 0], kv)
+        return (last[:, 0], kv, auxiliary) if with_auxiliary else (last[:, 0], kv)
 
     def insert(self, cache, kv, rows_K, slots_K):
-        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside the cache are
-        dropped.
+        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside
+        the cache are dropped.
 
         Raises ValueError where the prompts are longer than the cache.
         """
@@ -255,28 +261,34 @@ class Model:
 
         return jax.tree_util.tree_map_with_path(rows, cache)
 
-    def decode(self, params, tokens_S, positions_S, cache, shared=None, told: bool = False, whose_S=None):
-        """One token per slot: writes its key and value at its position, attends to cache positions up to it.
+    def decode(self, params, tokens_S, positions_S, cache, shared=None, with_auxiliary: bool = False, whose_S=None):
+        """Runs one token per slot: writes its key and value at its position, attends to cache positions up to it.
 
-        Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache is updated
-        in place. shared: kernels.attention.Shared, which slots hold one prompt, or None.
+        Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache
+        is updated in place.
 
-        Returns (hidden_SxD, cache); where `told`, also the auxiliary of `forward`.
+        Args:
+          shared: kernels.attention.Shared, which slots hold one prompt, or None.
+          with_auxiliary: also return the auxiliary of `forward`.
+          whose_S: adapter number of each slot, or None.
+
+        Returns:
+          (hidden_SxD, cache), with_auxiliary (hidden_SxD, cache, auxiliary).
         """
         rows = tokens_S[:, None], positions_S[:, None]
         hidden, auxiliary, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared,
                                                    whose_BxL=_of_rows(whose_S, rows[1]))
-        return (hidden[:, 0], cache, auxiliary) if told else (hidden[:, 0], cache)
+        return (hidden[:, 0], cache, auxiliary) if with_auxiliary else (hidden[:, 0], cache)
 
-    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K, told: bool = False, whose_K=None):
-        """Up to L tokens, which is at least 2 and at most C, in each of K slots: writes their keys and values at their
-        positions, and each attends to cache positions up to its own, those written with it included.
+    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K, with_auxiliary: bool = False, whose_K=None):
+        """Runs up to L tokens, 2 <= L <= C, in each of K slots: writes their keys and values at their positions; each
+        token attends to cache positions up to its own, including those written by this call.
 
-        A slot's positions follow each other; what is at or beyond the cache length, behind them, is padding. Slots
-        outside the cache are dropped, no other is there twice. On a mesh the K are split over the data axes as the
-        cache's slots are, and each device's name its own slots.
+        A slot's positions are consecutive; positions at or beyond the cache length, after them, are padding. Slots
+        outside the cache are dropped; no other slot occurs twice. On a mesh the K slots are split over the data axes as
+        the cache's slots are, and each device's entries name its own slots.
 
-        Returns the cache; where `told`, (cache, auxiliary of `forward`).
+        Returns the cache, with_auxiliary (cache, auxiliary of `forward`).
         """
         length, groups = tokens_KxL.shape[1], self.config.cache_heads
         lead = lambda path, x: x.shape[:1 + (path[0].key == "layers")]  # noqa: E731
@@ -297,14 +309,14 @@ class Model:
         _, auxiliary, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part,
                                              whose_BxL=_of_rows(whose_K, positions_KxL))
         cache = jax.tree_util.tree_map_with_path(put, cache, part)
-        return (cache, auxiliary) if told else cache
+        return (cache, auxiliary) if with_auxiliary else cache
 
     def check_length(self, tokens: int) -> None:
         """Raises ConfigError if a sequence of this length needs a rotary scaling that depends on the length."""
-        for layer in self.config.layers:
-            if layer.rope.kind == "dynamic" and tokens > layer.rope.original_max:
+        for rope in self.config.ropes:
+            if rope.kind == "dynamic" and tokens > rope.original_max:
                 raise ConfigError(
-                    f"rope_type=dynamic serves sequences up to its original window of {layer.rope.original_max} "
+                    f"rope_type=dynamic serves sequences up to its original window of {rope.original_max} "
                     f"tokens, not {tokens}; set rope_type=yarn with a factor in model.config, or shorten the sequences")
 
     @property

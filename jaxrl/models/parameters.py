@@ -52,6 +52,7 @@ class Row:
         return not self.when or bool(getattr(config, self.when.removeprefix("not "))) != self.when.startswith("not ")
 
     def shape(self, config) -> tuple[int, ...]:
+        """Returns the shape of the row's array in a model with this config, without stacked axes."""
         sizes = self.sizes or [SIZES[axis] for axis in self.axes]
         return tuple(getattr(config, size) if isinstance(size, str) else size for size in sizes)
 
@@ -69,13 +70,19 @@ VALUE = (  # a critic's head; HF's name is that of sequence classifiers, which i
     Row("value/kernel", ("norm",), "score.weight", 1, init="zero"),
     Row("value/bias", (), "", init="zero"),
 )
-NORMS = (  # of every layer. Gemma has norms after attention and MLP, and HF's names shift.
-    Row("attention_norm/scale", ("norm",), "input_layernorm.weight", init="one"),
-    Row("attention_post_norm/scale", ("norm",), "post_attention_layernorm.weight", init="one", when="post_norms"),
-    Row("mlp_norm/scale", ("norm",), "post_attention_layernorm.weight", init="one", when="not post_norms"),
-    Row("mlp_norm/scale", ("norm",), "pre_feedforward_layernorm.weight", init="one", when="post_norms"),
-    Row("mlp_post_norm/scale", ("norm",), "post_feedforward_layernorm.weight", init="one", when="post_norms"),
-)
+
+
+def _norms(**names: str) -> tuple[Row, ...]:
+    """Returns the rows of a layer's norms, by HF's names."""
+    return tuple(Row(f"{path}/scale", ("norm",), f"{name}.weight", init="one") for path, name in names.items())
+
+
+NORMS = {  # Layer.norms: before attention and MLP, behind both, or both; HF's names shift
+    "pre": _norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
+    "sandwich": _norms(attention_norm="input_layernorm", attention_post_norm="post_attention_layernorm",
+                       mlp_norm="pre_feedforward_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    "post": _norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+}
 ATTENTION = (
     Row("attention/query/kernel", _Q, "self_attn.q_proj.weight", 1),
     Row("attention/query/bias", _Q[1:], "self_attn.q_proj.bias", init="zero", when="qkv_bias"),
@@ -92,12 +99,14 @@ ATTENTION = (
     Row("attention/key_norm/scale", ("norm",), "self_attn.k_norm.weight", init="one", sizes=("key_width",), when="qk_norm_whole"),
 )
 def _part(row: Row, groups: int | str, place: int) -> Row:
-    """The row as the part at `place` of each group of outputs of HF's tensor; groups=0: as all of it."""
+    """Returns the row as the part at `place` of each group of outputs of HF's tensor; groups=0: as the whole tensor."""
     return dataclasses.replace(row, part=(groups, place) if groups else ())
 
 
 def _gated_attention() -> tuple[Row, ...]:
-    """Attention whose output is times a sigmoid of a gate; HF has a head's query and gate behind each other."""
+    """Returns the rows of attention whose output is gated by a sigmoid; HF stores a head's query and gate
+    one after the other.
+    """
     out = []
     for row in ATTENTION:
         if row.path.startswith("attention/query/"):
@@ -113,7 +122,7 @@ _KEYS, _VALUES = ("linear_key_heads", "linear_key_size"), ("linear_value_heads",
 
 
 def _gated_delta(names: dict[str, tuple[str, int | str, int]]) -> tuple[Row, ...]:
-    """models.recurrent, by HF's name, groups and place of each map of the hidden states."""
+    """Returns the rows of models.recurrent, by HF's name, groups and place of each map of the hidden states."""
     def of_hidden(name, sizes, axes):
         hf, groups, place = names[name]
         few = len(axes) == 1
@@ -171,8 +180,9 @@ ROUTER, ROUTER_BIAS = "mlp/router/kernel", "mlp/router/bias"
 
 
 def _experts(module: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[Row, ...]:
-    """A layer of experts, by HF's name of the module and of an expert's three matrices. Those of all experts are one
-    array; the router stays whole over tp and, as vectors do, in full precision where it is used."""
+    """Returns the rows of a layer of experts, by HF's name of the module and of an expert's three matrices. Those of
+    all experts are one array; the router stays whole over tp and, like vectors, in full precision where it is used.
+    """
     def one(path, axes, sizes, name):
         return Row(f"mlp/experts/{path}/kernel", ("expert", *axes), f"{module}.experts.{{}}.{name}.weight", 1,
                    sizes=("num_experts", *sizes), stacked=1, share="experts_share", adapts=False)
@@ -183,7 +193,7 @@ def _experts(module: str, gate: str, up: str, down: str, router: str = "gate") -
 
 
 def _shared(module: str) -> tuple[Row, ...]:
-    """The expert that every token has, by HF's name."""
+    """Returns the rows of the expert that every token has, by HF's name."""
     beside = ("hidden_size", "shared_expert_size")
     return (Row("mlp/shared/gate/kernel", ("embed", "mlp"), f"{module}.gate_proj.weight", 1, sizes=beside, when="shared_expert_size"),
             Row("mlp/shared/up/kernel", ("embed", "mlp"), f"{module}.up_proj.weight", 1, sizes=beside, when="shared_expert_size"),
@@ -235,11 +245,12 @@ class Entry:
 
     @property
     def kind(self) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-        """Shape and logical axes of what one HF tensor holds."""
+        """Returns shape and logical axes of one HF tensor."""
         return self.shape[self.stacked:], self.axes[self.stacked:]
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
+        """Shape of one HF tensor: (outputs, inputs) of a linear map, else that of the array."""
         shape, inputs = self.kind[0], self.inputs
         if inputs:
             return math.prod(shape[inputs:]), math.prod(shape[:inputs])
@@ -247,31 +258,31 @@ class Entry:
 
     @property
     def indices(self) -> list[tuple[int, ...]]:
-        """Where the tensors of `hf_names` lie along the stacked axes."""
+        """Returns the indices of the tensors of `hf_names` along the stacked axes."""
         return list(itertools.product(*map(range, self.shape[:self.stacked])))
 
     @property
     def active(self) -> int:
-        """Numbers that take part in computing one token."""
+        """Returns the count of numbers that take part in computing one token."""
         return round(math.prod(self.shape) * float(self.row.share))
 
     @property
     def multiplied(self) -> int:
-        """Numbers that one token is multiplied with; 0 where it is no matrix product."""
+        """Returns the count of numbers that one token is multiplied with; 0 if it is no matrix product."""
         return self.active if self.inputs else 0
 
     def dtype(self, wanted):
-        """Of this array where parameters have the dtype `wanted`."""
+        """Returns this array's dtype if parameters have the dtype `wanted`."""
         return np.promote_types(wanted, np.float32) if self.row.fixed or self.row.wide else np.dtype(wanted)
 
     def of(self, tree):
-        """This entry's leaf of a tree."""
+        """Returns this entry's leaf of a tree."""
         for name in self.path:
             tree = tree[name]
         return tree
 
     def from_hf(self, tensor):
-        """HF tensor -> ours (at one index): a view, so that slicing it copies only the slice."""
+        """Converts an HF tensor to ours (at one index): a view, so that slicing it copies only the slice."""
         shape = self.kind[0]
         if not self.inputs:
             return tensor.reshape(shape)

@@ -3,7 +3,7 @@
 Rows are split over the data axes, the tokens of each over cp, heads and widths over tp. Weights are gathered over fsdp,
 cp and ep before they are used, so the sums inside a layer are the same for every split of the data axes; experts stay
 where they are over ep, and the rows go to them. What looks at other tokens of its row gathers them over cp: attention
-the keys and values (or has them come by, in a ring), the scored slots the tokens that predict them. It knows tokens by
+the keys and values (or has them come by, in a ring), the loss slots the tokens that predict them. It knows tokens by
 their positions and segments, so their order in the row does not matter (training.ranks deals them).
 
 Legend: B rows, L tokens per row, V vocabulary, D hidden size, H query heads, G key-value heads, K head size.
@@ -39,7 +39,7 @@ from jaxrl.types import custom_vjp
 
 
 def _mesh() -> Any:
-    """The mesh in force, or None where there is nothing to place."""
+    """Returns the mesh in force, or None if there is nothing to place."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
         return None
@@ -51,30 +51,31 @@ def _data_axes(mesh, rows: int):
 
 
 def _tokens_axis(mesh, length: int):
-    """The axis that rows of so many tokens are split over along them, None = whole."""
+    """Returns the axis over which rows of so many tokens are split along tokens, None = whole."""
     return "cp" if mesh.shape["cp"] > 1 and length % mesh.shape["cp"] == 0 else None
 
 
 def _by_token(mesh, shape_BxL) -> P:
-    """How an array [B, L, ...] lies."""
+    """Returns the spec of an array [B, L, ...]."""
     data, tokens = _data_axes(mesh, shape_BxL[0]), _tokens_axis(mesh, shape_BxL[1])
     return P(data, tokens) if tokens else P(data)
 
 
 def _own_lists(mesh, shape_BxL) -> P:
-    """How arrays lie whose leading axis is rows, or a list, of each device: every device has its own."""
+    """Returns the specs of arrays whose leading axis is rows, or a list, of each device."""
     data, tokens = _data_axes(mesh, shape_BxL[0]), _tokens_axis(mesh, shape_BxL[1])
     return P((*(data or ()), tokens)) if tokens else P(data)
 
 
 def _whole_rows(axis, *arrays) -> Any:
-    """Each [B, L / cp, ...] as [B, L, ...], device after device of cp. Within a shard_map."""
+    """Gathers each [B, L / cp, ...] to [B, L, ...], device after device of cp. Within a shard_map."""
     gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
     return arrays if axis is None else tuple(x if x is None else gather(x) for x in arrays)
 
 
 def gathered(weight, axes, dtype):
-    """The weight in `dtype`, whole over fsdp and cp and split over tp (experts: over ep, too), as every rank uses it.
+    """Returns the weight in `dtype`, whole over fsdp and cp and split over tp (experts: over ep, too), as
+    every rank uses it.
     """
     mesh = _mesh()
     if mesh is None:
@@ -92,7 +93,7 @@ def whole(x):
 
 
 def stored(weights, axes):
-    """[N, *weight] split as parameters are kept, the first axis whole."""
+    """Constrains [N, *weight] to the split of stored parameters, the first axis whole."""
     mesh = _mesh()
     if mesh is None:
         return weights
@@ -101,14 +102,16 @@ def stored(weights, axes):
 
 
 def rows(x):
-    """[B, L, ...] split by rows and over cp by tokens, whole in the rest."""
+    """Constrains [B, L, ...] to a split by rows and, over cp, by tokens; whole in the other axes."""
     mesh = _mesh()
     return x if mesh is None else jax.lax.with_sharding_constraint(x, _by_token(mesh, x.shape))
 
 
 def at_sources(x_RxLx, sources_RxS):
-    """[R, S, ...] x[r, sources[r, s]]: of tokens of rows, those that predict the scored slots; see PackedBatch. Slots
-    are split over cp as tokens are, each device having as many, and their tokens may be another one's."""
+    """Returns x[r, sources[r, s]], [R, S, ...]: of a row's tokens, those that predict the loss slots; see PackedBatch.
+
+    Slots are split over cp as tokens are, equally many per device; their tokens may be on another device.
+    """
     def take(x, sources):
         x, = _whole_rows(tokens, x)
         return jnp.take_along_axis(x, sources.reshape(*sources.shape, *(1,) * (x.ndim - 2)), axis=1)
@@ -122,8 +125,9 @@ def at_sources(x_RxLx, sources_RxS):
 
 
 def residual(x_BxLxD):
-    """The residual stream between layers: split by rows and, over cp and tp, by tokens, so that norms and what the
-    backward pass keeps are not repeated on every device of tp (sequence parallelism)."""
+    """Constrains the residual stream between layers: split by rows and, over cp and tp, by tokens, so that norms and
+    stored activations are not repeated on every device of tp (sequence parallelism).
+    """
     mesh = _mesh()
     if mesh is None:
         return x_BxLxD
@@ -136,7 +140,7 @@ def residual(x_BxLxD):
 
 
 def split_of(shape_RxS, vocab: int) -> Split | None:
-    """How kernels.logprob splits so many rows and slots and so large a vocabulary; None without a mesh."""
+    """Returns how kernels.logprob splits so many rows and slots and so large a vocabulary; None without a mesh."""
     mesh = _mesh()
     if mesh is None:
         return None
@@ -148,10 +152,10 @@ def split_of(shape_RxS, vocab: int) -> Split | None:
 
 @custom_vjp(2)
 def embed(table_VxD, tokens_BxL, dtype):
-    """Rows of the table in `dtype`, [B, L, D]; each device of tp looks up the tokens it holds.
+    """Returns rows of the table in `dtype`, [B, L, D]; each device of tp looks up the tokens it holds.
 
-    The table is gathered as all weights are, so that its gradient is summed in one order on every (dp, fsdp).
-    The uses of one token are summed in the table's dtype.
+    The table is gathered as all weights are, so that its gradient is summed in one order on every (dp, fsdp). The uses
+    of one token are summed in the table's dtype.
     """
     split = split_of(tokens_BxL.shape, table_VxD.shape[0])
 
@@ -168,7 +172,7 @@ def embed(table_VxD, tokens_BxL, dtype):
 
 
 def _embed(table, tokens, dtype):
-    """A frozen table is not kept: it gets no gradient."""
+    """Looks up a frozen table, which is not saved for the backward pass: it gets no gradient."""
     table, tokens, learns = table.value, tokens.value, table.perturbed
     return embed(table, tokens, dtype), (table if learns else None, tokens)
 
@@ -197,14 +201,14 @@ embed.defvjp(_embed, _embed_gradient, symbolic_zeros=True)
 
 def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments=None, k_segments=None,
                       q_prefixes=None, work=None, sinks=None, **options):
-    """kernels.attention, each device on its own rows and heads.
+    """Runs kernels.attention, each device on its own rows and heads.
 
-    Over cp each device has the queries of its tokens and gathers keys, values and what is known of them, or where
-    `work` is a ring's, they go from device to device. The backward pass adds their gradients up where they came from
-    (reduce-scatter). Where keys are a cache's, all is whole.
+    Over cp each device has the queries of its tokens and gathers keys, values and their positions and segments; with
+    the `work` of a ring, they go from device to device. The backward pass reduce-scatters their gradients. Keys of a
+    cache are whole.
 
-    Where tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the
-    one key-value head that its query heads read. Where tp divides no heads, every device of tp does the same work.
+    If tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the one
+    key-value head that its query heads read. If tp divides no heads, every device of tp does the same work.
     """
     arguments = (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments, k_segments, q_prefixes)
     mesh = _mesh()
@@ -235,7 +239,7 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
 
 
 def row_chunks(segments_BxL, prefixes_BxL=None, enters_BxL=None, continues: bool = False):
-    """kernels.recurrence.chunks_of, each device of its own rows."""
+    """Runs kernels.recurrence.chunks_of, each device for its own rows."""
     def own(segments, prefixes, enters):
         return chunks_of(segments, prefixes, enters_BxL=enters, continues=continues)
 
@@ -247,8 +251,7 @@ def row_chunks(segments_BxL, prefixes_BxL=None, enters_BxL=None, continues: bool
 
 
 def by_rows_and_heads(function, heads: int, chunks, tokens: tuple, state, windows: tuple, parameters: tuple):
-    """function of the arguments behind it -> ([B, L, heads, ...], state, windows), each device for its own rows and
-    heads.
+    """Runs function(*other arguments) -> ([B, L, heads, ...], state, windows), each device for its own rows and heads.
 
     Args:
       heads: the number that tp must divide to split any of them.
@@ -265,8 +268,9 @@ def by_rows_and_heads(function, heads: int, chunks, tokens: tuple, state, window
 
 
 def of_each_token(function, x_BxLxn):
-    """function(x) [B, L, m], of a function that takes every token by itself, each device for its own. The partitioner
-    would bring the operand of a top_k whole to every device."""
+    """Runs a function of single tokens, [B, L, n] -> [B, L, m], each device on its own. The partitioner would bring the
+    operand of a top_k whole to every device.
+    """
     mesh = _mesh()
     if mesh is None:
         return function(x_BxLxn)
@@ -276,8 +280,9 @@ def of_each_token(function, x_BxLxn):
 
 def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmul="default", biases=(),
            implementation="auto"):
-    """kernels.experts, each device with its experts where ep divides their number, on the tokens of all devices of ep,
-    else with all of them on its own; where tp divides their width, with its share of each."""
+    """Runs kernels.experts. If ep divides the number of experts, each device has its share, for the tokens of all
+    devices of ep; else all of them, for its own tokens. If tp divides their width, each device has its share of that.
+    """
     def local(x, ids, gates, gate, up, down, *biases):
         if biases and width:  # what the devices of tp sum up holds the bias of the output once
             biases = *biases[:2], biases[2] * (jax.lax.axis_index(width) == 0)
@@ -305,8 +310,9 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
 
 
 def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, ring=False, **options):
-    """kernels.attention.work_of self-attention over these rows, for sharded_attention's `work`: each device's own; of a
-    ring over cp, where one is asked for."""
+    """Computes kernels.attention.work_of self-attention over these rows, for sharded_attention's `work`: each device's
+    own, or that of a ring over cp if `ring`.
+    """
     rows = tuple(x for x in (positions_BxL, segments_BxL, prefixes_BxL) if x is not None)
 
     def local(heads, groups, positions, segments=None, prefixes=None):
@@ -328,9 +334,9 @@ def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, pref
 
 
 def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=None, sinks=None, **options):
-    """kernels.attention.cached_attention, each device on its own slots and heads, split as in sharded_attention.
+    """Runs kernels.attention.cached_attention, each device on its own slots and heads, split as in sharded_attention.
 
-    k_cache, v_cache: [S, C, G * K], or [N, S, C, G * K] with `index` saying which of the N is meant.
+    k_cache, v_cache: [S, C, G * K], or [N, S, C, G * K] with the `index` of one of the N.
     """
     if index is None:
         k_cache, v_cache, index = k_cache[None], v_cache[None], 0
@@ -355,8 +361,9 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
 
 
 def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **options):
-    """Several queries per slot over a cache, as sharded_cached_attention's one: kernels.attention over the cache's
-    positions. Queries at or beyond the cache's length are padding."""
+    """Computes attention of several queries per slot over a cache, as sharded_cached_attention does of one:
+    kernels.attention over the cache's positions. Queries at or beyond the cache's length are padding.
+    """
     def keys(cache):
         x = cache if index is None else cache[index]
         return x.reshape(*x.shape[:2], -1, q_SxLxHxK.shape[3]).astype(q_SxLxHxK.dtype)
@@ -369,9 +376,10 @@ def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **opti
 
 
 def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, **options):
-    """sharded_cached_attention's `work`: kernels.attention.cached_work_of a cache of layers of `shape` [S, C, G * K].
+    """Computes kernels.attention.cached_work_of a cache of layers of `shape`
+    [S, C, G * K], sharded_cached_attention's `work`.
 
-    prompts: kernels.attention.Shared or None; each device's rows are about its own slots, counted from its first one.
+    prompts: kernels.attention.Shared or None; each device's rows describe its own slots, counted from its first one.
     """
     slots, length, width = shape
     size = width // groups
@@ -417,11 +425,11 @@ def write(cache, x_SxLxGxK, positions_SxL, index):
 
 
 def take_slots(cache, slots_K, groups: int):
-    """A copy of K slots' rows of the cache, [K, C, G * K] or [N, K, C, G * K]; `groups` is G.
+    """Copies K slots' rows of the cache, [K, C, G * K] or [N, K, C, G * K]; `groups` is G.
 
-    Each device copies of its own slots: its share of the K, in order, names these, or slots that there are not, whose
-    rows are without meaning. (Row by row: a gather would have XLA for TPUs copy the whole cache into another layout,
-    and the partitioner would collect it.)
+    Each device copies of its own slots: its share of the K, in order, names these, or slots that do not exist, whose
+    rows are undefined. (Row by row: a gather would have XLA for TPUs copy the whole cache into another layout, and the
+    partitioner would collect it.)
     """
     def local(cache, slots, first):
         at, _ = _own_slots(slots, first, cache.shape[-3])
@@ -431,8 +439,9 @@ def take_slots(cache, slots_K, groups: int):
 
 
 def put_slots(cache, part, slots_K, starts_K, length: int, groups: int):
-    """The cache with `length` positions of K slots, from `starts` on, as they are in `part`, of take_slots. Slots that
-    there are not are left out."""
+    """Returns the cache with `length` positions of K slots, from `starts` on, replaced by `part` (of take_slots). Slots
+    that do not exist are skipped.
+    """
     def local(cache, slots, first, part, starts):
         lead, (room, width) = cache.shape[:-3], cache.shape[-2:]
         at, there = _own_slots(slots, first, cache.shape[-3])
@@ -448,13 +457,13 @@ def put_slots(cache, part, slots_K, starts_K, length: int, groups: int):
 
 
 def _own_slots(slots_K, first, count: int):
-    """(which of its `count` slots, from `first` on, a device is asked for, whether it has them)."""
+    """Returns (the indices of a device's slots, which are `count` from `first` on; whether it has them)."""
     at = slots_K - first
     return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)
 
 
 def _each_its_slots(local, cache, slots_K, more, groups: int):
-    """local(cache, slots, first slot, *more) of each device's part of the cache and of what lies by slots."""
+    """Runs local(cache, slots, first slot, *more) on each device's part of the cache and of arrays by slot."""
     mesh = _mesh()
     if mesh is None:
         return local(cache, slots_K, 0, *more)
@@ -473,13 +482,13 @@ def _head_axis(mesh, groups: int):
 
 
 def _heads(mesh, heads: int, groups: int):
-    """(axis of query heads, axis of key-value heads, whether each device takes one key-value head of all)."""
+    """Returns (axis of query heads, axis of key-value heads, whether each device takes one key-value head of all)."""
     kv_axis, tp = _head_axis(mesh, groups), mesh.shape["tp"]
     shared_kv = kv_axis is None and heads % tp == 0 and tp % groups == 0
     return "tp" if shared_kv else kv_axis, kv_axis, shared_kv
 
 
 def _own_heads(mesh, heads: int, groups: int) -> tuple[int, int]:
-    """Query heads and key-value heads of one device."""
+    """Returns query heads and key-value heads of one device."""
     tp, (q_axis, kv_axis, shared_kv) = mesh.shape["tp"], _heads(mesh, heads, groups)
     return heads // tp if q_axis else heads, 1 if shared_kv else groups // tp if kv_axis else groups

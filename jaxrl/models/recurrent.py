@@ -23,15 +23,18 @@ RATES = (1e-2, 16.0)  # between which decay rates begin
 
 
 def initial_rates(key, entry):
-    """The log of rates drawn evenly between RATES, fp32; the same for scanned and unrolled layers."""
+    """Returns the log of rates drawn evenly between RATES, fp32; the same for scanned and unrolled layers."""
     draw = lambda name: jax.random.uniform(  # noqa: E731
         jax.random.fold_in(key, zlib.crc32(name.encode())), entry.kind[0], jnp.float32, *RATES)
     return jnp.log(jnp.stack([draw(name) for name in entry.hf_names]).reshape(entry.shape))
 
 
 def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
-    """A mixer, see models.feed_forward.Part. Padding is not read. It keeps, by slot, `state` [B, G, K, V] in fp32 or
-    better and, of the convolution, the last inputs of queries, keys and values, `window_*` [B, T - 1, heads, size]."""
+    """Computes a gated delta rule; a mixer, see models.feed_forward.Part. Padding is not read.
+
+    Its cache, by slot: `state` [B, G, K, V] in fp32 or better and, of the convolution, the last inputs of queries, keys
+    and values, `window_*` [B, T - 1, heads, size].
+    """
     del layer, implementation
     dtype, cfg = x_BxLxD.dtype, own.config
     tokens = tuple(own.linears("recurrent", x_BxLxD, *NAMES))
@@ -63,7 +66,7 @@ def rule_flops(config) -> int:
 
 
 def leaf_shapes(config, dtype) -> dict[str, tuple]:
-    """Name -> (shape, dtype) of what a recurrent layer keeps of one slot. States are fp32 or better."""
+    """Returns name -> (shape, dtype) of a recurrent layer's cache per slot. States are fp32 or better."""
     keys = config.linear_key_heads, config.linear_key_size
     values = config.linear_value_heads, config.linear_value_size
     sizes = dict(zip(LEAVES[1:], (keys, keys, values), strict=True))
@@ -77,12 +80,13 @@ def is_by_slot(path) -> bool:
 
 
 def positional(cache):
-    """A leaf of the cache that lies by positions, [..., slots, C, width]."""
+    """Whether a leaf of the cache is indexed by position, [..., slots, C, width]."""
     leaves = jax.tree_util.tree_leaves_with_path(cache)
     return next(leaf for path, leaf in leaves if not is_by_slot(path))
 
 
 def cache_length(cache) -> int:
+    """Returns the positions of a cache."""
     return positional(cache).shape[-2]
 
 
@@ -96,8 +100,11 @@ def _parameter(own, name: str, dtype):
 
 
 def _rule(chunks, tokens, state, windows, of_heads):
-    """Rows: (out [B, L, G, V], state and windows behind the tokens that enter them), of queries, keys and values before
-    the convolution, decay and beta before their gates. state, windows: before the rows, or None and ()."""
+    """Returns (out [B, L, G, V], state, windows) of rows.
+
+    The inputs are queries, keys and values before the convolution, decay and beta before their gates. state, windows:
+    before the rows, or None and (); the results are those after the tokens that enter them.
+    """
     (*raw, decay, beta), (*taps, rate, shift) = tokens, of_heads
     joined, weight = _joined(raw), jnp.concatenate([w.reshape(-1, w.shape[-1]) for w in taps])
     before = _joined(windows) if windows else None
@@ -108,7 +115,7 @@ def _rule(chunks, tokens, state, windows, of_heads):
 
 
 def _step(chunks, tokens, state, windows, of_heads):
-    """`_rule` of one token of each slot. A slot whose token is padding keeps what it has."""
+    """Runs `_rule` for one token of each slot. A slot whose token is padding keeps its state."""
     (*raw, decay, beta), (*taps, rate, shift) = tokens, of_heads
     wide = jnp.concatenate([_joined(windows), _joined(raw).astype(windows[0].dtype)], axis=1)
     acc, dtype = rate.dtype, raw[0].dtype
@@ -119,24 +126,24 @@ def _step(chunks, tokens, state, windows, of_heads):
     out, after = step((unit(q) * q.shape[-1] ** -0.5)[:, 0], unit(k)[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
     real = chunks.real[:, 0]
     state = jnp.where(real.reshape(-1, 1, 1, 1), after, state)
-    kept = jnp.where(real.reshape(-1, 1, 1), wide[:, 1:], wide[:, :-1])
-    return out[:, None], state, tuple(_split(kept, raw))
+    window = jnp.where(real.reshape(-1, 1, 1), wide[:, 1:], wide[:, :-1])
+    return out[:, None], state, tuple(_split(window, raw))
 
 
 def _joined(arrays):
-    """[B, L, channels] of arrays [B, L, heads, size]."""
+    """Joins arrays [B, L, heads, size] to [B, L, channels]."""
     return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in arrays], axis=2)
 
 
 def _split(joined, like):
-    """The inverse of `_joined`, for arrays of the heads and sizes of `like`."""
+    """Inverts `_joined`, for arrays of the heads and sizes of `like`."""
     ends = list(itertools.accumulate(math.prod(x.shape[2:]) for x in like))
     parts = jnp.split(joined, ends[:-1], axis=2)
     return [part.reshape(*joined.shape[:2], *x.shape[2:]) for part, x in zip(parts, like, strict=True)]
 
 
 def _last(x_BxLxC, before, enters_BxL, count: int):
-    """[B, count, C]: the last of the tokens that enter, with those before the row in front, or zeros."""
+    """Returns [B, count, C]: the last of the tokens that enter, preceded by those before the row, or zeros."""
     blank = jnp.zeros((x_BxLxC.shape[0], count, x_BxLxC.shape[2]), x_BxLxC.dtype)
     wide = jnp.concatenate([blank if before is None else before.astype(x_BxLxC.dtype), x_BxLxC], axis=1)
     index = jnp.sum(enters_BxL, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
@@ -144,20 +151,20 @@ def _last(x_BxLxC, before, enters_BxL, count: int):
 
 
 def gates(decay_BxLxG, beta_BxLxG, rate_G, shift_G):
-    """(log of the decay, at most 0; share that is written), in fp32 or better."""
+    """Returns (log of the decay, at most 0; share that is written), in fp32 or better."""
     acc, wide = rate_G.dtype, lambda x: jax.lax.broadcast_to_rank(x, decay_BxLxG.ndim)
     decay = jax.nn.softplus(decay_BxLxG.astype(acc) + wide(shift_G))
     return -jnp.exp(wide(rate_G)) * decay, jax.nn.sigmoid(beta_BxLxG.astype(acc))
 
 
 def unit(x):
-    """x divided by its length over the last axis, in fp32 or better."""
+    """Returns x divided by its length over the last axis, in fp32 or better."""
     x = x.astype(_wide(x.dtype))
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPS)
 
 
 def _gated_norm(own, x, gate):
-    """RMS norm of each value head, times its scale (without the model's norm_offset) and silu(gate)."""
+    """Returns the RMS norm of each value head, times its scale (without the model's norm_offset) and silu(gate)."""
     acc = _wide(x.dtype)
     scale = jax.lax.broadcast_to_rank(own.values["recurrent/norm/scale"].astype(acc), x.ndim)
     y = x.astype(acc)

@@ -34,6 +34,7 @@ class Rope:
     attention_factor: float | None = None  # yarn: factor on cos and sin; None = from mscale, else 0.1 ln(factor) + 1
     mscale: float = 0.0                    # yarn
     mscale_all_dim: float = 0.0            # yarn
+    query_beta: float = 0.0                # of `growth`; 0 = none
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -48,7 +49,7 @@ def _linear(rope, head_dim, plain):
 
 
 def _llama3(rope, head_dim, plain):
-    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    """Stretches long wavelengths by `factor`, leaves short ones, interpolates those between (Llama 3.1)."""
     turns = rope.original_max * plain / np.float32(2 * math.pi)  # rotations over the original window
     with np.errstate(divide="ignore", invalid="ignore"):  # equal factors: a step, and nothing is between them
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -58,7 +59,9 @@ def _llama3(rope, head_dim, plain):
 
 
 def _yarn(rope, head_dim, plain):
-    """YaRN (arXiv:2309.00071), "NTK-by-parts": a ramp over dimensions between interpolation and extrapolation."""
+    """Computes YaRN (arXiv:2309.00071), "NTK-by-parts": a ramp over dimensions
+    between interpolation and extrapolation.
+    """
     def dimension(turns):
         return head_dim * math.log(rope.original_max / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -93,8 +96,15 @@ def magnitude(rope: Rope) -> float:
 
 
 def score_factor(rope: Rope) -> float:
-    """Factor on the scores of attention over latents (DeepSeek-V3): that of mscale_all_dim, squared."""
+    """Returns the factor on the scores of attention over latents (DeepSeek-V3): that of mscale_all_dim, squared."""
     return _mscale(rope, rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0
+
+
+def growth(rope: Rope, positions_BxL):
+    """Returns [B, L, 1, 1] fp32: what queries are multiplied with, 1 + beta log(1 + floor(position / window)) with the
+    window before scaling (Ministral 3, as Llama 4)."""
+    windows = (positions_BxL // rope.original_max).astype(jnp.float32)
+    return (1 + rope.query_beta * jnp.log1p(windows))[:, :, None, None]
 
 
 def _mscale(rope: Rope, mscale: float) -> float:

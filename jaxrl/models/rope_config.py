@@ -10,14 +10,15 @@ from jaxrl.models.rope import KINDS, Rope
 
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
-    """The rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
-    `rope_scaling`."""
+    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or
+    from `rope_theta` and `rope_scaling`.
+    """
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
     tables = family.defaults.get("rope_parameters") if tables is None else tables
     for key, value in (("rope_scaling", scaling), ("rope_parameters", tables)):
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"model config: {key}={value!r}; give a table")
-    if not family.local_rope:
+    if not family.local_theta:
         table = {"rope_theta": hf["rope_theta"], **(scaling or tables or {})}
         if "original_max_position_embeddings" in hf:  # beside the table, it wins
             table["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
@@ -31,15 +32,22 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
                           "them there")
     full = tables.get("full_attention") or {"rope_type": "default"}
     full = {"rope_theta": hf["rope_theta"], **full, **(scaling or {})}
-    local = tables.get("sliding_attention") or {}
-    if "rope_theta" not in local:
-        local = {"rope_theta": number(hf, "rope_local_base_freq", above=0), **local}
     truncate = tables.get("truncate", True)  # transformers looks for it beside the tables, not in them
-    return _rope(hf, family, full, truncate), _rope(hf, family, local, truncate)
+    rope, local = _rope(hf, family, full, truncate), tables.get("sliding_attention") or {}
+    base = family.local_theta
+    if "rope_theta" not in local:
+        if not isinstance(base, str) and full["rope_theta"] == hf["rope_theta"] != base:
+            raise ConfigError(f"model config: rope_theta={hf['rope_theta']!r}: transformers gives it to layers without "
+                              f"window alone, and {base} to the others; name both in rope_parameters, full_attention "
+                              "and sliding_attention")
+        local = {"rope_theta": number(hf, base, above=0) if isinstance(base, str) else base, **local}
+    return rope, _rope(hf, family, local, truncate)
 
 
 def rotary_size(hf, head_dim: int) -> int:
-    """How many dimensions of a head turn, by `partial_rotary_factor`: the rotary table's, or the one beside it."""
+    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table
+    or of the config.
+    """
     beside = hf["partial_rotary_factor"]
     table = {"partial_rotary_factor": 1.0 if beside is None else beside,
              **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
@@ -52,7 +60,7 @@ def rotary_size(hf, head_dim: int) -> int:
 
 
 def _rope(hf, family, table, truncate) -> Rope:
-    """The rotary embedding of one flat table."""
+    """Returns the rotary embedding of one flat table."""
     nested = [key for key, value in table.items() if isinstance(value, dict)]
     if nested:
         raise ConfigError(f"model config: the rotary table has tables in it ({', '.join(nested)}), which a "
@@ -70,10 +78,11 @@ def _rope(hf, family, table, truncate) -> Rope:
     partial = {table.get("partial_rotary_factor"), hf.get("partial_rotary_factor")} - {None, 1.0}
     if partial and not family.partial_rotary:
         raise ConfigError("model config: partial_rotary_factor is not supported for this family; leave it at 1.0")
-    table = {"original_max_position_embeddings": hf["max_position_embeddings"], **table}
+    beside, table = table, {"original_max_position_embeddings": hf["max_position_embeddings"], **table}
     theta = float(number(table, "rope_theta", above=0))
+    grows = (lambda: _growth(table, beside)) if family.query_growth else dict
     if kind == "default":
-        return Rope(theta=theta)
+        return Rope(theta=theta, **grows())
     if kind == "dynamic":  # its window is always the model's
         table["original_max_position_embeddings"] = hf["max_position_embeddings"]
     window = number(table, "original_max_position_embeddings", least=1, kind=int)
@@ -86,7 +95,17 @@ def _rope(hf, family, table, truncate) -> Rope:
     fields: dict[str, Any] = {name: float(number(table, name, above=0)) for name in needed}
     if kind == "yarn":
         fields |= _yarn_fields({**table, "rope_theta": theta}, truncate)
-    return Rope(kind=kind, theta=theta, original_max=window, **fields)
+    return Rope(kind=kind, theta=theta, **{"original_max": window, **fields, **grows()})
+
+
+def _growth(table, given) -> dict:
+    """Returns the fields of models.rope.growth. Raises for entries that the table lacks, since
+    transformers has no defaults.
+    """
+    key, window = "llama_4_scaling_beta", "original_max_position_embeddings"
+    if missing := [name for name in (key, window) if given.get(name) is None]:
+        raise ConfigError(f"model config: {', '.join(missing)} missing in the rotary table; queries grow by it")
+    return {"query_beta": float(number(table, key, least=0)), "original_max": number(table, window, least=1, kind=int)}
 
 
 def _yarn_fields(table, truncate) -> dict:

@@ -21,9 +21,12 @@ from jaxrl.models import decoder, parameters
 
 
 def for_decoding(model, mesh):
-    """The model as a sampler on a mesh computes it: on GPUs with layers of their own and, where the weights are whole
-    on every device and plain numbers without adapters, with joined products; elsewhere as it is. So is one whose
-    adapters leave out layers, which a scan fills up with zeros."""
+    """Returns the model as a sampler on a mesh computes it.
+
+    On GPUs its layers are unstacked and, if the weights are whole on every device and plain numbers without adapters,
+    its products are joined. Elsewhere the model is unchanged, and so is one whose adapters leave out layers, which a
+    scan fills up with zeros.
+    """
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return model
     own = dataclasses.replace(model, scan_layers=False)
@@ -34,8 +37,9 @@ def for_decoding(model, mesh):
 
 
 def joined(entries) -> tuple[parameters.Entry, ...]:
-    """The entries of a model whose layers are not stacked, with one entry in place of those that `parameters.JOINED`
-    names together, in the order of their paths."""
+    """Returns the entries of a model whose layers are not stacked, with one entry for those that `parameters.JOINED`
+    names together, in the order of their paths.
+    """
     left = {entry.path: entry for entry in entries}
     for path in list(left):
         for parts, name in parameters.JOINED.items():
@@ -51,15 +55,16 @@ def joined(entries) -> tuple[parameters.Entry, ...]:
 
 
 def laid_out(source, target, params):
-    """The parameters of `source` as `target` has them: the same model, or `for_decoding` of it. Pure."""
+    """Converts the parameters of `source` to the layout of `target`: the same model, or `for_decoding` of it. Pure."""
     if not target.scan_layers:
         params = by_layer(source, params)
     return _joined(target, params) if target.joined else params
 
 
 def by_layer(model, params, cut=None) -> dict:
-    """A model's tree as that of the same without scanned layers: the repetitions of layers/sub_<j> as layer_<i>. cut:
-    gives a repetition of a leaf that is no array."""
+    """Converts a model's tree to that of the same model without scanned layers: the repetitions of layers/sub_<j>
+    become layer_<i>. cut: takes a repetition of a leaf that is no array.
+    """
     before, repeats, _ = decoder.spans(model.config, model.scan_layers)
     out = {name: tree for name, tree in params.items() if name != "layers"}
     for n, j in itertools.product(range(repeats), range(model.config.period)):

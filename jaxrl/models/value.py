@@ -1,7 +1,7 @@
-"""A head of one number on any decoder: the value of a state, for PPO's critic, or the score of a sequence, for reward
-models.
+"""A head of one number on any decoder: the value of a state, for PPO's critic, or the score of a
+sequence, for reward models.
 
-Legend: R rows, S scored slots per row, D hidden size.
+Legend: R rows, S loss slots per row, D hidden size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ValueModel:
         return (*trunk, *parameters.entries(self.config, rows))
 
     def tree(self, function):
-        """The parameter tree with `function(entry)` at every leaf."""
+        """Returns the parameter tree with `function(entry)` at every leaf."""
         return parameters.tree(self.entries, function)
 
     def init(self, key):

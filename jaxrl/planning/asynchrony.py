@@ -169,7 +169,7 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
     for step in range(first + steps):
         if step == first:
             began = engine.now, engine.busy, trained
-        groups, cursor = queue.ask(step, cursor)
+        groups, cursor = queue.request_groups(step, cursor)
         queue.wait(groups, float("inf"))
         oldest = max(oldest, *(int(staleness(step, r.versions.min(), sync_every)) for g in groups
                                for r in g.results.values()))
@@ -273,7 +273,7 @@ def _fitted(seconds, *columns) -> list[float]:
 
 
 def _decode_steps(lengths, slots: int) -> float:
-    """Decode steps until all completions are there."""
+    """Returns the decode steps until all completions are done."""
     return simulate(Speeds(slots, 1.0), lengths, per_step=len(lengths), group_size=1, steps=1)["seconds"][0]
 
 

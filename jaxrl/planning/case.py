@@ -38,8 +38,8 @@ class Case:
 
     Attributes:
       mesh: axis sizes.
-      rollout: (mesh of one process's sampler, its Shapes, bytes of its dtype), or None if the completions come from
-        elsewhere.
+      rollout: (mesh of one process's sampler, its Shapes, bytes of its dtype), or None if the
+        completions come from elsewhere.
       memory, usable: bytes of one device.
       lent: bytes of it that vLLM's server takes in turns (rollout.placement=colocated; 0 = none).
       left_out: why completions are not planned.
@@ -80,7 +80,9 @@ class Case:
 
     @functools.cached_property
     def sampler(self) -> tuple[dict, Any, int]:
-        """(mesh, shapes, bytes of a weight) of one engine. vLLM's servers count as devices of the target's kind."""
+        """Returns (mesh, shapes, bytes of a weight) of one engine. vLLM's servers count as devices
+        of the target's kind.
+        """
         c = self.config
         if self.rollout is not None:
             return self.rollout
@@ -148,7 +150,7 @@ def alone(config) -> bool:
 
 
 def _left_out(config, hf_config: dict) -> str:
-    """Why the completions of a job are not planned; "" where they are."""
+    """Returns the reason why a job's completions are not planned; "" if they are."""
     if not alone(config):
         return ""
     try:
@@ -197,7 +199,7 @@ def _build(description: str, dtype: str, scan: bool, remat: str, attention: str,
 
 
 def _rollout(config, model, target, mesh: dict):
-    """The embedded sampler of one process. rollout.engine=auto counts as it: vLLM is planned for where it is named."""
+    """Returns the embedded sampler of one process. rollout.engine=auto counts as it: vLLM is planned if it is named."""
     if not config.recipe.samples or not engine_row(config).on_mesh:
         return None
     if target.hosts == 1:

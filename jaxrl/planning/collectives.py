@@ -25,8 +25,8 @@ _OPCODE = re.compile(r"(?:^|\s)([a-z][a-z0-9\-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind over one group: `count` runs that together handle `bytes` of whole (gathered,
-    unreduced) arrays.
+    """Collectives of one kind over one group: `count` runs that together handle `bytes` of
+    whole (gathered, unreduced) arrays.
     """
 
     kind: str
@@ -53,7 +53,7 @@ def read(text: str, per_host: int) -> list[Collective]:
 
 
 def _computations(text: str):
-    """(name of the entry, {computation: {instruction: what follows the '='}})."""
+    """Returns (name of the entry, {computation: {instruction: text after the '='}})."""
     entry, bodies, current = "", {}, None
     for line in text.splitlines():
         header = _HEADER.match(line)
@@ -68,7 +68,7 @@ def _computations(text: str):
 
 
 def _walk(name, bodies, per_host, known) -> dict[tuple, tuple[int, int]]:
-    """(kind, group, hosts) -> (runs, bytes) of one computation and all it calls."""
+    """Returns (kind, group, hosts) -> (runs, bytes) of one computation and all that it calls."""
     if name in known:
         return known[name]
     total: dict[tuple, tuple[int, int]] = {}
@@ -132,7 +132,9 @@ def array_bytes(text: str) -> int:
 
 
 def _collective(kind, instruction, rest, bodies, body, per_host):
-    """The arrays of one instruction: (kind, group, hosts) -> (runs, bytes). Compilers combine several into a tuple."""
+    """Returns (kind, group, hosts) -> (runs, bytes) of one instruction's arrays. Compilers combine
+    several into a tuple.
+    """
     groups = replica_groups(rest)
     size = groups.shape[1]
     if size == 1:
@@ -162,7 +164,7 @@ def _collective(kind, instruction, rest, bodies, body, per_host):
 
 
 def _names(rest: str, opcode: str) -> list[str]:
-    """The operands of an instruction."""
+    """Returns the operands of an instruction."""
     inside = rest[rest.index(f" {opcode}(") + len(opcode) + 2:]
     return re.findall(r"%([\w.\-]+)", inside[:inside.index(")")])
 

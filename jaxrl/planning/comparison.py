@@ -22,9 +22,9 @@ def comparison(spec, job, step: int) -> PlanComparison:
 class PlanComparison:
     """Keeps the median seconds of each phase and the highest device memory, next to `plan.predict`.
 
-    Predictions are upper bounds at maximum lengths, with counted temporaries; nothing is compiled for them. On CPUs
-    only memory is predicted, and nothing if devices are missing in the table of chips or roles have their own
-    devices.
+    Predictions are upper bounds at maximum lengths, with counted temporaries; nothing is compiled for
+    them. On CPUs only memory is predicted, and nothing if devices are missing in the table of chips or
+    roles have their own devices.
     """
 
     def __init__(self, config, job, step: int):
@@ -53,8 +53,8 @@ class PlanComparison:
                     self._seconds.setdefault(name, []).append(phases[name] / count)
 
     def measured(self) -> dict[str, float]:
-        """Returns {"peak_bytes" if the device reports it, "<phase>_seconds", "step_seconds" their sum}: medians after
-        warm-up.
+        """Returns {"peak_bytes" if the device reports it, "<phase>_seconds", "step_seconds" their
+        sum}: medians after warm-up.
         """
         out = {f"{name}_seconds": statistics.median(values) for name, values in self._seconds.items()}
         if out:
@@ -74,7 +74,7 @@ class PlanComparison:
 
 
 def _predict(config, job) -> dict[str, float]:
-    """plan.predict; the critic's update belongs to `update`, as on the run's clock."""
+    """Returns plan.predict with the critic's update added to `update`, as on the run's clock."""
     from jaxrl.planning import plan
 
     found = plan.predict(config, job.mesh, job.model)

@@ -164,7 +164,9 @@ def _compile(job: dict) -> dict:
 
 
 def _meshes(job: dict):
-    """(mesh of training, mesh of one process's sampler or None), of CPU devices, or of a topology of TPUs or GPUs."""
+    """Returns (mesh of training, mesh of one process's sampler or None), of CPU devices, or of a topology
+    of TPUs or GPUs.
+    """
     import jax
 
     from jaxrl.sharding.mesh import AXES as names
@@ -193,7 +195,7 @@ def _size(mesh: dict) -> int:
 
 
 def _host_topology(topology, devices: int):
-    """The shape of one host of a slice: 2x2(x1) chips, or as many as there are."""
+    """Returns the shape of one host of a slice: 2x2(x1) chips, or as many as there are."""
     shape = {4: (2, 2), 8: (2, 4), 2: (1, 2), 1: (1, 1)}[devices]
     return shape + (1,) * (len(topology) - 2)
 

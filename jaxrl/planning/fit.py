@@ -49,8 +49,7 @@ def _samples(config) -> bool:
 
 
 def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: int) -> dict:
-    """Returns the largest microbatch, group, slot count and completion that fit, all else unchanged; None for an
-    option
+    """Returns the largest microbatch, group, slot count and completion that fit, all else unchanged; None for an option
     that does not decide memory.
 
     Args:

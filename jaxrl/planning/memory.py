@@ -120,8 +120,7 @@ def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
 
 def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) -> dict[str, float]:
     """Returns the live parts of a job on the device, by name, from the parameter table alone. Frozen parameters count
-    as
-    trained ones; of parts in host memory, those too small for it are ignored.
+    as trained ones; of parts in host memory, those too small for it are ignored.
 
     Args:
       rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
@@ -198,8 +197,8 @@ def recurrence_workspace(model, rows: float, length: int, tp: int, backward: boo
 
 
 def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
-    """Returns the counted temporaries of `update`, `critic` or a scoring pass on a microbatch of `shape` (rows, row
-    length).
+    """Returns the counted temporaries of `update`, `critic` or a scoring pass on a microbatch of
+    `shape` (rows, row length).
     """
     cfg, tp, act = model.config, mesh["tp"], model.compute_dtype.itemsize
     count, length = shape
@@ -222,7 +221,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
         one = 4 / math.prod(mesh.values())
         gathered += 2 * layer_weights(model, mesh["ep"]) * one * (3 if learns else 1)
         gathered += cfg.hidden_size * cfg.vocab_size * one * (3 if learns else 1)
-    whole = mesh["cp"] if mesh["cp"] > 1 else 0  # of the rows whose scored tokens are looked for
+    whole = mesh["cp"] if mesh["cp"] > 1 else 0  # of the rows whose loss tokens are looked for
     hidden = (4 + whole) * t * cfg.hidden_size * act
     if kind in ("critic", "value"):
         head = 0.0
@@ -260,13 +259,15 @@ def rows_of_others(model, t: float, mesh: dict, learns: bool) -> float:
 
 
 def _key_numbers(model, mesh: dict) -> float:
-    """Numbers of a token's keys and values in a layer, on one device."""
+    """Returns the count of numbers of a token's keys and values in a layer, on one device."""
     cfg = model.config
     return 2 * cfg.num_kv_heads / min(mesh["tp"], cfg.num_kv_heads) * cfg.row_head_size
 
 
 def _saved(model, t: float, mesh: dict, act: int, length: int) -> float:
-    """What the forward pass keeps for the backward pass, over all layers. The residual stream is split over tp."""
+    """Returns the bytes that the forward pass saves for the backward pass, over all layers. The residual stream is
+    split over tp.
+    """
     cfg, tp = model.config, mesh["tp"]
     narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     if model.remat == "offload":
@@ -281,7 +282,7 @@ def _saved(model, t: float, mesh: dict, act: int, length: int) -> float:
 
 
 def _kept_without_remat(model, mesh: dict, length: int) -> float:
-    """Numbers per token that one layer keeps where nothing is computed again."""
+    """Returns the numbers per token that one layer saves if nothing is recomputed."""
     cfg, tp = model.config, mesh["tp"]
     narrow = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim / tp
     scores = model.attention in ("auto", "reference") and length < blockwise.WORTH_IT
@@ -291,7 +292,9 @@ def _kept_without_remat(model, mesh: dict, length: int) -> float:
 
 
 def _mean_width(cfg) -> float:
-    """Of the layers' feed-forwards. Of experts nothing is kept but their input, only what stands beside them."""
+    """Returns the mean width of the layers' feed-forwards. Experts save nothing but their input; a shared
+    expert beside them counts.
+    """
     kept = [cfg.mlp_size if layer.feed_forward == "mlp" else cfg.shared_expert_size for layer in cfg.layers]
     return sum(kept) / len(kept)
 
@@ -364,7 +367,9 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
 
 
 def _apply(config, model, mesh: dict, name: str) -> float:
-    """Counted temporaries of an optimizer step: what of the state in host memory is on the device at a time."""
+    """Returns the counted temporaries of an optimizer step: the part of the state in host memory that is on the device
+    at a time.
+    """
     if name.replace("apply", "optimizer") not in in_host(config):
         return 0.0
     state = MOMENTS.get(config.optimizer.name, 2) * weight_bytes(model, mesh, TRAIN_RULES, 1)

@@ -56,8 +56,8 @@ def run(config) -> dict:
 
 
 def make(config, search: bool = True) -> dict:
-    """Returns the plan of a config as a JSON-able dict. `search` False: without the largest sizes that fit and
-    without advice.
+    """Returns the plan of a config as a JSON-able dict. `search` False: without the largest sizes that
+    fit and without advice.
     """
     started = time.monotonic()
     case = open_case(config)
@@ -142,8 +142,11 @@ A_TPU = "a TPU, to check what is counted"
 
 
 def _compile(case: Case) -> tuple[dict, dict | None, dict | None]:
-    """(result for CPU devices, result for the target or None, result for a TPU beside which what is counted for a GPU
-    is checked or None). They run at once. Of a GPU the second needs jax's CUDA plugin, else the third needs libtpu."""
+    """Returns (result for CPU devices; result for the target or None; result for a TPU that checks the counted figures
+    of a GPU, or None).
+
+    They run at once. For a GPU the second needs jax's CUDA plugin, else the third needs libtpu.
+    """
     c, limit, kind = case.config, case.config.plan.timeout_seconds, case.target.kind
     fast = c.plan.effort == "fast"
     names = set(case.programs)
@@ -172,8 +175,9 @@ def _compile(case: Case) -> tuple[dict, dict | None, dict | None]:
 
 
 def _checked(begun, what: str, limit: float) -> dict:
-    """The programs compiled for a GPU, or that for a TPU beside which they are counted; why there are none, where there
-    are none."""
+    """Returns the programs compiled for a GPU, or those for a TPU that check the counted ones; the reason
+    if there are none.
+    """
     try:
         return compiling.finish(begun, what, limit)
     except ConfigError as e:
@@ -181,8 +185,11 @@ def _checked(begun, what: str, limit: float) -> dict:
 
 
 def _memory(case: Case, cpu: dict, own: dict | None) -> tuple[dict, dict, dict]:
-    """(bytes of the live parts on a device, programs with their temporaries, bytes of a device's parts that are in host
-    memory throughout), from the source that the target's kind has. A CPU's host memory is its devices' own."""
+    """Returns (bytes of the live parts on a device, programs with their temporaries, bytes of a device's parts that
+    stay in host memory), from the source that the target's kind has.
+
+    A CPU's host memory is its devices' own.
+    """
     if case.target.kind == "cpu":
         return {name: size + cpu["host"][name] for name, size in cpu["live"].items()}, cpu["programs"], {}
     host = {name: size for name, size in (own or cpu)["host"].items() if size}
@@ -196,15 +203,16 @@ def _memory(case: Case, cpu: dict, own: dict | None) -> tuple[dict, dict, dict]:
 
 
 def _too_large(program: dict) -> dict:
-    """What the TPU's compiler says of a program that does not fit: 'Used 120.5G of 95.7G hbm'."""
+    """Returns the TPU compiler's message about a program that does not fit: 'Used 120.5G of 95.7G hbm'."""
     used = re.search(r"Used ([\d.]+)([GM]) of", program["too_large"])
     size = float(used[1]) * (2**30 if used[2] == "G" else 2**20) if used else float("inf")
     return {"arguments": size, "outputs": 0, "alias": 0, "temporaries": 0.0}
 
 
 def _cross_check(programs: dict, like: dict | None) -> dict:
-    """Counted temporaries of the update beside the TPU compiler's for the same program, or why not; empty without
-    libtpu."""
+    """Compares the update's counted temporaries with the TPU compiler's for the same program; says why if it cannot.
+    Empty without libtpu.
+    """
     found = (like or {"programs": {}})["programs"].get("update", {})
     if "temporaries" not in found:
         return {"missing": like["missing"]} if like and "missing" in like else {}
@@ -212,7 +220,7 @@ def _cross_check(programs: dict, like: dict | None) -> dict:
 
 
 def _bounds(plan: dict, off: float) -> dict:
-    """off: bytes that the peak may be off by."""
+    """Returns the bounds of the figures. off: bytes that the peak may be off by."""
     peak, seconds = plan["per_device"]["peak_bytes"], plan["step_seconds"]
     return {"peak_bytes": [peak - off, peak + off],
             "step_seconds": [GPU_SECONDS[0] * seconds, GPU_SECONDS[1] * seconds]}
@@ -256,8 +264,10 @@ def times(case: Case, collectives: dict) -> dict:
 
 
 def _run(config, plan: dict) -> dict:
-    """{"steps", "hours"} of the whole run, of those that the config says: of data.epochs alone 100 steps. Without
-    evaluations, checkpoints and compilation. A job that runs ahead has its simulated step."""
+    """Returns {"steps", "hours"} of the whole run as the config sets it; with data.epochs alone 100 steps.
+
+    Excludes evaluations, checkpoints and compilation. A job that runs ahead has its simulated step.
+    """
     known = ends(config)
     steps = min(known.values()) if known else 100
     ahead = [row["step_seconds"] for row in plan.get("asynchrony", {}).get("rows", ())
@@ -286,8 +296,8 @@ def _totals(case: Case, phases: dict) -> dict:
 
 
 def lent_memory(case: Case) -> tuple[float, float, float] | None:
-    """Returns the bytes that vLLM's server takes of the trainer's devices in turns: (awake, asleep, weights in
-    transit).
+    """Returns the bytes that vLLM's server takes of the trainer's devices in turns: (awake,
+    asleep, weights in transit).
     """
     if not case.lent:
         return None
@@ -324,7 +334,7 @@ def counted_peak(case: Case, scale: dict) -> float:
 
 
 def _search(case: Case, programs: dict, plan: dict) -> dict:
-    """{"largest", "advice"}: the largest that fit; where this one does not, the nearest that does."""
+    """Returns {"largest", "advice"}: the largest settings that fit; if this one does not, the nearest that does."""
     counted = memory.counted_programs(case.config, case.model, case.mesh, case.rollout, list(programs))
     scale = {name: p["temporaries"] / counted[name]["temporaries"] for name, p in programs.items()
              if counted[name]["temporaries"] and p["temporaries"]}
@@ -425,7 +435,7 @@ def out_of_memory(error: BaseException | None, config) -> RunStopped | None:
 
 
 def _remedy(config) -> str:
-    """What the plan would advise on these devices, counted, without a compilation; "" where it knows too little."""
+    """Returns the plan's advice for these devices, counted, without a compilation; "" if too little is known."""
     name = targets.name_of(jax.devices()[0])
     if name is None or len(config.mesh.roles):
         return ""
@@ -442,8 +452,7 @@ def _remedy(config) -> str:
 
 def predict(config, mesh, model) -> dict[str, float]:
     """Predicts, by counting and without a compilation, {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...}
-    for
-    a run's mesh and model (a jax Mesh of present devices and a Model).
+    for a run's mesh and model (a jax Mesh of present devices and a Model).
 
     {} on devices missing in the table of chips, if roles have their own devices, and with adapters.
     """

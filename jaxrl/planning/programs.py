@@ -65,7 +65,7 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
 
 
 def _reinforcement(out: Lowering, job, keep):
-    """Scoring and updates of policy and critic. Returns the policy's parameters."""
+    """Lowers the log-probs and updates of policy and critic. Returns the policy's parameters."""
     c = job.config
     steps = end(c)[0]
     roles = Roles(job, steps)
@@ -118,9 +118,10 @@ def _support(c):
 
 
 def _update(out: Lowering, job, name, update, state, objective, keep):
-    """The programs of an update, on the largest microbatch: <name> adds a microbatch's gradients, <name>_apply steps.
+    """Lowers the programs of an update, on the largest microbatch: <name> adds a
+    microbatch's gradients, <name>_apply steps.
 
-    An optimizer state in host memory is on the devices while it is applied, where it cannot be in parts.
+    An optimizer state in host memory is on the devices while it is applied, if it cannot be applied in parts.
     """
     out.live |= {f"{name}_params": (state.trainable, state.frozen), f"{name}_optimizer": state.opt_state}
     if update.in_parts == "none":
@@ -146,6 +147,10 @@ class Lowered(Programs):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=sharding), tree)
 
     def run(self, key, function, args, donate=(), out_shardings=None, mesh=None):
+        """Lowers the program instead of running it. Returns ShapeDtypeStructs with the shardings of `out_shardings`.
+
+        `mesh` is not used: the caller's is in force.
+        """
         del mesh  # in force already
         if self.keep(key[0]):
             self.lowered[key[0]] = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
@@ -156,7 +161,7 @@ class Lowered(Programs):
 
 
 def _sampler_of(job, mesh):
-    """(model, shapes) of one process's sampler."""
+    """Returns (model, shapes) of one process's sampler."""
     c = job.config
     dtype = jnp.dtype(DTYPES[c.rollout.dtype])
     model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none",
@@ -166,7 +171,9 @@ def _sampler_of(job, mesh):
 
 
 def _publish(out: Lowering, job, params, mesh, keep):
-    """publish, on the whole mesh. Returns the copy's shapes as one process's sampler has them: its own shards."""
+    """Lowers publish, on the whole mesh. Returns the copy's shapes as one process's sampler has them:
+    its own shards.
+    """
     model, shapes = _sampler_of(job, mesh)
     programs = Lowered(model, shapes, job.mesh, model.compute_dtype, keep)
     copy = programs.publish(params)
@@ -176,7 +183,7 @@ def _publish(out: Lowering, job, params, mesh, keep):
 
 
 def _sampler(out: Lowering, job, weights, mesh, keep):
-    """prefill, insert, decode and, of episodes, extend at the largest shapes, on one process's devices."""
+    """Lowers prefill, insert, decode and, for episodes, extend at the largest shapes, on one process's devices."""
     model, shapes = _sampler_of(job, mesh)
     programs = Lowered(model, shapes, mesh, model.compute_dtype, keep)
     cache, stash = programs.new_caches()

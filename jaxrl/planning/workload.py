@@ -1,5 +1,5 @@
-"""Counts what one step of a job needs on a device, from the config: rows, operations, bytes. No compilation, no
-device.
+"""Counts what one step of a job needs on a device, from the config: rows, operations, bytes.
+No compilation, no device.
 
 Every prompt and completion is taken at its maximum length, as memory must be.
 
@@ -35,7 +35,7 @@ class Rows:
 
     shape: tuple[int, int]   # rows and row length of a whole microbatch, over all data shards
     microbatches: int
-    scored: int              # scored tokens per microbatch, over all data shards
+    scored: int              # loss tokens per microbatch, over all data shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,11 @@ def lengths(config) -> tuple[int, int]:
 
 
 def rows(config, shards: int, tokens: int = 0) -> Rows:
-    """Lays out one optimizer step of longest sequences, as the run does; `tokens` replaces
-    train.tokens_per_microbatch.
+    """Lays out one optimizer step of longest sequences, as the run does.
+
+    Args:
+      shards: data shards; every microbatch has a multiple of this number of rows.
+      tokens: replaces train.tokens_per_microbatch; 0 = the config's.
     """
     prompt, answer = lengths(config)
     shapes = row_shapes(config.train.row_lengths, prompt + answer, tokens or config.train.tokens_per_microbatch, shards,
@@ -121,8 +124,8 @@ def split_flops(model, context: float) -> tuple[float, float]:
 
 
 def useful_flops(config, model) -> float:
-    """Returns the operations of forward and backward pass that training needs: no recomputation, padding or masked
-    pairs.
+    """Returns the operations of forward and backward pass that training needs: no recomputation,
+    padding or masked pairs.
     """
     prompt, answer = lengths(config)
     rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions
@@ -134,8 +137,8 @@ def useful_flops(config, model) -> float:
 
 
 def seen(config, model, length: int) -> float:
-    """Returns the keys that attention computes per query of a packed row: the whole row in XLA, the sequence's in a
-    kernel.
+    """Returns the keys that attention computes per query of a packed row: the whole row in XLA, the
+    sequence's in a kernel.
     """
     if model.attention in XLA:
         return length
@@ -146,8 +149,11 @@ def seen(config, model, length: int) -> float:
 
 
 def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Work:
-    """One microbatch on one device. Bytes: each matrix product reads its operands and writes its result once, the
-    gathered weights are written and read, gradients are read and written."""
+    """Returns the work of one microbatch on one device.
+
+    Bytes: each matrix product reads its operands and writes its result once, the gathered weights are written and read,
+    gradients are read and written.
+    """
     count, length = what.shape
     tokens = count * length / token_shards(mesh)
     act = model.compute_dtype.itemsize
@@ -171,7 +177,7 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
 
 
 def chunk_of_experts(model, mesh: dict, device: str) -> int:
-    """Tokens of a chunk, at most."""
+    """Returns the most tokens of a chunk."""
     cfg, ep = model.config, mesh["ep"]
     return tuned.chunk(cfg.experts_per_token, cfg.num_experts, tuned.room_of(device, model.experts),
                        cfg.num_experts // ep, cfg.hidden_size, cfg.expert_size // mesh["tp"],

@@ -66,12 +66,12 @@ def decode(data: bytes):
 
 
 def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
-    """Returns every process's payload, by process. A late process is waited for, and named, before the devices are
-    busy.
+    """Returns every process's payload, by process. A late process is waited for, and named, before
+    the devices are busy.
     """
     if peers.count == 1:
         return [payload]
-    sizes = peers.meet(what, len(payload))
+    sizes = peers.all_gather(what, len(payload))
     parts: list[list[bytes]] = [[] for _ in sizes]
     for start in range(0, max(sizes), CHUNK):
         piece = np.zeros(CHUNK, np.uint8)
@@ -85,7 +85,9 @@ def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
 
 @functools.cache
 def _ring():
-    """(layout by process over one device of each, the program that copies it everywhere, this process's device)."""
+    """Returns (sharding by process over one device of each, the program that copies it
+    everywhere, this process's device).
+    """
     first = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh(np.array([first[i] for i in sorted(first)]), ("process",))
     split = NamedSharding(mesh, P("process"))
@@ -96,7 +98,7 @@ def _ring():
 
 
 def _everywhere(piece: np.ndarray) -> np.ndarray:
-    """[CHUNK] of this process -> [processes, CHUNK]."""
+    """Gathers [CHUNK] of this process to [processes, CHUNK]."""
     split, copy, device = _ring()
     local = jax.device_put(piece[None], device)
     whole = jax.make_array_from_single_device_arrays((jax.process_count(), len(piece)), split, [local])
@@ -127,12 +129,11 @@ def _replicate(sharding):
 
 
 def local_mesh(mesh: Mesh) -> Mesh:
-    """Returns this process's devices of a mesh as a mesh of the same axes: all along dp, whole ep x tp groups, fsdp
-    1;
+    """Returns this process's devices of a mesh as a mesh of the same axes: all along dp, whole ep x tp groups, fsdp 1;
     cp is more of fsdp (sharding.rollout_mesh).
 
-    Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same way under both
-    meshes.
+    Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same
+    way under both meshes.
 
     Raises:
       ConfigError: such a group crosses processes.
@@ -149,7 +150,7 @@ def local_mesh(mesh: Mesh) -> Mesh:
 
 
 def _copies(mesh: Mesh):
-    """Devices of each copy of the rollout weights, [copies, cp 1, ep, tp]."""
+    """Returns the devices of each copy of the rollout weights, [copies, cp 1, ep, tp]."""
     return mesh.devices.reshape(-1, 1, *mesh.devices.shape[3:])
 
 
@@ -219,9 +220,9 @@ def check_equal(peers: Peers, found: dict[str, str]) -> None:
     if peers.count == 1:
         return
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-    if len(set(peers.meet("comparing hosts", digest))) == 1:
+    if len(set(peers.all_gather("comparing hosts", digest))) == 1:
         return
-    ours, *others = peers.meet("comparing hosts in full", found)
+    ours, *others = peers.all_gather("comparing hosts in full", found)
     lines = []
     for i, theirs in enumerate(others, 1):
         lines += [f"  - {name}: {theirs.get(name, 'absent')} on {peers.who(i)}, {ours.get(name, 'absent')} on "

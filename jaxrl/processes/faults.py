@@ -70,8 +70,8 @@ class Fault(NamedTuple):
 def parse_plan(plan: Iterable[str]) -> tuple[Fault, ...]:
     """Parses and checks `faults.plan`. Raises ConfigError naming the entry and the known names.
 
-    A comma inside an entry survives the command line's splitting at commas: a piece without '@' continues the last
-    one.
+    A comma inside an entry survives the command line's splitting at commas: a piece without '@'
+    continues the last one.
     """
     entries: list[str] = []
     for piece in plan:
@@ -123,8 +123,8 @@ class Faults:
             self._pending.setdefault((fault.component, fault.step, fault.phase), []).append(fault)
 
     def fire(self, component: str, step: int, phase: str = "") -> None:
-        """Runs the faults planned for a point. Raises KeyError for a point missing from `POINTS` (a mistake in jaxrl
-        itself).
+        """Runs the faults planned for a point. Raises KeyError for a point missing from `POINTS` (a
+        mistake in jaxrl itself).
         """
         phases = POINTS[component]
         phase = phase or (phases[0] if phases else "")
@@ -157,15 +157,15 @@ class InterruptedAtStart(KeyboardInterrupt):
 
 
 class GracefulStop:
-    """While active, SIGTERM, SIGINT, SIGUSR1 and SIGHUP only set a flag; the run saves and exits when it next checks
-    it.
+    """While active, SIGTERM, SIGINT, SIGUSR1 and SIGHUP only set a flag; the run saves and exits when
+    it next checks it.
 
         with GracefulStop() as stop:
             ... if stop.requested: break
 
-    A second Ctrl-C ends the process at once, even inside compiled code, with status 130 and a last line that ends in
-    `newest()`. Other repeated signals change nothing, since schedulers send them more than once. SIGHUP stays ignored
-    under nohup.
+    A second Ctrl-C ends the process at once, even inside compiled code, with status 130 and a last line that
+    ends in `newest()`. Other repeated signals change nothing, since schedulers send them more than once. SIGHUP
+    stays ignored under nohup.
 
     While `starting` is True there is nothing to save: a signal raises InterruptedAtStart, and ends the process (128 +
     its number) if the main thread does not return from compiled code within LEAVE_SECONDS.
@@ -209,7 +209,9 @@ class GracefulStop:
             _say(f"{name}: saving, then exiting" + " (Ctrl-C again exits at once)" * (number == signal.SIGINT))
 
     def _watch(self, pipe: int) -> None:
-        """A thread of its own: Python's handlers wait for compiled code to return, the bytes in this pipe do not."""
+        """Reads signals from the pipe in a thread: Python's handlers wait for compiled code to return, the bytes in
+        this pipe do not.
+        """
         interrupts = 0
         while numbers := os.read(pipe, 64):
             for number in numbers:
@@ -255,7 +257,9 @@ class GracefulStop:
 
 
 def _say(text: str) -> None:
-    """os.write, not print or logging: a handler may interrupt those while they hold their lock. SIGHUP: no terminal."""
+    """Prints with os.write, since a handler may interrupt print or logging while they hold their
+    lock. SIGHUP: no terminal.
+    """
     with contextlib.suppress(OSError):
         os.write(2, f"\njaxrl: {text}\n".encode())
 

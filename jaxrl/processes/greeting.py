@@ -59,8 +59,7 @@ def greet_all(place: Place, seconds: float) -> JoinWatch:
 
 def listen_address(host: str) -> str:
     """Returns the address on which process 0 is reached by the coordinator's name, so that its ports, which need no
-    key,
-    are open in that network only.
+    key, are open in that network only.
 
     Empty = all addresses, if the name leads elsewhere: to something in front of this host or, as in some /etc/hosts,
     from this host to loopback.
@@ -239,7 +238,7 @@ class JoinWatch:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """jax is up, or raised: then the others see this connection end."""
+        """Closes the connections once jax is up or has failed, which tells the others."""
         if error is None:
             for connection in self._connections.values():
                 _say(connection, "up")
@@ -303,7 +302,9 @@ def _say(connection: socket.socket, line: str) -> None:
 
 
 def _line(connection: socket.socket) -> str:
-    """The next line. Raises OSError at the end of the connection, or where it is longer than any of ours."""
+    """Returns the next line. Raises OSError at the end of the connection, and for a line that is longer
+    than any of ours.
+    """
     out = b""
     while not out.endswith(b"\n"):
         part = connection.recv(1)

@@ -65,7 +65,9 @@ def _number(environ, name: str, source: str) -> int:
 
 
 def _explicit(options, environ) -> Place:
-    """Options win over the variables JAXRL_COORDINATOR, JAXRL_PROCESSES, JAXRL_PROCESS."""
+    """Returns the place from options, or from the variables JAXRL_COORDINATOR,
+    JAXRL_PROCESSES, JAXRL_PROCESS; options win.
+    """
     return Place(
         "explicit", options.coordinator or environ.get("JAXRL_COORDINATOR", ""),
         options.processes or _number(environ, "JAXRL_PROCESSES", "explicit"),
@@ -73,7 +75,9 @@ def _explicit(options, environ) -> Place:
 
 
 def _slurm(options, environ) -> Place:
-    """A job step of srun. The port comes from the job's number, so that two jobs on a node do not meet."""
+    """Returns the place in a job step of srun. The port comes from the job's number, so that two jobs on a
+    node do not collide.
+    """
     hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "slurm")
     port = 61440 + _number(environ, "SLURM_JOB_ID", "slurm") % 4096
@@ -94,7 +98,9 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _kubernetes(options, environ) -> Place:
-    """A pod of an indexed Job whose pods name each other by a headless service (launch/jobset.yaml)."""
+    """Returns the place of a pod of an indexed Job whose pods name each other by a headless service
+    (launch/jobset.yaml).
+    """
     coordinator = options.coordinator or environ.get("JAXRL_COORDINATOR", "")
     if not coordinator:
         raise ConfigError("launch.hosts=kubernetes: the environment variable JAXRL_COORDINATOR is missing; see "
@@ -122,8 +128,7 @@ class Peers:
         self.index, self.count, self.wait_seconds, self.names = index, count, wait_seconds, list(names)
         self.failure: PeerLost | ConfigError | None = None  # set by the watch
         self.stop_requested = False  # by another process; set by the watch
-        self._client, self._meetings, self._stop_posted = client, 0, False
-
+        self._client, self._calls, self._stop_posted = client, 0, False
 
     @property
     def first(self) -> bool:
@@ -134,37 +139,38 @@ class Peers:
         """Returns "process N", with its host if known."""
         return f"process {process}" + (f" on {self.names[process]}" if self.names[process] else "")
 
-    def meet(self, what: str, value=None) -> list:
-        """Returns every process's `value` (JSON-able), by process, once all have reached the same `what`.
+    def all_gather(self, what: str, value=None) -> list:
+        """Returns every process's `value` (JSON-able), by process. Collective; uses the coordinator's key-value store.
 
-        `what` is a stamp such as "the completions of step 3, weights 3": processes at different places are an error
-        in jaxrl and never a hang.
+        Args:
+          what: tag of the call, such as "step 3, weights 2: the completions", the same on every process. Processes
+            that are in different calls raise an error instead of hanging.
 
         Raises:
-          PeerLost: names who is somewhere else, later than launch.wait_seconds, or gone.
+          PeerLost: names the processes that are in another call, later than launch.wait_seconds, or gone.
         """
         if self.count == 1:
             return [value]
-        self._meetings += 1
-        key = f"jaxrl/meeting/{self._meetings}"
+        self._calls += 1
+        key = f"jaxrl/all_gather/{self._calls}"
         self._client.key_value_set(f"{key}/at/{self.index}", json.dumps([what, value]))
         if self.first:
             self._client.key_value_set(f"{key}/all", json.dumps(self._collect(key, what)))
-            if self._meetings > 1:
-                self._client.key_value_delete(f"jaxrl/meeting/{self._meetings - 1}/")
-        found = json.loads(self._answer(f"{key}/all", what))
-        elsewhere = [i for i, (at, _) in enumerate(found) if at != found[0][0]]
+            if self._calls > 1:
+                self._client.key_value_delete(f"jaxrl/all_gather/{self._calls - 1}/")
+        calls = json.loads(self._wait_for(f"{key}/all", what))
+        elsewhere = [i for i, (tag, _) in enumerate(calls) if tag != calls[0][0]]
         if elsewhere:
-            raise PeerLost(f"the processes are not at the same place: {self.who(0)} is at {found[0][0]!r}, "
-                           + ", ".join(f"{self.who(i)} at {found[i][0]!r}" for i in elsewhere))
-        return [v for _, v in found]
+            raise PeerLost(f"the processes are in different collective calls: {self.who(0)} is at {calls[0][0]!r}, "
+                           + ", ".join(f"{self.who(i)} at {calls[i][0]!r}" for i in elsewhere))
+        return [value for _, value in calls]
 
     def decide(self, what: str, choose, *arguments):
         """Returns on every process what choose(*arguments) returns on process 0 (JSON-able)."""
-        return self.meet(what, choose(*arguments) if self.first else None)[0]
+        return self.all_gather(what, choose(*arguments) if self.first else None)[0]
 
     def _collect(self, key: str, what: str) -> list:
-        """Process 0: waits for all entries of a meeting."""
+        """Waits in process 0 for the entries of all processes."""
         end, nap = time.monotonic() + self.wait_seconds, 0.0005
         while True:
             entries = {int(k.rsplit("/", 1)[1]): v for k, v in self._client.key_value_dir_get(f"{key}/at/")}
@@ -177,7 +183,7 @@ class Peers:
             time.sleep(nap)
             nap = min(nap * 1.5, 0.05)
 
-    def _answer(self, key: str, what: str) -> str:
+    def _wait_for(self, key: str, what: str) -> str:
         end = time.monotonic() + self.wait_seconds + 60
         while True:
             self.raise_failure()
@@ -186,9 +192,9 @@ class Peers:
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise PeerLost(
-                        f"{self.who(0)}, the coordinator, does not answer at {what!r}: {_first_line(e)}") from None
+                        f"{self.who(0)}, the coordinator, does not reply at {what!r}: {_first_line(e)}") from None
             if time.monotonic() > end:
-                raise PeerLost(f"{self.who(0)} does not answer at {what!r}")
+                raise PeerLost(f"{self.who(0)} does not reply at {what!r}")
 
     def request_stop(self) -> None:
         """Tells the other processes that this one was asked to stop; they see it within one heartbeat."""
@@ -310,7 +316,7 @@ class Watch(threading.Thread):
                                         "killed, its host went down, or the network did")
 
     def _news(self, posts: dict) -> PeerLost | ConfigError:
-        """Of the process that failed first."""
+        """Returns the error of the process that failed first."""
         process, post = min(posts.items(), key=lambda item: item[1]["time"])
         text = f"{self.peers.who(process)} {'is gone' if post['kind'] == 'lost' else 'gave up'}: {post['text']}"
         return ConfigError(text) if post["kind"] == "config" else PeerLost(text)
@@ -325,8 +331,8 @@ def peers() -> Peers:
 
 
 def start(config) -> None:
-    """Joins the processes of a run before the first use of devices; does nothing in a single-process run or if joined
-    already.
+    """Joins the processes of a run before the first use of devices; does nothing in a single-process run
+    or if joined already.
 
     Raises:
       PeerLost: names who is missing after launch.connect_seconds.
@@ -346,7 +352,7 @@ def start(config) -> None:
                    options.wait_seconds or config.rollout.timeout_seconds + 3600, [""] * global_state.num_processes)
     _peers._watch = Watch(_peers, options.heartbeat_seconds)
     _peers._watch.start()
-    _peers.names = _peers.meet("coming together", socket.gethostname())
+    _peers.names = _peers.all_gather("start", socket.gethostname())
     log.info("process %d of %d; %s coordinates", _peers.index, _peers.count, _peers.who(0))
 
 

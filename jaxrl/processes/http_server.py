@@ -1,6 +1,5 @@
 """HTTP/1.1 server of every port that jaxrl serves itself: a trainer's weights, `sandbox.serve`, `report --watch` and
-the
-API of `env.program`.
+the API of `env.program`.
 
 A request is admitted or refused by its head, before its body is read. Heads and bodies have a size limit and a
 deadline. Connections are counted; one that has not sent a complete head uses a file descriptor but no thread, and is
@@ -335,7 +334,7 @@ class _Reader:
 
 
 def _request(head: bytes) -> Request:
-    """The request, without its body. Raises _Bad."""
+    """Parses a request, without its body. Raises _Bad."""
     first, *lines = head.decode("latin-1").lstrip("\r\n").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[0].isalpha() or not re.fullmatch(r"HTTP/1\.[0-9]", words[2]):
@@ -353,7 +352,7 @@ def _request(head: bytes) -> Request:
 
 
 def _body_size(request: Request) -> int | None:
-    """Bytes of the body; None = chunked. Raises _Bad."""
+    """Returns the bytes of the body; None = chunked. Raises _Bad."""
     coding, size = request.headers.get("transfer-encoding"), request.headers.get("content-length", "0")
     if coding is not None and (coding.lower() != "chunked" or "content-length" in request.headers):
         raise _Bad(400, f"Transfer-Encoding: {coding[:40]}: expected chunked, without Content-Length")

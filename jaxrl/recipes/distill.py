@@ -1,5 +1,5 @@
-"""Distillation: trains a student towards a teacher on the student's completions (GKD), on the rows' completions, or
-both.
+"""Distillation: trains a student towards a teacher on the student's completions (GKD), on the
+rows' completions, or both.
 
 for step:
     rows         <- the next data.prompts_per_step rows of the global shuffle
@@ -36,7 +36,7 @@ from jaxrl.rl.trajectories import records
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite
-from jaxrl.run.fit import Line, fit
+from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Progress, Session
 from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
 from jaxrl.telemetry.flops import Speed
@@ -81,7 +81,7 @@ def run(config, inputs=None) -> dict:
 
             def step():
                 done = one_step(parts)
-                return done and Line(*done)
+                return done and StepResult(*done)
 
             return step
 
@@ -141,7 +141,7 @@ class Student(Policy):
 
 
 class MixedRows:
-    """The rows of a stream in two parts, evenly mixed whatever a step's size.
+    """The rows of a stream in two parts, evenly mixed at any step size.
 
     The student completes the row at position p if floor((p + 1) share) > floor(p share), with the share
     distill.on_policy. `take` is a stream of these rows alone, numbered from 0, for Rollouts.
@@ -180,8 +180,8 @@ class MixedRows:
 
 
 def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
-    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was requested before
-    the update."""
+    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was
+    requested before the update."""
     s, job, policy, rollouts = parts.s, parts.job, parts.roles.policy, parts.rollouts
     c, batch, pieces = s.spec, None, []
     with s.phase("data"):
@@ -197,7 +197,7 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
             return None
         pieces.append(batch.traj)
         if job.rests("sampler"):
-            job.engine.rest()
+            job.engine.sleep()
     if s.stopping():
         return None
     if inputs:
@@ -293,7 +293,7 @@ def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str,
         for minibatch in layout.minibatches:
             weights = training.loss_weights(
                 traj, minibatch.sequences, a.aggregation, max_tokens=a.aggregation_constant or c.rollout.max_new_tokens,
-                together=a.aggregation_sequences, dropped=dropped, positive=from_rows if c.distill.ce else None)
+                chunk=a.aggregation_sequences, dropped=dropped, positive=from_rows if c.distill.ce else None)
             packed = (training.pack(traj, m, columns, weights) for m in minibatch.microbatches)
             pending.append(policy.update(map(policy.put, packed)))
             if parts.rollouts is not None:

@@ -6,8 +6,8 @@ for step:
     f, df/ds    <- the losses, on these numbers of the whole step, on the host in float64
     one optimizer step of the next-token update, each token with the weight -df/ds of its completion
 
-The gradient is that of f whatever packing, microbatches and mesh (training.sequence_weights). The losses are in
-algorithms.preference.
+The gradient is that of f for any packing, microbatches and mesh (training.sequence_weights). The
+losses are in algorithms.preference.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ for step:
     loss, dloss/dscore   on the host in float64, over the whole batch (algorithms.scores)
     one optimizer step with the derivatives as weights
 
-which is the gradient of the loss, whatever packing, microbatches and mesh. (roles.reward_model scores with one in RL.)
+which is the gradient of the loss for any packing, microbatches and mesh. (roles.reward_model scores with one in RL.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxrl.rl.evaluation import summary, write_records
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite
-from jaxrl.run.fit import Line, fit
+from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
 from jaxrl.training.score import make_value_score
@@ -54,7 +54,7 @@ def run(config, inputs=None) -> dict:
                     metrics["flops/score"] = speed.operations.scoring(batch.traj, c.train.share_prompts, head=False)
                     s.advance(cursor, samples=len(rows))
                 check_finite(model.state, c)
-                return Line(metrics | stream_metrics(s, job))
+                return StepResult(metrics | stream_metrics(s, job))
 
             return step
 
@@ -89,7 +89,7 @@ class Scorer(Policy):
         job, m = self.job, self.job.config.model
         dtype, where = parameters.DTYPES[job.config.train.param_dtype], parameters.param_shardings(job)
         if m.init == "pretrained":
-            then = parameters.move_to_host if self.streams else None
+            then = parameters.move_to_host if self.streamed_from_host else None
             params = hf.load_critic(job.tree, parameters.source_of(m.path), m.revision, where, dtype, then)
         else:
             init = lambda key: parameters.cast(job.tree, job.tree.init(key), dtype)  # noqa: E731

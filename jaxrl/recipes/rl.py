@@ -27,7 +27,7 @@ from jaxrl.rl.recording import Recording
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Rollouts
 from jaxrl.rl.step import Loop, one_step
-from jaxrl.run.fit import Line, fit
+from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import open_run
 
@@ -65,7 +65,7 @@ def run(config, inputs=None) -> dict:
 
             def step():
                 done = one_step(loop)
-                return done and Line(*done)
+                return done and StepResult(*done)
 
             return step
 

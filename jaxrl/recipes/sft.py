@@ -15,7 +15,7 @@ from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, check_finite
-from jaxrl.run.fit import Line, fit
+from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import host_scalars, open_run, stream_metrics
 from jaxrl.types import Trajectories
@@ -54,7 +54,7 @@ def run(config, inputs=None) -> dict:
 
 
 def log_line(s, job, policy, pending: list):
-    """Returns the Line of the steps since the last one if one is due (log.every_steps, or the run's end), else {}.
+    """Returns the StepResult of the steps since the last one if it is due (log.every_steps, or at the end), else {}.
 
     pending: (metrics on the device, Trajectories, Layout.metrics, operations) per step; cleared when logged.
     """
@@ -65,7 +65,7 @@ def log_line(s, job, policy, pending: list):
         check_finite(policy.state, job.config)
     steps = len(pending)
     pending.clear()
-    return Line(metrics | stream_metrics(s, job), steps=steps)
+    return StepResult(metrics | stream_metrics(s, job), steps=steps)
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:

@@ -1,9 +1,9 @@
 """Files of recorded steps: <run_dir>/record/step_<step>.<checksum>.npz, one for each.
 
-`numpy.load` opens a file: arrays by name ("traj/tokens", "column/advantage", "reward/<function>" ...) and a member
-`header.json` with everything else. The checksum in the name is of all bytes (BLAKE2b, 64 bits); zip adds one for each
-member (CRC-32), which tells which array of a damaged file is lost. rl.recording writes the files, replay and report
-read them.
+`numpy.load` opens a file: arrays by name ("traj/tokens", "column/advantage", "reward/<function>" ...) and a
+member `header.json` with everything else. The checksum in the name is of all bytes (BLAKE2b, 64 bits); zip adds
+one for each member (CRC-32), which tells which array of a damaged file is lost. rl.recording writes the files,
+replay and report read them.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _looked(flat):
 
 
 def _sample(x):
-    """Single elements, which a partitioned program takes where they lie."""
+    """Reads single elements, which a partitioned program takes from their devices."""
     if not x.ndim:
         return x.reshape(1).astype(jnp.float32)
     places = np.unravel_index(np.linspace(0, x.size - 1, min(SAMPLE, x.size)).round().astype(np.int64), x.shape)
@@ -81,5 +81,5 @@ def _sample(x):
 
 
 def differing(names, a, b) -> list[str]:
-    """Names of the arrays whose hashes are not equal."""
+    """Returns the names of the arrays whose hashes differ."""
     return [name for name, x, y in zip(names, a, b, strict=True) if not np.array_equal(x, y)]

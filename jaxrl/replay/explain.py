@@ -143,7 +143,7 @@ class Explained:
             masked=batch.dropped | (self.options.mask_truncated & (traj.finish == 1)), truncated=traj.finish == 1)
 
     def _corrected(self, old) -> np.ndarray:
-        """[T] bool: tokens whose weight the mismatch correction changes."""
+        """Returns [T] bool: tokens whose weight the mismatch correction changes."""
         m, traj = self.options.mismatch, self.traj
         if m.correction == "none":
             return np.zeros(len(traj.tokens), bool)

@@ -27,8 +27,8 @@ COLUMNS = {"old": "log-probs of the proximal policy", "ref": "log-probs of the r
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The comparison of one stage. away: 0 equal, at most 1 within its bound, else inf. text: the first or largest
-    difference."""
+    """The comparison of one stage. away: 0 equal, at most 1 within its bound, else inf. text: the
+    first or largest difference."""
 
     name: str
     away: float = 0.0
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def first(self) -> Place | None:
-        """The first stage that differs, beyond its bound if any does; None if all are equal."""
+        """Returns the first stage that differs, beyond its bound if any does; None if all are equal."""
         beyond = [place for place in self.places if math.isinf(place.away)]
         return next(iter(beyond or [place for place in self.places if place.away]), None)
 

@@ -82,11 +82,12 @@ def dot(a: dict, b: dict):
 
 
 def number(x) -> float:
+    """Returns a scalar on the devices as a float."""
     return float(to_host(x))
 
 
 def logprobs(replay, state, traj, prepared) -> np.ndarray:
-    """Returns [T] float64 log-probs of the scored tokens under a state, by the run's own scorer."""
+    """Returns [T] float64 log-probs of the loss tokens under a state, by the run's own scorer."""
     extra = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
     found = replay.roles.score(training.merge(state.trainable, state.frozen), traj, prepared.layout.update,
                                    *([] if extra is None else [extra]))
@@ -120,8 +121,8 @@ def holds(traj, micro, weights) -> bool:
 
 
 def kl(before, after) -> float:
-    """Returns the k3 estimate of KL(before || after) in nats per token, on tokens that `before` (or slightly older
-    weights) sampled."""
+    """Returns the k3 estimate of KL(before || after) in nats per token, on tokens that `before` (or
+    slightly older weights) sampled."""
     d = after - before
     return float(np.mean(np.exp(np.clip(d, -50, 50)) - 1 - d))
 

@@ -65,7 +65,7 @@ def _group(runs: list[Run], members: list[int]) -> dict:
 
 
 def _differences(runs: list[Run]) -> list[list]:
-    """[[option or version, a value per run], ...] of those in which runs differ; places and logs are left out."""
+    """Returns [[option or version, a value per run], ...] in which runs differ, without paths and log options."""
     tables = [run.config | {f"version of {k}": v for k, v in run.versions.items()} for run in runs]
     names = sorted({n for t in tables for n in t if not n.startswith(IGNORED_OPTIONS)})
     return [[n, *(_option_text(t.get(n)) for t in tables)]
@@ -73,7 +73,7 @@ def _differences(runs: list[Run]) -> list[list]:
 
 
 def _options(run: Run) -> list[list]:
-    """[[option, value, whether it is another than the default]] of a run's config."""
+    """Returns [[option, value, whether it differs from the default]] of a run's config."""
     known, defaults = options(), default_config()
     out = []
     for name, value in sorted(run.config.items()):

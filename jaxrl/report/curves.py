@@ -56,8 +56,8 @@ def unit(name: str) -> str:
 
 
 def groups(runs: list[Run]) -> list[list[int]]:
-    """Returns lists of indices of runs that differ only in run.seed (and in paths and logging, which change no
-    result).
+    """Returns lists of indices of runs that differ only in run.seed (and in paths and logging,
+    which change no result).
     """
     out: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
@@ -84,7 +84,7 @@ def charts(runs: list[Run], grouped: list[list[int]]) -> dict[str, dict]:
 
 
 def _line(columns: list[tuple[np.ndarray, np.ndarray]], points: int) -> dict:
-    """Of one run its values; of several the mean, smallest and largest at the steps that all of them have."""
+    """Returns one run's values; of several runs the mean, smallest and largest at the steps that all of them have."""
     columns = [c for c in columns if len(c[0])]
     if not columns:
         return {}
@@ -105,7 +105,7 @@ def _line(columns: list[tuple[np.ndarray, np.ndarray]], points: int) -> dict:
 
 
 def _trend(steps: np.ndarray, values: np.ndarray) -> dict:
-    """Of a long curve the means of its stretches, at their middle steps, from all its finite values."""
+    """Returns the means of a long curve's stretches, at their middle steps, from all its finite values."""
     if len(steps) <= 2 * STRETCHES:
         return {}
     edges = np.linspace(0, len(steps), STRETCHES + 1).astype(int)

@@ -44,8 +44,12 @@ def _said(a: dict) -> str:
 
 
 def tried_changes(run: Run) -> list[dict]:
-    """Returns [{step, rows: [{setting, step, angle, kl, outside_clip, predicted, realised, others}]}] of the newest
-    replay.try; the first row is the run itself.
+    """Returns the tables of the newest replay.try: [{step, rows}]; the first row is the run itself.
+
+    A row has setting (text), step (length of the parameters' change), angle to the recorded change (degrees), kl (nats
+    per token), outside_clip (share of tokens), and predicted, realised, others: mean change of log-prob per token
+    (nats) of completions with a positive advantage, to first order and as it came, and of all other completions. None
+    for a missing number.
     """
     row = lambda held: {"setting": str(held.get("setting")), **{n: number(held.get(n)) for n in TRIED}}  # noqa: E731
     return [{"step": told.get("step"), "rows": [row(held) for held in told.get("rows", [])]}

@@ -35,7 +35,7 @@ def _ending(run: Run):
 
 
 def _rules(run: Run):
-    """The rules of the first steps (telemetry/health.py), at every step with an update."""
+    """Yields findings of the rules of the first steps (telemetry/health.py), applied to every step with an update."""
     steps, _ = run.column("optim/grad_norm")
     if not len(steps):
         return

@@ -61,8 +61,8 @@ def _digest(text: str) -> str:
 
 
 def report_of(run_dir) -> None:
-    """Writes the report of a finished run. If it cannot be written, a warning is logged; the exit status does not
-    change.
+    """Writes the report of a finished run. If it cannot be written, a warning is logged; the exit
+    status does not change.
     """
     try:
         write_report([run_dir])

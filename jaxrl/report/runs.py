@@ -61,7 +61,7 @@ def read_run(folder) -> Run:
 
 
 def _series(path: Path) -> tuple[dict, int]:
-    """(metric -> (steps, values), lines that cannot be read)."""
+    """Returns (metric -> (steps, values), lines that cannot be read)."""
     found, broken = {}, 0
     with open(path, encoding="utf-8", errors="replace") as file:
         for text in file:

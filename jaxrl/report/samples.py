@@ -40,9 +40,9 @@ def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
 
 
 def token_values(run: Run, step: int) -> dict[tuple, dict[str, list]]:
-    """Returns (group, sample) -> {advantages, gaps: per sampled token, in order} of a recorded step (jaxrl.replay);
-    {} without a complete record. A gap is the proximal policy's log-prob minus the engine's, if the trainer scored
-    it.
+    """Returns (group, sample) -> {advantages, gaps: per sampled token, in order} of a recorded step
+    (jaxrl.replay); {} without a complete record. A gap is the proximal policy's log-prob minus the engine's, if
+    the trainer scored it.
     """
     try:
         path = files.steps(run.folder / files.FOLDER).get(step)
@@ -164,7 +164,7 @@ class TokenTexts:
         return out
 
     def _spelt(self, record: dict, told: list[dict]) -> list[dict] | None:
-        """One {tokens, logprobs} per trained piece; None where the tokens do not spell the pieces' text."""
+        """Returns one {tokens, logprobs} per trained piece; None if the tokens do not spell the pieces' text."""
         ids, values = record.get("tokens") or [], record.get("logprobs") or []
         if not ids or len(ids) != len(values) or len(ids) > MOST_TOKENS:
             return None
@@ -187,15 +187,18 @@ class TokenTexts:
         return out if at == len(ids) else None
 
     def _decode(self, ids: list[int]) -> str:
-        """The completion that ids are of: without special tokens at its end."""
+        """Returns the text of a completion's ids, without special tokens at its end."""
         decode = self._tokenizer.decode
         while ids and not decode(ids[-1:], skip_special_tokens=True):
             ids = ids[:-1]
         return decode(ids, skip_special_tokens=False)
 
     def _next(self, ids: list[int], start: int, at: int) -> str:
-        """What token `at` adds to the text of those before it since `start`; "" for the beginning of a character whose
-        last token brings it. A few tokens before it decide how it is written (a space in front of a word)."""
+        """Returns the text that token `at` adds to that of the tokens since `start`; "" within a character that
+        a later token completes.
+
+        The spelling of a token depends on a few tokens before it (a space in front of a word).
+        """
         first = max(start, at - 8)
         before = self._tokenizer.decode(ids[first:at], skip_special_tokens=False)
         now = self._tokenizer.decode(ids[first:at + 1], skip_special_tokens=False)

@@ -37,8 +37,8 @@ SHALLOW = 8  # layers up to which CPUs get them unrolled
 
 
 class Platform(NamedTuple):
-    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in best (bf16, fp16,
-    fp32)."""
+    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in
+    best (bf16, fp16, fp32)."""
 
     kind: str
     dtype: str
@@ -77,7 +77,7 @@ class Spec(Options):
         return self.options[group]
 
     def origin(self, name: str) -> str:
-        """Who decided an option: as `origins`, else "config" or "default"."""
+        """Returns the origin of an option: as in `origins`, else "config" or "default"."""
         if name in self.origins:
             return self.origins[name]
         return "default" if get(self.asked, name) in (None, options()[name].default) else "config"
@@ -127,13 +127,13 @@ class Spec(Options):
         return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
 
     def row(self) -> dict[str, tuple]:
-        """Options below `algorithm` that presets speak of -> (value as asked, "config" or "preset <name>"), for
-        printing."""
+        """Options below `algorithm` that presets speak of -> (value as asked, "config" or
+        "preset <name>"), for printing."""
         return algorithm_row(self.asked)
 
     def chosen(self) -> dict:
-        """Options below `algorithm` that the user set, or that make the preset another one than grpo -> value; {}
-        without one."""
+        """Options below `algorithm` that the user set, or that make the preset another one than grpo ->
+        value; {} without one."""
         if not self.recipe.samples:
             return {}
         known = self.row()
@@ -235,12 +235,12 @@ def _of_platform(c, recipe: Recipe, platform: Platform, hf_config: dict, decide)
 
 
 def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
-    """How the model is computed."""
+    """Resolves the options that decide how the model is computed."""
     if c.model.scan_layers == "auto":
         unrolled = platform.kind == "cpu" and hf_config.get("num_hidden_layers", 0) <= SHALLOW
         decide("model.scan_layers", "false" if unrolled else "true", "model")
     if c.model.remat == "auto":
-        streams = any(given.get("rest") == "streamed" for given in c.mesh.roles.values())
+        streams = any(options.get("rest") == "streamed" for options in c.mesh.roles.values())
         fits = platform.kind == "cpu" or not streams and _parameters(hf_config) < SMALL_MODEL
         decide("model.remat", "none" if fits else "full", "model")
 
@@ -266,13 +266,13 @@ def _parameters(hf_config: dict) -> int:
 
 
 def algorithm_row(config) -> dict[str, tuple]:
-    """Options below `algorithm` that presets speak of -> (value, "config" or "preset <name>")."""
+    """Returns the options below `algorithm` that presets set -> (value, "config" or "preset <name>")."""
     preset = config.algorithm.preset
     return resolve_preset(preset, {name: get(config.algorithm, name) for name in PRESETS[preset]})
 
 
 def here() -> Platform:
-    """The platform of this process's first device."""
+    """Returns the platform of this process's first device."""
     import jax
 
     device = jax.devices()[0]

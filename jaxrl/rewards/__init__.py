@@ -1,7 +1,7 @@
 """Rewards: reward functions by name, verifiers, the pool of worker processes, reward shaping.
 
-Workers import this package too, so submodules are imported on first use (numpy, jax and the config stay in the
-parent).
+Workers import this package too, so submodules are imported on first use (numpy, jax and the config
+stay in the parent).
 """
 
 import importlib

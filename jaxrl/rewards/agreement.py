@@ -47,12 +47,12 @@ class Agreement(NamedTuple):
         apart = sorted(both, key=lambda row: (-abs(row[1] - row[2]), row[0]))
         difference = sum(abs(label - s) for _, label, s in both) / len(both) if both else float("nan")
         why = next((r["outcome"] for r in results if r["value"] is None), "")
-        found = cls(name, len(labels), share, difference, len(labels) - len(both),
-                    tuple(row for row in apart[:MAX_ROWS_SHOWN] if row[1] != row[2]), why)
+        agreement = cls(name, len(labels), share, difference, len(labels) - len(both),
+                        tuple(row for row in apart[:MAX_ROWS_SHOWN] if row[1] != row[2]), why)
         if share < o["min_agreement"]:
-            raise ConfigError(f"{found.text()}\nbelow min_agreement={o['min_agreement']:g}: change the judge's prompt, "
-                              "rubric or model, or lower the bound")
-        return found
+            raise ConfigError(f"{agreement.text()}\nbelow min_agreement={o['min_agreement']:g}: change the judge's "
+                              "prompt, rubric or model, or lower the bound")
+        return agreement
 
     def text(self) -> str:
         """Returns a summary for the console."""

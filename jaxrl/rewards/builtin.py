@@ -28,7 +28,7 @@ _FUNCTIONS: dict[str, Callable] = {}
 
 
 def register_reward(name: str):
-    """Decorator: registers a reward function as `name` for `reward.functions`.
+    """Returns a decorator that registers a reward function as `name` for `reward.functions`.
 
     The function takes (prompt, completion, **columns) for one completion, or (prompts, completions, **columns) for a
     batch, sync or async. It may name further arguments: token_ids, finish, group, sample, user (config.user). It
@@ -54,8 +54,8 @@ def registered_rewards() -> dict[str, Callable]:
 
 @register_reward("math")
 def math_reward(prompt, completion, answer):
-    """Scores the mathematical equality of the completion's final expression (a box, else the last expression) and
-    `answer`.
+    """Scores the mathematical equality of the completion's final expression (a box, else the
+    last expression) and `answer`.
 
     An answer of two or more letters alone is a word (or words) and compared as text, ignoring case, not as a product
     of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers must
@@ -71,10 +71,10 @@ def math_reward(prompt, completion, answer):
     if not gold:  # not mathematics: compare as text
         return boxed_reward(prompt, completion, answer)
     with time_limited() as limit:
-        said = math_verify.parse(_readable(_last_part(completion)), parsing_timeout=None)
-        if not all(map(_computable, said)) or not math_verify.verify(gold, said, timeout_seconds=None):
+        claimed = math_verify.parse(_readable(_last_part(completion)), parsing_timeout=None)
+        if not all(map(_computable, claimed)) or not math_verify.verify(gold, claimed, timeout_seconds=None):
             return 0.0
-        return float(_nearly_equal(gold[0], said[0]))
+        return float(_nearly_equal(gold[0], claimed[0]))
     return limit.score
 
 
@@ -136,8 +136,8 @@ def _final_text(completion: str) -> str:
     if content is not None:
         return content
     line = completion.rstrip()[-400:].rpartition("\n")[2]
-    said = re.split(r"(?i)answer(?:\s+is)?\s*:?\s*", line)[-1]
-    return said.strip("*_ \t.\"'()")
+    tail = re.split(r"(?i)answer(?:\s+is)?\s*:?\s*", line)[-1]
+    return tail.strip("*_ \t.\"'()")
 
 
 def _last_part(completion: str) -> str:
@@ -157,8 +157,8 @@ def _readable(text: str) -> str:
 
 
 def _computable(expression) -> bool:
-    """Returns whether no power or factorial has more than some ten thousand digits, which sympy would compute in one
-    uninterruptible call.
+    """Returns whether no power or factorial has more than some ten thousand digits, which sympy would compute
+    in one uninterruptible call.
     """
     from sympy import Basic, Integer, Number, Pow, factorial, preorder_traversal
 
@@ -180,8 +180,8 @@ def _computable(expression) -> bool:
 
 
 def _nearly_equal(a, b) -> bool:
-    """Returns whether two expressions that math-verify considers equal agree within a relative 1e-5, if both are
-    numbers.
+    """Returns whether two expressions that math-verify considers equal agree within a relative 1e-5,
+    if both are numbers.
     """
     if not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):
         return True
@@ -219,25 +219,25 @@ def exact_reward(prompt, completion, answer):
 
 @register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
-    r"""Scores whether the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18 = 18.0 =
-    36/2).
+    r"""Scores whether the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18
+    = 18.0 = 36/2).
     """
     if answer is None:
         return None
     content = last_boxed(completion)
     if content is None:
         return 0.0
-    found, wanted = _normalize(content), _normalize(str(answer))
-    if found == wanted:
+    boxed, expected = _normalize(content), _normalize(str(answer))
+    if boxed == expected:
         return 1.0
-    a, b = _number(found), _number(wanted)
+    a, b = _number(boxed), _number(expected)
     return float(a is not None and a == b)
 
 
 def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last \boxed{...} with balanced braces, or None."""
-    found = _last_box(text)
-    return None if found is None else text[slice(*found)]
+    span = _last_box(text)
+    return None if span is None else text[slice(*span)]
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
@@ -287,9 +287,9 @@ def _chosen_letter(completion: str) -> str | None:
     content = last_boxed(completion)
     if content is not None:
         return _letter(content)
-    said = re.findall(r"(?i:answer|option|choice)(?i:\s++is)?+\s*+[:=]?+[\s(\[*]*+([A-Z])(?![\w'])", completion)
-    if said:
-        return said[-1]
+    letters = re.findall(r"(?i:answer|option|choice)(?i:\s++is)?+\s*+[:=]?+[\s(\[*]*+([A-Z])(?![\w'])", completion)
+    if letters:
+        return letters[-1]
     alone = re.match(r"[\s(\[*]*([A-Z])(?=[)\].:,*]|\s*$)", completion)
     return alone.group(1) if alone else None
 
@@ -316,9 +316,9 @@ def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_p
     tests = answer if tests is None else tests
     if tests is None:
         return None
-    found = grade(code_block(completion), tests, str(entry_point or ""), stop=code_score == "all")
-    share = sum(found.passed) / len(found.passed)
-    metrics = {"passed": share, "opaque": float(bool(found.opaque)), "limited": float(bool(found.limit))}
+    result = grade(code_block(completion), tests, str(entry_point or ""), stop=code_score == "all")
+    share = sum(result.passed) / len(result.passed)
+    metrics = {"passed": share, "opaque": float(bool(result.opaque)), "limited": float(bool(result.limit))}
     return (float(share == 1.0) if code_score == "all" else share), metrics
 
 

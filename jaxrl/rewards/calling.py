@@ -109,7 +109,12 @@ class Call:
         return (), kwargs
 
     def call_one(self, item: dict, shared: dict):
-        """Calls the function for one item; returns a coroutine if it is asynchronous."""
+        """Calls the function for one item; returns its value, or a coroutine if it is asynchronous.
+
+        Args:
+          item: the JSON of a RewardItem (items.item_json).
+          shared: arguments that all items share: user, format_pattern, code_score.
+        """
         extras = {k: item[k] for k in EXTRAS if k in item}
         args, kwargs = self.arguments(item["prompt"], item["completion"], item["columns"], extras, shared)
         return self.fn(*args, **kwargs)
@@ -125,11 +130,11 @@ class Call:
 
 
 def outcome(value) -> dict:
-    """Returns {value, outcome, metrics} of a function's return value for one item. value is None unless outcome is
-    'ok'.
+    """Returns {value, outcome, metrics} of a function's return value for one item. value is None
+    unless outcome is 'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond LARGEST -> 'error: ...'.
-    Never raises.
+    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond LARGEST ->
+    'error: ...'. Never raises.
     """
     if isinstance(value, ServiceError):
         return failure(value)
@@ -149,16 +154,16 @@ def _outcome(value) -> dict:
             return {"value": None, "outcome": f"error: metric {wrong[0]!r} is not a number", "metrics": {}}
     if value is None:
         return {"value": None, "outcome": "none", "metrics": metrics}
-    found = number(value)
-    if found is None:
+    score = number(value)
+    if score is None:
         text = f"error: returned {type(value).__name__} {safe_str(value)[:80]!r}, expected a number or None"
         return {"value": None, "outcome": text, "metrics": {}}
-    if not math.isfinite(found):
+    if not math.isfinite(score):
         return {"value": None, "outcome": "nan", "metrics": metrics}
-    if abs(found) > MAX_REWARD:
+    if abs(score) > MAX_REWARD:
         wanted = f"a number of at most {MAX_REWARD:g}, whose square fp32 can hold: scale it"
-        return {"value": None, "outcome": f"error: returned {found:g}, expected {wanted}", "metrics": {}}
-    return {"value": found, "outcome": "ok", "metrics": metrics}
+        return {"value": None, "outcome": f"error: returned {score:g}, expected {wanted}", "metrics": {}}
+    return {"value": score, "outcome": "ok", "metrics": metrics}
 
 
 def failure(error: BaseException) -> dict:

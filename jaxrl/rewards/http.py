@@ -1,5 +1,5 @@
-"""Calls a service over HTTP from a reward worker: retries, pauses, one deadline, and failures as causes that are
-counted.
+"""Calls a service over HTTP from a reward worker: retries, pauses, one deadline, and failures as
+causes that are counted.
 
 Standard library and httpx. A secret is read from the environment variable that the options name. It is sent in one
 header and appears in no message.
@@ -55,8 +55,8 @@ class Service:
         self._tls = None
 
     def client(self) -> httpx.AsyncClient:
-        """Returns an HTTP client for one batch of work. Redirects are not followed, so that the secret stays with its
-        server.
+        """Returns an HTTP client for one batch of work. Redirects are not followed, so that the secret
+        stays with its server.
         """
         if self._tls is None:
             self._tls = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
@@ -117,14 +117,14 @@ class Service:
             raise ServiceError(cause, f"{where}: {self._clean(str(e) or type(e).__name__)}",
                                again=cause != "tls") from None
         if status not in (200, 201):
-            said = self._clean(bytes(data[:200]).decode("utf-8", "replace"))
-            raise ServiceError(f"http_{status}", f"{where} replies with status {status}: {said}",
+            excerpt = self._clean(bytes(data[:200]).decode("utf-8", "replace"))
+            raise ServiceError(f"http_{status}", f"{where} replies with status {status}: {excerpt}",
                                again=status in RETRY_STATUSES, after=after)
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            said = self._clean(bytes(data[:60]).decode("utf-8", "replace"))
-            raise ServiceError("json", f"{where} replies with text that is not JSON: {said!r}") from None
+            excerpt = self._clean(bytes(data[:60]).decode("utf-8", "replace"))
+            raise ServiceError("json", f"{where} replies with text that is not JSON: {excerpt!r}") from None
 
     def _clean(self, text: str) -> str:
         text = text.replace(self._secret, "<redacted>") if self._secret else text
@@ -132,8 +132,8 @@ class Service:
 
 
 def error_cause(error: BaseException) -> str:
-    """Returns the cause of an httpx.HTTPError: tls, host (unknown name), refused (no connection), broken (connection
-    lost).
+    """Returns the cause of an httpx.HTTPError: tls, host (unknown name), refused (no
+    connection), broken (connection lost).
     """
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
@@ -165,14 +165,14 @@ def rotate_urls(urls: list[str], turn: int, path: str = "") -> list[str]:
     return [url if "/" in url.partition("://")[2] else url + path for url in turned]
 
 
-def get_field(said, name: str, kind, where: str):
+def get_field(reply, name: str, kind, where: str):
     """Returns an entry of a reply. Raises ServiceError with cause `key` (absent) or `type` (not a `kind`)."""
-    if not isinstance(said, dict) or name not in said:
-        has = ", ".join(map(str, said)) if isinstance(said, dict) else type(said).__name__
+    if not isinstance(reply, dict) or name not in reply:
+        has = ", ".join(map(str, reply)) if isinstance(reply, dict) else type(reply).__name__
         raise ServiceError("key", f"{where} has no {name!r}; it has: {has[:100]}")
-    if not isinstance(said[name], kind):
-        raise ServiceError("type", f"{where}: {name!r} is {type(said[name]).__name__} {str(said[name])[:40]!r}")
-    return said[name]
+    if not isinstance(reply[name], kind):
+        raise ServiceError("type", f"{where}: {name!r} is {type(reply[name]).__name__} {str(reply[name])[:40]!r}")
+    return reply[name]
 
 
 def check_count(values: list, count: int, where: str) -> list:

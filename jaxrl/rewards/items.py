@@ -1,5 +1,5 @@
-"""Items and results of a reward pool, their metrics, and the shaped score per completion. N is the number of
-completions.
+"""Items and results of a reward pool, their metrics, and the shaped score per completion. N is
+the number of completions.
 """
 
 from __future__ import annotations
@@ -99,21 +99,21 @@ def item_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
       ConfigError: a value has no JSON form.
     """
     try:
-        told = {name: value for name, value in vars(item).items() if name not in ("functions", *without)}
-        return json.dumps(told, default=_to_json)
+        fields = {name: value for name, value in vars(item).items() if name not in ("functions", *without)}
+        return json.dumps(fields, default=_to_json)
     except (TypeError, ValueError, RecursionError) as e:
         raise ConfigError(f"item {i}: a value has no JSON form and cannot be passed to reward functions: {e}; columns: "
                           f"{', '.join(item.columns)}") from None
 
 
 def item_hash(item: RewardItem) -> int:
-    """Returns a 64-bit hash of everything functions may see of a completion: text, tokens, prompt, columns, group and
-    sample.
+    """Returns a 64-bit hash of everything functions may see of a completion: text, tokens, prompt,
+    columns, group and sample.
     """
-    told = {name: value for name, value in vars(item).items() if name != "functions"}
+    fields = {name: value for name, value in vars(item).items() if name != "functions"}
     for name in ("token_ids", "context_ids"):
-        told[name] = np.asarray(told[name], np.int64).tolist()
-    text = json.dumps(told, default=_to_json, sort_keys=True)
+        fields[name] = np.asarray(fields[name], np.int64).tolist()
+    text = json.dumps(fields, default=_to_json, sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
@@ -140,10 +140,10 @@ def reward_metrics(total, outcomes, item_metrics) -> dict[str, float]:
         "reward/timeout_fraction": flat.count("timeout") / pairs,
         "reward/error_fraction": sum(o.startswith("error") for o in flat) / pairs,
     }
-    asked: Counter = Counter(name for per_item in outcomes for name in per_item)
+    scored: Counter = Counter(name for per_item in outcomes for name in per_item)
     causes: Counter = Counter((name, cause[1]) for per_item in outcomes for name, o in per_item.items()
                               if (cause := CAUSE.match(o)))
-    out |= {f"reward/{name}/failed_{cause}": k / asked[name] for (name, cause), k in causes.items()}
+    out |= {f"reward/{name}/failed_{cause}": k / scored[name] for (name, cause), k in causes.items()}
     sums: dict[str, list[float]] = {}
     for per_item in item_metrics:
         for name, metrics in per_item.items():
@@ -166,8 +166,7 @@ def weighted_sum(parts: dict[str, np.ndarray], weights: dict[str, float], count:
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty: float) -> np.ndarray:
-    """Returns [N] penalties to subtract: 0 up to max_tokens - buffer, then linear, `penalty` from max_tokens on
-    (arXiv
+    """Returns [N] penalties to subtract: 0 up to max_tokens - buffer, then linear, `penalty` from max_tokens on (arXiv
     2503.14476, eq. 13).
 
     Args:
@@ -208,8 +207,7 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
         parts = ", ".join(f"{name} {values[i]:g}" for name, values in result.parts.items() if not np.isnan(values[i]))
         raise RunStopped(f"the score of completion {i} of the batch is {score[i]:g} ({parts}; reward.scale="
                          f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {MAX_REWARD:g}, whose square fp32 "
-                         f"can "
-                         "hold; lower reward.weights or reward.scale, or set reward.clip")
+                         "can hold; lower reward.weights or reward.scale, or set reward.clip")
     buffer = reward.overlong_buffer if buffer is None else buffer
     if buffer <= 0:
         return score
@@ -217,8 +215,8 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
 
 
 def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
-    """Returns the first two rows (of every source) with their reference answers as completions, for trying out reward
-    functions.
+    """Returns the first two rows (of every source) with their reference answers as completions, for
+    trying out reward functions.
     """
     items = []
     for i in dataset.first_rows:

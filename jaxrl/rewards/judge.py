@@ -1,8 +1,8 @@
 """The reward `judge`: a language model behind an OpenAI-compatible endpoint reads a completion and gives it a score.
 
-Prompt injection is fenced off: the completion stands between two lines with a number that the policy cannot know,
-since it is a digest of the whole request including the completion, and whatever looks like a control token of a chat
-template (<|im_end|>, </s>, [INST]) is split, so that no tokenizer takes it for one. The temperature is 0. Replies are
+Against prompt injection the completion is put between two lines with a number that the policy cannot know, a digest of
+the whole request including the completion, and text that looks like a control token of a chat template (<|im_end|>,
+</s>, [INST]) is split, so that no tokenizer reads it as one. The temperature is 0. Replies are
 cached on disk by a digest of the whole request, so each request is sent once.
 """
 
@@ -57,9 +57,9 @@ class Judge(Service):
         """Returns per completion (score in 0..1, {cached: 0 or 1}), or the ServiceError."""
         o, many = self.o, range(len(completions))
         rubrics, answers = (columns.get(name) or [None] * len(completions) for name in (o["rubric_column"], "answer"))
-        asked = [self.messages(prompts[i], completions[i], rubrics[i], answers[i]) for i in many]
+        conversations = [self.messages(prompts[i], completions[i], rubrics[i], answers[i]) for i in many]
         async with self.client() as client:
-            return await asyncio.gather(*(self._one(client, messages) for messages in asked))
+            return await asyncio.gather(*(self._one(client, messages) for messages in conversations))
 
     async def _one(self, client, messages):
         return await self.run_until_deadline(lambda budget: self.score_messages(client, budget, messages))
@@ -76,31 +76,31 @@ class Judge(Service):
         return [{"role": "user", "content": FRAME.format(n=n) + fill_placeholders(o["prompt"], values)}]
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
-        """Returns (score in 0..1, {cached}). An unreadable reply is asked for once more. Raises ServiceError."""
+        """Returns (score in 0..1, {cached}). An unreadable reply is requested once more. Raises ServiceError."""
         o = self.o
         fields = {"temperature": 0.0, "max_tokens": o["max_new_tokens"], "seed": 0} | o["extra"]
         path = self._path(messages, fields)
-        kept = self._read_cache(path)
-        if kept is not None and (score := self.read(kept)) is not None:
+        cached = self._read_cache(path)
+        if cached is not None and (score := self.read(cached)) is not None:
             return score, {"cached": 1.0}
         self._requests += 1
         urls = [url + "/chat/completions" for url in rotate_urls(self.urls, self._requests, "/v1")]
         for _ in range(2):
-            said = await self.ask(client, budget, urls, {"model": o["model"], "messages": messages} | fields)
-            answer = reply_text(said, urls[0])
-            score = self.read(answer)
+            reply = await self.ask(client, budget, urls, {"model": o["model"], "messages": messages} | fields)
+            text = reply_text(reply, urls[0])
+            score = self.read(text)
             if score is not None:
-                self._write_cache(path, answer)
+                self._write_cache(path, text)
                 return score, {"cached": 0.0}
-            messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": RETRY_MESSAGE}]
+            messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": RETRY_MESSAGE}]
         raise ServiceError("unparsable", f"{urls[0]} gives no score that matches pattern={o['pattern']!r} within "
-                           f"{o['lowest']:g}..{o['highest']:g}; its reply ends with {answer[-80:]!r}")
+                           f"{o['lowest']:g}..{o['highest']:g}; its reply ends with {text[-80:]!r}")
 
-    def read(self, answer: str) -> float | None:
+    def read(self, text: str) -> float | None:
         """Returns the last score in a reply as a share of the scale; None if there is none or it is out of range."""
-        found = [m[1] for m in self._pattern.finditer(answer)]
+        matches = [m[1] for m in self._pattern.finditer(text)]
         try:
-            score = float(found[-1]) if found else None
+            score = float(matches[-1]) if matches else None
         except (TypeError, ValueError):
             return None
         lowest, highest = self.o["lowest"], self.o["highest"]
@@ -116,10 +116,10 @@ class Judge(Service):
     def _read_cache(self, path: str) -> str | None:
         try:
             with open(path, encoding="utf-8") as file:
-                asked, answer = sealed.opened(file.read())
+                name, text = sealed.opened(file.read())
         except (OSError, ValueError, TypeError):
             return None
-        return answer if isinstance(answer, str) and asked == os.path.basename(path) else None
+        return text if isinstance(text, str) and name == os.path.basename(path) else None
 
     def _write_cache(self, path: str, answer: str) -> None:
         if not path:
@@ -131,9 +131,9 @@ class Judge(Service):
         os.replace(part, path)
 
 
-def reply_text(said, where: str) -> str:
+def reply_text(reply, where: str) -> str:
     """Returns the text of a chat completion. Raises ServiceError."""
-    choices = get_field(said, "choices", list, where)
+    choices = get_field(reply, "choices", list, where)
     if not choices:
         raise ServiceError("count", f"{where}: no choice")
     text = get_field(get_field(choices[0], "message", dict, where), "content", (str, type(None)), where)

@@ -1,5 +1,5 @@
-r"""The reward pool: scores completions in spawned worker processes, with a wall-clock limit after which a worker is
-killed.
+r"""The reward pool: scores completions in spawned worker processes, with a wall-clock limit after which
+a worker is killed.
 
 Outcomes, per completion and function (also written to rollouts/step_*.jsonl):
   ok          a finite number
@@ -63,18 +63,18 @@ class RewardPool:
     def __init__(self, config, functions=None, names=None, servers=None):
         self._reward, self._from_config = config.reward, names is None
         reward = config.reward
-        given = functions if functions is not None else names if names is not None else reward.functions
+        chosen = functions if functions is not None else names if names is not None else reward.functions
         self._folder = FunctionFolder(config.run.dir)
-        named = {f for f in given if isinstance(f, str)}
+        named = {f for f in chosen if isinstance(f, str)}
         self._services = services.find_services(config, named, servers or {})
-        told, places, env = self._services
-        self.specs = [to_spec(f, self._folder, told) for f in given]
-        self.names = short_names(given, self.specs)
-        self.weights = check_specs(config, self.specs, self.names, names is not None, told)
+        options, locations, env = self._services
+        self.specs = [to_spec(f, self._folder, options) for f in chosen]
+        self.names = short_names(chosen, self.specs)
+        self.weights = check_specs(config, self.specs, self.names, names is not None, options)
         shared = {"user": json.loads(config.user.to_json_best_effort()), "format_pattern": reward.format_pattern,
                   "code_score": reward.code_score}
         setup = {"functions": list(zip(self.specs, self.names, strict=True)), "limit": reward.timeout_seconds,
-                 "shared": shared, "sandbox": config.sandbox.to_dict(), "services": told}
+                 "shared": shared, "sandbox": config.sandbox.to_dict(), "services": options}
         named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
         decides = {**setup, "functions": named, "column": reward.column, "env": sorted(reward.env),
                    "memory_gb": reward.memory_gb}
@@ -84,7 +84,7 @@ class RewardPool:
         missing = [name for name in reward.env if name not in os.environ]
         if missing:
             log.warning("reward.env names variables that are not set on this host: %s", ", ".join(missing))
-        self._workers = Workers(reward, self.specs, self.names, setup | {"places": places}, decides, env)
+        self._workers = Workers(reward, self.specs, self.names, setup | {"places": locations}, decides, env)
         atexit.register(self.close)
 
     def wait(self) -> None:
@@ -106,10 +106,10 @@ class RewardPool:
         """
         if self.specs:
             self._workers.ready(1)
-        told = {n: x for n, x in self._decides.items() if n not in ("functions", "services", "column")}
+        common = {n: x for n, x in self._decides.items() if n not in ("functions", "services", "column")}
         out = {}
         for name, spec, kind in zip(self.names, self.specs, self._workers.kinds, strict=True):
-            own = told | {"code": kind["code"], "service": self._decides["services"].get(spec)}
+            own = common | {"code": kind["code"], "service": self._decides["services"].get(spec)}
             out[name] = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
         return out
 
@@ -127,9 +127,9 @@ class RewardPool:
 
         Args:
           items: completions.
-          recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not called again
-            and their outcome is reused, including a timeout. A record whose `by` is another key comes from other
-            code.
+          recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not
+            called again and their outcome is reused, including a timeout. A record whose `by` is another key
+            comes from other code.
           part: the items are part of a step's completions; reward.max_failed_fraction is not applied yet.
           stop: checked about twice a second.
 
@@ -183,14 +183,14 @@ class RewardPool:
                 answer = next((item.columns.get("answer") for item in items), None)
                 text = answer is None or isinstance(answer, str)
                 if not text and mine and not any(r["value"] for r in mine):
-                    log.warning("reward %s scores the reference answers themselves 0, for example %r: it is of type %s,"
-                                " which equals no text; compare with str(answer)", name, answer, type(answer).__name__)
+                    log.warning("reward %s gives 0 to the reference answers themselves: %r is %s and never equals a"
+                                " completion's text; compare with str(answer)", name, answer, type(answer).__name__)
             if lines:
                 raise ConfigError(self._trial_text(lines))
 
     def agreements(self) -> list[Agreement]:
-        """Returns the agreement of each judge with its labelled rows (reward.judge.labelled), to show before
-        training.
+        """Returns the agreement of each judge with its labelled rows (reward.judge.labelled),
+        to show before training.
 
         Raises:
           ConfigError: the rows cannot be read, or a judge agrees with fewer than its min_agreement.
@@ -303,8 +303,8 @@ class RewardPool:
         lines = [f"  {name}: " + ", ".join(f"{outcome} (x{n})" for outcome, n in kinds.most_common(3))
                  for name, kinds in by_name.items()]
         remedy = "fix the function, or let it return None for rows it cannot score"
-        if asked := [name for name in by_name if name in self._services.options]:
-            remedy = f"fix the service of {', '.join(asked)} and resume"
+        if failed_services := [name for name in by_name if name in self._services.options]:
+            remedy = f"fix the service of {', '.join(failed_services)} and resume"
         if any("timeout" in kinds for kinds in by_name.values()):
             remedy += f"; raise reward.timeout_seconds={self._reward.timeout_seconds:g} if it needs more time"
         return (f"rewards failed for {len(failed_items(results))} of {count} completions so far, more than "

@@ -24,7 +24,12 @@ FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class Remote(Service):
-    """A batched reward of a service that reads text."""
+    """A batched reward of a service that reads text; scores prompts, completions and the columns of `columns`.
+
+    Args:
+      o: the service's options (see services.service_options); they decide scores.
+      place: {urls, key_env, cache}, see services.ServiceTable.
+    """
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
@@ -55,16 +60,15 @@ class Remote(Service):
         return [values] * len(items) if isinstance(values, ServiceError) else values
 
     def score(self, parts: list, where: str) -> float | ServiceError:
-        """Combines the values of all parts, in the order of their weights, into one score; a ServiceError if one is
-        not finite.
+        """Combines the values of all parts, in the order of their weights, into one score; a ServiceError if
+        one is not finite.
         """
         weights, total = self.o["weights"] or [1.0] * len(parts), 0.0
         for value, weight in zip(parts, weights, strict=True):
             found = number(value)
             if found is None or not math.isfinite(found):
                 return ServiceError("type", f"{where}: a score is {type(value).__name__} {str(value)[:40]!r}, "
-                                    f"expected a"
-                                    " finite number")
+                                    "expected a finite number")
             total += weight * clip(found, self.o["part_min"], self.o["part_max"])
         return clip(total, self.o["clip_min"], self.o["clip_max"]) * self.o["scale"]
 
@@ -79,12 +83,12 @@ def clip(x: float, lowest: float | None, highest: float | None) -> float:
 
 
 async def jaxrl_format(self: Remote, client, budget: Budget, items, turn):
-    """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or null, ...]}, in
-    order.
+    """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or
+    null, ...]}, in order.
     """
     urls = rotate_urls(self.urls, turn)
-    said = await self.ask(client, budget, urls, {"items": items})
-    values = check_count(get_field(said, "scores", list, urls[0]), len(items), urls[0])
+    reply = await self.ask(client, budget, urls, {"items": items})
+    values = check_count(get_field(reply, "scores", list, urls[0]), len(items), urls[0])
     return [None if value is None else _value_score(self, value, urls[0]) for value in values]
 
 
@@ -109,12 +113,12 @@ async def cosmos(self: Remote, client, budget: Budget, items, turn):
     functions = self.o["functions"]
     weights = self.o["weights"] or [1.0] * len(functions)
     columns = {name: [item["columns"][name] for item in items] for name in items[0]["columns"]}
-    told = {"prompts": [item["prompt"] for item in items], "completions": [item["completion"] for item in items],
+    body = {"prompts": [item["prompt"] for item in items], "completions": [item["completion"] for item in items],
             "reward_fn": dict(zip(functions, weights, strict=True)), "media_type": "text", **columns}
-    said = await self.ask(client, budget, urls[:1], json.dumps(told).encode() + b"\n", "application/octet-stream")
-    name = get_field(said, "uuid", str, urls[0])
+    reply = await self.ask(client, budget, urls[:1], json.dumps(body).encode() + b"\n", "application/octet-stream")
+    name = get_field(reply, "uuid", str, urls[0])
     fetch = self.o["fetch_url"] or re.sub(r"enqueue$", "pull", urls[0])
-    replica = (said or {}).get("replica_id")
+    replica = (reply or {}).get("replica_id")
     headers = {"X-Lepton-Replica-Target": replica} if isinstance(replica, str) else {}
     parts = [await _poll(self, client, budget, fetch, name, function, headers, len(items)) for function in functions]
     return [self.score(list(values), fetch) for values in zip(*parts, strict=True)]
@@ -125,14 +129,14 @@ async def _poll(self, client, budget, fetch, name, function, headers, count) -> 
     form = urllib.parse.urlencode({"uuid": name, "type": function}).encode()
     while True:
         try:
-            said = await self.ask(client, budget, [fetch], form, "application/x-www-form-urlencoded", headers)
+            reply = await self.ask(client, budget, [fetch], form, "application/x-www-form-urlencoded", headers)
             break
         except ServiceError as e:
             if e.cause not in PENDING:
                 raise
             budget.last = e
             await asyncio.sleep(POLL_SECONDS)
-    scores, keys = get_field(said, "scores", dict, fetch), self.keys or ["overall_reward"]
+    scores, keys = get_field(reply, "scores", dict, fetch), self.keys or ["overall_reward"]
     keys = [self.o["score_key"]] if self.o["score_key"] in scores else keys
     columns = [check_count(get_field(scores, key, list, fetch), count, fetch) for key in keys]
     return [values[0] if len(values) == 1 else _sum(values) for values in zip(*columns, strict=True)]
@@ -152,14 +156,14 @@ async def areal(self: Remote, client, budget: Budget, items, turn):
     urls, key = rotate_urls(self.urls, turn, "/apis/functioncalls"), (self.keys or ["success"])[0]
     text = items[0]["completion"]
     blocks = FENCED.findall(text)
-    told = items[0]["columns"] | {"uid": uuid.uuid4().hex, "language": self.o["language"].upper(),
+    body = items[0]["columns"] | {"uid": uuid.uuid4().hex, "language": self.o["language"].upper(),
                                   "code": blocks[-1] if blocks else text}
-    said = await self.ask(client, budget, urls, told)
-    results = said.get("results") if isinstance(said, dict) else None
+    reply = await self.ask(client, budget, urls, body)
+    results = reply.get("results") if isinstance(reply, dict) else None
     for result in results if isinstance(results, list) else ():
         if isinstance(result, dict) and result.get("errorType") == "SystemError":
             raise ServiceError("system", f"{urls[0]} reports SystemError: {str(result.get('reason'))[:100]}")
-    return [self.score([get_field(said, key, (bool, int, float), urls[0])], urls[0])]
+    return [self.score([get_field(reply, key, (bool, int, float), urls[0])], urls[0])]
 
 
 async def classify(self: Classifier, client, budget: Budget, items, turn):
@@ -168,8 +172,8 @@ async def classify(self: Classifier, client, budget: Budget, items, turn):
     """
     urls = rotate_urls(self.urls, turn, "/classify")
     await self.check_tokens(client, budget, urls[0], items)
-    told = {"input": [item["ids"] for item in items], "use_activation": False} | self.model
-    return self.labels(await self.ask(client, budget, urls, told), "probs", len(items), urls[0])
+    body = {"input": [item["ids"] for item in items], "use_activation": False} | self.model
+    return self.labels(await self.ask(client, budget, urls, body), "probs", len(items), urls[0])
 
 
 async def pooling(self: Classifier, client, budget: Budget, items, turn):
@@ -178,9 +182,9 @@ async def pooling(self: Classifier, client, budget: Budget, items, turn):
     """
     urls = rotate_urls(self.urls, turn, "/pooling")
     await self.check_tokens(client, budget, urls[0], items)
-    told = {"input": [item["ids"] for item in items], "use_activation": False, "encoding_format": "float"} | self.model
-    told |= {"task": self.o["task"]} if self.o["task"] else {}
-    return self.labels(await self.ask(client, budget, urls, told), "data", len(items), urls[0])
+    body = {"input": [item["ids"] for item in items], "use_activation": False, "encoding_format": "float"} | self.model
+    body |= {"task": self.o["task"]} if self.o["task"] else {}
+    return self.labels(await self.ask(client, budget, urls, body), "data", len(items), urls[0])
 
 
 class Classifier(Remote):
@@ -203,8 +207,9 @@ class Classifier(Remote):
         """
         if self._known:
             return
-        read, told = [], [item for item in items if item["completion"].strip() and "\ufffd" not in item["completion"]]
-        for item in told[:4]:
+        read = []
+        readable = [item for item in items if item["completion"].strip() and "\ufffd" not in item["completion"]]
+        for item in readable[:4]:
             try:
                 text = await self.ask(client, budget, [url.rpartition("/")[0] + "/detokenize"],
                                       {"tokens": item["ids"]} | self.model)
@@ -222,17 +227,17 @@ class Classifier(Remote):
             raise ServiceError("tokenizer", f"{url} has another tokenizer than the policy: it decodes "
                                f"{read[0][1][-60:]!r}, the completion is {read[0][0][-60:]!r}")
 
-    def labels(self, said, name: str, count: int, where: str) -> list:
-        """Returns the score of each completion from a reply's rows. Raises ServiceError if indices are missing or
-        repeated.
+    def labels(self, reply, name: str, count: int, where: str) -> list:
+        """Returns the score of each completion from a reply's rows. Raises ServiceError if indices
+        are missing or repeated.
         """
-        found: list = [None] * count
-        for row in check_count(get_field(said, "data", list, where), count, where):
+        scores: list = [None] * count
+        for row in check_count(get_field(reply, "data", list, where), count, where):
             i = get_field(row, "index", int, where)
-            if not 0 <= i < count or found[i] is not None:
+            if not 0 <= i < count or scores[i] is not None:
                 raise ServiceError("count", f"{where}: index {i} of {count} completions")
-            found[i] = self._label(get_field(row, name, list, where), where)
-        return found
+            scores[i] = self._label(get_field(row, name, list, where), where)
+        return scores
 
     def _label(self, values: list, where: str) -> float | ServiceError:
         values = values[-1] if values and isinstance(values[-1], list) else values

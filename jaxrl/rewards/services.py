@@ -1,5 +1,5 @@
-"""Parent side of rewards that are called over HTTP: `remote`, `judge`, and those of the tables reward.remotes and
-reward.judges.
+"""Parent side of rewards that are called over HTTP: `remote`, `judge`, and those of the
+tables reward.remotes and reward.judges.
 
 Splits their options into what decides scores and where the services are.
 """
@@ -23,8 +23,9 @@ class ServiceTable(NamedTuple):
     """Services by name.
 
     Attributes:
-      options: what decides scores, JSON-able.
-      places: {urls, key_env, cache}.
+      options: name -> the options that decide scores, JSON-able; part of RewardPool.key().
+      places: name -> {urls, key_env, cache}: location, variable of the key, folder of the judge's cache.
+        They decide no score.
       env: environment variables that workers need for them.
     """
 
@@ -70,30 +71,30 @@ def find_services(config, functions, servers: dict[str, Server]) -> ServiceTable
     Raises:
       ConfigError: a key's variable is not set, a prompt cannot be read, or a judge has no server.
     """
-    found = ServiceTable({}, {}, {})
+    table = ServiceTable({}, {}, {})
     for name, (kind, o) in service_options(config.reward).items():
         if name not in functions:
             continue
         place = {"key_env": o["key_env"], "cache": ""}
-        told = {option: value for option, value in o.items() if option not in PLACE_OPTIONS}
+        shared = {option: value for option, value in o.items() if option not in PLACE_OPTIONS}
         if kind == "judge":
-            told |= {"prompt": judge_prompt(o), "digest": ""}
+            shared |= {"prompt": judge_prompt(o), "digest": ""}
             place["cache"] = _cache(o["cache"], config.run.dir)
             if not o["servers"]:
                 if name not in servers:
                     raise ConfigError(f"reward {name!r}: no server with {o['model']!r} was started; set its servers")
-                told["digest"] = folder_digest(o["model"])
+                shared["digest"] = folder_digest(o["model"])
                 place |= {"urls": [servers[name].url], "key_env": f"JAXRL_KEY_OF_{name}"}
-                found.env[place["key_env"]] = servers[name].key
+                table.env[place["key_env"]] = servers[name].key
         if o["servers"]:
-            told["servers"] = place["urls"] = list(o["servers"])
+            shared["servers"] = place["urls"] = list(o["servers"])
         if o["key_env"]:
             if not os.environ.get(o["key_env"]):
                 raise ConfigError(f"reward {name!r}: key_env={o['key_env']!r}: this environment variable is not "
                                   "set; set it to the service's token, or leave key_env empty")
-            found.env[o["key_env"]] = os.environ[o["key_env"]]
-        found.options[name], found.places[name] = {"kind": kind} | told, place
-    return found
+            table.env[o["key_env"]] = os.environ[o["key_env"]]
+        table.options[name], table.places[name] = {"kind": kind} | shared, place
+    return table
 
 
 def judge_prompt(o: dict) -> str:
@@ -106,10 +107,10 @@ def judge_prompt(o: dict) -> str:
         raise ConfigError(f"prompt_file={o['prompt_file']!r}: {e}") from None
 
 
-def _cache(given: str, run_dir: str) -> str:
-    if given == "auto":
+def _cache(folder: str, run_dir: str) -> str:
+    if folder == "auto":
         return str(Path(run_dir).absolute() / "judge") if run_dir and "://" not in run_dir else ""
-    return str(Path(given).expanduser().absolute()) if given else ""
+    return str(Path(folder).expanduser().absolute()) if folder else ""
 
 
 def _plain(table) -> dict:

@@ -1,5 +1,5 @@
-"""Parent side: turns a reward as the user gives it (name, import path, file, function) into a spec that workers can
-load.
+"""Parent side: turns a reward as the user gives it (name, import path, file, function) into a spec
+that workers can load.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, functi
 BUILTIN = "jaxrl.rewards.builtin"
 
 
-def to_spec(given, folder: FunctionFolder, services=()) -> str:
+def to_spec(function, folder: FunctionFolder, services=()) -> str:
     """Returns a spec: a registered name, a service's name, 'package.module:function' or '/absolute/file.py:function';
     see `handing.function_spec`. Raises ConfigError for anything else.
     """
-    if isinstance(given, str):
-        if given in services:
-            return given
-        if ":" not in given and given in registered_rewards():
-            fn = registered_rewards()[given]
-            return given if fn.__module__ == BUILTIN else to_spec(fn, folder)
-        return file_spec(given)
-    if not inspect.isfunction(given):
-        raise ConfigError(f"reward {given!r}: pass a plain function (def ...), its name, or 'package.module:function'; "
-                          f"a {type(given).__name__} cannot be passed to worker processes")
-    return function_spec(given, folder)
+    if isinstance(function, str):
+        if function in services:
+            return function
+        if ":" not in function and function in registered_rewards():
+            fn = registered_rewards()[function]
+            return function if fn.__module__ == BUILTIN else to_spec(fn, folder)
+        return file_spec(function)
+    if not inspect.isfunction(function):
+        raise ConfigError(f"reward {function!r}: pass a plain function (def ...), its name, or "
+                          f"'package.module:function'; a {type(function).__name__} cannot be passed to worker "
+                          "processes")
+    return function_spec(function, folder)
 
 
-def short_names(given, specs: list[str]) -> list[str]:
-    """Returns names for parts and metrics: the registered or the function's name; the whole spec where two would be
-    equal.
+def short_names(functions, specs: list[str]) -> list[str]:
+    """Returns names for parts and metrics: the registered or the function's name; the whole spec where
+    two would be equal.
     """
-    short = [g.rpartition(":")[2] if isinstance(g, str) else g.__name__ for g in given]
+    short = [g.rpartition(":")[2] if isinstance(g, str) else g.__name__ for g in functions]
     return [n if short.count(n) == 1 else s for n, s in zip(short, specs, strict=True)]
 
 
@@ -90,12 +91,12 @@ def _check_spec(spec: str, services) -> None:
 
 
 def _weights(r, names, replaced: bool) -> dict[str, float]:
-    given = [float(w) for w in r.weights]
+    weights = [float(w) for w in r.weights]
     if replaced:
-        of = dict(zip(short_names(r.functions, list(r.functions)), given, strict=False))
-        return {n: of.get(n, 1.0) for n in names}
-    if given and len(given) != len(names):
-        raise ConfigError(f"reward.weights has {len(given)} entries for {len(names)} functions ({', '.join(names)})")
-    if not all(math.isfinite(w) for w in given):
-        raise ConfigError(f"reward.weights={tuple(given)}: must be finite numbers")
-    return dict(zip(names, given or [1.0] * len(names), strict=True))
+        by_name = dict(zip(short_names(r.functions, list(r.functions)), weights, strict=False))
+        return {n: by_name.get(n, 1.0) for n in names}
+    if weights and len(weights) != len(names):
+        raise ConfigError(f"reward.weights has {len(weights)} entries for {len(names)} functions ({', '.join(names)})")
+    if not all(math.isfinite(w) for w in weights):
+        raise ConfigError(f"reward.weights={tuple(weights)}: must be finite numbers")
+    return dict(zip(names, weights or [1.0] * len(names), strict=True))

@@ -143,14 +143,14 @@ class Workers:
                                        is_over=not jobs or len(failed) > most_failed)
             self._tasks.extend(self._split(jobs, this))
             self._state.notify_all()
-            began, said = time.monotonic(), 0
+            began, logged = time.monotonic(), 0
             try:
                 while not (this.is_over or self._fatal or self._closing):
                     self._state.wait(0.5)
                     self.printed.bound(PRINTED_BYTES)
                     passed = time.monotonic() - began
-                    if passed // PROGRESS_SECONDS > said:
-                        said = passed // PROGRESS_SECONDS
+                    if passed // PROGRESS_SECONDS > logged:
+                        logged = passed // PROGRESS_SECONDS
                         log.info("rewards: %d of %d done after %.0f s", len(results), this.wanted, passed)
                     if not (this.is_over or self._fatal or self._closing) and stop():
                         return False
@@ -294,16 +294,16 @@ class Workers:
         left, texts = dict(enumerate(task.jobs)), task.round.texts
         limit = self.kinds[task.jobs[0][1]]["seconds"] or self._limit
         seconds = limit + (1.0 + 0.25 * limit) * (task.mode == "async")  # the worker enforces the limit itself
-        place = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in task.jobs))}
-        asked, jobs = next(self._numbers), json.dumps([(place[i], f) for i, f in task.jobs])
-        message = (f'{{"task": {asked}, "mode": "{task.mode}", "jobs": {jobs}, '
-                   f'"items": [{", ".join(texts[i] for i in place)}]}}')
+        position = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in task.jobs))}
+        number, jobs = next(self._numbers), json.dumps([(position[i], f) for i, f in task.jobs])
+        message = (f'{{"task": {number}, "mode": "{task.mode}", "jobs": {jobs}, '
+                   f'"items": [{", ".join(texts[i] for i in position)}]}}')
         try:
             started = time.monotonic()
             worker.send(message, started + seconds)
             deadline = time.monotonic() + seconds
             while left:
-                reply = worker.receive(deadline, asked)
+                reply = worker.receive(deadline, number)
                 if task.mode == "batch":
                     self._batch_reply(task, reply)
                     return True

@@ -1,4 +1,4 @@
-"""Advantages of a batch: turns scores into one number per scored token, on the host in float64.
+"""Advantages of a batch: turns scores into one number per loss token, on the host in float64.
 
 `rl.step.prepare` calls `advantages_by_source`; the formulas are in jaxrl.algorithms. Nothing here touches a device.
 """
@@ -31,6 +31,8 @@ from jaxrl.errors import ConfigError
 
 
 class Advantages(NamedTuple):
+    """Advantages of a batch and what else their estimator computes."""
+
     tokens: np.ndarray  # [T] float64; 0 outside the loss mask and in completions without a score
     returns: np.ndarray | None  # [T] float64: targets of the critic; its own value where the score is absent
     zero_signal: np.ndarray  # [N] bool: sequences of groups without any advantage
@@ -39,14 +41,14 @@ class Advantages(NamedTuple):
 
 def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
                user=None, scale=1.0) -> Advantages:
-    """Computes one advantage per scored token with the estimator `algorithm.advantage`.
+    """Computes one advantage per loss token with the estimator `algorithm.advantage`.
 
     With kl.placement=reward, kl.coef * KL is subtracted from each score. The score minus its baseline, over its scale,
     goes to the estimator:
 
-        outcome  the sequence's value at each scored token (the KL of a sequence is the sum over its tokens; the same
+        outcome  the sequence's value at each loss token (the KL of a sequence is the sum over its tokens; the same
                  holds for a user's function, which receives scores minus that KL)
-        returns  reward to go: turn rewards where they exist, the rest of the value at the last scored token, the KL at
+        returns  reward to go: turn rewards if there are any, the remaining value at the last loss token, the KL at
                  each token
         gae      the same rewards with a critic
         turn     the same rewards of the raw score, summed from each turn on, minus that of the group's other members
@@ -58,18 +60,18 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
 
     Args:
       options: the group `algorithm` of a Spec.
-      traj: Trajectories with T tokens and N trajectories. The columns `reward`, `turn` and `anchor` are rewards,
-        numbers and states of turns. Without them a trajectory is one turn without a state: `turn` is then the
-        leave-one-out baseline.
+      traj: Trajectories with T tokens and N trajectories. The columns `reward`, `turn` and `anchor` are
+        rewards, numbers and states of turns. Without them a trajectory is one turn without a state: `turn` is
+        then the leave-one-out baseline.
       scores: [N], NaN = absent.
       baseline: [N] scores of greedy completions.
-      kl: [T], or None where it is not subtracted from the reward.
+      kl: [T], or None if it is not subtracted from the reward.
       values: [T] of the critic, for gae.
       rewards, columns, user: passed on to a user's function.
       scale: reward.scale, which is in the scores already but not in the column `reward`.
 
     Returns:
-      Advantages, 0 where a token is not scored or its sequence has no score.
+      Advantages, 0 outside loss_mask and in sequences without a score.
 
     Raises:
       ConfigError: a user's function failed or returned another shape.
@@ -133,7 +135,7 @@ class EstimatorInputs(NamedTuple):
 
     @property
     def present(self):
-        """[T] bool: scored tokens of sequences with a score."""
+        """[T] bool: loss tokens of sequences with a score."""
         return self.traj.spread(np.isfinite(self.scores)) & self.traj.loss_mask
 
     def scores_less_kl(self):
@@ -155,19 +157,19 @@ class EstimatorInputs(NamedTuple):
 
     @property
     def turn_arguments(self) -> tuple:
-        """Arguments that turn_advantages and anchor_advantages share."""
+        """The arguments that turn_advantages and anchor_advantages share."""
         traj = self.traj
         return traj.loss_mask, traj.spans, traj.group, np.isfinite(self.scores), self.options.turn_gamma
 
 
 def outcome(inputs: EstimatorInputs) -> Advantages:
-    """The sequence's group-relative score at each scored token."""
+    """Returns each sequence's group-relative score at all its loss tokens."""
     numbers, zero = inputs.relative_to_group(inputs.scores_less_kl())
     return Advantages(inputs.traj.spread(numbers), None, zero)
 
 
 def returns(inputs: EstimatorInputs) -> Advantages:
-    """The discounted (gamma) sum of rewards from each token on."""
+    """Returns the discounted (gamma) sum of rewards from each token on."""
     numbers, zero = inputs.relative_to_group(inputs.scores)
     traj = inputs.traj
     tokens = token_returns(inputs.token_rewards(numbers), traj.loss_mask, traj.spans, inputs.options.gamma)
@@ -175,25 +177,25 @@ def returns(inputs: EstimatorInputs) -> Advantages:
 
 
 def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
-    """Generalized advantage estimation; the critic's targets use critic_lam where it is set."""
+    """Computes generalized advantage estimation; the critic's targets use critic_lam if it is set."""
     options, traj, values = inputs.options, inputs.traj, np.asarray(inputs.values)
     numbers, zero = inputs.relative_to_group(inputs.scores)
     steps = inputs.token_rewards(numbers), values, traj.loss_mask, traj.spans, options.gamma
     lam = adaptive_lambda(traj.total(), options.lam_alpha) if options.lam_alpha else options.lam
     of_critic = options.lam if options.critic_lam is None else options.critic_lam
-    learnt = np.where(inputs.present, gae(*steps, of_critic)[1], values)
-    return Advantages(gae(*steps, lam)[0], learnt, zero)
+    targets = np.where(inputs.present, gae(*steps, of_critic)[1], values)
+    return Advantages(gae(*steps, lam)[0], targets, zero)
 
 
 def turn_advantage(inputs: EstimatorInputs) -> Advantages:
-    """Rewards from each turn on, minus those of the group's other members."""
+    """Returns the rewards from each turn on, minus those of the group's other members."""
     rewards, number = inputs.token_rewards(inputs.scores), inputs.traj.columns.get("turn")
     tokens = turn_advantages(rewards, number, *inputs.turn_arguments)
     return Advantages(tokens, None, without_signal(inputs.traj, tokens))
 
 
 def gigpo(inputs: EstimatorInputs) -> Advantages:
-    """Outcome advantages plus anchor_coef times the advantage among turns of the group in one state."""
+    """Returns outcome advantages plus anchor_coef times the advantage among turns of the group in the same state."""
     options, traj = inputs.options, inputs.traj
     numbers, _ = inputs.relative_to_group(inputs.scores_less_kl())
     anchor = traj.columns.get("anchor", np.zeros(len(traj.tokens), np.int64))
@@ -205,7 +207,7 @@ def gigpo(inputs: EstimatorInputs) -> Advantages:
 
 
 def dpo(inputs: EstimatorInputs) -> Advantages:
-    """Advantages whose policy gradient is DPO's, for the best and the worst completion of each group."""
+    """Returns advantages whose policy gradient is DPO's, for the best and the worst completion of each group."""
     traj, beta = inputs.traj, inputs.options.kl.coef
     ratios = np.where(traj.total() > 0, traj.total(inputs.kl), np.nan)
     numbers, pairs = preferred_advantages(inputs.scores, traj.group, ratios, beta)
@@ -216,7 +218,7 @@ def dpo(inputs: EstimatorInputs) -> Advantages:
 
 
 def user_advantages(inputs: EstimatorInputs) -> Advantages:
-    """Advantages of a user's function, registered or named by import path. Raises ConfigError if it fails."""
+    """Returns the advantages of a user's function (registered, or an import path). Raises ConfigError if it fails."""
     name, traj, scores = inputs.options.advantage, inputs.traj, inputs.scores_less_kl()
     function = ADVANTAGES[name] if name in ADVANTAGES else imported(name)
     of_turns = {name: traj.columns[name] for name in ("turn", "reward", "anchor") if name in traj.columns}
@@ -225,7 +227,7 @@ def user_advantages(inputs: EstimatorInputs) -> Advantages:
                                 inputs.user)
     try:
         result = function(arguments)
-    except Exception as e:  # whatever a function of the user's may raise
+    except Exception as e:  # any error of the user's function
         at = traceback.extract_tb(e.__traceback__)[-1]
         message = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"algorithm.advantage={name!r}, {at.filename}:{at.lineno}, {at.line!r}: {message}; expected"
@@ -246,7 +248,7 @@ def without_signal(traj, tokens) -> np.ndarray:
 def spread_over_tokens(name: str, values, traj) -> np.ndarray:
     """Spreads the [N] or [T] numbers of a user's function over tokens, as [T] float64.
 
-    Raises ConfigError for another shape, and for numbers at scored tokens that are not finite.
+    Raises ConfigError for another shape, and for numbers at loss tokens that are not finite.
     """
     values = np.asarray(values, np.float64)
     if values.shape == (traj.num_trajectories,):

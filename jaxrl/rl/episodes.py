@@ -43,7 +43,7 @@ def add_episode_rewards(result: RewardResult | None, outcomes, env) -> RewardRes
     return RewardResult(total, parts, merged, noted, reward_metrics(total, merged, noted), result.by)
 
 
-def check_failures(env, step: int, outcomes, asked: int) -> None:
+def check_failures(env, step: int, outcomes, requested: int) -> None:
     """Raises RunStopped if more than env.max_failed_fraction of a step's episodes failed because of their environment.
 
     Args:
@@ -51,18 +51,18 @@ def check_failures(env, step: int, outcomes, asked: int) -> None:
       outcomes: protocol.Outcome of each of `asked` episodes, None for a completion that is no episode.
     """
     failed = [o for o in outcomes if o is not None and o.cause]
-    if len(failed) <= env.max_failed_fraction * asked:
+    if len(failed) <= env.max_failed_fraction * requested:
         return
     (cause, count), *_ = Counter(o.cause for o in failed).most_common(1)
     detail = next(o.detail for o in failed if o.cause == cause)
-    raise RunStopped(f"step {step}: the environment failed in {len(failed)} of {asked} episodes, after env.retries="
+    raise RunStopped(f"step {step}: the environment failed in {len(failed)} of {requested} episodes, after env.retries="
                      f"{env.retries} further tries of each, more than env.max_failed_fraction="
                      f"{env.max_failed_fraction:g} allows; {count} times: {cause}. Failed episodes are not trained on. "
                      "Fix the environment and rerun the same command to resume from the latest checkpoint"
                      f"{detail and chr(10) + detail}")
 
 
-def episode_metrics(traj, outcomes, failed: dict[str, int], asked: int) -> dict[str, float]:
+def episode_metrics(traj, outcomes, failed: dict[str, int], requested: int) -> dict[str, float]:
     """Returns the metrics of a step's episodes: turns, segments, observed tokens, calls, seconds, absences.
 
     Args:
@@ -76,13 +76,13 @@ def episode_metrics(traj, outcomes, failed: dict[str, int], asked: int) -> dict[
     count = len(outcomes)
     out = {"env/turns": float(turns.mean()), "env/turns_max": float(turns.max()),
            "env/segments": float(sequences.mean()), "env/observation_tokens": float(observed / count),
-           "env/absent_fraction": sum(failed.values()) / asked}
+           "env/absent_fraction": sum(failed.values()) / requested}
     for name in ("calls", "malformed", "late"):
         out[f"env/{name}"] = float(np.mean([o.counts.get(name, 0) for o in outcomes]))
     for name in ("engine", "environment"):
         out[f"perf/env_{name}_seconds"] = float(np.mean([o.counts.get(f"{name}_seconds", 0) for o in outcomes]))
     for cause, number in failed.items():
-        out[f"env/absent/{re.sub('[^A-Za-z0-9]+', '_', cause)[:40].strip('_')}"] = number / asked
+        out[f"env/absent/{re.sub('[^A-Za-z0-9]+', '_', cause)[:40].strip('_')}"] = number / requested
     return out
 
 
@@ -99,9 +99,9 @@ def conversations(traj, tokenizer) -> list[list[dict]]:
     texts = tokenizer.batch_decode([traj.tokens[a:b] for a, b in zip(edges, edges[1:], strict=False)])
     out = [[] for _ in range(traj.num_trajectories)]
     for a, b, text in zip(edges, edges[1:], texts, strict=False):
-        whose = int(np.searchsorted(traj.spans, a, side="right")) - 1
+        i = int(np.searchsorted(traj.spans, a, side="right")) - 1
         piece = {"text": text, "trained": bool(mask[a])}
         if mask[a]:
             piece |= {"turn": int(turn[a]), "reward": float(reward[a:b].sum())}
-        out[whose].append(piece | ({"opens": True} if opens[a] else {}))
+        out[i].append(piece | ({"opens": True} if opens[a] else {}))
     return out

@@ -108,7 +108,7 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
 def complete_rows(s, job, name: str, batch, sampling, receive=None):
     """Completes and scores the rows of one held-out set.
 
-    Each process completes and scores the rows it owns; then every process has all of them, in the order of the rows.
+    Each process samples completions of its own rows and runs their rewards; then every process gets all, in row order.
 
     Args:
       name: of the set. batch: [(position, Example)]. sampling: SamplingParams. receive: see Evaluation.

@@ -57,9 +57,9 @@ class RecordedStep:
         """Returns the i-th completion as the result of a request; None if its prompt, seed or adapter differs."""
         traj, at = self.traj, self.sampled[i]
         first, last, size = *traj["offsets"][i:i + 2], traj["prompt_lengths"][i]
-        whose = self.columns["adapter"][first] if "adapter" in self.columns else 0
+        adapter = self.columns["adapter"][first] if "adapter" in self.columns else 0
         lacks = wants_support and "support" not in self.columns or wants_routes and "routes" not in self.columns
-        if lacks or traj["seed"][i] != request.seed or whose != request.adapter or \
+        if lacks or traj["seed"][i] != request.seed or adapter != request.adapter or \
                 not np.array_equal(traj["tokens"][first:first + size], request.prompt):
             return None
         return Result(request.id, traj["tokens"][at], traj["logprobs"][at], self.columns["kept"][at],
@@ -180,8 +180,8 @@ class ForkSource:
         result = pool.score(items, recorded=recorded, **how)
         if result is not None:
             self._count(Counter(f"taken/{name}" for _, name, _ in taken))
-            self._count(Counter(f"computed/{name}" for old, said in zip(recorded, result.outcomes, strict=True)
-                                for name in said if old is None or name not in old["outcomes"]))
+            self._count(Counter(f"computed/{name}" for old, outcomes in zip(recorded, result.outcomes, strict=True)
+                                for name in outcomes if old is None or name not in old["outcomes"]))
         return result
 
     def _count(self, what) -> None:
@@ -216,7 +216,7 @@ class CachedEngine(Engine):
     def __init__(self, engine, fork: ForkSource):
         self._engine, self._fork = engine, fork
         self._ready: list[Result] = []
-        for name in ("hold", "forget", "under_way", "go_on", "rest", "moved"):
+        for name in ("hold", "forget", "unfinished_results", "restore_unfinished", "sleep", "weights_moved"):
             setattr(self, name, getattr(engine, name))
 
     @property

@@ -110,21 +110,21 @@ class UpdatePrecompiler:
 
     def __init__(self, job, policy, objective):
         self.job, self.policy, self.objective = job, policy, objective
-        self.beside, self.there = compilations.BackgroundCompiler(), set()
+        self.compiler, self.there = compilations.BackgroundCompiler(), set()
         away = policy.rests or any(map(memory.rests, jax.tree.leaves(policy.state)))
         self.enabled = (may_precompile(job.mesh.devices.flat[0].platform, jax.process_count()) and not away
                       and policy.program.in_parts != "none")
         if self.enabled:
             whole = self._expected()
             for shape in (whole, None):
-                self.beside.begin(shape, self._compile, self._state(), whole, shape)
+                self.compiler.begin(shape, self._compile, self._state(), whole, shape)
 
     def compile_for(self, layout) -> None:
         """Compiles the missing programs of an update of this layout, and waits for those being compiled."""
         shapes = {(len(m.rows), m.row_length): None for part in layout.minibatches for m in part.microbatches}
         missing = [shape for shape in (*shapes, None) if shape not in self.there] if self.enabled else []
-        for shape in sorted(missing, key=self.beside.begun):  # the thread continues meanwhile
-            if self.beside.take(shape) is None:
+        for shape in sorted(missing, key=self.compiler.begun):  # the thread continues meanwhile
+            if self.compiler.take(shape) is None:
                 self._compile(self._state(), next(iter(shapes)), shape)
             self.there.add(shape)
 
@@ -136,7 +136,7 @@ class UpdatePrecompiler:
 
     def close(self) -> None:
         """Stops the thread."""
-        self.beside.stop()
+        self.compiler.stop()
 
     def _expected(self) -> tuple[int, int]:
         """Returns (rows, row length) of the microbatches of a step whose completions have the maximum length."""

@@ -135,7 +135,7 @@ def batch_header(batch: Batch) -> dict:
     """Returns the parts of a batch that are not arrays, as a JSON-able dict."""
     return {"asked": batch.asked, "cursor": batch.cursor, "rewards": list(batch.result.parts), "by": batch.result.by,
             "sources": [getattr(g.example, "source", "") for g in batch.groups],
-            "outcomes": [{name: said for name, said in own.items() if said != "ok"} for own in batch.result.outcomes],
+            "outcomes": [{name: text for name, text in own.items() if text != "ok"} for own in batch.result.outcomes],
             "noted": batch.result.item_metrics}
 
 

@@ -1,4 +1,4 @@
-"""Policy, critic and reference of an RL job as its algorithm options require, and the programs that score under them.
+"""Policy, critic and reference of an RL job as its algorithm options require, and the programs of their log-probs.
 
 Called by the recipes rl and distill, by replay and by loops of one's own (docs/reference/python.md). The roles
 themselves are in jaxrl.roles.
@@ -30,7 +30,7 @@ log = logging.getLogger("jaxrl")
 
 
 class Roles:
-    """Policy, critic and reference of an RL job, its loss and its scorers. A step changes only these three.
+    """Policy, critic and reference of an RL job, its loss, and its log-prob programs. A step changes the roles alone.
 
     Args:
       job: run.setup.Job. total_steps: RL steps of the whole run, for schedules.
@@ -63,7 +63,7 @@ class Roles:
     def scorer(self, job, role: str):
         """Returns score(params, traj, layout) -> [T] log-probs, compiled for a role's devices.
 
-        The policy is scored with its adapters, any other role without.
+        The policy has its adapters, any other role none.
         """
         model = job.model if role == "policy" else job.model.base
         scored = job.config.algorithm.routes == "scored"
@@ -102,14 +102,15 @@ class Roles:
         if mismatch.correction != "none":
             s.say(f"mismatch correction: {mismatch.correction}, cap {mismatch.cap:g}")
         if self.old_source == "recompute" and self.updates_per_step == 1:
-            s.say("proximal log-probs are scored at every step; one optimizer step per batch does not need them")
+            s.say("proximal log-probs are recomputed at every step; one optimizer step per batch does not need them: "
+                  "algorithm.old_logprobs=auto skips this forward pass")
 
     def columns(self, traj, layout) -> dict[str, np.ndarray]:
-        """Scores a batch and returns the token columns that the loss or the reward reads.
+        """Computes the token columns of log-probs that the loss or the reward reads.
 
         Returns:
           name -> [T] log-probs (behaviour, old, ref), `support`, and `routes` [T, n * K] where the update replays
-          routes: sampled routes, which the scoring of proximal log-probs replays too, or the routes of that scoring.
+          routes: sampled routes, which proximal log-probs replay too, or the routes of the pass for proximal log-probs.
         """
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
@@ -119,8 +120,8 @@ class Roles:
             nothing = np.full((len(traj.tokens), self.job.model.config.routes), -1, np.int16)
             out["routes"] = traj.columns.get("routes", nothing)
         if self.old_source == "recompute" and routes == "scored":
-            found = self.policy.score(traj, layout)
-            out |= {"old": found["logprob"], "routes": found["routes"]}
+            proximal = self.policy.score(traj, layout)
+            out |= {"old": proximal["logprob"], "routes": proximal["routes"]}
         elif self.old_source == "recompute":
             out["old"] = self.policy.score(traj, layout, {n: out[n] for n in ("support", "routes") if n in out} or None)
         elif self.old_source == "rollout":
@@ -133,8 +134,8 @@ class Roles:
         """Returns flops/<phase> of the step that was just completed, over the completions that it trained on.
 
         Args:
-          step: completed steps. count: telemetry.flops operations. traj: Trajectories. Sampling on servers is not
-            counted.
+          step: completed steps. count: telemetry.flops operations. traj: Trajectories. Sampling on
+            servers is not counted.
         """
         epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)

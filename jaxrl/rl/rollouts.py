@@ -1,13 +1,13 @@
 """Rollouts: prompts -> completions -> scores, repeated where dynamic sampling needs more groups with signal.
 
-    batch = rollouts.next(progress)            the groups that this step uses, in whatever order they finished
+    batch = rollouts.next(progress)            the groups that this step uses, in data order
     rollouts.poll()                            during the update: takes results that the engine has finished
     rollouts.release(batch.cursor)             after the update: the run continues from this cursor
     rollouts.publish(params, version)          weight sync
 
-With several processes each samples and scores the groups it owns; then every process has all of them, in the order of
-the prompts. The recipes rl and distill call it. Engines are in jaxrl.rollout, reward functions in jaxrl.rewards;
-nothing here trains.
+With several processes each samples the groups it owns and runs their rewards; then every process gets all of them, in
+the order of the prompts. The recipes rl and distill call it. Engines are in jaxrl.rollout, reward functions in
+jaxrl.rewards; nothing here trains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl import rewards as rewards_room
+from jaxrl import rewards as jaxrl_rewards
 from jaxrl.algorithms.advantages import EQUAL, group_advantages
 from jaxrl.config import adapter_table
 from jaxrl.config.user_code import imported
@@ -42,7 +42,7 @@ from jaxrl.rl.trajectories import (
 from jaxrl.rollout.queue import PromptGroup, RolloutQueue, staleness
 
 log = logging.getLogger("jaxrl")
-SAMPLES, GREEDY = "train", "greedy"  # streams: completions to train on; the greedy completion of each group
+SAMPLES, GREEDY = "train", "greedy"  # kinds: completions to train on; the greedy completion of each group
 
 
 class Batch(NamedTuple):
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
     baseline: np.ndarray | None  # [N] score of the greedy completion of the trajectory's prompt
     dropped: np.ndarray  # [N] bool: trajectories of groups that dynamic sampling masks
     staleness: np.ndarray | None  # [T] float32: see queue.staleness; 0 where not sampled. None where nothing runs ahead
-    asked: int  # completions requested
+    asked: int  # number of requested completions
     cursor: int  # position of the data after this step
     metrics: dict[str, float]
     pass_rates: dict[int, float]  # position -> share of its completions that pass, over all requested groups
@@ -71,17 +71,16 @@ class Round(NamedTuple):
     greedy: dict[int, float]  # group -> score of its greedy completion
     keep: dict[int, bool]  # group -> whether it has signal
     asked: int
-    failed: dict[str, int]  # why episodes are absent -> how many
+    failed: dict[str, int]  # cause -> number of absent episodes
 
 
 class Rollouts:
-    """Produces a run's batches; a part of its checkpoints, which keeps unused completions and their rewards, of all
-    processes.
+    """Produces a run's batches; a part of its checkpoints: unused completions of all processes and their rewards.
 
     Args:
-      spec: of the job. session: its phases, faults, meetings and stop (`phase`, `fault`, `together`, `interrupted`,
-        `peers`, `place`), the content of the checkpoint (`held`, `progress`), the rollouts of an interrupted attempt
-        (`telemetry`).
+      spec: of the job. session: its phases, faults, collectives and stop (`phase`, `fault`, `together`,
+        `interrupted`, `peers`, `collective_tag`), the checkpoint (`resumed_part`, `progress`), the rollouts of
+        an interrupted attempt (`telemetry`).
       engine, stream, rewards: opened by run.setup. decode: as returned by data.completion_texts.
       steps: of the whole run. per_step: prompts per step; 0 = data.prompts_per_step.
       reward_model: roles.reward_model.RewardModel, or None.
@@ -106,7 +105,7 @@ class Rollouts:
         if spec.algorithm.routes == "sampled" and not engine.info.routes:
             raise ConfigError(f"algorithm.routes=sampled: the engine {rollout.engine} does not return the experts of "
                               "its tokens (EngineInfo.routes); set scored or own, or rollout.engine=jax")
-        scorer = self.scorer = BackgroundScorer(self._score_early) if spec.ahead else None
+        scorer = self.scorer = BackgroundScorer(self._run_rewards_early) if spec.ahead else None
         self.queue = RolloutQueue(
             engine, per_step=per_step or spec.data.prompts_per_step, max_staleness=rollout.max_staleness,
             sync_every=rollout.sync_every, partial=rollout.partial, steps=steps, draw=stream.take,
@@ -115,9 +114,9 @@ class Rollouts:
         self.poll, self.release = self.queue.poll, self.queue.release
         how = sampling_params(rollout, rollout.max_new_tokens, rollout.stop, rollout.stop_token_ids, rollout.keep_stop,
                               rollout.min_new_tokens)
-        self.streams = [(SAMPLES, rollout.group_size, how)]  # name, samples per prompt, sampling
+        self.sample_kinds = [(SAMPLES, rollout.group_size, how)]  # name, samples per prompt, sampling
         if spec.algorithm.advantage_mean == "greedy":
-            self.streams.append((GREEDY, 1, dataclasses.replace(how, temperature=0.0)))
+            self.sample_kinds.append((GREEDY, 1, dataclasses.replace(how, temperature=0.0)))
         self._payloads: list[bytes] = []
 
     @classmethod
@@ -131,13 +130,14 @@ class Rollouts:
         return s.close_at_end(cls(job.config, s, **own | changes))
 
     def close(self) -> None:
+        """Stops running rewards in the background."""
         if self.scorer is not None:
             self.scorer.close()
 
     # ---- a step
 
     def next(self, progress) -> Batch | None:
-        """Samples and scores the next batch; None if a stop was requested.
+        """Samples the next batch and runs its rewards; returns None if a stop was requested.
 
         Args:
           progress: run.session.Progress of the run, which this does not change.
@@ -151,7 +151,7 @@ class Rollouts:
             try:
                 with self.session.phase("rollout"):
                     self.session.fault("rollout")
-                    groups, cursor = self.queue.ask(progress.step, cursor, lack)
+                    groups, cursor = self.queue.request_groups(progress.step, cursor, lack)
             except Interrupted:
                 return None
             if rounds and not groups:
@@ -168,15 +168,16 @@ class Rollouts:
     def _requests(self, prompts, step: int) -> list:
         """Returns the requests of a step's prompts: group_size each, then one greedy request each if used."""
         seed = self.spec.run.seed
-        return [request for name, samples, how in self.streams for prompt in self.stream.unless_interrupted(prompts)
-                for request in make_requests([prompt], samples, how, seed, name, step, self._adapter)]
+        return [request for kind, samples, how in self.sample_kinds
+                for prompt in self.stream.unless_interrupted(prompts)
+                for request in make_requests([prompt], samples, how, seed, kind, step, self._adapter)]
 
     def _adapter(self, example) -> int:
         """Returns the number of the adapter that a row trains."""
         return adapter_table.number_of(self.spec, "sources", getattr(example, "source", ""))
 
     def _complete(self, groups, step: int) -> Round | None:
-        """Waits for groups of this process and scores them; None if a stop was requested."""
+        """Waits for groups of this process and runs their rewards; None if a stop was requested."""
         session, criterion = self.session, self.spec.algorithm.keep_group
         with session.phase("rollout"):
             if not self.queue.wait(groups, self.spec.rollout.timeout_seconds, session.interrupted):
@@ -187,24 +188,24 @@ class Rollouts:
                 return None
             rows, greedy, keep = [], {}, {}
             failed = self._failed(groups, step)
-            for stream in (GREEDY, SAMPLES):
-                found = completed(groups, stream)
-                if not found:
+            for kind in (GREEDY, SAMPLES):
+                done = completed(groups, kind)
+                if not done:
                     continue
-                traj, texts, items = self._items(found)
+                traj, texts, items = self._items(done)
                 earlier = session.telemetry.read_rollouts(step + 1)  # of an interrupted attempt at this step
-                examples = [g.example for _, _, g in found]
-                recorded = [None] * len(found)
+                examples = [g.example for _, _, g in done]
+                recorded = [None] * len(done)
                 if earlier:
                     recorded = recorded_outcomes(earlier, traj, examples, texts, self.rewards.key())
-                recorded = [g.outcomes.get(q.id, old) for (q, _, g), old in zip(found, recorded, strict=True)]
-                result = self._scored(found, items, recorded=recorded, stop=session.interrupted)
+                recorded = [g.outcomes.get(q.id, old) for (q, _, g), old in zip(done, recorded, strict=True)]
+                result = self._run_rewards(done, items, recorded=recorded, stop=session.interrupted)
                 if result is None:
                     return None
-                if stream == GREEDY:
+                if kind == GREEDY:
                     greedy = dict(zip(traj.group.tolist(), self._shaped(traj, result).tolist(), strict=True))
                     continue
-                rows = [(*row, *more) for row, *more in zip(found, texts, result.records(), strict=True)]
+                rows = [(*row, *more) for row, *more in zip(done, texts, result.records(), strict=True)]
                 criterion = imported(criterion) if ":" in criterion else criterion
                 keep = {int(g): has_signal(criterion, traj, texts, result, traj.group == g)
                         for g in np.unique(traj.group)}
@@ -216,29 +217,29 @@ class Rollouts:
         check_failures(self.spec.env, step + 1, outcomes, len(outcomes))
         return dict(Counter(o.cause for o in outcomes if o is not None and o.cause))
 
-    def _scored(self, found, items, **how) -> Any:
-        """Scores rows (request, result, group, ...). how: arguments of RewardPool.score, which may return None."""
+    def _run_rewards(self, rows, items, **how) -> Any:
+        """Runs the rewards of rows (request, result, group, ...). how: arguments of RewardPool.score."""
         score = self.rewards.score if self.fork is None else functools.partial(self.fork.score, self.rewards)
-        return add_episode_rewards(score(items, **how), [row[1].outcome for row in found], self.spec.env)
+        return add_episode_rewards(score(items, **how), [row[1].outcome for row in rows], self.spec.env)
 
-    def _items(self, found, texts=None):
+    def _items(self, rows, texts=None):
         """Returns (Trajectories, texts, reward items) of rows (request, result, group)."""
-        requests, results, groups = zip(*found, strict=True)
+        requests, results, groups = zip(*rows, strict=True)
         traj = collect(requests, results, self.spec.longest)
         examples, prefix = [g.example for g in groups], self.spec.data.response_prefix
         return traj, *reward_items(traj, examples, self.decode, prefix, texts)
 
-    def _score_early(self, groups: list[PromptGroup]) -> None:
-        """Scores finished groups during the rollout, samples and greedy completions separately."""
-        for stream in (SAMPLES, GREEDY):
-            found = [(q, r, g) for q, r, g in completed(groups, stream) if q.id not in g.outcomes]
-            if found:
-                records = self._scored(found, self._items(found)[2], part=True).records()
-                for (request, _, group), record in zip(found, records, strict=True):
+    def _run_rewards_early(self, groups: list[PromptGroup]) -> None:
+        """Runs the rewards of finished groups during the rollout, samples and greedy completions separately."""
+        for kind in (SAMPLES, GREEDY):
+            rows = [(q, r, g) for q, r, g in completed(groups, kind) if q.id not in g.outcomes]
+            if rows:
+                records = self._run_rewards(rows, self._items(rows)[2], part=True).records()
+                for (request, _, group), record in zip(rows, records, strict=True):
                     group.outcomes = group.outcomes | {request.id: record}
 
     def _gather_round(self, own: Round, groups) -> Round:
-        """Merges the rounds of all processes, as if this process had sampled and scored all groups. Collective."""
+        """Merges the rounds of all processes. Collective."""
         meta = [list(own.greedy.items()), list(own.keep.items()), own.asked, own.failed]
         results, more = [row[1] for row in own.rows], [row[3:] for row in own.rows]
         known, metas = exchange_results(self.session, "the completions' sizes", results, more, meta)
@@ -252,7 +253,7 @@ class Rollouts:
         """Builds one batch of at most `wanted` groups: those with signal first (without refill: all), in data order."""
         c, mode = self.spec, self.spec.algorithm.dynamic_sampling
         keep = {g: k for one in rounds for g, k in one.keep.items()}
-        chosen, metrics, asked = set(keep), {}, sum(one.asked for one in rounds)
+        chosen, metrics, requested = set(keep), {}, sum(one.asked for one in rounds)
         if mode == "refill":
             good = [g for g in keep if keep[g]]
             chosen = set((good + [g for g in keep if not keep[g]])[:wanted])
@@ -262,21 +263,21 @@ class Rollouts:
                             wanted, len(rounds), c.algorithm.dynamic_sampling_rounds)
             discarded = 1 - len(chosen) / max(len(keep), 1)
             metrics = {"rollout/rounds": float(len(rounds)), "rollout/discarded_fraction": discarded}
-            asked = len(chosen) * c.rollout.group_size
+            requested = len(chosen) * c.rollout.group_size
         rows = [row for one in rounds for row in one.rows if row[2].position in chosen]
         if not rows:
-            raise RunStopped("rollout: not one request of this step was answered; see the log for the engine's reasons")
+            raise RunStopped(f"rollout: all {requested} requests of step {step + 1} failed; the log has their errors")
         traj, texts, items = self._items([row[:3] for row in rows], [row[3] for row in rows])
-        result = self._scored(rows, items, recorded=[row[4] for row in rows], stop=self.session.interrupted)
+        result = self._run_rewards(rows, items, recorded=[row[4] for row in rows], stop=self.session.interrupted)
         if self.reward_model is not None:
             with self.session.phase("reward"):
                 result = self.reward_model.add_scores(traj, [row[2].example for row in rows], texts, result)
         if c.episodes:
             failed = sum((Counter(one.failed) for one in rounds), Counter())
-            metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, asked)
+            metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, requested)
         shaped, addresses = self._shaped(traj, result), None
         if c.record.every:
-            addresses = np.array([rewards_room.item_hash(item) for item in items], np.uint64)
+            addresses = np.array([jaxrl_rewards.item_hash(item) for item in items], np.uint64)
         greedy = {g: s for one in rounds for g, s in one.greedy.items()}
         baseline = np.array([greedy.get(int(g), np.nan) for g in traj.group])
         dropped = np.array([mode != "off" and not keep[int(g)] for g in traj.group])
@@ -286,8 +287,8 @@ class Rollouts:
         scores = normalize_scores(shaped, traj.group, c.reward.norm_mean, c.reward.norm_std)
         return Batch(traj, [row[2] for row in rows], texts, result, shaped, scores,
                      baseline if c.algorithm.advantage_mean == "greedy" else None, dropped,
-                     np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, asked, cursor, metrics,
-                     pass_rates([row for one in rounds for row in one.rows], c), addresses)
+                     np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, requested, cursor,
+                     metrics, pass_rates([row for one in rounds for row in one.rows], c), addresses)
 
     def _shaped(self, traj, result) -> np.ndarray:
         """Returns [N] total rewards with the length penalties of reward.* and algorithm.overlong_*."""
@@ -296,7 +297,7 @@ class Rollouts:
         if c.episodes:
             longest = c.env.max_sampled_tokens or longest * c.env.max_turns
         buffer = c.reward.overlong_buffer or round(c.algorithm.overlong_buffer_fraction * longest)
-        return rewards_room.shape(result, traj.total(), traj.finish == 1, c.reward, longest, buffer)
+        return jaxrl_rewards.shape(result, traj.total(), traj.finish == 1, c.reward, longest, buffer)
 
     def publish(self, params, version: int) -> None:
         """Hands the weights after `version` completed steps to the engine."""
@@ -334,7 +335,7 @@ class Rollouts:
         if not state["groups"]:
             return None
         outcomes = {name: record for g in self.queue.groups.values() for name, record in g.outcomes.items()}
-        what = f"{self.session.place}: completions ahead, for a checkpoint"
+        what = f"{self.session.collective_tag}: completions ahead, for a checkpoint"
         self._payloads = gather(self.session.peers, what, results_to_bytes(results, outcomes))
         return {"state": state, "sizes": [len(p) for p in self._payloads]}
 
@@ -357,18 +358,18 @@ def pass_rates(rows, config) -> dict[int, float]:
     return {position: float(np.mean(passed)) for position, passed in values.items()}
 
 
-def completed(groups, stream: str) -> list:
+def completed(groups, kind: str) -> list:
     """Returns [(request, result, group)] of requests with a completion.
 
-    Failed generations are dropped, not scored as wrong. stream: SAMPLES or GREEDY.
+    Failed generations are dropped, not scored as wrong. kind: SAMPLES or GREEDY.
     """
-    requested = [(q, g.results[q.id], g) for g in groups for q in g.requests if q.key.stream == stream]
+    requested = [(q, g.results[q.id], g) for g in groups for q in g.requests if q.key.stream == kind]
     return [row for row in requested if row[1].finish != "abort"]
 
 
 def has_signal(criterion, traj, texts, result, members) -> bool:
     """Whether a group has a gradient: its raw total scores differ, or those of the reward that `criterion` names, or
-    the function `criterion` says so. members: [N] bool."""
+    the function `criterion` returns true for it. members: [N] bool."""
     where = np.flatnonzero(members)
     if callable(criterion):
         return bool(criterion({

@@ -28,10 +28,10 @@ from jaxrl.telemetry.flops import Speed
 
 
 class StepLayout(NamedTuple):
-    """The place of every sequence of a batch in rows and microbatches, from lengths alone."""
+    """The assignment of a batch's sequences to rows and microbatches, from lengths alone."""
 
     update: Any  # training.Layout of the update, with its minibatches
-    score: Any   # training.Layout of scoring; `update` itself where both have the same rows
+    score: Any   # training.Layout of log-probs without gradient; `update` itself if the rows are the same
     seed: int    # of the shuffle into minibatches, the critic's too
 
 
@@ -61,7 +61,7 @@ class Loop(NamedTuple):
 
 
 def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
-    """Runs one RL step of a run: rollouts, scores, update.
+    """Runs one RL step of a run: rollout, log-probs, advantages, update.
 
     Returns:
       (metrics, records of the completions), or None if a stop was requested before the update.
@@ -76,12 +76,12 @@ def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
     if batch is None or s.stopping():
         return None
     if job.rests("sampler"):
-        job.engine.rest()
+        job.engine.sleep()
     traj = batch.traj
     layout = lay_out(c, job.row_shapes, traj, s.step, job.score_shapes)
     with s.phase("score"):
         prepared = prepare(c, roles, batch, layout)
-    per_completion = traj.total(prepared.advantages.tokens) / np.maximum(traj.total(), 1)  # means over scored tokens
+    per_completion = traj.total(prepared.advantages.tokens) / np.maximum(traj.total(), 1)  # means over loss tokens
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
                    conversations(traj, job.tokenizer) if c.episodes else None)
     admitted = [{"admitted": group.admitted} for group in batch.groups]
@@ -110,7 +110,7 @@ def lay_out(spec, row_shapes, traj, step: int, score_shapes=None) -> StepLayout:
     """Places the sequences of a batch in rows, microbatches and minibatches.
 
     Args:
-      row_shapes: training.RowShapes of the update. score_shapes: those of scoring; None = the same.
+      row_shapes: training.RowShapes of the update. score_shapes: those of log-probs without gradient; None = the same.
       traj: Trajectories. step: completed steps of the run; with run.seed it decides the minibatches.
 
     Returns:
@@ -126,7 +126,7 @@ def lay_out(spec, row_shapes, traj, step: int, score_shapes=None) -> StepLayout:
 
 
 def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
-    """Scores a batch under the policies that the loss needs, and computes its advantages.
+    """Computes the log-probs and values that the loss needs of a batch, and its advantages.
 
     Changes only the critic's running statistics of returns.
 
@@ -143,14 +143,14 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
     if batch.staleness is not None:
         columns["staleness"] = batch.staleness
     kl = roles.kl(columns)
-    found = advantages_by_source(
+    advantages = advantages_by_source(
         spec.algorithm, spec.data.sources, [getattr(g.example, "source", "") for g in batch.groups], traj, batch.scores,
         baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts, columns=columns, user=spec.user,
         scale=spec.reward.scale)
-    columns["advantage"] = found.tokens.astype(np.float32)
+    columns["advantage"] = advantages.tokens.astype(np.float32)
     if critic is not None:
-        columns |= critic.columns(found.returns, raw, traj.loss_mask)
-    return Prepared(layout, columns, found, values, kl)
+        columns |= critic.columns(advantages.returns, raw, traj.loss_mask)
+    return Prepared(layout, columns, advantages, values, kl)
 
 
 def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=lambda: None) -> dict[str, float]:
@@ -158,8 +158,8 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
 
     Args:
       batch: rl.rollouts.Batch. prepared: of `prepare`.
-      step: completed steps of the run. meanwhile: called after each optimizer step was dispatched, while the device
-        works.
+      step: completed steps of the run. meanwhile: called after each optimizer step was dispatched,
+        while the device works.
 
     Returns:
       Metrics: means over the optimizer steps, maxima of the gaps.
@@ -173,9 +173,9 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
     warming_up = critic is not None and step < spec.critic.warmup_steps
     pending = [] if warming_up else update_policy(spec, roles.policy, batch, prepared, meanwhile)
     metrics = mean_metrics([training.adapter_set.mean_over_adapters(host_scalars(m)) for m in pending])
-    for bucket in [name for name in metrics if "gap/stale_" in name]:  # from a part of the mean to a mean
+    for bucket in [name for name in metrics if "gap/stale_" in name]:  # sum over the bucket / all tokens
         share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
-        metrics |= {bucket: part / share} if share else {}
+        metrics |= {bucket: part / share} if share else {}  # mean over the bucket
     for name, value in mean_metrics([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
     for state in (roles.policy.state, *([critic.state] if critic is not None and of_critic else [])):
@@ -207,15 +207,15 @@ def make_loss_weigher(spec, batch, columns):
     """Returns a function minibatch -> {loss term: weights [T]} for one batch.
 
     Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked. The function's
-    attribute `masked_fractions` maps a metric to the share of scored tokens that its mask (shared prefix, second
+    attribute `masked_fractions` maps a metric to the share of loss tokens that its mask (shared prefix, second
     moment, covariance) leaves out.
     """
     c, traj, a = spec, batch.traj, spec.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
     seen = StepTokens(traj.tokens, traj.loss_mask, traj.spans, traj.prompt_lengths[traj.first], traj.group,
                       batch.scores, columns, a)
-    kept = {row.metric: row.function(seen) for option, row in TOKEN_MASKS.items() if a[option]}
-    keep = np.logical_and.reduce(list(kept.values())) if kept else None
+    masks = {entry.metric: entry.function(seen) for option, entry in TOKEN_MASKS.items() if a[option]}
+    keep = np.logical_and.reduce(list(masks.values())) if masks else None
     positive = None
     if a.positive_nll_coef:
         positive = np.nan_to_num(accuracy_rewards(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
@@ -223,22 +223,22 @@ def make_loss_weigher(spec, batch, columns):
 
     def weigh(minibatch):
         return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant,
-                                     together=a.aggregation_sequences, dropped=dropped, keep=keep, positive=positive)
+                                     chunk=a.aggregation_sequences, dropped=dropped, keep=keep, positive=positive)
 
-    weigh.masked_fractions = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in kept.items()}
+    weigh.masked_fractions = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in masks.items()}
     return weigh
 
 
 def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, float]:
     """Returns the host metrics of one step: of its completions, its advantages and the critic's values.
 
-    per_completion: [N] mean advantage over the scored tokens of each completion.
+    per_completion: [N] mean advantage over the loss tokens of each completion.
     """
-    found, mask = prepared.advantages, batch.traj.loss_mask
-    out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics
+    advantages, mask = prepared.advantages, batch.traj.loss_mask
+    out = rollout_metrics(batch, advantages.zero_signal, per_completion, prepared.layout.update) | advantages.metrics
     if prepared.values is not None:
-        out["value/explained_variance"] = explained_variance(prepared.values, found.returns, mask)
-        out["value/return_mean"] = float(found.returns[mask].mean())
+        out["value/explained_variance"] = explained_variance(prepared.values, advantages.returns, mask)
+        out["value/return_mean"] = float(advantages.returns[mask].mean())
     if prepared.kl is not None:
         out["policy/kl_in_reward"] = float(prepared.kl[mask].mean())
     if (spec.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only

@@ -70,8 +70,8 @@ class StepLimit:
 
     def enforce(self, limit: float) -> dict[str, float]:
         """Scales the step back until its KL is at most `limit` nats per token, or rejects it. Returns metrics."""
-        asked, scale = self._kl(), 1.0
-        made, after, where = asked, self.policy.state.trainable, None
+        before, scale = self._kl(), 1.0
+        made, after, where = before, self.policy.state.trainable, None
         for _ in range(TRIES):
             if made <= limit:
                 break
@@ -82,7 +82,7 @@ class StepLimit:
         if made > limit:
             scale = made = 0.0
             self._take(after, scale, where)
-        return {"policy/step_kl": made, "policy/step_kl_asked": min(asked, 1e30), "policy/step_scale": scale}
+        return {"policy/step_kl": made, "policy/step_kl_asked": min(before, 1e30), "policy/step_scale": scale}
 
     def _take(self, after, scale: float, where) -> None:
         found = jax.device_put(interpolate(self.params, after, np.float32(scale)), where)

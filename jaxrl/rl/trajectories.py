@@ -1,7 +1,7 @@
 """Converts between data, engines, rewards and training: prompts -> requests -> trajectories -> reward items, records.
 
-Called by rl.rollouts, rl.evaluation and recipes. Host values only; nothing here samples or scores. Text is decoded
-for rewards and people, never re-encoded.
+Called by rl.rollouts, rl.evaluation and recipes. Host values only; nothing here samples or runs rewards. Text is
+decoded for rewards and people, never re-encoded.
 """
 
 from __future__ import annotations
@@ -61,13 +61,12 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     """Builds Trajectories from requests and their results (paired), in request order.
 
     A completion is one sequence. An episode continues in one sequence, with the tokens between its turns masked, until
-    a turn opens another. Further columns: kept; support, routes and adapter where results have them; of episodes turn
-    (-1 where not sampled), reward (float64, of a turn, at its last sampled token) and anchor (int64, 0 = none).
+    a turn opens another. The columns are those of types.Trajectories.
 
     max_sequence_tokens: completions are cut so that each sequence stays within it (finish becomes "length"); 0 = no
     cut. Episodes respect it already.
     """
-    several, finish, turns, sizes = any(r.turns for r in results), [], [], []
+    with_turns, finish, turns, sizes = any(r.turns for r in results), [], [], []
     for i, (request, result) in enumerate(zip(requests, results, strict=True)):
         size, reason, own = len(result.tokens), result.finish, result.turns
         if not own:
@@ -87,20 +86,20 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
 
     tokens = column([r.tokens for r in results], 0, np.int32)
     tokens[~mask] = np.concatenate([turn.added for *_, turn in turns])
-    columns = {"kept": column([r.kept for r in results], 0)}
+    columns = {"kept": column([r.log_kept_mass for r in results], 0)}
     width = max((r.support.shape[1] for r in results if r.support is not None), default=0)
     if width:
-        none = np.zeros((0, width), np.int32)  # what was aborted may have no token
+        none = np.zeros((0, width), np.int32)  # an aborted result may have no token
         columns["support"] = column([none if r.support is None else r.support for r in results], -1, np.int32)
-    if told := [r.routes for r in results if r.routes is not None]:
-        columns["routes"] = _routes(results, sizes, turns, told[0].shape[1])
-    whose = np.repeat(np.array([requests[i].adapter for i, *_ in turns], np.int32), pieces.sum(1))
-    columns |= {"adapter": whose} if whose.any() else {}
-    if several:
+    if routes := [r.routes for r in results if r.routes is not None]:
+        columns["routes"] = _routes(results, sizes, turns, routes[0].shape[1])
+    adapters = np.repeat(np.array([requests[i].adapter for i, *_ in turns], np.int32), pieces.sum(1))
+    columns |= {"adapter": adapters} if adapters.any() else {}
+    if with_turns:
         columns |= _turn_columns(turns, pieces, mask)
     opens = [(i, turn.added) for i, _, turn in turns if turn.opens]
     known = {}
-    prefixes = [known.setdefault((requests[i].group, ids.tobytes()), len(known)) for i, ids in opens if several]
+    prefixes = [known.setdefault((requests[i].group, ids.tobytes()), len(known)) for i, ids in opens if with_turns]
     starts = np.cumsum(pieces.sum(1)) - pieces.sum(1)
     return Trajectories(
         tokens=tokens,
@@ -114,8 +113,8 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
         seed=np.array([q.seed for q in requests], np.uint32),
         finish=np.array(finish, np.int8),
         columns=columns,
-        trajectory=np.array([i for i, _ in opens]) if several else None,
-        prefix=np.array(prefixes) if several else None,
+        trajectory=np.array([i for i, _ in opens]) if with_turns else None,
+        prefix=np.array(prefixes) if with_turns else None,
     )
 
 
@@ -212,13 +211,15 @@ def _finite(numbers) -> list:
     return [number if np.isfinite(number) else None for number in np.asarray(numbers).tolist()]
 
 
-COLUMNS = ("tokens", "logprobs", "kept", "versions")
+# name in the bytes -> field of Result
+COLUMNS = {"tokens": "tokens", "logprobs": "logprobs", "kept": "log_kept_mass", "versions": "versions"}
 
 
 def results_to_bytes(results: list[Result], meta) -> bytes:
     """Encodes results and a JSON-able `meta` for other processes and checkpoints."""
-    flat = {name: np.concatenate([getattr(r, name) for r in results]) for name in COLUMNS} if results else {}
-    if support := [r.support for r in results if r.support is not None]:  # what was aborted may have no token and none
+    columns = COLUMNS if results else {}
+    flat = {name: np.concatenate([getattr(r, own) for r in results]) for name, own in columns.items()}
+    if support := [r.support for r in results if r.support is not None]:  # an aborted result may have none
         flat["support"] = np.concatenate(support)
     if routes := [r.routes for r in results if r.routes is not None]:
         flat["routes"] = np.concatenate(routes)
@@ -234,19 +235,19 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
 def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
     """Decodes the bytes of `results_to_bytes`. Returns (results, meta)."""
     (meta, rows), flat = decode(data)
-    out, at, told, routed = [], 0, 0, 0
+    out, at, added, routed = [], 0, 0, 0
     routes_of = flat["routes_of"].tolist() if "routes_of" in flat else [-1] * len(rows)
-    for (name, finish, seed, size, *episode), count in zip(rows, routes_of, strict=True):
+    for (id_, finish, seed, size, *episode), count in zip(rows, routes_of, strict=True):
         part = slice(at, at + size)
         support = flat["support"][part] if "support" in flat else None
         routes = None if count < 0 else flat["routes"][routed:routed + count]
         routed, turns = routed + max(count, 0), []
         for more, *rest in episode[0] if episode else ():
-            turns.append(Turn(flat["added"][told:told + more], *rest))
-            told += more
+            turns.append(Turn(flat["added"][added:added + more], *rest))
+            added += more
         outcome = Outcome(**episode[1]) if episode and episode[1] else None
-        columns = {column: flat[column][part] for column in COLUMNS}
-        out.append(Result(name, **columns, finish=finish, seed=seed, support=support, routes=routes,
+        columns = {own: flat[name][part] for name, own in COLUMNS.items()}
+        out.append(Result(id_, **columns, finish=finish, seed=seed, support=support, routes=routes,
                           turns=tuple(turns), outcome=outcome))
         at += size
     return out, meta
@@ -256,12 +257,12 @@ def exchange_results(session, what: str, results: list[Result], rows, meta=None)
     """Gathers every process's results. Collective.
 
     Args:
-      what: names the meeting, the same on all processes. rows: a JSON-able list per result. meta: JSON-able.
+      what: tag of the call, the same on all processes. rows: a JSON-able list per result. meta: JSON-able.
 
     Returns:
       ({request id: (result, *its row)} over all processes, [meta of each process]).
     """
-    sent = gather(session.peers, f"{session.place}: {what}", results_to_bytes(results, [list(rows), meta]))
+    sent = gather(session.peers, f"{session.collective_tag}: {what}", results_to_bytes(results, [list(rows), meta]))
     parts = [results_from_bytes(data) for data in sent]
     known = {r.id: (r, *row) for results, (rows, _) in parts for r, row in zip(results, rows, strict=True)}
     return known, [meta for _, (_, meta) in parts]

@@ -57,7 +57,7 @@ class Critic(Role):
     def __init__(self, job, total_steps: int):
         self.options, self.shared = job.config.critic, job.config.critic.shared
         super().__init__("critic", job)
-        self.place = "policy" if self.shared else "critic"
+        self.device_role = "policy" if self.shared else "critic"
         # the policy's trunk with its adapters, or a separate trunk, all of which trains
         self.model = job.model if self.shared else job.model.base
         self._score = make_value_score(self.model, put=self.put)
@@ -81,7 +81,7 @@ class Critic(Role):
     def abstract(self) -> Any:
         """Returns shapes, dtypes and shardings of the TrainState; {} for a shared trunk."""
         return {} if self.shared else parameters.abstract_state(
-            self.job, self.optimizer, self.tree, everything=True, role=self.place)
+            self.job, self.optimizer, self.tree, everything=True, role=self.device_role)
 
     def start(self, arrays, host: dict | None) -> None:
         """Starts from a checkpoint's arrays and host values, or from critic.path or the policy's start (None)."""
@@ -104,11 +104,11 @@ class Critic(Role):
         """Loads the trunk of critic.path or the policy's start; the value head of a reward model, or zeros."""
         job, abstract = self.job, self.abstract()
         dtype = parameters.DTYPES[job.config.train.param_dtype]
-        shardings = parameters.param_shardings(job, tree=self.tree, role=self.place)
+        shardings = parameters.param_shardings(job, tree=self.tree, role=self.device_role)
         source = self.options.path or (job.config.model.path if job.config.model.init == "pretrained" else "")
         if source:
             revision = self.options.revision if self.options.path else job.config.model.revision
-            then = parameters.move_to_host if self.streams else None
+            then = parameters.move_to_host if self.streamed_from_host else None
             params = hf.load_critic(self.tree, parameters.source_of(source), revision, shardings, dtype, then)
         else:
             init = lambda key: parameters.cast(self.tree, self.tree.init(key), dtype)  # noqa: E731
@@ -145,7 +145,7 @@ class Critic(Role):
         """Returns the columns of the value loss, in the network's units, and updates the running statistics.
 
         Args:
-          returns: [T] in units of the score. raw: [T] outputs of the network. mask: [T] bool, scored tokens.
+          returns: [T] in units of the score. raw: [T] outputs of the network. mask: [T] bool, loss tokens.
         """
         if self.options.normalize:
             self.running.add(returns[mask])

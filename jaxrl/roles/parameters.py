@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl import data as data_room
+from jaxrl import data as jaxrl_data
 from jaxrl import sharding, training
 from jaxrl.config import adapter_table
 from jaxrl.errors import ConfigError
@@ -73,8 +73,8 @@ def flat_layers(model, tree) -> dict[str, tuple[int, ...]]:
 
 
 def policy_optimizer(job, updates: int):
-    """Returns (optax transformation of the policy's parameters, schedule); (training.adapter_set.Optimizers, None) for
-    several adapters.
+    """Returns (optax transformation of the policy's parameters, schedule); (training.adapter_set.Optimizers,
+    None) for several adapters.
 
     updates: optimizer steps of the whole run; an adapter's schedule counts the steps that have rows of it.
     """
@@ -96,9 +96,9 @@ def in_parts(job) -> str:
 
 def source_of(path: str) -> str:
     """Resolves a model's path or hub id to where it is read from; without a network the hub is not tried."""
-    found = data_room.resolve(path) if path else ""
+    found = jaxrl_data.resolve(path) if path else ""
     if found and not Path(found).is_dir():
-        data_room.offline_if_unreachable()
+        jaxrl_data.offline_if_unreachable()
     return found
 
 
@@ -162,8 +162,8 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
 
     Args:
       path: folder or hub id, at hub `revision`; "" = model.path, or random from run.seed for model.init=random.
-      dtype: one, or a tree of them; None = train.param_dtype. role: on whose devices. as_codes: kernels quantized as
-        lora.base.
+      dtype: one, or a tree of them; None = train.param_dtype. role: on whose devices. as_codes:
+        kernels quantized as lora.base.
 
     Returns:
       Nested tree of sharded arrays.
@@ -231,7 +231,7 @@ def add_initial_adapters(job, params):
     places = flattened(param_shardings(job, tree=job.model))
     key = jax.random.fold_in(jax.random.key(job.config.run.seed), zlib.crc32(b"lora"))
     init = job.config.lora.init
-    if init == "eva" and job.stream is None:  # evaluation alone: whatever A is, adapters add nothing at their start
+    if init == "eva" and job.stream is None:  # evaluation alone: for any A, adapters add nothing at their start
         init = "default"
     directions = _directions(job, memory.to_devices(params)) if init == "eva" else None
     work = functools.partial(initialization.initial, job.model, name=init, directions=directions)
@@ -360,7 +360,7 @@ def _parts(job, params, everything: bool):
 def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -> TrainState:
     """Returns shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation.
 
-    tree: table of the parameters (None = the policy's). everything: all train, whatever model.frozen says.
+    tree: table of the parameters (None = the policy's). everything: all train, even those in model.frozen.
     """
     c, tree = job.config, tree or job.tree
     where, kind = param_shardings(job, tree=tree, role=role), dtype_of(job, everything)

@@ -56,7 +56,7 @@ class Reference(Role):
         shapes = jax.eval_shape(self.job.model.base.init, jax.random.key(0))
         placed = lambda s, where: jax.ShapeDtypeStruct(s.shape, self.dtype, sharding=where)  # noqa: E731
         found = jax.tree.map(placed, shapes, self._place())
-        return memory.kept(found) if self.streams else found
+        return memory.kept(found) if self.streamed_from_host else found
 
     def start(self, arrays, host: dict | None) -> None:
         """Starts from a checkpoint, or from reference.path or the policy's start (None)."""
@@ -71,7 +71,7 @@ class Reference(Role):
 
     def _cast(self, params):
         """Returns a copy in the reference's dtype; made array by array if it is streamed from host memory."""
-        if not self.streams:
+        if not self.streamed_from_host:
             return cast_params(params, self.dtype)
         cast = functools.partial(cast_params, dtype=self.dtype)
         return jax.tree.map(lambda x: memory.to_host(cast(x)) if memory.worth_it(x) else cast(x), params)
@@ -121,7 +121,7 @@ class BaseReference(Reference):
 
     def __init__(self, job, score):
         super().__init__(job, score)
-        self.place = "policy"
+        self.device_role = "policy"
         self.alone = not (self.moves or job.config.lora.path or job.model.adapter.saved)
         if not self.alone:
             self._score = make_score(job.model, temperature=training_temperature(job.config),

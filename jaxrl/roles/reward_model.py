@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl import data as data_room
+from jaxrl import data as jaxrl_data
 from jaxrl import models, sharding, training
 from jaxrl.config.lengths import episodes, made_of
 from jaxrl.data.chat_template import PromptError, Template
@@ -55,7 +55,7 @@ def read_reward_model(config, tokenizer) -> RewardModelFiles | None:
         table = models.build(hf_config, compute_dtype="float32", scan_layers=True)
         tree = ValueModel(table, name=o.head, bias=False)
         hf.check_critic(tree, source, o.revision, scores=True)
-        own = data_room.load_tokenizer(SimpleNamespace(model=SimpleNamespace(
+        own = jaxrl_data.load_tokenizer(SimpleNamespace(model=SimpleNamespace(
             path=o.path, revision=o.revision, tokenizer="", tokenizer_revision=None, chat_template="", pad_token="",
             eos_tokens=(), trust_remote_code=config.model.trust_remote_code)))
     except ConfigError as e:
@@ -93,9 +93,9 @@ class RewardModel(Role):
         by = f"reward.model.max_sequence_tokens={o.max_sequence_tokens}" if o.max_sequence_tokens else made_of(c)
         if beyond := self.model.config.beyond(self.longest, by):
             log.warning("reward.model.path=%r: %s", o.path, beyond)
-        held = c.train.score_tokens_per_microbatch or c.train.tokens_per_microbatch
+        tokens = c.train.score_tokens_per_microbatch or c.train.tokens_per_microbatch
         mesh, windows = job.mesh_of(PART), [layer.window for layer in self.model.config.layers]
-        self.shapes = training.row_shapes((), self.longest + 1, held, sharding.data_shards(mesh), c.train.row_counts,
+        self.shapes = training.row_shapes((), self.longest + 1, tokens, sharding.data_shards(mesh), c.train.row_counts,
                                           mesh.shape["cp"], windows, bool(self.model.config.num_recurrent))
         with self.on():
             where = parameters.param_shardings(job, tree=self.tree, role=PART)
@@ -166,7 +166,7 @@ class Rendering:
 
     def __init__(self, config, tokenizer, kind: str):
         self.template, self.kind, self.prefix = Template(config, tokenizer), kind, config.data.response_prefix
-        end = data_room.end_of_turn(config, tokenizer)
+        end = jaxrl_data.end_of_turn(config, tokenizer)
         end = tokenizer.eos_token_id if end is None else end
         self.end = [] if end is None else [end]
 

@@ -44,40 +44,40 @@ class Role:
 
     Attributes:
       state: the parameters (nested tree), or the TrainState around them; None before `start`.
-      place: name of the role whose devices it uses.
+      device_role: name of the role whose devices it uses.
     """
 
     state: Any
 
     def __init__(self, name: str, job, score: Any = None):
-        self.name = self.place = name
+        self.name = self.device_role = name
         self.job, self._score = job, score
         self.state = None
 
     @functools.cached_property
     def rests(self) -> bool:
         """Whether the parameters move to host memory between uses."""
-        return self.job.rests(self.place)
+        return self.job.rests(self.device_role)
 
     @functools.cached_property
-    def streams(self) -> bool:
+    def streamed_from_host(self) -> bool:
         """Whether the parameters stay in host memory and are streamed through the programs that use them."""
-        return self.job.streams(self.place)
+        return self.job.streams(self.device_role)
 
     @functools.cached_property
     def put(self):
-        """A function that puts a host PackedBatch on the role's devices."""
-        return functools.partial(self.job.put, role=self.place)
+        """Returns a function that puts a host PackedBatch on the role's devices."""
+        return functools.partial(self.job.put, role=self.device_role)
 
     def on(self):
         """Returns a context in which programs run on the role's devices."""
-        return self.job.on(self.place)
+        return self.job.on(self.device_role)
 
     def params(self):
         """Returns the parameters as one nested tree, where the programs of its devices can use them."""
         state = self.state
         tree = training.merge(state.trainable, state.frozen) if isinstance(state, TrainState) else state
-        return tree if self.streams else memory.to_devices(tree)
+        return tree if self.streamed_from_host else memory.to_devices(tree)
 
     def score(self, traj, layout, columns=None) -> np.ndarray:
         """Scores a batch under these parameters. Collective: processes without devices of the role receive the result.
@@ -86,7 +86,7 @@ class Role:
           columns: token columns to pack with the batch; None = those that scoring takes by default.
 
         Returns:
-          [T] float32, log-probs or values at scored tokens.
+          [T] float32, log-probs or values at loss tokens.
         """
         where, sent = self.scored_by, b""
         if where is None or jax.process_index() in where:
@@ -99,8 +99,8 @@ class Role:
 
     @functools.cached_property
     def scored_by(self) -> list[int] | None:
-        """The indices of the processes that have its devices; None = all."""
-        found = processes_of(self.job.mesh_of(self.place))
+        """Returns the indices of the processes that have its devices; None = all."""
+        found = processes_of(self.job.mesh_of(self.device_role))
         return None if len(found) == jax.process_count() else found
 
     def rest(self) -> None:
@@ -162,16 +162,16 @@ class Policy(Role):
                   tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
 
     def weights(self):
-        """Returns the language model's parameters (nested tree) as the engine takes them; a copy if adapters are
-        merged."""
+        """Returns the language model's parameters (nested tree) as the engine takes them; a copy
+        if adapters are merged."""
         return parameters.engine_params(self.job, parameters.policy_params(self.state.trainable, self.state.frozen))
 
     @contextlib.contextmanager
     def resting(self, engine):
         """Context in which the policy is in host memory, if mesh.roles.policy.rest asks for it.
 
-        The engine gets the moved weights, which it may have to send to a server; otherwise it would keep the old arrays
-        alive.
+        The engine gets the moved weights, which it may have to send to a server; otherwise it would keep
+        the old arrays alive.
         """
         if not self.rests:
             yield
@@ -179,24 +179,24 @@ class Policy(Role):
         where = jax.tree.map(lambda x: x.sharding, self.state)
         merged = parameters.engine_model(self.job) is not self.job.model  # the engine has its own copy
         if merged:
-            engine.moved(memory.to_host(self.weights()))
+            engine.weights_moved(memory.to_host(self.weights()))
         self.state = memory.to_host(self.state)
         if not merged:
-            engine.moved(self.weights())
+            engine.weights_moved(self.weights())
         try:
             yield
         finally:
             self.state = jax.device_put(self.state, where)
             if not merged:
-                engine.moved(self.weights())
+                engine.weights_moved(self.weights())
 
     # ---- what a session keeps
 
     def abstract(self) -> dict:
         """Returns shapes, dtypes and shardings of a checkpoint's arrays: the TrainState without a base of adapters."""
         self._abstract = parameters.abstract_state(self.job, self.optimizer)
-        kept = parameters.checkpoint_fields(self.job, dict(vars(self._abstract)))
-        return kept if self.job.model.adapter is None else {**kept, "base_digest": np.zeros(32, np.uint8)}
+        fields = parameters.checkpoint_fields(self.job, dict(vars(self._abstract)))
+        return fields if self.job.model.adapter is None else {**fields, "base_digest": np.zeros(32, np.uint8)}
 
     def start(self, arrays: dict | None) -> None:
         """Starts from a checkpoint's arrays, or from the config's model (None).
@@ -225,14 +225,14 @@ class WeightSync:
     """Syncs the policy's weights to the engine, with completed steps as their version.
 
     Args:
-      give: (params, version) -> hands weights to the engine or to the queue before it.
+      publish: (params, version) -> hands weights to the engine or to the queue before it.
     """
 
-    def __init__(self, s, policy: Policy, give):
-        self.s, self.policy, self.give, self.version = s, policy, give, -1
+    def __init__(self, s, policy: Policy, publish):
+        self.s, self.policy, self.publish, self.version = s, policy, publish, -1
 
     def __call__(self) -> None:
-        self.s.together("new weights", lambda: self.give(self.policy.weights(), self.s.step) or True)
+        self.s.together("new weights", lambda: self.publish(self.policy.weights(), self.s.step) or True)
         self.version = self.s.step
 
     def catch_up(self) -> None:
@@ -248,9 +248,9 @@ def check_finite(state: TrainState, config) -> None:
         streak = int(np.asarray(count))
         if streak < limit:
             continue
-        whose = f" of the adapter {adapter}" * bool(adapter)
+        where = f" of the adapter {adapter}" * bool(adapter)
         raise NothingFinite(
-            f"{streak} updates{whose} in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
+            f"{streak} updates{where} in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
             f" parameters are unchanged since: {finite(config, config.run.dir)}")
 
 

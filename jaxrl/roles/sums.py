@@ -43,7 +43,7 @@ class SharedBaseReference(Reference):
 
     def __init__(self, job, score):
         super().__init__(job, score)
-        self.place = "policy"
+        self.device_role = "policy"
 
     def start(self, arrays, host) -> None:
         """Does nothing: the policy has the parameters."""

@@ -1,10 +1,10 @@
-"""Files of a teacher's outputs for given rows: its most probable tokens and their log-probs at every scored token.
+"""Files of a teacher's outputs for given rows: its most probable tokens and their log-probs at every loss token.
 recipes.distill writes them (teacher.save); roles.teachers.FileTeacher reads them (teacher.files).
 
-A folder of safetensors files, each of which holds n sequences with t scored tokens in all:
+A folder of safetensors files, each of which holds n sequences with t loss tokens in all:
 
     keys      uint8 [n, 16]    blake2b of the sequence's token ids (int32, little-endian), then of its loss mask as bits
-    offsets   int64 [n + 1]    where the scored tokens of each begin
+    offsets   int64 [n + 1]    where the loss tokens of each begin
     ids       int32 [t, K]     the highest first; -1 = none
     logprobs  float32 or float16 [t, K]
 
@@ -31,7 +31,7 @@ ARRAYS = ("keys", "offsets", "ids", "logprobs")
 
 
 def key(tokens, mask) -> bytes:
-    """Returns the key of one sequence. tokens: its ids. mask: its scored tokens."""
+    """Returns the key of one sequence. tokens: its ids. mask: its loss tokens."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=WIDTH)
     digest.update(np.packbits(np.asarray(mask, bool)).tobytes())
     return digest.digest()
@@ -41,7 +41,7 @@ def write(folder, name: str, traj, ids, logprobs, *, vocabulary: str, temperatur
     """Writes the file of one batch, atomically.
 
     Args:
-      ids, logprobs: [T, K], of which scored tokens are stored. The others go into the metadata.
+      ids, logprobs: [T, K], of which loss tokens are stored. The others go into the metadata.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class TeacherFiles:
             try:
                 file = self._open.enter_context(safe_open(path, "numpy"))
                 about, keys, offsets = file.metadata() or {}, file.get_tensor("keys"), file.get_tensor("offsets")
-                held, digest = file.get_slice("ids").get_shape()[1], _digest(map(file.get_tensor, ARRAYS))
+                width, digest = file.get_slice("ids").get_shape()[1], _digest(map(file.get_tensor, ARRAYS))
             except (SafetensorError, OSError) as e:
                 raise ConfigError(f"teacher.files={folder!r}: {path.name} is not what teacher.save writes ({e}); "
                                   "write it again") from None
@@ -100,8 +100,8 @@ class TeacherFiles:
                 raise ConfigError(f"teacher.files={folder!r}: {path.name} was written at temperature "
                                   f"{about.get('temperature')}, not distill.teacher_temperature="
                                   f"{options.teacher_temperature}; set that, or write it again")
-            if held < self.top:
-                raise ConfigError(f"distill.top_k={self.top}: {path.name} in teacher.files={folder!r} holds {held} "
+            if width < self.top:
+                raise ConfigError(f"distill.top_k={self.top}: {path.name} in teacher.files={folder!r} holds {width} "
                                   "tokens; lower it, or write it again")
             for i, one in enumerate(keys):
                 self._found[one.tobytes()] = file, int(offsets[i]), int(offsets[i + 1])

@@ -1,4 +1,4 @@
-"""Teachers of distillation: models that give target log-probs for a batch's scored tokens. Three with one interface:
+"""Teachers of distillation: models that give target log-probs for a batch's loss tokens. Three with one interface:
 
     targets(traj, layout, student)   token columns [T, ...] for the loss (see training.Distillation), or "teacher" [T],
                                      the log-probs of the tokens themselves. student() -> [T, K], its most probable ids
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import data as data_room
+from jaxrl import data as jaxrl_data
 from jaxrl import models, sharding, training
 from jaxrl.config.lengths import made_of
 from jaxrl.errors import ConfigError, RunStopped
@@ -60,7 +60,7 @@ def check(config, tokenizer) -> None:
     for name, value in plain.items():
         own.model[name] = value
     try:
-        check_vocabulary(tokenizer, data_room.load_tokenizer(own), t.path)
+        check_vocabulary(tokenizer, jaxrl_data.load_tokenizer(own), t.path)
         if teacher_kind(config) == "local":
             described = hf.load_config(parameters.source_of(t.path), t.revision)
             table = models.build(described, compute_dtype=jnp.float32, scan_layers=True)
@@ -114,7 +114,7 @@ class LocalTeacher(Role):
             raise ConfigError(f"teacher.path={self.options.path!r}: {beyond}")
         self.vocab = min(self.model.config.vocab_size, job.model.config.vocab_size)
         with self.on():
-            where = parameters.param_shardings(job, tree=self.model, role=self.place)
+            where = parameters.param_shardings(job, tree=self.model, role=self.device_role)
             dtype = parameters.DTYPES[self.options.dtype]
             self.state = hf.load_params(self.model, source, self.options.revision, where, dtype)
         top = c.distill.top_k if self.wants == "top" else 0
@@ -149,7 +149,7 @@ class LocalTeacher(Role):
     def head(self) -> dict[str, jax.Array]:
         """Returns {parameter name: output matrix} for a divergence over the whole vocabulary; {} for other losses.
 
-        The matrix is as wide as the student's and lies on the policy's devices, where the divergence is computed.
+        The matrix is as wide as the student's and is on the policy's devices, where the divergence is computed.
         """
         if self.wants != "hidden":
             return {}
@@ -170,6 +170,7 @@ class LocalTeacher(Role):
         return {f"{TEACHER}/{outer}/{inner}": memory.moved(weight, where)}
 
     def close(self) -> None:
+        """Drops the parameters."""
         self.state = None
 
 
@@ -182,6 +183,7 @@ class ServerTeacher:
         self._scorer = PromptScorer(c.teacher.servers, c.teacher.timeout_seconds, c.longest)
 
     def head(self) -> dict:
+        """Returns {}: servers have their own head."""
         return {}
 
     def targets(self, traj, layout, student) -> dict[str, np.ndarray]:

@@ -1,15 +1,16 @@
 """The embedded sampler: a continuous batch over KV-cache slots on the policy's own devices.
 
-Requests wait in order. A prompt is prefilled once into a stash, with others of its length class, and copied from there
-into the slot of every request that has it. Slots decode together in chunks; between chunks the host takes what has
-finished, looks for stop strings, and refills. When nothing waits any more the tail moves through smaller slot counts.
+Requests wait in order. A prompt is prefilled once into a stash, with others of its length class, and copied
+from there into the slot of every request that has it. Slots decode together in chunks; between chunks the host
+takes what has finished, looks for stop strings, and refills. Once no request waits, the last completions move
+through smaller slot counts.
 
 A conversation keeps its slot: where another request may come after one (`Request.keep`), the slot is parked, and the
 next request (`Request.after`) runs only its new tokens (`Programs.extend`). Parking is best effort. Requests that wait
 for a slot evict parked slots, least recently parked first. A weight sync evicts all of them: their keys and values
 belong to the old weights. The next turn of an evicted conversation is prefilled like any prompt.
 
-What happens depends on the order of calls alone, never on time, so a repeated run repeats every sample.
+Results depend on the order of calls alone, never on time, so a repeated run repeats every sample.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_s
             "evicted", "extend_calls", "extended_prompts", "extended_tokens")
 
 
-def make_engine(*given):
+def make_engine(*fields):
     """Builds the embedded sampler of an EngineContext, or of its first five fields.
 
     On a mesh over several processes each process has its own engine over its devices; publish is collective,
     everything else is local.
 
     Raises:
-      ConfigError: shapes that cannot hold what the config asks for, or tensor parallelism across processes.
+      ConfigError: shapes that cannot hold the config's lengths, or tensor parallelism across processes.
     """
-    context = EngineContext.of(*given)
+    context = EngineContext.of(*fields)
     config, model, eos_ids = context.config, context.model, context.eos_ids
     joint = make_mesh(config.mesh, jax.local_devices()[:1]) if context.mesh is None else rollout_mesh(context.mesh)
     mesh = local_mesh(joint)
@@ -78,9 +79,11 @@ class Sample:
 
     @property
     def produced(self) -> int:
+        """Number of sampled tokens so far."""
         return sum(len(p[0]) for p in self.parts)
 
     def column(self, i: int, dtype) -> np.ndarray:
+        """Returns entry i of all parts as one array."""
         return np.concatenate([p[i] for p in self.parts]).astype(dtype) if self.parts else np.zeros(0, dtype)
 
 
@@ -109,7 +112,7 @@ class EmbeddedEngine(Engine):
         self._waiting: deque[Sample] = deque()
         self._running: dict[int, Sample] = {}
         self._parked: dict[str, Parked] = {}  # by request id, the least recently parked first
-        self._keeps = False  # whether a request asked to be kept
+        self._keeps = False  # whether a request had `keep`
         self._done: list[Result] = []
         self._ids: set[str] = set()
         self._held = self._closed = False
@@ -118,7 +121,7 @@ class EmbeddedEngine(Engine):
         self._adapters = len(adapter_set.adapter_names(model))
         self._whose = np.zeros(shapes.slots, np.int32)  # number of the adapter of the request in each slot
         self._no_history: dict[int, jax.Array] = {}
-        self._ended_at: set[int] = set()  # up to two lengths of completions
+        self._ended_at: set[int] = set()  # up to two different lengths of completions
 
     # ---- the protocol -------------------------------------------------------------------------------------------
 
@@ -129,11 +132,11 @@ class EmbeddedEngine(Engine):
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
         work = max((work_of(r.sampling, r.sampling.min_new_tokens) for r in requests), default=0)
-        if work > self.shapes.work:  # more than the run's options ask for: decoding is compiled again
+        if work > self.shapes.work:  # more than the run's options need: decoding is compiled again
             old, self.shapes = self._programs, dataclasses.replace(self.shapes, work=work)
             self._programs = programs(old.published, self.shapes, old.mesh, old.dtype, old.joint)
-            kept = {key: program for key, program in old.compiled.items() if key[0] != "decode"}
-            self._programs.compiled = kept | self._programs.compiled
+            others = {key: program for key, program in old.compiled.items() if key[0] != "decode"}
+            self._programs.compiled = others | self._programs.compiled
         samples = [self._sample(r) for r in requests]
         ids = check_ids(requests, self._ids)
         self._ids.update(ids)
@@ -186,7 +189,7 @@ class EmbeddedEngine(Engine):
         if self._published > 1 and len(self._ended_at) > 1:  # a run of many batches of different lengths: any may come
             self._programs.prepare(self._calls(1))
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Frees weights and caches until the next publish. Raises RuntimeError while there are requests."""
         self._check_open()
         if self._waiting or self._running:
@@ -211,7 +214,7 @@ class EmbeddedEngine(Engine):
 
     def close(self) -> None:
         if not self._closed:
-            self._programs.beside.stop()
+            self._programs.compiler.stop()
             for array in jax.tree.leaves((self._params, self._cache, self._stash, self._no_history)):
                 array.delete()
             self._params = self._cache = self._stash = None
@@ -237,13 +240,14 @@ class EmbeddedEngine(Engine):
                       min(p.max_new_tokens, total - len(prompt)))
 
     def _numbers(self, numbers) -> np.ndarray | None:
-        """Numbers of adapters for a program; None where the model has not several."""
+        """Returns int32 adapter numbers for a program; None without an adapter set."""
         return np.asarray(numbers, np.int32) if self._adapters else None
 
     # ---- from the queue into slots --------------------------------------------------------------------------------
 
     def _admit(self):
-        """Goes on in parked slots, then fills free ones from the head of the queue, `insert_width` at a time."""
+        """Continues parked conversations, then fills free slots from the head of the queue, `insert_width` at a time.
+        """
         self._continue()
         free = self._free_slots()
         while self._waiting and free:
@@ -278,7 +282,8 @@ class EmbeddedEngine(Engine):
 
     def _continue(self):
         """Starts waiting requests whose conversation is parked: prefills the new prompt tokens except the last, which
-        the first decode step reads. If the prompt does not begin with the parked tokens, the slot is freed."""
+        the first decode step reads. If the prompt does not begin with the parked tokens, the slot is freed.
+        """
         work = []
         for sample in [s for s in self._waiting if s.request.after in self._parked] if self._parked else ():
             parked = self._parked.pop(sample.request.after, None)
@@ -300,7 +305,7 @@ class EmbeddedEngine(Engine):
         """Prefills each (slot, first position, tokens); tokens beyond the width of one call go into further calls."""
         while work:
             call, work = self._call_of(work)
-            with self._preparing():
+            with self._precompiling_siblings():
                 self._cache, routes = self._programs.extend(self._params, self._cache, *call)
             self._counts["extend_calls"] += 1
             if routes is not None:
@@ -312,8 +317,8 @@ class EmbeddedEngine(Engine):
     def _call_of(self, work):
         """Splits work into (arguments of one extend call, remaining work).
 
-        Takes entries in order, at most rows / shards of each data shard. The arguments are (tokens, positions, slots,
-        adapters).
+        Takes entries in order, at most rows / shards of each data shard. The arguments are
+        (tokens, positions, slots, adapters).
         """
         (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
         free, left = [range(i, i + rows // shards) for i in range(0, rows, rows // shards)], []
@@ -328,11 +333,13 @@ class EmbeddedEngine(Engine):
                 tokens[row, :n], positions[row, :n], which[row] = new[:n], start + np.arange(n), slot
             if n < len(new):
                 left.append((slot, start + n, new[n:]))
-        own = self._whose[np.minimum(which, slots - 1)]  # rows beyond the cache are dropped, whoever's they are
+        own = self._whose[np.minimum(which, slots - 1)]  # rows beyond the cache are dropped
         return (tokens, positions, which, self._numbers(own)), left
 
     def _prefill(self, bucket: int):
-        """Prefills the next distinct prompts of a length class in queue order, in place of the class's last ones."""
+        """Prefills the next distinct prompts of a length class in queue order, replacing those of
+        the class's last call.
+        """
         width, length = self.shapes.prefill_rows, self.shapes.prompt_lengths[bucket]
         prompts: dict[bytes, Request] = {}
         for sample in self._waiting:
@@ -340,18 +347,19 @@ class EmbeddedEngine(Engine):
                 prompts.setdefault(sample.key, sample.request)
                 if len(prompts) == width:
                     break
-        tokens, lengths, whose = np.zeros((width, length), np.int32), np.ones(width, np.int32), np.zeros(width)
-        for i, asked in enumerate(prompts.values()):
-            tokens[i, :len(asked.prompt)], lengths[i], whose[i] = asked.prompt, len(asked.prompt), asked.adapter
+        tokens, lengths, adapters = np.zeros((width, length), np.int32), np.ones(width, np.int32), np.zeros(width)
+        for i, request in enumerate(prompts.values()):
+            tokens[i, :len(request.prompt)], lengths[i] = request.prompt, len(request.prompt)
+            adapters[i] = request.adapter
         rows = np.arange(bucket * width, (bucket + 1) * width, dtype=np.int32)
-        with self._preparing():
+        with self._precompiling_siblings():
             self._stash, routes = self._programs.prefill(self._params, self._stash, tokens, lengths, rows,
-                                                         self._numbers(whose))
+                                                         self._numbers(adapters))
         if routes is not None:
             self._routes[bucket] = jax.device_get(routes)
         self._stashed[bucket] = {key: int(row) for key, row in zip(prompts, rows, strict=False)}
         self._counts.update(prefill_calls=1, prefilled_prompts=len(prompts),
-                            prefilled_tokens=sum(len(asked.prompt) for asked in prompts.values()))
+                            prefilled_tokens=sum(len(request.prompt) for request in prompts.values()))
 
     def _write_table(self, sample: Sample):
         p, progress, controls = sample.request.sampling, *self._table
@@ -370,16 +378,16 @@ class EmbeddedEngine(Engine):
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def _decode(self):
-        """One chunk: device steps, then what they sampled goes to its samples and finished ones leave."""
+        """Decodes one chunk, appends its tokens to their samples, and finishes samples that have ended."""
         count, leave_at = self._plan()
         slots = sorted(self._running)
         if count < self.shapes.slots:
-            rest = (s for s in range(self.shapes.slots) if s not in self._running)
-            rows = np.array(slots + [next(rest) for _ in range(count - len(slots))], np.int32)
+            idle = (s for s in range(self.shapes.slots) if s not in self._running)
+            rows = np.array(slots + [next(idle) for _ in range(count - len(slots))], np.int32)
         else:
             rows = np.arange(count, dtype=np.int32)
         progress, controls = _rows_of(self._table, rows)
-        with self._preparing():
+        with self._precompiling_siblings():
             self._cache, chunk = self._programs.decode(
                 self._params, self._cache, progress, controls, self._history(rows), leave_at, rows,
                 self._length(progress), self._shared(rows), self._numbers(self._whose[rows]))
@@ -402,7 +410,7 @@ class EmbeddedEngine(Engine):
             self._counts.update(slot_steps_queued=steps * count, tokens_queued=tokens)
 
     def _plan(self) -> tuple[int, int]:
-        """(slot count to decode with, active slots at which to come back before the chunk is full)."""
+        """Returns (slot count to decode with, number of active slots at which the chunk ends early)."""
         active = len(self._running)
         if self._waiting and not self._held:
             return self.shapes.slots, max(0, self.shapes.slots - self.shapes.insert_width)
@@ -410,14 +418,14 @@ class EmbeddedEngine(Engine):
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
 
     def _length(self, progress: Progress) -> int:
-        """The shortest cache length that holds every key the chunk can write."""
+        """Returns the shortest cache length that holds every key the chunk can write."""
         full = progress.position - progress.produced + progress.limit
         need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
         lengths = decode_lengths(len(progress.active), self.shapes.slots, self.shapes.cache_lengths)
         return next((n for n in lengths if n >= need), lengths[-1])
 
     @contextlib.contextmanager
-    def _preparing(self):
+    def _precompiling_siblings(self):
         """If the body compiled a new program, starts compiling others of its kind in a background thread."""
         known = len(self._programs.compiled)
         yield
@@ -460,7 +468,9 @@ class EmbeddedEngine(Engine):
                                      [len(s.request.prompt) - 1 if s else 0 for s in samples])
 
     def _history(self, rows):
-        """Tokens by position for slots with penalties [S, C]; a constant on the device when there are none."""
+        """Returns int32 [S, C] tokens by position for slots with penalties; a constant on the device if
+        no slot has one.
+        """
         sharding = self._programs.by_slot
         shape = (len(rows), self.shapes.cache_lengths[-1])
         if not any(s.request.sampling.penalised for s in self._running.values()):
@@ -475,22 +485,22 @@ class EmbeddedEngine(Engine):
                 history[i, :len(tokens)] = tokens
         return self._programs.put(history, sharding)
 
-    def _take(self, sample: Sample, tokens, logprobs, kept, support, routes) -> int:
-        """Adds sampled tokens to a sample and ends it where it has ended. Returns how many tokens were of use."""
+    def _take(self, sample: Sample, tokens, logprobs, log_kept, support, routes) -> int:
+        """Appends sampled tokens to a sample and finishes it at its end. Returns the number of tokens up to the end."""
         before = sample.produced
         versions = np.full(len(tokens), self._version, np.int32)
-        sample.parts.append((tokens, logprobs, kept, support, routes, versions))
+        sample.parts.append((tokens, logprobs, log_kept, support, routes, versions))
         progress = self._table[0]
         progress.token[sample.slot] = tokens[-1]
         progress.position[sample.slot] += len(tokens)
         progress.produced[sample.slot] += len(tokens)
         p, total = sample.request.sampling, before + len(tokens)
         if p.stop and self._decode_text is not None:
-            answer = sample.column(0, np.int32).tolist()
-            found = find_stop(self._decode_text, answer, len(tokens), p.stop, p.min_new_tokens)
-            if found:
-                self._finish(sample, "stop", found[0] if p.keep_stop else found[1])
-                return found[0] - before
+            completion = sample.column(0, np.int32).tolist()
+            stop = find_stop(self._decode_text, completion, len(tokens), p.stop, p.min_new_tokens)
+            if stop:
+                self._finish(sample, "stop", stop[0] if p.keep_stop else stop[1])
+                return stop[0] - before
         if int(tokens[-1]) in self._eos + p.stop_token_ids:
             self._finish(sample, "stop")
         elif total >= sample.limit:
@@ -498,11 +508,11 @@ class EmbeddedEngine(Engine):
         return len(tokens)
 
     def _finish(self, sample: Sample, reason: str, length: int | None = None):
-        tokens, logprobs, kept, support, routes, versions = (sample.column(i, t)[:length] for i, t in enumerate(
+        tokens, logprobs, log_kept, support, routes, versions = (sample.column(i, t)[:length] for i, t in enumerate(
             (np.int32, np.float32, np.float32, np.int32, np.int16, np.int32)))
         support = support.reshape(len(versions), self.shapes.support)
         routes = self._all_routes(sample, routes) if self.shapes.routes else None
-        self._done.append(Result(sample.request.id, tokens, logprobs, kept, versions, reason, sample.request.seed,
+        self._done.append(Result(sample.request.id, tokens, logprobs, log_kept, versions, reason, sample.request.seed,
                                  support, routes))
         self._ids.discard(sample.request.id)
         if len(self._ended_at) < 2:
@@ -511,15 +521,14 @@ class EmbeddedEngine(Engine):
         if self._running.get(sample.slot) is sample:
             del self._running[sample.slot]
             self._table[0].active[sample.slot] = False
-            stays = sample.request.keep and reason != "abort" and sample.weights == self._published
-            if stays and self._recurrent and len(versions) < sample.produced:
+            parks = sample.request.keep and reason != "abort" and sample.weights == self._published
+            if parks and self._recurrent and len(versions) < sample.produced:
                 self._counts["parked_past"] += 1  # the state has gone past the stop string, and does not come back
-            elif stays:
+            elif parks:
                 known = np.concatenate([sample.request.prompt, tokens])
                 self._parked.pop(sample.request.id, None)  # of a request of the same id before: the newest comes last
                 self._parked[sample.request.id] = Parked(sample.slot, known)
                 self._counts["parked"] += 1
-
 
     def _all_routes(self, sample: Sample, routes) -> np.ndarray:
         """Returns int16 [P + n, W], the expert ids of prompt and completion tokens; -1 in the last row, never run."""
@@ -535,7 +544,7 @@ def _rows_of(table: tuple[Progress, Controls], rows) -> tuple[Progress, Controls
 
 
 def _empty_table(shapes: Shapes) -> tuple[Progress, Controls]:
-    """Host rows of every slot, all idle, with options that ask for no work."""
+    """Returns host rows of all slots, idle and with options that need no work."""
     def full(value, dtype):
         return np.full(shapes.slots, value, dtype)
 

@@ -1,9 +1,9 @@
-"""Engines as rows: what the rest of jaxrl needs to know of each, so that no other code asks for an engine's name.
+"""The registry of engines; no other code compares engine names.
 
-    row = engine_row(config)         of rollout.engine: a row of ENGINES, or CUSTOM_ENGINE for a user's engine
+    row = engine_row(config)         of rollout.engine: an entry of ENGINES, or CUSTOM_ENGINE for a user's engine
     engine = make_engine(context)    a protocol.Engine
 
-An engine describes itself in `info` (protocol.EngineInfo); what is decided before it exists is read from the row.
+An engine describes itself in `info` (protocol.EngineInfo); what is decided before it exists is read from its entry.
 Nothing is assumed of an engine that jaxrl does not know. Imports neither jax nor vLLM.
 """
 
@@ -50,19 +50,19 @@ class EngineContext:
 
     @property
     def dtype(self) -> str:
-        """Name in numpy of the dtype of the sampling weights."""
+        """Returns the numpy name of the sampling weights' dtype."""
         return DTYPES.get(self.config.rollout.dtype) or np.dtype(self.model.compute_dtype).name
 
     @classmethod
-    def of(cls, *given) -> EngineContext:
-        """Returns a context, or builds one from its fields (the signature of engine factories before there was a
-        context).
+    def of(cls, *fields) -> EngineContext:
+        """Returns a context, or builds one from its fields (the signature of engine factories before
+        there was a context).
         """
-        return given[0] if isinstance(given[0], cls) else cls(*given)
+        return fields[0] if isinstance(fields[0], cls) else cls(*fields)
 
 
 class EngineRow(NamedTuple):
-    """One engine, as far as it is known before it is built."""
+    """The registry entry of an engine: what is known before it is built."""
 
     factory: str = ""  # import path of its factory(EngineContext)
     title: str = "an engine of your own"
@@ -119,7 +119,7 @@ def _has_vllm() -> bool:
 
 
 def engine_row(config, here: bool = True) -> EngineRow:
-    """Returns the row of a config's rollout.engine; see engine_name."""
+    """Returns the registry entry of a config's rollout.engine; see engine_name."""
     return ENGINES.get(engine_name(config, here), CUSTOM_ENGINE)
 
 
@@ -132,12 +132,12 @@ def check_served(config, hf_config: dict, family) -> None:
     if family.recurrent:
         raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: weights "
                           "of recurrent layers are not handed to vLLM yet; set rollout.engine=jax")
-    said = {**family.defaults, **hf_config}
+    fields = {**family.defaults, **hf_config}
     for name, fixed in family.vllm_assumes.items():
         if isinstance(fixed, tuple):
-            fixed = [fixed[i % len(fixed)] for i in range(said["num_hidden_layers"])]
-        if said.get(name, fixed) not in (None, fixed):
-            raise ConfigError(f"rollout.engine={config.rollout.engine} with {name}={said[name]!r}: vLLM computes "
+            fixed = [fixed[i % len(fixed)] for i in range(fields["num_hidden_layers"])]
+        if fields.get(name, fixed) not in (None, fixed):
+            raise ConfigError(f"rollout.engine={config.rollout.engine} with {name}={fields[name]!r}: vLLM computes "
                               f"models of model_type={hf_config['model_type']} with {fixed!r}; set rollout.engine=jax")
 
 
@@ -167,11 +167,11 @@ def make_engine(context: EngineContext) -> Engine:
     factory = find_factory(name)
     context = dataclasses.replace(context, config=editable(context.config))
     fields = [getattr(context, field.name) for field in dataclasses.fields(context)]
-    given = next((given for given in (fields, [context]) if _accepts(factory, given)), None)
-    if given is None:
+    arguments = next((some for some in (fields, [context]) if _accepts(factory, some)), None)
+    if arguments is None:
         raise ConfigError(f"rollout.engine={name!r}: make it a function of one argument, a jaxrl.rollout.EngineContext "
                           "(docs/guides/extend.md)")
-    made = factory(*given)
+    made = factory(*arguments)
     if not isinstance(getattr(made, "info", None), EngineInfo):
         raise ConfigError(f"rollout.engine={name!r} returned {type_of(made)} without `info`: derive "
                           "it from jaxrl.rollout.Engine (docs/guides/extend.md)")

@@ -1,16 +1,16 @@
 """Episodes as requests: an engine whose completions take several turns, around one that samples a turn.
 
-    episode (a worker's process) --messages--> prompt: what was sampled so far, and the new messages behind it
-    a request to the engine within --result--> what the model said --> the episode, until it is over
-    one Result: the tokens of all turns, what was put between them, what the episode came to
+    episode (a worker's process) --messages--> prompt: the tokens so far and the new messages
+    a request to the inner engine --result--> the model's message --> the episode, until it ends
+    one Result: the tokens of all turns, the tokens between them, the episode's outcome
 
-So whatever drives an engine drives episodes: admission, staleness, weight syncs, evaluation, checkpoints. What was
-sampled is never tokenised again, and each sampled token is in exactly one turn of one result.
+Everything that drives an engine drives episodes: admission, staleness, weight syncs, evaluation, checkpoints. Sampled
+tokens are never tokenised again, and each is in exactly one turn of one result.
 
-A failure of the environment (an exception, a lost worker, too much time) is none of the policy: the episode is tried
-again with the same seeds, its recorded turns answered from the record while it asks for the same things, and after
-`env.retries` it is absent: finish "abort", `Outcome.cause` says why. What the policy does is never a failure: bad calls
-are answered, and an episode that runs out of turns or tokens ends as "length" and is scored.
+A failure of the environment (an exception, a lost worker, a timeout) is not the policy's: the episode is tried again
+with the same seeds, its recorded turns replayed while it sends the same messages. After `env.retries` it is absent:
+finish "abort", with the reason in `Outcome.cause`. What the policy does is never a failure: bad calls get a reply, and
+an episode that runs out of turns or tokens ends as "length" and is scored.
 
 No jax here. One thread drives it.
 """
@@ -32,7 +32,7 @@ import numpy as np
 from jaxrl.rollout.protocol import UNFINISHED, Engine, Health, Key, Outcome, Request, Result, Turn, check_ids
 
 log = logging.getLogger("jaxrl")
-PROBE = "probe"            # id of the episode that is run twice
+PROBE = "probe"            # id of the replay of the first episode
 LINGER_SECONDS = 0.002             # seconds to wait for further messages before a turn is sampled
 BACKOFF_SECONDS = 0.5              # seconds before the first retry, about
 SIDE_CALL = 1 << 20            # number of an episode's first untrained turn, for its key
@@ -43,24 +43,25 @@ class Episode:
     """An unfinished episode."""
 
     request: Request
-    record: deque = dataclasses.field(default_factory=deque)  # (Turn, its part of a Result) to be answered from
+    record: deque = dataclasses.field(default_factory=deque)  # (Turn, its part of a Result) to replay
     turns: list[Turn] = dataclasses.field(default_factory=list)
     parts: list[Result] = dataclasses.field(default_factory=list)  # what each turn sampled
     ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # of the current sequence
     messages: list[dict] = dataclasses.field(default_factory=list)  # of env.history=template
     tools: list[dict] | None = None  # of the current sequence
-    asked: tuple = ()  # (Turn before it has a size, request, tools) of the turn that is being sampled
-    side_calls: int = 0             # turns that are no part of it
-    over: bool = False          # no more turns may be sampled: they, or the tokens, are used up
+    pending: tuple = ()  # (Turn without its size, request, tools) of the turn that is being sampled
+    side_calls: int = 0         # completions outside the episode
+    over: bool = False          # turns or tokens are used up: nothing more is sampled
     tries: int = 0
-    not_before: float = 0.0     # of a further try
-    began: float = 0.0          # first of all; 0 = not yet
-    since: float = 0.0          # it waits for the engine
-    waited: float = 0.0         # seconds that it did
-    first: Result | None = None  # of an episode that is played a second time: what came of it then
+    not_before: float = 0.0     # time of the next try
+    began: float = 0.0          # time of the first start; 0 = not yet
+    since: float = 0.0          # time from which it waits for the engine
+    waited: float = 0.0         # seconds that it waited for the engine
+    first: Result | None = None  # of a replay: the result of the first run
 
     @property
     def sampled(self) -> int:
+        """Number of tokens sampled in all turns."""
         return sum(turn.size for turn in self.turns)
 
 
@@ -74,8 +75,8 @@ class EpisodeEngine(Engine):
       env: the options below `env`.
       longest: most tokens of a sequence.
       seed: root of the turns' and environments' seeds.
-      keep: whether the engine may continue from what it kept of earlier turns. Which of them it still has depends on
-        what else it did, and so do the last bits of the results.
+      keep: whether the engine may continue parked conversations. Which turns are still parked depends on its other
+        requests, and so do the last bits of the results.
     """
 
     def __init__(self, engine: Engine, pool, renderer, env, *, longest: int, seed: int, keep: bool = True,
@@ -83,13 +84,13 @@ class EpisodeEngine(Engine):
         self.engine, self.pool, self.renderer, self.env = engine, pool, renderer, env
         self.longest, self.seed, self.keep, self.clock = longest, int(seed), keep, clock
         self._waiting: deque[Episode] = deque()
-        self._begun: dict[str, Episode] = {}  # those that a worker has, by request id
-        self._turns: dict[str, Episode] = {}  # request of the engine within -> whose
-        self._recorded: dict[str, Result] = {}  # what `go_on` told of episodes that are asked for again
+        self._begun: dict[str, Episode] = {}  # episodes that a worker runs, by request id
+        self._turns: dict[str, Episode] = {}  # id of a request to the inner engine -> its episode
+        self._recorded: dict[str, Result] = {}  # of `restore_unfinished`, by request id
         self._done: list[Result] = []
         self._ids: set[str] = set()
         self._held = False
-        self._probed = env.resume == "restart"  # such an environment is not played twice
+        self._probed = env.resume == "restart"  # such an environment is not replayed
         self._logged_causes: set[str] = set()  # causes already logged
         self._version = -1
 
@@ -122,7 +123,7 @@ class EpisodeEngine(Engine):
                 self._take(self.engine.poll(patience))
             elif self._begun:
                 self._take_events(max(LINGER_SECONDS, min(left, 0.25)))
-            elif self._waiting:  # for the time of a further try
+            elif self._waiting:  # until the next try
                 time.sleep(max(0.0, min(left, 0.01)))
             if self._done or left <= 0 or not (self._begun or any(map(self._may_begin, self._waiting))):
                 break
@@ -139,14 +140,14 @@ class EpisodeEngine(Engine):
         self._waiting = deque(e for e in self._waiting if e.request.id in self._ids)
 
     def _take_back(self, episodes: list[Episode]) -> None:
-        """Ends the turns of these that are being sampled."""
-        asked = [e.asked[1].id for e in episodes if e.asked]
+        """Aborts the turns of these episodes that are being sampled."""
+        pending = [e.pending[1].id for e in episodes if e.pending]
         for episode in episodes:
-            if episode.asked:
-                del self._turns[episode.asked[1].id]
-                episode.asked = ()
-        if asked:
-            self.engine.abort(asked)
+            if episode.pending:
+                del self._turns[episode.pending[1].id]
+                episode.pending = ()
+        if pending:
+            self.engine.abort(pending)
             self._take(self.engine.poll(0.0))  # so that their ids are free
 
     def hold(self, on: bool) -> None:
@@ -159,8 +160,8 @@ class EpisodeEngine(Engine):
         self._version = int(version)
 
     def health(self) -> Health:
-        """Returns the engine's health. `running`: what a weight sync has to wait for while this engine is held
-        (env.publish).
+        """Returns the engine's health. `running`: what a weight sync has to wait for while this
+        engine is held (env.publish).
         """
         inner = self.engine.health()
         again = sum(e.began > 0 for e in self._waiting)
@@ -173,35 +174,35 @@ class EpisodeEngine(Engine):
         self.pool.close()
         self.engine.close()
 
-    def rest(self) -> None:
-        self.engine.rest()
+    def sleep(self) -> None:
+        self.engine.sleep()
 
-    def moved(self, params: Any) -> None:
-        self.engine.moved(params)
+    def weights_moved(self, params: Any) -> None:
+        self.engine.weights_moved(params)
 
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()
 
     # ---- a checkpoint -------------------------------------------------------------------------------------------
 
-    def under_way(self) -> list[Result]:
+    def unfinished_results(self) -> list[Result]:
         if self.env.resume == "restart":
             return []
         out = []
         for episode in (*self._begun.values(), *self._waiting):
-            played = [*zip(episode.turns, episode.parts, strict=True), *episode.record]
-            if played and episode.first is None:
-                out.append(_join_results(episode.request, [part for _, part in played], [turn for turn, _ in played],
-                                         UNFINISHED))
+            recorded = [*zip(episode.turns, episode.parts, strict=True), *episode.record]
+            if recorded and episode.first is None:
+                turns, parts = zip(*recorded, strict=True)
+                out.append(_join_results(episode.request, list(parts), turns, UNFINISHED))
         return out
 
-    def go_on(self, results: list[Result]) -> None:
+    def restore_unfinished(self, results: list[Result]) -> None:
         self._recorded |= {r.id: r for r in results}
 
     # ---- an episode begins --------------------------------------------------------------------------------------
 
     def _may_begin(self, episode: Episode) -> bool:
-        """While held, only what was begun before begins again."""
+        """Returns whether an episode may start; while held, only one that started before."""
         room = not self.env.in_flight or len(self._begun) < self.env.in_flight
         return room and (not self._held or episode.began > 0)
 
@@ -223,17 +224,17 @@ class EpisodeEngine(Engine):
         self.pool.start(episode.request.id, self._task(episode.request))
 
     def _task(self, request: Request) -> dict:
-        """What the worker gets. Members of a group, and later tries, have one seed."""
+        """Returns the worker's task. Members of a group, and later tries, have one seed."""
         key, example = request.key, request.task
         columns = {"answer": example.answer, **example.columns}
         stream = key.stream if key.stream.startswith("eval") else "env"
         seed = Key(stream, 0, key.prompt, 0).seed(self.seed)
         return {"row": columns, "prompt": example.prompt, "seed": seed}
 
-    # ---- what the workers say -----------------------------------------------------------------------------------
+    # ---- events of the workers -----------------------------------------------------------------------------------
 
     def _take_events(self, seconds: float) -> None:
-        """Takes what has come, and what follows at once: turns that are sampled together cost less."""
+        """Handles events of workers, waiting shortly for more: turns that are sampled together cost less."""
         events = self.pool.events(seconds)
         while events:
             sent = []
@@ -247,7 +248,7 @@ class EpisodeEngine(Engine):
             events = self.pool.events(LINGER_SECONDS) if len(self._begun) > len(self._turns) else []
 
     def _send(self, episode: Episode, data: dict) -> list[Request]:
-        """Answers from the record, or the request for the next turn; nothing where none may be sampled."""
+        """Replies from the record, or returns the request for the next turn; [] if none may be sampled."""
         self._reward(episode, data["reward"])
         if not data["train"]:
             return self._side_call(episode, data)
@@ -289,7 +290,9 @@ class EpisodeEngine(Engine):
         return [self._ask(episode, added, opens, most, data, seen)]
 
     def _end(self, episode: Episode) -> None:
-        """Turns or tokens are used up. The episode is told once, so that it can say what came of it."""
+        """Ends an episode whose turns or tokens are used up. The worker is informed once, so that it
+        can report an outcome.
+        """
         if episode.over:
             self.pool.cancel([episode.request.id])
             self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1}}))
@@ -307,7 +310,7 @@ class EpisodeEngine(Engine):
                           after="" if before is None else str(before), keep=self.keep and self.env.max_turns > 1,
                           adapter=first.adapter)
         anchor = int.from_bytes(bytes.fromhex(_digest(data["anchor"]))[:7], "big") + 1 if data["anchor"] else 0
-        episode.asked = Turn(np.asarray(added, np.int32), opens, 0, anchor=anchor, seen=seen), request, data["tools"]
+        episode.pending = Turn(np.asarray(added, np.int32), opens, 0, anchor=anchor, seen=seen), request, data["tools"]
         self._turns[request.id] = episode
         episode.since = self.clock()
         if self.env.history == "template":
@@ -321,9 +324,10 @@ class EpisodeEngine(Engine):
             stop=tuple(dict.fromkeys((*first.sampling.stop, *data["stop"]))), stop_token_ids=ends)
 
     def _side_call(self, episode: Episode, data: dict) -> list[Request]:
-        """A turn that the policy answers and that is no part of the episode: neither recorded nor trained, sampled
-        anew when the episode is played again. An episode has at most env.max_turns of them."""
-        if episode.first is not None:  # what it says next may hang on the answer, which is not on record
+        """Returns the request for a completion outside the episode: neither recorded nor trained on, at most
+        env.max_turns of them.
+        """
+        if episode.first is not None:  # its next messages may depend on this completion, which is not recorded
             self.pool.cancel([episode.request.id])
             self._finish(episode, "abort")
             return []
@@ -337,12 +341,12 @@ class EpisodeEngine(Engine):
         episode.side_calls += 1
         request = Request(str(key), ids, self._sampling(first, most, data), key.seed(self.seed), first.group, key,
                           adapter=first.adapter)
-        episode.asked, self._turns[request.id] = (None, request, data["tools"]), episode
+        episode.pending, self._turns[request.id] = (None, request, data["tools"]), episode
         episode.since = self.clock()
         return [request]
 
     def _render(self, episode: Episode, data: dict) -> tuple[np.ndarray, bool]:
-        """(ids to be put behind what there is, whether they open a new sequence instead)."""
+        """Returns (token ids to append to the context, whether they open a new sequence instead)."""
         messages, task = data["messages"], episode.request.task
         if not episode.turns and messages == as_messages(task.prompt) and (data["tools"] or []) == self.pool.tools:
             return episode.request.prompt, True
@@ -368,24 +372,24 @@ class EpisodeEngine(Engine):
             episode.messages.append(self.renderer.message(part.tokens, episode.tools))
 
     def _reply(self, episode: Episode, part: Result, finish: str, before: int, tools) -> None:
-        """before: tokens of the turn's prompt."""
-        said = self.renderer.read(part.tokens, tools)
-        self.pool.reply(episode.request.id, {**said, "finish": finish, "tokens": [before, len(part.tokens)]})
+        """Sends a sampled turn to the worker. before: number of tokens of the turn's prompt."""
+        message = self.renderer.read(part.tokens, tools)
+        self.pool.reply(episode.request.id, {**message, "finish": finish, "tokens": [before, len(part.tokens)]})
 
     def _reward(self, episode: Episode, reward: float) -> None:
         if episode.turns and reward:
             last = episode.turns[-1]
             episode.turns[-1] = last._replace(reward=last.reward + float(reward))
 
-    # ---- what the engine says -----------------------------------------------------------------------------------
+    # ---- results of the engine -----------------------------------------------------------------------------------
 
     def _take(self, results: list[Result]) -> None:
         for result in results:
             episode = self._turns.pop(result.id, None)
             if episode is None:  # of an episode that was aborted
                 continue
-            turn, request, tools = episode.asked
-            episode.asked = ()
+            turn, request, tools = episode.pending
+            episode.pending = ()
             episode.waited += self.clock() - episode.since
             if result.finish == "abort":
                 self.pool.cancel([episode.request.id])
@@ -423,7 +427,7 @@ class EpisodeEngine(Engine):
         return Outcome(value, dict(data.get("rewards", {})), dict(data.get("notes", {})), counts)
 
     def _failed(self, episode: Episode, data: dict) -> None:
-        """The environment's fault: once more, or absent."""
+        """Retries an episode that its environment failed; after env.retries it is absent."""
         if episode.first is not None:
             self._finish(episode, "abort")
             return
@@ -472,7 +476,7 @@ class EpisodeEngine(Engine):
     # ---- the same actions, the same observations? ------------------------------------------------------------------
 
     def _compare(self, episode: Episode, before: Result, data: dict) -> None:
-        """The first episode that ended, played again from its record: the same in all?"""
+        """Compares the first finished episode with its replay; warns if they differ."""
         now, then = self._outcome(episode, data["value"], data), before.outcome and before.outcome.value
         if len(episode.turns) != len(before.turns):
             self._warn_differs(episode, f"its number of turns ({len(before.turns)}, then {len(episode.turns)})")
@@ -499,8 +503,8 @@ def _digest(value) -> str:
 
 
 def _join_results(request: Request, parts: list[Result], turns, finish: str, outcome: Outcome | None = None) -> Result:
-    """One result of the turns' results."""
-    blank = {"tokens": np.int32, "logprobs": np.float32, "kept": np.float32, "versions": np.int32}
+    """Returns one result that holds the turns' results."""
+    blank = {"tokens": np.int32, "logprobs": np.float32, "log_kept_mass": np.float32, "versions": np.int32}
     columns = {name: np.concatenate([np.zeros(0, dtype), *(getattr(p, name) for p in parts)]).astype(dtype)
                for name, dtype in blank.items()}
     support = [p.support for p in parts if p.support is not None]
@@ -510,7 +514,7 @@ def _join_results(request: Request, parts: list[Result], turns, finish: str, out
 
 
 def _joined_routes(parts: list[Result], turns) -> np.ndarray | None:
-    """Experts of what turns added and sampled. A turn's last token is run as part of the next one's prompt."""
+    """Joins the turns' experts; those of a turn's last token come from the next turn, whose prompt contains it."""
     routes = [p.routes for p in parts if p.routes is not None]
     if not parts or len(routes) < len(parts):
         return None
@@ -524,7 +528,7 @@ def _joined_routes(parts: list[Result], turns) -> np.ndarray | None:
 
 
 def _record_of(result: Result | None) -> deque:
-    """(Turn, its part of the result) of what an episode has so far."""
+    """Returns [(Turn, its part of the result)] of an unfinished episode."""
     record, at, routed = deque(), 0, 0
     if result is None:
         return record
@@ -533,7 +537,7 @@ def _record_of(result: Result | None) -> deque:
         support = None if result.support is None else result.support[part]
         own = len(turn.added) + turn.size
         routes = None if result.routes is None else result.routes[routed:routed + own]
-        record.append((turn, Result(result.id, result.tokens[part], result.logprobs[part], result.kept[part],
+        record.append((turn, Result(result.id, result.tokens[part], result.logprobs[part], result.log_kept_mass[part],
                                     result.versions[part], turn.finish, result.seed, support, routes)))
         at, routed = at + turn.size, routed + own
     return record

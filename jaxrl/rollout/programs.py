@@ -1,7 +1,7 @@
 """The device programs of the embedded sampler: publish, prefill, insert, extend, decode.
 
-Each is compiled once per entry of `Shapes` that is used, ahead of its first call; a call with any other shape is an
-error, so nothing can recompile behind the caller's back. `prepare` compiles beside the work what was not called yet.
+Each is compiled before its first call, once per entry of `Shapes` that is used; a call with any other shape is an
+error, so nothing recompiles unnoticed. `prepare` compiles programs that were not called yet in a background thread.
 
 Legend: S slots, B prefill rows, P prompt length, K insert width or extended slots, L new tokens, C cache length, T
 decode steps of a chunk, E end-token columns.
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
     tokens: Any    # [T, S] int32
     logprobs: Any  # [T, S] float32
-    kept: Any      # [T, S] float32
+    log_kept_mass: Any  # [T, S] float32; see protocol.Result
     support: Any   # [T, S, K] int32, -1 = unused; K is Shapes.support
     routes: Any    # [T, S, W] int16, experts of the token that came before; W is Shapes.routes
     steps: Any     # [] int32, steps run
@@ -55,11 +55,17 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
                  leave_at, shared=None, routes: int = 0, whose_S=None, work: int = ALL):
     """Samples up to `steps` tokens for every active slot; returns early once at most `leave_at` slots are active.
 
-    One iteration runs the newest token through the model (writing its key and value), then samples the next one, so a
+    One iteration runs the newest token through the model (writing its key and value), then samples the next one. So a
     slot needs no state but its token, and tokens after a weight sync come from the new weights alone.
 
     Args:
-      shared, whose_S: see Model.decode. work: see sampling.sample.
+      support: token ids of the support to return per token (K); 0 = none.
+      cache: of Model.init_cache with S slots; donated by the caller.
+      controls: sampling options, one entry per slot.
+      history_SxL: int32 tokens of prompt and completion by position; read in slots with a penalty.
+      shared, whose_S: see Model.decode.
+      routes: expert ids to return per token (W); 0 = none.
+      work: PLAIN, BANS or ALL of `shapes`; see sampling.sample.
 
     Returns:
       (cache, Chunk).
@@ -68,22 +74,22 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     slot_S = jnp.arange(slots)
     cache_length = recurrent.cache_length(cache)
 
-    def keep_on(carry):
+    def not_done(carry):
         step, now, *_ = carry
         return (step < steps) & (jnp.sum(now.active) > leave_at)
 
     def one_token(carry):
         step, now, cache, history_SxL, out = carry
         where_S = jnp.where(now.active, now.position, cache_length)  # idle slots write nothing
-        hidden_SxD, cache, told = model.decode(params, now.token, where_S, cache, shared, True, whose_S)
+        hidden_SxD, cache, auxiliary = model.decode(params, now.token, where_S, cache, shared, True, whose_S)
         logits_SxV = model.logits(params, hidden_SxD).astype(jnp.float32)
         token_S, logprob_S, kept_S, support_SxK = sample(
             logits_SxV, now.produced, now.position, history_SxL, controls, support, work)
         on = now.active
         out = Chunk(out.tokens.at[step].set(jnp.where(on, token_S, -1)),
                     out.logprobs.at[step].set(jnp.where(on, logprob_S, 0.0)),
-                    out.kept.at[step].set(jnp.where(on, kept_S, 0.0)), out.support.at[step].set(support_SxK),
-                    out.routes.at[step].set(by_token(told)[:, 0]) if routes else out.routes, step + 1)
+                    out.log_kept_mass.at[step].set(jnp.where(on, kept_S, 0.0)), out.support.at[step].set(support_SxK),
+                    out.routes.at[step].set(by_token(auxiliary)[:, 0]) if routes else out.routes, step + 1)
         position_S, produced_S = now.position + on, now.produced + on
         ended_S = jnp.any(token_S[:, None] == controls.end_ids, axis=-1) | (produced_S >= now.limit)
         history_SxL = history_SxL.at[slot_S, jnp.where(on, position_S, room)].set(token_S, mode="drop")
@@ -94,7 +100,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     blank = Chunk(jnp.full((steps, slots), -1, jnp.int32), jnp.zeros((steps, slots), jnp.float32),
                   jnp.zeros((steps, slots), jnp.float32), jnp.zeros((steps, slots, support), jnp.int32),
                   jnp.zeros((steps, slots, routes), jnp.int16), zero)
-    _, _, cache, _, out = jax.lax.while_loop(keep_on, one_token, (zero, progress, cache, history_SxL, blank))
+    _, _, cache, _, out = jax.lax.while_loop(not_done, one_token, (zero, progress, cache, history_SxL, blank))
     return cache, out
 
 
@@ -141,7 +147,7 @@ class Programs:
         self.shapes, self.mesh, self.dtype, self.joint = shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
         self._publish_layouts: dict[tuple, list] = {}  # [(mesh, layout) of the copy, of the engines]
-        self.beside = compilations.BackgroundCompiler()
+        self.compiler = compilations.BackgroundCompiler()
         self.by_slot = self._named(DATA_AXES)
         self.by_step = self._named(None, DATA_AXES)
         self.whole = self._named()
@@ -152,11 +158,12 @@ class Programs:
         return NamedSharding(self.mesh, P(*spec))
 
     def cache_shardings(self, cache):
+        """Returns the sharding of each array of a cache."""
         return cache_shardings(self.model, self.mesh, cache)
 
     def new_caches(self):
-        """Returns the zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt), created in
-        their layout.
+        """Returns the zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt),
+        created in their layout.
         """
         def make():
             shapes = self.shapes
@@ -166,12 +173,13 @@ class Programs:
         return self.run(("caches",), make, (), out_shardings=self.cache_shardings(jax.eval_shape(make)))
 
     def put(self, tree, sharding):
+        """Places the arrays of a tree under one sharding."""
         return jax.device_put(tree, sharding)
 
     def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
         """Calls the program `key`; the first call compiles it from these arguments, for `mesh` or the engine's mesh."""
         if key not in self.compiled:
-            self.compiled[key] = self.beside.take(key) or self._compile(function, args, donate, out_shardings, mesh)
+            self.compiled[key] = self.compiler.take(key) or self._compile(function, args, donate, out_shardings, mesh)
         return self.compiled[key](*args)
 
     def _compile(self, function, args, donate, out_shardings, mesh=None):
@@ -180,7 +188,7 @@ class Programs:
 
     def missing(self, key: tuple) -> bool:
         """Returns whether a program is neither compiled nor being prepared."""
-        return key not in self.compiled and key not in self.beside.coming
+        return key not in self.compiled and key not in self.compiler.coming
 
     def prepare(self, calls) -> None:
         """Compiles the programs of `calls` (from the `*_call` methods) in a thread, in this order. Processes of one
@@ -188,7 +196,7 @@ class Programs:
         """
         for key, function, args, donate, out_shardings in calls:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
-            self.beside.begin(key, self._compile, function, shapes, donate, out_shardings)
+            self.compiler.begin(key, self._compile, function, shapes, donate, out_shardings)
 
     def publish(self, params):
         """Returns a copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp
@@ -211,46 +219,52 @@ class Programs:
         return as_local_arrays(copy if mesh is joint else memory.moved(copy, layout), self.mesh)
 
     def prefill(self, *args):
-        """Calls `prefill_call`. Returns the stash (donated) and, where they are kept, the tokens' experts [B, P, W]."""
+        """Runs `prefill_call`. Returns the stash (donated) and the tokens' experts
+        [B, P, W], None unless shapes.routes.
+        """
         return self._with_routes(self.run(*self.prefill_call(*args)))
 
-    def _with_routes(self, found):
-        return found if self.shapes.routes else (found, None)
+    def _with_routes(self, result):
+        return result if self.shapes.routes else (result, None)
 
     def _and_routes(self, sharding):
         return (sharding, self.by_slot) if self.shapes.routes else sharding
 
     def prefill_call(self, params, stash, tokens_BxP, lengths_B, rows_B, whose_B=None) -> tuple:
-        """Arguments of `run`: keys and values of B prompts into rows of the stash. whose: the number of each one's
-        adapter, here and below; None unless the model has several."""
-        def prefill(params, stash, tokens_BxP, lengths_B, rows_B, whose_B):
-            _, kv, told = self.model.prefill(params, tokens_BxP, lengths_B, True, whose_B)
-            stash = self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
-            return (stash, by_token(told)) if self.shapes.routes else stash
+        """Returns the arguments of `run` that prefill B prompts into stash rows (the stash holds prefilled prompts'
+        keys and values).
 
-        tokens, lengths, whose = self.put((tokens_BxP, lengths_B, whose_B), self.by_slot)
-        args = tokens, lengths, self.put(rows_B, self.whole), whose
+        whose_B: int32 [B], adapter numbers; None without an adapter set. The same holds for whose_K and whose_S below.
+        """
+        def prefill(params, stash, tokens_BxP, lengths_B, rows_B, whose_B):
+            _, kv, auxiliary = self.model.prefill(params, tokens_BxP, lengths_B, True, whose_B)
+            stash = self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
+            return (stash, by_token(auxiliary)) if self.shapes.routes else stash
+
+        tokens, lengths, adapters = self.put((tokens_BxP, lengths_B, whose_B), self.by_slot)
+        args = tokens, lengths, self.put(rows_B, self.whole), adapters
         out = self._and_routes(self.cache_shardings(stash))
         return ("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
     def insert(self, cache, stash, rows_K, slots_K):
-        """Prompts from stash rows into slots. Returns the cache (donated)."""
+        """Copies prompts from stash rows into slots. Returns the cache (donated)."""
         args = self.put((rows_K, slots_K), self.whole)
         return self.run(("insert",), self.model.insert, (cache, stash, *args), donate=(0,),
                         out_shardings=self.cache_shardings(cache))
 
     def extend(self, *args):
-        """Calls `extend_call`. Returns the cache (donated) and, where they are kept, the tokens' experts [K, L, W]."""
+        """Runs `extend_call`. Returns the cache (donated) and the tokens' experts [K, L, W], None unless shapes.routes.
+        """
         return self._with_routes(self.run(*self.extend_call(*args)))
 
     def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K, whose_K=None) -> tuple:
-        """Arguments of `run`: keys and values of new tokens into the slots they continue; see Model.extend."""
+        """Returns the arguments of `run` that append new tokens' keys and values to slots; see Model.extend."""
         new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K), self.by_slot)
 
         def extend(params, cache, *new):
-            tokens, positions, slots, whose = new
-            cache, told = self.model.extend(params, tokens, positions, cache, slots, True, whose)
-            return (cache, by_token(told)) if self.shapes.routes else cache
+            tokens, positions, slots, adapters = new
+            cache, auxiliary = self.model.extend(params, tokens, positions, cache, slots, True, adapters)
+            return (cache, by_token(auxiliary)) if self.shapes.routes else cache
 
         out = self._and_routes(self.cache_shardings(cache))
         return ("extend",), extend, (params, cache, *new), (1,), out
@@ -260,21 +274,22 @@ class Programs:
         return share(prompts, lengths, self.data_shards) if self.shares else None
 
     def decode(self, *args):
-        """Calls `decode_call`. Returns (cache (donated), Chunk)."""
+        """Runs `decode_call`. Returns (cache (donated), Chunk)."""
         return self.run(*self.decode_call(*args))
 
     def decode_call(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int,
                     shared, whose_S=None) -> tuple:
-        """Arguments of `run`: one chunk on the slots `rows_S`, looking at `length` cache positions.
+        """Returns the arguments of `run` that decode one chunk in the slots `rows_S`, reading `length` cache positions.
 
-        shared: of `shared` for these rows."""
+        shared: the result of `shared` for these rows.
+        """
         whole = len(rows_S) == self.shapes.slots
         part = functools.partial(decode_part, self.model, self.shapes, length, whole, self._constrain)
-        progress, controls, shared, whose = self.put((progress, controls, shared, whose_S), self.by_slot)
+        progress, controls, shared, adapters = self.put((progress, controls, shared, whose_S), self.by_slot)
         leave_at, rows_S = self.put((np.int32(leave_at), rows_S), self.whole)
         step = self.by_step
         out = Chunk(step, step, step, step, step, self.whole)
-        args = (params, cache, progress, controls, history, leave_at, rows_S, shared, whose)
+        args = (params, cache, progress, controls, history, leave_at, rows_S, shared, adapters)
         return ("decode", len(rows_S), length), part, args, (1,), (self.cache_shardings(cache), out)
 
     def _constrain(self, cache):
@@ -283,9 +298,8 @@ class Programs:
 
 @functools.lru_cache(maxsize=8)
 def programs(model, shapes: Shapes, mesh, dtype, joint=None) -> Programs:
-    """Returns the programs of these shapes, cached, so that a second engine in the same process (evaluation, a next
-    job)
-    compiles nothing.
+    """Returns the programs of these shapes, cached: a second engine of the same process (evaluation, a
+    next job) compiles nothing.
 
     Args:
       mesh: of the devices that decode.

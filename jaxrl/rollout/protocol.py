@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrl.errors import RunStopped
 
-UNFINISHED = "unfinished"  # finish of the results of `Engine.under_way`
+UNFINISHED = "unfinished"  # finish of the results of `Engine.unfinished_results`
 
 
 class EngineLost(RunStopped):
@@ -32,19 +32,19 @@ class EngineLost(RunStopped):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is sampled. Truncations act in the order min_p, top_k, top_p, after penalties and temperature.
+    """How one completion is sampled. Truncation follows penalties and temperature, in the order min_p, top_k, top_p.
 
-    temperature: 0 = greedy (log-probs are then those of temperature 1).
-    top_p: keep the smallest set of most likely tokens whose share of the mass left by min_p and top_k reaches this.
-    top_k: keep the k most likely tokens; -1 = all. Tokens tied with the last one kept are kept.
-    min_p: keep tokens with at least this share of the best token's probability.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the completion so
-    far.
-    frequency_penalty: subtracted from a token's logit once per earlier occurrence in the completion.
-    min_new_tokens: end tokens cannot be drawn, and stop strings do not count, before this many tokens.
-    stop: strings that end a completion at the token that completes one; `keep_stop` False removes every token that
-      holds a character of the string.
-    stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the completion.
+    Attributes:
+      temperature: 0 = greedy (log-probs are then those of temperature 1).
+      top_p: after min_p and top_k, keep the most likely tokens until they hold this share of the remaining probability.
+      top_k: keep the k most likely tokens; -1 = all. Tokens tied with the last of these stay, too.
+      min_p: keep tokens with at least this share of the most likely token's probability.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or completion so far.
+      frequency_penalty: subtracted from a token's logit once per earlier occurrence in the completion.
+      min_new_tokens: before this many tokens, end tokens are not drawn and stop strings do not count.
+      stop: strings that end a completion at the token that completes one; `keep_stop` False removes every token that
+        holds a character of the string.
+      stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the completion.
 
     Raises ValueError naming the field.
     """
@@ -78,7 +78,7 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Whether the support is cut, so that `Result.kept` can be below 0."""
+        """Whether the support is cut, so that `Result.log_kept_mass` can be below 0."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0)
 
     @property
@@ -88,8 +88,8 @@ class SamplingParams:
 
 
 class Key(NamedTuple):
-    """Identity of a completion within the run. Its text is the request's id, which engines, checkpoints and other
-    processes use.
+    """Identity of a completion within the run. Its text is the request's id, which engines, checkpoints
+    and other processes use.
     """
 
     stream: str  # train, greedy, eval/<set> ...
@@ -102,8 +102,8 @@ class Key(NamedTuple):
         return "/".join(map(str, self[:4])) + (f".{self.turn}" if self.turn else "")
 
     def seed(self, root: int) -> int:
-        """Returns the request's seed (uint32): a hash of its place in the run, the same on every host and every
-        retry.
+        """Returns the request's seed (uint32): a hash of its place in the run, the same on every
+        host and every retry.
         """
         parts = (int(root), self.stream, *map(int, self[1:] if self.turn else self[1:4]))
         return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=4).digest(), "little")
@@ -121,7 +121,7 @@ class Request:
     key: Key = Key("", 0, 0, 0)
     task: Any = None    # the Example of the row: what an episode is about
     after: str = ""     # id of an earlier request: the prompt begins with its prompt and completion. An engine may go
-                        # on from what it kept of it
+                        # on from the conversation that it parked
     keep: bool = False  # another request may come after this one
     adapter: int = 0    # number of the adapter to sample from, if the published weights hold several; 0 = they do not
 
@@ -178,7 +178,7 @@ class Turn(NamedTuple):
     finish: str = "stop"
     reward: float = 0.0
     anchor: int = 0     # names the state it was decided in; 0 = none
-    seen: str = ""      # hash of the messages that `added` tells
+    seen: str = ""      # hash of the messages in `added`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,20 +205,20 @@ class Outcome:
 class Result:
     """One finished (or aborted) completion of n tokens, or an episode: the tokens of its `turns` in order.
 
-    The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised;
-    without penalties its log-prob is `logprobs - kept`.
+    The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; without
+    penalties its log-prob is `logprobs - log_kept_mass`.
     """
 
     id: str
     tokens: np.ndarray    # [n] int32, the end token included
     logprobs: np.ndarray  # [n] float32: log softmax(logits / temperature) over the whole vocabulary, no penalties
-    kept: np.ndarray      # [n] float32: log of the mass inside the support (top-p, top-k, min-p, forbidden end tokens)
-                          # vLLM reports the difference only: there `logprobs` is that of the draw, and `kept` is 0
+    log_kept_mass: np.ndarray  # [n] float32: log of the mass in the support (top-p, top-k, min-p, barred end tokens).
+                          # vLLM reports the difference only: its `logprobs` are those of the draw, `log_kept_mass` is 0
     versions: np.ndarray  # [n] int32: weight version each token was drawn from
     finish: str           # "stop" | "length" | "abort"
     seed: int
     support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused;
-                          # K = 0 or None where the engine was not asked for it
+                          # K = 0 or None if it was not requested
     routes: np.ndarray | None = None  # [P + n, W] int16: experts of the prompt's (of an episode: what its turns added)
                           # and the completion's tokens, in their order, in all layers that have experts; -1 = not known
     turns: tuple[Turn, ...] = ()
@@ -227,13 +227,13 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """What callers may rely on. No code asks for an engine's class or methods."""
+    """Abilities of an engine. Callers read these, never its class or methods."""
 
     concurrent: bool = False  # works without being polled
     holds: bool = False       # `hold` prevents new completions from starting
-    sleeps: bool = False      # `rest` frees its devices until the next `publish`
-    support: bool = False     # `Result.support` and `Result.kept` tell what each token was drawn from
-    routes: bool = False      # `Result.routes` tells the experts of each token, where algorithm.routes=sampled
+    sleeps: bool = False      # `sleep` frees its devices until the next `publish`
+    support: bool = False     # reports `Result.support` and `Result.log_kept_mass`
+    routes: bool = False      # reports `Result.routes` if algorithm.routes=sampled
     exact: bool = False       # in fp32 its log-probs are the trainer's, but for rounding
     quantized: bool = False   # samples from quantized weights or cache; known after a publish
 
@@ -248,7 +248,7 @@ class Health:
     waiting: int = 0   # requests not started
     running: int = 0   # requests started
     compiled: int = 0  # programs of this process so far
-    parked: int = 0    # conversations kept for requests that come after them
+    parked: int = 0    # conversations whose keys and values stay for a next request
     servers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # URL -> state, where it has some
 
 
@@ -259,7 +259,7 @@ class Engine(abc.ABC):
 
     @property
     def info(self) -> EngineInfo:
-        """What callers may rely on."""
+        """Returns what callers may rely on."""
         return EngineInfo()
 
     @abc.abstractmethod
@@ -289,30 +289,34 @@ class Engine(abc.ABC):
         """Frees everything; any later call except `health` raises RuntimeError."""
 
     def hold(self, on: bool) -> None:  # noqa: B027
-        """Prevents new completions from starting while on; started ones (health().running) are finished. Only if info
-        has `holds`.
+        """Prevents new completions from starting while on; started ones (health().running) are finished. Called only if
+        info has `holds`.
         """
 
     def forget(self, ids: list[str]) -> None:  # noqa: B027
         """Declares that no request will continue these."""
 
-    def under_way(self) -> list[Result]:
-        """Returns what a checkpoint should keep of unfinished requests, for `go_on`: whole turns, with finish
-        UNFINISHED.
+    def unfinished_results(self) -> list[Result]:
+        """Returns the finished turns of unfinished requests for a checkpoint (see
+        `restore_unfinished`), with finish UNFINISHED.
         """
         return []
 
-    def go_on(self, results: list[Result]) -> None:  # noqa: B027
-        """Restores what `under_way` returned, for requests that will be submitted again with the same ids."""
+    def restore_unfinished(self, results: list[Result]) -> None:  # noqa: B027
+        """Restores `unfinished_results` of an earlier run, for requests that will be submitted again with the same ids.
+        """
 
-    def rest(self) -> None:  # noqa: B027
-        """Frees the devices until the next `publish`; no request may be unfinished. Only if info has `sleeps`."""
+    def sleep(self) -> None:  # noqa: B027
+        """Frees the devices until the next `publish`; no request may be unfinished. Called only if info has `sleeps`.
+        """
 
-    def moved(self, params: Any) -> None:  # noqa: B027
-        """Tells the engine where the published weights are now, possibly in host memory."""
+    def weights_moved(self, params: Any) -> None:  # noqa: B027
+        """Receives the published weights at their present place, possibly host memory; the caller has
+        moved or copied them.
+        """
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics for the line of a step."""
+        """Returns further metrics of a step by name."""
         return {}
 
 
@@ -322,11 +326,11 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: 
 
     Args:
       timeout: seconds.
-      stop: checked once a second; when true, the rest is aborted and None is returned.
+      stop: checked once a second; when true, the unfinished requests are aborted and None is returned.
       others: receives the results of requests that were unfinished before; None = there are none.
 
     Raises:
-      TimeoutError: the batch is not done in time; the rest is aborted.
+      TimeoutError: the batch is not done in time; the unfinished requests are aborted.
       RuntimeError: the engine returned a completion that was not requested here.
     """
     end = time.monotonic() + timeout
@@ -344,14 +348,14 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: 
         missing.difference_update(done)
 
     while missing:
-        left, stopped, late = end - time.monotonic(), stop(), len(missing)
+        left, stopped, count = end - time.monotonic(), stop(), len(missing)
         if stopped or left <= 0:
             engine.abort(sorted(missing))
             poll(0.0)
             if stopped:
                 return None
             raise TimeoutError(
-                f"rollout: {late} of {len(requests)} completions are missing after {timeout:g} s; raise "
+                f"rollout: {count} of {len(requests)} completions are missing after {timeout:g} s; raise "
                 "rollout.timeout_seconds, or sample fewer or shorter completions")
         poll(min(left, 1.0))
     return [done[r.id] for r in requests]

@@ -1,14 +1,14 @@
-"""Running ahead of the trainer: which groups may be asked for now, and their completions until their step uses them.
+"""Running ahead of the trainer: which groups may be requested now, and their completions until their step uses them.
 
 Step s always uses the groups that a synchronous run would use, the next ones in the order of the data, whatever
 finished first: no batch prefers short completions. So admission needs no clock, and every process computes the same
-from the step alone: a group meant for step s may be asked for as soon as the published version is at most
+from the step alone: a group meant for step s may be requested as soon as the published version is at most
 `max_staleness` before the one that step s itself would publish first. The bound then holds by construction; nothing is
 sampled and thrown away.
 
     step c begins, version of step c published
-    groups, cursor = queue.ask(c, cursor)       asks for all that the bound allows, steps c .. last_step(c, ...)
-    queue.wait(groups, timeout)                 polls the engine until these groups are done, keeps the others' results
+    groups, cursor = queue.request_groups(c, cursor)    requests all that the bound allows, steps c .. last_step(c, ...)
+    queue.wait(groups, timeout)                 polls the engine until these groups are done, stores the others' results
     ... the update; queue.poll() in between takes in what an engine finished meanwhile ...
     queue.release(cursor)                       these groups count as used
     queue.publish(params, c + 1)                at every `sync_every`-th step
@@ -17,11 +17,11 @@ A *version* is the number of completed steps of the weights; *staleness* counts 
 was drawn from and the step that uses it (`staleness`). With refill (dynamic sampling) groups are used earlier than
 meant, never later. A group keeps the seeds of the step it was meant for (`planned`).
 
-With max_staleness=0 and sync_every=1 the engine sees submit(one step's requests), poll ..., publish, as if nothing
-stood between.
+With max_staleness=0 and sync_every=1 the engine sees submit(one step's requests), poll ..., publish, exactly
+as without a queue.
 
-No jax and no session here: a simulated engine and trainer drive this very code (`clock` is then theirs). One thread
-drives it.
+No jax and no session here: a simulated engine and trainer drive this very code (`clock` is then theirs).
+One thread drives it.
 """
 
 from __future__ import annotations
@@ -92,19 +92,19 @@ class RolloutQueue:
         self.max_staleness, self.sync_every, self.partial = max_staleness, sync_every, partial
         self._draw, self._requests, self._mine, self._finished, self._clock = draw, requests, mine, finished, clock
         self.version = -1  # published last
-        self.groups: dict[int, PromptGroup] = {}  # by position, asked for and not yet used
+        self.groups: dict[int, PromptGroup] = {}  # by position, requested and not yet used
         self.counts = dict.fromkeys(("admitted_groups", "used_groups", "asked_again"), 0)
         self._end = 0  # position after the last group
         self._waiting: list[Request] = []
-        self._under_way: dict[str, PromptGroup] = {}
+        self._unfinished: dict[str, PromptGroup] = {}
 
     # ---- a step
 
-    def ask(self, step: int, cursor: int, count: int = 0) -> tuple[list[PromptGroup], int]:
+    def request_groups(self, step: int, cursor: int, count: int = 0) -> tuple[list[PromptGroup], int]:
         """Requests groups and returns (`count` groups from `cursor` on for the next step, the cursor after them).
 
-        Submits these, and all later ones that the bound allows. Fewer at the end of the data. They stay here until
-        `release`.
+        Submits these, and all later ones that the bound allows. Fewer at the end of the data. They
+        stay here until `release`.
 
         Args:
           count: 0 for one step's groups.
@@ -122,7 +122,7 @@ class RolloutQueue:
             group.admitted = self.version if group.admitted < 0 else group.admitted
         submitted, self._waiting = [r for r in self._waiting if self.groups[r.group].mine], []
         if submitted:
-            self._under_way |= {r.id: self.groups[r.group] for r in submitted}
+            self._unfinished |= {r.id: self.groups[r.group] for r in submitted}
             self.engine.submit(submitted)
         out = [self.groups[p] for p in range(cursor, min(own, self._end))]
         return out, cursor + len(out)
@@ -139,35 +139,38 @@ class RolloutQueue:
         self._waiting += requests
 
     def wait(self, groups: list[PromptGroup] | None, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Polls until these groups are done (None: all that the engine has started); returns False if `stop()`,
-        checked
-        once a second, became true first.
+        """Polls until these groups are done (None: all that the engine has started). Returns False if
+        `stop()` became true first.
+
+        Args:
+          timeout: seconds.
+          stop: called once a second.
 
         Raises:
-          TimeoutError: longer than `timeout` seconds. Unfinished requests are then aborted, as after a stop.
+          TimeoutError: the groups are not done in time. Unfinished requests are then aborted, as after a stop.
         """
         end = self._clock() + timeout
         while True:
             if groups is None:
-                left = self.engine.health().running if self._under_way else 0
+                missing = self.engine.health().running if self._unfinished else 0
             else:
-                left = sum(len(g.requests) - len(g.results) for g in groups if g.mine)
-            if not left:
+                missing = sum(len(g.requests) - len(g.results) for g in groups if g.mine)
+            if not missing:
                 return True
-            rest = end - self._clock()
+            left = end - self._clock()
             stopped = stop()
-            if stopped or rest <= 0:
+            if stopped or left <= 0:
                 self._abort()
                 if stopped:
                     return False
-                raise TimeoutError(f"rollout: {left} completions are missing after {timeout:g} s; raise "
-                                   "rollout.timeout_seconds, or ask for fewer or shorter answers")
-            self.receive(self.engine.poll(min(rest, 1.0)))
+                raise TimeoutError(f"rollout: {missing} completions are missing after {timeout:g} s; raise "
+                                   "rollout.timeout_seconds, or sample fewer or shorter completions")
+            self.receive(self.engine.poll(min(left, 1.0)))
 
     def receive(self, results: list[Result]) -> None:
         """Stores results of the engine. Raises RuntimeError for one that was not requested here."""
         for result in results:
-            group = self._under_way.pop(result.id, None)
+            group = self._unfinished.pop(result.id, None)
             if group is None:
                 raise RuntimeError(f"rollout: the engine returned {result.id!r}, which was not requested")
             group.results[result.id] = result
@@ -175,20 +178,21 @@ class RolloutQueue:
                 self._finished(group)
 
     def poll(self) -> None:
-        """Stores what a concurrent engine has finished, without waiting. A lost engine raises again when it is waited
-        for; until then the update continues.
+        """Stores finished results of a concurrent engine without waiting.
+
+        Suppresses EngineLost: the next `wait` raises it, so the running update completes.
         """
-        if self._under_way and self.engine.info.concurrent:
+        if self._unfinished and self.engine.info.concurrent:
             with contextlib.suppress(EngineLost):
                 self.receive(self.engine.poll(0.0))
 
     def _abort(self) -> None:
-        """Ends what is under way; it would have to be asked for again."""
-        if self._under_way:
-            self.engine.abort(sorted(self._under_way))
+        """Aborts unfinished requests and queues them again."""
+        if self._unfinished:
+            self.engine.abort(sorted(self._unfinished))
             self.engine.poll(0.0)
-            lost = [r for g in self.groups.values() for r in g.requests if r.id in self._under_way]
-            self._waiting, self._under_way = lost + self._waiting, {}
+            lost = [r for g in self.groups.values() for r in g.requests if r.id in self._unfinished]
+            self._waiting, self._unfinished = lost + self._waiting, {}
 
     def release(self, cursor: int) -> None:
         """Drops the groups before `cursor`, which were trained on."""
@@ -199,7 +203,7 @@ class RolloutQueue:
     def publish(self, params, version: int, timeout: float = float("inf"),
                 stop: Callable[[], bool] = lambda: False) -> None:
         """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for started completions."""
-        if self._under_way and not self.partial:
+        if self._unfinished and not self.partial:
             self.engine.hold(True)
             try:
                 self.wait(None, timeout, stop)
@@ -215,13 +219,14 @@ class RolloutQueue:
         groups = self.groups.values()
         rows = [[g.position, g.planned, g.admitted] for g in groups]
         results = [r for g in groups for r in g.results.values()]
-        return {"groups": rows, "counts": dict(self.counts)}, results + self.engine.under_way()
+        return {"groups": rows, "counts": dict(self.counts)}, results + self.engine.unfinished_results()
 
     def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict]) -> None:
         """Restores `state` as it was when `step` was next and the run's cursor was `cursor`.
 
-        Unfinished requests are submitted again, with the same seeds, at the next `ask`; an engine continues from what
-        it had of them. Groups that the current options would use too late (they may have changed) are sampled anew.
+        Unfinished requests are submitted again, with the same seeds, at the next `request_groups`; an engine
+        continues from their finished turns. Groups that the current options would use too late (they may have
+        changed) are sampled again.
 
         Args:
           results: of all processes.
@@ -243,13 +248,13 @@ class RolloutQueue:
                 if result is None or not self._fresh(result, use):
                     continue
                 if result.finish == UNFINISHED:
-                    self.engine.go_on([result])
+                    self.engine.restore_unfinished([result])
                 else:
                     group.results[request.id] = result
                     if request.id in outcomes:
                         group.outcomes[request.id] = outcomes[request.id]
-        held = {i for g in self.groups.values() for i in g.results}
-        self._waiting = [r for r in self._waiting if r.id not in held]
+        finished = {i for g in self.groups.values() for i in g.results}
+        self._waiting = [r for r in self._waiting if r.id not in finished]
         self.counts["asked_again"] += sum(self.groups[r.group].mine for r in self._waiting)
         for group in self.groups.values():
             if group.mine and group.done:

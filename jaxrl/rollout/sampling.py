@@ -1,6 +1,6 @@
 """From logits to a token: pure functions over slots, one program for every mix of options.
 
-Every option is an array with one entry per slot. Work that no slot asks for is skipped (a branch for the whole
+Every option is an array with one entry per slot. Work that no slot needs is skipped (a branch for the whole
 batch), arranged so that a slot's numbers never depend on what its neighbours ask for: the skipped branch and the
 taken one give bitwise the same values to a slot that does not use the option.
 
@@ -46,7 +46,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       position_S: position of the newest token of prompt and completion.
       history_SxL: tokens by position; read only where a slot has a penalty.
       support: most token ids of the support to return.
-      work: the most that any slot asks for (`shapes.work_of`); a program is compiled with no more than that.
+      work: the most that any slot needs (`shapes.work_of`); the program contains no more.
 
     Returns:
       token_S int32.
@@ -108,8 +108,8 @@ def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
 
 
 def top_tokens(q_SxV, token_S, count: int):
-    """Returns [S, count] ids of the largest finite entries, -1 beyond; the drawn token takes the last place if ties
-    exclude it.
+    """Returns [S, count] ids of the largest finite entries, -1 beyond; the drawn token takes the last place
+    if ties exclude it.
     """
     if not count:
         return jnp.zeros((q_SxV.shape[0], 0), jnp.int32)
@@ -141,15 +141,15 @@ def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls
 
 
 def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
-    """Sets the logits of end tokens to -inf in the slots that may not end yet, elementwise: XLA fuses it into its
-    readers."""
+    """Sets the logits of end tokens to -inf in the slots that may not end yet, elementwise: XLA fuses
+    it into its readers."""
     column_SxV = lax.broadcasted_iota(jnp.int32, q_SxV.shape, 1)
     ends_SxV = functools.reduce(jnp.logical_or, [column_SxV == end_S[:, None] for end_S in end_ids_SxE.T], False)
     return jnp.where(barred_S[:, None] & ends_SxV, NEG_INF, q_SxV)
 
 
 def support_floor(q_SxV, controls: Controls):
-    """Returns the smallest scaled logit kept by min_p, then top_k, then top_p of the rest; ties with it are kept.
+    """Returns the smallest scaled logit that stays after min_p, then top_k, then top_p; ties with it stay, too.
 
     Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found
     among the ordered bits of a float32 (`largest_true`): exact, no sort.
@@ -175,7 +175,7 @@ def support_floor(q_SxV, controls: Controls):
 
 
 def ordered_bits(x):
-    """Returns int32 values in the order of the float32 values (-0 just below +0)."""
+    """Returns int32 values in the order of the float32 values, any shape (-0 just below +0); see from_ordered_bits."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return bits ^ ((bits >> 31) & INT_MAX)
 
@@ -186,13 +186,11 @@ def from_ordered_bits(key):
 
 
 def largest_true(key_SxV, weight_SxV, enough, peak_S):
-    """Returns the largest float32 threshold per slot, at most `peak_S`, at which `enough(sum of the weights of the
-    keys
-    at or above it)` is true; -inf if it never is.
+    """Returns per slot the largest float32 threshold at which `enough` is true; -inf if it never is.
 
-    The sum changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest
-    first, with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's launch graph can hold
-    them.
+    `enough` gets the sum of the weights of the keys at or above the threshold, which is at most `peak_S`. The sum
+    changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest first,
+    with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's launch graph can hold them.
 
     Args:
       key_SxV: ordered bits.
@@ -210,8 +208,8 @@ def largest_true(key_SxV, weight_SxV, enough, peak_S):
 
 
 def sums_above(key_SxV, weight_SxV, thresholds):
-    """Returns for each threshold [S] the sum [S] of the weights whose keys are at or above it; the keys are read
-    once.
+    """Returns for each threshold [S] the sum [S] of the weights whose keys are at or above it; the
+    keys are read once.
     """
     zero = jnp.zeros((), jnp.result_type(weight_SxV))
     parts = tuple(jnp.where(key_SxV >= t_S[:, None], weight_SxV, zero) for t_S in thresholds)
@@ -230,8 +228,8 @@ def first_argmax(q_SxV):
 
 
 def lanes_for(vocab: int) -> int:
-    """Returns the number of lanes the vocabulary is folded into: a power of two near its root that divides it, or 128
-    with padding.
+    """Returns the number of lanes the vocabulary is folded into: a power of two near its root that divides it,
+    or 128 with padding.
     """
     for lanes in (512, 256, 128, 64):
         if vocab % lanes == 0 and (lanes * lanes <= 2 * vocab or lanes == 64):
@@ -255,8 +253,8 @@ def lane_mass(q_SxV, peak_S):
 
 
 def random_words(seed_S, index_S):
-    """Returns the two words of fold_in(key(seed), index), whatever PRNG jax uses. No other number comes from that
-    key.
+    """Returns the two words of fold_in(key(seed), index), for any default PRNG of jax. No other number
+    comes from that key.
     """
     def words(seed, index):
         return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index))
@@ -278,8 +276,8 @@ def draw(q_SxV, mass_SxN, words_Sx2):
 
 
 def invert(weight_SxN, word_S):
-    """Returns the first index whose running sum exceeds u * total, u = word / 2^32. An index of weight 0 is never
-    returned.
+    """Returns the first index whose running sum exceeds u * total, u = word / 2^32. An index of weight
+    0 is never returned.
 
     Rounding cannot break that promise: an index is eligible only if its weight is positive, and if none passes (u
     rounds to 1) the last eligible one is taken.

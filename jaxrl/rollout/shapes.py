@@ -11,11 +11,11 @@ from jaxrl.errors import ConfigError
 DEFAULT_SLOTS = 256  # default number of slots
 LONG_COMPLETION = 256  # tokens from which a second cache length pays for its compilation
 PREFILL_TOKENS = 32768  # most prompt tokens of one prefill call when its rows are chosen here
-EXTEND = (8, 64)  # slots of a device, and new tokens of each, that one call extends at most
+EXTEND = (8, 64)  # most slots of a device, and new tokens of each, that one call extends
 PROGRAMS = 12  # most programs that a run compiles
 
 
-# What requests ask of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL
+# What requests need of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL
 # also applies penalties and cuts the support.
 PLAIN, BANS, ALL = range(3)
 
@@ -40,8 +40,8 @@ class Shapes:
       support: token ids of the sampler's support kept per token; 0 = none.
       routes: expert ids kept per token; 0 = none.
       work: the most that requests ask of sampling (`work_of`).
-      insert_width: prompts copied into slots per call, and the free slots that end a decode chunk early while
-        requests wait.
+      insert_width: prompts copied into slots per call, and the free slots that end a decode chunk
+        early while requests wait.
       extend: slots of a call that extends conversations in their slots, equally many of every data shard, and most
         new tokens of each.
     """
@@ -61,12 +61,12 @@ class Shapes:
 
     @property
     def slots(self) -> int:
-        """All slots."""
+        """Number of slots."""
         return self.slot_counts[-1]
 
     @property
     def stash_rows(self) -> int:
-        """Prefilled rows over all prompt lengths."""
+        """Number of stash rows over all prompt lengths."""
         return self.prefill_rows * len(self.prompt_lengths)
 
 
@@ -77,11 +77,11 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     Args:
       data_shards: of this process, which has its share of the requested slots. The default is its share of the batch,
         at most DEFAULT_SLOTS: a decode step mostly reads weights, however many sequences there are.
-      reads_all: decoding reads the cache to its end, whatever the slots hold (XLA's does, the kernels do not).
+      reads_all: whether decoding always reads the cache to its end (XLA's does, the kernels do not).
       routes: the model's expert ids per token in all layers.
 
     Raises:
-      ConfigError: lengths that cannot hold what the config asks for.
+      ConfigError: lengths below those that the config needs.
     """
     roll, data = config.rollout, config.data
     total = longest_sequence(config, max(roll.max_new_tokens, config.eval.max_new_tokens))
@@ -106,15 +106,16 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
 
 
 def decode_lengths(count: int, slots: int, cache_lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the cache lengths that `count` slots may read: the end of a tail has the longest length only, to keep
-    programs few.
+    """Returns the cache lengths that `count` slots may read: the end of a tail has the longest length only,
+    to keep programs few.
     """
     return cache_lengths[-1:] if 2 * count < slots else cache_lengths
 
 
 def _limit_programs(counts, prompts, caches) -> tuple[int, ...]:
-    """The slot counts without the smallest ones where a program of each would make more than PROGRAMS, with caches,
-    publish, insert, extend and a prefill per prompt length."""
+    """Drops the smallest slot counts until the run needs at most PROGRAMS programs, including caches, publish, insert,
+    extend and a prefill per prompt length.
+    """
     def programs(counts):
         return 4 + len(prompts) + sum(len(decode_lengths(n, counts[-1], caches)) for n in counts)
 
@@ -124,47 +125,51 @@ def _limit_programs(counts, prompts, caches) -> tuple[int, ...]:
 
 
 def _slot_counts(slots: int, shards: int) -> tuple[int, ...]:
-    """All, a half, an eighth and a 32nd, where the smaller ones divide over the shards and save something."""
+    """Returns all slots, a half, an eighth and a 32nd, as far as they are at least 4 and divide over the shards."""
     return tuple(sorted({slots} | {slots // d for d in (2, 8, 32) if slots // d >= 4 and (slots // d) % shards == 0}))
 
 
-def _prompt_lengths(given, first: int, longest: int) -> tuple[int, ...]:
-    """The given lengths, or a quarter and a half (in whole 16s) and all of the longest prompt. Where later turns have
-    longer prompts than the `first`: the given ones and the longest, or the first's, the geometric mean (in whole 16s)
-    where that is far from both, and the longest."""
-    if not given and longest == first:
+def _prompt_lengths(option, first: int, longest: int) -> tuple[int, ...]:
+    """Returns the given lengths, or a quarter, a half (in whole 16s) and all of the longest prompt.
+
+    Where later turns have longer prompts than the `first`: the given lengths and the longest. Without given ones: the
+    first's, the geometric mean (in whole 16s) where that is far from both, and the longest.
+    """
+    if not option and longest == first:
         parts = (-(-longest // (16 * d)) * 16 for d in (4, 2))
         return tuple(sorted({longest} | {p for p in parts if p < longest}))
-    if not given:
+    if not option:
         middle = -(-math.isqrt(first * longest) // 16) * 16
         return (first, *([middle] if 3 * first < 2 * middle and 3 * middle < 2 * longest else []), longest)
-    lengths = _ascending("rollout.prompt_lengths", given)
+    lengths = _ascending("rollout.prompt_lengths", option)
     if lengths[-1] < first:
-        raise ConfigError(f"rollout.prompt_lengths={tuple(given)}: the longest is below "
+        raise ConfigError(f"rollout.prompt_lengths={tuple(option)}: the longest is below "
                           f"data.max_prompt_tokens={first}; add that length or lower data.max_prompt_tokens")
     if lengths[-1] < longest and len(lengths) == 3:
-        raise ConfigError(f"rollout.prompt_lengths={tuple(given)}: a later turn of an episode has up to {longest} "
+        raise ConfigError(f"rollout.prompt_lengths={tuple(option)}: a later turn of an episode has up to {longest} "
                           "tokens before it; name two lengths, to which that one is added, or make the third so long")
     return lengths if lengths[-1] >= longest else (*lengths, longest)
 
 
-def _cache_lengths(given, total: int, completion: int) -> tuple[int, ...]:
-    """The given lengths, or that of prompt and completion in whole 16s (whole tiles of a TPU's memory); where a long
-    `answer` is to be read to its end all the time, also one for its first three eighths, which is as far as most
-    completions of most batches come."""
-    if not given:
+def _cache_lengths(option, total: int, completion: int) -> tuple[int, ...]:
+    """Returns the given lengths, or the length of prompt and completion in whole 16s (whole tiles of a TPU's memory).
+
+    Where every step reads a long completion's cache to its end, a second length covers the first three eighths of the
+    completion, which is as far as most completions of most batches come.
+    """
+    if not option:
         early = (total - 5 * completion // 8,) if completion >= LONG_COMPLETION else ()
         return tuple(-(-n // 16) * 16 for n in (*early, total))
-    lengths = _ascending("rollout.cache_lengths", given)
+    lengths = _ascending("rollout.cache_lengths", option)
     if lengths[-1] < total:
-        raise ConfigError(f"rollout.cache_lengths={tuple(given)}: the longest is below the {total} tokens of prompt "
+        raise ConfigError(f"rollout.cache_lengths={tuple(option)}: the longest is below the {total} tokens of prompt "
                           "and completion; add that length, or lower rollout.max_new_tokens or "
                           "train.max_sequence_tokens")
     return lengths
 
 
-def _ascending(name: str, given) -> tuple[int, ...]:
-    lengths = tuple(sorted({int(n) for n in given}))
+def _ascending(name: str, option) -> tuple[int, ...]:
+    lengths = tuple(sorted({int(n) for n in option}))
     if not 1 <= len(lengths) <= 3 or min(lengths) < 1:
-        raise ConfigError(f"{name}={tuple(given)}: at most 3 positive lengths (each is a compiled program)")
+        raise ConfigError(f"{name}={tuple(option)}: at most 3 positive lengths (each is a compiled program)")
     return lengths

@@ -1,8 +1,8 @@
 """Polls an engine in a thread, so that an engine which works inside `poll` runs concurrently with its caller.
 
-For engines whose programs run on their own devices, in one process: then the order in which two threads issue
-programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and the thread pauses
-meanwhile.
+For engines whose programs run on their own devices, in one process: then the order in which two threads
+issue programs does not matter. Every call of the caller waits for the poll in progress (one chunk), and
+the thread pauses meanwhile.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ThreadedEngine(Engine):
 
     def __init__(self, engine):
         self._engine = engine
-        self._one = threading.Lock()  # who holds it speaks to the engine
+        self._one = threading.Lock()  # held while the engine is called
         self._state = threading.Condition()
-        self._asking = 0  # calls of the caller that wait for the engine or have it
+        self._calls = 0  # calls of the caller that wait for the engine or use it
         self._work = False  # whether a poll may find something to do
         self._open = 0  # requests without a result
         self._results: list[Result] = []
@@ -34,28 +34,28 @@ class ThreadedEngine(Engine):
         self._thread.start()
 
     @contextlib.contextmanager
-    def _still(self):
-        """The engine for the caller; the thread looks for work afterwards."""
+    def _paused(self):
+        """Yields the engine to the caller while its thread pauses; the thread looks for work afterwards."""
         with self._state:
-            self._asking += 1
+            self._calls += 1
         try:
             with self._one:
                 yield self._engine
         finally:
             with self._state:
-                self._asking -= 1
+                self._calls -= 1
                 self._work = self._engine.health().version >= 0
                 self._state.notify_all()
 
     def _drive(self) -> None:
         while True:
             with self._state:
-                while not self._closing and (self._asking or not self._work or self._error is not None):
+                while not self._closing and (self._calls or not self._work or self._error is not None):
                     self._state.wait()
                 if self._closing:
                     return
             with self._one:
-                if self._asking:  # the caller came first
+                if self._calls:  # the caller came first
                     continue
                 done, error = [], None
                 try:
@@ -73,7 +73,7 @@ class ThreadedEngine(Engine):
         return dataclasses.replace(self._engine.info, concurrent=True)
 
     def submit(self, requests: list[Request]) -> None:
-        with self._still() as engine:
+        with self._paused() as engine:
             engine.submit(requests)
             self._open += len(requests)
 
@@ -94,30 +94,30 @@ class ThreadedEngine(Engine):
             return done
 
     def abort(self, ids: list[str] | None = None) -> None:
-        with self._still() as engine:
+        with self._paused() as engine:
             engine.abort(ids)
             with self._state:
                 self._results += engine.poll(0.0)
 
     def forget(self, ids: list[str]) -> None:
-        with self._still() as engine:
+        with self._paused() as engine:
             engine.forget(ids)
 
     def hold(self, on: bool) -> None:
-        with self._still() as engine:
+        with self._paused() as engine:
             engine.hold(on)
 
     def publish(self, params, version: int) -> None:
-        with self._still() as engine:
+        with self._paused() as engine:
             engine.publish(params, version)
 
-    def under_way(self) -> list[Result]:
-        with self._still() as engine:
-            return engine.under_way()
+    def unfinished_results(self) -> list[Result]:
+        with self._paused() as engine:
+            return engine.unfinished_results()
 
-    def go_on(self, results: list[Result]) -> None:
-        with self._still() as engine:
-            engine.go_on(results)
+    def restore_unfinished(self, results: list[Result]) -> None:
+        with self._paused() as engine:
+            engine.restore_unfinished(results)
 
     def health(self) -> Health:
         return self._engine.health()

@@ -24,8 +24,8 @@ from jaxrl.sharding import memory
 
 
 def names(model) -> list[str]:
-    """Returns the names of all HF tensors of a jaxrl.models.Model in the order of `chunks`. A tied head is not
-    included.
+    """Returns the names of all HF tensors of a jaxrl.models.Model in the order of `chunks`. A tied
+    head is not included.
     """
     return [entry.hf_names[i] for group in _layers(model) for entry, i in group]
 
@@ -39,10 +39,10 @@ def chunks(model, params, dtype, most_bytes: int,
       params: its parameter tree, of arrays all of whose shards this process reaches.
       dtype: of the tensors (anything numpy takes, or the name of one of jax's), except for those that are always
         fp32, such as routers' corrections.
-      most_bytes: of a chunk. It holds whole layers, at least one: embedding first, then layer by layer, last norm and
-        head.
-      host: numpy arrays in host memory, which belong to the caller; else on the device, whole on each one of the
-        parameters' mesh.
+      most_bytes: of a chunk. It holds whole layers, at least one: embedding first, then layer by layer,
+        last norm and head.
+      host: numpy arrays in host memory, which belong to the caller; else on the device, whole on each one
+        of the parameters' mesh.
     """
     chunk, size = [], 0
     for group in _layers(model):
@@ -59,7 +59,8 @@ def chunks(model, params, dtype, most_bytes: int,
 
 
 def _layers(model) -> list[list[tuple]]:
-    """[(entry, which of its HF tensors)] grouped by layer, in the order embedding, layers, final norm and head."""
+    """Groups [(entry, index of one of its HF tensors)] by layer, in the order embedding, layers, final norm and head.
+    """
     groups: dict[tuple, list] = {}
     for entry in model.entries:
         for i, name in enumerate(entry.hf_names):
@@ -70,7 +71,7 @@ def _layers(model) -> list[list[tuple]]:
 
 
 def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
-    """[(HF name, device array in `dtype`)] of one group of `_layers`."""
+    """Returns [(HF name, device array in `dtype`)] of one group of `_layers`."""
     entries = list({entry.path: entry for entry, _ in group}.values())
     arrays = [entry.of(params) for entry in entries]
     rows = tuple((entry.hf_shape, entry.inputs, entry.stacked, entry.row.stacked, entry.dtype(dtype))
@@ -85,9 +86,13 @@ def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
 
 @functools.partial(jax.jit, static_argnames=("rows", "sharding"))
 def _convert(arrays, indices, rows, sharding):
-    """One layer's arrays -> lists of the HF tensors in each. rows: (HF shape, contracted axes, stacked ones, those of
-    them within a layer, dtype) of each; indices: of the layer along the others. A layer's experts are made whole
-    together: cut out one by one, each would be gathered with all layers of its kind."""
+    """Converts one layer's arrays to lists of HF tensors.
+
+    A layer's experts are gathered together: cut out one by one, each would be gathered with all layers of its kind.
+
+    rows: per array (HF shape, contracted axes, stacked axes, stacked axes within a layer, dtype).
+    indices: per array its layer's index along the other stacked axes.
+    """
     out = []
     for part, index, (shape, inputs, stacked, within, dtype) in zip(arrays, indices, rows, strict=True):
         if stacked > within:

@@ -100,7 +100,7 @@ def hooks_of(callback) -> dict[str, tuple[str, Callable]]:
 
 
 class Callbacks:
-    """Calls the callbacks of a session on process 0: those of all hooks that became due, at one meeting a step."""
+    """Calls a session's callbacks on process 0: those of all hooks that are due, in one collective call a step."""
 
     def __init__(self, session):
         self.session = session
@@ -114,8 +114,8 @@ class Callbacks:
             self._due.append((hook, *[dict(x) if isinstance(x, dict) else x for x in arguments]))
 
     def after_line(self, metrics: dict[str, float], records=()) -> None:
-        """Calls functions, and the hooks that are due, after a line of metrics. records: of its completions. See
-        `call`."""
+        """Calls functions, and the hooks that are due, after a line of metrics. records: of
+        its completions. See `call`."""
         self._metrics = metrics
         self.due(FUNCTION)
         self.call(records)
@@ -144,8 +144,8 @@ class Callbacks:
         """Returns on_save for each checkpoint that was completed since the last call and is still there."""
         checkpointer = self.session.checkpointer
         steps = [checkpointer.completed.pop(0) for _ in range(len(checkpointer.completed))]
-        kept = checkpointer.steps() if steps else ()
-        return [("on_save", str(checkpointer.path_of(step))) for step in steps if step in kept]
+        existing = checkpointer.steps() if steps else ()
+        return [("on_save", str(checkpointer.path_of(step))) for step in steps if step in existing]
 
 
 def call_one(name: str, function, step: Step, *arguments) -> None:

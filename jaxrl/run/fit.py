@@ -1,4 +1,4 @@
-"""The loop of every recipe: restore, introduce, sync weights, evaluate, step until the run ends, finish.
+"""The loop of every recipe: restore, print the summary, sync weights, evaluate, step until the run ends, finish.
 
 Recipes and loops of one's own call `fit` (docs/reference/python.md). A step's content is the recipe's.
 """
@@ -13,13 +13,13 @@ from jaxrl.run.setup import derived_numbers, describe, first_prompt
 from jaxrl.telemetry.flops import Speed
 
 
-class Line(NamedTuple):
-    """One line of metrics.
+class StepResult(NamedTuple):
+    """What a step returns.
 
     Attributes:
       metrics: name -> value per step, means over the last `steps` steps.
       records: of the step's completions, for callbacks.
-      steps: number of steps since the last line.
+      steps: number of steps since the last result.
     """
 
     metrics: dict
@@ -34,21 +34,22 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
     Args:
       s, job: session and job. policy: roles.role.Policy, not yet started.
       open_step: speed -> step; called once the policy is restored. step() runs one step, advances the session and
-        returns its Line, {} if no line is due yet, or None if a stop was requested before the update;
+        returns its StepResult, {} if no metrics are due yet, or None if a stop was requested before the update;
         data.Interrupted, which a stream of rows raises, means the same.
       parts: further parts of a checkpoint (see Session.restore).
       publish: (weights, version) -> hands weights to the engine; None = no engine needs them.
       sync_every: steps between weight syncs; 0 = only before evaluations.
-      evaluation: sync -> the function that Session calls as `evaluate`; not called without held-out sets.
+      evaluation: factory, given the WeightSync (or None); returns evaluate() -> (metrics, records by set, summary).
+        Not called without held-out sets.
       reports: objects whose summary() returns further entries of summary.json; a list may grow during the run.
-      about: further lines of the introduction. first_row: line about the data; default the first prompt.
+      about: further lines of the start-up summary. first_row: line about the data; default the first prompt.
 
     Raises:
       ConfigError: a checkpoint or option does not fit. RunStopped: the run had to stop, or a callback failed; what was
         saved can be resumed.
     """
     s.restore(policy, parts)
-    s.introduce(f"{describe(job)}{about and chr(10) + about}", derived_numbers(job.config))
+    s.print_summary(f"{describe(job)}{about and chr(10) + about}", derived_numbers(job.config))
     speed = Speed(job, policy.state.trainable)
     step = open_step(speed)
     sync = None if publish is None else WeightSync(s, policy, publish)
@@ -61,17 +62,17 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
     s.before_first_step(evaluate)
     while s.should_continue():
         try:
-            line = step()
+            result = step()
         except Interrupted:
             break
-        if line is None:
+        if result is None:
             break
         if sync is not None and sync_every and s.step % sync_every == 0:
             with s.phase("publish"):
                 sync()
-        if line:
-            metrics = line.metrics | (job.engine.metrics() if sync_every else {})
-            s.after_step(metrics, evaluate, policy.export, steps=line.steps, records=line.records)
+        if result:
+            metrics = result.metrics | (job.engine.metrics() if sync_every else {})
+            s.after_step(metrics, evaluate, policy.export, steps=result.steps, records=result.records)
     out = s.finish(evaluate, policy.export)
     entries = {name: entry for report in reports for name, entry in report.summary().items()}
     s.telemetry.summary(entries)

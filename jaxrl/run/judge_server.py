@@ -93,7 +93,7 @@ class JudgeServers:
 
         Raises ConfigError if one ends or does not respond within rollout.vllm.setup_seconds.
         """
-        end, said = time.monotonic() + self._options.setup_seconds, False
+        end, logged = time.monotonic() + self._options.setup_seconds, False
         for name, server in self.servers.items():
             while not _answers(server):
                 process = self._processes[name]
@@ -102,7 +102,7 @@ class JudgeServers:
                     how = late if process.exit_status() is None else process.ended()
                     raise ConfigError(f"the server of judge {name!r}: {how}: {process.last_errors()} (whole log: "
                                       f"{process.log_file})")
-                said = said or log.info("waiting for the server of judge %r", name) or True
+                logged = logged or log.info("waiting for the server of judge %r", name) or True
                 time.sleep(0.25)
 
     def _watch(self) -> None:
@@ -121,6 +121,7 @@ class JudgeServers:
                     self._start(name)
 
     def close(self) -> None:
+        """Stops all servers and the thread that watches them."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()

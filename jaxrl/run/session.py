@@ -15,11 +15,11 @@ state: the parts of a checkpoint are passed to it (see `restore`).
             s.after_step(metrics, evaluate, export)
         return s.finish(evaluate, export)
 
-With several processes all make the same calls. Decisions that depend on time or on one process are agreed at stamped
-meetings (`together`, `decide`, `should_continue`), so that no process acts on a decision that the others lack.
+With several processes all make the same calls. Decisions that depend on time or on one process are agreed in tagged
+collective calls (`together`, `decide`, `should_continue`), so that no process acts on a decision that the others lack.
 
-An error that leaves the session saves a checkpoint first, if the state is that of a whole step (`changing`) and all
-processes know of the error; the error is then raised, and summary.json has it as `error`.
+If an exception leaves the session, the session first saves a checkpoint, provided that no update was in progress
+(`changing`) and all processes know of the error. summary.json then has the exception as `error`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from jaxrl.telemetry.health import Divergence, IdleMechanisms
 from jaxrl.telemetry.profiler import Profiler, memory_steps, traced_steps
 
 log = logging.getLogger("jaxrl")
-SAVE_AGAIN_SECONDS = 60.0  # until the next attempt after a failed save
+SAVE_AGAIN_SECONDS = 60.0  # from a failed save to the next attempt
 CLOSING_SECONDS = 60.0  # limit for closing a run whose disk hangs
 
 
@@ -78,8 +78,7 @@ class Session:
         self.spec, self.inputs, self.run_dir = spec, inputs or PythonInputs(), Path(spec.run.dir)
         self.progress, self.started = Progress(), time.monotonic()
         self.phase, self.compilations = Phases(), Compilations()
-        self.stop = GracefulStop(starting=True)
-        self.peers = peers()
+        self.stop, self.peers = GracefulStop(starting=True), peers()
         self.faults = Faults(spec.faults.plan, self.peers.index)
         self._telemetry: Telemetry | None = None
         self.callbacks = Callbacks(self)
@@ -89,12 +88,13 @@ class Session:
         self.divergence, self.best = Divergence(spec, spec.recipe.samples), Best(spec)
         self._last_step = ends(spec).get("train.steps")
         self._stop_agreed = self._error_agreed = False
-        self._whole = False  # the parts are those of self.step
+        self._whole = False  # whether the parts are those of self.step
         self._closers = Closers()
         self.close_at_end = self._closers.add
 
     @property
     def step(self) -> int:
+        """Number of completed steps."""
         return self.progress.step
 
     @property
@@ -142,8 +142,8 @@ class Session:
         return None if self.resumed is None else self.resumed.host.get("parts", {}).get(name)
 
     def set_stream(self, stream, fingerprints: dict) -> None:
-        """Sets the stream of training rows (or None), which bounds the run, and the fingerprints of its inputs, which
-        checkpoints store."""
+        """Sets the stream of training rows (or None), which bounds the run, and the fingerprints of its
+        inputs, which checkpoints store."""
         self.stream, self.fingerprints = stream, fingerprints
         if stream is not None and self.peers.count == 1:  # several processes agree on a stop after the rows are read
             stream.interrupted = self.interrupted
@@ -170,21 +170,21 @@ class Session:
             self.checkpointer.require_space(everything)
         except OSError as e:
             raise ConfigError(f"run.dir={self.spec.run.dir!r}: {e.strerror}") from None
-        held = None if self.resumed is None else self.resumed.host.get("parts", {})
-        wanted = {name: tree for name, tree in everything.items() if held is None or name in held or name in own}
-        partial = bool(set(held or ()) - set(everything))
+        stored = None if self.resumed is None else self.resumed.host.get("parts", {})
+        wanted = {name: tree for name, tree in everything.items() if stored is None or name in stored or name in own}
+        partial = bool(set(stored or ()) - set(everything))
         restored = self.checkpointer.restore(wanted, self.spec.run.resume, partial=partial)
         policy.start(restored and {name: restored.arrays[name] for name in own})
         if restored is not None:
             self.resume_at(restored.host)
         for part in parts:
-            if restored is not None and held is not None and part.name in held:
-                part.start(restored.arrays[part.name], held[part.name])
+            if restored is not None and stored is not None and part.name in stored:
+                part.start(restored.arrays[part.name], stored[part.name])
             else:
                 part.start(None, None)
         self._restored = restored
         self.due = triggers(self.spec, restored.host["triggers"] if restored else {})
-        self._new = [p.name for p in parts if restored and p.name not in held and p.host() is not None]
+        self._new = [p.name for p in parts if restored and p.name not in stored and p.host() is not None]
 
     def resume_at(self, host: dict) -> None:
         """Sets progress, evaluations and the best score from a checkpoint's host values."""
@@ -200,8 +200,8 @@ class Session:
             self.run_dir, self.spec, self.total_steps, resume_step=step, read_only=read_only,
             silent=not self.peers.first, console=self.console))
 
-    def introduce(self, lines, numbers: dict) -> None:
-        """Opens telemetry and prints the introduction of the run.
+    def print_summary(self, lines, numbers: dict) -> None:
+        """Opens telemetry and prints the start-up summary.
 
         Args:
           lines: text of run.setup.describe. numbers: derived numbers, written to config.json.
@@ -260,16 +260,16 @@ class Session:
         return bool(self.stop.reason) or self.peers.stop_requested
 
     def stopping(self) -> bool:
-        """Whether the run stops, the same on all processes: changes at meetings only (at once for a single process)."""
+        """Whether the run stops; the same on all processes, since it changes in collective calls only."""
         return self.interrupted() if self.peers.count == 1 else self._stop_agreed
 
     @property
-    def place(self) -> str:
-        """The stamp of a meeting: the step the run is in, and the weights it samples from."""
+    def collective_tag(self) -> str:
+        """Tag of a collective call: step and weight version. Processes with different tags raise PeerLost."""
         return f"step {self.step + 1}, weights {self.step}"
 
     def together(self, what: str, work):
-        """Returns work(); None on every process if a stop reached one of them first (its work() returned None).
+        """Runs work() and returns its result; None on every process if it returned None (a stop) on any. Collective.
 
         An error of one process (a lost engine, failed rewards, a completion that timed out) is raised on all, so that
         they can still save a checkpoint together.
@@ -285,7 +285,7 @@ class Session:
         except (RunStopped, TimeoutError) as e:
             error = e
         with self.phase("wait"):
-            states = self.peers.meet(f"{self.place}: {what}", [done is not None, str(error or "")])
+            states = self.peers.all_gather(f"{self.collective_tag}: {what}", [done is not None, str(error or "")])
         if any(text for _, text in states):
             self._error_agreed = True
             kind = RunStopped if error is None else type(error)
@@ -298,12 +298,12 @@ class Session:
         """Returns choose(*arguments) of process 0 on all processes. Collective."""
         if self.peers.count == 1:
             return choose(*arguments)
-        return self.peers.decide(f"{self.place}: {what}", choose, *arguments)
+        return self.peers.decide(f"{self.collective_tag}: {what}", choose, *arguments)
 
     def should_continue(self) -> bool:
         """Whether another step follows. Collective: all processes agree here on stops since the last step."""
         if self.peers.count > 1:
-            self._stop_agreed |= any(self.peers.meet(f"{self.place}: go on?", self.interrupted()))
+            self._stop_agreed |= any(self.peers.all_gather(f"{self.collective_tag}: go on?", self.interrupted()))
         return not (self.stopping() or self.ended())
 
     def ended(self) -> bool:
@@ -344,14 +344,14 @@ class Session:
         if self.ended():
             name = self.ending.partition("=")[0]
             further = 2 * (self.step if name == "train.steps" else get(self.spec.asked, name))
-            asked = "" if self.step <= self.total_steps else f" (of {self.total_steps} requested)"
-            self.say(f"this run has finished its {self.step} steps{asked}; extend it with --config.{name}={further}, or"
+            extra = "" if self.step <= self.total_steps else f" (of {self.total_steps} requested)"
+            self.say(f"this run has finished its {self.step} steps{extra}; extend it with --config.{name}={further}, or"
                      " start another with --config.run.dir=...")
             return
         first = self.step == 0 and self.spec.eval.before
         if evaluate is not None and (first or self.due["eval"].missed):
             metrics = self._evaluate(evaluate)
-            if metrics:  # no stop was asked for
+            if metrics:  # no stop was requested
                 if self.best.wanted:
                     self.best.check(metrics)
                 self.eval_before = self.last_summary if first else self.eval_before
@@ -375,7 +375,7 @@ class Session:
         finally:  # the step itself is done
             metrics = self._log_step(metrics, steps)
         self.checkpointer.check()
-        if self.checkpointer.take_refused():
+        if self.checkpointer.failed_since_last_call():
             self.due["save"].again(SAVE_AGAIN_SECONDS)
         if due("save") or best:
             self.save()
@@ -388,7 +388,7 @@ class Session:
         together, compiled = self.phase.take(), self.compilations.take()
         spent = per_step(together, steps) if steps > 1 else together
         metrics = metrics | self.rates(metrics, spent) | (self.uploads.metrics() if self.uploads is not None else {})
-        metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.beside)}
+        metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.background)}
         metrics = self.telemetry.step(self.step, metrics, spent)
         if self.comparison is not None:
             self.comparison.add(self.step, together)
@@ -417,10 +417,10 @@ class Session:
         """Whether this evaluation is the best, so that a checkpoint is due. Ends the run per eval.patience."""
         if not evaluated or not self.best.wanted:
             return False
-        found = self.best.add(self.step, evaluated)
+        is_best = self.best.add(self.step, evaluated)
         if not self.ended():
             self.ended_by = self.best.over
-        if found and self.spec.checkpoint.keep_best:
+        if is_best and self.spec.checkpoint.keep_best:
             self.checkpointer.best = self.step
             return True
         return False
@@ -495,7 +495,7 @@ class Session:
                 where = f"in {out['export']}" if "export" in out else "not exported either"
                 log.error("the model of step %d is %s", self.step, where)
                 raise unsaved
-        self.telemetry.flush()  # what is not on disk is no finished run
+        self.telemetry.flush()  # a finished run is on disk
         self.telemetry.summary(out)
         if c.checkpoint.upload.to:
             out["uploads"] = self.decide("uploads", self._finish_uploads, self.uploads, stopped)
@@ -521,7 +521,7 @@ class Session:
         except CheckpointError as e:
             log.error("the exported model is that of step %d, not of the best evaluation: %s", self.step, e)
             return
-        self.policy.state = None  # two do not fit
+        self.policy.state = None  # memory for one only
         self.policy.start(arrays)
 
     def report(self) -> None:
@@ -530,12 +530,12 @@ class Session:
             report_of(self.run_dir)
 
     def _finish_uploads(self, uploads: Uploads, stopped: bool) -> dict:
-        """Waits for uploads and returns their results; after a stop at most run.stop_seconds, without the last
-        checkpoint."""
+        """Waits for uploads and returns their results; after a stop at most run.stop_seconds,
+        without the last checkpoint."""
         c = self.spec
         if not stopped and uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
             path = self.checkpointer.path_of(self.step)
-            if c.checkpoint.upload.checkpoints != "all":  # else it is sent, or was
+            if c.checkpoint.upload.checkpoints != "all":  # else it is in the queue already
                 uploads.add(path, f"checkpoints/{path.name}", self.step)
         if waiting := int(uploads.metrics()["upload/waiting"]):
             self.say(f"uploads   {waiting} not done yet")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxrl import data as data_room
+from jaxrl import data as jaxrl_data
 from jaxrl import models, sharding, training
 from jaxrl.checkpoint.fingerprints import compare_inputs
 from jaxrl.config.lengths import made_of
@@ -82,7 +82,7 @@ class Job:
     @property
     def decode(self):
         """A function token ids of completions -> texts (see data.completion_texts)."""
-        return data_room.completion_texts(self.tokenizer, (*self.eos_ids, *self.config.rollout.stop_token_ids))
+        return jaxrl_data.completion_texts(self.tokenizer, (*self.eos_ids, *self.config.rollout.stop_token_ids))
 
     def mesh_of(self, role: str):
         """Returns the mesh of a role; the policy's unless mesh.roles says otherwise."""
@@ -114,8 +114,8 @@ class Job:
         return self.config.mesh.roles.get(role, {}).get("rest") == "streamed"
 
     def put(self, batch, role="policy"):
-        """Puts a host PackedBatch, whole on every process, on a role's devices: rows over dp x fsdp x ep, each row over
-        cp."""
+        """Puts a host PackedBatch, whole on every process, on a role's devices: rows over dp x fsdp x ep,
+        each row over cp."""
         return put(batch, sharding.batch_sharding(self.mesh_of(role)))
 
     @property
@@ -183,7 +183,7 @@ def stream_metrics(s, job) -> dict[str, float]:
         "data/epoch": s.stream.epoch(s.progress.cursor),
         "data/samples": float(s.progress.samples),
         "data/filtered_fraction": data.filtered_fraction,
-        "data/bad_rows": float(data.bad.count),
+        "data/bad_rows": float(data.bad_rows.count),
         "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
     } | {f"source/{name}/{what}": value for name, found in s.stream.sources(s.progress.cursor).items()
          for what, value in zip(("share", "epoch"), found, strict=True)}
@@ -211,7 +211,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
         pool, rewards, eval_rewards, servers = _start_workers(s)
     model_inputs = read_model_inputs(c, inputs.tokenizer)
-    data_room.template_date(model_inputs.tokenizer, (s.resumed and s.resumed.host.get("read") or {}).get("day", ""))
+    jaxrl_data.template_date(model_inputs.tokenizer, (s.resumed and s.resumed.host.get("read") or {}).get("day", ""))
     if s.resumed is None:
         check_weights(c, model_inputs)
     reward_model = read_reward_model(c, model_inputs.tokenizer) if with_rewards else None
@@ -221,7 +221,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items() if its is not None}
     fingerprints = compare_inputs(c, s.peers, model_inputs, train_set, eval_sets, s.resumed, workers)
-    stream = None if train_set is None else s.close_at_end(data_room.Stream.from_config(c, train_set, s.resumed_part))
+    stream = None if train_set is None else s.close_at_end(jaxrl_data.Stream.from_config(c, train_set, s.resumed_part))
     s.set_stream(stream, fingerprints)
     with_rewards = with_rewards and (not c.recipe.pairs or bool(sets_to_complete(c, eval_sets)))
     if with_rewards:
@@ -271,8 +271,8 @@ def sets_to_complete(c, eval_sets: dict) -> dict:
 def load_data(c, inputs, model_inputs: ModelInputs, tools=()):
     """Returns (training rows or None, held-out sets by name). tools: schemas of the tools that prompts offer."""
     tokenizer, eos = model_inputs.tokenizer, model_inputs.eos_ids[0]
-    train_set = None if c.run.mode == "eval" else data_room.load_train(c, tokenizer, eos, inputs.data, tools)
-    return train_set, data_room.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools)
+    train_set = None if c.run.mode == "eval" else jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools)
+    return train_set, jaxrl_data.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools)
 
 
 def check_inputs(config, inputs=None, with_rewards: bool = True) -> None:
@@ -282,8 +282,8 @@ def check_inputs(config, inputs=None, with_rewards: bool = True) -> None:
 
 
 def open_run(s, with_engine: bool = True) -> Job:
-    """Opens the job of a Session: all inputs, then devices and model, then (with_engine) the engine, without weights.
-    Raises ConfigError."""
+    """Opens the job of a Session: all inputs, then devices and model, then (with_engine) the engine,
+    without weights. Raises ConfigError."""
     read = read_job_inputs(s, with_engine)
     job = open_job(s.spec, read.model_inputs)
     s.set_spec(job.config)
@@ -301,7 +301,7 @@ def open_run(s, with_engine: bool = True) -> Job:
             if not engine.info.sleeps:
                 raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
                                   "(EngineInfo.sleeps)")
-            engine.rest()  # frees its devices for the parameters that are loaded next
+            engine.sleep()  # frees its devices for the parameters that are loaded next
     reward_model = RewardModel(job, read.reward_model) if read.reward_model is not None else None
     return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
                                stream=read.stream, engine=engine, reward_model=reward_model)
@@ -315,7 +315,7 @@ def check_kernels(s, job) -> None:
     if kernels and job.config.model.attention == "auto":
         heads = check.Heads(2 * c.num_heads // c.num_kv_heads, 2, c.head_dim)
         found = check.first_use(job.compute_dtype, heads, c.attention_softcap, c.sinks, KERNELS)
-        for disagreeing in s.peers.meet("kernels of attention", found):
+        for disagreeing in s.peers.all_gather("kernels of attention", found):
             wrong["attention"] |= disagreeing
     if kernels and c.num_experts and job.config.model.experts == "auto":
         tp = job.mesh.shape["tp"]
@@ -323,7 +323,7 @@ def check_kernels(s, job) -> None:
         layer = check.Experts(c.hidden_size, width, gate_of(c), f"{c.activation} {c.gate_alpha} {c.gate_limit}",
                               c.expert_bias)
         found = check.first_use_of_experts(job.compute_dtype, layer, KERNELS)
-        for disagreeing in s.peers.meet("kernels of experts", found):
+        for disagreeing in s.peers.all_gather("kernels of experts", found):
             wrong["experts"] |= disagreeing
     for op, names in wrong.items():
         distrust(op, names)
@@ -368,7 +368,8 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
         raise ConfigError(f"run.recipe=reward_model with model_type={hf_config['model_type']}: transformers has no "
                           "sequence classifier of this family to be written as; choose a model of another family")
     own = tokenizer is not None
-    tokenizer = data_room.apply_overrides(config, copy.deepcopy(tokenizer)) if own else data_room.load_tokenizer(config)
+    tokenizer = jaxrl_data.apply_overrides(config, copy.deepcopy(tokenizer)) if own else (
+        jaxrl_data.load_tokenizer(config))
     if len(tokenizer) > table.config.vocab_size:
         raise ConfigError(
             f"model.tokenizer has {len(tokenizer)} entries, the model's vocab_size is {table.config.vocab_size};"
@@ -444,12 +445,12 @@ def check_roles(config) -> None:
     if "sampler" in config.mesh.roles and not engine_row(config).on_mesh:
         raise ConfigError(f"mesh.roles.sampler: rollout.engine=auto is {config.rollout.engine} here, which has its own "
                           "devices; leave it out, or set rollout.engine=jax")
-    asked = ["optimizer.offload"] * config.optimizer.offload
-    asked += ["model.remat=offload"] * (config.model.remat == "offload")
-    asked += [f"mesh.roles.{role}.rest" for role, options in config.mesh.roles.items()
-              if options.get("rest") in ("host", "streamed")]
-    if asked and not memory.can_rest(jax.local_devices()[0]):
-        raise ConfigError(f"{', '.join(asked)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's "
+    on_host = ["optimizer.offload"] * config.optimizer.offload
+    on_host += ["model.remat=offload"] * (config.model.remat == "offload")
+    on_host += [f"mesh.roles.{role}.rest" for role, options in config.mesh.roles.items()
+                if options.get("rest") in ("host", "streamed")]
+    if on_host and not memory.can_rest(jax.local_devices()[0]):
+        raise ConfigError(f"{', '.join(on_host)}: a {jax.devices()[0].device_kind} cannot keep arrays in its host's "
                           "memory; leave it out")
 
 
@@ -482,7 +483,7 @@ def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
                 raise ConfigError(f"model.eos_tokens: {token!r} is not one token of the tokenizer")
             ids.append(int(i))
         return tuple(ids)
-    turn = data_room.end_of_turn(config, tokenizer)
+    turn = jaxrl_data.end_of_turn(config, tokenizer)
     ids = tuple(dict.fromkeys((*(() if turn is None else (turn,)), *hf.eos_token_ids(hf_config, tokenizer))))
     if not ids:
         raise ConfigError("model.eos_tokens is empty and neither model nor tokenizer names an end-of-text token")
@@ -495,7 +496,7 @@ def _size(model) -> str:
 
 
 def describe(job: Job) -> str:
-    """Returns the introduction of a run: devices, model, adapters, algorithm, resolved options, derived numbers."""
+    """Returns the start-up summary of a run: devices, model, adapters, algorithm, resolved options, derived numbers."""
     c = job.config
     device = jax.devices()[0]
     lines = [
@@ -542,8 +543,8 @@ def adapter_lines(job: Job) -> list[str]:
     each = {name: ", ".join(f"{key}={value}" for key, value in sorted(job.config.lora.adapters[name].items()))
             for name, _ in adapter.parts}
     size = sum(math.prod(e.shape) for e in job.tree.entries if "/".join(e.path) in own)
-    kind, held = dtype_of(job), [e for e in job.model.entries if "/".join(e.path) not in own]
-    weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in held)
+    kind, base = dtype_of(job), [e for e in job.model.entries if "/".join(e.path) not in own]
+    weight = sum(math.prod(e.shape) * jnp.dtype(kind(e)).itemsize for e in base)
     bits = (job.config.lora.base != "none") * f"{job.config.lora.base}, the rest of it in "
     ranks = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     return [f"adapters  rank {ranks} on {len(adapter.targets)} modules, {size / 1e6:.3f} M parameters train; the base "

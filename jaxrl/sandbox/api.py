@@ -26,9 +26,9 @@ _lock = threading.Lock()
 
 def configure(options: Mapping[str, Any]) -> None:
     """Sets the config's `sandbox` options for this process. Workers call it first."""
-    given: dict[str, Any] = {**options, "paths": tuple(options.get("paths", ()))}
-    limits = Limits(**{name: given.pop(name) for name in _LIMITS if name in given})
-    settings = Settings(**given)
+    settings_given: dict[str, Any] = {**options, "paths": tuple(options.get("paths", ()))}
+    limits = Limits(**{name: settings_given.pop(name) for name in _LIMITS if name in settings_given})
+    settings = Settings(**settings_given)
     _state.update(settings=settings, limits=limits, probed=None)
 
 

@@ -84,12 +84,12 @@ def _status_messages(fd: int) -> list[dict]:
 
 
 def _result(code: int, exit: int | None, out: bytes, err: bytes, limit: str) -> RunResult:
-    text, said = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+    text, errors = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
     if limit:
-        return RunResult(None, text, said, limit)
+        return RunResult(None, text, errors, limit)
     if exit is None:
-        raise refusal(f"bubblewrap ended with {code} and ran nothing", said)
-    return RunResult(exit, text, said, "cpu_seconds" if exit == 128 + signal.SIGXCPU else "")
+        raise refusal(f"bubblewrap ended with {code} and ran nothing", errors)
+    return RunResult(exit, text, errors, "cpu_seconds" if exit == 128 + signal.SIGXCPU else "")
 
 
 @functools.cache
@@ -149,7 +149,7 @@ def _limit_command(limits: Limits) -> list[str]:
 
 
 def _at_most(name: str, value) -> str:
-    """soft:hard, within what this process may set."""
+    """Returns soft:hard limits, within what this process may set."""
     top = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     pair = value if isinstance(value, tuple) else (value, value)
     return ":".join(str(v if top == resource.RLIM_INFINITY else min(v, top)) for v in pair)

@@ -1,5 +1,5 @@
-"""Grades programs by unit tests: the program runs in the sandbox and sees only the inputs; outputs are compared
-outside.
+"""Grades programs by unit tests: the program runs in the sandbox and sees only the inputs;
+outputs are compared outside.
 
 Tests written in Python (asserts) run in a separate sandbox without the program: its functions are replaced by a table
 of the values it returned. So a program cannot pass by exiting early, by printing what a passing one prints, by
@@ -30,8 +30,8 @@ HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One test: standard input and output of the whole program (name ""), or arguments and value of one of its
-    functions.
+    """One test: standard input and output of the whole program (name ""), or arguments and value of
+    one of its functions.
     """
 
     given: Any
@@ -106,7 +106,7 @@ class _Program:
         self.opaque, self.limit = 0, ""
 
     def _run(self, argv, stdin: str, files) -> RunResult | None:
-        """None where its time is used up."""
+        """Runs the program; returns None if its time is used up."""
         if self._left <= 0:
             self.limit = self.limit or "seconds"
             return None
@@ -117,15 +117,15 @@ class _Program:
         return ran
 
     def run_whole(self, stdin: str) -> str | None:
-        """What it prints; None where it failed."""
+        """Returns the printed text of the program; None if it failed."""
         ran = self._run(["python", "-I", "solution.py"], stdin, {"solution.py": self._source})
         return ran.stdout if ran is not None and ran.exit == 0 else None
 
     def answers(self, calls: list) -> list[tuple[str, object]]:
-        """(kind, value) of each call, in one process; ("none", None) where none came."""
+        """Returns (kind, value) of each call, in one process; ("none", None) for a call without a result."""
         nonce, found = secrets.token_hex(16), {}
-        told = json.dumps({"program": self._source, "calls": calls, "nonce": nonce})
-        ran = self._run(["python", "-I", "inside.py"], told, _files("inside.py"))
+        task = json.dumps({"program": self._source, "calls": calls, "nonce": nonce})
+        ran = self._run(["python", "-I", "inside.py"], task, _files("inside.py"))
         for line in _lines(ran, nonce):
             match line:
                 case [int(n), ("value" | "raised" | "opaque") as kind, value]:
@@ -142,12 +142,12 @@ def _run_asserts(program: _Program, tests: Tests) -> list[bool]:
     of the judge's seconds. From the second round on the asserts use the program's values: a limit, a dead judge, a
     call that is not carried or too many rounds fail the tests that are not passed by then.
     """
-    told = {"setup": tests.setup, "tests": tests.asserts, "names": sorted(_free_names(tests)), "table": []}
+    task = {"setup": tests.setup, "tests": tests.asserts, "names": sorted(_free_names(tests)), "table": []}
     left, verdicts = JUDGE_SHARE * api.limits().seconds, {}
     for round_ in range(MAX_ROUNDS):
         nonce, began = secrets.token_hex(16), time.monotonic()
         try:
-            stdin = json.dumps(told | {"nonce": nonce})
+            stdin = json.dumps(task | {"nonce": nonce})
         except RecursionError:  # a program can write the line of its answer itself, in any form
             break
         if len(stdin) > MAX_JUDGE_BYTES:
@@ -156,21 +156,21 @@ def _run_asserts(program: _Program, tests: Tests) -> list[bool]:
         ran = api.run(["python", "-I", "judge.py"], stdin, _files("judge.py"),
                       seconds=max(left if round_ else left / 2, 0.1))
         left -= time.monotonic() - began
-        verdicts, asked, ended, why = {}, {}, False, ""
+        verdicts, calls_by_text, ended, why = {}, {}, False, ""
         for line in _lines(ran, nonce):
             match line:
                 case [int(n), True | False | None as passed, list(calls), str(text)]:
                     verdicts[n], why = passed, why or text
-                    asked |= {json.dumps(call): call for call in calls}
+                    calls_by_text |= {json.dumps(call): call for call in calls}
                 case "end":
                     ended = True
         if not round_:
             _check_alone(ran, ended, why)
-        if not (ended and asked):
+        if not (ended and calls_by_text):
             program.limit = program.limit or ran.limit
             break
-        calls = list(asked.values())
-        told["table"] += [[*call, *answer] for call, answer in zip(calls, program.answers(calls), strict=True)]
+        calls = list(calls_by_text.values())
+        task["table"] += [[*call, *answer] for call, answer in zip(calls, program.answers(calls), strict=True)]
     else:
         program.limit = program.limit or "rounds"
     return [verdicts.get(n) is True for n in range(len(tests.asserts))]
@@ -187,7 +187,7 @@ def _check_alone(ran: RunResult, ended: bool, why: str) -> None:
 
 
 def _lines(ran: RunResult | None, nonce: str) -> list:
-    """What was said under a nonce, as far as it is JSON."""
+    """Returns the lines under a nonce that are JSON."""
     out = []
     for line in ran.stdout.splitlines() if ran is not None else ():
         if line.startswith(nonce):
@@ -205,8 +205,8 @@ def _files(*names: str) -> dict[str, str]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 def same(found, wanted) -> bool:
-    """Returns whether two values are equal as JSON data: tuples equal lists, dict keys are text, floats agree within
-    1e-6.
+    """Returns whether two values are equal as JSON data: tuples equal lists, dict keys are text,
+    floats agree within 1e-6.
     """
     if isinstance(wanted, bool) or isinstance(found, bool):
         return found is wanted
@@ -258,8 +258,9 @@ def _key(key) -> str:
 
 
 def _same_output(found: str | None, wanted) -> bool:
-    """Line by line, spaces at ends and empty lines at the end aside; else word by word, numbers with a point to
-    1e-6."""
+    """Compares outputs line by line, ignoring spaces at ends and empty lines at the end; else word by word, numbers
+    with a point to 1e-6.
+    """
     if found is None:
         return False
     a, b = ([line.strip() for line in str(text).rstrip().splitlines()] for text in (found, wanted))
@@ -287,8 +288,7 @@ def parse(tests, entry_point: str = "") -> Tests:
       {"inputs": [...], "outputs": [...]}                    standard input and output of each run
       {"inputs": [[args], ...], "outputs": [...], "fn_name": "f"}     arguments and values of a function
       [{"input": ..., "output": ...}, ...]                   the same as a list; with "fn_name" for a function
-      ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, other code runs before
-      each
+      ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, other code runs before each
       a text with def check(candidate)                       called with `entry_point`
 
     Raises ValueError for anything else.
@@ -300,10 +300,10 @@ def parse(tests, entry_point: str = "") -> Tests:
             return _python(tests, entry_point)
     if isinstance(tests, dict) and "inputs" in tests:
         name = tests.get("fn_name") or ""
-        given, wanted = tests["inputs"], tests["outputs"]
-        if len(given) != len(wanted):
-            raise ValueError(f"the row's tests have {len(given)} inputs and {len(wanted)} outputs")
-        return _not_empty(Tests([_case(g, w, name) for g, w in zip(given, wanted, strict=True)], []))
+        inputs, wanted = tests["inputs"], tests["outputs"]
+        if len(inputs) != len(wanted):
+            raise ValueError(f"the row's tests have {len(inputs)} inputs and {len(wanted)} outputs")
+        return _not_empty(Tests([_case(g, w, name) for g, w in zip(inputs, wanted, strict=True)], []))
     if isinstance(tests, dict):
         tests = [tests]
     if not isinstance(tests, list):
@@ -315,12 +315,12 @@ def parse(tests, entry_point: str = "") -> Tests:
     return _not_empty(Tests([_case(one["input"], one["output"], one.get("fn_name") or "") for one in tests], []))
 
 
-def _case(given, wanted, name: str) -> Case:
-    if name and not isinstance(given, (list, tuple)):
-        raise ValueError(f"the arguments of {name} must be a list, the row's tests have {type(given).__name__}")
+def _case(arguments, wanted, name: str) -> Case:
+    if name and not isinstance(arguments, (list, tuple)):
+        raise ValueError(f"the arguments of {name} must be a list, the row's tests have {type(arguments).__name__}")
     if not name:
-        given, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, wanted))
-    return Case(given, wanted, name)
+        arguments, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (arguments, wanted))
+    return Case(arguments, wanted, name)
 
 
 def _not_empty(tests: Tests) -> Tests:
@@ -349,7 +349,7 @@ def _python(text: str, entry_point: str) -> Tests:
 
 
 def _free_names(tests: Tests) -> set[str]:
-    """Names that the tests use and nobody there defines: the program's."""
+    """Returns the names that the tests use without defining them: the program's."""
     used, bound = set(), set(dir(builtins))
     for node in ast.walk(ast.parse("\n".join((tests.setup, *tests.asserts)))):
         if isinstance(node, ast.Name):

@@ -41,15 +41,15 @@ def outcome(namespace, name, args, kwargs):
 
 def main():
     """Runs the program and prints the result of each call."""
-    told = json.load(sys.stdin)
+    task = json.load(sys.stdin)
     out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # what the program prints is no answer
     os.dup2(nothing, 1)
     sys.stdin = open(0)
     namespace = {"__name__": "solution"}
-    exec(compile(told["program"], "solution.py", "exec"), namespace)
-    for n, (name, args, kwargs) in enumerate(told["calls"]):
-        line = f"{told['nonce']} {json.dumps([n, *outcome(namespace, name, args, kwargs)])}\n".encode()
+    exec(compile(task["program"], "solution.py", "exec"), namespace)
+    for n, (name, args, kwargs) in enumerate(task["calls"]):
+        line = f"{task['nonce']} {json.dumps([n, *outcome(namespace, name, args, kwargs)])}\n".encode()
         while line:
             line = line[os.write(out, line):]
 

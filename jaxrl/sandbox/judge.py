@@ -30,16 +30,16 @@ def key(name, args, kwargs):
     return json.dumps([name, args, kwargs])
 
 
-def proxy(name, table, asked):
+def proxy(name, table, unknown):
     """Returns a function that looks its calls up in the table, and adds missing ones to `asked`."""
     def call(*args, **kwargs):
         try:
-            given = encode(args), encode(kwargs)
+            arguments = encode(args), encode(kwargs)
         except Opaque as e:
             raise NotCarried(f"{name} is called with a value of type {e}") from None
-        known = table.get(key(name, *given))
+        known = table.get(key(name, *arguments))
         if known is None:
-            asked.append([name, *given])
+            unknown.append([name, *arguments])
             raise Unknown
         kind, value = known
         if kind == "raised":
@@ -69,40 +69,40 @@ def run(source, name, namespace):
     exec(compile(tree, name, "exec"), namespace)
 
 
-def verdict(told, test, table):
+def verdict(task, test, table):
     """Returns (true, false or null, requested calls, why it failed without a value of the program)."""
-    asked, why = [], ""
+    unknown, why = [], ""
     namespace = {"__name__": "tests", "__Unknown__": Unknown}
-    namespace |= {name: proxy(name, table, asked) for name in told["names"]}
+    namespace |= {name: proxy(name, table, unknown) for name in task["names"]}
     random.seed(0)  # each round calls the program with the same arguments
     try:
-        run(told["setup"], "setup.py", namespace)
+        run(task["setup"], "setup.py", namespace)
         run(test, "test.py", namespace)
         passed = True
     except Unknown:
         passed = None
     except (Exception, SystemExit, NotCarried) as error:
         passed = False
-        if not table and (not asked or isinstance(error, NotCarried)):
+        if not table and (not unknown or isinstance(error, NotCarried)):
             why = f"{type(error).__name__}: {error}"[:300] if str(error) else f"{type(error).__name__} in {test[:200]}"
-    return (passed, asked, why) if not asked or why else (None, asked, why)  # it may have caught Unknown
+    return (passed, unknown, why) if not unknown or why else (None, unknown, why)  # it may have caught Unknown
 
 
 def main():
     """Runs the tests and prints each verdict."""
-    told = json.load(sys.stdin)
+    task = json.load(sys.stdin)
     out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
-    table = {key(name, args, kwargs): (kind, value) for name, args, kwargs, kind, value in told["table"]}
+    table = {key(name, args, kwargs): (kind, value) for name, args, kwargs, kind, value in task["table"]}
 
-    def say(said):
-        line = f"{told['nonce']} {json.dumps(said)}\n".encode()
+    def say(message):
+        line = f"{task['nonce']} {json.dumps(message)}\n".encode()
         while line:
             line = line[os.write(out, line):]
 
-    for n, test in enumerate(told["tests"]):
-        say([n, *verdict(told, test, table)])
+    for n, test in enumerate(task["tests"]):
+        say([n, *verdict(task, test, table)])
     say("end")
 
 

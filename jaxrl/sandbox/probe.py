@@ -59,7 +59,7 @@ REMOTE_PROBES = ("file", "network")      # what can be probed of a remote sandbo
 
 
 def _remedy(limit: str) -> str:
-    """For a first program that did not run and met this limit, "" = none."""
+    """Returns the remedy if the first program did not run and met this limit; "" = none."""
     if limit.endswith("seconds"):
         return f"it had {SECONDS:g} s: the host that ran it is overloaded, or something there hangs"
     if limit:
@@ -86,9 +86,9 @@ def check(settings: Settings, limits: Limits, run) -> None:
         except OSError as e:
             raise SandboxError(f"the sandbox cannot be probed: {e}; the probe needs to write a file in {home} or "
                                f"{tempfile.gettempdir()}, and a port of 127.0.0.1") from None
-        told = {"nonce": nonce, "canary": canary, "port": server.getsockname()[1], "forks": forks, "variable": "seen",
+        task = {"nonce": nonce, "canary": canary, "port": server.getsockname()[1], "forks": forks, "variable": "seen",
                 "memory": (limits.memory_mb + 64) << 20}
-        ran = run(["python", "-I", "-S", "probe.py"], json.dumps(told).encode(), {"probe.py": PROGRAM.encode()},
+        ran = run(["python", "-I", "-S", "probe.py"], json.dumps(task).encode(), {"probe.py": PROGRAM.encode()},
                   limits, settings)
     lines = [line.removeprefix(nonce).strip() for line in ran.stdout.splitlines() if line.startswith(nonce)]
     if not lines:

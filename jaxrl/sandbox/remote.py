@@ -98,7 +98,7 @@ def _read_ours(answer) -> RunResult:
 
 
 def _fusion(argv, stdin, files, limits):
-    """Any program is a line of bash there, in the folder that has the files."""
+    """Returns (path, body) of a request that runs a program as a line of bash in the folder that has the files."""
     argv = ["python3" if argv[0] == "python" else argv[0], *argv[1:]]
     return "/run_code", {"language": "bash", "code": shlex.join(argv), "stdin": stdin.decode("utf-8", "replace"),
                          "files": _base64_files(files), "fetch_files": [], "compile_timeout": limits.seconds,

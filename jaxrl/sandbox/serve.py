@@ -38,9 +38,9 @@ def server(host: str, port: int, at_once: int, key: str = "") -> Server:
 def answer(request: Request) -> Reply:
     """Runs the request's program and returns the reply."""
     try:
-        given = json.loads(request.body)
-        files = {name: base64.b64decode(data) for name, data in given["files"].items()}
-        ran = run(given["argv"], base64.b64decode(given["stdin"]), files, **given["limits"])
+        task = json.loads(request.body)
+        files = {name: base64.b64decode(data) for name, data in task["files"].items()}
+        ran = run(task["argv"], base64.b64decode(task["stdin"]), files, **task["limits"])
     except SandboxError as e:
         return error(503, str(e))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:

@@ -63,7 +63,7 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
 
 
 def _feed(process, selector, unsent):
-    """What is left to be written."""
+    """Writes as much as possible; returns the remaining bytes."""
     try:
         unsent = unsent[os.write(process.stdin.fileno(), unsent[:1 << 16]):] if unsent else unsent
     except BlockingIOError:
@@ -77,7 +77,7 @@ def _feed(process, selector, unsent):
 
 
 def _read(fd: int, into: bytearray) -> bool:
-    """False at the end."""
+    """Reads available output; returns False at the end."""
     try:
         data = os.read(fd, 1 << 16)
     except BlockingIOError:
@@ -87,7 +87,7 @@ def _read(fd: int, into: bytearray) -> bool:
 
 
 def _drain(selector, streams: dict, most: int, seconds: float) -> str:
-    """Reads what the streams hold, and waits up to `seconds` for their end; returns "output_bytes" if they hold more."""
+    """Reads the streams, up to `seconds` for their end; returns "output_bytes" if they hold more than `most`."""
     deadline = time.monotonic() + seconds
     while any(fd in streams for fd in selector.get_map()):
         ready = selector.select(max(0.0, deadline - time.monotonic()))

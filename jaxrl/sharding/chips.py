@@ -6,10 +6,10 @@ slice, which has none inside).
 
 Sources. TPU: cloud.google.com/tpu/docs, pages "TPU v5e", "v5p", "v6e": memory, bf16 peak, HBM bandwidth, and
 interconnect (v5e 1,600, v5p 4,800, v6e 3,584 Gbit/s out of a chip) divided by the torus axes. NVIDIA: the data sheets
-of A100, H100 SXM, H200 SXM and B200, NVLink taken one way (half of the sheet's figure); network: one card per GPU as in
-DGX systems (200 Gbit/s A100, 400 Gbit/s the others). CPU: two cores of an AMD EPYC reach 0.2 TFLOP/s in fp32 matrix
-products (docs/guides/plan.md); its other figures are assumptions, there so that a plan can be made and compared on any
-machine.
+of A100, H100 SXM, H200 SXM and B200, NVLink taken one way (half of the sheet's figure); network: one card per GPU as
+in DGX systems (200 Gbit/s A100, 400 Gbit/s the others). CPU: two cores of an AMD EPYC reach 0.2 TFLOP/s in fp32
+matrix products (docs/guides/plan.md); its other figures are assumptions, there so that a plan can be made and
+compared on any machine.
 """
 
 from __future__ import annotations

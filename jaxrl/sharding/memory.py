@@ -1,9 +1,9 @@
 """Moves arrays between device memory and host memory (pinned_host), under the same sharding.
 
-Some arrays rest in host memory between their uses. Others stay there and are streamed, a few layers at a time, through
-the programs that use them: the type of an argument tells a program that it is in host memory, and the program copies
-the part it computes with (`fetched`, `part`, `written`). XLA for CPUs runs the same programs; its host memory is the
-devices' own.
+Some arrays rest in host memory between their uses. Others stay there and are streamed, a few layers at a time,
+through the programs that use them: the type of an argument tells a program that it is in host memory, and the program
+copies the part it computes with (`fetched`, `part`, `written`). XLA for CPUs runs the same programs; its host memory
+is the devices' own.
 
 Called by roles (placement), models.decoder (layers) and training. Options that decide the placement are not read here.
 """

@@ -27,20 +27,20 @@ def mesh_shape(mesh_config, num_devices: int) -> tuple[int, ...]:
     Raises ConfigError when the sizes cannot cover the devices.
     """
     sizes = [getattr(mesh_config, a, 1) for a in AXES]
-    given = ", ".join(f"mesh.{a}={s}" for a, s in zip(AXES, sizes, strict=True))
+    text = ", ".join(f"mesh.{a}={s}" for a, s in zip(AXES, sizes, strict=True))
     if any(s == 0 or s < -1 for s in sizes):
-        raise ConfigError(f"{given}: sizes are positive, or -1 for the rest of the devices")
+        raise ConfigError(f"{text}: sizes are positive, or -1 for the rest of the devices")
     if sizes.count(-1) > 1:
-        raise ConfigError(f"{given}: only one axis can be -1")
+        raise ConfigError(f"{text}: only one axis can be -1")
     known = math.prod(s for s in sizes if s > 0)
     if -1 in sizes:
         if num_devices % known:
             fixed = " x ".join(f"mesh.{a}" for a, s in zip(AXES, sizes, strict=True) if s > 1)
-            raise ConfigError(f"{given}: {num_devices} device(s) cannot be divided by {fixed} = {known}; lower {fixed}")
+            raise ConfigError(f"{text}: {num_devices} device(s) cannot be divided by {fixed} = {known}; lower {fixed}")
         sizes[sizes.index(-1)] = num_devices // known
     elif known != num_devices:
         available = f"{num_devices} {'is' if num_devices == 1 else 'are'} available"
-        raise ConfigError(f"{given}: mesh asks for {known} devices, {available}; set one axis to -1, e.g. mesh.fsdp=-1")
+        raise ConfigError(f"{text}: mesh asks for {known} devices, {available}; set one axis to -1, e.g. mesh.fsdp=-1")
     return tuple(sizes)
 
 
@@ -138,15 +138,15 @@ def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
     devices = jax.devices() if devices is None else devices
     meshes = {}
     for role in ROLES:
-        given = mesh_config.roles.get(role, {})
-        sizes = {a: given[a] for a in AXES if a in given}
+        options = mesh_config.roles.get(role, {})
+        sizes = {a: options[a] for a in AXES if a in options}
         if role == "policy":
             sizes = {a: mesh_config[a] for a in AXES} | sizes
-        elif not sizes and not {"devices", "processes"} & set(given):
+        elif not sizes and not {"devices", "processes"} & set(options):
             meshes[role] = meshes["policy"]
             continue
         rest = 1 if -1 in sizes.values() else -1
-        mine = _slice_of(devices, role, given)
+        mine = _slice_of(devices, role, options)
         try:
             meshes[role] = make_mesh(SimpleNamespace(**{"fsdp": rest, **sizes}), mine)
         except ConfigError as e:
@@ -154,17 +154,17 @@ def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
     return meshes
 
 
-def _slice_of(devices, role: str, given):
+def _slice_of(devices, role: str, options):
     by_process: dict[int, list] = {}
     for d in devices:
         by_process.setdefault(d.process_index, []).append(d)
     key = "processes"
     try:
-        some = indices(given.get(key, "all"), len(by_process), "process", "the job has")
+        some = indices(options.get(key, "all"), len(by_process), "process", "the job has")
         some, key = [list(by_process.values())[i] for i in some], "devices"
-        return [own[i] for own in some for i in indices(given.get(key, "all"), len(own))]
+        return [own[i] for own in some for i in indices(options.get(key, "all"), len(own))]
     except ValueError as e:
-        raise ConfigError(f"mesh.roles.{role}.{key}={given[key]!r} {e}") from None
+        raise ConfigError(f"mesh.roles.{role}.{key}={options[key]!r} {e}") from None
 
 
 def processes_of(mesh: Mesh) -> list[int]:
@@ -178,7 +178,7 @@ def data_shards(mesh: Mesh) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns a batch's sharding: rows over dp x fsdp x ep, tokens or scored slots (axis 1) over cp, the rest whole."""
+    """Returns a batch's sharding: rows over dp x fsdp x ep, tokens or loss slots (axis 1) over cp, the rest whole."""
     return NamedSharding(mesh, P(DATA_AXES, "cp") if mesh.shape["cp"] > 1 else P(DATA_AXES))
 
 

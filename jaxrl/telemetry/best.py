@@ -45,8 +45,8 @@ class Best:
             raise ConfigError(f"eval.metric={self._asked!r}: evaluations give no such metric; choose one of {known}")
 
     def add(self, step: int, metrics: dict[str, float]) -> bool:
-        """Adds the evaluation of a step; returns whether it is the best so far (never for a value that is not a
-        number).
+        """Adds the evaluation of a step; returns whether it is the best so far (never for a value that
+        is not a number).
         """
         self.check(metrics)
         value, lower = float(metrics[self.metric]), self.metric.endswith("loss")

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import jax
 
 EVENT = "/jax/core/compile/backend_compile_duration"
-WAITED = "/jaxrl/compile/waited"  # of a program compiled beside the work: what called for it before it was there
-BESIDE = "compile"                # names of threads that compile beside the work begin so
-LONG = 1.0                        # seconds of compiling after which memory is given back
+WAITED = "/jaxrl/compile/waited"  # seconds that a call waited for a program of a background thread
+BACKGROUND = "compile"                # prefix of the names of background threads
+LONG = 1.0                        # seconds of compiling after which memory is returned to the system
 
 
 class Count(NamedTuple):
     """Number of programs: those the main work waited for, and those a background thread compiled."""
 
     waited: int = 0
-    beside: int = 0
+    background: int = 0
 
 
 class Compilations:
@@ -49,7 +49,7 @@ class Compilations:
     def take(self) -> Count:
         """Returns the counts since the last call."""
         before, self._taken = self._taken, Compilations._seen
-        return Count(self._taken.waited - before.waited, self._taken.beside - before.beside)
+        return Count(self._taken.waited - before.waited, self._taken.background - before.background)
 
 
 class BackgroundCompiler:
@@ -57,7 +57,7 @@ class BackgroundCompiler:
     thread for every four cores, at most four: the main work needs the other cores.
     """
 
-    _threads = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), BESIDE)
+    _threads = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), BACKGROUND)
 
     def __init__(self):
         self.coming: dict[Any, Future] = {}
@@ -85,7 +85,7 @@ class BackgroundCompiler:
         return program
 
     def stop(self) -> None:
-        """Cancels what has not started."""
+        """Cancels compilations that have not started."""
         self.coming = {key: coming for key, coming in self.coming.items() if not coming.cancel()}
 
 
@@ -102,7 +102,7 @@ def _heard(event: str, duration_secs: float, **details: Any) -> None:
     if event == EVENT and duration_secs > LONG:
         give_back()
     seen = Compilations._seen
-    if event == EVENT and threading.current_thread().name.startswith(BESIDE):
-        Compilations._seen = seen._replace(beside=seen.beside + 1)
+    if event == EVENT and threading.current_thread().name.startswith(BACKGROUND):
+        Compilations._seen = seen._replace(background=seen.background + 1)
     elif event in (EVENT, WAITED):
         Compilations._seen = seen._replace(waited=seen.waited + 1)

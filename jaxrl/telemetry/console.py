@@ -209,8 +209,8 @@ def shortened(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
 
 
 def evaluation_line(scalars: dict[str, float]) -> str:
-    """Returns 'accuracy 53.1% (test 50.0%, hard 61.0%)', with pass@k if there are several samples; '' without
-    evaluation.
+    """Returns 'accuracy 53.1% (test 50.0%, hard 61.0%)', with pass@k if there are several
+    samples; '' without evaluation.
     """
     if "eval/accuracy" not in scalars:
         return ""

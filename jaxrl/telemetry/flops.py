@@ -42,8 +42,10 @@ class Operations:
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 
     def layers(self, first_N, end_N) -> tuple[float, float]:
-        """Returns (matrix products, attention and recurrences) of all layers' forward pass, for the tokens at positions
-        first ... end - 1.
+        """Returns (matrix products, attention and recurrences) of all layers' forward pass, in floating-point
+        operations summed over N sequences.
+
+        first_N, end_N: [N] positions from 0; counted are the tokens at first ... end - 1.
         """
         first_N, end_N = np.asarray(first_N, float), np.asarray(end_N, float)
         seen = 0.0  # pairs of tokens: position p (from 1) sees min(p, window) of them, all where window is 0
@@ -55,8 +57,8 @@ class Operations:
         return float(self._token * tokens), float(self._pair * seen + self._rule * tokens)
 
     def generation(self, traj) -> float:
-        """Returns the operations of a rollout: prompts once per group, then every sampled token except each
-        completion's last.
+        """Returns the operations of a rollout: prompts once per group, then every sampled token
+        except each completion's last.
         """
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
@@ -80,7 +82,7 @@ class Operations:
 
     def update(self, traj, shared: bool, head: bool = True) -> float:
         """Returns the operations of one forward and backward pass. The backward pass of a matrix is its input's
-        gradient and, if it trains, its own. The head's are for the log-probs of the scored tokens. A critic
+        gradient and, if it trains, its own. The head's are for the log-probs of the loss tokens. A critic
         (head=False) trains as a whole.
         """
         matrices, attention = self._forward(traj, shared)
@@ -91,8 +93,8 @@ class Operations:
 
 
 class Speed:
-    """Metrics of a step: `flops/<phase>` of the required operations, and with the seconds of the phases `perf/...`
-    (see names.py).
+    """Metrics of a step: `flops/<phase>` of the required operations, and with the seconds of the
+    phases `perf/...` (see names.py).
     """
 
     def __init__(self, job, trainable):

@@ -91,7 +91,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
 
 
 def mechanisms() -> tuple[Mechanism, ...]:
-    """MECHANISMS and the token masks."""
+    """Returns MECHANISMS and the token masks."""
     from jaxrl.algorithms import TOKEN_MASKS  # not at every reading of a report: it imports jax
 
     return (*MECHANISMS, *(Mechanism(option, mask.metric) for option, mask in TOKEN_MASKS.items()))
@@ -104,9 +104,9 @@ class IdleMechanisms:
       given: options below `algorithm` that were set explicitly -> value (see Spec.chosen).
     """
 
-    def __init__(self, given: dict):
-        self.watched = {m: 0 for m in mechanisms() if given.get(m.option) not in OFF}  # -> steps that it did nothing
-        self._given = given
+    def __init__(self, chosen: dict):
+        self.watched = {m: 0 for m in mechanisms() if chosen.get(m.option) not in OFF}  # -> steps that it did nothing
+        self._given = chosen
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
         """Returns the warnings about this step."""
@@ -125,9 +125,8 @@ class IdleMechanisms:
 
 
 class Divergence:
-    """Warns once each that the loss has risen, or that a held-out accuracy has collapsed, as with too large a
-    learning
-    rate.
+    """Warns once each that the loss has risen, or that a held-out accuracy has collapsed, as with too
+    large a learning rate.
 
     The loss: the mean of the last five lines is above three times that of the first three and of the lowest three in
     a row (for recipes that do not sample, whose loss is a likelihood or close to one). An accuracy: below half of the
@@ -188,8 +187,8 @@ class Health:
         self._said: set[str] = set()
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
-        """Returns the warnings about this step; [] after the first steps. Lines without an update (evaluation) do not
-        count.
+        """Returns the warnings about this step; [] after the first steps. Lines without an update
+        (evaluation) do not count.
         """
         if self.over or "optim/grad_norm" not in scalars:
             return []

@@ -69,7 +69,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/early_stopped", "share of the step's updates left out by algorithm.early_stop_*"),
     Metric("policy/reference_reset", "1 in a step after which the reference became the policy"),
     Metric("policy/<name>", "what a policy loss of your own reports"),
-    Metric("distill/divergence", "what is distilled, mean per scored token in nats; sampled: log-prob of the student less the teacher's", "apart",
+    Metric("distill/divergence", "what is distilled, mean per loss token in nats; sampled: log-prob of the student less the teacher's", "apart",
            "small"),
     Metric("distill/teacher_mass", "the teacher's probability mass of the tokens that distill.top_k takes"),
     Metric("distill/teacher_logprob", "sampled: the teacher's mean log-prob of the student's tokens"),
@@ -84,10 +84,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("score/<name>", "mean and standard deviation of the scores of a step"),
     Metric("router/load_max_over_mean", "tokens of the fullest expert over the mean of its layer's, in the layer where that is largest; E / K"
            " where all tokens have the same experts", "load", "fixed", 1),
-    Metric("router/entropy", "mean entropy of the routers' distributions per scored token, in nats"),
-    Metric("router/idle", "share of experts without a scored token in an update"),
-    Metric("router/replayed", "algorithm.routes: share of the scored tokens whose experts were replayed, mean over layers"),
-    Metric("router/mismatch", "of them, the share of replayed experts that the router would not have chosen by itself, mean over layers"),
+    Metric("router/entropy", "mean entropy of the routers' distributions per loss token, in nats"),
+    Metric("router/idle", "share of experts without a loss token in an update"),
+    Metric("router/replayed", "algorithm.routes: share of the loss tokens whose experts were replayed, mean over layers"),
+    Metric("router/mismatch", "share of replayed experts that the router would not have chosen by itself, mean over layers"),
     Metric("router/<name>", "terms of the loss, mean over layers: balance (1 where tokens spread evenly), z"),
     Metric("optim/grad_norm", "global norm of the gradient before clipping", "grad", "small"),
     Metric("optim/lr", "learning rate of the last update"),
@@ -116,7 +116,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("fork/rewards_taken", "calls of reward functions whose outcome the record held"),
     Metric("fork/rewards_computed", "the others"),
     Metric("rollout/ahead_groups", "groups that are asked for and that later steps will use"),
-    Metric("rollout/ahead_answered", "those of them, of the first process, whose completions are there already"),
+    Metric("rollout/ahead_answered", "groups asked for ahead by the first process that are complete"),
     Metric("rollout/rounds", "rounds of sampling that dynamic sampling took"),
     Metric("rollout/discarded_fraction", "share of the sampled groups that dynamic sampling left out"),
     Metric("rollout/masked_fraction", "share of completions that dynamic sampling masks"),
@@ -160,14 +160,14 @@ METRICS: tuple[Metric, ...] = (
            "tok/s", "count"),
     Metric("engine/<name>", "vLLM, summed over servers: running, waiting, kv_cache_use, preemptions, prefix_queries, "
            "prefix_hits as its engines count them; restarts, reissued requests, servers_lost, given_up requests of this run, "
-           "unrouted completions, whose experts were not told whole"),
+           "unrouted completions, whose experts did not arrive whole"),
     Metric("publish/seconds", "vLLM: seconds until every server confirmed the new weights"),
     Metric("publish/gb_per_second", "vLLM: bytes of the weights over those seconds"),
     Metric("publish/probe", "vLLM: mean difference in nats between the probe's log-probs and the trainer's"),
     Metric("time/compiled_programs", "programs this process has compiled for the sampler; stops growing after some steps"),
     Metric("time/compilations", "programs of any kind that the work waited for, compiled or fetched from the cache, since the last line; "
            "0 after the first steps"),
-    Metric("time/compilations_beside", "sampler's programs that a thread beside the work compiled since the last line"),
+    Metric("time/compilations_beside", "sampler's programs that a background thread compiled since the last line"),
     Metric("flops/<phase>", "operations that rollout, score and update needed, on all devices: no padding, nothing twice"),
     Metric("perf/mfu", "share of the chip's peak at which the step's operations were done, its eval, checkpoint and export left out; "
            "absent for CPUs and unknown chips", "MFU", "percent", 2),
@@ -178,7 +178,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/update_tokens_per_second", "the same over the seconds of the update"),
     Metric("perf/env_engine_seconds", "mean seconds that an episode waited for the engine"),
     Metric("perf/env_environment_seconds", "mean seconds that it took beside that: its environment, and waiting for a worker"),
-    Metric("upload/<name>", "folders times places of checkpoint.upload so far: done, failed (given up), waiting"),
+    Metric("upload/<name>", "folders times places of checkpoint.upload so far: done, failed (no attempts left), waiting"),
     Metric("time/wall", "Unix time at which the line was written"),
 )
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}

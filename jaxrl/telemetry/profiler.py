@@ -26,9 +26,9 @@ class Profiler:
     ends when `last` is, or in `close`. A run that is past `last` traces nothing.
 
     After each step of `memory` (0: before the first) what this process's devices hold is written to
-    memory_<step>_<process>.prof, which `pprof` opens: bytes by the Python line that made them. These are the arrays
-    that live between two steps (weights, optimizer state, caches); what a program takes while it runs is not among
-    them.
+    memory_<step>_<process>.prof, which `pprof` opens: bytes by the Python line that made them. These are the
+    arrays that live between two steps (weights, optimizer state, caches); what a program takes while it runs
+    is not among them.
 
     A trace marks each step ("step", with its number) and names each operation by the part of the model or of the step
     that it belongs to: the modules' names (attention, mlp ...), `head`, `loss`, `critic`, `optimizer`. A program that

@@ -51,9 +51,9 @@ class JsonLines:
         self._start = self._end - len(newest)  # where the first of them begins
 
     def _drop_after(self, last_step: int) -> tuple[bytes, dict]:
-        """The newest line that stays, and what it says."""
+        """Drops lines after a step. Returns the newest line that stays, and its content."""
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        kept, newest = 0, {"step": -1}
+        count, newest = 0, {"step": -1}
         for line in lines:
             try:
                 row = json.loads(line)
@@ -61,10 +61,10 @@ class JsonLines:
                 break  # cut off by a kill or a full disk: nothing after it can be trusted
             if not line.endswith(b"\n") or row["step"] > last_step:
                 break
-            kept, newest = kept + 1, row
-        if kept < len(lines):
-            write_atomic(self.path, b"".join(lines[:kept]).decode())
-        return lines[kept - 1] if kept else b"", newest
+            count, newest = count + 1, row
+        if count < len(lines):
+            write_atomic(self.path, b"".join(lines[:count]).decode())
+        return lines[count - 1] if count else b"", newest
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Writes a step's metrics. Raises ValueError if `step` is older than the newest line; OSError if the disk
@@ -152,8 +152,9 @@ class TensorBoard:
         self._alive().close()
 
     def _alive(self):
-        """The writer. Raises OSError where its thread has died, as on a full disk: what is put into its queue then is
-        read by nobody, and tensorboardX (2.6) and multiprocessing would wait for that at the process's end."""
+        """Returns the writer. Raises OSError if its thread has died, as on a full disk: nothing would read its queue
+        then, and tensorboardX (2.6) and multiprocessing would wait for that at the process's end.
+        """
         writer: Any = self._writer.file_writer
         events = writer.event_writer
         if not events._closed and not events._worker.is_alive():

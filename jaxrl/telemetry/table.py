@@ -73,7 +73,7 @@ class TableConsole(SilentConsole):
             self._rich.print(Text.assemble((f"{step:>6}  ", "dim"), ("eval  ", "yellow"), (evaluation, "bold yellow")))
 
     def _fitting(self, scalars: dict[str, float]) -> list:
-        """Columns whose metric is there, the least important left out until the row fits the terminal."""
+        """Returns the columns of existing metrics, without the least important ones that do not fit the terminal."""
         columns = [m for m in COLUMNS if m.name in scalars and not m.name.startswith("eval/")]
         while columns and 7 + sum(_width(m) + 2 for m in columns) > self._rich.width:
             worst = max(m.rank for m in columns)
@@ -122,7 +122,7 @@ class TableConsole(SilentConsole):
         return Group(self._header(), panel) if self._columns else panel
 
     def _phase_lines(self, width: int) -> list:
-        """A bar of the last step's seconds by phase, and its legend."""
+        """Returns a bar of the last step's seconds by phase, and its legend."""
         phases = {k: v for k, v in phase_seconds(self._last).items() if v >= 0.005}
         total = sum(phases.values())
         if not total:

@@ -53,9 +53,9 @@ class Telemetry:
       run_dir: created if need be; locked against a second run until `close`.
       config: the whole config.
       total_steps: what the run aims at, for progress and time left.
-      resume_step: step of the restored checkpoint. Later lines of metrics.jsonl are dropped (the run writes them
-        again), TensorBoard hides its later events. None: a new run; what an earlier one left is moved to
-        <run_dir>/previous-<n>.
+      resume_step: step of the restored checkpoint. Later lines of metrics.jsonl are dropped (the run
+        writes them again), TensorBoard hides its later events. None: a new run; what an earlier one left
+        is moved to <run_dir>/previous-<n>.
       read_only: evaluation of a run that may be training elsewhere: only messages, samples and summary, no lock.
       console: one that `open_console` made earlier; None: one of this telemetry's own.
       silent: a process other than the first of several: it writes nothing and shows nothing, and can only read.
@@ -99,7 +99,7 @@ class Telemetry:
             self._sinks[spec] = load_sink(spec, self.run_dir, redacted(config))
 
     def _set_aside(self, resume: str) -> None:
-        """What an earlier run left that nothing goes on from; its steps would be taken for those of this one."""
+        """Renames an earlier run's files that this run does not continue: its steps would be taken for this run's."""
         lines, rollouts = self.run_dir / "metrics.jsonl", self.run_dir / "rollouts"
         began = lines.exists() and lines.stat().st_size or any(rollouts.glob("*.jsonl"))
         if (resume == "never" or began) and (moved := set_aside(self.run_dir)):
@@ -109,8 +109,7 @@ class Telemetry:
     # ---- what recipes call
 
     def step(self, step: int, scalars: dict[str, float], phases: dict[str, float] | None = None) -> dict[str, float]:
-        """Records the metrics of a step (see names.py) and returns them with time/*. A second call for the newest
-        step
+        """Records the metrics of a step (see names.py) and returns them with time/*. A second call for the newest step
         merges into it.
 
         Args:
@@ -152,8 +151,8 @@ class Telemetry:
             self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
 
     def aside(self, action: Callable[[], object]) -> None:
-        """Runs an action in the thread that writes rollouts, before the next `flush` returns. The action reports its
-        failures itself.
+        """Runs an action in the thread that writes rollouts, before the next `flush` returns. The action
+        reports its failures itself.
         """
         if not self._silent:
             self._later("rollouts", action)
@@ -188,8 +187,8 @@ class Telemetry:
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
 
     def histograms(self, step: int, values: dict) -> None:
-        """Passes distributions to the sinks that show them: name (names.HISTOGRAMS) -> numbers; of many, evenly
-        spaced ones.
+        """Passes distributions to the sinks that show them: name (names.HISTOGRAMS) -> numbers; of
+        many, evenly spaced ones.
         """
         for name, numbers in values.items():
             some = numbers[:: len(numbers) // HISTOGRAM_NUMBERS + 1]
@@ -240,9 +239,9 @@ class Telemetry:
             self._release()
 
     def _release(self) -> None:
-        for held in (self._lines, self._lock):
-            if held is not None:
-                held.close()
+        for file in (self._lines, self._lock):
+            if file is not None:
+                file.close()
 
     # ---- the threads of the sinks and of the rollouts
 
@@ -255,7 +254,7 @@ class Telemetry:
                 self._stuck(name)
 
     def _wait(self, *names: str) -> None:
-        """Until the threads of these names (of all) have done what they were told so far, or have shown to be stuck."""
+        """Waits until the threads of these names (of all) have done their work so far, or are stuck."""
         deadline = time.monotonic() + FLUSH_SECONDS
         queues = {name: actions for name, actions in list(self._queues.items()) if name in names or not names}
         marks = {name: threading.Event() for name in queues}
@@ -267,7 +266,7 @@ class Telemetry:
                 self._stuck(name)
 
     def _stuck(self, name: str) -> None:
-        """A thread did nothing for FLUSH_SECONDS: a sink is left out from now on; for rollouts this raises OSError."""
+        """Disables a sink whose thread did nothing for FLUSH_SECONDS; for rollouts raises OSError."""
         if name == "rollouts":
             why = f"the disk has not taken the rollouts within {FLUSH_SECONDS:.0f} s"
             raise OSError(errno.EIO, why, str(self.run_dir / name))
@@ -323,8 +322,8 @@ def make_console(mode: str, total_steps: int, title: str, stream=None) -> Silent
 
 
 def sample_records(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
-    """Returns at most `count` records of different prompts; different ones at every step, the same in every run with
-    this seed.
+    """Returns at most `count` records of different prompts; different ones at every step, the same in every
+    run with this seed.
     """
     draw = random.Random(f"{seed} {step}")
     of: dict[str, list[dict]] = {}
@@ -335,8 +334,8 @@ def sample_records(records: list[dict], count: int, seed: int, step: int) -> lis
 
 def sample_text(record: dict) -> str:
     """Returns a conversation and its result as Markdown."""
-    said = {"prompt": str(record.get("prompt", "")), "completion": completion_text(record)}
-    said = {k: shortened(text, 20_000) for k, text in said.items()}
+    texts = {"prompt": str(record.get("prompt", "")), "completion": completion_text(record)}
+    texts = {k: shortened(text, 20_000) for k, text in texts.items()}
     verdict = {k: record[k] for k in ("score", "accurate", "advantage", "finish", "answer") if k in record}
     verdict = dumps({"rewards": record.get("reward", {}).get("parts", {}), **verdict}, indent=1)
-    return "".join(f"**{k}**\n\n```\n{text}\n```\n\n" for k, text in said.items()) + f"```\n{verdict}\n```"
+    return "".join(f"**{k}**\n\n```\n{text}\n```\n\n" for k, text in texts.items()) + f"```\n{verdict}\n```"

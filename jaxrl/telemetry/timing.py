@@ -31,7 +31,7 @@ class Phases:
         self._mark = self._begin = clock()
 
     def _book(self) -> None:
-        """The time since the last call belongs to the phase that is current."""
+        """Adds the time since the last call to the current phase."""
         now, name = self._clock(), self.current or "other"
         self._spent[name] = self._spent.get(name, 0.0) + now - self._mark
         self._mark = now

@@ -11,7 +11,7 @@ adapter. Metrics are named `adapter/<name>/<metric>`; `mean_over_adapters` adds 
 
 Called by training.update, which builds the step, and by roles.parameters, which builds the optimizers.
 
-Legend: R rows, S scored slots per row, K adapters.
+Legend: R rows, S loss slots per row, K adapters.
 """
 
 from __future__ import annotations

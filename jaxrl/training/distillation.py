@@ -1,4 +1,4 @@
-"""The objective of distillation: a divergence between student and teacher at every scored token.
+"""The objective of distillation: a divergence between student and teacher at every loss token.
 
 Formulas of the divergences are in algorithms.distillation; teachers are scored in roles.teachers.
 """

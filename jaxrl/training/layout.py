@@ -65,8 +65,12 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class RowShapes:
-    """Static shapes: row lengths, ascending, multiples of `ranks`; for each its row counts, descending, multiples of
-    `shards`. ranks, windows: as Microbatch's."""
+    """Static shapes of packed rows.
+
+    lengths: row lengths, ascending, multiples of `ranks`.
+    counts: row counts of each length, descending, multiples of `shards`.
+    ranks, windows: as in Microbatch.
+    """
 
     lengths: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
@@ -172,8 +176,9 @@ def _chunk_tokens(micro: Microbatch, sizes) -> int:
 
 
 def _with_chunks(sizes, shapes: RowShapes) -> Sizes:
-    """The sizes with each segment counted as at least the tokens that its chunks have room in, so that rows that are
-    full by these sizes have room for their chunks; of one sequence, which always has, at most the longest row."""
+    """Returns sizes that count each segment as at least the tokens that its chunks span, so rows full by these sizes
+    have room for their chunks. A single sequence counts at most the longest row.
+    """
     def counted(tokens):
         by_length = [-(-tokens // tokens_per_chunk(n)) * tokens_per_room(n) for n in shapes.lengths]
         return np.max([tokens, *by_length], axis=0)
@@ -188,7 +193,7 @@ def _tokens(block: Block, sizes) -> int:
 
 
 def _blocks(members, sizes, row_length) -> list[Block]:
-    """Cuts one group into blocks that fit a row, each of one prompt, in order of (sample)."""
+    """Cuts one group into blocks that fit a row, each of one prompt, in order of sample."""
     if sizes.prefixes is None:
         return [Block((int(i),), int(sizes.prompts[i] + sizes.completions[i])) for i in members]
     blocks = []
@@ -252,7 +257,7 @@ def _whole_groups(groups, length, most):
 
 
 def attention_work(block: Block, prompts, completions) -> int:
-    """Pairs of a query and a key that it sees: the prompt's own, each completion's with the prompt and its own."""
+    """Returns the number of (query, visible key) pairs: within the prompt, and each completion's with both."""
     prompt, own = int(prompts[block.sequences[0]]), completions[list(block.sequences)].astype(np.int64)
     if len(own) == 1:
         prompt, own = 0, own + prompt
@@ -270,7 +275,7 @@ def _assign_rows_to_shards(rows, shards, work):
 
 
 def _fit_rows(blocks, length):
-    """First-fit decreasing (stable); returns rows as tuples of blocks."""
+    """Packs blocks by first-fit decreasing (stable); returns rows as tuples of blocks."""
     rows, free = [], np.full(len(blocks), length)
     for block in sorted(blocks, key=lambda b: -b.tokens):
         slot = int(np.argmax(free >= block.tokens))  # rows not begun are free
@@ -281,7 +286,7 @@ def _fit_rows(blocks, length):
     return [tuple(r) for r in rows]
 
 
-CANDIDATES = 32  # prompts that are looked through for the completions that fill a row best
+CANDIDATES = 32  # prompts searched for the completions that fill a row best
 
 
 def _fill_rows(blocks, length, sizes):
@@ -292,35 +297,35 @@ def _fill_rows(blocks, length, sizes):
     that fill it best, if they have more tokens than the prompt copy they need.
     """
     completions = sizes.completions
-    rests = {}
+    waiting = {}
     for block in blocks:
-        rests.setdefault(int(sizes.prefixes[block.sequences[0]]), []).extend(block.sequences)
-    prompt = {p: int(sizes.prompts[ids[0]]) for p, ids in rests.items()}
-    size = {p: prompt[p] + int(completions[ids].sum()) for p, ids in rests.items()}
+        waiting.setdefault(int(sizes.prefixes[block.sequences[0]]), []).extend(block.sequences)
+    prompt = {p: int(sizes.prompts[ids[0]]) for p, ids in waiting.items()}
+    size = {p: prompt[p] + int(completions[ids].sum()) for p, ids in waiting.items()}
     rows = []
 
     def take(p, ids) -> int:
-        """Moves sequences of one prompt from the rests into the newest row, as a block; returns its tokens."""
+        """Moves sequences of one prompt from `waiting` into the newest row, as a block; returns its tokens."""
         tokens = int(completions[ids].sum())
         rows[-1] += (Block(tuple(sorted(ids)), prompt[p] + tokens),)
-        rests[p] = [i for i in rests[p] if i not in set(ids)]
+        waiting[p] = [i for i in waiting[p] if i not in set(ids)]
         size[p] -= tokens
-        if not rests[p]:
-            del rests[p]
+        if not waiting[p]:
+            del waiting[p]
         return prompt[p] + tokens
 
-    while rests:
+    while waiting:
         rows.append(())
-        free, order = length, sorted(rests, key=lambda p: (-size[p], p))
+        free, order = length, sorted(waiting, key=lambda p: (-size[p], p))
         if size[order[0]] > length:
             largest = order.pop(0)
-            free -= take(largest, _best_sum(rests[largest], completions, free - prompt[largest]))
+            free -= take(largest, _best_sum(waiting[largest], completions, free - prompt[largest]))
         for p in [p for p in order if size[p] <= length]:
             if size[p] <= free:
-                free -= take(p, list(rests[p]))
+                free -= take(p, list(waiting[p]))
         here = {int(sizes.prefixes[b.sequences[0]]) for b in rows[-1]}
-        others = [p for p in order if p in rests and p not in here][:CANDIDATES]
-        fitting = [(p, _best_sum(rests[p], completions, free - prompt[p])) for p in others]
+        others = [p for p in order if p in waiting and p not in here][:CANDIDATES]
+        fitting = [(p, _best_sum(waiting[p], completions, free - prompt[p])) for p in others]
         p, ids = max(fitting, key=lambda one: int(completions[one[1]].sum()), default=(None, []))
         if ids and int(completions[ids].sum()) > prompt[p]:
             take(p, ids)

@@ -1,17 +1,17 @@
 """Objectives: what an update minimises, as a value.
 
-An objective names the token columns and weights it reads and the roles that must score the batch first, and computes
-the loss of a microbatch from the model's outputs. Update, scoring and planner read the same value. The formulas of
-policy losses are in jaxrl.algorithms; divergences of distillation are in training.distillation.
+An objective names the token columns and weights it reads and the roles whose log-probs or values it needs, and
+computes the loss of a microbatch from the model's outputs. Updates, log-probs and the planner read the same value. The
+formulas of policy losses are in jaxrl.algorithms; divergences of distillation are in training.distillation.
 
-A loss is a masked sum of weight * token loss. Weights are 1/denominator of one optimizer step and come from the host,
-so losses and metrics add up over microbatches and data shards. Metrics have the weight "token" = 1 / (scored tokens of
-the step).
+A loss is a masked sum of weight * token loss. Weights are 1/denominator of one optimizer step and come from the
+host, so losses and metrics add up over microbatches and data shards. Metrics have the weight "token" = 1 / (loss
+tokens of the step).
 
-An objective of sequences (preferences, say) is the weighted update of NextToken, with the weights of
-`sequence_weights`.
+An objective of sequences (preferences, say) is the weighted update of NextToken, with
+the weights of `sequence_weights`.
 
-Legend: R rows, S scored slots per row, N trajectories, T tokens.
+Legend: R rows, S loss slots per row, N trajectories, T tokens.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Outputs:
     """Outputs of a model for one packed microbatch; log-probs and values are computed when an objective reads them.
 
     Attributes:
-      hidden: [R, S, D], the states that predict the scored slots, from one forward pass.
+      hidden: [R, S, D], the states that predict the loss slots, from one forward pass.
       token: [R, S] weight "token"; mask: where it is positive.
       auxiliary: {name: output of the layers summed over them} (balance of experts ...); {} for a dense model.
     """
 
     def __init__(self, model, params, batch, objective: Objective):
-        if "dropout" in batch.columns:  # a number of the microbatch's own, at all of its tokens
+        if "dropout" in batch.columns:  # the same number at all tokens of a microbatch
             params = adapters.noisy(model, params, jnp.max(batch.columns["dropout"]))
         self.model, self.params, self.batch, self.objective = model, params, batch, objective
         self.token = batch.weights["token"]
@@ -67,7 +67,7 @@ class Outputs:
         part = copy.copy(self)
         part.batch, part.objective, part.token = batch, objective, batch.weights["token"]
         part.mask = part.token > 0
-        part._of_targets = self._of_targets  # computed once, for all of them
+        part._of_targets = self._of_targets  # computed once
         return part
 
     @functools.cached_property
@@ -103,15 +103,15 @@ class Objective:
 
     Attributes:
       columns, weights: names in PackedBatch that the loss reads.
-      needs: what must score the batch first: "old" (the policy itself), "reference", "critic".
+      needs: whose log-probs or values the loss needs: "old" (the policy before the step), "reference", "critic".
     """
 
     temperature: float = 1.0
-    chunk: int = 1024          # scored tokens whose logits exist at once
+    chunk: int = 1024          # loss tokens whose logits exist at once
     max_grad_norm: float = 1.0
     fp16: bool = False
     loss_scale: LossScale = LossScale()
-    router_balance: float = 0.0  # of training.router, for every objective of a model with experts
+    router_balance: float = 0.0  # coefficients of training.router, if the model has experts
     router_z: float = 0.0
     router_bias_rate: float = 0.0
 
@@ -130,7 +130,7 @@ class Objective:
     def stops(self, already, metrics):
         """Whether this optimizer step and the RL step's remaining ones are skipped.
 
-        already: [] bool, an earlier one was. metrics: of this optimizer step.
+        already: [] bool, whether an earlier step was skipped. metrics: of this optimizer step.
         """
         return already
 
@@ -278,10 +278,10 @@ class PolicyGradient(Objective):
                 "gap/corrected_fraction": jnp.sum(token * changed),
             }
         if o.sequence_delta:
-            kept = off_policy_sequence_mask(
+            in_range = off_policy_sequence_mask(
                 fixed, tokens.behaviour, tokens.advantage, mask, tokens.sequences, o.sequence_delta)
-            metrics["policy/sequence_masked_fraction"] = jnp.sum(token * (1 - kept))
-            factor = kept if factor is None else factor * kept
+            metrics["policy/sequence_masked_fraction"] = jnp.sum(token * (1 - in_range))
+            factor = in_range if factor is None else factor * in_range
         return factor, metrics
 
     def _gap_metrics(self, token, mask, fixed, old, batch):
@@ -331,25 +331,25 @@ def applied_policy_loss(tokens: Tokens, options):
     name, shape = options.policy_loss, tokens.logp.shape
     wanted = "a loss per token with the shape and dtype of tokens.logp, and a dict to log (docs/guides/extend.md)"
     try:
-        found = find_policy_loss(name)(tokens, options)
+        result = find_policy_loss(name)(tokens, options)
     except ConfigError:
         raise
-    except Exception as e:  # whatever a function of the user's may raise while it is traced
+    except Exception as e:  # any error of the user's function while it is traced
         if ":" not in name:
             raise
         frames = traceback.extract_tb(e.__traceback__)
         at = next((f for f in reversed(frames) if f.filename.endswith(_file_of(name))), frames[-1])
-        said = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise ConfigError(f"algorithm.policy_loss={name}, line {at.lineno}, {at.line!r}: {said}. Expected is {wanted};"
-                          " options of your own are user.*") from e
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise ConfigError(f"algorithm.policy_loss={name}: it returned {type(found).__name__}; expected {wanted}")
-    loss = found[0]
+        message = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise ConfigError(f"algorithm.policy_loss={name}, line {at.lineno}, {at.line!r}: {message}. Expected is "
+                          f"{wanted}; options of your own are user.*") from e
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise ConfigError(f"algorithm.policy_loss={name}: it returned {type(result).__name__}; expected {wanted}")
+    loss = result[0]
     if jnp.shape(loss) != shape or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise ConfigError(f"algorithm.policy_loss={name}: the loss has shape {jnp.shape(loss)} and dtype"
                           f" {jnp.result_type(loss)}, tokens.logp has {shape} and {tokens.logp.dtype}: expected"
                           f" {wanted}. Neither sum nor average it: jaxrl weighs the tokens of the whole optimizer step")
-    return found
+    return result
 
 
 def _file_of(name: str) -> str:
@@ -370,15 +370,15 @@ STAT_NAMES = {"ratio": "ratio_mean", "clipped": "clip_fraction", "clipped_low": 
 
 def _ratio_metrics(token, mask, fixed, old, stats):
     ratio = masked_exp(fixed - old, mask)
-    out = {"policy/ratio_mean": jnp.sum(token * ratio),  # by token, unless the loss says what it used
+    out = {"policy/ratio_mean": jnp.sum(token * ratio),  # per token, unless the loss's stats replace it
            "policy/approx_kl": jnp.sum(token * (ratio - 1 - jnp.where(mask, fixed - old, 0)))}
     return out | {f"policy/{STAT_NAMES.get(name, name)}": jnp.sum(token * jax.lax.stop_gradient(x))
                   for name, x in stats.items()}
 
 
 def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
-    """Returns weights [T] with which NextToken minimises any loss L(s_1 ... s_N) of the sums s_i of a
-    trajectory's log-probs.
+    """Returns weights [T] with which NextToken minimises any loss L(s_1 ... s_N) of the sums s_i
+    of a trajectory's log-probs.
 
     By the chain rule the gradient of L is sum_i dL/ds_i sum_t grad logp_t; NextToken's is -sum_t w_t grad logp_t, so
     w_t = -dL/ds_i. The derivatives are taken on the host in float64 over the whole batch (see algorithms.preference),

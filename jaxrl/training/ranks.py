@@ -1,9 +1,9 @@
-"""Assigns the tokens and scored slots of a row to the ranks of mesh.cp, each of which has an equal part of the row.
+"""Assigns the tokens and loss slots of a row to the ranks of mesh.cp, each of which has an equal part of the row.
 
 The assignment follows from lengths alone; what a model computes does not depend on it (models.placement). Tokens move
 in tiles, the same number to every rank: tiles with most work first, each to the rank with least work so far. The work
-of a token is the number of keys it sees. So attention's work is even whatever the row holds (several documents, shared
-prompts, padding). A tile is whole in the kernels' blocks, so that a block holds neighbours.
+of a token is the number of keys it sees. So attention's work is even for any content of the row (several documents,
+shared prompts, padding). A tile is whole in the kernels' blocks, so that a block holds neighbours.
 
 Called by training.pack and the planner.
 
@@ -74,7 +74,7 @@ def imbalance(pairs_RxL: np.ndarray, places_RxL: np.ndarray, ranks: int) -> floa
 
 
 def slots(numbers, counts, length: int, ranks: int) -> np.ndarray:
-    """Returns the places of scored slots: the same number for each rank, in order, front-packed.
+    """Returns the places of loss slots: the same number for each rank, in order, front-packed.
 
     Args:
       numbers: 0, 1, ... of each slot in its row. counts: slots of that row, at most `length`.

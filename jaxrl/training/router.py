@@ -1,6 +1,6 @@
 """Computes the loss terms and metrics of a model's routers, and corrects their bias. Models without experts have none.
 
-With w the weight "token" of a scored token, 1 / (scored tokens of the optimizer step), and p the router's
+With w the weight "token" of a loss token, 1 / (loss tokens of the optimizer step), and p the router's
 probabilities at the token whose hidden state predicts it,
 
     balance = sum over layers of E * sum_t w_t sum_e load_e p_te        (Fedus et al., arXiv 2101.03961, eq. 4)
@@ -12,7 +12,7 @@ the first step all experts have an equal load, which has no gradient.
 
 Called by training.update (terms, bias) and training.score (replayed routes). Routing itself is in models.feed_forward.
 
-Legend: R rows, L row length, S scored slots per row, n layers with experts, E experts, K experts of a token.
+Legend: R rows, L row length, S loss slots per row, n layers with experts, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def loss_terms(outputs, batch, objective):
 
     Args:
       outputs: objective.Outputs of the microbatch.
-      batch: PackedBatch; weight "token" is 1 / (scored tokens of the optimizer step).
+      batch: PackedBatch; weight "token" is 1 / (loss tokens of the optimizer step).
       objective: router_balance and router_z are its coefficients.
     """
-    said, token = outputs.auxiliary, batch.weights["token"]
-    if "routes" not in said:
+    auxiliary, token = outputs.auxiliary, batch.weights["token"]
+    if "routes" not in auxiliary:
         return 0.0, {}
-    layers, experts = len(said["routes"]), outputs.model.config.num_experts
+    layers, experts = len(auxiliary["routes"]), outputs.model.config.num_experts
     at = lambda x: jnp.sum(token * at_sources(x, batch.sources))  # noqa: E731
 
     def load(routes_RxLxK):
@@ -113,16 +113,16 @@ def loss_terms(outputs, batch, objective):
         return jnp.sum(jnp.where(chosen, token[..., None, None], 0), axis=(0, 1, 2)) / routes.shape[-1]
 
     loss = jnp.zeros((), token.dtype)
-    metrics = {"router/entropy": jax.lax.stop_gradient(at(said["router_entropy"])) / layers,
-               "router/load": jax.lax.map(load, said["routes"])}
+    metrics = {"router/entropy": jax.lax.stop_gradient(at(auxiliary["router_entropy"])) / layers,
+               "router/load": jax.lax.map(load, auxiliary["routes"])}
     for name, coef in (("balance", objective.router_balance), ("z", objective.router_z)):
         if coef:
-            term = at(said[f"router_{name}"])
+            term = at(auxiliary[f"router_{name}"])
             loss += coef * term
             metrics[f"router/{name}"] = jax.lax.stop_gradient(term) / layers
     for name in ("replayed", "mismatch"):
-        if f"router_{name}" in said:
-            metrics[f"router/{name}"] = at(said[f"router_{name}"]) / layers
+        if f"router_{name}" in auxiliary:
+            metrics[f"router/{name}"] = at(auxiliary[f"router_{name}"]) / layers
     return loss, metrics
 
 

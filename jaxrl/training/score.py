@@ -1,9 +1,9 @@
-"""Scores the tokens of a batch: log-probs, values or hidden states under given parameters.
+"""Computes log-probs, values or hidden states of a batch's tokens under given parameters.
 
 Called by roles for the proximal policy, reference, critic, reward model and teachers, and by training.objective for the
 update, with the same forward pass. Nothing here samples or updates.
 
-Legend: R rows, L row length, S scored slots per row, D hidden size.
+Legend: R rows, L row length, S loss slots per row, D hidden size.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jaxrl.training.pack import pack, unpack, unpack_tokens
 
 
 def forward_hidden(model, params, batch):
-    """Runs the one forward pass of scoring and update; routes in the batch are replayed.
+    """Runs the forward pass that log-probs and updates share; routes in the batch are replayed.
 
-    On the same layout scoring and update give bitwise equal results on the CPU.
+    On the same layout both give bitwise equal results on the CPU.
 
     Returns:
-      (hidden [R, S, D], the state that predicts each scored slot; auxiliary outputs, see Model.forward).
+      (hidden [R, S, D], the state that predicts each loss slot; auxiliary outputs, see Model.forward).
     """
     if batch.routes is not None:
         params = router.with_routes(model, params, batch.routes)
@@ -50,7 +50,7 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
       hidden_RxSxD: of `forward_hidden`.
       batch: PackedBatch; its column `support`, if present, restricts the distribution.
       temperature: logits are divided by it.
-      chunk: scored tokens whose logits exist at once.
+      chunk: loss tokens whose logits exist at once.
       valid_RxS: bool, slots that are computed.
       ids_RxSxK, top: as in kernels.logprob.logprob_and_entropy, which appends their results to the tuple.
     """
@@ -77,27 +77,27 @@ def forward_logprobs(model, params, batch, **options):
 
 
 def make_score(model, *, temperature: float, chunk: int, put, routes: bool = False):
-    """Returns score(params, traj, layout) -> [T] float32, the log-probs (nats) of all scored tokens, 0 on the others.
+    """Returns score(params, traj, layout) -> [T] float32, the log-probs (nats) of all loss tokens, 0 on the others.
 
     Args:
       model: jaxrl.models.Model.
       temperature: of the sampling distribution (1 for greedy sampling).
-      chunk: scored tokens whose logits exist at once.
+      chunk: loss tokens whose logits exist at once.
       put: host PackedBatch -> device PackedBatch.
       routes: return {"logprob": [T], "routes": [T, n * K] int16, the experts of every token (training.router)} instead.
     """
 
     def program(params, batch):
-        hidden, told = forward_hidden(model, params, batch)
+        hidden, auxiliary = forward_hidden(model, params, batch)
         logprob = logprobs_of(model, params, hidden, batch, temperature=temperature, chunk=chunk,
                               valid_RxS=batch.weights["scored"] > 0)[0]
-        return {"logprob": logprob, "routes": by_token(told)} if routes else logprob
+        return {"logprob": logprob, "routes": by_token(auxiliary)} if routes else logprob
 
     return _over_layout(program, put)
 
 
 def make_value_score(model, *, put):
-    """Returns score(params, traj, layout) -> [T] float32: the value of the state each scored token was sampled in.
+    """Returns score(params, traj, layout) -> [T] float32: the value of the state each loss token was sampled in.
 
     Args:
       model: jaxrl.models.Model; `params` has a value head (see models.value).
@@ -107,14 +107,14 @@ def make_value_score(model, *, put):
 
 
 def make_reader(model, *, temperature: float, chunk: int, put, top: int = 0, hidden: bool = False):
-    """Returns read(params, traj, layout, columns={}) -> {name: [T, ...]}: outputs at all scored tokens, 0 elsewhere.
+    """Returns read(params, traj, layout, columns={}) -> {name: [T, ...]}: outputs at all loss tokens, 0 elsewhere.
 
-        "hidden" (alone, where `hidden`)  [T, D] the states that predict the tokens, in the compute dtype
+        "hidden" (alone, if `hidden`)     [T, D] the states that predict the tokens, in the compute dtype
         "logprob"                         [T] float32
-        "ids", "logprobs"                 [T, top] the most probable tokens and their log-probs, where `top`
-        "chosen"                          [T, K] log-probs at the ids of columns["at"], where it is given
+        "ids", "logprobs"                 [T, top] the most probable tokens and their log-probs, if `top`
+        "chosen"                          [T, K] log-probs at the ids of columns["at"], if it has that column
 
-    Args: as of make_score.
+    Args: as for make_score.
     """
 
     def program(params, batch):
@@ -122,9 +122,9 @@ def make_reader(model, *, temperature: float, chunk: int, put, top: int = 0, hid
         if hidden:
             return {"hidden": states}
         names = ("logprob", "entropy", *["ids", "logprobs"] * bool(top), *["chosen"] * ("at" in batch.columns))
-        found = logprobs_of(model, params, states, batch, temperature=temperature, chunk=chunk, top=top,
-                            ids_RxSxK=batch.columns.get("at"), valid_RxS=batch.weights["scored"] > 0)
-        return {name: x for name, x in zip(names, found, strict=True) if name != "entropy"}
+        outputs = logprobs_of(model, params, states, batch, temperature=temperature, chunk=chunk, top=top,
+                              ids_RxSxK=batch.columns.get("at"), valid_RxS=batch.weights["scored"] > 0)
+        return {name: x for name, x in zip(names, outputs, strict=True) if name != "entropy"}
 
     return _over_layout(program, put)
 
@@ -134,9 +134,9 @@ def _over_layout(program, put) -> Callable[..., Any]:
 
     def score(params, traj, layout, columns=None):
         ones = {"scored": np.ones(len(traj.tokens), np.float32)}
-        kept = {name: traj.columns[name] for name in ("support",) if name in traj.columns}
+        default = {name: traj.columns[name] for name in ("support",) if name in traj.columns}
         micros = [m for mini in layout.minibatches for m in mini.microbatches]
-        pending = [program(params, put(pack(traj, m, columns or kept, ones))) for m in micros]
+        pending = [program(params, put(pack(traj, m, columns or default, ones))) for m in micros]
         kind = lambda x: np.float32 if x.dtype == np.float64 else x.dtype  # noqa: E731
         named = lambda x: x if isinstance(x, dict) else {"": x}  # noqa: E731
         out = {name: np.zeros((len(traj.tokens), *x.shape[2:]), kind(x)) for name, x in named(pending[0]).items()}

@@ -1,6 +1,6 @@
-"""Builds Trajectories whose scored slots read a score behind given tokens, for reward models.
+"""Builds Trajectories whose loss slots read a score behind given tokens, for reward models.
 
-A scored slot is read at the token before it (`PackedBatch.sources`). So each sequence gets one more token at its end,
+A loss slot is read at the token before it (`PackedBatch.sources`). So each sequence gets one more token at its end,
 whose slot reads the last real token; no real token sees it. Packing, layout and shared prompts are unchanged.
 """
 

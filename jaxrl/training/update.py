@@ -1,12 +1,12 @@
 """Builds the jitted update: gradients accumulated over microbatches, then one optimizer step.
 
-Called by every trainable role (roles.role) and, on shapes alone, by the planner. Packing and layout are made before, in
+Called by every trainable role (roles.role) and, on shapes alone, by the planner. Packing and layout come first, in
 training.pack and training.layout; losses are defined in training.objective.
 
-The loss of an optimizer step is a sum over scored tokens of weight * token loss, with weights 1/denominator from the
-host. Metrics are sums with the weight "token" = 1 / (scored tokens of the step), so they add up over microbatches too.
+The loss of an optimizer step is a sum over loss tokens of weight * token loss, with weights 1/denominator from the
+host. Metrics are sums with the weight "token" = 1 / (loss tokens of the step), so they add up over microbatches too.
 
-Legend: R rows, S scored slots per row.
+Legend: R rows, S loss slots per row.
 """
 
 from __future__ import annotations
@@ -100,19 +100,20 @@ def make_accumulate(scaled):
     """
 
     def one(trainable, frozen, stats, grads, metrics, batch):
-        near, away = ({k: x for k, x in trainable.items() if memory.in_host(x) == there} for there in (False, True))
+        on_device = {k: x for k, x in trainable.items() if not memory.in_host(x)}
+        in_host = {k: x for k, x in trainable.items() if k not in on_device}
 
-        def of(near, sums):  # the gradient of a sum is this sum with more in it (memory.Streamed)
-            far = {k: memory.Streamed(x, sums[k]) for k, x in away.items()}
-            far = {k: x if k.startswith("layer") else memory.fetched(x) for k, x in far.items()}  # once for all uses
-            return scaled(near | far, frozen, batch, stats)
+        def loss_of(on_device, sums):  # memory.Streamed: the cotangent of `sums` is the accumulated gradient
+            streamed = {k: memory.Streamed(x, sums[k]) for k, x in in_host.items()}
+            streamed = {k: x if k.startswith("layer") else memory.fetched(x) for k, x in streamed.items()}  # once
+            return scaled(on_device | streamed, frozen, batch, stats)
 
-        sums = {k: grads[k] for k in away}
-        loss, backward, new = jax.vjp(of, near, sums, has_aux=True)
+        sums = {k: grads[k] for k in in_host}
+        loss, backward, new = jax.vjp(loss_of, on_device, sums, has_aux=True)
         # The backward pass adds to a Ref where it computes, layer by layer: the gradient of all layers never exists.
-        refs = {k: jax.new_ref(grads[k]) for k, x in near.items() if IN_PLACE and x.dtype == grads[k].dtype}
-        more, sums = backward.with_refs(near | refs, sums)(jnp.ones_like(loss))
-        grads = {k: jax.freeze(refs[k]) if k in refs else grads[k] + more[k] for k in near} | sums
+        refs = {k: jax.new_ref(grads[k]) for k, x in on_device.items() if IN_PLACE and x.dtype == grads[k].dtype}
+        more, sums = backward.with_refs(on_device | refs, sums)(jnp.ones_like(loss))
+        grads = {k: jax.freeze(refs[k]) if k in refs else grads[k] + more[k] for k in on_device} | sums
         metrics = {k: reduction_of(k)(metrics[k], new[k]) for k in new}
         return grads, metrics
 
@@ -187,8 +188,8 @@ def _step_stats(state, metrics, objective, finite, stopped, norm, schedule):
         "stopped": stopped.astype(jnp.int32),
     }
     if objective.entropy_target:
-        moved_on = objective.entropy_coefs(state.stats, metrics["policy/entropy"])
-        stats |= {name: jnp.where(taken, new, state.stats[name]) for name, new in moved_on.items()}
+        coefs = objective.entropy_coefs(state.stats, metrics["policy/entropy"])
+        stats |= {name: jnp.where(taken, new, state.stats[name]) for name, new in coefs.items()}
     if "router/load" in metrics:
         stats["router_load"] = jnp.where(taken, metrics["router/load"], state.stats["router_load"])
     if objective.fp16:
@@ -243,15 +244,14 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
     Args:
       optimizer: optax transformation, or adapter_set.Optimizers for one step of each adapter of a set.
       schedule: update number -> learning rate; not used with adapter_set.Optimizers.
-      in_parts: how much state in host memory an optimizer step has on the devices at a time: "rows" of a parameter,
-        a whole "parameter", or "none": all of the optimizer's state, with the parameters on the devices as well.
+      in_parts: the part of the state in host memory that an optimizer step moves to the devices at a time.
+        "rows": some rows of one parameter; "parameter": one parameter; "none": everything at once.
     """
     scaled, finish = _make_loss_and_apply(model, optimizer, schedule, objective)
-    programs = {}  # by where the state lies: (empty, accumulate, finish)
+    programs = {}  # shardings of the state -> (empty, accumulate, finish)
 
     def compiled(state):
-        """Returns the jitted (zero sums, accumulate, apply) for a state's placement, each compiled once: gradients are
-        placed like their parameters and the new state like the old one."""
+        """Returns the jitted (zero sums, accumulate, apply) for a state's shardings, which gradients share."""
         where = jax.tree.map(lambda x: x.sharding, state)
         key = tuple(jax.tree.leaves(where))
         if key not in programs:
@@ -280,15 +280,16 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
 
     def update(state, microbatches):
         grads, metrics = gradients(state, microbatches)
-        far = {name: x for name, x in state.frozen.items() if memory.rests(x)}  # stay where they are
-        state = state.replace(frozen={name: x for name, x in state.frozen.items() if name not in far})
+        in_host = {name: x for name, x in state.frozen.items() if memory.rests(x)}  # stay there
+        state = state.replace(frozen={name: x for name, x in state.frozen.items() if name not in in_host})
         if in_parts != "none":
             state, metrics = compiled(state)[2](state, grads, metrics)
-            return state.replace(frozen=state.frozen | far), metrics
-        rests = jax.tree.map(lambda x: x.sharding, state.opt_state)
+            return state.replace(frozen=state.frozen | in_host), metrics
+        shardings = jax.tree.map(lambda x: x.sharding, state.opt_state)
         state = state.replace(opt_state=memory.to_devices(state.opt_state))
         state, metrics = compiled(state)[2](state, grads, metrics)
-        return state.replace(frozen=state.frozen | far, opt_state=memory.to_host(state.opt_state, rests)), metrics
+        return state.replace(frozen=state.frozen | in_host,
+                             opt_state=memory.to_host(state.opt_state, shardings)), metrics
 
     update.gradients, update.in_parts = gradients, in_parts
     update.compiled = compiled  # of a state of shapes, too: run.mode=plan lowers the programs without running them

@@ -58,10 +58,10 @@ def function_spec(fn, folder: FunctionFolder, who: str = "reward function", anno
     return _reference_spec(fn) or _source_spec(fn, folder, who, annotations)
 
 
-def file_spec(given: str) -> str:
+def file_spec(spec: str) -> str:
     """Returns a spec with the path of its file, if any, made absolute."""
-    place, _, name = given.rpartition(":")
-    return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") else given
+    place, _, name = spec.rpartition(":")
+    return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") else spec
 
 
 def check_place(field: str, spec: str) -> None:
@@ -76,7 +76,9 @@ def check_place(field: str, spec: str) -> None:
 
 
 def _reference_spec(fn) -> str | None:
-    """'module:qualname' or 'file.py:qualname' if that leads to the same function in another process, else None."""
+    """Returns 'module:qualname' or 'file.py:qualname' if that leads to the same function in another
+    process, else None.
+    """
     module = sys.modules.get(fn.__module__)
     if fn.__module__ == "__main__" or module is None or "<" in fn.__qualname__:
         return None
@@ -198,7 +200,7 @@ class _Source:
 
 
 def _globals_of(code: types.CodeType) -> list[str]:
-    """Names of globals the code reads, nested functions and comprehensions included."""
+    """Returns the names of globals the code reads, nested functions and comprehensions included."""
     names = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):

@@ -74,8 +74,8 @@ def printable(text: str) -> str:
 
 
 def describe(error: BaseException, own=()) -> str:
-    """Returns 'ValueError: text (file.py:12 in score)': type, text and the innermost place outside `own` files and
-    this one.
+    """Returns 'ValueError: text (file.py:12 in score)': type, text and the innermost place outside `own`
+    files and this one.
     """
     text = f"{type(error).__name__}: {safe_str(error)}".replace("\n", " ")
     if len(text) > 300:

@@ -84,21 +84,21 @@ class PrintedOutput:
 
     def bound(self, size: int = PRINTED_BYTES) -> None:
         """Drops the whole text if it exceeds `size` bytes."""
-        held = os.fstat(self.file.fileno()).st_size
-        if held > size:
-            self._dropped += held
+        size_now = os.fstat(self.file.fileno()).st_size
+        if size_now > size:
+            self._dropped += size_now
             os.ftruncate(self.file.fileno(), 0)
 
     def lines(self) -> list[str]:
         """Returns the lines printed since the last call; first how much was dropped."""
         size, dropped = os.fstat(self.file.fileno()).st_size, self._dropped
-        said = [f"({dropped >> 20} MiB of printed text were dropped)"] if dropped else []
+        lines = [f"({dropped >> 20} MiB of printed text were dropped)"] if dropped else []
         self._dropped = 0
         if not size:
-            return said
+            return lines
         text = os.pread(self.file.fileno(), min(size, 1 << 20), max(0, size - (1 << 20))).decode("utf-8", "replace")
         os.ftruncate(self.file.fileno(), 0)
-        return said + text.splitlines()
+        return lines + text.splitlines()
 
     def last(self) -> str:
         """Returns the last printed lines as the end of a message."""

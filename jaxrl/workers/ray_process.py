@@ -53,18 +53,18 @@ class RemoteProcess(Channel):
       named: environment variables in addition to what Python needs, which its host provides.
       cpus: CPUs that Ray reserves.
       table: class of the memory that the worker shares with its actor (worker.Seats).
-      told: called with the table's `ages()`.
+      store_ages: called with the table's `ages()`.
     """
 
-    seats: Any  # what `told` writes, for the pool that launched it
+    seats: Any  # what `store_ages` writes, for the pool that launched it
 
     def __init__(self, module: str, printed: PrintedOutput, named: dict[str, str], memory_gb: float, *, group: str,
                  who: str,
-                 cpus: float, python: str = "", table=None, told=lambda ages: None):
+                 cpus: float, python: str = "", table=None, store_ages=lambda ages: None):
         import ray
         super().__init__()
         self._ray, self._why, self._ended = ray, "", threading.Event()
-        self._printed, self._told, self.lost = printed, told, False
+        self._printed, self._store_ages, self.lost = printed, store_ages, False
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
         self.descriptors = os.dup(self._ours.fileno()), self._ours.fileno()  # two, because each is waited for by itself
@@ -76,19 +76,19 @@ class RemoteProcess(Channel):
             thread.start()
 
     def _bring(self) -> None:
-        """Lines to the worker."""
+        """Forwards lines to the worker."""
         write = self._actor.write.options(concurrency_group="into")
         with self._close_at_end():
             while data := self._theirs.recv(1 << 20):
                 self._ray.get(write.remote(data))
 
     def _fetch(self) -> None:
-        """Lines of the worker, until it has ended."""
+        """Forwards lines of the worker, until it has ended."""
         read = self._actor.read.options(concurrency_group="out_of")
         with self._close_at_end():
             while not self._ended.is_set():
                 data, ages, printed, why = self._ray.get(read.remote())
-                self._told(ages)
+                self._store_ages(ages)
                 if printed:
                     self._printed.file.write(printed)
                 if data:
@@ -99,7 +99,7 @@ class RemoteProcess(Channel):
 
     @contextlib.contextmanager
     def _close_at_end(self):
-        """At the end, however it comes, whoever speaks with the worker is told by the end of the socket."""
+        """Context that closes the socket at its end, for any reason, so that the reader sees the end."""
         try:
             yield
         except self._ray.exceptions.RayError as e:
@@ -134,7 +134,13 @@ class RemoteProcess(Channel):
 
 
 class Host:
-    """The actor: runs a worker process on its host."""
+    """The actor: runs a worker process on its host.
+
+    Args:
+      module, memory_gb, group, who, python: see WorkerProcess.
+      named: environment variables in addition to what Python needs.
+      table: class of the memory that the worker shares with this actor (worker.Seats), or None.
+    """
 
     def __init__(self, module: str, named: dict[str, str], memory_gb: float, group: str, who: str, python: str, table):
         self._state, self._out, self._why, self._at = threading.Condition(), bytearray(), "", 0
@@ -145,13 +151,13 @@ class Host:
             self._file.truncate(table.BYTES)
             self._table, fd = table(self._file.fileno()), self._file.fileno()
             how |= {"inherit": (fd,), "arguments": (str(fd),)}
-        given = (module, self._printed, environment((), python) | named, memory_gb), how
-        threading.Thread(target=self._serve, args=given, daemon=True).start()
+        arguments = (module, self._printed, environment((), python) | named, memory_gb), how
+        threading.Thread(target=self._serve, args=arguments, daemon=True).start()
 
-    def _serve(self, given: tuple, how: dict) -> None:
+    def _serve(self, arguments: tuple, how: dict) -> None:
         """Starts the worker, which lives as long as this thread, and takes what it says."""
         try:
-            process = WorkerProcess(*given, **how)
+            process = WorkerProcess(*arguments, **how)
         except OSError as e:
             with self._state:
                 self._why = f"it cannot be started: {e}"

@@ -55,7 +55,7 @@ class _ReachedCode:
         self._seen: set[str] = set()
 
     def add(self, module: str, root: str = "") -> None:
-        """A module, or of it what its function `root` needs; and all that is imported there."""
+        """Adds a module, or the parts of it that its function `root` needs, and everything that is imported there."""
         path = _path(module)
         if module in self._seen or path is None or path.startswith(STANDARD) and "-packages" not in path:
             return
@@ -82,24 +82,25 @@ class _ReachedCode:
 
 
 def _needed(body: list, root: str) -> list:
-    """The statements of a file without its plain functions that `root` does not reach; all of them where that cannot be
-    told."""
+    """Returns the statements of a file without its plain functions that `root` does not reach; all of them
+    if that is unknown.
+    """
     plain = {s.name: s for s in body if isinstance(s, DEFS) and not s.decorator_list}
     if root not in {s.name for s in body if isinstance(s, DEFS)} or ANYTHING & _names(body):
         return body
     if len(plain) != sum(isinstance(s, DEFS) and not s.decorator_list for s in body):  # a name that is defined twice
         return body
-    kept = [s for s in body if s not in plain.values() or s.name == root]
-    used, missing = _names(kept), True
+    needed = [s for s in body if s not in plain.values() or s.name == root]
+    used, missing = _names(needed), True
     while missing:
-        missing = [s for name, s in plain.items() if name in used and s not in kept]
-        kept += missing
+        missing = [s for name, s in plain.items() if name in used and s not in needed]
+        needed += missing
         used |= _names(missing)
-    return [s for s in body if s in kept]
+    return [s for s in body if s in needed]
 
 
 def _names(body: list) -> set[str]:
-    """All that these statements name: variables, attributes, imports, and texts that might be names."""
+    """Returns all names in these statements: variables, attributes, imports, and texts that might be names."""
     out = set()
     for node in (n for s in body for n in ast.walk(s)):
         if isinstance(node, ast.Name):
@@ -116,7 +117,7 @@ def _names(body: list) -> set[str]:
 
 
 def _imports(body: list, module: str, path: str) -> set[str]:
-    """Names of the modules that these statements may import, and of the packages around them."""
+    """Returns the names of the modules that these statements may import, and of their parent packages."""
     found = set()
     package = module if os.path.basename(path) == "__init__.py" else module.rpartition(".")[0]
     for node in (n for s in body for n in ast.walk(s)):
@@ -131,7 +132,7 @@ def _imports(body: list, module: str, path: str) -> set[str]:
 
 
 def _path(module: str) -> str | None:
-    """The file of a module, loaded or not; None for one without, and for what is none."""
+    """Returns the file of a module, loaded or not; None without a file or module."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None)
     above = module.rpartition(".")[0]
@@ -146,7 +147,7 @@ def _path(module: str) -> str | None:
 
 
 def _inside(package: str, module: str) -> str | None:
-    """Of a package (its file) that is not loaded, the file of one of its modules."""
+    """Returns the file of a module of a package (given by its file) that is not loaded."""
     folder = os.path.join(os.path.dirname(package), module.rpartition(".")[2])
     return next((p for p in (f"{folder}.py", os.path.join(folder, "__init__.py")) if os.path.exists(p)), None)
 

@@ -32,8 +32,8 @@ def die_with_parent() -> None:
 
 
 class Replies:
-    """The stream to the parent. Only the process that opened it may write: a forked child that returns from user code
-    exits here.
+    """The stream to the parent. Only the process that opened it may write: a forked child that returns from
+    user code exits here.
     """
 
     def __init__(self, fd: int):
@@ -65,8 +65,8 @@ def private_descriptors() -> tuple[int, int]:
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
 
     def in_child():
-        """It neither takes this process's tasks nor keeps its stream open, and SIGTERM ends it (as multiprocessing
-        wants)."""
+        """It neither takes this process's tasks nor keeps its stream open, and SIGTERM ends
+        it (as multiprocessing wants)."""
         for fd in streams:
             os.dup2(nothing, fd, inheritable=False)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -44,7 +44,7 @@ def supervise(memory: int) -> None:
 
 
 def _watch(worker: int, memory: int) -> int:
-    """Until it is over; the status to leave with, as os.waitpid gives it."""
+    """Waits until the process is over; returns the status to leave with, as os.waitpid gives it."""
     look = time.monotonic() + WATCH_SECONDS
     while True:
         got = signal.sigtimedwait({END, signal.SIGCHLD}, max(0.0, look - time.monotonic()))
@@ -85,7 +85,7 @@ def _resident(pid: int) -> int:
 
 
 def _share(pid: int) -> int:
-    """Of its pages, each divided by the processes that have it."""
+    """Returns the process's share of memory: its pages, each divided by the number of processes that have it."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))

@@ -293,7 +293,7 @@ def test_token_means_of_some_trajectories_each():
     for _ in range(40):
         n = int(rng.integers(0, 9))
         counts = rng.integers(0, 4, n)
-        weights = lambda kind, k=0: alg.aggregation_weights(counts, kind, together=k)  # noqa: B023, E731
+        weights = lambda kind, k=0: alg.aggregation_weights(counts, kind, chunk=k)  # noqa: B023, E731
         for k in (2, 3):
             np.testing.assert_allclose(weights("token_mean", k), oracle.weights(counts, "token_mean", None, 0, k), rtol=1e-15)
         np.testing.assert_allclose(weights("token_mean", 1), weights("sequence_mean"), rtol=1e-15)

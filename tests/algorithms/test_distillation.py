@@ -26,6 +26,7 @@ def _full(logits, teacher, kind, beta=0.3, **temperatures):
     return divergence(logits[None], eye, teacher[None], eye, kind=kind, beta=beta, **temperatures)[0]
 
 
+@pytest.mark.full
 def test_sampled_terms_have_the_gradient_of_the_reverse_kl_in_expectation():
     """Sum over all tokens y of p(y) A(y) grad log p(y), at discount 0, is minus the gradient of coef KL(p || q)."""
     student, teacher = _logits(7)

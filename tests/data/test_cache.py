@@ -44,7 +44,7 @@ def said(dataset):
     rows = [{**vars(e), **{k: None if v is None else (str(v.dtype), v.tolist()) for k, v in vars(e).items() if k.endswith("ids") or k == "trained"}}
             for e in (dataset[i] for i in range(len(dataset)))]
     lists = {name: getattr(dataset, name) for name in cache.LISTS}
-    return [rows, lists, dataset.fingerprint, dataset.describe(), dataset.filtered_fraction, dataset.bad.count, dataset.bad.messages,
+    return [rows, lists, dataset.fingerprint, dataset.describe(), dataset.filtered_fraction, dataset.bad_rows.count, dataset.bad_rows.messages,
             dataset.truncated, dataset.prompt_lengths.tolist(), dataset.commits]
 
 

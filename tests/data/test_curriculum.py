@@ -98,7 +98,7 @@ def test_rows_outside_the_thresholds_are_left_out_of_the_next_pass(files):
     assert sorted(third) == sorted(set(second) - {second[0]})
     again = stream_of(files, pass_rate_min=0.25, pass_rate_max=0.75)
     part = again.pass_rates
-    part._held = lambda: host
+    part._resumed = lambda: host
     assert {name: (a.shape, a.dtype) for name, a in part.abstract().items()} == {name: (a.shape, a.dtype) for name, a in arrays.items()}
     part.start(arrays, host)
     assert drawn(again, 12, 21) == second[2:] + third

@@ -176,8 +176,8 @@ def test_bad_rows_are_skipped_and_counted(plain, tmp_path, name, content, text, 
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     good = write_jsonl(tmp_path / "good.jsonl", questions(2))
     ds = train(plain, good, tmp_path / name, data__bad_rows="skip")
-    assert ds.bad.count == 1 and [e.answer for e in ds][:2] == ["1", "2"]
-    assert name in ds.bad.messages[0] and "1 bad rows skipped" in ds.describe() and ds.bad.messages[0] in caplog.text
+    assert ds.bad_rows.count == 1 and [e.answer for e in ds][:2] == ["1", "2"]
+    assert name in ds.bad_rows.messages[0] and "1 bad rows skipped" in ds.describe() and ds.bad_rows.messages[0] in caplog.text
 
 
 def test_nothing_usable_is_an_error(plain, tmp_path):

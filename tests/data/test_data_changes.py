@@ -73,7 +73,7 @@ class Two(Peers):
         super().__init__(0, 2, names=("a", "b"))
         self.other = other
 
-    def meet(self, what, value=None):
+    def all_gather(self, what, value=None):
         return [value, "" if isinstance(value, str) else self.other(value)]
 
 

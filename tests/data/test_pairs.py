@@ -172,7 +172,7 @@ def test_the_embedded_pairs_are_right_against_wrong(tokenizers):
                         rollout__max_new_tokens=72)
         tok = load_tokenizer(c)
         data = load_train(c, tok, tok.eos_token_id)
-        assert not data.filtered and not data.unknown
+        assert not data.filtered and not data.unknown_prompts
         c.data.path, c.run.recipe = (f"jaxrl://arith/{source}.jsonl",), "rl"
         known = load_train(c, tok)
         answers = {known[i].prompt: known[i].answer for i in range(len(known))}

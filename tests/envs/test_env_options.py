@@ -87,7 +87,7 @@ def test_resume(resume):
         engine.submit(requests(groups=4))
         while not any(e.turns and e.first is None for e in engine._begun.values()):
             engine.poll(0.0)
-        assert bool(engine.under_way()) == (resume == "replay")
+        assert bool(engine.unfinished_results()) == (resume == "replay")
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.25])

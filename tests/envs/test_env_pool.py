@@ -350,6 +350,7 @@ with pool(tools=(convert,), run_dir=sys.argv[1], workers=1, max_parallel_calls=2
 """
 
 
+@pytest.mark.full
 def test_tools_of_a_notebook_cell(tmp_path):
     """The real thing: typed into IPython's shell, with what the function uses, in its annotations too."""
     code = (f"from IPython.core.interactiveshell import InteractiveShell\nshell = InteractiveShell.instance()\n"

@@ -69,7 +69,7 @@ def test_a_publication_falls_between_episodes_or_between_turns(publish):
     with playing("slow", publish=publish, in_flight=3) as engine:
         engine.submit(asked)
         done = engine.poll(0.0)
-        while not any(len(e.turns) == 1 and not e.asked and not e.first for e in engine._begun.values()):  # it has another to come
+        while not any(len(e.turns) == 1 and not e.pending and not e.first for e in engine._begun.values()):  # it has another to come
             done += engine.poll(0.0)
         engine.hold(True)
         end = time.monotonic() + 600
@@ -94,7 +94,7 @@ def test_a_publication_falls_between_episodes_or_between_turns(publish):
 
 @pytest.mark.slow
 def test_an_episode_goes_on_from_its_recorded_turns():
-    """What `under_way` gives is not sampled again, and the end is bitwise that of an unbroken run."""
+    """What `unfinished_results` gives is not sampled again, and the end is bitwise that of an unbroken run."""
     asked = requests(groups=4)
     with playing() as engine:
         whole = generate(engine, asked, 600.0)
@@ -104,13 +104,13 @@ def test_an_episode_goes_on_from_its_recorded_turns():
             done = []
             for _ in range(40 * moment):
                 done += engine.poll(0.0)
-                if engine.under_way() and len(done) + sum(len(r.turns) for r in engine.under_way()) >= 3 * moment:
+                if engine.unfinished_results() and len(done) + sum(len(r.turns) for r in engine.unfinished_results()) >= 3 * moment:
                     break
-            begun = engine.under_way()
+            begun = engine.unfinished_results()
         known = {r.id for r in done}
         assert all(r.finish == UNFINISHED and r.turns for r in begun) and known.isdisjoint(r.id for r in begun)
         with playing() as engine:
-            engine.go_on(begun)
+            engine.restore_unfinished(begun)
             rest = generate(engine, [q for q in asked if q.id not in known], 600.0)
             sampled = engine.engine.counters()["requests"]
         results = {r.id: r for r in done + rest}

@@ -446,6 +446,7 @@ def test_a_program_that_does_what_is_asked_passes(limits_alone):
     assert grade(ADD, raises).passed == [True] and grade("def add(a, b): return 3", raises).passed == [False]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tests", [ASSERTS, CALLS, LINES], ids=["asserts", "calls", "lines"])
 def test_no_cheat_scores(limits_alone, tests):
     for name, program in CHEATS.items():

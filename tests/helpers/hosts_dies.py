@@ -18,7 +18,7 @@ def main(process, how, heartbeat, folder):
     config.launch.heartbeat_seconds = float(heartbeat)
     group.start(config)
     peers = group.peers()
-    peers.meet("the start")
+    peers.all_gather("the start")
     try:
         if peers.index == int(process):
             time.sleep(0.5)
@@ -26,7 +26,7 @@ def main(process, how, heartbeat, folder):
             Faults((f"update.{how}@step=1,process={process}",), peers.index).fire("update", 1)
         if peers.index:
             peers._client.wait_at_barrier("never", 600_000)
-        peers.meet("what does not come")
+        peers.all_gather("what does not come")
     except Exception as e:
         reason = peers.explain(e)
         peers.report(reason)

@@ -50,7 +50,7 @@ def main():
         say("another address", "open")
     except ConnectionRefusedError:
         say("another address", "refused")
-    say("meet", peers.meet("one", {"mine": me}))
+    say("meet", peers.all_gather("one", {"mine": me}))
     say("decide", peers.decide("two", lambda: ["by", me]))
     sizes = [3, exchange.CHUNK + 5]  # one of them needs two rounds
     found = exchange.gather(peers, "three", bytes([me + 1]) * sizes[me])
@@ -60,19 +60,19 @@ def main():
     facts = {"optimizer.lr": "1e-05", "version of jax": "0.10.2" if me else "0.11"}
     refused("other facts", ConfigError, lambda: exchange.check_equal(peers, facts))
     exchange.check_equal(peers, {"optimizer.lr": "1e-05"})
-    refused("other places", PeerLost, lambda: peers.meet(f"step {3 + me}, weights 2: the answers"))
-    say("still together", peers.meet("five", me))
+    refused("other places", PeerLost, lambda: peers.all_gather(f"step {3 + me}, weights 2: the answers"))
+    say("still together", peers.all_gather("five", me))
     if me == 1:
         peers.request_stop()
     end = time.monotonic() + 300
     while not peers.stop_requested and time.monotonic() < end:
         time.sleep(0.05)
     say("stop", peers.stop_requested)
-    peers.meet("before one is late")
+    peers.all_gather("before one is late")
     say("wait", peers.wait_seconds)
     peers.wait_seconds = 1.0
     if me == 0:
-        refused("late", PeerLost, lambda: peers.meet("the answers of step 7"))
+        refused("late", PeerLost, lambda: peers.all_gather("the answers of step 7"))
     else:
         time.sleep(2.5)
     peers.leave(3)

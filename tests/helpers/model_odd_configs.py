@@ -20,12 +20,20 @@ HYBRID = dict(head_dim=16, rms_norm_eps=1e-2, full_attention_interval=3, linear_
               linear_value_head_dim=7)
 HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 20}
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+GROWS = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.4,
+         "mscale": 1.0, "mscale_all_dim": 1.0}
 PARTIAL = ("glm4_moe", *HYBRIDS)
 BASE = {
     "llama": {},
     "mistral": {"sliding_window": 6, "head_dim": 8},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "qwen3": {"head_dim": 8},
+    "seed_oss": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 5},
+    "smollm3": {},
+    "ministral3": {"head_dim": 8, "rope_parameters": GROWS},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
     "gemma3_text": {**GEMMA, "sliding_window_pattern": 2},
     "qwen3_moe": {**EXPERTS, "head_dim": 8},
@@ -180,6 +188,30 @@ MOVES = {
                 {"swiglu_limit": 0.4}, {"swiglu_alpha": 1.0}, {"attention_bias": False}, {"head_dim": 12}, {"rms_norm_eps": 0.5},
                 {"tie_word_embeddings": True}, {"num_key_value_heads": 4}],
 }
+COMMON = [{"rms_norm_eps": 0.5}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}]
+MOVES |= {
+    "seed_oss": [*ROPES[3::8], *COMMON, {"head_dim": 12}, {"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True},
+                 {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
+    "gemma": [*ROPES[5::8], *COMMON, {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "silu"}, {"tie_word_embeddings": False}],
+    "olmo2": [*ROPES[6::8], *COMMON, {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
+    "olmo3": [
+        *COMMON, layered({**YARN, **THETA}), layered({**LINEAR, **THETA}, {"rope_theta": 30.0}), layered(sliding=LINEAR), {"rope_scaling": YARN},
+        {"rope_scaling": LINEAR, "rope_theta": 500000.0}, {"sliding_window": 3}, {"layer_types": [FULL] * LAYERS},
+        {"layer_types": [FULL, SLIDING, FULL, SLIDING]}, {"head_dim": 12}, {"attention_bias": True}, {"hidden_act": "gelu"},
+        {"tie_word_embeddings": True}],
+    "smollm3": [
+        *ROPES[7::8], *COMMON, {"no_rope_layers": [1, 0, 1, 1]}, {"no_rope_layers": [0] * LAYERS}, {"no_rope_layers": [1] * LAYERS},
+        {"no_rope_layer_interval": 2}, {"no_rope_layer_interval": 9}, {"use_sliding_window": True, "sliding_window": 5},
+        {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2},
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, FULL, SLIDING]}, {"attention_bias": True},
+        {"mlp_bias": True}, {"head_dim": 12}, {"hidden_act": "gelu"}, {"tie_word_embeddings": False}],
+    "ministral3": [
+        *COMMON, *({"rope_parameters": {**GROWS, **entry}} for entry in (
+            {"llama_4_scaling_beta": 0.1}, {"llama_4_scaling_beta": 0}, {"original_max_position_embeddings": 16}, {"rope_type": "default"},
+            {"rope_type": "linear"}, {"factor": 2.0}, {"mscale": 0.5}, {"rope_theta": 90.0})),
+        {"rope_parameters": None}, {"rope_scaling": {**GROWS, "factor": 3.0}}, {"original_max_position_embeddings": 16}, {"sliding_window": 3},
+        {"head_dim": 12}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True}],
+}
 RECURRENT = "linear_attention"
 OF_HYBRIDS = [
     {"full_attention_interval": 2}, {"full_attention_interval": 5},
@@ -218,6 +250,17 @@ IGNORED = {
     "mixtral": [*UNUSED[1:], *TRAINING, {"router_jitter_noise": 0.0}],
     "gpt_oss": [*(e for e in UNUSED[1:] if "original_max_position_embeddings" not in e), *TRAINING, {"experts_per_token": 2},
                 {"initial_context_length": 4096}, {"layer_types": [SLIDING, FULL] * (LAYERS // 2)}],
+}
+IGNORED |= {
+    "seed_oss": [*UNUSED, {"residual_dropout": 0.4}, {"layer_types": [FULL] * LAYERS}, {"pretraining_tp": 2}],
+    "gemma": [*UNUSED, {"hidden_act": "gelu"}, {"hidden_activation": "silu"}, {"use_bidirectional_attention": False}],
+    "olmo2": [*UNUSED, {"use_qk_norm": True}, {"clip_qkv": None}],
+    "olmo3": [*UNUSED, {"layer_types": [SLIDING, SLIDING, SLIDING, FULL]}, {"sliding_window_pattern": 4}, {"rope_theta": 500000.0},
+              {"rope_parameters": {FULL: None, SLIDING: None}}],
+    "smollm3": [*UNUSED, {"sliding_window": 4}, {"layer_types": [FULL] * LAYERS}, {"no_rope_layers": [1, 1, 1, 0]}, {"max_window_layers": 1},
+                {"use_sliding_window": True}, {"pretraining_tp": 2}],
+    "ministral3": [*(e for e in UNUSED if not {"rope_parameters", "original_max_position_embeddings"} & set(e)), {"max_window_layers": 1},
+                   {"layer_types": [FULL] * LAYERS}],
 }
 SAID_OF_HYBRIDS = [
     *(e for e in UNUSED if "partial_rotary_factor" not in e), {"attn_output_gate": True}, {"output_gate_type": "silu"},
@@ -275,6 +318,18 @@ REFUSED = {
                 {"swiglu_alpha": 0.0}, {"attention_bias": None}, {"sliding_window": None}, {"sliding_window": 0},
                 {"sliding_window_pattern": 4}, {"experts_per_token": 4}, {"num_local_experts": 0}, {"num_experts_per_tok": 6}],
 }
+REFUSED |= {
+    "seed_oss": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"layer_types": [SLIDING] * LAYERS}, {"head_dim": None}, {"mlp_bias": 1},
+                 {"attention_out_bias": None}, {"use_qk_norm": True}],
+    "gemma": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"hidden_act": "relu"}, {"use_bidirectional_attention": True}, {"head_dim": None},
+              {"hidden_size": 34}],
+    "olmo2": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"layer_types": [SLIDING] * LAYERS}, {"attention_bias": 1}],
+    "olmo3": [*FOREIGN, *NO_CAPS, {"sliding_window": None}, {"sliding_window": 0}, {"sliding_window_pattern": 3}, {"rope_theta": 300.0}],
+    "smollm3": [*(e for e in FOREIGN if "no_rope_layers" not in e), *NO_CAPS, {"no_rope_layers": [1, 1, 1]}, {"no_rope_layers": [1, 1, 1, 2]},
+                {"no_rope_layer_interval": 0}, {"layer_types": [SLIDING] * LAYERS}, {"use_sliding_window": 1}, {"hidden_size": 34},
+                {"sliding_window": 0, "use_sliding_window": True}],
+    "ministral3": [*FOREIGN, *NO_CAPS, {"sliding_window": 0}, {"layer_types": [SLIDING] * LAYERS}, {"head_dim": None}],
+}
 NO_HYBRID = [
     *(e for e in FOREIGN if not {"full_attention_interval", "layer_types"} & set(e)), *NO_CAPS, {"linear_num_value_heads": 10},
     {"linear_num_key_heads": 0}, {"linear_conv_kernel_dim": None}, {"full_attention_interval": 0}, {"layer_types": [RECURRENT]},
@@ -300,8 +355,11 @@ def config(family, entries):
 
 def refused():
     """(family, entries, what the error must name)."""
+    for missing in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        yield "ministral3", {"rope_parameters": {k: v for k, v in GROWS.items() if k != missing}}, missing
     yield "deepseek_v3", new({**LINEAR, "mscale_all_dim": 1.0}), "mscale_all_dim=1.0"
     for family, cases in REFUSED.items():
-        ropes = GEMMA3_ROPES_REFUSED if family == "gemma3_text" else ROPES_REFUSED
-        yield from ((family, entries, name) for entries, name in ropes if family not in PARTIAL or name != "partial_rotary_factor")
+        ropes = GEMMA3_ROPES_REFUSED if family in ("gemma3_text", "olmo3") else ROPES_REFUSED
+        yield from ((family, entries, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
+                   and (family != "ministral3" or list(entries) != ["rope_theta"]))  # which its table has
         yield from ((family, entries, next(iter(entries))) for entries in cases)

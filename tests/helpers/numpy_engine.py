@@ -25,11 +25,11 @@ class Sample:
     request: object
     tokens: list = dataclasses.field(default_factory=list)
     logprobs: list = dataclasses.field(default_factory=list)
-    kept: list = dataclasses.field(default_factory=list)
+    log_kept_mass: list = dataclasses.field(default_factory=list)
     versions: list = dataclasses.field(default_factory=list)
 
     def result(self, finish, length=None) -> Result:
-        columns, types = (self.tokens, self.logprobs, self.kept, self.versions), ("i4", "f4", "f4", "i4")
+        columns, types = (self.tokens, self.logprobs, self.log_kept_mass, self.versions), ("i4", "f4", "f4", "i4")
         return Result(self.request.id, *(np.array(c[:length], t) for c, t in zip(columns, types, strict=True)), finish,
                       self.request.seed)
 
@@ -85,7 +85,7 @@ class NumpyEngine(Engine):
         self.weights = dict(pair for chunk in chunks(self.model, params, "float32", 1_000_000) for pair in chunk)
         self.version = version
 
-    def rest(self):
+    def sleep(self):
         self.check_open()
         self.weights = None
 
@@ -106,7 +106,7 @@ class NumpyEngine(Engine):
         logits = forward(self.weights, self.hf, np.concatenate([r.prompt, sample.tokens]).astype(int)).astype(float)
         ends = (*self.ends, *p.stop_token_ids)
         token, logprob, kept = draw(logits, r, sample.tokens, ends)
-        for column, value in zip((sample.tokens, sample.logprobs, sample.kept, sample.versions),
+        for column, value in zip((sample.tokens, sample.logprobs, sample.log_kept_mass, sample.versions),
                                  (token, logprob, kept, self.version), strict=True):
             column.append(value)
         count = len(sample.tokens)

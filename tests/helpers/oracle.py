@@ -48,7 +48,7 @@ def scored(b):
 
 
 def sequence_of(b, r, j):
-    """The scored slots of the sequence that slot j of row r belongs to."""
+    """The loss slots of the sequence that slot j of row r belongs to."""
     return [(r, k) for k in range(len(b.mask[r])) if b.sequences[r][k] == b.sequences[r][j] and b.mask[r][k]]
 
 
@@ -255,7 +255,7 @@ def advantages(scores, groups, mean_of, std_of, baseline=None):
 
 
 def gae(rewards, values, mask, offsets, gamma, lams):
-    """Every scored token's sum over l of (gamma lam)^l delta_{t+l}, by its definition."""
+    """Every loss token's sum over l of (gamma lam)^l delta_{t+l}, by its definition."""
     adv, ret = [0.0] * len(mask), [0.0] * len(mask)
     for i in range(len(offsets) - 1):
         steps = [t for t in range(offsets[i], offsets[i + 1]) if mask[t]]

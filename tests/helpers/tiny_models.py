@@ -24,6 +24,16 @@ ARCHITECTURES = {
                                                  "original_max_position_embeddings": 32}}),
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 12}),
+    "seed_oss": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
+    "gemma": ("gemma", {"head_dim": 12, "attention_bias": True}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 6, "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "original_max_position_embeddings": 32},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 1], "use_sliding_window": True, "sliding_window": 6,
+                            "mlp_bias": True}),
+    "ministral3": ("ministral3", {"head_dim": 10, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}}),
     "gemma2": ("gemma2", {"num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
                           "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,

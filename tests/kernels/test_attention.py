@@ -67,6 +67,7 @@ def oracle(q, k, v, positions, segments, prefixes, window, softcap, scale, sinks
     return out
 
 
+@pytest.mark.full
 @first_cases(1, "options", OPTIONS)
 def test_implementations_equal_the_definition(options, monkeypatch):
     """Both, at 1e-12 in float64, with keys in another order than queries; blocks that do not divide the length."""

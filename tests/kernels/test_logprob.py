@@ -113,6 +113,7 @@ def test_more_tokens_than_there_are_is_refused():
         logprob_and_entropy(*_inputs(), top=51)
 
 
+@pytest.mark.full
 def test_closed_form_uniform():
     hidden, head, targets, _ = _inputs()
     logp, ent = logprob_and_entropy(hidden * 0, head, targets)
@@ -120,6 +121,7 @@ def test_closed_form_uniform():
     np.testing.assert_allclose(ent, np.log(50), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_invalid_tokens_are_inert_even_when_not_finite():
     hidden, head, targets, valid = _inputs()
 

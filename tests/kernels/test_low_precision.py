@@ -211,6 +211,7 @@ def test_the_loss_scale_moves_as_its_options_say():
     assert parameters._start(job, optax.sgd(1.0))({"w": jnp.ones(2)}, {}).stats["loss_scale"] == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", (lambda f: f, jax.jit), ids=("by itself", "compiled"))
 def test_the_scale_of_mxfp8_is_the_power_of_two_below_whatever_the_exponent(run):
     """Of every exponent of float32, at the power itself, above it and just below the next one."""

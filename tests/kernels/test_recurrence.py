@@ -128,6 +128,7 @@ def test_neighbours_change_no_bit():
             np.testing.assert_array_equal(np.asarray(grads[n])[1 - r, 3:3 + len(at)], np.asarray(packed[n])[r, at], n)
 
 
+@pytest.mark.full
 def test_padding_is_not_read():
     arrays, (segments, prefixes) = inputs(dtype=np.float32), ids()
     poisoned = {n: jnp.where((segments == 0).reshape(2, LENGTH, *(1,) * (a.ndim - 2)), jnp.nan, a) for n, a in arrays.items()}
@@ -151,6 +152,7 @@ def test_extremes(decay):
     assert all(np.isfinite(g).all() for g in grads.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [16, 64])
 def test_inverse(size):
     with jax.enable_x64(True):
@@ -160,6 +162,7 @@ def test_inverse(size):
         np.testing.assert_allclose(loss(inverse), loss(lambda a: jnp.linalg.inv(jnp.eye(size)[None] + a)), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.full
 def test_rows_that_do_not_fit_are_nan():
     """A row of more chunks than it has room for, and one whose completion does not follow its prompt: never silent."""
     arrays = inputs(1, 64, dtype=np.float32)

@@ -72,6 +72,7 @@ def test_a_packed_sequence_is_the_sequence_alone(folder):
             np.testing.assert_allclose(got, sum(parts), rtol=0, atol=1e-10 * (1 + np.abs(got).max()))
 
 
+@pytest.mark.full
 @first_cases(1, "name", ["qwen3_5", "qwen3_next"])
 def test_export_is_the_folder_that_was_read(folder, tmp_path, name):
     """Every tensor's name, dtype and bytes, of a bf16 folder with A_log and the gated norms in F32, as published."""
@@ -92,6 +93,7 @@ def test_export_is_the_folder_that_was_read(folder, tmp_path, name):
     same_tensors(tmp_path / "in", tmp_path / "out")
 
 
+@pytest.mark.full
 def test_decoding_and_extending_are_the_forward_pass(folder):
     """Two rows prefilled and decoded beside an idle slot against transformers; then the same tokens extended in pieces,
     beside padding, and decoded again: what an idle slot holds does not change by a bit."""
@@ -197,6 +199,7 @@ def nested(tmp_path_factory, request):
         return path, ids, model(input_ids=torch.tensor(ids)[None]).logits[0].numpy()
 
 
+@pytest.mark.full
 def test_the_text_part_of_a_nested_folder(nested, tmp_path, caplog):
     """Its logits, what is said to be left out, and an export that has tower and `mtp` as they were."""
     path, ids, want = nested

@@ -41,7 +41,7 @@ def test_logits_equal_transformers(checkpoints, architecture):
     """
     path = checkpoints(architecture)
     want = model_cases.reference(path)
-    for scan_layers in (False, True) if architecture in ("qwen2", "gemma3") else (False,):
+    for scan_layers in (False, True) if architecture in ("qwen2", "gemma3", "olmo3", "smollm3") else (False,):
         worst = model_cases.differences(path, scan_layers, want)
         assert set(worst) == set(model_cases.CASES)
         assert max(worst.values()) < 1e-4, (scan_layers, worst)
@@ -266,7 +266,7 @@ def test_defaults_are_those_of_transformers(family):
     theirs = AutoConfig.for_model(family, **required).to_dict()
     if family == "qwen2":  # transformers' own default is its 32 heads, whatever num_attention_heads says
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8
-    if family in ("qwen3", "gemma2", "gemma3_text"):
+    if family in ("qwen3", "gemma", "gemma2", "gemma3_text"):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 4
     if family in ("qwen2_moe", "deepseek_v3", "glm4_moe_lite"):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8

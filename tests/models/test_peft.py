@@ -34,6 +34,7 @@ def tied(tmp_path_factory):
     return cases.checkpoint(tmp_path_factory.mktemp("tied"), "llama")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cases.SELECTIONS)
 def test_the_modules_ranks_and_scales_are_pefts(path, name):
     ours, config = cases.SELECTIONS[name]
@@ -327,6 +328,7 @@ def test_another_layout_of_the_file_is_kept(path, folder, tmp_path):
     assert flatten_dict(hf.load_params(model.base, path), sep="/").keys() == flatten_dict(base, sep="/").keys()
 
 
+@pytest.mark.full
 def test_a_rewritten_folder_is_read_anew(path, folder, tmp_path):
     """Within one process: the scale is that of the folder as it is now."""
     for name in (peft.CONFIG, peft.WEIGHTS):

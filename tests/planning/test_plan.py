@@ -227,7 +227,7 @@ def test_weights_are_counted_as_the_shardings_lay_them():
 
 
 def test_useful_operations_of_supervised_training():
-    """6 N per token, attention beside it: a closed form, with the head at the scored tokens only."""
+    """6 N per token, attention beside it: a closed form, with the head at the loss tokens only."""
     c = tiny(run__recipe="sft", train__loss_on_prompt=True, data__prompts_per_step=3)
     c.data.max_prompt_tokens, c.rollout.max_new_tokens = 1, 15
     case = cases.open_case(c)

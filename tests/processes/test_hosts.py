@@ -198,7 +198,7 @@ def launch_port() -> int:
 
 def test_alone_nothing_waits_and_nothing_is_sent():
     peers = Peers()
-    assert peers.meet("here", 3) == [3] and peers.decide("there", lambda: "x") == "x" and peers.first
+    assert peers.all_gather("here", 3) == [3] and peers.decide("there", lambda: "x") == "x" and peers.first
     assert exchange.gather(peers, "bytes", b"abc") == [b"abc"]
     exchange.check_equal(peers, {})
     peers.request_stop()
@@ -222,7 +222,7 @@ def test_results_survive_the_journey():
         assert found == meta
         for a, b in zip(sent, back, strict=True):
             assert (a.id, a.finish, a.seed) == (b.id, b.finish, b.seed)
-            for column in ("tokens", "logprobs", "kept", "versions", "support"):
+            for column in ("tokens", "logprobs", "log_kept_mass", "versions", "support"):
                 x, y = getattr(a, column), getattr(b, column)
                 assert (x is None and y is None) or (x.dtype == y.dtype and np.array_equal(x, y))
     assert results_from_bytes(results_to_bytes([], [1])) == ([], [1])

@@ -240,6 +240,7 @@ def test_what_counts_as_divergence():
 # ---- a stop while rows are read
 
 
+@pytest.mark.full
 def test_a_stop_while_rows_are_read_ends_with_the_steps_before_it_saved(tmp_path, monkeypatch):
     take = Stream.take
 

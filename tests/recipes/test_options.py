@@ -512,6 +512,7 @@ def algorithm(c):
     return Roles(job, 5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, value, field",
     [

@@ -142,6 +142,7 @@ def test_ratio_is_of_tokens_sequences_or_their_clipped_mean(token_losses):
     np.testing.assert_allclose(token_losses(geometric, ratios, plus)[0], -np.exp((0.1 + np.log(0.6)) / 2), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_dual_clip_and_delta_bound_the_loss_of_a_negative_advantage(token_losses):
     def at_ratio_five(changes):
         loss, gradient = token_losses(changes, [5.0], [-1.0])
@@ -168,6 +169,7 @@ def test_sapo_has_a_temperature_for_each_sign(token_losses):
     np.testing.assert_allclose(loss, [-(4 / 2) / (1 + np.exp(-1.0)), (4 / 3) / (1 + np.exp(-1.5))], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_dppo_leaves_out_tokens_whose_probability_moved_too_far(token_losses):
     """Probabilities go from 0.368 to 0.331, or to 0.404."""
     def gradient(changes):
@@ -371,7 +373,7 @@ def steps_of(c, update, batch, layout, columns):
 
 
 def packed_weights(changes, batch, columns=None):
-    """Term -> weights of the scored tokens that the first optimizer step is given, in the batch's order."""
+    """Term -> weights of the loss tokens that the first optimizer step is given, in the batch's order."""
     traj, given = batch.traj, []
     shapes = training.row_shapes((), int(traj.lengths.max()), 4096, 1, 1)
     layout = training.make_layout(traj.sizes, shapes)
@@ -505,6 +507,7 @@ def test_sequence_delta_leaves_out_bad_answers_the_policy_has_left(algorithm, ta
     assert loss == pytest.approx((-table.advantage * table.logp)[mask].mean(), rel=1e-4)
 
 
+@pytest.mark.full
 def test_positive_nll_coef_adds_the_mean_nll_of_positive_answers(algorithm, table):
     positive = np.arange(9) % 2 == 0
     tokens = np.repeat(positive, table.traj.lengths) & table.traj.loss_mask
@@ -614,7 +617,7 @@ def resumed(ppo):
 
 
 def raw_returns(step):
-    """Returns [number of scored tokens] in units of the score: what the critic was given, as its statistics then were."""
+    """Returns [number of loss tokens] in units of the score: what the critic was given, as its statistics then were."""
     running = step.after.running
     std = np.sqrt(running["squares"] / running["count"])
     return step.columns["return"][step.batch.traj.loss_mask].astype(float) * std + running["mean"]

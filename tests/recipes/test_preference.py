@@ -245,6 +245,7 @@ def test_a_held_out_set_is_of_one_kind(tmp_path):
         jaxrl.train(c)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes, why", [
     ({"preference.loss": ("sigmoid",)}, "preference.loss='sigmoid': sigmoid is dpo"), ({"preference.loss": ("dop",)}, "choose from dpo, robust"),
     ({"preference.loss": ()}, "preference.loss is empty"), ({"preference.loss": ("dpo", "dpo")}, "a loss is named twice"),

@@ -78,6 +78,7 @@ def test_a_flipped_bit_is_found_and_named(run, tmp_path):
         files.read(tmp_path / path.name)
 
 
+@pytest.mark.full
 def test_two_records_of_a_step_and_strange_names_are_refused(run, tmp_path):
     path = files.steps(run[0] / files.FOLDER)[1]
     shutil.copy(path, tmp_path / path.name)

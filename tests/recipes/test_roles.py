@@ -127,8 +127,8 @@ def test_colocated_is_a_sampler_that_rests(tmp_path, monkeypatch):
     from jaxrl.api import train
     from jaxrl.config.load import load_config
 
-    rests, real = [], embedded.EmbeddedEngine.rest
-    monkeypatch.setattr(embedded.EmbeddedEngine, "rest", lambda self: (rests.append(self._version), real(self))[1])
+    rests, real = [], embedded.EmbeddedEngine.sleep
+    monkeypatch.setattr(embedded.EmbeddedEngine, "sleep", lambda self: (rests.append(self._version), real(self))[1])
     for placement in ("auto", "colocated"):
         train(load_config(str(ROOT / "tests/helpers/tiny_job.py"), {
             "run.dir": str(tmp_path / placement), "rollout.placement": placement, "train.steps": 2, "eval.max_rows": 2}))
@@ -151,11 +151,11 @@ def test_a_resting_sampler_holds_nothing_and_comes_back(tmp_path):
         engine.publish(params, 0)
         engine.submit(requests(1, max_new_tokens=4))
         with pytest.raises(RuntimeError, match="1 requests are unfinished"):
-            engine.rest()
+            engine.sleep()
         while not (found := engine.poll(5.0)):
             pass
         answers.append(found[0].tokens.tolist())
-        engine.rest()
+        engine.sleep()
         assert engine._params is None and engine._cache is None and not engine.health().ok
     assert answers[0] == answers[1] and len(answers[0]) > 0
     engine.close()

@@ -347,6 +347,7 @@ def test_a_reward_that_forks_scores_its_own_answers(pool):
             np.testing.assert_array_equal(result.parts[name], np.arange(7.0))
 
 
+@pytest.mark.full
 def test_foreign_text_among_the_replies_is_no_score(pool):
     result = pool("intrudes").score(items(0, 1, 0, 2, 0, 3, 0))
     outcomes = [o["intrudes"] for o in result.outcomes]
@@ -467,7 +468,7 @@ def test_a_number_as_reference_answer_that_scores_nothing_is_said(pool, caplog):
     pool("equals").trial([RewardItem("q", "8", {"answer": [9]})] * 2 + [RewardItem("q", "8", {"answer": "8"})])
     assert not caplog.text
     pool("equals").trial([RewardItem("q", "8", {"answer": 8})] * 2)
-    assert "reward equals scores the reference answers themselves 0, for example 8: it is of type int" in caplog.text
+    assert "reward equals gives 0 to the reference answers themselves: 8 is int and never equals" in caplog.text
 
 
 def test_workers_see_only_the_environment_they_are_given(pool, monkeypatch, caplog):

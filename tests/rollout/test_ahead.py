@@ -79,10 +79,10 @@ def train(queue, start, cursor, stop, n, random, refill=0.0, ledger=None):
     """Steps start..stop-1 as the recipe makes them; returns (cursor, ledger: [(step, position, id, versions, planned)])."""
     ledger = [] if ledger is None else ledger
     for step in range(start, stop):
-        groups, after = queue.ask(step, cursor)
+        groups, after = queue.request_groups(step, cursor)
         assert queue.wait(groups, 100.0)
         if random.random() < refill:
-            more, after = queue.ask(step, after, int(random.integers(1, 5)))
+            more, after = queue.request_groups(step, after, int(random.integers(1, 5)))
             assert queue.wait(more, 100.0)
             groups += more
         ledger += [(step, g.position, r.id, r.versions, g) for g in groups for r in g.results.values()]
@@ -173,11 +173,11 @@ def test_late_answers_end_the_wait_and_strangers_are_refused():
     engine = RandomEngine(0, lengths=10**6)
     queue = make(engine, 1, 1, 3, clock=lambda: next(seconds))
     queue.publish(None, 0)
-    groups, _ = queue.ask(0, 0)
+    groups, _ = queue.request_groups(0, 0)
     with pytest.raises(TimeoutError, match="8 completions are missing after 5 s; raise rollout.timeout_seconds"):
         queue.wait(groups, 5.0)
     assert not engine.left  # aborted
-    groups, _ = queue.ask(0, 0)  # and asked for again
+    groups, _ = queue.request_groups(0, 0)  # and asked for again
     assert len(engine.left) == 16 and not queue.wait(groups, 50.0, stop=lambda: True)
     with pytest.raises(RuntimeError, match="'x', which was not requested"):
         queue.receive([Result("x", *[np.zeros(0)] * 4, "stop", 0)])

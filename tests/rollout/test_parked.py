@@ -314,9 +314,9 @@ def test_a_run_of_several_turns_has_at_most_twelve_programs():
     engine.publish(weights(), 0)
     said = talk(engine, turns=2)
     assert ("extend",) in engine._programs.compiled and engine.counters()["extended_tokens"] == new_tokens(said)
-    for coming in engine._programs.beside.coming.values():
+    for coming in engine._programs.compiler.coming.values():
         coming.cancel()
-    engine._programs.beside.coming.clear()
+    engine._programs.compiler.coming.clear()
     assert engine.health().compiled + len(list(engine._calls(0))) == PROGRAMS == 12
 
 

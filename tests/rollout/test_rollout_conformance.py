@@ -102,8 +102,8 @@ def test_every_request_is_answered_once_in_request_order(idle):
     assert [r.id for r in results] == [r.id for r in asked]
     for r, a in zip(results, asked, strict=True):
         assert r.seed == a.seed and 1 <= len(r.tokens) <= a.sampling.max_new_tokens
-        assert len(r.logprobs) == len(r.kept) == len(r.versions) == len(r.tokens)
-        assert r.tokens.dtype == r.versions.dtype == np.int32 and r.logprobs.dtype == r.kept.dtype == np.float32
+        assert len(r.logprobs) == len(r.log_kept_mass) == len(r.versions) == len(r.tokens)
+        assert r.tokens.dtype == r.versions.dtype == np.int32 and r.logprobs.dtype == r.log_kept_mass.dtype == np.float32
         assert END not in r.tokens[:-1] and (r.versions == 0).all()
         assert r.finish == ended_by(r, a.sampling.max_new_tokens)
     assert {r.finish for r in results} == {"stop", "length"}
@@ -116,9 +116,10 @@ def test_logprobs_are_the_scorers_at_that_temperature(idle, temperature):
     for a, r in zip(asked, generate(idle, asked, TIMEOUT), strict=True):
         want = log_softmax(teacher_logits(a.prompt, r.tokens) / temperature)
         np.testing.assert_allclose(r.logprobs, want[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
-        assert (r.kept == 0).all()
+        assert (r.log_kept_mass == 0).all()
 
 
+@pytest.mark.full
 @first_cases(1, "options", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "temperature": 1.4}],
                          ids=str)
 def test_scorer_minus_kept_is_the_sampled_logprob(here, options):
@@ -128,7 +129,7 @@ def test_scorer_minus_kept_is_the_sampled_logprob(here, options):
         for i, token in enumerate(r.tokens):
             assert abs(r.logprobs[i] - log_softmax(logits[i] / a.sampling.temperature)[token]) < 1e-4
             sampled = sampled_logprobs(logits[i], a.sampling, token)
-            assert min(abs(r.logprobs[i] - r.kept[i] - want) for want in sampled) < 1e-4
+            assert min(abs(r.logprobs[i] - r.log_kept_mass[i] - want) for want in sampled) < 1e-4
 
 
 @pytest.mark.full
@@ -138,9 +139,10 @@ def test_greedy_is_the_scorers_argmax_with_logprobs_of_temperature_one(idle):
         logits = teacher_logits(a.prompt, r.tokens)
         np.testing.assert_array_equal(r.tokens, logits.argmax(-1))
         np.testing.assert_allclose(r.logprobs, log_softmax(logits)[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
-        assert (r.kept == 0).all()
+        assert (r.log_kept_mass == 0).all()
 
 
+@pytest.mark.full
 def test_seeds_decide_the_answer(idle):
     one = Request("one", prompt(5), SamplingParams(max_new_tokens=24, min_new_tokens=8), seed=11)
     same, other = dataclasses.replace(one, id="same"), dataclasses.replace(one, id="other", seed=12)
@@ -150,20 +152,23 @@ def test_seeds_decide_the_answer(idle):
     np.testing.assert_array_equal(a.tokens, generate(idle, [one], TIMEOUT)[0].tokens)
 
 
+@pytest.mark.full
 def test_minimum_and_maximum_length(idle):
     asked = requests(64, seed=6, max_new_tokens=20, min_new_tokens=12)
     results = generate(idle, asked, TIMEOUT)
     assert all(12 <= len(r.tokens) <= 20 and END not in r.tokens[:11] for r in results)
     assert any(r.finish == "stop" for r in results)
     for r in results:
-        assert r.finish == ended_by(r, 20) and (r.kept[12:] == 0).all()
+        assert r.finish == ended_by(r, 20) and (r.log_kept_mass[12:] == 0).all()
 
 
+@pytest.mark.full
 def test_forbidding_the_end_is_part_of_the_support(here):
     results = generate(here, requests(64, seed=6, max_new_tokens=20, min_new_tokens=12), TIMEOUT)
-    assert any((r.kept < 0).any() for r in results) and all((r.kept[12:] == 0).all() for r in results)
+    assert any((r.log_kept_mass < 0).any() for r in results) and all((r.log_kept_mass[12:] == 0).all() for r in results)
 
 
+@pytest.mark.full
 def test_stop_token_ids_end_the_answer_and_stay(idle):
     ends = tuple(ids("e", "q", "v"))
     results = generate(idle, requests(32, seed=7, stop_token_ids=ends), TIMEOUT)
@@ -174,6 +179,7 @@ def test_stop_token_ids_end_the_answer_and_stay(idle):
         assert (r.finish == "stop") == (r.tokens[-1] in (*ends, END))
 
 
+@pytest.mark.full
 @first_cases(1, "keep_stop", [True, False])
 def test_stop_strings_cut_at_the_token_that_completes_them(idle, keep_stop):
     free = generate(idle, requests(48, seed=8), TIMEOUT)
@@ -204,6 +210,7 @@ def test_stop_strings_wait_for_the_minimum(idle):
         assert late == [] or late == [len(r.tokens)]
 
 
+@pytest.mark.full
 @first_cases(1, "options", [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.8},
                                      {"repetition_penalty": 1.2, "frequency_penalty": 0.3}], ids=str)
 def test_penalties_match_an_oracle(here, options):
@@ -244,6 +251,7 @@ def test_abort_returns_what_is_there(here):
     np.testing.assert_array_equal(gone["r0"].tokens, whole.tokens[:len(gone["r0"].tokens)])
 
 
+@pytest.mark.full
 def test_on_hold_what_is_begun_is_finished_and_the_rest_waits(here):
     assert here.info.holds
     asked, got = long_requests(20), {}
@@ -263,16 +271,18 @@ def test_on_hold_what_is_begun_is_finished_and_the_rest_waits(here):
         np.testing.assert_array_equal(got[want.id].tokens, want.tokens)
 
 
+@pytest.mark.full
 def test_a_rest_drops_the_weights_until_the_next_publish(here):
     assert here.info.sleeps
     before = generate(here, requests(4, seed=15), TIMEOUT)
-    here.rest()
+    here.sleep()
     assert not here.health().ok
     here.publish(params(), 0)
     for a, b in zip(before, generate(here, requests(4, seed=15), TIMEOUT), strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
+@pytest.mark.full
 def test_publish_in_flight_marks_the_version_of_every_token(here):
     here.submit(long_requests(4))
     here.poll(0.0)
@@ -300,6 +310,7 @@ BAD = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change,message", BAD, ids=[m for _, m in BAD])
 def test_a_bad_request_is_refused_by_name_and_nothing_is_queued(idle, change, message):
     good = requests(2)
@@ -323,6 +334,7 @@ def test_generate_gives_up_at_the_deadline_and_cleans_up(idle):
     assert idle.poll(0.0) == [] and len(generate(idle, requests(2), TIMEOUT)) == 2
 
 
+@pytest.mark.full
 def test_generate_can_be_stopped(idle):
     asked = iter([False, False, True])
     assert generate(idle, long_requests(40), TIMEOUT, lambda: next(asked)) is None
@@ -330,6 +342,7 @@ def test_generate_can_be_stopped(idle):
     assert idle.poll(0.0) == [] and len(generate(idle, requests(2), TIMEOUT)) == 2
 
 
+@pytest.mark.full
 def test_generate_refuses_answers_it_did_not_ask_for(idle):
     idle.submit(requests(1, seed=13))
     with pytest.raises(RuntimeError, match="'r0'"):
@@ -363,6 +376,7 @@ def test_impossible_sampling_is_refused(field, value):
         SamplingParams(**{field: value})
 
 
+@pytest.mark.full
 def test_engines_of_old_factories_and_of_none(tmp_path):
     """A function of the six fields of a context works as before; one of something else is told what it should be."""
     (tmp_path / "mine.py").write_text("""

@@ -46,7 +46,7 @@ def test_the_engine_tells_its_support(answered):
             if set(read_urls) == set(np.flatnonzero(support(logits, a.sampling))):  # but for a border within rounding
                 scaled = logits / 1.3
                 own = scaled[r.tokens[i]] - np.log(np.exp(scaled[read_urls]).sum())
-                assert r.logprobs[i] - r.kept[i] == pytest.approx(own, abs=1e-4)
+                assert r.logprobs[i] - r.log_kept_mass[i] == pytest.approx(own, abs=1e-4)
                 seen.add(len(read_urls))
     assert len(seen) > 2  # top_p leaves supports of many sizes
 

@@ -243,6 +243,7 @@ def test_a_slot_that_may_not_end_never_feels_what_its_neighbours_ask_for(support
     np.testing.assert_allclose(kept[sampled], np.log(inside)[sampled], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_no_branch_returns_an_array_over_the_vocabulary():
     """GPUs copy what a branch returns: 156 MB at 256 slots of 151,936 tokens."""
     arguments = (np.zeros((8, 1000), np.float32), *np.zeros((2, 8), np.int32), np.zeros((8, 4), np.int32), controls(8))

@@ -167,7 +167,7 @@ def test_truncated_answers_carry_the_logprob_of_the_draw():
                 keep = support(logits, a.sampling)
                 p = np.where(keep, np.exp(log_softmax(logits / 1.3)), 0)
                 if keep[token]:
-                    assert abs(r.logprobs[i] - np.log(p[token] / p.sum())) < 1e-3 and r.kept[i] == 0
+                    assert abs(r.logprobs[i] - np.log(p[token] / p.sum())) < 1e-3 and r.log_kept_mass[i] == 0
 
 
 def test_hold_keeps_back_and_abort_ends():

@@ -444,6 +444,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.full
 def test_shared_memory_is_private_and_goes_with_its_owner():
     """Another trainer's folder stays as long as that trainer lives, whatever process ids say, and goes once it was killed."""
     carrier = transport.SharedMemory()

@@ -325,7 +325,7 @@ def test_a_given_server_sleeps_through_the_update():
     that loses a tensor after a sleep is done again in full."""
     with on_url(rollout_placement="colocated", publish=False) as engine:
         control, memory = engine.fleet.controls[0], engine.fleet.memories[engine.fleet.controls[0].url]
-        engine.rest()  # before there are any weights
+        engine.sleep()  # before there are any weights
         assert (memory.state, control.is_sleeping(), engine.health().ok) == ("asleep", True, False)
         for seed in (0, 1):
             engine.publish(params(seed), seed)
@@ -333,10 +333,10 @@ def test_a_given_server_sleeps_through_the_update():
             answers_are_of(engine, seed)
             engine.submit(requests(1, seed=5))
             with pytest.raises(RuntimeError, match="1 requests are unfinished"):
-                engine.rest()
+                engine.sleep()
             generate_rest = engine.poll(60.0)
             assert len(generate_rest) == 1
-            engine.rest()
+            engine.sleep()
             assert control.is_sleeping()
         engine.submit(requests(1, seed=6))
         with pytest.raises(RuntimeError, match="call publish"):
@@ -344,7 +344,7 @@ def test_a_given_server_sleeps_through_the_update():
         engine.abort()
     with Said() as said, on_url(rollout_placement="colocated") as engine:  # met asleep
         answers_are_of(engine, 0)
-        engine.rest()
+        engine.sleep()
         real, left = engine.publisher.transport.payload, [1]
 
         def lossy(tensors, verify):
@@ -362,13 +362,13 @@ def test_a_given_server_that_does_not_sleep_ends_the_run():
     with on_url(rollout_placement="colocated") as engine:
         engine.fleet.controls[0].sleep = lambda level: (_ for _ in ()).throw(adapter.ServerError("no"))
         with pytest.raises(EngineLost, match="does not sleep, and rollout.placement=colocated leaves"):
-            engine.rest()
+            engine.sleep()
     with on_url(rollout_placement="colocated", publish=False) as engine:
         real = engine.fleet.controls[0].workers
         for change, message in (({"sleeps": False}, "start it with --enable-sleep-mode"), ({"machine": "x"}, "runs on another host")):
             engine.fleet.controls[0].workers = lambda change=change: [{**i, **change} for i in real()]
             with pytest.raises(ConfigError, match=message):
-                engine.rest()
+                engine.sleep()
 
 
 @pytest.mark.vllm
@@ -378,7 +378,7 @@ def test_a_server_of_ours_that_fails_asleep_comes_back():
     with Said() as said, own_servers(rollout_placement="colocated") as engine:
         process, control = engine.fleet.processes[0], engine.fleet.controls[0]
         sleep, control.sleep = control.sleep, lambda level: (_ for _ in ()).throw(adapter.ServerError("no"))
-        engine.rest()
+        engine.sleep()
         said.about("is ended to make room for the update")
         assert process.exit_status() is not None
         engine.poll(0.0)
@@ -387,7 +387,7 @@ def test_a_server_of_ours_that_fails_asleep_comes_back():
         engine.publish(params(1), 1)
         wait_until_ready(engine, 1)
         answers_are_of(engine, 1)
-        engine.rest()
+        engine.sleep()
         os.killpg(engine.fleet.processes[0].pid, signal.SIGKILL)
         engine.fleet.processes[0]._process.wait()
         engine.publish(params(), 2)

@@ -14,7 +14,7 @@ import pytest
 from helpers.training_helpers import batch_of_groups
 
 from jaxrl import models
-from jaxrl.telemetry.compilations import BESIDE, EVENT, BackgroundCompiler, Compilations
+from jaxrl.telemetry.compilations import BACKGROUND, EVENT, BackgroundCompiler, Compilations
 from jaxrl.telemetry.flops import Operations, Speed
 
 # hidden 8, 2 heads of 4, 1 kv head of 4, MLP 12, vocabulary 61; the second layer sees 5 positions
@@ -128,7 +128,7 @@ def test_after_a_long_compilation_the_heap_gives_back_what_nobody_uses():
 
 def test_what_a_thread_compiles_beside_the_work_counts_only_where_it_was_waited_for(monkeypatch):
     """And what has not begun is given back to who asks for it."""
-    monkeypatch.setattr(BackgroundCompiler, "_threads", ThreadPoolExecutor(1, BESIDE))
+    monkeypatch.setattr(BackgroundCompiler, "_threads", ThreadPoolExecutor(1, BACKGROUND))
     count, beside, gate = Compilations(), BackgroundCompiler(), threading.Event()
     compiled = lambda k: jax.jit(lambda x: k * x)(np.ones(3, np.float32))  # noqa: E731
     beside.begin("done", compiled, 3)

@@ -98,6 +98,7 @@ t.close()
 """
 
 
+@pytest.mark.full
 def test_a_killed_and_resumed_file_equals_an_unbroken_one(tmp_path):
     """kill -9 while lines are written; resumed from an older checkpoint; equal to an unbroken run apart from "time"."""
     def whole(name, begin):

@@ -8,6 +8,7 @@ from jaxrl.training.layout import make_layout, row_shapes
 from jaxrl.types import Sizes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("lengths", [(96,), (2048,), (256, 1536)])
 def test_rows_have_room_for_their_chunks(lengths, share):

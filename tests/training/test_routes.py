@@ -225,7 +225,7 @@ def test_conversations_keep_them_by_turn():
 
     _, _, asked, results, _ = sampled()
     part = lambda routes, n: dataclasses.replace(  # noqa: E731
-        results[0], **{k: getattr(results[0], k)[:n] for k in ("tokens", "logprobs", "kept", "versions")}, routes=routes)
+        results[0], **{k: getattr(results[0], k)[:n] for k in ("tokens", "logprobs", "log_kept_mass", "versions")}, routes=routes)
     count = lambda start, n: np.append(np.arange(start, start + n - 1), -1).astype(np.int16)[:, None]  # noqa: E731
     parts = [part(count(0, 5), 2), part(count(0, 9), 3), part(count(50, 4), 1)]
     turns = [Turn(np.arange(3), True, 2), Turn(np.arange(1), False, 3), Turn(np.arange(3), True, 1)]
@@ -265,6 +265,7 @@ def test_vllm_tells_them():
         launch(True)
 
 
+@pytest.mark.full
 def test_what_cannot_be_had_is_refused():
     def refused(text, **options):
         cfg = config()

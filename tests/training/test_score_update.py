@@ -78,6 +78,7 @@ def test_a_loss_of_scores_is_a_weighted_update(kind):
         assert counts[0] > counts[1] > counts[2] == 1
 
 
+@pytest.mark.full
 def test_the_slot_behind_a_sequence_is_seen_by_nobody():
     """Scores are the same whatever the neighbours in the row."""
     model = tiny_model()

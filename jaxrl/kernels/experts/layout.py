@@ -16,6 +16,10 @@ from jaxrl.kernels.platform import platform
 
 
 class Layout(NamedTuple):
+    """The assignment of T tokens' slots (K experts each) to rows sorted by expert, in N blocks of rows; see
+    `api.experts`.
+    """
+
     rows: jax.Array     # [T, K] int32: the row of each slot, R where the slot is empty
     slots: jax.Array    # [R] int32: the slot of each row as token * K + k, T * K where the row only fills up
     experts: jax.Array  # [N] int32: the expert of each block; what follows the used ones means nothing

@@ -28,9 +28,9 @@ UNIT = 64
 
 
 def serving(x_TxD, weights, *, matmul=DEFAULT, activation=None, interpret=None) -> tuple[Implementation, int]:
-    """Returns (the implementation for such tokens and weights, rows of its blocks). Raises
-    NotImplementedError(reason) where
-    there is none. interpret: for pallas_call; None = off a TPU."""
+    """Returns (the implementation for such tokens and weights, rows of its blocks). Raises NotImplementedError(reason)
+    where there is none. interpret: for pallas_call; None = off a TPU.
+    """
     del activation
     interpret = platform() != "tpu" if interpret is None else bool(interpret)
     (size, width), dtype = weights[0].shape[1:], x_TxD.dtype

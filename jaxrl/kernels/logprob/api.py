@@ -1,6 +1,6 @@
 """Public entry of the op.
 
-Legend: R rows, S scored tokens per row, D hidden size, V vocabulary.
+Legend: R rows, S loss tokens per row, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ few logits in all (KEPT_CPU) keeps them, after the soft-cap, for the backward pa
 On a mesh (`Split`) every device works on its own rows and its own part of the vocabulary: logits are never gathered, a
 device skips its own empty chunks, and the head's gradient is summed over the rows' devices once, after the last chunk.
 
-Legend: R rows, S scored tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary, W tokens
+Legend: R rows, S loss tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary, W tokens
 of the vocabulary in a block.
 """
 
@@ -249,7 +249,12 @@ class _Head(NamedTuple):
 @custom_vjp(7, 8, 9, 10, 11)
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
                         chunk, split, transposed):
-    """See api.logprob_and_entropy. ids_RxSxK: None, or the tokens whose log-probs come last of all results."""
+    """Computes log-probs and entropies in chunks; arguments and results as in api.logprob_and_entropy.
+
+    Returns:
+      (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop), with ids_RxSxK at last their
+      log-probs.
+    """
     return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
                     chunk, split, transposed, keep=False)[0]
 

@@ -10,7 +10,7 @@ With p the student, q the teacher, s the student's logits and M = beta q + (1 - 
 (the derivative of sum_v f(p_v) with respect to a logit is p_v (f'_v - sum p f'); arXiv 2306.13649, eq. 1, has the
 last as "generalized JSD", with forward and reverse KL as the limits of jsd / beta and jsd / (1 - beta)).
 
-Legend: R rows, S scored tokens per row, C tokens per chunk, D and E hidden sizes of student and teacher, V vocabulary.
+Legend: R rows, S loss tokens per row, C tokens per chunk, D and E hidden sizes of student and teacher, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The truth for `logprob_and_entropy` and `divergence`: full logits, automatic differentiation. Memory grows with
 tokens x vocabulary.
 
-Legend: R rows, S scored tokens per row, D hidden size, V vocabulary.
+Legend: R rows, S loss tokens per row, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ def _engine(m: Migration, gpus: int, tp: int, engines: int, together: bool):
 
 
 def data(m: Migration):
+    """Translates Cosmos-RL's data set, split, columns and loader options."""
     d, sft = P + "dataset.", recipe(m) == "sft"
     place = m.text(d + "local_dir") or m.text(d + "name")
     common.data_files(m, [place], d + "name", d + "local_dir")

@@ -561,6 +561,7 @@ def places(m: Migration):
 
 
 def loggers(m: Migration):
+    """Translates RLinf's logger backends, project and experiment name."""
     names = m.list(RUNNER + "logger.logger_backends") or ["tensorboard"]
     key = RUNNER + "logger.logger_backends"
     if m.flag(RUNNER + "logger.wandb.enable"):

@@ -73,6 +73,7 @@ def staleness(m: Migration):
 
 
 def advantage(m: Migration):
+    """Translates SkyRL's advantage estimator with its normalisation, discount and critic options."""
     a = ALGO
     kind = m.choice(
         a + "advantage_estimator",
@@ -92,8 +93,7 @@ def advantage(m: Migration):
             refuse=True,
         )
         return
-    names = (a + "advantage_estimator", a + "grpo_norm_by_std")
-    estimator, mean, std, whiten = kind
+    names, (estimator, mean, std, whiten) = (a + "advantage_estimator", a + "grpo_norm_by_std"), kind
     m.set("algorithm.advantage", estimator, names[0])
     m.set("algorithm.advantage_mean", mean, names[0])
     m.set("algorithm.advantage_std", std, *names)
@@ -555,15 +555,14 @@ def length_penalty(m: Migration):
 
 
 def resume(m: Migration):
+    """Translates trainer.resume_mode; SkyRL's own checkpoints cannot be resumed."""
     mode = m.text("trainer.resume_mode")
-    value = {"latest": "auto", "": "never", "none": "never"}.get(mode)
     if mode == "from_path":
-        value = "auto"
         m.needs(
             f"trainer.resume_path={m['trainer.resume_path']}: SkyRL's checkpoints are not read; export it to a Hugging "
             "Face folder and name that in model.path"
         )
-    m.set("run.resume", value or "auto", "trainer.resume_mode")
+    m.set("run.resume", "never" if mode in ("", "none") else "auto", "trainer.resume_mode")
 
 
 def places(m: Migration):

@@ -228,6 +228,7 @@ def sampling(m: Migration):
 
 
 def engine(m: Migration):
+    """Translates use_vllm and TRL's vLLM options: engine, servers, their GPUs and memory."""
     if not m.flag("use_vllm"):
         m.differs("completions come from jaxrl's engine (rollout.engine=auto), not from generate() of transformers")
         return

@@ -50,7 +50,7 @@ from jaxrl.models.placement import stored
 from jaxrl.processes.exchange import to_host
 from jaxrl.sharding import memory
 
-NODE = "lora"  # the name under which a module's adapter stands
+NODE = "lora"  # name of a module's adapter in the tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ def module_of(hf_name: str) -> str:
 def adaptable(entry) -> bool:
     """Whether an entry of the parameter table can have an adapter: it is the kernel of a linear map in a layer.
 
-    Head, embedding, routers and experts cannot, since the code that uses them reads their weights directly; they can be
-    trained whole.
+    Head, embedding, routers and experts cannot, since the code that uses them reads their weights directly; they
+    can be trained whole.
     """
     return (bool(entry.inputs) and entry.row.adapts and entry.path[-1] == "kernel"
             and any("layers." in name for name in entry.hf_names))
@@ -158,8 +158,8 @@ def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
         out.append(one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1))
     if adapter.decomposed:
         out.append(one("m", shape[inputs:], axes[inputs:], 0))
-    whose = (len(adapter.parts) + 1, rank) if adapter.parts else ()
-    return out if shares else [*out, one("scale", whose, (None,) * len(whose), 0)]
+    of_parts = (len(adapter.parts) + 1, rank) if adapter.parts else ()
+    return out if shares else [*out, one("scale", of_parts, (None,) * len(of_parts), 0)]
 
 
 def check(model) -> None:
@@ -439,8 +439,8 @@ def digest(params) -> np.ndarray:
     sums = {name: to_host(x).tolist() for name, x in _hashes(near).items()}
     for name in flat.keys() - near.keys():  # one at a time on the devices
         sums[name] = to_host(_hashes({"": flat[name]})[""]).tolist()
-    told = {name: [str(x.dtype), list(x.shape), sums[name]] for name, x in flat.items()}
-    return np.frombuffer(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest(), np.uint8).copy()
+    contents = {name: [str(x.dtype), list(x.shape), sums[name]] for name, x in flat.items()}
+    return np.frombuffer(hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).digest(), np.uint8).copy()
 
 
 @jax.jit
@@ -449,12 +449,14 @@ def _hashes(flat):
 
 
 def hashes(x):
-    """Returns two hashes, [2] uint32, of an array's contents, whatever its mesh and layout. For use inside programs."""
+    """Returns two hashes, [2] uint32, of an array's contents, for any mesh and layout. For use inside programs."""
     return jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
 
 
 def _hash(x, seed: int):
-    """Sum over the elements of a mixed hash of bits and position, modulo 2**32 (the finaliser of MurmurHash3)."""
+    """Returns the sum over the elements of a mixed hash of bits and position, modulo 2**32
+    (the finaliser of MurmurHash3).
+    """
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
     bits = jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]).astype(jnp.uint32)
     at, stride = jnp.uint32(seed), 1

@@ -38,6 +38,7 @@ NAMES = (*adapters.DRAWS, "orthogonal", "pissa", "pissa_niter_<n>", "olora", "ev
 
 
 def is_init(name: str) -> bool:
+    """Returns whether a text is a value of lora.init, such as "pissa_niter_16"."""
     return name in NAMES and "<" not in name or NITER.fullmatch(name) is not None
 
 
@@ -99,8 +100,9 @@ def _check_ranks(model, name) -> None:
 
 
 def _of_module(parts, kernels, names, targets, key, name, directions):
-    """(a [n, I, R], b [n, R, O]) of the n modules of one row, or of rows that are parts of one HF tensor (O: the
-    outputs of part after part), zeros where a rank is below the largest, R."""
+    """Returns (a [n, I, R], b [n, R, O]) of the n modules of one table row, or of rows that are parts of one HF
+    tensor (O: the outputs of part after part); zeros beyond a rank below the largest, R.
+    """
     inputs, outputs = parts[0].hf_shape[1], sum(entry.hf_shape[0] for entry in parts)
     acc = jnp.promote_types(kernels[0].dtype, jnp.float32)
     ranks = [targets[n].rank if n in targets else 0 for n in names]
@@ -115,8 +117,8 @@ def _of_module(parts, kernels, names, targets, key, name, directions):
             hashes = np.array([zlib.crc32(names[i].encode()) for i in members], np.uint32)
             scales = np.array([targets[names[i]].scale for i in members], acc)
 
-            def one(given, rank=rank):
-                index, number, scale = given
+            def one(module, rank=rank):
+                index, number, scale = module
                 return _start(name, kernel[index].astype(acc), rank, scale, jax.random.fold_in(key, number))
 
             own_a, own_b = jax.lax.map(one, (members, hashes, scales))
@@ -125,7 +127,7 @@ def _of_module(parts, kernels, names, targets, key, name, directions):
 
 
 def _start(name, w_IxO, rank, scale, key):
-    """(a [I, rank], b [rank, O]) of one module; the transposes of PEFT's A and B."""
+    """Returns (a [I, rank], b [rank, O]) of one module; the transposes of PEFT's A and B."""
     if name == "orthogonal":
         return _orthogonal(key, w_IxO.shape, rank, w_IxO.dtype)
     if name == "olora":
@@ -189,7 +191,7 @@ def _unrolled(model, plain, params):
 
 
 def _principal(x_TxI, real_Tx1):
-    """[min(T, I), I]: principal directions of the real rows, the one with the largest variance first."""
+    """Returns [min(T, I), I]: principal directions of the real rows, the one with the largest variance first."""
     x = jnp.where(real_Tx1, x_TxI.astype(jnp.promote_types(x_TxI.dtype, jnp.float32)), 0)
     mean = x.sum(0, keepdims=True) / real_Tx1.sum()
     return jnp.linalg.svd(jnp.where(real_Tx1, x - mean, 0), full_matrices=False)[2]
@@ -204,7 +206,7 @@ def _orthogonal(key, shape, rank, dtype):
 
 
 def _subspace_iteration(key, w_IxO, rank, rounds):
-    """The `rank` leading singular triplets, approximately."""
+    """Computes the `rank` leading singular triplets approximately."""
     q, _ = jnp.linalg.qr(w_IxO @ jax.random.normal(key, (w_IxO.shape[1], rank), w_IxO.dtype))
     for _ in range(rounds):
         p, _ = jnp.linalg.qr(w_IxO.T @ q)

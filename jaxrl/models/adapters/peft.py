@@ -65,11 +65,11 @@ FIELDS: dict[str, Any] = {  # of a LoraConfig, as it is saved where nothing is s
 def resolve(options, model) -> Adapter:
     """Returns the adapter that config.lora describes on a model: that of `options.path`, or by PEFT's rules.
 
-    Entries of `targets` and `exclude` are HF names of modules or their ends behind a "."; a single entry with signs
-    that no name has is a pattern for whole names; "all-linear" is every linear module but the output matrix. `exclude`
-    and `modules_to_save` take modules out, `layers` keeps those of some layers. Of `rank_pattern` and `alpha_pattern`
-    the first key that fits the end of the name decides. scale = alpha / rank, with rslora alpha / sqrt(rank) (arXiv
-    2312.03732).
+    Entries of `targets` and `exclude` are HF names of modules or their ends behind a "."; a single entry with
+    signs that no name has is a pattern for whole names; "all-linear" is every linear module but the output
+    matrix. `exclude` and `modules_to_save` take modules out, `layers` keeps those of some layers. Of
+    `rank_pattern` and `alpha_pattern` the first key that fits the end of the name decides. scale = alpha / rank,
+    with rslora alpha / sqrt(rank) (arXiv 2312.03732).
 
     Raises ConfigError for an entry that fits nothing (option, value, examples), for embeddings and output matrices as
     targets, and for what `read` refuses.
@@ -95,9 +95,8 @@ class Source:
 
 
 def source(path: str) -> Source:
-    """The adapter folder at `path` (or the hub's), read anew by every call.
-
-    Raises ConfigError for what is no LoRA folder of PEFT's with safetensors.
+    """Reads the adapter folder at `path` (or the hub's), anew at every call. Raises ConfigError unless it is a LoRA
+    folder of PEFT's with safetensors.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -123,7 +122,7 @@ def source(path: str) -> Source:
 
 
 def _from_config(config: dict, path: str) -> Selection:
-    """What an adapter_config.json says about modules. Raises ConfigError for adapters that compute something else."""
+    """Reads the modules of an adapter_config.json. Raises ConfigError for adapters that compute something else."""
     where = f"lora.path={path!r}: {CONFIG} has"
     for name in NOT_SERVED:
         if config.get(name):
@@ -291,8 +290,9 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
 
 
 def write_plain(folder, model, params, dtype) -> None:
-    """A folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in `dtype`.
-    Each process writes its own; params: arrays that it reaches."""
+    """Writes a folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in
+    `dtype`. Each process writes its own; params: arrays that it reaches.
+    """
     adapter = model.adapter
     if adapter.decomposed:
         raise ValueError("an adapter with lengths of its own (lora.dora) is no plain one")
@@ -310,7 +310,7 @@ def write_plain(folder, model, params, dtype) -> None:
 
 
 def _put(folder: Path, text: bytes, arrays: dict, head: bytes) -> None:
-    """A folder that appears at once."""
+    """Writes a folder that appears at once."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -325,16 +325,19 @@ def _put(folder: Path, text: bytes, arrays: dict, head: bytes) -> None:
 
 
 def check_written(options) -> None:
-    """ConfigError where an adapter of these options could not be written as PEFT's: pissa and olora with rslora and
-    patterns, for which PEFT's conversion has no alpha."""
+    """Raises ConfigError if PEFT's format cannot hold an adapter of these options: pissa and olora with rslora and
+    patterns, for which PEFT's conversion has no alpha.
+    """
     if options.rslora and (options.rank_pattern or options.alpha_pattern) and is_shifted(options.init):
         raise ConfigError(f"lora.init={options.init} with lora.rslora and lora.rank_pattern or lora.alpha_pattern: "
                           "PEFT has no plain LoRA for it; leave one of them out")
 
 
 def config_text(adapter: Adapter, options, base_name: str, without: list[str]) -> bytes:
-    """adapter_config.json of an adapter that began here, as PEFT writes it. without: linear maps that have no adapter,
-    which the names of all-linear must not match."""
+    """Returns the adapter_config.json of an adapter that was created by jaxrl, as PEFT writes it.
+
+    without: linear maps that have no adapter, which the names of all-linear must not match.
+    """
     check_written(options)
     chosen = selection_of(options)
     names = chosen.target_modules
@@ -372,7 +375,7 @@ def _listing(value):
 
 
 def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
-    """PEFT's name -> array in its dtype. Collective where arrays are spread over processes."""
+    """Returns PEFT's name -> array in its dtype. Collective if arrays are spread over processes."""
     adapter, modules, leaves, out = model.adapter, linears(model), {}, {}
 
     def leaf(node, path):
@@ -423,8 +426,9 @@ RANKS = {"F64": 0, "F32": 1, "BF16": 2, "F16": 3}  # the order in which the safe
 
 
 def save_tensors(file: Path, arrays: dict[str, np.ndarray], head: bytes = b"") -> None:
-    """A safetensors file as the safetensors library writes it, or with the very `head` of another file that has these
-    names, dtypes and shapes."""
+    """Writes a safetensors file as the safetensors library does, or with the exact `head` of another file that has
+    these names, dtypes and shapes.
+    """
     codes = {name: tensorfile.CODES[array.dtype] for name, array in arrays.items()}
     if head:
         rows = json.loads(head[8:])

@@ -62,7 +62,7 @@ def entries_of(entry: parameters.Entry, kind: str) -> tuple[parameters.Entry, ..
 
 
 def dtype_of(entry: parameters.Entry, kind: str):
-    """Of a row of `entries_of`."""
+    """Returns the dtype of a row of `entries_of`."""
     return jnp.float32 if entry.path[-1] == "scale" else jnp.int8 if kind == "int8" else jnp.uint8
 
 
@@ -112,7 +112,7 @@ def dequantized(node, sizes: tuple[int, ...], stacked: int = 0) -> jax.Array:
 
 
 def whole(value, entry) -> jax.Array:
-    """A kernel of a row of the base, of what stands in its place."""
+    """Returns a kernel of the base; a quantized one is dequantized."""
     sizes = entry.kind[0][:entry.inputs]
     return dequantized(value, sizes, entry.stacked) if isinstance(value, dict) else value
 
@@ -121,8 +121,9 @@ _FIXED = parameters.CORRECTION.split("/")[-2:]
 
 
 def cast(params, dtype):
-    """Floating-point leaves in `dtype`, but for the scales of codes, with others of which W would be another one, and
-    for rows that are `fixed`, with others of which a router would choose other experts."""
+    """Casts floating-point leaves to `dtype`, except scales of codes (W would change) and `fixed` rows (a router would
+    choose other experts).
+    """
     def one(path, a):
         own = [getattr(key, "key", None) for key in path[-2:]] in (["kernel", "scale"], _FIXED)
         return jnp.copy(a).astype(a.dtype if own or not jnp.issubdtype(a.dtype, jnp.floating) else dtype)

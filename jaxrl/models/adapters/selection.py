@@ -21,7 +21,7 @@ ALL_LINEAR, HEAD, EMBEDDING = "all-linear", module_of(hf.HEAD), module_of(hf.EMB
 # ---- the modules of a model ------------------------------------------------------------------------------------------
 
 class Place(NamedTuple):
-    """Where a tensor of a module lies: the row of the parameter table, and the index along its stacked axes."""
+    """The location of a module's tensor: the row of the parameter table, and the index along its stacked axes."""
 
     entry: Any
     index: tuple[int, ...]
@@ -58,7 +58,9 @@ def without_adapters(model) -> list[str]:
 
 
 def modules_of(model) -> list[str]:
-    """HF names of all modules that hold tensors, and of those around them: what a name in modules_to_save may mean."""
+    """Returns the HF names of all modules that hold tensors and of their parents: the names
+    that modules_to_save may contain.
+    """
     return list(dict.fromkeys(name for tensor in tensors(model) for name in around(module_of(tensor))))
 
 
@@ -90,7 +92,10 @@ OPTIONS = {"target_modules": "lora.targets", "exclude_modules": "lora.exclude", 
 
 
 def selection_of(options) -> Selection:
-    """Converts config.lora to PEFT's terms."""
+    """Converts config.lora to the Selection with the same options of PEFT (target_modules, rank_pattern, ...).
+
+    Raises ConfigError for malformed entries of rank_pattern or alpha_pattern.
+    """
     alpha = options.rank if options.alpha is None else options.alpha
     return Selection(options.rank, alpha, options.rslora, _option(options.targets), _option(options.exclude),
                      tuple(options.layers), table("rank_pattern", options.rank_pattern, int),
@@ -98,8 +103,9 @@ def selection_of(options) -> Selection:
 
 
 def table(name: str, entries, kind) -> dict:
-    """Pattern -> number of "pattern=number" entries (or of a table), in their order. Raises ConfigError for what is
-    none."""
+    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order. Raises
+    ConfigError for other entries.
+    """
     out = {}
     for entry in [f"{k}={v}" for k, v in entries.items()] if hasattr(entries, "items") else entries:
         pattern, _, number = entry.rpartition("=")
@@ -116,21 +122,23 @@ def table(name: str, entries, kind) -> dict:
 
 
 def _option(names) -> str | tuple[str, ...]:
-    """Names, or the one entry that is a word of PEFT's or a pattern: it has signs that no module's name has."""
+    """Returns the names, or the one entry that is a keyword of PEFT's or a pattern (no module
+    name has its characters).
+    """
     names = tuple(names)
     one = names[0] if len(names) == 1 else ""
     return one if one.lower() == ALL_LINEAR or re.search(r"[^\w.]", one) else names
 
 
 def _listed(names, key: str) -> bool:
-    """PEFT's rule for target_modules and exclude_modules."""
+    """Applies PEFT's rule for target_modules and exclude_modules."""
     if isinstance(names, str):
         return re.fullmatch(names, key) is not None
     return any(key == name or key.endswith(f".{name}") for name in names)
 
 
 def _first(patterns: dict, key: str):
-    """The value of the first key that fits the end of a name, or None."""
+    """Returns the value of the first key that matches the end of a name, or None."""
     return next((value for p, value in patterns.items() if re.match(rf"(.*\.)?({p})$", key)), None)
 
 
@@ -140,7 +148,10 @@ def _layer(key: str) -> int | None:
 
 
 def resolved(chosen: Selection, model, strict: bool) -> Adapter:
-    """strict: every entry has to fit something, as options of ours do; PEFT's own folders may name more."""
+    """Returns the Adapter that a Selection gives for a model.
+
+    strict: every entry must match something, as for jaxrl's options; PEFT's own folders may name more.
+    """
     modules = linears(model)
     every = [EMBEDDING, *modules, HEAD]  # what PEFT has adapters for
     _refuse_experts(chosen, without_adapters(model))
@@ -150,22 +161,24 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
         every = [name for name, places in modules.items() if not places[0].entry.row.by_name]
         names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in every))
-    kept = [key for key in every if _listed(names, key) and not _listed(chosen.exclude_modules, key)
+    targets = [key for key in every if _listed(names, key) and not _listed(chosen.exclude_modules, key)
             and not any(re.match(rf"(^|.*\.){m}($|\..*)", key) for m in save)
             and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
-    if refused := [key for key in kept if key in (HEAD, EMBEDDING)]:
+    if refused := [key for key in targets if key in (HEAD, EMBEDDING)]:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)} takes {' and '.join(refused)} in: adapters on "
                           "embeddings and output matrices are not served; leave them out (lora.exclude), or train them "
                           "whole with lora.modules_to_save")
-    if not kept:
+    if not targets:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)}: nothing is left after lora.exclude="
                           f"{shown(chosen.exclude_modules)}, lora.layers={chosen.layers_to_transform} and "
                           f"lora.modules_to_save={save}; modules are {shortened(modules)}")
-    return Adapter(tuple(_target(chosen, key) for key in kept), _saved(save, model, strict))
+    return Adapter(tuple(_target(chosen, key) for key in targets), _saved(save, model, strict))
 
 
 def _refuse_experts(chosen: Selection, experts: list[str]) -> None:
-    """all-linear leaves them out, as PEFT does on transformers' models, where they are no linear modules."""
+    """Raises ConfigError for names of experts; all-linear leaves them out, as PEFT does on transformers' models, where
+    they are no linear modules.
+    """
     names = chosen.target_modules
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
         return
@@ -187,8 +200,9 @@ def _target(chosen: Selection, key: str) -> Target:
 
 
 def _saved(save, model, strict: bool) -> tuple[str, ...]:
-    """The modules with tensors that are trained whole. A tied matrix is both of its modules: PEFT would train a copy
-    for one use, and two copies only stay equal here."""
+    """Returns the modules whose tensors are trained whole. A tied matrix is both of its modules: PEFT would train a
+    copy for one use, and two copies only stay equal here.
+    """
     wanted = [key for key in modules_of(model) if any(key.endswith(name) for name in save)]
     owners = dict.fromkeys(module_of(name) for name in tensors(model))
     found = [key for key in owners if any(key == a or key.startswith(f"{a}.") for a in wanted)]
@@ -202,6 +216,7 @@ def _saved(save, model, strict: bool) -> tuple[str, ...]:
 
 
 def shown(names) -> str:
+    """Returns names as text for messages."""
     return repr(names) if isinstance(names, str) else f"({', '.join(map(repr, names))})"
 
 

@@ -47,7 +47,7 @@ class Fused(NamedTuple):
     whole: bool = False  # the one part is the tensor itself
 
     def shape(self, part: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
-        """The tensor's, of that of a part."""
+        """Returns the fused tensor's shape from the shape of one part."""
         if self.whole:
             return part
         outputs, inputs = part[0] * len(self.parts[0]), part[1:]
@@ -78,7 +78,7 @@ def is_fused(names: Iterable[str]) -> bool:
 
 
 def tensors(model) -> list[Fused]:
-    """The fused tensors of a model, by layer; with the routers where they are called otherwise in that layout."""
+    """Returns the fused tensors of a model, by layer, and the routers if that layout names them differently."""
     by_layer: dict[tuple[str, str], list[str]] = {}
     for entry in model.entries:
         for name in entry.hf_names:
@@ -98,9 +98,9 @@ def tensors(model) -> list[Fused]:
 
 
 def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.Stored]:
-    """A folder's tensors with every fused one as its parts, which are places in the same file.
+    """Returns a folder's tensors with every fused one split into its parts, which are views of the same file.
 
-    Raises ConfigError for a fused tensor of another shape, and where a folder has its parts too.
+    Raises ConfigError for a fused tensor of another shape, and for a folder that has the parts, too.
     """
     turns = interleaved(model)
     if not turns and not is_fused(stored):
@@ -132,7 +132,7 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
 
 
 def spread(model, by_name: dict) -> dict:
-    """A table by the names of a folder, with what it says of fused tensors said of their parts."""
+    """Returns a table by HF name with the entries of fused tensors repeated for their parts."""
     out = dict(by_name)
     for name, parts, _ in tensors(model) if by_name else ():
         out |= {part: by_name[name] for own in parts for part in own if name in by_name}
@@ -140,7 +140,7 @@ def spread(model, by_name: dict) -> dict:
 
 
 def fuse(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
-    """What is to be written, in the other layout."""
+    """Converts the tensors to write to the fused layout."""
     left, turns = {t.name: t for t in planned}, interleaved(model)
     for fused in tensors(model):
         name, parts, whole = fused

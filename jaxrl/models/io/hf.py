@@ -78,6 +78,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         config = text_part(config)
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
+            source |= {"within": nested.within(stored, _kind(config, overrides))} if source["outer"] else {}
             stored, others = nested.split(stored, _kind(config, overrides))
             source |= {"folder": str(folder.absolute())} if others else {}
             counts = collections.Counter(t.dtype for t in scaled.of_values(stored) if t.dtype in tensorfile.DTYPES)
@@ -114,8 +115,8 @@ def _override(config: dict, overrides: dict) -> dict:
     scaling = overrides.get("rope_scaling")
     if "rope_parameters" in overrides and "rope_scaling" not in overrides:
         config.pop("rope_scaling", None)
-    given = [overrides.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    if any("original_max_position_embeddings" in table for table in given):
+    tables = [overrides.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if any("original_max_position_embeddings" in table for table in tables):
         config.pop("original_max_position_embeddings", None)
     ropes = config.get("rope_parameters")
     if ropes and "rope_parameters" not in overrides and ("rope_scaling" in overrides or "rope_theta" in overrides):
@@ -128,8 +129,8 @@ def _override(config: dict, overrides: dict) -> dict:
             if "type" in new:
                 new.setdefault("rope_type", new.pop("type"))
             # null takes a scaling away
-            kept = table if scaling else {k: v for k, v in table.items() if k == "rope_theta"}
-            table = {**kept, **new}
+            base = table if scaling else {k: v for k, v in table.items() if k == "rope_theta"}
+            table = {**base, **new}
         if "rope_theta" in overrides:
             table["rope_theta"] = overrides.pop("rope_theta")
         overrides["rope_parameters"] = {**ropes, "full_attention": table} if layered else table
@@ -171,7 +172,9 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
 
 
 def _listed(folder, model, report=False) -> dict[str, tensorfile.Stored]:
-    """A folder's tensors of the model as its parameter table names them. report: log what is left out."""
+    """Returns a folder's tensors of the model, named as in its parameter table. report: log the tensors
+    that are left out.
+    """
     stored, others = nested.split(scaled.plain(tensorfile.list_folder(folder), folder), model.config.family)
     if report:
         nested.report(folder, others)
@@ -182,8 +185,15 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
                 then=None):
     """Loads the trunk of a causal model, or of a sequence classifier with one label, with a value head.
 
-    The head is the classifier's `<tree.name>.weight` [1, D]; zero where the folder has none. `shardings` as the
-    tree's. then: array -> what is kept of it, before the next one is read. Raises as load_params does.
+    Args:
+      tree: the ValueModel. The head is the classifier's `<tree.name>.weight` [1, D]; zero if the folder has none.
+      path, revision: folder or hub id.
+      shardings: as the tree's; None = the first device.
+      dtype: of the arrays.
+      then: array -> replacement, called before the next array is read (to move it to host memory, for example).
+
+    Returns:
+      The parameter tree. Raises as load_params does.
     """
     stored = check_critic(tree, path, revision)
     shardings = shardings or _one_device(tree)
@@ -198,8 +208,9 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
 
 
 def check_critic(tree: ValueModel, path: str, revision: str | None = None, scores: bool = False) -> dict:
-    """The tensors of a folder that are read; raises what `load_critic` would raise about them. scores: it must have the
-    head."""
+    """Checks the tensors of a folder that `load_critic` reads; raises what it would raise. scores: whether
+    the head must exist.
+    """
     folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
     stored = _listed(folder, tree.model)
     head = stored.get(name)
@@ -218,7 +229,7 @@ def _one_device(tree):
 
 
 def _loader(stored, shardings, dtype):
-    """load(entry) -> the array of one row of the parameter table."""
+    """Returns load(entry) -> the array of one row of the parameter table."""
 
     def load(entry):
         sharding, kind = entry.of(shardings), entry.of(dtype) if isinstance(dtype, dict) else entry.dtype(dtype)
@@ -244,7 +255,7 @@ def check_weights(model, path: str, revision: str | None = None) -> None:
 
 
 def _place(entry, tensors, sharding, dtype):
-    """One HF tensor, or those of a layer's experts, as one of our arrays, device slice by device slice."""
+    """Builds one of our arrays from an HF tensor, or from those of a layer's experts, device slice by device slice."""
     within = entry.row.stacked
     views = [entry.from_hf(tensor.read()) for tensor in tensors]
     if not within:
@@ -315,8 +326,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
       model, params: what is exported, one tensor in host memory at a time.
       directory: the folder.
       hf_config: as load_config returned it (its SOURCE decides whether a tied head is written).
-      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype or fp32, bf16,
-        fp16.
+      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype
+        or fp32, bf16, fp16.
       tokenizer: HF tokenizer to save beside, or None.
       shard_gb: largest file in GB (1e9 bytes).
       eos_ids: token ids that end a completion; those the source did not name are written too.
@@ -359,7 +370,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
 
 
 def _within(outer, config) -> dict:
-    """The config of a model of several parts around that of its text model."""
+    """Returns the whole config of a model of several parts, with this one as its text model."""
     kinds = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
     return {**outer, **{k: v for k, v in kinds.items() if k in outer},
             "text_config": {k: v for k, v in config.items() if k != "architectures"}}
@@ -393,7 +404,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
 
 
 def order(name):
-    """Embedding, layers by number, final norm, head."""
+    """Returns the sort key of an HF name: embedding, layers by number, final norm, head."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (0 if name == EMBEDDING else 1 if layer else 2, int(layer[1]) if layer else 0, name == HEAD)
 
@@ -414,7 +425,7 @@ class _Once(NamedTuple):
 
 
 def _of_layer(array: _Once, layer: tuple):
-    """One layer's part of an array as numpy; collective where it is spread over processes."""
+    """Returns one layer's part of an array as numpy; collective if the array is spread over processes."""
     part = memory.one_of(array.array, layer)
     if not getattr(part, "is_fully_addressable", True):
         from jax.experimental import multihost_utils
@@ -423,13 +434,16 @@ def _of_layer(array: _Once, layer: tuple):
 
 
 def _host(entry, of_layer, array, layer, index, dtype):
-    """One HF tensor as numpy. A layer's experts are fetched together: each alone would be gathered with all of them."""
+    """Returns one HF tensor as numpy. A layer's experts are fetched together: each alone would be gathered
+    with all of them.
+    """
     return entry.to_hf(of_layer(array, layer)[index].astype(dtype))
 
 
 def _special_ids(eos_ids, tokenizer) -> dict:
-    """The special tokens as a config.json spells them; {} where no end token is known. A tokenizer without padding pads
-    with the end."""
+    """Returns the special tokens as config.json spells them; {} without a known end token. A tokenizer without padding
+    pads with the end token.
+    """
     if not eos_ids:
         return {}
     pad, bos = (getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id"))
@@ -439,10 +453,10 @@ def _special_ids(eos_ids, tokenizer) -> dict:
 
 
 def _classifier(model, config, tokenizer, eos_ids) -> dict:
-    """What config.json says of a sequence classifier with one label.
+    """Returns config.json's fields for a sequence classifier with one label.
 
-    transformers reads the score at the last token that is not padding. Where padding is the end token too, that would
-    be the token before the end: no padding is named then, so that it scores single sequences and refuses batches.
+    transformers reads the score at the last token that is not padding. If padding is the end token too, that would be
+    the token before the end: no padding is named then, so that it scores single sequences and refuses batches.
     """
     ends, pad = set(map(int, eos_ids)), config.get("pad_token_id")
     own = getattr(tokenizer, "pad_token_id", None)
@@ -452,10 +466,10 @@ def _classifier(model, config, tokenizer, eos_ids) -> dict:
 
 
 def _generation_config(hf_config, config, eos_ids):
-    """The source's own where there is one, with the end tokens that it does not name."""
-    given = hf_config.get(SOURCE, {}).get("generation_config")
+    """Returns the source's generation config, if it has one, with the end tokens added that it lacks."""
+    source = hf_config.get(SOURCE, {}).get("generation_config")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    values = given or {"_from_model_config": True, **{k: config[k] for k in keys if config.get(k) is not None}}
+    values = source or {"_from_model_config": True, **{k: config[k] for k in keys if config.get(k) is not None}}
     known = values.get("eos_token_id")
     known = known if isinstance(known, list) else [] if known is None else [known]
     more = [int(i) for i in eos_ids if i not in known]
@@ -469,7 +483,7 @@ def _write_json(file, value):
 
 
 def replace(temporary: Path, directory: Path) -> None:
-    """Puts a finished folder in its place; a folder that stands there is moved aside first and then deleted."""
+    """Puts a finished folder in its place; an existing folder is moved aside first and deleted afterwards."""
     if not directory.exists():
         os.rename(temporary, directory)
         return

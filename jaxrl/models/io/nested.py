@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, NESTED, WITHIN
+from jaxrl.models.families import FAMILIES, NESTED
 from jaxrl.models.io import tensorfile
 
 log = logging.getLogger("jaxrl")
@@ -18,17 +18,25 @@ KEYS = ("text_config", "quantization_config")
 
 
 def split(stored: dict[str, tensorfile.Stored], kind: str):
-    """(a folder's tensors of the text model, named as if it were alone; the others). kind: the text model's type."""
+    """Returns (a folder's tensors of the text model, named as if it were alone; the others). kind:
+    the text model's type.
+    """
     unread = FAMILIES[kind].unread
     if not unread:
         return stored, {}
     others = {name: t for name, t in stored.items() if re.fullmatch(unread, name)}
-    own = {}
+    own, (inside, alone) = {}, within(stored, kind)
     for name, t in stored.items():
         if name not in others:
-            alone = "model." + name.removeprefix(WITHIN) if name.startswith(WITHIN) else name
-            own[alone] = dataclasses.replace(t, name=alone)
+            name = alone + name.removeprefix(inside) if name.startswith(inside) else name
+            own[name] = dataclasses.replace(t, name=name)
     return own, others
+
+
+def within(names, kind: str) -> tuple[str, str]:
+    """Returns how the names of the text model's tensors begin in a folder of several parts, and where it is alone."""
+    pairs = FAMILIES[kind].within
+    return next((pair for pair in pairs if any(name.startswith(pair[0]) for name in names)), pairs[0])
 
 
 def report(folder, others) -> None:
@@ -40,12 +48,14 @@ def report(folder, others) -> None:
 
 
 def outer(config: dict) -> dict:
-    """What a config of several parts says beside its text part; {} for others."""
+    """Returns the fields of a config of several parts outside its text part; {} for other configs."""
     return {k: v for k, v in config.items() if k not in KEYS} if config.get("model_type") in NESTED else {}
 
 
 def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
-    """The tensors of the source folder that are not the text model's, as they lie there; None where it is gone."""
+    """Returns the tensors of the source folder that do not belong to the text model, unread; None if
+    the folder is gone.
+    """
     if not source.get("folder"):
         return []
     try:
@@ -55,13 +65,16 @@ def planned_others(source: dict, kind: str) -> list[tensorfile.Planned] | None:
     if not found:
         return None
     _, others = split(found, kind)
-    others = [t for t in others.values() if t.dtype in tensorfile.DTYPES]
+    unwritten = FAMILIES[kind].unwritten
+    others = [t for t in others.values() if t.dtype in tensorfile.DTYPES and not re.fullmatch(unwritten, t.name)]
     return [tensorfile.Planned(t.name, tensorfile.DTYPES[t.dtype], t.shape, t.read) for t in others]
 
 
 def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool):
-    """(what is to be written, whether it is a folder of several parts): the text model, under its names there, and the
-    source's other tensors. alone: the text model only."""
+    """Returns (tensors to write, whether it is a folder of several parts).
+
+    They are the text model's, under its names there, and the source's other tensors. alone: the text model only.
+    """
     others = [] if alone else planned_others(source, kind)
     if others is None:
         log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, without "
@@ -73,5 +86,6 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
                     "accepts fewer tokens of the trained model")
     if alone or not source.get("outer"):
         return planned + others, False
-    names = {t.name: WITHIN + t.name.removeprefix("model.") if t.name.startswith("model.") else t.name for t in planned}
+    inside, begin = source.get("within") or FAMILIES[kind].within[0]
+    names = {t.name: inside + t.name.removeprefix(begin) if t.name.startswith(begin) else t.name for t in planned}
     return [dataclasses.replace(t, name=names[t.name]) for t in planned] + others, True

@@ -76,7 +76,7 @@ def unpack(array, groups: int, outputs: list[int]) -> list:
 
 
 def tensors(model) -> dict[str, Packed]:
-    """The packed tensors of a model by HF's name."""
+    """Returns the packed tensors of a model by HF's name."""
     found: dict[str, dict[int, tuple]] = {}
     for entry in model.entries:
         for name in entry.hf_names if entry.row.part else ():
@@ -96,7 +96,9 @@ def tensors(model) -> dict[str, Packed]:
 
 
 def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.Stored]:
-    """A folder's tensors with every packed one as its parts. Raises ConfigError for a packed one of another shape."""
+    """Returns a folder's tensors with every packed one split into its parts. Raises ConfigError for a packed
+    tensor of another shape.
+    """
     out = dict(stored)
     for whole, packed in tensors(model).items():
         if (found := out.pop(whole, None)) is None:
@@ -114,7 +116,7 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
 
 
 def spread(model, by_name: dict) -> dict:
-    """A table by the names of a folder, with what it says of packed tensors said of their parts."""
+    """Returns a table by HF name with the entries of packed tensors repeated for their parts."""
     out = dict(by_name)
     for whole, packed in tensors(model).items() if by_name else ():
         out |= {name: by_name[whole] for name in packed.names if whole in by_name}
@@ -122,7 +124,7 @@ def spread(model, by_name: dict) -> dict:
 
 
 def join(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
-    """What is to be written, with parts as HF's tensors."""
+    """Converts the tensors to write: parts become HF's packed tensors."""
     left = {t.name: t for t in planned}
     for whole, packed in tensors(model).items():
         own = [left.pop(name) for name in packed.names]

@@ -1,5 +1,5 @@
-"""Checkpoints whose matrices are stored in few bits with scales, which are read as the matrices that they stand for, in
-fp32; a folder that is written has none of them.
+"""Checkpoints whose matrices are stored in few bits with scales, which are read dequantized, in fp32; written folders
+have none of them.
 
 fp8, as DeepSeek publishes it, a scale per block of rows and columns:
 
@@ -55,7 +55,7 @@ class Fours(tensorfile.Stored):
     scale: tensorfile.Stored
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """The whole, or that of (expert, ..., columns), of which nothing else is computed."""
+        """Returns the dequantized values at an index (expert, ..., columns); computes only those."""
         experts, inputs, outputs = self.shape
         shape = experts, outputs, inputs // EACH
         codes = np.memmap(self.file, np.uint8, "r", self.start, (*shape, EACH // 2))
@@ -67,9 +67,9 @@ class Fours(tensorfile.Stored):
 
 
 def plain(stored: dict[str, tensorfile.Stored], folder: Path) -> dict[str, tensorfile.Stored]:
-    """A folder's tensors with those in few bits as what they stand for, and without their scales.
+    """Returns a folder's tensors with quantized ones dequantized and without their scales.
 
-    Raises ConfigError for scales of another shape than the codes and config.json's quantization_config say.
+    Raises ConfigError for scales of another shape than the codes and config.json's quantization_config require.
     """
     stored = _of_fours(stored, folder)
     scales = {name for name in stored if name.endswith(SUFFIX)}
@@ -105,28 +105,28 @@ def _of_fours(stored, folder: Path) -> dict[str, tensorfile.Stored]:
 
 
 def of_values(stored: dict[str, tensorfile.Stored]) -> list[tensorfile.Stored]:
-    """The tensors that say in which dtype a folder is: all, but scales."""
+    """Returns the tensors that determine a folder's dtype: all except scales."""
     return [t for t in stored.values() if not t.name.endswith(SUFFIX)]
 
 
-def check(given: dict, kind: str) -> None:
-    """ConfigError for a quantization_config that is not one of this kind, fp8 or mxfp4."""
+def check(config: dict, kind: str) -> None:
+    """Raises ConfigError for a quantization_config of another kind than fp8 or mxfp4."""
     if kind == "mxfp4":
-        fits, said = given.get("quant_method") == "mxfp4", "quant_method=mxfp4"
+        fits, expected = config.get("quant_method") == "mxfp4", "quant_method=mxfp4"
     else:
-        size = given.get("weight_block_size")
+        size = config.get("weight_block_size")
         fits = isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-        fits &= given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
-        said = "fp8 in blocks is (quant_method=fp8, fmt=e4m3, weight_block_size of two numbers)"
+        fits &= config.get("quant_method") == "fp8" and config.get("fmt", "e4m3") == "e4m3"
+        expected = "fp8 in blocks is (quant_method=fp8, fmt=e4m3, weight_block_size of two numbers)"
     if not fits:
-        raise ConfigError(f"model config: quantization_config={given!r} is not read; what is read of this family: "
-                          f"{said}; take the unquantized checkpoint, or dequantize it")
+        raise ConfigError(f"model config: quantization_config={config!r} is not read; what is read of this family: "
+                          f"{expected}; take the unquantized checkpoint, or dequantize it")
 
 
 def _block(folder: Path) -> tuple[int, int]:
     try:
-        given = json.loads((folder / "config.json").read_text("utf-8")).get("quantization_config") or {}
+        config = json.loads((folder / "config.json").read_text("utf-8")).get("quantization_config") or {}
     except (OSError, ValueError):
-        given = {}
-    check(given, "fp8")
-    return tuple(given["weight_block_size"])
+        config = {}
+    check(config, "fp8")
+    return tuple(config["weight_block_size"])

@@ -33,7 +33,7 @@ SINGLE = "model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies. `dtype` is the format's code; tensors of other kinds than DTYPES can only be listed."""
+    """The location of one tensor in a file. `dtype`: the format's code; other kinds than DTYPES can only be listed."""
 
     name: str
     file: Path
@@ -43,7 +43,9 @@ class Stored:
     stop: int
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """A read-only view of the mapped file, at an index. ConfigError for a dtype that is not a plain float."""
+        """Returns a read-only view of the mapped file, at an index. Raises ConfigError unless the dtype
+        is a plain float.
+        """
         if self.dtype not in DTYPES:
             raise ConfigError(f"{self.file}: tensor {self.name} has dtype {self.dtype}; only unquantized checkpoints "
                               f"({', '.join(DTYPES)}) can be loaded")
@@ -91,7 +93,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _stored(name: str, file: Path, row, data: int) -> Stored:
-    """One entry of a header; `data`: where the file's data begins. Raises ValueError naming the tensor."""
+    """Returns one entry of a header; `data`: offset of the file's data. Raises ValueError naming the tensor."""
     def whole(values) -> TypeGuard[list[int]]:
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
@@ -117,7 +119,7 @@ def shown(value) -> str:
 
 
 def unique(pairs: list) -> dict:
-    """A JSON object's dict, for `object_pairs_hook`. Raises ValueError naming a key that it has twice."""
+    """Returns a JSON object's dict, for `object_pairs_hook`. Raises ValueError naming a duplicate key."""
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]

@@ -19,20 +19,20 @@ OWN = (*ROWS, *LORA_OWN, *ADAPTERS_OWN)
 
 
 def several_adapters(cfg) -> list[str]:
-    """What is wrong with lora.adapters, and what does not go with it."""
-    out = [p for name, given in cfg.lora.adapters.items() for p in _adapter(name, given)]
+    """Returns the problems of lora.adapters, and of options that do not work with it."""
+    out = [p for name, options in cfg.lora.adapters.items() for p in _adapter(name, options)]
     return out or [*_rows(cfg, "sources", list(cfg.data.sources), "data.sources", "a source"),
                    *_rows(cfg, "eval", _held_out(cfg), "eval.sets", "a held-out set"), *_beside(cfg)]
 
 
-def _adapter(name, given) -> list[str]:
+def _adapter(name, options) -> list[str]:
     where = f"lora.adapters.{name}"
     if not re.fullmatch(r"[\w-]+", name):
         return [f"lora.adapters: the name {name!r} is not made of letters, digits, '_' and '-'"]
-    if not hasattr(given, "keys"):
-        return [f"{where}={given!r}: must be a table such as {{'sources': ('math',), 'lr': 1e-4}}"]
+    if not hasattr(options, "keys"):
+        return [f"{where}={options!r}: must be a table such as {{'sources': ('math',), 'lr': 1e-4}}"]
     out = []
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in OWN:
             near = difflib.get_close_matches(key, OWN, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -43,13 +43,13 @@ def _adapter(name, given) -> list[str]:
                 out.append(f"{where}.{key}={value!r}: must be a name, or several")
         else:
             out += _own(where, key, value)
-    if "sources" not in given:
+    if "sources" not in options:
         out.append(f"{where} has no sources: name those of data.sources whose rows it learns from")
     return out
 
 
 def _own(where, key, value) -> list[str]:
-    """An entry that is an option of `lora` or of `optimizer`."""
+    """Returns the problems of an entry that is an option of `lora` or of `optimizer`."""
     if key == "rank" and isinstance(value, int) and value < 1:
         return [f"{where}.rank={value}: at least 1"]
     return entry(f"{where}.{key}", SCHEMA["lora" if key in LORA_OWN else "optimizer"][key], value)
@@ -60,22 +60,23 @@ def _held_out(cfg) -> list[str]:
 
 
 def _rows(cfg, kind: str, known: list[str], option: str, what: str) -> list[str]:
-    """Every source and every held-out set is of one adapter."""
-    said = [(adapter, name) for adapter, given in cfg.lora.adapters.items() for name in listed(given.get(kind, ()))]
+    """Returns the problems of sources and held-out sets, each of which must belong to one adapter."""
+    named = [(adapter, name) for adapter, options in cfg.lora.adapters.items()
+             for name in listed(options.get(kind, ()))]
     out = [f"lora.adapters.{adapter}.{kind}: {name} is not in {option} ({', '.join(known) or 'empty'})"
-           for adapter, name in said if name not in known]
+           for adapter, name in named if name not in known]
     for name in known:
-        whose = [adapter for adapter, one in said if one == name]
-        if len(whose) > 1:
-            out.append(f"lora.adapters.{whose[1]}.{kind}: {name} is {whose[0]}'s already; {what} is of one adapter")
-        elif not whose:
+        owners = [adapter for adapter, one in named if one == name]
+        if len(owners) > 1:
+            out.append(f"lora.adapters.{owners[1]}.{kind}: {name} is {owners[0]}'s already; {what} is of one adapter")
+        elif not owners:
             out.append(f"lora.adapters: {option} has {name}, which no adapter names in its `{kind}`; {what} is of one "
                        "adapter")
     return out
 
 
 def _beside(cfg) -> list[str]:
-    """Other options that only one adapter can have, or that would couple several."""
+    """Returns the problems of other options that only one adapter can have, or that would couple several."""
     o, out = cfg.lora, []
 
     def refuse(option, value, why, remedy):

@@ -21,12 +21,12 @@ from jaxrl.rollout.engines import CUSTOM_ENGINE, ENGINES, engine_row
 
 
 def resolved_algorithm(cfg) -> dict:
-    """Options below `algorithm` with the preset's values where nobody set them."""
+    """Returns the options below `algorithm`, with the preset's values where the user set none."""
     return {name: value for name, (value, _) in algorithm_row(cfg).items()}
 
 
 def algorithm(cfg) -> list[str]:
-    """Everything below `algorithm`, and what stands beside it."""
+    """Returns the problems of everything below `algorithm`, and of options that do not work with it."""
     if not recipe_of(cfg).samples or not recipe_of(cfg).judged:
         return []
     v, out, bound = resolved_algorithm(cfg), [], cfg.train.max_step_kl
@@ -39,8 +39,10 @@ def algorithm(cfg) -> list[str]:
 
 
 def _of_sources(cfg, v):
-    """The tables `algorithm` of data.sources: known entries, and each source's estimator as if it were the run's."""
-    out, tables = [], {name: given["algorithm"] for name, given in cfg.data.sources.items() if "algorithm" in given}
+    """Returns the problems of the tables `algorithm` of data.sources: entries, and each source's estimator as if it
+    were the run's.
+    """
+    out, tables = [], {name: source["algorithm"] for name, source in cfg.data.sources.items() if "algorithm" in source}
     for name, table in tables.items():
         where = f"data.sources.{name}.algorithm"
         if not hasattr(table, "keys"):
@@ -62,18 +64,18 @@ def _of_sources(cfg, v):
                     " algorithm.advantage_mean"]
         if ":" in v_own["advantage"]:
             out += import_path(f"{where}.advantage", v_own["advantage"])
-        told = [_advantage(config, row) for config, row in ((cfg, v), (own, v_own))]
-        out += [f"{where}: {m}" for m in told[1] if m not in told[0]]
+        problems = [_advantage(config, row) for config, row in ((cfg, v), (own, v_own))]
+        out += [f"{where}: {m}" for m in problems[1] if m not in problems[0]]
     return out
 
 
 def of_samples(cfg, v) -> list[str]:
-    """What is checked too where samples are learnt from and no reward decides. v: as of resolved_algorithm."""
+    """Returns the problems of jobs that learn from samples without rewards. v: as of resolved_algorithm."""
     return [*_batch_division(cfg, v), *_ratios(cfg, v), *_mismatch(cfg, v)]
 
 
 def _advantage(cfg, v) -> list[str]:
-    """What a source's table `algorithm` may get wrong."""
+    """Returns the problems of a source's table `algorithm`."""
     return [*_batch_division(cfg, v), *_estimators(cfg, v), *_turns(cfg, v),
             *unread(cfg, tuple(f"algorithm.{name}" for name in ALGORITHM))]
 
@@ -120,7 +122,7 @@ def _estimators(cfg, v):
 
 
 def _turns(cfg, v):
-    """Credit by turn, and rewards of turns beside what rescales scores."""
+    """Returns the problems of credit by turn, and of turn rewards with options that rescale scores."""
     name, out = v["advantage"], []
     kind, several = f"with algorithm.advantage={name}", episodes(cfg)
     if name == "gigpo" and not cfg.env.function:
@@ -143,7 +145,7 @@ def _turns(cfg, v):
 
 
 def _pairs(cfg, v):
-    """Online DPO: its log-ratios are the KL, and nothing else may rescale what is made of them."""
+    """Returns the problems of online DPO: its log-ratios are the KL, and nothing else may rescale its advantages."""
     if v["advantage"] != "dpo":
         return []
     wanted = {"kl.placement": "reward", "kl.estimator": "k1", "policy_loss": "pg", "aggregation": "sequence_sum",
@@ -214,7 +216,9 @@ def _mismatch(cfg, v):
 
 
 def _temperature(cfg, v):
-    """A temperature of the trainer's own: nothing may then compare its log-probs with the sampler's."""
+    """Returns the problems of a temperature of the trainer's own: nothing may then compare its
+    log-probs with the sampler's.
+    """
     own = cfg.algorithm.temperature
     if not own or own == cfg.rollout.temperature:
         return []
@@ -229,7 +233,7 @@ def _temperature(cfg, v):
 
 
 def _routes(cfg, v):
-    """Experts that the update replays: who says which."""
+    """Returns the problems of replayed experts and their source."""
     routes, name = cfg.algorithm.routes, f"algorithm.routes={cfg.algorithm.routes}"
     if routes == "own" or cfg.run.mode == "eval":
         return []
@@ -258,7 +262,7 @@ def _routes(cfg, v):
 
 
 def _beside(cfg, v):
-    """Dynamic sampling, entropy, early stop."""
+    """Returns the problems of dynamic sampling, entropy and early stops."""
     a, out = cfg.algorithm, []
     if ":" in a.keep_group:
         out += import_path("algorithm.keep_group", a.keep_group)

@@ -89,7 +89,9 @@ def _ranges(cfg):
 
 
 def _unread(cfg):
-    """Options that were set and that nothing reads. Of recorded steps, what stays closed is not asked about."""
+    """Returns the problems of options that were set and that nothing reads; for recorded steps
+    without rewards and sandbox.
+    """
     closed = ("reward.", "sandbox.") if cfg.run.mode in AGAIN else ()
     return [problem for problem in unread(cfg) if not problem.startswith(closed)]
 
@@ -101,8 +103,8 @@ def _mesh(cfg):
         bad.append(", ".join(f"mesh.{a}={s}" for a, s in sizes.items()) + ": only one axis can be -1")
     if sizes["cp"] == -1:
         bad.append("mesh.cp=-1: rows are cut before the devices are known; give a number, and -1 to mesh.fsdp")
-    bad += [said for role, given in cfg.mesh.roles.items() for said in _role(cfg, role, given)]
-    cut = {role for role, given in cfg.mesh.roles.items() if given.get("cp", cfg.mesh.cp) != 1} - {"sampler"}
+    bad += [problem for role, options in cfg.mesh.roles.items() for problem in _role(cfg, role, options)]
+    cut = {role for role, options in cfg.mesh.roles.items() if options.get("cp", cfg.mesh.cp) != 1} - {"sampler"}
     idle = no_effect("model.ring_attention", True, "with mesh.cp=1", "set mesh.cp, or leave it out")
     return bad + [idle] * (cfg.mesh.cp == 1 and not bad and not cut and cfg.model.ring_attention)
 
@@ -112,26 +114,26 @@ ROLE_RESTS = {"policy": STREAMED, "reference": STREAMED, "critic": STREAMED,
               "teacher": ("device", "host"), "sampler": ("device", "none"), "reward_model": ("device", "host")}
 
 
-def _role(cfg, role, given):
+def _role(cfg, role, options):
     name = f"mesh.roles.{role}"
     if role not in ROLE_RESTS:
         return [f"{name}: there is no such role; choose from {', '.join(ROLE_RESTS)}"]
-    if not hasattr(given, "keys"):
-        return [f"{name}={given!r}: must be a table such as {{'devices': '0-3', 'fsdp': 4}}"]
+    if not hasattr(options, "keys"):
+        return [f"{name}={options!r}: must be a table such as {{'devices': '0-3', 'fsdp': 4}}"]
     known = ("devices", "processes", *AXES, "rest")
-    out = [f"{name}.{key}: unknown; choose from {', '.join(known)}" for key in given.keys() if key not in known]
-    sizes = {a: given[a] for a in AXES if a in given}
+    out = [f"{name}.{key}: unknown; choose from {', '.join(known)}" for key in options.keys() if key not in known]
+    sizes = {a: options[a] for a in AXES if a in options}
     out += [f"{name}.{a}={s!r}: sizes are positive, or -1 for the rest" for a, s in sizes.items()
             if not isinstance(s, int) or isinstance(s, bool) or s == 0 or s < -1 + (a == "cp")]
-    out += [f"{name}.{key}={given[key]!r}: must be text, 'all' or ranges such as '0-3,6'"
-            for key in ("devices", "processes") if not isinstance(given.get(key, "all"), str)]
-    if "processes" in given and role != "reference":
-        out.append(f"{name}.processes={given['processes']!r}: what learns, and the sampler, are on all processes; "
+    out += [f"{name}.{key}={options[key]!r}: must be text, 'all' or ranges such as '0-3,6'"
+            for key in ("devices", "processes") if not isinstance(options.get(key, "all"), str)]
+    if "processes" in options and role != "reference":
+        out.append(f"{name}.processes={options['processes']!r}: what learns, and the sampler, are on all processes; "
                    "leave it out, or name devices of every process")
-    elif "processes" in given and (cfg.reference.reset_steps or cfg.reference.reset_epochs):
-        out.append(f"{name}.processes={given['processes']!r} with reference.reset_steps or reset_epochs: the policy's "
-                   "weights are not sent to other hosts; leave one of them out")
-    rest = given.get("rest", "device")
+    elif "processes" in options and (cfg.reference.reset_steps or cfg.reference.reset_epochs):
+        out.append(f"{name}.processes={options['processes']!r} with reference.reset_steps or reset_epochs: the policy's"
+                   " weights are not sent to other hosts; leave one of them out")
+    rest = options.get("rest", "device")
     if rest not in ROLE_RESTS[role]:
         out.append(f"{name}.rest={rest!r}: choose {' or '.join(ROLE_RESTS[role])}")
     if rest == "streamed":
@@ -140,7 +142,7 @@ def _role(cfg, role, given):
 
 
 def _streamed(cfg, role, name):
-    """What cannot be computed with layers that come one after the other."""
+    """Returns the problems of options that cannot work with layers streamed one after the other."""
     out = []
     if cfg.model.scan_layers == "false":
         out.append(f"{name} with model.scan_layers=false: layers come one after the other in a scan over them; set "
@@ -177,13 +179,13 @@ def _role_without_use(cfg, role, name):
 def _model(cfg):
     out = []
     if cfg.run.warm_start:
-        given = {"path": cfg.model.path, "init": "random" if cfg.model.init == "random" else ""}
+        model_options = {"path": cfg.model.path, "init": "random" if cfg.model.init == "random" else ""}
         own = Path(cfg.model.path) == Path(cfg.run.dir) / "warm_start/export"  # recorded once the warm start is done
         if own or cfg.run.mode in AGAIN or cfg.fork.run:
-            del given["path"]
+            del model_options["path"]
         out += [f"model.{name}={value!r} with run.warm_start={cfg.run.warm_start!r}: the warm start's model would take "
                 "its place; leave one of them out (--config.run.warm_start= trains your model)"
-                for name, value in given.items() if value]
+                for name, value in model_options.items() if value]
     if cfg.model.init == "pretrained" and not cfg.model.path and not cfg.run.warm_start:
         out.append("model.path is empty: give an HF folder or hub id, or model.init=random with model.config")
     if cfg.model.init == "random" and not cfg.model.path and "model_type" not in cfg.model.config:
@@ -210,7 +212,7 @@ def _regexes(name, patterns):
 
 
 def _plan(cfg):
-    """The target where one is asked for; a plan needs neither tokenizer nor data."""
+    """Returns the problems of a plan's target and lengths; a plan needs neither tokenizer nor data."""
     if cfg.run.mode != "plan":
         return []
     if not all(0 < n <= cfg.rollout.max_new_tokens for n in cfg.plan.lengths):
@@ -287,17 +289,17 @@ def _rollout(cfg):
 
 
 def _ahead(cfg):
-    """What generating ahead of training, or publishing more rarely, cannot go with."""
+    """Returns the problems of sampling ahead of training, or of rarer weight syncs."""
     r, out = cfg.rollout, []
-    asked = [f"rollout.{name}={r[name]}" for name, off in (("max_staleness", 0), ("sync_every", 1)) if r[name] != off]
+    enabled = [f"rollout.{name}={r[name]}" for name, off in (("max_staleness", 0), ("sync_every", 1)) if r[name] != off]
     if (r.max_staleness or r.sync_every > 1) and cfg.mesh.roles.get("sampler", {}).get("rest", "device") != "device":
-        out.append(f"mesh.roles.sampler.rest=none with {', '.join(asked)}: the sampler keeps completions under way, or "
+        out.append(f"mesh.roles.sampler.rest=none with {', '.join(enabled)}: the sampler has unfinished completions or "
                    "the weights of several steps; leave one of them out")
     return out
 
 
 def _episodes(cfg):
-    """Options below `env`, among each other and with the rest."""
+    """Returns the problems of options below `env`, among each other and with other groups."""
     e, out = cfg.env, []
     if not episodes(cfg) or not recipe_of(cfg).samples:
         return []
@@ -468,7 +470,7 @@ def _optimizer(cfg):
 
 
 def _critics_optimizer(cfg):
-    """What is wrong with critic.optimizer, named as the user wrote it."""
+    """Returns the problems of critic.optimizer, named as the user wrote it."""
     own = cfg.critic.optimizer
     known = optimizer.CRITICS_OWN
     out = [f"critic.optimizer.{name}: the critic has of its own {', '.join(known)}"
@@ -527,7 +529,7 @@ def _uploads(cfg):
 
 
 def _launch(cfg):
-    """Half a description of the processes, and limits that undo each other."""
+    """Returns the problems of an incomplete description of the processes, and of limits that contradict each other."""
     c, out = cfg.launch, []
     if c.processes < 0 or c.process < -1:
         out.append(f"launch.processes={c.processes}, launch.process={c.process}: a count from 1 (0 = from the "

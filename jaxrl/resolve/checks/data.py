@@ -18,7 +18,7 @@ RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwa
 
 
 def sources(cfg) -> list[str]:
-    """data.sources, data.exhausted and what does not go with them."""
+    """Returns the problems of data.sources, data.exhausted and options that do not work with them."""
     d, out = cfg.data, []
     if not d.sources:
         return []
@@ -27,15 +27,15 @@ def sources(cfg) -> list[str]:
     if d.eval_fraction:
         out.append(f"data.eval_fraction={d.eval_fraction} with data.sources: held-out rows are sets of their own; name "
                    "them in eval.sets")
-    if d.path and all("path" in given for given in d.sources.values() if hasattr(given, "keys")):
+    if d.path and all("path" in source for source in d.sources.values() if hasattr(source, "keys")):
         out.append(f"data.path={d.path}: every one of data.sources has a path of its own; leave it out")
-    for name, given in d.sources.items():
-        out += _source(cfg, name, given)
+    for name, source in d.sources.items():
+        out += _source(cfg, name, source)
     return out or _weights(d.sources)
 
 
 def conversations(cfg) -> list[str]:
-    """data.overlong_completion."""
+    """Returns the problems of data.overlong_completion."""
     d, out = cfg.data, []
     if d.overlong_completion == "split" and cfg.train.loss_on_prompt:
         out.append("data.overlong_completion=split with train.loss_on_prompt: what stands before a piece would be "
@@ -44,7 +44,7 @@ def conversations(cfg) -> list[str]:
 
 
 def curricula(cfg) -> list[str]:
-    """data.difficulty, difficulty_window, pass_rate_min, pass_rate_max."""
+    """Returns the problems of data.difficulty, difficulty_window, pass_rate_min and pass_rate_max."""
     d = cfg.data
     thresholds = f"data.pass_rate_min={d.pass_rate_min}, data.pass_rate_max={d.pass_rate_max}"
     if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
@@ -61,38 +61,38 @@ def curricula(cfg) -> list[str]:
     return []
 
 
-def _source(cfg, name, given):
+def _source(cfg, name, source):
     where = f"data.sources.{name}"
     if not re.fullmatch(r"[\w-]+", name):
         return [f"data.sources: the name {name!r} is not made of letters, digits, '_' and '-'"]
-    if not hasattr(given, "keys"):
-        return [f"{where}={given!r}: must be a table such as {{'path': 'math.jsonl', 'weight': 0.5}}"]
+    if not hasattr(source, "keys"):
+        return [f"{where}={source!r}: must be a table such as {{'path': 'math.jsonl', 'weight': 0.5}}"]
     out = []
-    for key in given.keys():
+    for key in source.keys():
         if key not in (*OWN, *SOURCE_ONLY):
             near = difflib.get_close_matches(key, (*OWN, *SOURCE_ONLY), n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             out.append(f"{where}.{key}: unknown; {hint}a source has {', '.join((*SOURCE_ONLY, *OWN))}")
         elif key in OWN:
-            out += entry(f"{where}.{key}", SCHEMA["data"][key], given[key])
-    if "path" not in given and not cfg.data.path:
+            out += entry(f"{where}.{key}", SCHEMA["data"][key], source[key])
+    if "path" not in source and not cfg.data.path:
         out.append(f"{where} has no path, and data.path is empty: name at least one file, folder or hub id")
-    if not _is_weight(given.get("weight", 1.0)):
-        out.append(f"{where}.weight={given['weight']!r}: must be a number that is not negative, or points such as "
+    if not _is_weight(source.get("weight", 1.0)):
+        out.append(f"{where}.weight={source['weight']!r}: must be a number that is not negative, or points such as "
                    "((0, 0.9), (500, 0.1)): (step, weight), steps rising from 0")
-    if not hasattr(given.get("where", {}), "keys"):
-        out.append(f"{where}.where={given['where']!r}: must be a table, {{'column': ('value', 'another')}}")
-    if given.get("rewards") and not recipe_of(cfg).samples:
+    if not hasattr(source.get("where", {}), "keys"):
+        out.append(f"{where}.where={source['where']!r}: must be a table, {{'column': ('value', 'another')}}")
+    if source.get("rewards") and not recipe_of(cfg).samples:
         out.append(f"{where}.rewards: run.recipe={cfg.run.recipe} has no rewards; leave it out")
-    if given.get("rewards") and cfg.reward.column:
+    if source.get("rewards") and cfg.reward.column:
         out.append(f"{where}.rewards with reward.column={cfg.reward.column!r}: both say which functions judge a row; "
                    "leave one of them out")
-    if not _is_number(given.get("coef", 1.0)):
-        out.append(f"{where}.coef={given['coef']!r}: must be a number that is not negative; 1 leaves its advantages as"
+    if not _is_number(source.get("coef", 1.0)):
+        out.append(f"{where}.coef={source['coef']!r}: must be a number that is not negative; 1 leaves its advantages as"
                    " they are")
-    if "coef" in given and not (recipe_of(cfg).samples and recipe_of(cfg).judged):
+    if "coef" in source and not (recipe_of(cfg).samples and recipe_of(cfg).judged):
         out.append(f"{where}.coef: run.recipe={cfg.run.recipe} has no advantages; leave it out")
-    rendered = [key for key in RENDERED if key in given]
+    rendered = [key for key in RENDERED if key in source]
     if rendered and episodes(cfg):
         out.append(f"{where}.{rendered[0]}: the turns of an episode are rendered alike for all sources; set "
                    f"data.{rendered[0]}")
@@ -100,7 +100,7 @@ def _source(cfg, name, given):
 
 
 def entry(name, opt, value):
-    """An entry of a source's that is an option: its kind, choices and bound."""
+    """Returns the problems of a source's entry that is an option: its kind, choices and bound."""
     kind = opt.kind or type(opt.default)
     value = float(value) if kind is float and type(value) is int else value
     if kind is tuple:
@@ -133,16 +133,18 @@ def _is_weight(value) -> bool:
         set(steps))
 
 
-def _weights(given):
-    """Some source has a weight at every step: weights are straight between the points, so the points tell."""
-    weights = [source.get("weight", 1.0) for source in given.values()]
+def _weights(sources):
+    """Returns a problem if no source has a weight at some step; weights are linear between the points,
+    so the points decide.
+    """
+    weights = [source.get("weight", 1.0) for source in sources.values()]
     steps = {0, *(int(step) for w in weights if not isinstance(w, int | float) for step, _ in w)}
     empty = [step for step in sorted(steps) if not sum(weight_at(w, step) for w in weights)]
     return [f"data.sources: every weight is 0 at step {empty[0]}; give one of them more"] if empty else []
 
 
 def evaluation(cfg):
-    """Options below `eval`."""
+    """Returns the problems of options below `eval`."""
     out, seen = [], set()
     for entry in cfg.eval.sets:
         name, eq, path = entry.partition("=")

@@ -11,12 +11,12 @@ from jaxrl.resolve.checks.algorithm import of_samples, resolved_algorithm
 
 
 def teacher_kind(config) -> str:
-    """Where the teacher is: files, servers or local."""
+    """Returns the kind of the teacher: files, servers or local."""
     return "files" if config.teacher.files else "servers" if config.teacher.servers else "local"
 
 
 def distillation(cfg) -> list[str]:
-    """Everything below `distill` and `teacher`."""
+    """Returns the problems of everything below `distill` and `teacher`."""
     if "teacher" not in recipe_of(cfg).roles or cfg.run.mode == "eval":
         return []
     return [*_rows(cfg), *_teacher(cfg), *_algorithm(cfg)]
@@ -72,7 +72,7 @@ def _teacher(cfg) -> list[str]:
 
 
 def _algorithm(cfg) -> list[str]:
-    """What is made of rewards, and what of the loss does not go together."""
+    """Returns the problems of options about rewards, and of losses that do not work together."""
     if cfg.algorithm.preset != "grpo":
         return [f"algorithm.preset={cfg.algorithm.preset}: it says what is made of rewards; set what you want of it by "
                 "itself, e.g. algorithm.policy_loss"]

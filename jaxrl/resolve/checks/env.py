@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def ray(cfg) -> list[str]:
-    """Where workers of episodes and of rewards run."""
+    """Returns the problems of the hosts of episode and reward workers."""
     env, reward = cfg.env, cfg.reward
     if env.executor == reward.executor == "ray" and env.ray_address != reward.ray_address:
         return [f"env.ray_address={env.ray_address!r} and reward.ray_address={reward.ray_address!r}: a process is in "
@@ -13,7 +13,7 @@ def ray(cfg) -> list[str]:
 
 
 def elsewhere(cfg) -> list[str]:
-    """What an episode is."""
+    """Returns the problems of the definition of an episode."""
     e, out = cfg.env, []
     if e.function and (e.tools or e.mcp):
         out.append(f"env.function and env.{'tools' if e.tools else 'mcp'}: an episode function sends its own tools "

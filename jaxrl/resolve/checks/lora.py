@@ -67,7 +67,7 @@ def _start(o) -> list[str]:
         peft.check_written(o)
     except ConfigError as e:
         return [str(e)]
-    own = [given["rank"] for given in o.adapters.values() if hasattr(given, "keys") and "rank" in given]
+    own = [options["rank"] for options in o.adapters.values() if hasattr(options, "keys") and "rank" in options]
     if o.init == "orthogonal" and (odd := [r for r in (o.rank, *ranks.values(), *own) if r % 2]):
         return [f"lora.init=orthogonal with the odd rank {odd[0]} (lora.rank, lora.rank_pattern): set an even one"]
     if not o.targets:
@@ -76,7 +76,7 @@ def _start(o) -> list[str]:
 
 
 def _apart(cfg) -> list[str]:
-    """What vLLM does not serve beside its base."""
+    """Returns the problems of adapters that vLLM cannot serve separately from their base."""
     row, out = engine_row(cfg), []
     if row.on_mesh or not row.servers:
         return out

@@ -17,7 +17,7 @@ def learns(cfg) -> bool:
 
 
 def preference(cfg) -> list[str]:
-    """Everything below `preference`, and what of other groups it cannot go with."""
+    """Returns the problems of everything below `preference`, and of other groups with it."""
     p, out = cfg.preference, []
     if not learns(cfg):
         return []

@@ -17,7 +17,7 @@ AGAIN = ("replay", "explain")  # values of run.mode that read a record
 
 
 def numbers(text: str) -> list[int]:
-    """"10:20,30" -> [10, 11 ... 20, 30]; "" -> []. ValueError for what is no such list."""
+    """Parses "10:20,30" -> [10, 11 ... 20, 30]; "" -> []. Raises ValueError for other text."""
     out = []
     for part in text.replace(" ", "").split(",") if text else ():
         if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", part)):
@@ -30,8 +30,9 @@ def numbers(text: str) -> list[int]:
 
 
 def settings(text: str) -> list[tuple[str, object]]:
-    """"algorithm.clip_high=0.28,0.4;optimizer.lr=1e-6" -> [(option, value), ...], one for each value. Raises
-    ConfigError."""
+    """Parses "algorithm.clip_high=0.28,0.4;optimizer.lr=1e-6" -> [(option, value), ...], one for
+    each value. Raises ConfigError.
+    """
     out = []
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         name, _, values = entry.partition("=")
@@ -47,14 +48,14 @@ def settings(text: str) -> list[tuple[str, object]]:
     return out
 
 
-def place(config) -> None:
-    """Lets a job that computes recorded steps again work in the recorded run's directory."""
+def use_recorded_folder(config) -> None:
+    """Sets run.dir to the recorded run's folder for jobs that compute recorded steps again."""
     if config.run.mode in AGAIN and config.replay.run:
         config.run.dir = config.replay.run
 
 
 def forks(cfg) -> list[str]:
-    """Every problem of fork.run."""
+    """Returns every problem of fork.run."""
     run, fork, recipe = cfg.run, cfg.fork, recipe_of(cfg)
     out, where = [], f"fork.run={fork.run!r}"
     if not fork.run or "replay" not in recipe.modes or run.mode != "train":  # it may be a fork's, for something else
@@ -69,7 +70,7 @@ def forks(cfg) -> list[str]:
 
 
 def replays(cfg) -> list[str]:
-    """Every problem: field, value, remedy."""
+    """Returns every problem of replays: field, value, remedy."""
     out = [f"certify.accept={cfg.certify.accept}: {name!r} is no claim; choose of {', '.join(CLAIMS)}"
            for name in cfg.certify.accept if name not in CLAIMS]
     out += forks(cfg)

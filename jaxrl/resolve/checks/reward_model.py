@@ -11,7 +11,7 @@ PART = "reward_model"  # the name that its score has among the rewards
 
 
 def reward_models(cfg) -> list[str]:
-    """Every problem: field, value, remedy."""
+    """Returns every problem of reward models: field, value, remedy."""
     out = [f"{name}={value!r}: a module's name in HF's files, such as score" for name, value in
            (("reward.model.head", cfg.reward.model.head), ("reward_model.head", cfg.reward_model.head),
             ("critic.head", cfg.critic.head)) if not re.fullmatch(r"\w+(\.\w+)*", value)]
@@ -19,7 +19,7 @@ def reward_models(cfg) -> list[str]:
 
 
 def _trained(cfg) -> list[str]:
-    """run.recipe=reward_model."""
+    """Returns the problems of run.recipe=reward_model."""
     o = cfg.reward_model
     if o.kind == "steps" and (not o.steps_column or not o.labels_column or o.steps_column == o.labels_column):
         return [f"reward_model.steps_column={o.steps_column!r}, reward_model.labels_column={o.labels_column!r}: two "
@@ -28,7 +28,7 @@ def _trained(cfg) -> list[str]:
 
 
 def _used(cfg) -> list[str]:
-    """reward.model.*."""
+    """Returns the problems of reward.model.*."""
     o, out = cfg.reward.model, []
     if not o.path or not recipe_of(cfg).samples:
         return []

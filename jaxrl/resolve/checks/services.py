@@ -20,18 +20,18 @@ BUILTIN_NAMES = tuple(registered_rewards())
 
 
 def services(cfg) -> list[str]:
-    """Every problem: field, value, remedy."""
+    """Returns every problem of reward services: field, value, remedy."""
     out = [problem for kind, table in TABLES.items() for name, own in cfg.reward[table].items()
            for problem in _entry(kind, f"reward.{table}.{name}", name, own, cfg)]
     if out:
         return out
-    asked = {*cfg.reward.functions, *cfg.eval.rewards}
+    named = {*cfg.reward.functions, *cfg.eval.rewards}
     for name, (kind, o) in service_options(cfg.reward).items():
         where = f"reward.{kind}" if name == kind else f"reward.{TABLES[kind]}.{name}"
-        if name in asked:
+        if name in named:
             value_of = lambda option, o=o: o[option.rpartition(".")[2]]  # noqa: E731
-            told = unread(cfg, (f"reward.{kind}.",), value_of)
-            out += [p.replace(f"reward.{kind}.", f"{where}.") for p in told]
+            problems = unread(cfg, (f"reward.{kind}.",), value_of)
+            out += [p.replace(f"reward.{kind}.", f"{where}.") for p in problems]
             out += (_remote if kind == "remote" else _judge)(where, o) + _common(where, o)
             if cfg.reward.executor == "ray" and kind == "judge" and not o["servers"]:
                 out.append(f"{where}.servers is empty with reward.executor=ray: a server of the run's own answers on "
@@ -43,7 +43,7 @@ def services(cfg) -> list[str]:
 
 
 def _entry(kind, where, name, own, cfg) -> list[str]:
-    """One row of reward.remotes or reward.judges."""
+    """Returns the problems of one entry of reward.remotes or reward.judges."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in BUILTIN_NAMES or name in TABLES:
         return [f"{where}: {name!r} cannot be its name; take letters, digits and '_', and none of "
                 f"{', '.join((*BUILTIN_NAMES, *TABLES))}"]
@@ -65,7 +65,7 @@ def _entry(kind, where, name, own, cfg) -> list[str]:
 
 
 def _wrong(option, value) -> str:
-    """What is wrong with a value in a table, which is not typed as an option is."""
+    """Returns the problem of a value in a table, which is not typed as an option is."""
     kind = option.kind or type(option.default)
     if value is None and option.default is None:
         return ""
@@ -82,15 +82,17 @@ def _wrong(option, value) -> str:
 
 
 def _unused(cfg, kind, where, name) -> list[str]:
-    """Options of a reward that no one asks for. (What reward.remote says may be meant for reward.remotes.)"""
+    """Returns the options of a reward that no function names. (Options of reward.remote may
+    be meant for reward.remotes.)
+    """
     remedy = f"add {name} to reward.functions, or leave it out"
     if name != kind:
         return [f"{where}: no reward of that name is asked for; {remedy}"]
     if cfg.reward[TABLES[kind]]:
         return []
-    given = [key for key, value in cfg.reward[kind].items() if is_set(options()[f"{where}.{key}"], value)]
+    used = [key for key, value in cfg.reward[kind].items() if is_set(options()[f"{where}.{key}"], value)]
     return [no_effect(f"{where}.{key}", cfg.reward[kind][key], f"without the reward {name}", remedy)
-            for key in given[:1]]
+            for key in used[:1]]
 
 
 def _common(where, o) -> list[str]:
@@ -177,7 +179,9 @@ def _prompt(where, o) -> list[str]:
 
 
 def missing_logger(cfg) -> str:
-    """What a run of this config stops for and a plan does not need: a logger whose package is not installed; or ""."""
+    """Returns the problem that a run of this config has and a plan does not: a logger whose package is
+    not installed; or "".
+    """
     if not cfg.log.wandb or importlib.util.find_spec("wandb") is not None:
         return ""
     return ("log.wandb=True: the package wandb is not installed; pip install 'jaxrl[wandb]', or set "

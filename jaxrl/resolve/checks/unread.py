@@ -1,7 +1,7 @@
 """Options that were set and that nothing reads: one rule for the conditions `needs` and `read_by` of all options.
 
-Conditions are read before any "auto" is decided. Of an option below `algorithm` that nobody set they see the preset's
-value.
+Conditions are read before any "auto" is decided. Of an option below `algorithm` that nobody set they
+see the preset's value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Term(NamedTuple):
         return (str(value) in self.values) == (self.relation == "=")
 
     def remedy(self) -> tuple[str, str]:
-        """(verb, what) that makes it hold."""
+        """Returns (verb, object) of a change that makes the term hold."""
         if self.relation in ("<", ">"):
             return "lower" if self.relation == "<" else "raise", self.name
         if not self.relation:
@@ -54,7 +54,9 @@ class Term(NamedTuple):
 
 
 def terms(needs: str) -> list[list[Term]]:
-    """The clauses of a condition, all of which must hold, as terms, one of which must. ValueError for another text."""
+    """Parses a condition: clauses, all of which must hold, of terms, one of which must. Raises
+    ValueError for other text.
+    """
     out = []
     for clause in needs.split(" and ") if needs else ():
         out.append([])
@@ -74,7 +76,9 @@ def is_set(option: Option, value) -> bool:
 
 
 def missing(option: Option, value_of: Callable) -> tuple[str, str] | None:
-    """(what the option's condition lacks, remedy), or None where it holds. value_of: value of an option by name."""
+    """Returns (the missing part of an option's condition, remedy), or None if it holds. value_of: value of
+    an option by name.
+    """
     for clause in terms(option.needs):
         values = {term.name: value_of(term.name) for term in clause}
         if any(term.holds(values[term.name]) for term in clause):
@@ -122,7 +126,9 @@ def unread(cfg, prefixes: Iterable[str] = (), value_of: Callable | None = None) 
 
 
 def owned() -> dict[str, tuple[str, list[str]]]:
-    """Option that some rows of a table read -> (the option that chooses the row, the names of these rows)."""
+    """Returns option that some entries of a table read -> (the option that chooses the entry, the
+    names of these entries).
+    """
     out: dict[str, tuple[str, list[str]]] = {}
     for selector, table in SELECTORS.items():
         for name, row in table.items():
@@ -132,8 +138,9 @@ def owned() -> dict[str, tuple[str, list[str]]]:
 
 
 def _not_chosen(chosen, selector: str, owners: list[str]) -> tuple[str, str] | None:
-    """(what was chosen instead, whose the option is) where no chosen row reads it. A row whose `options` is None, and a
-    loss of the user's own, may read any."""
+    """Returns (the chosen entry, the owner of the option) if no chosen entry reads it. An entry whose `options` is
+    None, and a user's loss, may read any.
+    """
     names, table = (chosen,) if isinstance(chosen, str) else tuple(chosen), SELECTORS[selector]
     if any(name not in table or table[name].options is None or name in owners for name in names):
         return None

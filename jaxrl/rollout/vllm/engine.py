@@ -40,12 +40,12 @@ def make_engine(context: EngineContext):
 class VllmEngine(Engine):
     """Samples through vLLM servers; see protocol.Engine.
 
-    `logprobs` are those of the distribution drawn from and `kept` is 0: vLLM reports log-probs after its truncation,
-    so under top-p, top-k or min-p the log-prob gap includes the mass that was cut.
+    `logprobs` are those of the distribution drawn from and `log_kept_mass` is 0: vLLM reports log-probs after its
+    truncation, so under top-p, top-k or min-p the log-prob gap includes the mass that was cut.
 
-    With several processes each has an engine with its own servers, or with its share of rollout.servers. A publish
-    begins with a copy of the weights in every process, which is collective; after that each process can retry by
-    itself.
+    With several processes each has an engine with its own servers, or with its share of rollout.servers. A
+    publish begins with a copy of the weights in every process, which is collective; after that each process
+    can retry by itself.
     """
 
     def __init__(self, context: EngineContext):
@@ -59,7 +59,7 @@ class VllmEngine(Engine):
         self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
         self._copy = self._here = None  # of a policy that is spread over processes
         self._version, self._params, self._synced = -1, None, False
-        self._closed = self._resting = False
+        self._closed = self._asleep = False
         self._ids: set[str] = set()  # of unfinished requests
         first = self.group.index * options.replicas  # several processes may share a host
         rank = required_rank(context.model.adapter)
@@ -80,7 +80,7 @@ class VllmEngine(Engine):
         self._trace_file = self._open_trace() if config.log.trace_requests else None
 
     def _open_trace(self) -> TextIO:
-        """The file of log.trace_requests, with a line for every request that ends."""
+        """Opens the file of log.trace_requests, which gets a line for every request that ends."""
         path = Path(self.config.run.dir) / f"requests{'' if self.group.count == 1 else f'_{self.group.index}'}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
@@ -100,7 +100,7 @@ class VllmEngine(Engine):
         self.router.submit(requests)
 
     def _fit_request(self, request: Request) -> Request:
-        """The request with no more tokens than fit beside its prompt."""
+        """Returns the request, limited to the tokens that fit beside its prompt."""
         room, sampling = self.total - len(request.prompt), request.sampling
         if sampling.max_new_tokens <= room:
             return request
@@ -110,7 +110,7 @@ class VllmEngine(Engine):
     def poll(self, deadline_s: float) -> list[Result]:
         self._check_open()
         end = time.monotonic() + deadline_s
-        if self._ids and (self._version < 0 or self._resting):
+        if self._ids and (self._version < 0 or self._asleep):
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
         done: list[Result] = []
         while True:
@@ -147,10 +147,10 @@ class VllmEngine(Engine):
         self.fleet.take_newcomers()
         self.fleet.notice_deaths()
         self._send_weights([r for r in self.router.replicas if r.state in ("ready", "unsynced", "asleep")])
-        self._synced, self._resting = True, False
+        self._synced, self._asleep = True, False
         self._maintain()
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Frees the servers' GPU memory until the next publish; waits for servers that are starting.
 
         Raises:
@@ -160,19 +160,18 @@ class VllmEngine(Engine):
         if self._ids:
             raise RuntimeError(f"rollout: {len(self._ids)} requests are unfinished; abort them first")
         self._meet_servers()
-        self._resting = True
+        self._asleep = True
         self.fleet.sleep()
 
-    def moved(self, params) -> None:
-        """Notes where the published weights are now, possibly in host memory; servers that join receive them from
-        there.
+    def weights_moved(self, params) -> None:
+        """Notes where the published weights are now, possibly in host memory; servers that join
+        receive them from there.
         """
         if self._copy is None:
             self._params = params
 
     def _own_copy(self, params):
-        """The weights where this process can reach all of them: as they are, or copied to its own devices
-        (collective)."""
+        """Returns the weights if this process reaches all of them, else a copy on its own devices. Collective."""
         leaves = jax.tree.leaves(params)
         if all(getattr(a, "is_fully_addressable", True) for a in leaves):
             return params
@@ -187,12 +186,12 @@ class VllmEngine(Engine):
             return
         params = self._params  # in host memory perhaps: they come to the devices a layer at a time
         with jax.set_mesh(self._here) if self._here is not None else contextlib.nullcontext():
-            self.publisher.give(replicas, params, self._version)
+            self.publisher.publish(replicas, params, self._version)
 
     # ---- servers -----------------------------------------------------------------------------------------------------
 
     def _meet_servers(self) -> None:
-        """Once."""
+        """Waits for the servers and chooses the transport, at the first call."""
         if self.publisher.transport is None:
             self.fleet.meet()
             self.publisher.choose_transport()
@@ -200,7 +199,7 @@ class VllmEngine(Engine):
     def _maintain(self) -> None:
         """Restarts servers of ours that died, and gives servers that came back the current weights."""
         self.fleet.notice_deaths()
-        if self._resting:  # the trainer has the memory
+        if self._asleep:  # the trainer has the memory
             return
         for replica in [r for r in self.router.replicas if r.state == "unsynced"]:
             if self._synced and not self._weights_replaced():
@@ -208,15 +207,14 @@ class VllmEngine(Engine):
         self.fleet.revive()
         if (self.fleet.own or self._ids) and (states := self.fleet.lost()):
             raise EngineLost(f"no vLLM server is left: {states}. The policy is intact; rerun the same command to "
-                             f"resume "
-                             "from the latest checkpoint")
+                             "resume from the latest checkpoint")
 
     def _weights_replaced(self) -> bool:
         """Whether an update has taken the buffers of the weights that were published last; the next publish is near."""
         return any(getattr(a, "is_deleted", bool)() for a in jax.tree.leaves(self._params))
 
     def _join(self, replica: Replica) -> None:
-        """A server that came, or came back: it is examined and verified anew. One that does not fit is left out."""
+        """Examines and verifies a server that came or came back; marks it dead if it does not fit."""
         self.publisher.verified.discard(replica.index)
         try:
             self.fleet.examine(replica)
@@ -232,7 +230,7 @@ class VllmEngine(Engine):
             raise adapter.ServerError(f"a completion was sampled from weights {text!r}, which this run did not publish")
         return int(number)
 
-    # ---- what it says of itself --------------------------------------------------------------------------------------
+    # ---- state --------------------------------------------------------------------------------------
 
     @property
     def info(self) -> EngineInfo:
@@ -246,8 +244,8 @@ class VllmEngine(Engine):
                       servers={r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas})
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts of servers and requests since the start, the servers' counters, and times of the last
-        publish.
+        """Returns counts of servers and requests since the start, the servers' counters, and times
+        of the last publish.
         """
         found = collections.Counter(restarts=sum(self.fleet.own.restarts) if self.fleet.own else 0)
         counted = ("reissued", "given_up", "servers_lost", *["unrouted"] * (self.router.routed is not None))

@@ -1,5 +1,5 @@
-"""Runs a vLLM server as a child process in its own session, with its output in a file, and ends it with its child
-processes.
+"""Runs a vLLM server as a child process in its own session, with its output in a file, and ends it
+with its child processes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def free_port(host: str) -> int:
 
 
 class ServerProcess:
-    """A server process. It ends with the trainer, however that ends: the plugin in each of its processes watches the
-    trainer.
+    """A server process. It ends with the trainer, however that ends: the plugin in each of its
+    processes watches the trainer.
     """
 
     def __init__(self, command: list[str], env: dict[str, str], log_file: Path):
@@ -70,8 +70,8 @@ class ServerProcess:
             self._from = 0
 
     def stop(self) -> None:
-        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS. Also ends stopped
-        processes.
+        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS.
+        Also ends stopped processes.
         """
         for sig, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
             if not self._alive():

@@ -37,7 +37,7 @@ class WeightMismatch(RunStopped):
 
 
 class Publisher:
-    """Publishes weights to servers; `give` is one publish. The router's states decide who gets requests.
+    """Publishes weights to servers; see `publish`. The router's states decide who gets requests.
 
     Args:
       context: of the engine.
@@ -52,17 +52,18 @@ class Publisher:
         self.folder, self.fleet, self.router, self.run_id = folder, fleet, fleet.router, run_id
         self.verified: set[int] = set()  # servers whose weights were verified since they were started
         self.transport: Any = None  # a Stream or a Checkpoint of transport.py, from `choose_transport` on
-        # where adapters are published apart from the base
+        # if adapters are published separately from the base
         self.adapter_folders: adapter_folders.AdapterFolders | None = None
         self._params, self.version = None, -1  # of a publish that is under way
         self.last_publish: dict = {"seconds": 0.0, "bytes": 0}
         self.last_probe = float("nan")
         self._bound: float | None = None  # of the probe of a quantised engine, measured
-        self._digests: dict = {}  # by name, of the weights that were sent last, where they are verified
+        self._digests: dict = {}  # by name, of the weights sent last, if they are verified
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-weights")
         self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-sender")
 
     def close(self) -> None:
+        """Waits for running transfers and deletes what the transport wrote."""
         self._sender.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         if self.transport is not None:
@@ -105,9 +106,9 @@ class Publisher:
 
     # ---- one publish -------------------------------------------------------------------------------------------------
 
-    def give(self, replicas, params, version: int) -> None:
-        """Gives servers these weights; a failed try is repeated in full. Leaves each server ready, or dead with the
-        reason.
+    def publish(self, replicas, params, version: int) -> None:
+        """Sends these weights to servers; a failed try is repeated in full. Leaves each server ready, or
+        dead with the reason.
 
         Raises:
           WeightMismatch: a server reports weights that it does not have.
@@ -127,7 +128,7 @@ class Publisher:
                     except (adapter.ServerError, adapter.Refused) as e:
                         errors[r.index] = e
             replicas = [r for r in left if errors.get(r.index) is not None]
-            if self.adapter_folders is not None:  # whole again, since nobody knows how far they came
+            if self.adapter_folders is not None:  # whole again, since their progress is unknown
                 self.verified -= {r.index for r in replicas}
             if not replicas:
                 break
@@ -136,11 +137,11 @@ class Publisher:
                             self.options.retries + 1, errors[r.index])
         for r in replicas:
             self.router.counts["servers_lost"] += 1
-            self.router.set_state(r, "dead", f"could not be given weights: {errors[r.index]}")
+            self.router.set_state(r, "dead", f"did not receive weights: {errors[r.index]}")
         self._params, self.last_publish = None, {"seconds": time.monotonic() - started, **report}
 
     def _push(self, replicas, report: dict) -> dict[int, Exception]:
-        """One full update of several servers; returns the error of each that failed."""
+        """Runs one full update of several servers; returns the error of each that failed."""
         self.router.current_version, version = self.version, f"{self.run_id}-{self.version}"
         errors: dict[int, Exception] = {}
         first = any(r.index not in self.verified for r in replicas)
@@ -177,11 +178,12 @@ class Publisher:
     def _lacks_base(self, replica) -> bool:
         """Whether a server needs whole weights: always, unless it has the base and is given an adapter to it."""
         return (self.adapter_folders is None or replica.index not in self.verified
-                or self.fleet.memories[replica.url].state != "awake")  # what sleeps keeps no weights
+                or self.fleet.memories[replica.url].state != "awake")  # a sleeping server has no weights
 
     def _bring(self, replicas, each, errors, report, version: str, verify: bool) -> Exception | None:
-        """Whole weights to some servers, the base where adapters are apart. Returns what failed of that in which all
-        take part together."""
+        """Sends whole weights (with lora.publish=adapter: the base) to servers. Returns the error of a step
+        that they take together.
+        """
         model = self.model.base
         if isinstance(self.transport, transport.Checkpoint):
             path = self.transport.write(model, self._params, self.hf_config, self.dtype, self.version)
@@ -203,13 +205,13 @@ class Publisher:
         return None
 
     def _open(self, control) -> None:
-        """Still, and with memory for weights."""
+        """Pauses a server that is awake; wakes one that sleeps, with memory for weights."""
         self.fleet.memories[control.url].open()
         if self.fleet.memories[control.url].state == "awake":
             control.pause()
 
     def _stream(self, each, errors, report, verify: bool) -> None:
-        """Every chunk is converted and written while the servers read the one before."""
+        """Sends all chunks; each is converted and written while the servers read the one before."""
         most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, concurrent.futures.Future(), 0
         pending.set_result(None)  # nothing is on its way yet
         for chunk in weights.chunks(self.model.base, self._params, self.dtype, most, host=self.transport.host):
@@ -286,8 +288,8 @@ class Publisher:
                 "serves another model")
 
     def probe(self, replica) -> float:
-        """Returns the mean absolute difference of log-probs, trainer - engine, over a fixed prompt's sampled
-        continuation.
+        """Returns the mean absolute difference of log-probs, trainer - engine, over a
+        fixed prompt's sampled continuation.
         """
         vocab = self.model.config.vocab_size
         prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)

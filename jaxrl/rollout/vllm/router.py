@@ -1,7 +1,7 @@
 """Routes requests to vLLM servers: least-loaded with group affinity, re-issued when a server dies.
 
 One background thread runs an event loop that owns everything here; the engine talks to it through `submit`, `results`
-and a few calls. A job gets one result: from the first server that replies, or when it is given up.
+and a few calls. A job gets one result: from the first server that replies, or an absent one after the last try.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class Replica:
-    """One server as the router sees it. state: starting, unsynced (well, but with other weights), ready, asleep, "
-      "dead."""
+    """One server as the router sees it.
+
+    state: starting, unsynced (healthy, but with other weights), ready, asleep or dead.
+    """
 
     index: int
     url: str
@@ -94,22 +96,27 @@ class Router:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def submit(self, requests: list[Request]) -> None:
+        """Queues requests."""
         self.call(self._submit, requests)
 
     def abort(self, ids: set[str]) -> None:
+        """Ends requests; each gets an absent result."""
         self.call(self._abort, ids)
 
     def pause(self, on: bool) -> None:
+        """Stops (True) or resumes sending requests; sent ones continue."""
         self.call(self._pause, on)
 
     def set_state(self, replica: Replica, state: str, why: str = "") -> None:
+        """Sets a replica's state; requests of a server that is dead or starting are sent again."""
         self.call(self._set_state, replica, state, why)
 
     def add(self, url: str) -> None:
         """Adds a server at the end; it joins once it replies to /health and has received weights."""
-        self.call(self.replicas.append, Replica(len(self.replicas), url, "dead", "announced, has not answered yet"))
+        self.call(self.replicas.append, Replica(len(self.replicas), url, "dead", "announced, no reply yet"))
 
     def close(self) -> None:
+        """Cancels everything and ends the loop's thread."""
         if self._loop.is_running():
             self.call(self._close)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -159,7 +166,7 @@ class Router:
     def _set_state(self, replica, state, why=""):
         replica.state, replica.why, replica.misses = state, why, 0
         if state in ("dead", "starting"):
-            self._recall(replica)  # an unsynced one keeps its frozen requests: they go on under the new weights
+            self._recall(replica)  # requests of an unsynced one continue under the new weights
         self._dispatch()
 
     def _recall(self, replica):
@@ -204,7 +211,7 @@ class Router:
             replica.running.pop(job, None)
             self.results.put(adapter.Refused(str(e)))
             return
-        except Exception as e:  # whatever it is, the job must not be lost
+        except Exception as e:  # any error: the job must not be lost
             replica.running.pop(job, None)
             self._failed(job, replica, e)
             return
@@ -214,7 +221,7 @@ class Router:
         self._dispatch()
 
     def _failed(self, job, replica, error):
-        """One try of one request failed while its server lives: again, here or elsewhere, at most `retries` times."""
+        """Retries a request whose try failed while its server lives, here or elsewhere, at most `retries` times."""
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, TimeoutError):
             why = f"no reply within rollout.vllm.request_seconds={self.request_seconds:g}"
@@ -258,14 +265,14 @@ class Router:
     async def _ask(self, request: Request, replica: Replica) -> Result:
         stops = request.sampling.stop
         payload = adapter.generate_payload(request, self.end_ids, self.seeded, bool(stops), self.model)
-        url, told = replica.url + adapter.GENERATE, None
+        url, choice = replica.url + adapter.GENERATE, None
         if stops:
             tokens, logprobs, finish, spans = await self._streamed(url, payload, request)
         else:
-            answer = await self._http.post(url, json=payload)
-            _raise_for(answer.status_code, answer.text, url)
-            told = answer.json()["choices"][0]
-            tokens, logprobs, finish, spans = adapter.parse_choice(told)
+            reply = await self._http.post(url, json=payload)
+            _raise_for(reply.status_code, reply.text, url)
+            choice = reply.json()["choices"][0]
+            tokens, logprobs, finish, spans = adapter.parse_choice(choice)
         if finish not in ("stop", "length"):
             raise adapter.ServerError(f"{url}: the completion ended with {finish!r}")
         versions = np.full(len(tokens), -1, np.int32)
@@ -278,22 +285,22 @@ class Router:
         if not np.isfinite(logprobs).all() or (len(logprobs) and max(logprobs) > 1e-3):
             raise adapter.ServerError(f"{url}: a log-prob that is not finite or positive")
         routes = None
-        if self.routed is not None and told is not None:
-            routes = self.routed.parse(told.get("routed_experts"), len(request.prompt) + len(tokens))
+        if self.routed is not None and choice is not None:
+            routes = self.routed.parse(choice.get("routed_experts"), len(request.prompt) + len(tokens))
             self.counts["unrouted"] += bool((routes < 0).all())
         return Result(request.id, np.array(tokens, np.int32), np.array(logprobs, np.float32),
                       np.zeros(len(tokens), np.float32), versions, finish, request.seed, routes=routes)
 
-    current_version, model = -1, ""  # of the weights that were given last; the adapter that answers, "" = the base
-    routed: adapter.ExpertRouting | None = None  # how experts of tokens are told, where they are asked for
+    current_version, model = -1, ""  # of the newest weights; name of the adapter to sample from, "" = the base
+    routed: adapter.ExpertRouting | None = None  # if algorithm.routes=sampled
 
     async def _streamed(self, url, payload, request):
-        """Tokens piece by piece; leaving the stream at a stop string ends the request in the server."""
+        """Reads tokens event by event; leaving the stream at a stop string ends the request in the server."""
         s, tokens, logprobs, finish, spans = request.sampling, [], [], None, []
-        async with self._http.stream("POST", url, json=payload) as answer:
-            if answer.status_code >= 400:
-                _raise_for(answer.status_code, (await answer.aread()).decode(), url)
-            async for line in answer.aiter_lines():
+        async with self._http.stream("POST", url, json=payload) as reply:
+            if reply.status_code >= 400:
+                _raise_for(reply.status_code, (await reply.aread()).decode(), url)
+            async for line in reply.aiter_lines():
                 if not line.startswith("data:") or line.endswith("[DONE]"):
                     continue
                 piece = json.loads(line[5:])
@@ -302,16 +309,17 @@ class Router:
                 for choice in piece.get("choices", []):
                     new, logp, finish, spans = adapter.parse_choice(choice)
                     tokens, logprobs = tokens + new, logprobs + logp
-                    found = find_stop(self.decode, tokens, len(new), s.stop, s.min_new_tokens) if new else None
-                    if found:
-                        count = found[0] if s.keep_stop else found[1]
+                    stop = find_stop(self.decode, tokens, len(new), s.stop, s.min_new_tokens) if new else None
+                    if stop:
+                        count = stop[0] if s.keep_stop else stop[1]
                         return tokens[:count], logprobs[:count], "stop", spans
         return tokens, logprobs, finish, spans
 
     # ---- watching -------------------------------------------------------------------------------------------------
 
     async def _watch(self):
-        """Asks every server for its health; silent twice in a row it is dead, and unsynced when it answers again."""
+        """Checks every server's health; one that is silent twice in a row is dead, and unsynced when it replies again.
+        """
         while True:
             await asyncio.gather(*(self._look(r) for r in self.replicas))
             await asyncio.sleep(min(1.0, self.options.health_seconds / 2))
@@ -319,10 +327,10 @@ class Router:
     async def _look(self, replica):
         state = replica.state
         if state == "starting":
-            return  # whoever starts it also waits for it
+            return  # the code that starts it waits for it
         try:
-            answer = await asyncio.wait_for(self._http.get(replica.url + "/health"), self.options.health_seconds)
-            ok, why = answer.status_code == 200, f"/health answered {answer.status_code}"
+            reply = await asyncio.wait_for(self._http.get(replica.url + "/health"), self.options.health_seconds)
+            ok, why = reply.status_code == 200, f"/health returned {reply.status_code}"
         except Exception as e:
             silent = f"no reply to /health within rollout.vllm.health_seconds={self.options.health_seconds:g}"
             ok, why = False, silent if isinstance(e, TimeoutError) else f"/health: {type(e).__name__} {e}".rstrip()
@@ -349,5 +357,5 @@ def absent_result(request: Request) -> Result:
 
 def _raise_for(status: int, text: str, url: str) -> None:
     if status >= 400:
-        said = f"{url}: {status}: {adapter._reason(text)}"
-        raise adapter.Refused(said) if status in (400, 401, 403, 404, 422) else adapter.ServerError(said)
+        message = f"{url}: {status}: {adapter._reason(text)}"
+        raise adapter.Refused(message) if status in (400, 401, 403, 404, 422) else adapter.ServerError(message)

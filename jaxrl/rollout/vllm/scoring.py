@@ -1,8 +1,8 @@
 """Log-probs of given tokens from running vLLM servers: any `vllm serve MODEL`, without jaxrl's plugin.
 
-They are raw, at temperature 1, from `prompt_logprobs` of the completions endpoint; a request samples one token, which
-is dropped. As JSON that is some 80 bytes per token and log-prob. (vllm/entrypoints/openai/completion/protocol.py of
-0.32)
+They are raw, at temperature 1, from `prompt_logprobs` of the completions endpoint; a
+request samples one token, which is dropped. As JSON that is some 80 bytes per token and
+log-prob. (vllm/entrypoints/openai/completion/protocol.py of 0.32)
 """
 
 from __future__ import annotations
@@ -88,25 +88,26 @@ class PromptScorer:
         raise AssertionError
 
     def close(self) -> None:
+        """Cancels waiting requests and closes the HTTP client."""
         self._threads.shutdown(cancel_futures=True)
         self._http.close()
 
 
-def parse_scores(tokens, said: list, top: int) -> TokenScores:
+def parse_scores(tokens, prompt_logprobs: list, top: int) -> TokenScores:
     """Returns the TokenScores of a reply's `prompt_logprobs`: per token None (the first) or {id: {"logprob", "rank"}}
     of the most probable tokens and the token itself. Raises ValueError if it is of other tokens.
     """
-    if len(said) != len(tokens):
-        raise ValueError(f"{len(said)} log-probs for {len(tokens)} tokens")
+    if len(prompt_logprobs) != len(tokens):
+        raise ValueError(f"{len(prompt_logprobs)} log-probs for {len(tokens)} tokens")
     own = np.zeros(len(tokens), np.float32)
     ids, logprobs = np.full((len(tokens), top), -1, np.int32), np.zeros((len(tokens), top), np.float32)
-    for t, entry in enumerate(said):
+    for t, entry in enumerate(prompt_logprobs):
         if entry is None and t == 0:
             continue
         if entry is None:
             raise ValueError(f"no log-probs for token {t}")
         own[t] = entry[str(int(tokens[t]))]["logprob"]
         ranked = sorted(entry.items(), key=lambda item: item[1]["rank"])[:top]
-        for place, (token, one) in enumerate(ranked):
-            ids[t, place], logprobs[t, place] = int(token), one["logprob"]
+        for rank, (token, one) in enumerate(ranked):
+            ids[t, rank], logprobs[t, rank] = int(token), one["logprob"]
     return TokenScores(own, ids, logprobs)

@@ -24,7 +24,7 @@ from jaxrl.rollout.vllm.sleeping import ServerMemory
 from jaxrl.vllm_plugin import PROTOCOL, machine
 
 log = logging.getLogger("jaxrl")
-LATECOMER_SECONDS = 30.0  # seconds
+LATECOMER_SECONDS = 30.0  # wait for further servers once one is up
 USAGE_ERROR = 2  # exit status of a server that does not know an option
 
 
@@ -56,7 +56,7 @@ class OwnServers:
         self.ports = [v.port + first + i if v.port else free_port(v.host) for i in range(v.replicas)]
         self.urls = [f"http://{v.host}:{port}" for port in self.ports]
         self.restarts, self._silent = [0] * v.replicas, [0] * v.replicas
-        self.up, self._began = [False] * v.replicas, [0.0] * v.replicas  # up: has answered since it was started
+        self.up, self._began = [False] * v.replicas, [0.0] * v.replicas  # up: has replied since its start
         self.processes: list[ServerProcess] = []
         for i in range(v.replicas):
             self.processes.append(self._started(i))
@@ -75,7 +75,7 @@ class OwnServers:
         if process.exit_status() is not None:
             return f"{process.ended()}: {process.last_errors()}"
         try:
-            control.healthy(seconds)
+            control.check_health(seconds)
             self.up[i], self._silent[i] = True, 0
             return ""
         except (adapter.ServerError, adapter.Refused) as e:
@@ -96,6 +96,7 @@ class OwnServers:
         return True
 
     def stop(self) -> None:
+        """Stops all servers, at once."""
         with concurrent.futures.ThreadPoolExecutor(len(self.processes)) as pool:
             for process in self.processes:
                 pool.submit(process.stop)
@@ -115,8 +116,8 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
 
 
 def first_servers(config, group: Peers) -> list[str]:
-    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process. The same on all
-    processes.
+    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process. The
+    same on all processes.
     """
     folder, seconds = server_folder(config.rollout.servers), config.rollout.vllm.setup_seconds
     if folder is None:
@@ -179,13 +180,14 @@ class Fleet:
         self.memories[url] = ServerMemory(self.controls[-1])
 
     def close(self) -> None:
+        """Stops our servers and closes all clients."""
         if self.own:
             self.own.stop()
         self._pool.shutdown(wait=True)
         for control in self.controls:
             control.close()
 
-    # ---- who is there ------------------------------------------------------------------------------------------------
+    # ---- start ------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
         """Waits until the servers reply, and checks them. At least one must; others may join later.
@@ -218,14 +220,16 @@ class Fleet:
         log.info("vLLM: %d of %d servers", sum(not why for why in found.values()), len(waiting))
 
     def _wait_healthy(self, replica: Replica, end: float, up: list[float]) -> str:
-        """Empty when the server answers before `end`, else why not. Given servers are waited for LATECOMERS seconds
-        once one is `up`; they may join later."""
-        said = False
+        """Returns "" once the server replies, else the reason at `end`.
+
+        If another server is `up`, a given one is waited for LATECOMER_SECONDS more; it may join later.
+        """
+        logged = False
         while True:
             if self.own and (process := self.processes[replica.index]).exit_status() is not None:
                 return f"{process.ended()}: {process.last_errors()} (whole log: {process.log_file})"
             try:
-                self.controls[replica.index].healthy(5.0)
+                self.controls[replica.index].check_health(5.0)
                 up.append(time.monotonic())
                 return ""
             except (adapter.ServerError, adapter.Refused) as e:
@@ -233,8 +237,8 @@ class Fleet:
             patience = min(end, up[0] + LATECOMER_SECONDS if up and not self.own else end) - time.monotonic()
             if patience <= 0:
                 return why if up else f"{why} (waited rollout.vllm.setup_seconds={self.options.setup_seconds:g})"
-            if not self.own and not said and patience < self.options.setup_seconds - 5:
-                said = log.info("waiting for %s: %s", replica.url, why) or True
+            if not self.own and not logged and patience < self.options.setup_seconds - 5:
+                logged = log.info("waiting for %s: %s", replica.url, why) or True
             time.sleep(0.25)
 
     def examine(self, replica: Replica) -> None:
@@ -266,8 +270,8 @@ class Fleet:
                                   f"this model has {self.model.config.vocab_size}: it is another model")
 
     def take_newcomers(self) -> None:
-        """Adds servers announced since the last call, distributed like the first ones; each gets weights once it
-        replies.
+        """Adds servers announced since the last call, distributed like the first ones; each gets
+        weights once it replies.
         """
         if self._folder is None:
             return
@@ -281,7 +285,7 @@ class Fleet:
             self._control(url)
             self.router.add(url)
 
-    # ---- who comes back ----------------------------------------------------------------------------------------------
+    # ---- restarts ----------------------------------------------------------------------------------------------
 
     def notice_deaths(self) -> None:
         """Marks our servers that died; the router watches the others."""
@@ -306,6 +310,7 @@ class Fleet:
                     self.router.set_state(replica, "dead" if why else "unsynced", why)
 
     def restart(self, replica: Replica) -> None:
+        """Restarts a server of ours unless it has used up rollout.vllm.restarts; does nothing for a given one."""
         if self.own and self.own.restart(replica.index):
             log.warning("vLLM server %s is restarted (%d of rollout.vllm.restarts=%d)", replica.url,
                         self.own.restarts[replica.index], self.options.restarts)
@@ -317,7 +322,7 @@ class Fleet:
         gone = all(r.state == "dead" for r in self.router.replicas)
         return "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas) if gone else ""
 
-    # ---- their memory ------------------------------------------------------------------------------------------------
+    # ---- GPU memory ------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Frees the GPU memory of all servers, waiting for those that are starting.
@@ -338,7 +343,7 @@ class Fleet:
                 self.router.set_state(replica, "dead", why)
 
     def _put_to_sleep(self, replica: Replica) -> str:
-        """Empty when the server sleeps, else why not."""
+        """Puts a server to sleep; returns "" or the reason why it does not sleep."""
         if replica.state == "starting":
             return "it was still being started"
         try:

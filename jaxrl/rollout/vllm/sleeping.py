@@ -35,7 +35,7 @@ class ServerMemory:
         self.state = "lost" if self.control.is_sleeping() else "awake"
 
     def sleep(self) -> None:
-        """awake -> asleep. Requests the server is still working on are aborted there."""
+        """Puts the server to sleep: awake -> asleep. It aborts the requests that it is still working on."""
         self._go(("awake",), "asleep", lambda: self.control.sleep(LEVEL))
 
     def open(self) -> None:

@@ -61,13 +61,15 @@ def fill(buffer, tensors, rows) -> None:
 
 
 class Stream:
-    """A transport that sends chunk after chunk. If workers fetch chunks themselves, `payload` is all there is."""
+    """A transport that sends chunk after chunk. A transport whose workers fetch chunks
+    themselves overrides `payload` only.
+    """
 
     host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
 
     def announcement(self) -> dict[str, str]:
-        """Returns where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers accept them from nowhere
-        else.
+        """Returns where this trainer's chunks are (fields of vllm_plugin.InitInfo): servers accept
+        them from nowhere else.
         """
         return {}
 
@@ -80,7 +82,7 @@ class Stream:
         greeted.result()
 
     def send(self) -> None:
-        """Sends the last payload's bytes, after the servers were told of it."""
+        """Sends the last payload's bytes, after the servers have its description."""
 
     def reset(self) -> None:
         """Resets after a failure: the next greeting starts from scratch."""
@@ -92,7 +94,7 @@ LOCK = "lock"
 class SharedMemory(Stream):
     """Two files in /dev/shm, only for servers on this host. The folder is private and removed with the transport.
 
-    It belongs to whoever holds the lock of the file in it: process ids are ambiguous across containers.
+    It belongs to the process that holds the lock of the file in it: process ids are ambiguous across containers.
     """
 
     name = "shm"
@@ -106,7 +108,7 @@ class SharedMemory(Stream):
         self._lock = lock_file(made / LOCK, os.O_CREAT)
         self.folder = made.rename(SHARED / made.name[1:])  # only now others see it, and its lock
         self._turn = 0
-        self._maps: dict[Path, np.memmap] = {}  # kept: mapping a file anew costs as much as filling it
+        self._maps: dict[Path, np.memmap] = {}  # mapping a file again would cost as much as filling it
 
     def payload(self, tensors, verify: bool) -> dict:
         rows, size = describe(tensors, verify)
@@ -158,7 +160,7 @@ def lock_file(path: Path, flags: int = 0) -> int | None:
 
 
 def remove_unowned(folder: Path) -> None:
-    """Removes what a killed trainer left."""
+    """Deletes a folder of a trainer that was killed, that is, one without a held lock."""
     lock = lock_file(folder / LOCK)
     if lock is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -175,8 +177,8 @@ def address_towards(url: str) -> str:
 
 
 class Network(Stream):
-    """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key made for this
-    run.
+    """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key
+    made for this run.
     """
 
     name = "network"
@@ -258,7 +260,7 @@ class Broadcast(Stream):
             joining.result(self.deadline)
         except (TimeoutError, RuntimeError) as e:
             raise ServerError(f"the trainer and {size - 1} workers did not connect over NCCL within "
-                              f"rollout.vllm.sync_seconds={self.deadline:g}: {e or 'no answer'}") from None
+                              f"rollout.vllm.sync_seconds={self.deadline:g}: {e or 'no reply'}") from None
         greeted.result()
         self._joined = True
 
@@ -286,7 +288,7 @@ class Broadcast(Stream):
 
 @jax.jit
 def _packed(arrays):
-    """[bytes] uint8: the arrays one after another, each padded to ALIGN."""
+    """Returns uint8 [bytes]: the arrays one after another, each padded to ALIGN."""
     flat = [jax.lax.bitcast_convert_type(a, jnp.uint8).reshape(-1) for a in arrays]
     return jnp.concatenate([jnp.pad(f, (0, -f.size % ALIGN)) for f in flat])
 
@@ -300,6 +302,7 @@ class Checkpoint:
         self.folder = Path(folder)
 
     def write(self, model, params, hf_config: dict, dtype, version: int) -> Path:
+        """Writes the weights as a Hugging Face folder and returns its path; deletes folders of earlier versions."""
         path = self.folder / f"weights_{version}"
         hf.export(model, params, path, hf_config, dtype)
         for old in self.folder.glob("weights_*"):
@@ -308,5 +311,6 @@ class Checkpoint:
         return path
 
     def close(self) -> None:
+        """Deletes all weights_* folders."""
         for old in self.folder.glob("weights_*"):
             shutil.rmtree(old, ignore_errors=True)

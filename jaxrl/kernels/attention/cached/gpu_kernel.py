@@ -38,11 +38,20 @@ class Piece(NamedTuple):
 
 def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, splits, interpret=None, work=None,
            parts=0):
-    """Returns (out [P, B, G, R, K], fp32 or, of one split and no tiles, in q's dtype; lse [P, B, G, 64] fp32, base 2).
+    """Computes attention of one query per slot over its cache, in splits of the cache and tiles of slots.
 
-    positions at or beyond C: the slot is idle, its output 0. work: gpu.Work or None. parts: of
-    tiles. A tile leaves in every one of its slots the lse of all its rows, R for each of its slots; what it has no
-    blocks for it does not write.
+    Args:
+      layer_1: [1] int32, the layer of k and v that is read.
+      positions_B: last position that is seen; at or beyond C the slot is idle, its output 0.
+      op, sizes: the operation (window, soft-cap, scale); keys of a block, stages, registers.
+      splits: parts that a slot's blocks are divided into.
+      work: gpu.Work, the blocks that tiles of slots share, or None.
+      parts: parts that a tile's blocks are divided into; 0 = no tiles.
+
+    Returns:
+      (out [P, B, G, R, K] fp32, or with one split and no tiles in q's dtype; lse [P, B, G, 64] fp32, base 2). A tile
+      writes into each of its slots the lse of all its rows, R for each of its slots. Parts of a tile without blocks are
+      not written.
     """
     batch, groups, heads, size = q_BxGxRxK.shape
     length, keys, dtype = k_NxBxCxGK.shape[2], sizes.block, q_BxGxRxK.dtype

@@ -11,7 +11,13 @@ GPU = {size: Sizes(*sizes, registers=224, producer_registers=32)
 
 
 def cache_block(length: int, width: int, itemsize: int) -> int:
-    """Returns cache positions that a TPU's step reads: CACHE_BYTES of keys, in 128s, at least 128 and at most 512."""
+    """Returns the number of cache positions that a TPU's step reads: CACHE_BYTES of keys, in 128s, within 128..512.
+
+    Args:
+      length: positions of the cache; returned if it is not longer than the block.
+      width: numbers of one position's keys.
+      itemsize: bytes of each.
+    """
     wanted = CACHE_BYTES // (width * itemsize) // 128 * 128
     block = min(512, max(128, wanted))
     return length if length <= block else block
