@@ -217,7 +217,7 @@ def test_experts_are_split_over_as_many_gpus_as_there_are():
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "/models/Qwen2-VL-2B/", "OpenGVLab/InternVL3-1B",
-                                  "Qwen/Qwen3.5-9B", "Qwen/Qwen3-Next-80B-A3B-Instruct", "microsoft/phi-2", "google/gemma-3-12b-it",
+                                  "Qwen/Qwen3.8-Flash-Next", "microsoft/phi-2", "google/gemma-3-12b-it",
                                   "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "ibm-granite/granite-4.0-h-tiny", "XiaomiMiMo/MiMo-V2-Flash",
                                   "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
                                   "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "tencent/Hy3"])
@@ -239,6 +239,15 @@ def test_models_that_are_not_trained_are_refused_by_name(name):
                                   "mistralai/Mistral-7B-Instruct-v0.3", "allenai/OLMoE-1B-7B", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B-Chat"])
 def test_models_that_are_trained_are_not(name):
     assert not trained(migrated("skyrl", {"trainer.policy.model.path": name})).lacking
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-35B-A3B", "/m/Qwen3-Next-80B-A3B-Instruct/"])
+def test_models_with_recurrent_layers_are_sampled_by_the_embedded_engine(name):
+    m = trained(migrated("skyrl", {"trainer.policy.model.path": name}))
+    assert not m.lacking and values(m)["rollout.engine"] == "jax" and not any(o.startswith("rollout.vllm.") for o in values(m))
+    assert any("rollout.engine=jax alone samples" in text for text in m.different)
+    apart = {"trainer.policy.model.path": name, "trainer.placement.colocate_all": False}
+    assert any("the same devices" in why for _, why, _ in trained(migrated("skyrl", apart)).lacking)
 
 
 def test_a_default_model_that_is_not_trained_is_asked_for():

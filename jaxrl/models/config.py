@@ -428,6 +428,10 @@ def _refuse_foreign(hf, family):
     own |= {"experts_per_token"} if hf.get("experts_per_token") == hf.get("num_experts_per_tok") else set()
     own |= {family.experts_count, "num_local_experts", *family.defaults} if family.expert_size else set()
     own |= {*family.defaults, "attn_output_gate", "full_attention_interval"} if family.recurrent else set()
+    for key, value in family.says.items():
+        if hf.get(key) not in (None, value):
+            raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; {hf['model_type']} models are computed "
+                              f"with {value!r}")
     for what, keys in FOREIGN.items():
         for key in keys:
             if hf.get(key) and key not in own and not (key in UNSCALED and hf[key] == 1):

@@ -59,9 +59,6 @@ POLICIES = {  # what the backward pass finds, the tokens' experts always; the re
 }
 
 
-EXACT = ("mlp/shared_gate", "recurrent/beta", "recurrent/decay")  # a column a head, which decides: never rounded
-
-
 def like(parameter, x):
     """Reshapes a parameter of the last axes: leading axes of size 1 for the further axes of x."""
     return jax.lax.broadcast_to_rank(parameter, x.ndim)
@@ -89,11 +86,11 @@ class Weights(NamedTuple):
         if isinstance(kernel := self.kernel(name), dict):
             y = quantized.product(x, kernel, row.axes, row.inputs)
         else:
-            scheme = DEFAULT if name in EXACT else self.matmul
+            scheme = DEFAULT if row.exact else self.matmul
             y = product(x, gathered(kernel, row.axes, x.dtype), row.inputs, scheme)
-        if f"{name}/lora/a" in self.values:
+        if f"{name}/lora/b" in self.values:
             more = self.low_rank(name, x, "")
-            if f"{name}/lora/a0" in self.values:  # at the start this is zero to the bit
+            if f"{name}/lora/b0" in self.values:  # at the start this is zero to the bit
                 more = more - self.low_rank(name, x, "0")
             y = y + more
             if f"{name}/lora/m" in self.values:
@@ -123,20 +120,29 @@ class Weights(NamedTuple):
 
     def low_rank(self, name: str, x, which: str):
         """Returns scale * (x A) B of an adapter (models.adapters); x A is scaled in fp32 or better."""
-        row, values = self.rows[f"{name}/kernel"], {leaf: self.values[f"{name}/lora/{leaf}"]
-                                                    for leaf in ("a" + which, "b" + which, "scale")}
-        a, b, scale = values.values()
-        if not which and f"{name}/lora/key" in self.values:
-            x = dropped(x, self.values[f"{name}/lora/key"], self.values[f"{name}/lora/keep"])
+        row, first = self.rows[f"{name}/kernel"], self.first_part(name)
+        a, scale, b = (self.values[f"{module}/lora/{leaf}"] for module, leaf in (
+            (first, "a" + which), (first, "scale"), (name, "b" + which)))
+        if not which and f"{first}/lora/key" in self.values:
+            x = dropped(x, self.values[f"{first}/lora/key"], self.values[f"{first}/lora/keep"])
         few = product(x, gathered(a, (*row.axes[:row.inputs], None), x.dtype), row.inputs)
         acc = jnp.promote_types(few.dtype, jnp.float32)
         few, scale = few.astype(acc), scale.astype(acc)
         few = (scale_columns(few, scale, self.whose) if scale.ndim else few * scale).astype(x.dtype)
         return product(few, gathered(b, (None, *row.axes[row.inputs:]), x.dtype), 1)
 
+    def first_part(self, name: str) -> str:
+        """Returns the map whose adapter has the A of this one: the first part of the same HF tensor, else its own."""
+        row = self.rows[f"{name}/kernel"]
+        if not row.part:
+            return name
+        return next(r.path for r in self.rows.values() if r.hf == row.hf and not r.part[1]).removesuffix("/kernel")
+
     def stretch(self, name: str):
         """Returns the factor [*outputs] of a decomposed adapter, in fp32 or better."""
-        leaves = {leaf: self.values[f"{name}/lora/{leaf}"] for leaf in ("a", "b", "scale", "m")}
+        first = self.first_part(name)
+        leaves = {leaf: self.values[f"{first if leaf in ('a', 'scale') else name}/lora/{leaf}"]
+                  for leaf in ("a", "b", "scale", "m")}
         kernel, inputs = self.kernel(name), self.rows[f"{name}/kernel"].inputs
         if isinstance(kernel, dict):
             acc = jnp.promote_types(leaves["a"].dtype, jnp.float32)

@@ -338,11 +338,11 @@ class Model:
     def flops_per_token(self, context: int) -> int:
         """Returns the FLOPs of the forward pass for one token of text that sees `context` tokens (itself included).
 
-        Matrix products only, the head included, those of recurrences and the embedding lookup not; a multiply and an
-        add count as two. The backward pass costs twice as much.
+        Matrix products and recurrences, the head included, the embedding lookup not; a multiply and an add count as
+        two. The backward pass costs twice as much.
         """
         cfg = self.config
         matrices = sum(e.multiplied for e in self.entries if e.path[0] not in ("head", "vision"))
         head = cfg.hidden_size * cfg.vocab_size
         seen = sum(min(window or context, context) for window in cfg.windows)
-        return 2 * (matrices + head) + cfg.pair_flops * seen
+        return 2 * (matrices + head) + cfg.pair_flops * seen + recurrent.rule_flops(cfg)

@@ -41,6 +41,8 @@ class Row:
     stacked: int = 0              # leading axes along which HF has tensors of their own (experts)
     share: float | str = 1        # of the numbers, what one token is multiplied with; or the field that says it
     adapts: bool = True           # whether a linear map can have an adapter
+    by_name: bool = False         # it gets one by its name alone, not by lora.targets=all-linear
+    exact: bool = False           # a few columns that decide: never in few bits
     fixed: bool = False           # numbers that choose and do not weigh: without gradient, and in fp32 wherever they are
     wide: bool = False            # in fp32 wherever they are, and trained
     whole: bool = False           # HF's tensor of a linear map keeps every axis, outputs first (a convolution's patches)
@@ -103,7 +105,7 @@ ATTENTION = (
 )
 def _part(row: Row, groups: int | str, place: int) -> Row:
     """Returns the row as the part at `place` of each group of outputs of HF's tensor; groups=0: as the whole tensor."""
-    return dataclasses.replace(row, part=(groups, place) if groups else (), adapts=False)
+    return dataclasses.replace(row, part=(groups, place) if groups else ())
 
 
 def _gated_attention() -> tuple[Row, ...]:
@@ -135,7 +137,8 @@ def _gated_delta(names: dict[str, tuple[str, int | str, int]]) -> tuple[Row, ...
     """Returns the rows of models.recurrent, by HF's name, groups and place of each map of the hidden states."""
     def of_hidden(name, sizes, axes):
         hf, groups, place = names[name]
-        row = Row(f"recurrent/{name}/kernel", ("embed", *axes), f"linear_attn.{hf}.weight", 1, sizes=("hidden_size", *sizes))
+        few = len(axes) == 1
+        row = Row(f"recurrent/{name}/kernel", ("embed", *axes), f"linear_attn.{hf}.weight", 1, sizes=("hidden_size", *sizes), by_name=few, exact=few)
         return _part(row, groups, place)
 
     def taps(name, sizes, place):
@@ -149,7 +152,7 @@ def _gated_delta(names: dict[str, tuple[str, int | str, int]]) -> tuple[Row, ...
             Row("recurrent/rate", ("heads",), "linear_attn.A_log", init="log_uniform", sizes=each, wide=True),
             Row("recurrent/shift", ("heads",), "linear_attn.dt_bias", init="unit", sizes=each),
             Row("recurrent/norm/scale", ("norm",), "linear_attn.norm.weight", init="unit", sizes=("linear_value_size",)),
-            Row("recurrent/out/kernel", _OUT, "linear_attn.out_proj.weight", 2, sizes=(*_VALUES, "hidden_size"), adapts=False))
+            Row("recurrent/out/kernel", _OUT, "linear_attn.out_proj.weight", 2, sizes=(*_VALUES, "hidden_size")))
 
 
 GATED_DELTA = _gated_delta({
@@ -215,7 +218,7 @@ EXPERTS = (
     *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
     *_shared("mlp.shared_expert"),
     Row("mlp/shared_gate/kernel", ("embed", None), "mlp.shared_expert_gate.weight", 1, sizes=("hidden_size", 1),
-        when="shared_expert_size"),
+        when="shared_expert_size", exact=True),
 )
 CORRECTION = "mlp/router/correction"
 DEEPSEEK_EXPERTS = (

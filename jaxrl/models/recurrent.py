@@ -13,7 +13,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.recurrence import convolution, recurrence, step
+from jaxrl.kernels.recurrence import convolution, flops, recurrence, step
 from jaxrl.models.placement import by_rows_and_heads, gathered
 
 NAMES = ("query", "key", "value")
@@ -53,6 +53,16 @@ def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
     if cache is not None and index is not None:
         new = {name: cache[name].at[index].set(x) for name, x in new.items()}
     return own.linear("recurrent/out", _gated_norm(own, out, own.linear("recurrent/gate", x_BxLxD))), new
+
+
+def rule_flops(config) -> int:
+    """Returns the operations of all recurrences for one token: the convolution and the rule, without linear maps."""
+    if not config.num_recurrent:
+        return 0
+    keys, values = (heads * size for heads, size in (
+        (config.linear_key_heads, config.linear_key_size), (config.linear_value_heads, config.linear_value_size)))
+    rule = flops(config.linear_value_heads, config.linear_key_size, config.linear_value_size)
+    return config.num_recurrent * (rule + 2 * config.linear_taps * (2 * keys + values))
 
 
 def leaf_shapes(config, dtype) -> dict[str, tuple]:

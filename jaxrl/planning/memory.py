@@ -13,11 +13,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jaxrl.kernels import recurrence
 from jaxrl.kernels.attention.packed import blockwise
 from jaxrl.kernels.experts import tuned
 from jaxrl.kernels.experts.layout import blocks_of
 from jaxrl.kernels.logprob import chunked
-from jaxrl.planning.workload import MOMENTS, SIZES, chunk_of_experts, data_shards, rows, token_shards, weight_bytes
+from jaxrl.planning.workload import (
+    MOMENTS,
+    SIZES,
+    chunk_of_experts,
+    data_shards,
+    rows,
+    state_bytes,
+    token_shards,
+    weight_bytes,
+)
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 from jaxrl.training import optimizer, streaming, update
 
@@ -151,8 +161,7 @@ def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float
     cfg = model.config
     kv_share = mesh["tp"] if cfg.cache_heads % mesh["tp"] == 0 else 1
     kv = length * sum(cfg.cache_widths.values()) / kv_share * len(cfg.windows) * width
-    state_share = mesh["tp"] if cfg.linear_key_heads % mesh["tp"] == 0 else 1
-    return slots / data_shards(mesh) * (kv + cfg.num_recurrent * cfg.state_bytes(width) / state_share)
+    return slots / data_shards(mesh) * (kv + state_bytes(cfg, mesh, width))
 
 
 def _batch_bytes(shape, mesh: dict) -> float:
@@ -178,6 +187,15 @@ def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once
     return (4 if backward else 2) * scores * 4
 
 
+def recurrence_workspace(model, rows: float, length: int, tp: int, backward: bool) -> float:
+    """Bytes that a recurrence needs beside its operands for `rows` rows of `length` tokens."""
+    cfg = model.config
+    if not cfg.num_recurrent:
+        return 0.0
+    return rows * 4 * recurrence.workspace(
+        cfg.linear_value_heads, cfg.linear_key_size, cfg.linear_value_size, length, backward) / tp
+
+
 def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     """Returns the counted temporaries of `update`, `critic` or a scoring pass on a microbatch of
     `shape` (rows, row length).
@@ -193,7 +211,9 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     layer += dispatch(model, t, mesh, learns, kind_of_device) + rows_of_others(model, t, mesh, learns)
     scores = blockwise.SCORES_CPU if kind_of_device == "cpu" else blockwise.SCORES
     per_token = _kept_without_remat(model, mesh, length)
-    layer += workspace(model, t, length, tp, learns, scores) + (at_once - 1) * t * act * per_token
+    layer += max(workspace(model, t, length, tp, learns, scores),
+                 recurrence_workspace(model, count / data_shards(mesh), length, tp, learns))
+    layer += (at_once - 1) * t * act * per_token
     gathered = 2 * layer_weights(model, mesh["ep"]) / tp * act
     role = {"critic": "critic", "value": "critic", "score_reference": "reference"}.get(kind, "policy")
     streams = role in streamed(config)

@@ -22,6 +22,7 @@ from jaxrl.config.lengths import made_of
 from jaxrl.config.load import editable
 from jaxrl.config.run_length import ends
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.models.recurrent import rule_flops
 from jaxrl.planning import asynchrony, compiling, fit, gpu_devices, memory, roofline, workload
 from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
@@ -83,6 +84,8 @@ def make(config, search: bool = True) -> dict:
         "rematerialised": cpu["rematerialised"],
     }
     plan |= times(case, plan["collectives"])
+    if case.model.config.num_recurrent:
+        plan["recurrences"] = _recurrences(case)
     if case.left_out:
         plan["not_planned"] = {"rollout": case.left_out}
     if case.config.recipe.samples and not alone(case.config):
@@ -99,6 +102,25 @@ def make(config, search: bool = True) -> dict:
                                                          for found in (exact, like) if found and "platform" in found}}
     plan["seconds"] = round(time.monotonic() - started, 1)
     return plan
+
+
+def _recurrences(case: Case) -> dict:
+    """{"layers", "rule_flops_per_token", "rule_share" of the forward pass at the mean context, "workspace_bytes" of the
+    update on a device}; with a sampler on the devices also {"state_bytes" of a slot on all devices, "equals_tokens" of
+    keys and values, "slots_bytes", "stash_bytes"}."""
+    cfg, (prompt, answer) = case.model.config, workload.lengths(case.config)
+    shape = workload.rows(case.config, workload.data_shards(case.mesh)).shape
+    rule = rule_flops(cfg)
+    out = {"layers": cfg.num_recurrent, "rule_flops_per_token": rule,
+           "rule_share": rule / case.model.flops_per_token((prompt + answer) // 2),
+           "workspace_bytes": memory.recurrence_workspace(
+               case.model, shape[0] / workload.data_shards(case.mesh), shape[1], case.mesh["tp"], True)}
+    if case.rollout is not None:
+        _, shapes, width = case.rollout
+        state = cfg.num_recurrent * cfg.state_bytes(width)
+        out |= {"state_bytes": state, "slots_bytes": state * shapes.slots, "stash_bytes": state * shapes.stash_rows,
+                "equals_tokens": round(state / (sum(cfg.cache_widths.values()) * len(cfg.windows) * width))}
+    return out
 
 
 BASIS = {

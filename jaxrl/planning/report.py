@@ -28,6 +28,14 @@ def table(plan: dict) -> str:
         lines.append(f"  what is counted was not checked: {check}" if name == "missing" else
                      f"  temporaries of `{name}`: {gib(check['counted'])} counted, {gib(check['tpu'])} "
                      "by the TPU's compiler for the same program")
+    if found := plan.get("recurrences"):
+        rule = f"{found['rule_flops_per_token'] / 1e6:.0f} MFLOP a token forward ({found['rule_share']:.1%})"
+        lines.append(f"  {'recurrences':14s}  {found['layers']} layers, {rule}, workspace of the update "
+                     f"{gib(found['workspace_bytes'])}")
+        if "state_bytes" in found:
+            lines.append(f"  {'states':14s}  {size(found['state_bytes']).strip()} a slot, as much as "
+                         f"{found['equals_tokens']:,d} tokens of keys and values; all slots "
+                         f"{gib(found['slots_bytes'])}, stash {gib(found['stash_bytes'])} (in the KV cache above)")
     lines += ["", "collectives of one run of each program (arrays, bytes each device sends)"]
     for program, found in plan["collectives"].items():
         for one in found[:4]:

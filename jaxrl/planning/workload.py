@@ -47,6 +47,11 @@ class Work:
     times: float = 1
 
 
+def state_bytes(cfg, mesh: dict, width: int) -> float:
+    """Returns what a device keeps of one sequence in all recurrent layers; `width`: bytes of a cached number."""
+    return cfg.num_recurrent * cfg.state_bytes(width) / mesh["tp"]
+
+
 def data_shards(mesh: dict) -> int:
     return math.prod(mesh[a] for a in DATA_AXES)
 
@@ -223,11 +228,11 @@ def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tu
     # the embedding's rows are looked up
     table = cfg.vocab_size * cfg.hidden_size * size / mesh["tp"] if not cfg.tied else 0
     decode = Work(slots * model.flops_per_token(round(looked_at)) / mesh["tp"],
-                  weights - table + slots * looked_at * kv,
+                  weights - table + slots * (looked_at * kv + 2 * state_bytes(cfg, mesh, size)),
                   waves * answer)
     rows_here = shapes.prefill_rows / shards
     body, _ = split_flops(model, shapes.prompt_lengths[-1])
     prefill = Work(rows_here * shapes.prompt_lengths[-1] * body / mesh["tp"],
-                   weights + rows_here * shapes.prompt_lengths[-1] * kv,
+                   weights + rows_here * (shapes.prompt_lengths[-1] * kv + state_bytes(cfg, mesh, size)),
                    math.ceil(config.data.prompts_per_step / hosts / shapes.prefill_rows))
     return decode, prefill

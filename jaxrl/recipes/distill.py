@@ -309,7 +309,7 @@ def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion
     lengths, prompts = traj.total(), float(traj.prompt_lengths.sum())
     out = {"length/mean": float(lengths.mean()), "length/max": float(lengths.max()), "length/min": float(lengths.min()),
            "rollout/tokens": float(lengths.sum()), "rollout/prompt_tokens": prompts,
-           "packing/efficiency": layout.efficiency,
+           **layout.metrics(),
            "flops/update": c.algorithm.ppo_epochs * count.update(traj, c.train.share_prompts)}
     if batch is None:
         return out

@@ -61,7 +61,7 @@ def run(config, inputs=None) -> dict:
                     s.advance(cursor, samples=len(batch))
                 metrics["flops/score"] = losses.passes * speed.operations.scoring(pairs.traj, c.train.share_prompts)
                 needed = speed.operations.update(pairs.traj, c.train.share_prompts)
-                pending.append((metrics, pairs.traj, pairs.layout.efficiency, needed))
+                pending.append((metrics, pairs.traj, pairs.layout.metrics(), needed))
                 return log_line(s, job, policy, pending)
 
             return step

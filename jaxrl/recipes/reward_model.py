@@ -154,7 +154,7 @@ def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
         "length/max": float(lengths.max()),
         "rollout/tokens": float(lengths.sum()),
         "rollout/prompt_tokens": float(traj.prompt_lengths.sum()),
-        "packing/efficiency": layout.efficiency,
+        **layout.metrics(),
     }
 
 

@@ -42,9 +42,9 @@ def run(config, inputs=None) -> dict:
                 with s.changing():
                     s.fault("update")
                     with s.phase("update"):
-                        metrics, efficiency = one_update(job, policy, traj, s.step)
+                        metrics, packing = one_update(job, policy, traj, s.step)
                     s.advance(cursor, samples=traj.num_trajectories)
-                pending.append((metrics, traj, efficiency, speed.operations.update(traj, shared=False)))
+                pending.append((metrics, traj, packing, speed.operations.update(traj, shared=False)))
                 return log_line(s, job, policy, pending)
 
             return step
@@ -56,7 +56,7 @@ def run(config, inputs=None) -> dict:
 def log_line(s, job, policy, pending: list):
     """Returns the StepResult of the steps since the last one if it is due (log.every_steps, or at the end), else {}.
 
-    pending: (metrics on the device, Trajectories, packing efficiency, operations) per step; cleared when logged.
+    pending: (metrics on the device, Trajectories, Layout.metrics, operations) per step; cleared when logged.
     """
     if s.step % job.config.log.every_steps and not s.ended():
         return {}
@@ -110,7 +110,7 @@ def add_adapter_column(config, traj: Trajectories, examples) -> Trajectories:
 def one_update(job, policy: Policy, traj: Trajectories, step: int):
     """Runs one optimizer step on all sequences.
 
-    Returns (metrics, which stay on the device; packing efficiency). step: completed steps, for dropout seeds.
+    Returns (metrics, which stay on the device; Layout.metrics). step: completed steps, for dropout seeds.
     """
     layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
@@ -124,7 +124,7 @@ def one_update(job, policy: Policy, traj: Trajectories, step: int):
 
     metrics = policy.update(policy.put(training.pack(traj, m, columns(i), weights))
                             for i, m in enumerate(layout.minibatches[0].microbatches))
-    return metrics, layout.efficiency
+    return metrics, layout.metrics()
 
 
 def line_metrics(pending) -> dict[str, float]:
@@ -138,6 +138,6 @@ def line_metrics(pending) -> dict[str, float]:
         "length/max": float(lengths.max()),
         "rollout/tokens": float(lengths.sum()) / len(pending),
         "rollout/prompt_tokens": float(np.mean([t.prompt_lengths.sum() for _, t, *_ in pending])),
-        "packing/efficiency": float(np.mean([e for _, _, e, _ in pending])),
+        **{name: float(np.mean([packing[name] for _, _, packing, _ in pending])) for name in pending[0][2]},
         "flops/update": float(np.mean([flops for *_, flops in pending])),
     }

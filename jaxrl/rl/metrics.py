@@ -71,7 +71,7 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
         "rollout/prompt_tokens": float(len(traj.tokens) - lengths.sum()),
         "rollout/kept_mass_mean": float(np.exp(traj.columns["kept"][traj.loss_mask]).mean()),
         "advantage/abs_mean": float(np.abs(per_completion).mean()),
-        "packing/efficiency": layout.efficiency,
+        **layout.metrics(),
     }
     for name, values in batch.result.parts.items():
         if np.isfinite(values).any():

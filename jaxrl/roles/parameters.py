@@ -286,8 +286,7 @@ def merge_adapters(job, params):
     if job.model.adapter is None:
         return params
     flat = flattened(params)
-    module = lambda name: name.rpartition(f"/{adapters.NODE}/")[0]  # noqa: E731
-    kernels = {f"{module(name)}/kernel" for name in flat if adapters.is_adapter(name)}
+    kernels = {f"{name.rpartition(f'/{adapters.NODE}/')[0]}/kernel" for name in flat if adapters.is_adapter(name)}
     codes = {"/".join(e.path) for e in adapters.in_few_bits(job.model.adapter, job.model.base.entries)}
     kernels, parts = kernels | codes, {f"{name}/{leaf}" for name in codes for leaf in quantized.LEAVES}
     read = {name: x for name, x in flat.items() if name in kernels | parts or adapters.is_adapter(name)}
@@ -296,8 +295,10 @@ def merge_adapters(job, params):
     rest = {name: x for name, x in flat.items() if name not in read}
     if not any(map(memory.rests, read.values())):
         return unflatten_dict({**rest, **_merge(job.model, where)(read)}, sep="/")
+    first = adapters.first_parts(job.model.base.entries)
     for name, place in where:  # one after the other: the whole need not fit the devices
-        own = {key: x for key, x in read.items() if key.startswith(name.rpartition("/")[0] + "/")}
+        module = name.rpartition("/")[0]
+        own = {key: x for key, x in read.items() if key.startswith((f"{module}/", f"{first[module]}/{adapters.NODE}/"))}
         place = memory.resting(place) if any(map(memory.rests, own.values())) else place
         rest |= _merge(job.model, ((name, place),))(own)
     return unflatten_dict(rest, sep="/")

@@ -124,6 +124,20 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
     return cache, out
 
 
+def cache_shardings(model, mesh, cache):
+    """Returns the shardings of a tree of Model.init_cache: slots over the data axes, heads over tp."""
+    tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
+
+    def one(path, a):
+        if recurrent.is_by_slot(path):  # [slots, heads, ...] of a state, [slots, tokens, heads, ...] of a window
+            heads = ("tp",) if path[-1].key == "state" else (None, "tp")
+            stacked = "layers" in [getattr(key, "key", None) for key in path]
+            return NamedSharding(mesh, P(*(None,) * stacked, DATA_AXES, *heads))
+        return NamedSharding(mesh, P(*(None,) * (a.ndim - 3), DATA_AXES, None, tp))
+
+    return jax.tree_util.tree_map_with_path(one, cache)
+
+
 class Programs:
     """The compiled programs of an engine and the layout of their arrays. Holds no arrays; see `programs`."""
 
@@ -134,9 +148,6 @@ class Programs:
         self.compiled: dict[tuple, Any] = {}
         self._publish_layouts: dict[tuple, list] = {}  # [(mesh, layout) of the copy, of the engines]
         self.compiler = compilations.BackgroundCompiler()
-        tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
-        self._cache_spec = (DATA_AXES, None, tp)
-        self._state_heads = "tp" if model.config.linear_key_heads % mesh.shape["tp"] == 0 else None
         self.by_slot = self._named(DATA_AXES)
         self.by_step = self._named(None, DATA_AXES)
         self.whole = self._named()
@@ -147,15 +158,8 @@ class Programs:
         return NamedSharding(self.mesh, P(*spec))
 
     def cache_shardings(self, cache):
-        """Returns the sharding of each array of a cache: slots over the data axes, heads over tp if tp divides them."""
-        def one(path, a):
-            if recurrent.is_by_slot(path):  # states by heads, their second axis; windows whole beside the slots
-                heads = (self._state_heads,) if path[-1].key == "state" else (None, self._state_heads)
-                stacked = "layers" in [getattr(key, "key", None) for key in path]
-                return self._named(*(None,) * stacked, DATA_AXES, *heads)
-            return self._named(*(None,) * (a.ndim - 3), *self._cache_spec)
-
-        return jax.tree_util.tree_map_with_path(one, cache)
+        """Returns the sharding of each array of a cache."""
+        return cache_shardings(self.model, self.mesh, cache)
 
     def new_caches(self):
         """Returns the zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt),

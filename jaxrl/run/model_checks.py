@@ -31,18 +31,6 @@ def check_tower(config, model) -> None:
                           f"(model_type={model.family}): adapters for it are not built yet; leave lora.rank out")
 
 
-def check_recurrent(config, model) -> None:
-    """Raises ConfigError for what is not built for models with recurrent layers (a ModelConfig)."""
-    if not model.num_recurrent:
-        return
-    kind = f"a model with recurrent layers (model_type={model.family})"
-    if config.mesh.cp > 1:
-        raise ConfigError(f"mesh.cp={config.mesh.cp} with {kind}: rows are not cut for a recurrence yet; set mesh.cp=1")
-    if config.lora.rank:
-        raise ConfigError(f"lora.rank={config.lora.rank} with {kind}: adapters for its layers are not built yet; leave "
-                          "lora.rank out")
-
-
 def check_packed(config, model) -> None:
     """Raises ConfigError for adapters on matrices that share one tensor on disk (a ModelConfig)."""
     names = ["qkv_proj"] * model.packed_qkv + ["gate_up_proj"] * model.packed_mlp

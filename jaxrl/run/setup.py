@@ -45,7 +45,7 @@ from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
-from jaxrl.run.model_checks import check_experts, check_packed, check_recurrent, check_tower
+from jaxrl.run.model_checks import check_experts, check_packed, check_tower
 from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
@@ -356,7 +356,6 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     adapters.check(attach_adapter(config, unrolled))
     experts = table.config.num_expert_layers
     check_experts(config, unrolled)
-    check_recurrent(config, table.config)
     check_packed(config, table.config)
     check_tower(config, table.config)
     table.check_length(longest_sequence(config))
@@ -417,9 +416,11 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
     precision = spec.run.matmul_precision
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     model = build_model(spec, hf_config)
-    sharding.check_experts(mesh.shape["ep"], model.config.num_experts)
-    for role in set(meshes) & {"reference", "sampler"}:  # the others may have models of their own
-        sharding.check_experts(meshes[role].shape["ep"], model.config.num_experts, f"mesh.roles.{role}.ep")
+    named = {"mesh": mesh} | {f"mesh.roles.{role}": meshes[role]  # the others may have models of their own
+                              for role in sorted(set(meshes) & {"reference", "sampler"})}
+    for where, one in named.items():
+        sharding.check_experts(one.shape["ep"], model.config.num_experts, f"{where}.ep")
+        sharding.check_recurrent(one.shape, model.config.linear_key_heads, where)
     if beyond := model.config.beyond(spec.longest, made_of(spec)):
         if spec.recipe.samples and not engine_row(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_row(spec).title} does not serve such sequences")

@@ -93,6 +93,22 @@ def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
                           f"{', '.join(map(str, fit))}, and give the other devices to mesh.fsdp")
 
 
+def check_recurrent(sizes, heads: int, where: str = "mesh") -> None:
+    """Raises ConfigError where a mesh of these sizes, by axis, cannot split recurrent layers.
+
+    heads: their key heads, of which the value heads are a multiple; 0: the model has no such layers.
+    """
+    if not heads:
+        return
+    if sizes["cp"] > 1:
+        raise ConfigError(f"{where}.cp={sizes['cp']} with recurrent layers: rows are not cut for a recurrence yet; set "
+                          f"{where}.cp=1, and give the other devices to {where}.fsdp")
+    if heads % sizes["tp"]:
+        fit = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(f"{where}.tp={sizes['tp']} does not divide the model's {heads} key heads of recurrent layers"
+                          f"; choose one of {', '.join(map(str, fit))}, and give the other devices to {where}.fsdp")
+
+
 def indices(text: str, count: int, what: str = "device", of: str = "a process has") -> list[int]:
     """Parses numbers of devices or processes in mesh.roles.<role>: "all", or ranges such as "0-3,6".
 

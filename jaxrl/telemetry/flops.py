@@ -1,8 +1,8 @@
 """Counts the arithmetic of a step, and the achieved share of the devices' peak.
 
 Counted is what the mathematics needs: matrix products of every token that is not padding, attention of each token to
-what it may see, the head where a token is sampled or scored; a multiply and an add are two operations. Not counted:
-recomputation, padding, masked pairs, elementwise work, the gradient that frozen matrices do without.
+what it may see, recurrences, the head where a token is sampled or scored; a multiply and an add are two operations.
+Not counted: recomputation, padding, masked pairs, elementwise work, the gradient that frozen matrices do without.
 
 Legend: N sequences.
 """
@@ -13,6 +13,7 @@ from collections import Counter
 
 import numpy as np
 
+from jaxrl.models.recurrent import rule_flops
 from jaxrl.sharding.chips import CHIPS
 from jaxrl.sharding.targets import name_of
 from jaxrl.telemetry.timing import working
@@ -33,15 +34,16 @@ class Operations:
         self._windows = Counter(cfg.windows)
         self._pair = cfg.pair_flops
         self.head = 2 * cfg.hidden_size * cfg.vocab_size
-        self._token = model.flops_per_token(1) - self.head - self._pair * len(cfg.windows)
+        self._rule = rule_flops(cfg)
+        self._token = model.flops_per_token(1) - self.head - self._pair * len(cfg.windows) - self._rule
         linear = {"/".join(e.path): float(e.multiplied)
                   for e in model.entries if e.multiplied and e.path[0] != "head"}
         self._trains = sum(size for name, size in linear.items() if name in trainable) / sum(linear.values())
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 
     def layers(self, first_N, end_N) -> tuple[float, float]:
-        """Returns (matrix products, attention) of all layers' forward pass, in floating-point operations
-        summed over N sequences.
+        """Returns (matrix products, attention and recurrences) of all layers' forward pass, in floating-point
+        operations summed over N sequences.
 
         first_N, end_N: [N] positions from 0; counted are the tokens at first ... end - 1.
         """
@@ -51,7 +53,8 @@ class Operations:
             for sign, count_N in ((1, end_N), (-1, first_N)):
                 inside = np.minimum(count_N, window) if window else count_N
                 seen += sign * layers * (inside * (inside + 1) / 2 + (count_N - inside) * window).sum()
-        return float(self._token * (end_N - first_N).sum()), float(self._pair * seen)
+        tokens = (end_N - first_N).sum()
+        return float(self._token * tokens), float(self._pair * seen + self._rule * tokens)
 
     def generation(self, traj) -> float:
         """Returns the operations of a rollout: prompts once per group, then every sampled token

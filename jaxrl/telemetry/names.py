@@ -137,6 +137,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("advantage/pairs_fraction", "dpo: share of the groups whose completions have different scores, a best and a worst"),
     Metric("advantage/pairs_margin", "dpo: mean of beta times the best's log-ratio to the reference less the worst's, in nats"),
     Metric("packing/efficiency", "share of the packed rows that is not padding"),
+    Metric("packing/chunk_fill", "recurrent layers: share of the places in their chunks that hold a token; each segment begins a chunk"),
     Metric("data/epoch", "passes over the training data so far"),
     Metric("data/samples", "samples trained on so far"),
     Metric("data/filtered_fraction", "share of the training rows left out because their prompt is too long"),

@@ -49,17 +49,19 @@ class Minibatch:
 class Layout:
     """The minibatches of one pass over a batch.
 
-    used_tokens: packed positions that hold a token. total_tokens: all packed positions.
+    used_tokens: packed positions that hold a token. total_tokens: all packed positions. chunk_tokens: tokens for which
+    the chunks of recurrent layers have room (kernels.recurrence); 0: the model has none.
     """
 
     minibatches: tuple[Minibatch, ...]
     used_tokens: int
     total_tokens: int
+    chunk_tokens: int = 0
 
-    @property
-    def efficiency(self) -> float:
-        """Returns the share of packed positions that hold a token."""
-        return self.used_tokens / max(self.total_tokens, 1)
+    def metrics(self) -> dict[str, float]:
+        """Returns the shares of packed positions, and of the places in chunks, that hold a token."""
+        chunks = {"packing/chunk_fill": self.used_tokens / self.chunk_tokens} if self.chunk_tokens else {}
+        return {"packing/efficiency": self.used_tokens / max(self.total_tokens, 1), **chunks}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +160,23 @@ def make_layout(
     if num_minibatches > 1:
         order = np.random.default_rng(seed).permutation(order)
     members = {g: np.flatnonzero(sizes.groups == g) for g in order}
-    minibatches, used, total = [], 0, 0
+    minibatches, used, total, chunks = [], 0, 0, 0
     for part in np.array_split(order, num_minibatches):
         groups = [_blocks(members[g], sizes, shapes.lengths[-1]) for g in part]
         micro = tuple(_microbatches(groups, sizes, shapes, keep_groups))
         minibatches.append(Minibatch(np.concatenate([members[g] for g in part]), micro))
         used += sum(_tokens(b, real) for m in micro for row in m.rows for b in row)
         total += sum(m.row_length * len(m.rows) for m in micro)
-    return Layout(tuple(minibatches), used, total)
+        chunks += sum(_chunk_tokens(m, real) for m in micro) if shapes.recurrent else 0
+    return Layout(tuple(minibatches), used, total, chunks)
+
+
+def _chunk_tokens(micro: Microbatch, sizes) -> int:
+    """Returns the places in the chunks of a microbatch's segments."""
+    size = tokens_per_chunk(micro.row_length)
+    blocks = [block.sequences for row in micro.rows for block in row]
+    segments = [n for own in blocks for n in (sizes.prompts[own[0]], *sizes.completions[list(own)])]
+    return size * sum(int(-(-n // size)) for n in segments)
 
 
 def _with_chunks(sizes, shapes: RowShapes) -> Sizes:

@@ -233,7 +233,7 @@ def adopted(model, base_params, theirs_: dict, dtype):
     flat, places = adapters.initial(model, jax.random.key(0)) | adapters.magnitudes(model, base_params), selection.linears(model)
     flat = {name: np.array(x, dtype) for name, x in flat.items()}
     for t in model.adapter.targets:
-        entry, index = places[t.name]
+        (entry, index), = places[t.name]
         a, b, scale = peft.leaf_paths(entry)
         shapes = peft.lora_shapes(entry, t.rank)
         flat[scale][index] = t.scale
@@ -285,3 +285,13 @@ def exact_base(model, untouched):
             product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
             own = weights[name.removeprefix("base_model.model.") + ".weight"]
             layer.get_base_layer().weight.data = own.data - layer.scaling["default"] * product.data
+
+
+def hf_tensors(model, params) -> dict:
+    """Our adapter under the names of PEFT's files, fp32."""
+    return peft.hf_tensors(model, params, np.dtype(np.float32), {})
+
+
+def without_start(model):
+    """The model as one whose adapter is not subtracted from its base."""
+    return dataclasses.replace(model, adapter=dataclasses.replace(model.adapter, shifted=False))

@@ -1,11 +1,12 @@
 # ruff: noqa: E402, I001
 """What test_sharding.py asks of eight simulated devices; prints one JSON line per mesh.
 
-Usage: sharded_layouts.py numbers|experts|gpt_oss|cut|cut_latent|piled|memory|logprob|steps FOLDER
+Usage: sharded_layouts.py numbers|experts|gpt_oss|hybrid|cut|cut_latent|piled|memory|logprob|steps FOLDER
                           dp,fsdp,tp or dp,fsdp,ep,tp or dp,fsdp,cp,ep,tp ...
   numbers: log-probs and gradients of one batch, into FOLDER/<dp,fsdp,tp>.npz, and the share of the state on one device.
   experts: numbers of a model of experts; and its gradients in float64, into FOLDER/<mesh>.float64.npz.
   gpt_oss: the same of one of its family, whose experts and attention have biases and sinks.
+  hybrid:  the same of one with recurrent layers.
   cut:     rows with shared prompts over cp, of a model with windows, sinks and experts; in fp32 and float64, as above.
   cut_latent: the same of latent attention.
   piled:   the kernel of experts where all tokens go to two of them.
@@ -61,6 +62,9 @@ LATENT = {name: x for name, x in HF.items() if name != "head_dim"} | {
     "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc"}
 GPT_OSS = HF | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "sliding_window": 16,
                 "num_hidden_layers": 4}
+HYBRID = HF | {"model_type": "qwen3_next", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+               "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "full_attention_interval": 2, "linear_num_key_heads": 4,
+               "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
 NAMES = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "ep", "tp"), 5: AXES}
 LOSS = policy_objective(old="column", kl_coef=0.1, chunk=64)
 ROWS, LENGTH = 8, 64
@@ -86,7 +90,7 @@ def numbers(folder, shape, hf=HF):
     params = model.init(jax.random.key(0))
     traj, columns = batch_of_groups(groups=16, size=3)
     layout = training.make_layout(traj.sizes,
-                                  RowShapes((LENGTH,), ((ROWS,),)), num_minibatches=1)
+                                  RowShapes((LENGTH,), ((ROWS,),), recurrent=bool(model.config.num_recurrent)), num_minibatches=1)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     optimizer = optax.adamw(1e-3)
     params = jax.device_put(params, sharding.param_shardings(mesh, model.logical_axes(), params))
@@ -115,6 +119,7 @@ def experts(folder, shape, hf=EXPERTS):
 
 
 gpt_oss = functools.partial(experts, hf=GPT_OSS)
+hybrid = functools.partial(experts, hf=HYBRID)
 
 
 def cut(folder, shape, hf=GPT_OSS, ring=False):

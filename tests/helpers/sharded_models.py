@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl import sharding
 from jaxrl.models import build
 from jaxrl.models.io import hf
+from jaxrl.rollout.programs import cache_shardings
 
 QUICK = {"xla_backend_optimization_level": 0}
 source, out = sys.argv[1:]
@@ -64,10 +65,8 @@ with jax.set_mesh(mesh):
         shares.append(array.addressable_shards[0].data.size / array.size)
 
     rollout = jax.device_put(params, sharding.param_shardings(mesh, model.logical_axes(), shapes, sharding.ROLLOUT_RULES))
-    heads = "tp" if model.config.cache_heads % 2 == 0 else None
     slots = NamedSharding(mesh, P(sharding.mesh.DATA_AXES))
-    spaces = jax.tree.map(lambda a: NamedSharding(mesh, P(*(None,) * (a.ndim - 3), sharding.mesh.DATA_AXES, None, heads)),
-                          jax.eval_shape(lambda: model.init_cache(8, 16, jnp.float32)))
+    spaces = cache_shardings(model, mesh, jax.eval_shape(lambda: model.init_cache(8, 16, jnp.float32)))
     cache = jax.jit(lambda: model.init_cache(8, 16, jnp.float32), out_shardings=spaces)()
     first = jax.device_put((tokens[:, 0], positions[:, 0]), slots)
     step = jax.jit(model.decode, donate_argnums=3, out_shardings=(None, spaces)).lower(rollout, *first, cache).compile()

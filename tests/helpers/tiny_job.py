@@ -18,6 +18,23 @@ MODEL = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 192,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
 
 
 def digits(prompt, completion, **columns):
@@ -39,6 +56,8 @@ def get_config(arg=None):
     c.optimizer.lr, c.optimizer.warmup_steps = 3e-2, 1
     c.checkpoint.every_steps, c.checkpoint.keep = 2, 10
     c.log.tensorboard = False
+    if arg == "hybrid":
+        c.model.config = HYBRID
     if arg == "sft":
         c.run.recipe = "sft"
         c.data.path, c.eval.sets, c.log.every_steps = ("jaxrl://arith/sft.jsonl",), (), 2

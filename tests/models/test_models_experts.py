@@ -626,13 +626,15 @@ def test_decay_spares_the_vectors_of_experts_models(architecture, kinds):
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("architecture", ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("deepseek_v3", "gpt_oss"))])
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "qwen3_next", *(
+    pytest.param(name, marks=pytest.mark.nightly) for name in ("deepseek_v3", "gpt_oss"))])
 def test_sharded_as_on_one_device(checkpoints, tmp_path, architecture):
     """Eight simulated devices, dp x fsdp x tp: forward, gradients, decode and export."""
     from safetensors.numpy import load_file
 
     source = make_tiny(architecture, tmp_path / "source", tokenizer=False, num_attention_heads=4,
-                       **({"num_key_value_heads": 2} if architecture != "deepseek_v3" else {}))
+                       **({"num_key_value_heads": 2} if architecture != "deepseek_v3" else {}),
+                       **({"linear_num_key_heads": 2, "linear_num_value_heads": 4} if architecture == "qwen3_next" else {}))
     script = Path(__file__).parent.parent / "helpers" / "sharded_models.py"
     done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -552,3 +552,34 @@ def test_the_search_tries_ep():
         qwen3_30b(mesh__ep=16, rollout__engine="jax", rollout__placement="auto")
     with pytest.raises(ConfigError, match="mesh.ep=3: does not|mesh.ep=3 does not divide|cannot be divided"):
         qwen3_30b(mesh__ep=3)
+
+
+QWEN3_5 = {"vocab_size": 248320, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+           "linear_value_head_dim": 128, "num_attention_heads": 16, "max_position_embeddings": 262144, "mtp_num_hidden_layers": 1}
+QWEN3_5_4B = QWEN3_5 | {"model_type": "qwen3_5_text", "hidden_size": 2560, "num_hidden_layers": 32, "num_key_value_heads": 4,
+                        "intermediate_size": 9216, "tie_word_embeddings": True}
+QWEN3_5_35B = QWEN3_5 | {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
+                         "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+
+
+@pytest.mark.parametrize("hf, target, changes, size, state, tokens", [
+    (QWEN3_5_4B, "h200:1", {}, 4.2e9, 24 * (2**21 + 3 * 8192 * 2), 1572),
+    (QWEN3_5_35B, "h100:16", {"mesh.ep": 8}, 34.7e9, 30 * (2**21 + 3 * 8192 * 2), 3144),
+])
+def test_states_and_rule_of_real_hybrids(hf, target, changes, size, state, tokens):
+    """Published sizes: a slot's states in fp32 beside the convolution's inputs in bf16, how many tokens of keys and values they are,
+    and both in what the sampler and the update hold."""
+    c = load_config("grpo_gsm8k", {"run.mode": "plan", "plan.target": target, "rollout.engine": "jax", "algorithm.kl.coef": 0.0} | changes)
+    case = cases.case_of(c, hf)
+    assert case.model.num_parameters == pytest.approx(size, rel=0.01)
+    found = plan._recurrences(case)
+    assert (found["state_bytes"], found["equals_tokens"]) == (state, tokens)
+    _, shapes, width = case.rollout
+    slots = shapes.slots * (found["state_bytes"] + sum(case.model.config.cache_widths.values()) * len(case.model.config.windows)
+                            * width * shapes.cache_lengths[-1])
+    assert memory.cache_bytes(case.model, case.rollout[0], shapes.slots, shapes.cache_lengths[-1], width) * workload.data_shards(
+        case.rollout[0]) == slots
+    head = 2 * 64 * 5 * 128 + 6 * 128 * 128 + 2 * 64 * 64 // 3
+    assert found["rule_flops_per_token"] == found["layers"] * (32 * head + 2 * 4 * 8192)
+    assert 0.01 < found["rule_share"] < 0.04 and found["workspace_bytes"] > 2**30
+    assert plan.counted_peak(case, {}) > memory.standing(case.config, case.model, case.mesh)["update_params"] + found["workspace_bytes"]

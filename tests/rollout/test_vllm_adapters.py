@@ -42,7 +42,7 @@ def values(seed, shifted=False):
     flat = {name: np.array(x) for name, x in adapters.initial(m, jax.random.key(0)).items()}
     rng = np.random.default_rng(seed)
     for t in m.adapter.targets:
-        entry, index = selection.linears(m)[t.name]
+        (entry, index), = selection.linears(m)[t.name]
         for path, shape, where in zip(peft.leaf_paths(entry)[:2], peft.lora_shapes(entry, t.rank), ("a", "b"), strict=True):
             at = (*index, ..., slice(t.rank)) if where == "a" else (*index, slice(t.rank))
             for leaf in (path, path + "0") if shifted else (path,):

@@ -16,7 +16,8 @@ from helpers.tiers import first_cases
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
-from jaxrl.sharding import make_mesh, spec_for
+from jaxrl.sharding import check_recurrent, make_mesh, spec_for
+from jaxrl.sharding.mesh import AXES
 
 # evidence/sharding.py
 MESHES = ("8,1,1", "4,2,1", "2,4,1", "1,8,1", "4,1,2", "2,2,2", "1,4,2", "2,1,4", "1,2,4", "1,1,8")
@@ -151,6 +152,30 @@ def test_biases_and_sinks_on_meshes(tmp_path):
         assert sum("bias" in name or "sinks" in name for name in whole) == 2 * 9
         for name in whole:
             assert np.linalg.norm(whole[name]) and all(relative(other[name], whole[name]) < bound for other in others), name
+
+
+@pytest.mark.slow
+def test_recurrent_layers_on_meshes(tmp_path):
+    """As one device: rows with shared prompts, heads over tp, experts over ep."""
+    meshes = ("1,1,1,1", "1,2,2,2", "2,1,1,4")
+    _, stderr = on_eight("hybrid", tmp_path, *meshes)
+    assert "rematerialization" not in stderr
+    for kind, bound in (("", 1e-5), (".float64", 1e-12)):
+        whole, *others = (dict(np.load(tmp_path / f"{m}{kind}.npz")) for m in meshes)
+        assert sum("recurrent" in name for name in whole) == 13
+        for name in whole:
+            far = {mesh: relative(other[name], whole[name]) for mesh, other in zip(meshes[1:], others, strict=True)}
+            assert np.linalg.norm(whole[name]) and max(far.values()) < bound, (name, far)
+
+
+def test_meshes_that_do_not_split_a_recurrence():
+    sizes = dict(zip(AXES, (1, 1, 1, 1, 3), strict=True))
+    with pytest.raises(ConfigError, match="mesh.tp=3 does not divide the model's 16 key heads of recurrent layers; choose one of 1, 2, 4, 8, 16"):
+        check_recurrent(sizes, 16)
+    with pytest.raises(ConfigError, match="mesh.roles.reference.cp=2 with recurrent layers.*set mesh.roles.reference.cp=1"):
+        check_recurrent(sizes | {"cp": 2}, 16, "mesh.roles.reference")
+    check_recurrent(sizes | {"cp": 2}, 0)
+    check_recurrent(sizes | {"tp": 8}, 16)
 
 
 # One device; cp alone; beside each other axis.

@@ -31,6 +31,8 @@ def test_rows_have_room_for_their_chunks(lengths, share):
         assert sorted(i for _, row in found for b in row for i in b.sequences) == list(range(count))
         own = sum(prompts[b.sequences[0]] + completions[list(b.sequences)].sum() for _, row in found for b in row)
         assert layout.used_tokens == own
+        places = sum(chunks(micro, row) * tokens_per_chunk(micro.row_length) for micro, row in found)
+        assert layout.metrics().get("packing/chunk_fill") == (own / places if recurrent else None)
         for micro, row in found:
             assert sum(prompts[b.sequences[0]] + completions[list(b.sequences)].sum() for b in row) <= micro.row_length
         return max(chunks(micro, row) - room(micro.row_length) for micro, row in found)

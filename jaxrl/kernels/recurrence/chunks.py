@@ -33,6 +33,21 @@ def room(length: int) -> int:
     return -(-length // min(tokens_per_room(length), max(length, 1))) + 2
 
 
+def flops(heads: int, key: int, value: int, size: int = 64) -> int:
+    """Returns the operations of the rule for one token, in chunks of `size` tokens, of so many value heads."""
+    within = 2 * size * (3 * key + 2 * value)  # pairs of keys, of queries and keys, two solved systems, their sum
+    return heads * (within + 6 * key * value + 2 * size * size // 3)
+
+
+def workspace(heads: int, key: int, value: int, length: int, backward: bool) -> int:
+    """Returns the fp32 numbers that xla.recurrence holds for one row of `length` tokens beside inputs and output: what
+    a stretch computes, and for the backward pass its gradients and the pairs of states between stretches."""
+    size, pair = tokens_per_chunk(length), 2 * key * value
+    each = 4 * size + 3 * key + 2 * value
+    stretches = -(-room(length) // STRETCH)
+    return heads * (STRETCH * size * each * (3 if backward else 1) + pair * (stretches + 2 if backward else 1))
+
+
 class Chunks(NamedTuple):
     """Where the chunks of rows lie. Padding is in no chunk.
 

@@ -7,6 +7,9 @@ beside the kernel they adapt, `<module>/lora/{a, b, scale}`, and are rows of the
 A takes the kernel's input axes, B its output axes, and r stays whole. The same parameters without `lora` nodes are the
 base, which `Model.base` computes with.
 
+Kernels that are parts of one HF tensor (models.io.parts) are one module of PEFT's: they share A and scale, which stand
+beside the first of them, and each has the columns of B (and of m) that are its outputs.
+
 Adapters of a scanned stack lie along its repetitions. Where their ranks differ (0: no target there) the shorter are
 padded with zeros in A and in B: both gradients are zero there, so they stay zero under any optimizer that leaves what
 has no gradient and is zero alone.
@@ -101,6 +104,15 @@ def adaptable(entry) -> bool:
             and any("layers." in name for name in entry.hf_names))
 
 
+def first_parts(base) -> dict[str, str]:
+    """Returns {module: module whose adapter has its A and scale} of the adaptable kernels, by flat name without
+    `kernel`: the first part of the same HF tensor, else the module itself."""
+    name = lambda entry: "/".join(entry.path[:-1])  # noqa: E731
+    own = [entry for entry in base if adaptable(entry)]
+    first = {module_of(entry.hf_names[0]): name(entry) for entry in own if not entry.row.part or not entry.row.part[1]}
+    return {name(entry): first[module_of(entry.hf_names[0])] for entry in own}
+
+
 def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
     """Returns the parameter table of base and adapter, from the table of the base.
 
@@ -128,7 +140,7 @@ def in_few_bits(adapter: Adapter, base) -> list[parameters.Entry]:
     if not adapter.quantized:
         return []
     own = saved_paths(adapter, base)
-    return [entry for entry in base if adaptable(entry) and "/".join(entry.path) not in own]
+    return [entry for entry in base if adaptable(entry) and not entry.row.exact and "/".join(entry.path) not in own]
 
 
 def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
@@ -140,14 +152,14 @@ def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
         row = parameters.Row(f"{name}/{leaf}", names, "", inputs, init="adapter")
         return parameters.Entry(row, (*entry.path[:-1], NODE, leaf), front[0] + sizes, front[1] + names, (), lead)
 
-    out = []
+    out, shares = [], bool(entry.row.part and entry.row.part[1])
     for more in ("", "0") if adapter.shifted else ("",):
-        out += [one("a" + more, shape[:inputs] + (rank,), axes[:inputs] + (None,), inputs),
-                one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1)]
+        out += [] if shares else [one("a" + more, shape[:inputs] + (rank,), axes[:inputs] + (None,), inputs)]
+        out.append(one("b" + more, (rank,) + shape[inputs:], (None,) + axes[inputs:], 1))
     if adapter.decomposed:
         out.append(one("m", shape[inputs:], axes[inputs:], 0))
     of_parts = (len(adapter.parts) + 1, rank) if adapter.parts else ()
-    return [*out, one("scale", of_parts, (None,) * len(of_parts), 0)]
+    return out if shares else [*out, one("scale", of_parts, (None,) * len(of_parts), 0)]
 
 
 def check(model) -> None:
@@ -259,16 +271,17 @@ def merged(model, params):
         if f"{name}/codes" in out:
             node = {leaf: out.pop(f"{name}/{leaf}") for leaf in quantized.LEAVES}
             out[name] = quantized.whole(node, entry)
-            if (a := flat.get(f"{name.rpartition('/')[0]}/{NODE}/a")) is not None:
-                out[name] = out[name].astype(jnp.promote_types(a.dtype, jnp.float32))
-    lead = {"/".join(entry.path): entry.stacked for entry in model.base.entries}
+            if (b := flat.get(f"{name.rpartition('/')[0]}/{NODE}/b")) is not None:
+                out[name] = out[name].astype(jnp.promote_types(b.dtype, jnp.float32))
+    lead, first = {"/".join(entry.path): entry.stacked for entry in model.base.entries}, first_parts(model.base.entries)
     inner = {"/".join(e.path): tuple(range(e.stacked, e.stacked + e.inputs)) for e in model.base.entries}
     for name in out:
         leaves = f"{name.rpartition('/')[0]}/{NODE}/"
-        if name.endswith("/kernel") and f"{leaves}a" in flat:
-            acc = jnp.promote_types(out[name].dtype, jnp.float32)
-            own = {leaf: flat[leaves + leaf].astype(acc) for leaf in ("a", "b", "scale", "a0", "b0", "m")
-                   if leaves + leaf in flat}
+        if name.endswith("/kernel") and f"{leaves}b" in flat:
+            acc, shared = jnp.promote_types(out[name].dtype, jnp.float32), f"{first[name.rpartition('/')[0]]}/{NODE}/"
+            where = {leaf: (shared if leaf in ("a", "a0", "scale") else leaves) + leaf
+                     for leaf in ("a", "b", "scale", "a0", "b0", "m")}
+            own = {leaf: flat[path].astype(acc) for leaf, path in where.items() if path in flat}
             delta = _product(own["a"], own["b"], lead[name])
             if "a0" in own:
                 delta -= _product(own["a0"], own["b0"], lead[name])
@@ -394,8 +407,9 @@ DRAWS = {
 def _drawn(model, key, targets, draw) -> dict[str, jax.Array]:
     """Returns {module: A [*inputs, its rank]}, drawn with one generator per shape."""
     kinds: dict[tuple, list[str]] = {}
+    firsts = set(first_parts(model.base.entries).values())
     for entry in model.base.entries:
-        for name in map(module_of, entry.hf_names) if adaptable(entry) else ():
+        for name in map(module_of, entry.hf_names) if "/".join(entry.path[:-1]) in firsts else ():
             if name in targets:
                 shape, axes = (part[:entry.inputs] for part in entry.kind)
                 kinds.setdefault((shape + (targets[name].rank,), axes + (None,)), []).append(name)

@@ -19,7 +19,6 @@ Legend: I inputs, O outputs (each flat), m modules of one kernel and rank.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import re
@@ -32,6 +31,7 @@ import numpy as np
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder
 from jaxrl.models.adapters import NODE, adaptable, adapter_set, module_of, quantized
+from jaxrl.models.adapters.selection import hf_shape, linears
 
 NITER = re.compile(r"pissa_niter_([1-9][0-9]*)")
 NAMES = (*adapters.DRAWS, "orthogonal", "pissa", "pissa_niter_<n>", "olora", "eva")
@@ -71,21 +71,26 @@ def initial(model, key, base_params, name: str, directions: dict | None = None) 
     _check_ranks(model, name)
     out, targets = adapters.initial(model, key), {t.name: t for t in model.adapter.targets}
     out |= adapters.magnitudes(model, base_params)
+    modules: dict[str, list] = {}
     for entry in model.base.entries:
-        names = [module_of(n) for n in entry.hf_names]
-        if adaptable(entry) and any(n in targets for n in names):
-            leaves = "/".join((*entry.path[:-1], NODE)) + "/"
-            kernel = quantized.whole(entry.of(base_params), entry)
-            a, b = _of_kernel(entry, kernel, names, targets, key, name, directions)
-            a, b = (x.reshape(out[leaves + leaf].shape) for x, leaf in ((a, "a"), (b, "b")))
-            out |= {leaves + "a": a, leaves + "b": b}
-            if model.adapter.shifted:
-                out |= {leaves + "a0": a, leaves + "b0": b}
+        if adaptable(entry) and any(module_of(n) in targets for n in entry.hf_names):
+            modules.setdefault(module_of(entry.hf_names[0]), []).append(entry)
+    for parts in modules.values():
+        parts.sort(key=lambda entry: entry.row.part)
+        names = [module_of(n) for n in parts[0].hf_names]
+        kernels = [quantized.whole(entry.of(base_params), entry) for entry in parts]
+        a, b = _of_module(parts, kernels, names, targets, key, name, directions)
+        ends, leaves = np.cumsum([entry.hf_shape[0] for entry in parts])[:-1], {}
+        for entry, own in zip(parts, jnp.split(b, ends, axis=-1), strict=True):
+            leaves["/".join((*entry.path[:-1], NODE, "b"))] = own
+        leaves["/".join((*parts[0].path[:-1], NODE, "a"))] = a
+        leaves = {leaf: x.reshape(out[leaf].shape) for leaf, x in leaves.items()}
+        out |= leaves | ({f"{leaf}0": x for leaf, x in leaves.items()} if model.adapter.shifted else {})
     return out
 
 
 def _check_ranks(model, name) -> None:
-    shapes = {module_of(n): e.hf_shape for e in model.base.entries for n in e.hf_names}
+    shapes = {module: hf_shape(places) for module, places in linears(model).items()}
     for t in model.adapter.targets:
         if name == "orthogonal" and t.rank % 2:
             raise ConfigError(f"lora.init=orthogonal: the rank {t.rank} of {t.name} is odd; set an even lora.rank")
@@ -94,15 +99,15 @@ def _check_ranks(model, name) -> None:
                               f"{shapes[t.name]} has; lower lora.rank")
 
 
-def _of_kernel(entry, kernel, names, targets, key, name, directions):
-    """Returns (a [n, I, R], b [n, R, O]) of the n modules of one table row; zeros beyond a rank below
-    the largest, R.
+def _of_module(parts, kernels, names, targets, key, name, directions):
+    """Returns (a [n, I, R], b [n, R, O]) of the n modules of one table row, or of rows that are parts of one HF
+    tensor (O: the outputs of part after part); zeros beyond a rank below the largest, R.
     """
-    outputs, inputs = entry.hf_shape
-    acc = jnp.promote_types(kernel.dtype, jnp.float32)
+    inputs, outputs = parts[0].hf_shape[1], sum(entry.hf_shape[0] for entry in parts)
+    acc = jnp.promote_types(kernels[0].dtype, jnp.float32)
     ranks = [targets[n].rank if n in targets else 0 for n in names]
     a, b = jnp.zeros((len(names), inputs, max(ranks)), acc), jnp.zeros((len(names), max(ranks), outputs), acc)
-    kernel = kernel.reshape(len(names), inputs, outputs)
+    kernel = jnp.concatenate([x.reshape(len(names), inputs, -1) for x in kernels], axis=-1)
     for rank in sorted(set(ranks) - {0}):
         members = np.flatnonzero(np.array(ranks) == rank)
         if name == "eva":
@@ -156,12 +161,13 @@ def principal_inputs(model, base_params, tokens_BxL, positions_BxL, segments_BxL
 def _directions(model, base_params, tokens, positions, segments):
     plain = dataclasses.replace(model.base, scan_layers=False, remat="none")
     ranks, real = {t.name: t.rank for t in model.adapter.targets}, (segments > 0).reshape(-1, 1)
-    rows = {"/".join(e.path): module_of(e.hf_names[0]) for e in plain.entries if adaptable(e)}
-    layers, out, known = collections.Counter(), {}, {}
+    modules: dict[str, list[str]] = {}
+    for e in sorted(filter(adaptable, plain.entries), key=lambda e: decoder.layers_of(plain.config, e.path)):
+        modules.setdefault("/".join(e.path[1:-1]), []).append(module_of(e.hf_names[0]))
+    left, out, known = {name: iter(found) for name, found in modules.items()}, {}, {}
 
     def watch(name, x):
-        module = rows[f"layer_{layers[name]}/{name}/kernel"]
-        layers[name] += 1
+        module = next(left[name])
         if module in ranks:
             if id(x) not in known:  # several modules read the same
                 known[id(x)] = x, _principal(x.reshape(real.shape[0], -1), real)

@@ -29,12 +29,14 @@ from jaxrl.models.adapters.selection import (
     HEAD,
     Selection,
     around,
+    hf_shape,
     linears,
     resolved,
     selection_of,
     tensors,
+    without_adapters,
 )
-from jaxrl.models.io import hf, tensorfile
+from jaxrl.models.io import hf, parts, tensorfile
 from jaxrl.models.io.tensorfile import shortened
 
 log = logging.getLogger("jaxrl")
@@ -174,14 +176,16 @@ def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
     adapter = _adapter(src, model)
     modules, wanted = linears(model), {}
     for t in adapter.targets:
-        outputs, inputs = modules[t.name].entry.hf_shape
+        outputs, inputs = hf_shape(modules[t.name])
         wanted[f"{PREFIX}{t.name}.lora_A.weight"] = (t.rank, inputs)
         wanted[f"{PREFIX}{t.name}.lora_B.weight"] = (outputs, t.rank)
         if adapter.decomposed:
             wanted[f"{PREFIX}{t.name}.{MAGNITUDE}"] = (outputs,)
+    packed = parts.tensors(model.base)
     for name, place in tensors(model).items():
         if module_of(name) in adapter.saved:
-            wanted[PREFIX + name] = place.entry.hf_shape
+            whole = parts.whole_of(name)
+            wanted[PREFIX + whole] = packed[whole].shape if whole in packed else place.entry.hf_shape
     missing, extra = sorted(set(wanted) - set(src.stored)), sorted(set(src.stored) - set(wanted))
     wrong = [f"{n} {src.stored[n].shape} instead of {s}" for n, s in wanted.items()
              if n in src.stored and src.stored[n].shape != s]
@@ -198,34 +202,44 @@ def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
     modules, out = linears(model), {}
     ranks: dict[tuple, int] = {}
     for t in adapter.targets:
-        path = modules[t.name].entry.path
+        path = modules[t.name][0].entry.path
         ranks[path] = max(ranks.get(path, 0), t.rank)
 
     def array(name):
         return stored[PREFIX + name].read().astype(wide)
 
     for t in adapter.targets:
-        entry, index = modules[t.name]
-        a, b, scale = leaf_paths(entry)
-        if a not in out:
-            lead, shapes = entry.shape[:entry.stacked], (*lora_shapes(entry, ranks[entry.path]), ())
-            out |= {path: np.zeros(lead + shape, wide) for path, shape in zip((a, b, scale), shapes, strict=True)}
-        own = lora_shapes(entry, t.rank)
-        out[scale][index] = t.scale
-        out[a][(*index, ..., slice(t.rank))] = array(f"{t.name}.lora_A.weight").T.reshape(own[0])
-        out[b][(*index, slice(t.rank))] = array(f"{t.name}.lora_B.weight").T.reshape(own[1])
+        places = modules[t.name]
+        first, index = places[0]
+        a, _, scale = leaf_paths(first)
+        lead, rank = first.shape[:first.stacked], ranks[first.path]
+        out.setdefault(scale, np.zeros(lead, wide))[index] = t.scale
+        whole = out.setdefault(a, np.zeros(lead + lora_shapes(first, rank)[0], wide))
+        whole[(*index, ..., slice(t.rank))] = array(f"{t.name}.lora_A.weight").T.reshape(lora_shapes(first, t.rank)[0])
+        for (entry, index), own in zip(places, of_parts(model, places, array(f"{t.name}.lora_B.weight")), strict=True):
+            whole = out.setdefault(leaf_paths(entry)[1], np.zeros(lead + lora_shapes(entry, rank)[1], wide))
+            whole[(*index, slice(t.rank))] = own.T.reshape(lora_shapes(entry, t.rank)[1])
         if adapter.decomposed:
-            outputs = own[1][1:]
-            m = out.setdefault(f"{a[:-1]}m", np.zeros((*entry.shape[:entry.stacked], *outputs), wide))
-            m[index] = array(f"{t.name}.{MAGNITUDE}").reshape(outputs)
+            lengths = of_parts(model, places, array(f"{t.name}.{MAGNITUDE}"))
+            for (entry, index), own in zip(places, lengths, strict=True):
+                outputs = lora_shapes(entry, rank)[1][1:]
+                whole = out.setdefault(f"{leaf_paths(entry)[0][:-1]}m", np.zeros(lead + outputs, wide))
+                whole[index] = own.reshape(outputs)
+    split = parts.split(model.base, {name.removeprefix(PREFIX): t for name, t in stored.items()})
     for name, (entry, index) in tensors(model).items():
         if module_of(name) in adapter.saved:
             whole = out.setdefault("/".join(entry.path), np.zeros(entry.shape, wide))
-            whole[index] = entry.from_hf(array(name))
+            whole[index] = entry.from_hf(split[name].read().astype(wide))
     if model.config.tied and HEAD in adapter.saved and not np.array_equal(array(hf.HEAD), array(hf.EMBEDDING)):
         raise ConfigError(f"{hf.HEAD} and {hf.EMBEDDING} of the adapter differ, but are one matrix in this model; "
                           "untie the checkpoint (tie_word_embeddings)")
     return out
+
+
+def of_parts(model, places, array) -> list[np.ndarray]:
+    """Splits an array [outputs, ...] of a module into those of its kernels, [outputs of one, ...]."""
+    groups = parts.groups_of(places[0].entry.row, model.config)
+    return parts.unpack(array, groups, [place.entry.hf_shape[0] for place in places])
 
 
 def leaf_paths(entry) -> tuple[str, ...]:
@@ -269,7 +283,8 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
         src = None
     arrays = hf_tensors(model, params, np.dtype("float32" if dtype == "auto" else hf.DTYPE_NAMES.get(dtype, dtype)),
                           {} if src is None else {n: tensorfile.DTYPES[t.dtype] for n, t in src.stored.items()})
-    text = src.text if src is not None else config_text(adapter, options, base_name)
+    text = src.text if src is not None else config_text(
+        adapter, options, base_name, without_adapters(model))
     if jax.process_index() == 0:
         _put(folder, text, arrays, src.head if src is not None else b"")
 
@@ -318,13 +333,16 @@ def check_written(options) -> None:
                           "PEFT has no plain LoRA for it; leave one of them out")
 
 
-def config_text(adapter: Adapter, options, base_name: str) -> bytes:
-    """Returns the adapter_config.json of an adapter that was created by jaxrl, as PEFT writes it."""
+def config_text(adapter: Adapter, options, base_name: str, without: list[str]) -> bytes:
+    """Returns the adapter_config.json of an adapter that was created by jaxrl, as PEFT writes it.
+
+    without: linear maps that have no adapter, which the names of all-linear must not match.
+    """
     check_written(options)
     chosen = selection_of(options)
     names = chosen.target_modules
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
-        names = sorted({t.name.rpartition(".")[2] for t in adapter.targets})
+        names = sorted({_shortest(t.name, without) for t in adapter.targets})
     alpha, twice = chosen.lora_alpha, 2 if adapter.shifted else 1
     plain = adapter.shifted or options.init in ("default", "eva")  # eva wants its own table of options
     config = FIELDS | {
@@ -340,6 +358,12 @@ def config_text(adapter: Adapter, options, base_name: str) -> bytes:
         "init_lora_weights": True if plain else options.init, "use_dora": adapter.decomposed,
     }
     return json.dumps(config, indent=2, sort_keys=True).encode()
+
+
+def _shortest(name: str, others: list[str]) -> str:
+    """Returns the shortest end of a module's name that no other name has."""
+    ends = [name.split(".", n)[-1] for n in range(name.count("."), -1, -1)]
+    return next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), name)
 
 
 def _number(value):
@@ -370,19 +394,25 @@ def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
             return array.reshape(-1, array.shape[-1])[:, :rank].T
         return array.reshape(array.shape[0], -1)[:rank].T
 
+    def whole(places, rank, name):
+        groups = parts.groups_of(places[0].entry.row, model.config)
+        return parts.pack([part(entry, index, rank, name) for entry, index in places], groups)
+
     for t in adapter.targets:
-        entry, index = modules[t.name]
-        a, b = (part(entry, index, t.rank, name) for name in ("a", "b"))
+        places = modules[t.name]
+        a, b = part(*places[0], t.rank, "a"), whole(places, t.rank, "b")
         if adapter.shifted:
-            a = np.concatenate([a, part(entry, index, t.rank, "a0")], axis=0)
-            b = np.concatenate([b, -part(entry, index, t.rank, "b0")], axis=1)
+            a = np.concatenate([a, part(*places[0], t.rank, "a0")], axis=0)
+            b = np.concatenate([b, -whole(places, t.rank, "b0")], axis=1)
         out[f"{PREFIX}{t.name}.lora_A.weight"], out[f"{PREFIX}{t.name}.lora_B.weight"] = a, b
         if adapter.decomposed:
-            out[f"{PREFIX}{t.name}.{MAGNITUDE}"] = part(entry, index, t.rank, "m")
-    for name, (entry, index) in tensors(model).items():
-        if module_of(name) in adapter.saved:
-            out[PREFIX + name] = entry.to_hf(leaf(entry.of(params), entry.path)[index])
-    return {name: np.ascontiguousarray(array.astype(own.get(name, dtype))) for name, array in out.items()}
+            out[f"{PREFIX}{t.name}.{MAGNITUDE}"] = whole(places, t.rank, "m")
+    saved = {name: place for name, place in tensors(model).items() if module_of(name) in adapter.saved}
+    saved = {name: entry.to_hf(leaf(entry.of(params), entry.path)[index]).astype(entry.dtype(dtype))
+             for name, (entry, index) in saved.items()}
+    out = {name: array.astype(dtype) for name, array in out.items()}
+    out |= {PREFIX + name: array for name, array in parts.join_arrays(model.base, saved).items()}
+    return {name: np.ascontiguousarray(array.astype(own.get(name, array.dtype))) for name, array in out.items()}
 
 
 def _on_host(array) -> np.ndarray:

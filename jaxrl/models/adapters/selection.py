@@ -36,9 +36,19 @@ def tensors(model) -> dict[str, Place]:
     return {name: found[name] for name in sorted(found, key=hf.order)}
 
 
-def linears(model) -> dict[str, Place]:
-    """Returns {HF name: kernel} of every module that can have an adapter, in the order of the layers."""
-    return {module_of(name): place for name, place in tensors(model).items() if adaptable(place.entry)}
+def linears(model) -> dict[str, tuple[Place, ...]]:
+    """Returns {HF name: its kernel, or those that are parts of it in their order} of every module that can have an
+    adapter, in the order of the layers."""
+    found: dict[str, list[Place]] = {}
+    for name, place in tensors(model).items():
+        if adaptable(place.entry):
+            found.setdefault(module_of(name), []).append(place)
+    return {name: tuple(sorted(places, key=lambda place: place.entry.row.part)) for name, places in found.items()}
+
+
+def hf_shape(places: tuple[Place, ...]) -> tuple[int, int]:
+    """Returns (outputs, inputs) of a module of `linears`."""
+    return sum(place.entry.hf_shape[0] for place in places), places[0].entry.hf_shape[1]
 
 
 def without_adapters(model) -> list[str]:
@@ -149,7 +159,8 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
         _check_entries(chosen, [*every, *without_adapters(model)], modules_of(model))
     names, save = chosen.target_modules, chosen.modules_to_save
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
-        names, every = tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules)), list(modules)
+        every = [name for name, places in modules.items() if not places[0].entry.row.by_name]
+        names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in every))
     targets = [key for key in every if _listed(names, key) and not _listed(chosen.exclude_modules, key)
             and not any(re.match(rf"(^|.*\.){m}($|\..*)", key) for m in save)
             and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]

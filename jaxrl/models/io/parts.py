@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,10 +45,34 @@ class Part(tensorfile.Stored):
     first: int
     size: int
 
-    def read(self, index=...) -> np.ndarray:
+    def read(self, index: Any = ...) -> np.ndarray:
         whole = self.of.read()
         grouped = whole.reshape(self.groups, -1, *whole.shape[1:])
         return grouped[:, self.first:self.first + self.size].reshape(self.shape)[index]
+
+
+def groups_of(row, config) -> int:
+    """Returns the number of groups of the HF tensor that a row is a part of, or all of."""
+    groups = row.part[0] if row.part else 1
+    return groups if isinstance(groups, int) else getattr(config, groups)
+
+
+def whole_of(hf_name: str) -> str:
+    """Returns the HF tensor's name, of a part's name or its own."""
+    return hf_name.partition("[")[0]
+
+
+def pack(arrays: list, groups: int):
+    """One array [outputs, ...] from its parts [outputs of the part, ...]."""
+    grouped = [x.reshape(groups, -1, *x.shape[1:]) for x in arrays]
+    return np.concatenate(grouped, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+
+def unpack(array, groups: int, outputs: list[int]) -> list:
+    """The inverse of `pack`; outputs: of each part."""
+    grouped = array.reshape(groups, -1, *array.shape[1:])
+    ends = np.cumsum([n // groups for n in outputs])[:-1]
+    return [x.reshape(-1, *array.shape[1:]) for x in np.split(grouped, ends, axis=1)]
 
 
 def tensors(model) -> dict[str, Packed]:
@@ -61,11 +85,11 @@ def tensors(model) -> dict[str, Packed]:
     for whole, by_place in found.items():
         rows = [by_place[place] for place in sorted(by_place)]
         entry = rows[0][1]
-        groups, shape = entry.row.part[0], entry.hf_shape
+        shape = entry.hf_shape
         convolves = not entry.inputs and len(shape) > 1
         rest = (1, shape[-1]) if convolves else shape[1:]  # a convolution has one input a channel
         shapes = [entry.hf_shape for _, entry in rows]
-        groups = groups if isinstance(groups, int) else getattr(model.config, groups)
+        groups = groups_of(entry.row, model.config)
         outputs = [math.prod(shape) // math.prod(rest) for shape in shapes]
         out[whole] = Packed(groups, [name for name, _ in rows], shapes, outputs, rest)
     return out
@@ -108,6 +132,14 @@ def join(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
     return list(left.values())
 
 
+def join_arrays(model, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays by HF name, with parts as HF's tensors."""
+    left = dict(arrays)
+    for whole, packed in tensors(model).items():
+        if packed.names[0] in left:
+            left[whole] = pack([left.pop(name).reshape(-1, *packed.rest) for name in packed.names], packed.groups)
+    return left
+
+
 def _joined(own, packed: Packed) -> np.ndarray:
-    arrays = [part.get().reshape(packed.groups, -1, *packed.rest) for part in own]
-    return np.concatenate(arrays, axis=1).reshape(packed.shape)
+    return pack([part.get().reshape(-1, *packed.rest) for part in own], packed.groups)
