@@ -19,22 +19,12 @@ from jaxrl.models.families import (
     text_part,
 )
 from jaxrl.models.io import scaled
+from jaxrl.models.layer_config import Layer, expert_count, layers_of, prefix_of
 from jaxrl.models.rope import Rope, score_factor
-from jaxrl.models.rope_config import ropes, rotary_size
+from jaxrl.models.rope_config import rotary_size
 from jaxrl.models.vision.config import VisionConfig, vision_config
 
 RECURRENT = ("gated_delta", "gated_delta_by_head")  # mixers that carry a state from token to token
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """The fields that differ between the layers of one model."""
-
-    rope: Rope | None  # None = it does not see positions
-    window: int = 0  # positions a token sees, itself included; 0 = all
-    mixer: str = "attention"   # rows of models.decoder.MIXERS and FEED_FORWARDS
-    feed_forward: str = "mlp"
-    norms: str = "pre"         # row of models.parameters.NORMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +238,7 @@ def model_config(hf_config: dict) -> ModelConfig:
     family = family_of(hf_config)
     hf = {**family.defaults, **hf_config}
     if family.expert_size:
-        hf[family.experts_count] = _expert_count(hf_config, family)
+        hf[family.experts_count] = expert_count(hf_config, family)
     _check(hf, family)
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     head_dim = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"] if family.latent else hf.get("head_dim") or hidden // heads
@@ -259,8 +249,8 @@ def model_config(hf_config: dict) -> ModelConfig:
     def softcap(rule):
         return 0.0 if not rule or hf[rule] is None else float(number(hf, rule, above=0))
 
-    layers = _layers(hf, family)
-    prefix = _prefix(layers)
+    layers = layers_of(hf, family)
+    prefix = prefix_of(layers)
     experts = family.expert_size and any(layer.feed_forward != "mlp" for layer in layers)
     routed = {} if not experts else {"norm_topk": flag(family.norm_topk), **_routed(hf, family)}
     if family.latent:
@@ -444,166 +434,3 @@ def _refuse_foreign(hf, family):
     if hf.get("position_embedding_type") not in (None, "rope", "rotary"):
         raise ConfigError(f"model config: position_embedding_type={hf['position_embedding_type']!r} is not supported; "
                           "the families here have rotary embeddings")
-
-
-def _layers(hf, family) -> tuple[Layer, ...]:
-    kinds = _feed_forwards(hf, family)
-    if family.recurrent:
-        rope, _ = ropes(hf, family)
-        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind, family.norms)
-                     for full, kind in zip(_full(hf), kinds, strict=True))
-    sliding, window = _windows(hf, family)
-    full, local = ropes(hf, family)
-    mixer, turning = "latent_attention" if family.latent else "attention", _turning(hf, family)
-    return tuple(Layer((local if windowed else full) if turns else None, window * windowed, mixer, kind, family.norms)
-                 for windowed, turns, kind in zip(sliding, turning, kinds, strict=True))
-
-
-def _turning(hf, family) -> list[bool]:
-    """Returns which layers have a rotary embedding."""
-    count, given = hf["num_hidden_layers"], hf.get("no_rope_layers") if family.no_rope else None
-    if not family.no_rope:
-        return [True] * count
-    if given is None:
-        every = number(hf, "no_rope_layer_interval", least=1, kind=int)
-        return [(i + 1) % every != 0 for i in range(count)]
-    if not isinstance(given, list | tuple) or len(given) != count or set(given) - {0, 1}:
-        raise ConfigError(f"model config: no_rope_layers={given!r}; give {count} entries, each 1 (a layer with rotary "
-                          "embedding) or 0")
-    return [bool(turns) for turns in given]
-
-
-def _full(hf) -> list[bool]:
-    """Returns which layers of a model with recurrent ones have attention: by `layer_types`, else by an interval."""
-    count, kinds = hf["num_hidden_layers"], hf.get("layer_types")
-    if kinds is None:
-        every = number(hf, "full_attention_interval", least=1, kind=int)
-        return [(i + 1) % every == 0 for i in range(count)]
-    if not isinstance(kinds, list | tuple) or len(kinds) != count or set(kinds) - {"full_attention", "linear_attention"}:
-        raise ConfigError(f"model config: layer_types={kinds!r}; give {count} entries, each full_attention or "
-                          "linear_attention")
-    return [kind == "full_attention" for kind in kinds]
-
-
-def _prefix(layers) -> int:
-    """Returns the number of first layers outside the repetition: dense ones before the first expert layer, if the
-    others then have a shorter period.
-    """
-    dense = next((i for i, layer in enumerate(layers) if layer.feed_forward != "mlp"), 0)
-    period = lambda rest: next((n for n in range(1, len(rest)) if all(  # noqa: E731
-        layer == rest[i % n] for i, layer in enumerate(rest))), len(rest))
-    return dense if period(layers[dense:]) < period(layers) else 0
-
-
-def _expert_count(hf, family) -> int:
-    """Returns the number of experts; both of its names are in use, and transformers itself writes either."""
-    own = family.experts_count
-    found = {key: hf[key] for key in (own, "num_local_experts") if hf.get(key) is not None}
-    if len(set(found.values())) > 1:
-        raise ConfigError(f"model config: {own}={found[own]!r} beside num_local_experts="
-                          f"{found['num_local_experts']!r}; leave one of them out")
-    return next(iter(found.values()), family.defaults[own])
-
-
-def _feed_forwards(hf, family) -> list[str]:
-    """Returns which layers are dense and which have experts, from the fields that the family uses."""
-    layers = hf["num_hidden_layers"]
-    if not family.expert_size:
-        return [family.feed_forward] * layers
-    for key in filter(None, (family.expert_size, family.shared_expert_size, family.shared_experts)):
-        number(hf, key, least=1, kind=int)
-    name = family.experts_count
-    experts, chosen = (number(hf, key, least=least, kind=int) for key, least in ((name, 0), ("num_experts_per_tok", 1)))
-    step = number(hf, "decoder_sparse_step", least=1, kind=int) if "decoder_sparse_step" in family.defaults else 1
-    dense = hf.get("mlp_only_layers") or [] if "mlp_only_layers" in family.defaults else []
-    first = number(hf, family.dense_first, least=0, kind=int) if family.dense_first else 0
-    dense = _listed_dense(hf, family, layers) if family.listed_kinds else dense
-    if not isinstance(dense, list | tuple) or not all(type(i) is int for i in dense):
-        raise ConfigError(f"model config: mlp_only_layers={dense!r}; give a list of layers' numbers from 0")
-    kinds = [family.feed_forward if experts and i >= first and i not in dense and (i + 1) % step == 0 else "mlp"
-             for i in range(layers)]
-    if "decoder_sparse_step" not in family.defaults and not experts:
-        raise ConfigError(f"model config: {name}=0, but a {hf['model_type']} model has nothing beside experts")
-    if experts and chosen > experts:
-        raise ConfigError(f"model config: num_experts_per_tok={chosen} is more than {name}={experts}")
-    if family.router == "sigmoid" and "n_group" in family.defaults:
-        _check_groups(hf, experts, chosen)
-    return kinds
-
-
-def _listed_dense(hf, family, layers: int) -> list[int]:
-    """Returns the layers that a list names as dense; without a list, the first one. It
-    has precedence over `first_k_dense_replace`.
-    """
-    kinds = hf.get(family.listed_kinds) or ["dense"] + ["sparse"] * (layers - 1)
-    if not isinstance(kinds, list | tuple) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise ConfigError(f"model config: {family.listed_kinds}={kinds!r}; give {layers} entries, each dense or sparse")
-    dense = [i for i, kind in enumerate(kinds) if kind == "dense"]
-    if (first := hf.get("first_k_dense_replace")) is not None and dense != list(range(layers))[:first]:
-        raise ConfigError(f"model config: first_k_dense_replace={first!r}, but {family.listed_kinds} (left out: the "
-                          f"first layer) makes layers {dense} dense, and that is what is read; leave one of them out")
-    return dense
-
-
-def _check_groups(hf, experts: int, chosen: int) -> None:
-    groups, taken = (number(hf, key, least=1, kind=int) for key in ("n_group", "topk_group"))
-    if experts % groups or experts // groups < 2:
-        raise ConfigError(f"model config: n_group={groups} does not cut n_routed_experts={experts} into equal groups of "
-                          "two or more")
-    if taken > groups or chosen > taken * (experts // groups):
-        raise ConfigError(f"model config: topk_group={taken} of n_group={groups} groups of {experts // groups} experts, "
-                          f"of which num_experts_per_tok={chosen} are taken; there are not so many")
-
-
-def _windows(hf, family) -> tuple[list[bool], int]:
-    """Returns (which layers have a sliding window, its size): by `layer_types` if given, else by
-    the family's older keys.
-    """
-    count, kinds, window = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("sliding_window")
-    if kinds is not None and (not isinstance(kinds, list | tuple) or len(kinds) != count
-                              or set(kinds) - {"full_attention", "sliding_attention"}):
-        raise ConfigError(f"model config: layer_types={kinds!r}; give {count} entries, each full_attention or "
-                          "sliding_attention")
-    if family.windows == "none" and window is not None and hf.get("use_sliding_window") is not False:
-        raise ConfigError(f"model config: sliding_window={window!r}, but a {hf['model_type']} model has no windows; "
-                          "leave it out")
-    if family.windows == "none" or (family.windows in ("switched", "from_layer", "alternate", "no_rope")
-                                    and not hf["use_sliding_window"]):
-        window = None
-    listed = [kind == "sliding_attention" for kind in kinds or ()]
-    if family.windows in ("none", "all", "switched"):
-        sliding = [window is not None] * count
-        if listed and listed != sliding:
-            raise ConfigError(f"model config: layer_types={kinds!r}: all layers of a {hf['model_type']} model are "
-                              f"alike, here {'sliding' if sliding[0] else 'full'}_attention; leave it out")
-    elif listed:
-        sliding = listed
-    elif family.windows == "from_layer":
-        first = number(hf, "max_window_layers", kind=int)
-        sliding = [window is not None and i >= first for i in range(count)]
-    elif family.windows == "alternate":
-        first = number(hf, "max_window_layers", kind=int)
-        sliding = [window is not None and i % 2 == 0 and i < first for i in range(count)]
-    elif family.windows == "no_rope":
-        sliding = [window is not None and not turns for turns in _turning(hf, family)]
-    else:
-        sliding = [(i + 1) % _pattern(hf, family) != 0 for i in range(count)]
-    if not any(sliding) and family.windows != "pattern":  # whose models ask for a window even where no layer uses it
-        return sliding, 0
-    if window is None and any(sliding):
-        why = "use_sliding_window=False" if hf.get("use_sliding_window") is False else "sliding_window=None"
-        raise ConfigError(f"model config: {'layer_types has' if listed else 'the model has'} sliding_attention "
-                          f"while {why}; give a window, or make all entries of layer_types full_attention")
-    return sliding, number(hf, "sliding_window", least=1, kind=int)
-
-
-def _pattern(hf, family) -> int:
-    """Returns the interval of layers with full attention."""
-    every = family.pattern
-    if isinstance(every, str):
-        return number(hf, every, least=1, kind=int)
-    if hf.get("sliding_window_pattern", every) != every:
-        raise ConfigError(f"model config: sliding_window_pattern={hf['sliding_window_pattern']!r}: in transformers one "
-                          f"of {every} layers of a {hf['model_type']} model has no window, whatever it says; say it "
-                          "with layer_types")
-    return every

@@ -27,8 +27,9 @@ from jaxrl.kernels.recurrence import Chunks
 from jaxrl.models import latent, parameters, recurrent
 from jaxrl.models.adapters import dropped, quantized, stretch
 from jaxrl.models.adapters.adapter_set import scale_columns
-from jaxrl.models.config import Layer, ModelConfig
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
+from jaxrl.models.layer_config import Layer
 from jaxrl.models.placement import (
     at_sources,
     attention_work,
