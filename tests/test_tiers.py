@@ -44,6 +44,7 @@ MECHANISMS = {
     "models of experts": "models/test_models_experts.py::test_logits_equal_transformers",
     "recurrent layers": "kernels/test_recurrence.py::test_neighbours_change_no_bit",
     "models of recurrent layers": "models/test_hybrid.py::test_logits_equal_transformers",
+    "towers for images": "models/test_vision.py::test_logits_equal_transformers",
     "quantized bases": "models/test_quantized.py::test_the_product_and_its_gradient_are_those_of_the_dense_kernel",
     "scoring in packed rows": "training/test_training.py::test_scoring_agrees_with_the_update_forward_on_the_same_layout",
     "biases of routers": "training/test_router.py::test_the_bias_of_routers_follows_the_load",

@@ -39,6 +39,7 @@ def path(tmp_path_factory):
     return get
 
 
+@pytest.mark.full
 @first_cases(1, "name, dora", [("qwen3_next", False), ("qwen3_5", True)])
 def test_outputs_a_step_and_files_are_pefts(path, tmp_path, name, dora):
     """all-linear and the two maps that it leaves out; the packed modules are one adapter each."""
@@ -65,6 +66,7 @@ def test_outputs_a_step_and_files_are_pefts(path, tmp_path, name, dora):
     assert cases.digests(tmp_path / "ours") == cases.digests(folder)
 
 
+@pytest.mark.full
 @first_cases(1, "name", list(NAMES))
 def test_merged_and_scanned_and_saved_whole(path, tmp_path, name):
     """all-linear leaves out what decides; a module saved whole is one tensor of PEFT's; the merged model computes the same."""
@@ -93,6 +95,7 @@ def test_merged_and_scanned_and_saved_whole(path, tmp_path, name):
     np.testing.assert_allclose(cases.logits(model, unrolled), want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.full
 def test_decoding_and_a_base_in_few_bits(path):
     """Prefill and decode with the adapter are those of the merged model, and so is a base whose kernels, but for those that decide,
     are int8."""
@@ -114,6 +117,7 @@ def test_decoding_and_a_base_in_few_bits(path):
     assert np.abs(cases.logits(few, params) - cases.logits(model.base, whole)).max() > 1e-3
 
 
+@pytest.mark.full
 @first_cases(1, "init", ["pissa", "olora", "orthogonal", "eva"])
 def test_starts_of_packed_modules_are_those_of_the_whole_matrix(path, init):
     model, base = cases.our_model(path("qwen3_5"), cases.options(init=init, rank=4))

@@ -62,6 +62,7 @@ def value_and_gradients(model, params, arrays, images):
     return jax.jit(jax.value_and_grad(loss), compiler_options=model_cases.QUICK)(params)
 
 
+@pytest.mark.full
 @first_cases(1, "scan_layers, remat", [(True, "full"), (False, "none"), (True, "dots")])
 def test_gradients_equal_transformers(folder, scan_layers, remat):
     """Of every parameter of tower, mergers, taps and decoder; each has some."""
@@ -237,6 +238,7 @@ def test_export_is_the_folder_that_was_read(tmp_path, dtype, flat, images):
     assert all(two["text_config"][k] == v for k, v in one["text_config"].items() if k != "dtype")
 
 
+@pytest.mark.full
 def test_transformers_opens_an_export_of_a_random_model(tmp_path):
     """A model made from model.config alone, its tower drawn as its decoder is: the same logits there."""
     from transformers import AutoModelForImageTextToText

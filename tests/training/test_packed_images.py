@@ -75,6 +75,7 @@ def score_of(model):
     return training.make_score(model, temperature=1.0, chunk=512, put=lambda x: x)
 
 
+@pytest.mark.full
 def test_every_layout_gives_the_same_log_probs(model_and_params):
     """And those of rows without their pixels are others, of every completion that has an image before it."""
     model, params = model_and_params
@@ -112,6 +113,7 @@ def test_gradients_do_not_depend_on_the_layout(model_and_params):
         np.testing.assert_allclose(grads["tight"][name], expected, rtol=0, atol=1e-6 + 3e-5 * size, err_msg=name)
 
 
+@pytest.mark.full
 def test_a_model_learns_to_look():
     """Which of two colours a noisy picture has: the loss falls near 0, and to no less than ln 2 without the pixels."""
     model = model_of(layers=1)
