@@ -265,7 +265,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         prefix = max(prefix, len(tower.taps))  # layers behind which features are added
     factor = lambda key: float(number(hf, key, above=0)) if key else 1.0  # noqa: E731
     query = number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
-    query_scale = float(query) ** -0.5 * (score_factor(layers[0].rope) if family.latent else 1.0)
+    rope = layers[0].rope
+    query_scale = float(query) ** -0.5 * (score_factor(rope) if family.latent and rope else 1.0)
     query_scale = factor(family.attention_factor) if family.attention_factor else query_scale
 
     return ModelConfig(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,8 @@ def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
     where = sharding.batch_sharding(job.mesh)
     array = lambda dtype, more=(): jax.ShapeDtypeStruct((rows, length, *more), dtype, sharding=where)  # noqa: E731
     integers = ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
-    return PackedBatch(**{name: array(jnp.int32) for name in integers},
+    tokens: dict[str, Any] = {name: array(jnp.int32) for name in integers}
+    return PackedBatch(**tokens,
                        columns={name: array(*kind) for name, kind in columns.items()},
                        weights={name: array(jnp.float32) for name in weights},
                        routes=array(jnp.int16, (routes,)) if routes else None)

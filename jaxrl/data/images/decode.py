@@ -49,7 +49,8 @@ def size_of(image: Image, limit: int) -> tuple[int, int]:
       limit: most pixels of a stored image.
     """
     if isinstance(image.pixels, np.ndarray):
-        return _checked_size(*image.pixels.shape[1::-1], limit)[::-1]
+        height, width = image.pixels.shape[:2]
+        return _checked_size(width, height, limit)[::-1]
     with _opened(image, limit) as (opened, file):
         whole, late = _structure(opened, file)
         if not whole:
@@ -63,7 +64,8 @@ def size_of(image: Image, limit: int) -> tuple[int, int]:
 def pixels_of(image: Image, limit: int) -> np.ndarray:
     """Returns the upright image in RGB, uint8 [H, W, 3]. Raises ImageError naming the reason if it cannot be read."""
     if isinstance(image.pixels, np.ndarray):
-        _checked_size(*image.pixels.shape[1::-1], limit)
+        height, width = image.pixels.shape[:2]
+        _checked_size(width, height, limit)
         grey = image.pixels.ndim == 2
         return np.repeat(image.pixels[..., None], 3, axis=2) if grey else image.pixels[..., :3]
     from PIL import ImageOps
@@ -99,12 +101,13 @@ def _opened(image: Image, limit: int):
     pillow = _pillow()
     try:
         if image.pixels is not None:
-            _checked_size(*image.pixels.size, limit)
+            width, height = image.pixels.size
+            _checked_size(width, height, limit)
             yield image.pixels, None
             return
         if image.encoded == b"":
             raise ImageError("no bytes")
-        with io.BytesIO(image.encoded) if image.path is None else open(image.path, "rb") as file:
+        with io.BytesIO(image.encoded or b"") if image.path is None else open(image.path, "rb") as file:
             opened = pillow.open(file, formats=FORMATS)
             _checked_size(*opened.size, limit)
             yield opened, file

@@ -6,7 +6,7 @@ the same token, and there it is text.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def escape(messages: list[dict], tokens: Tokens) -> Escaped:
     if not free:
         raise PromptError("the messages use every character that could stand in for an image token")
 
-    def clean(value):
+    def clean(value) -> Any:
         if isinstance(value, str):
             return value.replace(tokens.pad, free[0])
         if isinstance(value, list):

@@ -120,7 +120,9 @@ READ_SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
 def _stored(folder: Path | None) -> tuple[str, dict]:
     """Returns (file, its fields) of a folder's image processor."""
-    for name in ("preprocessor_config.json", "processor_config.json") if folder else ():
+    if folder is None:
+        return "", {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
         if not (folder / name).is_file():
             continue
         try:

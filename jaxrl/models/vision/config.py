@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import ACTIVATIONS, number
@@ -70,12 +71,12 @@ def vision_config(given: dict, out_size: int, layers: int) -> VisionConfig:
     Raises ConfigError naming the field for what is not computed here.
     """
     given = {NAMES.get(key, key): value for key, value in given.items() if key not in OF_NO_NUMBER}
-    pixels = {key: tuple(given.pop(key)) for key in ("mean", "std") if key in given}
+    pixels: dict[str, Any] = {key: tuple(given.pop(key)) for key in ("mean", "std") if key in given}
     if unknown := sorted(key for key in given.keys() - DEFAULTS.keys() if given[key] is not None):
         raise ConfigError(f"model config: vision_config has {', '.join(unknown)}, which is not read here and may "
                           "change features; leave it out if it does not")
     hf = {**DEFAULTS, **given}
-    sizes = {ours: number(hf, name, least=1, kind=int) for ours, name in (
+    sizes: dict[str, Any] = {ours: number(hf, name, least=1, kind=int) for ours, name in (
         ("depth", "depth"), ("width", "hidden_size"), ("mlp", "intermediate_size"), ("heads", "num_heads"),
         ("patch", "patch_size"), ("merge", "spatial_merge_size"), ("frames", "temporal_patch_size"),
         ("out_size", "out_hidden_size"), ("positions", "num_position_embeddings"), ("channels", "in_channels"))}

@@ -8,7 +8,7 @@ Legend: R rows, L tokens per row, P patches per row, m patches per side of a tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl.types import Images
 
 
-def rotary_positions(length: int, firsts: Sequence[int], grids: Sequence[tuple[int, int]], merge: int) -> np.ndarray:
+def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable[int]], merge: int) -> np.ndarray:
     """Returns positions by (time, row, column) of a sequence, [length, 3] int32.
 
     Args:

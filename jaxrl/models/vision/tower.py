@@ -11,6 +11,7 @@ E hidden size of the decoder.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,11 +92,12 @@ def _positions(model, params, places_BxPx4):
 
 
 def _norm(own: Weights, name: str, x):
-    """Layer norm over the last axis."""
+    """Returns the layer norm over the last axis."""
+    config: Any = own.config  # the tower's
     acc = jnp.promote_types(x.dtype, jnp.float32)
     y = x.astype(acc)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + own.config.eps)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.eps)
     scale, bias = (like(own.values[f"{name}/{leaf}"].astype(acc), y) for leaf in ("scale", "bias"))
     return (y * scale + bias).astype(x.dtype)
 
