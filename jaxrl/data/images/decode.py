@@ -50,7 +50,8 @@ def size_of(image: Image, limit: int) -> tuple[int, int]:
     """
     if isinstance(image.pixels, np.ndarray):
         height, width = image.pixels.shape[:2]
-        return _checked_size(width, height, limit)[::-1]
+        _checked_size(width, height, limit)
+        return height, width
     with _opened(image, limit) as (opened, file):
         whole, late = _structure(opened, file)
         if not whole:
@@ -124,12 +125,12 @@ def _reason(error: Exception) -> str:
     return "another format, or no image" if kind == "UnidentifiedImageError" else f"{kind}: {error}"
 
 
-def _checked_size(width: int, height: int, limit: int) -> tuple[int, int]:
+def _checked_size(width: int, height: int, limit: int) -> None:
+    """Raises ImageError for a size without pixels, or with more than the limit."""
     if width < 1 or height < 1:
         raise ImageError(f"an image of {width}x{height} pixels")
     if width * height > limit:
         raise ImageError(f"an image of {width}x{height} pixels, data.image_decode_limit={limit}")
-    return width, height
 
 
 def _structure(opened, file) -> tuple[bool, bool]:
