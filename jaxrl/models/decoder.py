@@ -137,7 +137,8 @@ class Weights(NamedTuple):
         row = self.rows[f"{name}/kernel"]
         if not row.part:
             return name
-        return next(r.path for r in self.rows.values() if r.hf == row.hf and r.part and not r.part[1]).removesuffix("/kernel")
+        first = next(r for r in self.rows.values() if r.hf == row.hf and r.part and not r.part[1])
+        return first.path.removesuffix("/kernel")
 
     def stretch(self, name: str):
         """Returns the factor [*outputs] of a decomposed adapter, in fp32 or better."""
