@@ -109,7 +109,7 @@ def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monke
     def look(attention, others):
         job = SimpleNamespace(model=SimpleNamespace(config=model), compute_dtype=jnp.dtype(np.float32),
                               config=SimpleNamespace(model=SimpleNamespace(attention=attention)))
-        setup.check_kernels(SimpleNamespace(peers=SimpleNamespace(meet=lambda what, value: [value, *others])), job)
+        setup.check_kernels(SimpleNamespace(peers=SimpleNamespace(all_gather=lambda what, value: [value, *others])), job)
         return packed.order("auto")
 
     assert look("auto", []) == ("made", *packed.XLA)
