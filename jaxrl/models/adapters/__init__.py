@@ -409,7 +409,8 @@ def _drawn(model, key, targets, draw) -> dict[str, jax.Array]:
     kinds: dict[tuple, list[str]] = {}
     firsts = set(first_parts(model.base.entries).values())
     for entry in model.base.entries:
-        for name in map(module_of, entry.hf_names) if "/".join(entry.path[:-1]) in firsts else ():
+        begins = adaptable(entry) and "/".join(entry.path[:-1]) in firsts  # a bias has its kernel's path
+        for name in map(module_of, entry.hf_names) if begins else ():
             if name in targets:
                 shape, axes = (part[:entry.inputs] for part in entry.kind)
                 kinds.setdefault((shape + (targets[name].rank,), axes + (None,)), []).append(name)
