@@ -41,18 +41,6 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = make_tiny(name, tmp_path_factory.mktemp(name), tokenizer=False)
-        return made[name]
-
-    return get
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name):
     """A published config.json is read field by field as transformers reads it, and has the published size."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import model_cases
 from helpers.tiers import first_cases
-from helpers.tiny_models import HYBRIDS, SIZES, make_tiny
+from helpers.tiny_models import HYBRIDS, SIZES
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import build
@@ -18,19 +18,6 @@ from jaxrl.training.optimizer import _decays as decays
 
 pytestmark = pytest.mark.torch
 LIMIT = 1e-4  # of logits up to 10 in fp32
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = {}
-
-    def get(name, **options):
-        key = name, *options.items()
-        if key not in made:
-            made[key] = make_tiny(name, tmp_path_factory.mktemp(name), tokenizer=False, **options)
-        return made[key]
-
-    return get
 
 
 @first_cases(1, "name", list(HYBRIDS))

@@ -12,7 +12,6 @@ from helpers import model_cases
 from helpers import peft_cases as cases
 from helpers.peft_cases import theirs, torch
 from helpers.tiers import first_cases
-from helpers.tiny_models import make_tiny
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
@@ -27,28 +26,16 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 DECIDE = {"qwen3_5": ("in_proj_a", "in_proj_b"), "qwen3_next": ("in_proj_ba",)}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = make_tiny(name, tmp_path_factory.mktemp(name), tokenizer=False)
-        return made[name]
-
-    return get
-
-
 @pytest.mark.full
 @first_cases(1, "name, dora", [("qwen3_next", False), ("qwen3_5", True)])
-def test_outputs_a_step_and_files_are_pefts(path, tmp_path, name, dora):
+def test_outputs_a_step_and_files_are_pefts(folder, tmp_path, name, dora):
     """all-linear and the two maps that it leaves out; the packed modules are one adapter each."""
     targets = (*(n for n in NAMES[name] if n not in MLP), *DECIDE[name])  # of a model with experts PEFT takes those of an MLP for the experts
     given = cases.options(targets=targets, dora=dora, rank_pattern=("in_proj_qkv.*=3", "q_proj=2"))
     config = cases.lora_config(target_modules=list(targets), use_dora=dora, rank_pattern={"in_proj_qkv.*": 3, "q_proj": 2})
-    other = cases.wrapped(cases.torch_model(path(name)), config)
+    other = cases.wrapped(cases.torch_model(folder(name)), config)
     folder = cases.save(other, tmp_path / "theirs")
-    model, base = cases.our_model(path(name), given)
+    model, base = cases.our_model(folder(name), given)
     adapter, leaves = peft.read(folder, model)
     assert adapter == model.adapter
     assert {t.name: (t.rank, t.scale) for t in adapter.targets} == cases.chosen(other)
@@ -68,10 +55,10 @@ def test_outputs_a_step_and_files_are_pefts(path, tmp_path, name, dora):
 
 @pytest.mark.full
 @first_cases(1, "name", list(NAMES))
-def test_merged_and_scanned_and_saved_whole(path, tmp_path, name):
+def test_merged_and_scanned_and_saved_whole(folder, tmp_path, name):
     """all-linear leaves out what decides; a module saved whole is one tensor of PEFT's; the merged model computes the same."""
     given = cases.options(modules_to_save=("linear_attn.conv1d",))
-    made = {scan: cases.our_model(path(name), given, scan=scan) for scan in (True, False)}
+    made = {scan: cases.our_model(folder(name), given, scan=scan) for scan in (True, False)}
     model, base = made[True]
     assert {t.name.rpartition(".")[2] for t in model.adapter.targets} == NAMES[name]
     rng = np.random.default_rng(0)
@@ -81,11 +68,11 @@ def test_merged_and_scanned_and_saved_whole(path, tmp_path, name):
     params = adapters.joined(base, leaves | {taps: flatten_dict(base, sep="/")[taps] + 0.1})
     want = cases.logits(model, params)
     np.testing.assert_allclose(cases.logits(model.base, adapters.merged(model, params)), want, rtol=0, atol=2e-5)
-    peft.write(tmp_path / "ours", model, params, given, path(name))
+    peft.write(tmp_path / "ours", model, params, given, folder(name))
     if name == "qwen3_5":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            other = theirs.PeftModel.from_pretrained(cases.torch_model(path(name)), tmp_path / "ours")
+            other = theirs.PeftModel.from_pretrained(cases.torch_model(folder(name)), tmp_path / "ours")
             again = cases.save(other, tmp_path / "theirs")
         assert cases.digests(again) == cases.digests(tmp_path / "ours")
         with torch.no_grad():
@@ -96,10 +83,10 @@ def test_merged_and_scanned_and_saved_whole(path, tmp_path, name):
 
 
 @pytest.mark.full
-def test_decoding_and_a_base_in_few_bits(path):
+def test_decoding_and_a_base_in_few_bits(folder):
     """Prefill and decode with the adapter are those of the merged model, and so is a base whose kernels, but for those that decide,
     are int8."""
-    model, base = cases.our_model(path("qwen3_5"), cases.options(targets=("in_proj_qkv", "in_proj_a", "q_proj", "out_proj")))
+    model, base = cases.our_model(folder("qwen3_5"), cases.options(targets=("in_proj_qkv", "in_proj_a", "q_proj", "out_proj")))
     rng = np.random.default_rng(1)
     leaves = {n: jnp.asarray(rng.normal(size=x.shape) * 0.1, jnp.float32) if not n.endswith("scale") else x
               for n, x in initialization.initial(model, jax.random.key(0), base, "default").items()}
@@ -119,8 +106,8 @@ def test_decoding_and_a_base_in_few_bits(path):
 
 @pytest.mark.full
 @first_cases(1, "init", ["pissa", "olora", "orthogonal", "eva"])
-def test_starts_of_packed_modules_are_those_of_the_whole_matrix(path, init):
-    model, base = cases.our_model(path("qwen3_5"), cases.options(init=init, rank=4))
+def test_starts_of_packed_modules_are_those_of_the_whole_matrix(folder, init):
+    model, base = cases.our_model(folder("qwen3_5"), cases.options(init=init, rank=4))
     found = None
     if init == "eva":
         rows = cases.TOKENS, np.broadcast_to(np.arange(17, dtype=np.int32), cases.TOKENS.shape), np.ones_like(cases.TOKENS)
@@ -134,13 +121,13 @@ def test_starts_of_packed_modules_are_those_of_the_whole_matrix(path, init):
         module = "model.layers.0.linear_attn.in_proj_qkv"
         plain = cases.without_start(model)
         a, b = (cases.hf_tensors(plain, params)[f"{peft.PREFIX}{module}.lora_{x}.weight"] for x in "AB")
-        stored = hf.tensorfile.list_folder(hf.folder_of(path("qwen3_5")))[f"{module}.weight"].read()
+        stored = hf.tensorfile.list_folder(hf.folder_of(folder("qwen3_5")))[f"{module}.weight"].read()
         u, s, v = np.linalg.svd(stored, full_matrices=False)
         best = (u[:, :4] * s[:4]) @ v[:4]
         q, r = np.linalg.qr(stored)
         np.testing.assert_allclose(2 * b @ a, best if init == "pissa" else 2 * q[:, :4] @ r[:4], rtol=0, atol=1e-4)
 
 
-def test_experts_and_gates_by_name(path):
+def test_experts_and_gates_by_name(folder):
     with pytest.raises(ConfigError, match="adapters on experts and their routers are not supported"):
-        cases.our_model(path("qwen3_next"), cases.options(targets=("gate_proj", "gate"), exclude=()))
+        cases.our_model(folder("qwen3_next"), cases.options(targets=("gate_proj", "gate"), exclude=()))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import model_cases
 from helpers.tiers import first_cases
-from helpers.tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny
+from helpers.tiny_models import ARCHITECTURES, SIZES, edit_config
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build, rope
@@ -19,27 +19,14 @@ pytestmark = pytest.mark.torch  # the checkpoints are made by transformers' own 
 SMALL = {**SIZES, "model_type": "qwen3", "head_dim": 8}
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """architecture -> folder, made once."""
-    made = {}
-
-    def get(architecture):
-        if architecture not in made:
-            made[architecture] = make_tiny(architecture, tmp_path_factory.mktemp(architecture), tokenizer=False)
-        return made[architecture]
-
-    return get
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.slow
-def test_logits_equal_transformers(checkpoints, architecture):
+def test_logits_equal_transformers(folder, architecture):
     """Plain, padded, packed, shared prompt, and prefill + decode; all beyond the windows.
 
     Scanned for a block of one layer, and of two with a remainder (evidence/models.py scans them all).
     """
-    path = checkpoints(architecture)
+    path = folder(architecture)
     want = model_cases.reference(path)
     for scan_layers in (False, True) if architecture in ("qwen2", "gemma3", "olmo3", "smollm3") else (False,):
         worst = model_cases.differences(path, scan_layers, want)
@@ -55,9 +42,9 @@ def test_logits_equal_transformers(checkpoints, architecture):
     ("llama3", {"rms_norm_eps": 1e-2}), ("llama3", {"rope_theta": 600.0}),
     ("qwen2_yarn", {"rope_scaling": {"attention_factor": 1.0}}), ("gemma3", {"rope_scaling": {"factor": 3.0}}),
 ])
-def test_every_entry_matters_and_agrees(checkpoints, tmp_path, architecture, entry):
+def test_every_entry_matters_and_agrees(folder, tmp_path, architecture, entry):
     """Changing one config entry moves our logits, and moves them to where transformers' go."""
-    path = checkpoints(architecture)
+    path = folder(architecture)
     config = hf.load_config(path, overrides=entry)
     arrays, _ = model_cases.batch()
     row = tuple(x[:1] for x in arrays)
@@ -224,10 +211,10 @@ def test_initial_parameters_of_large_models(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", ["llama_bias", "gemma3"])
-def test_logical_axes_and_counts(checkpoints, architecture):
+def test_logical_axes_and_counts(folder, architecture):
     """Every dimension has a name and names mean one size each; parameters are counted as transformers counts them."""
     from transformers import AutoModelForCausalLM
-    path = checkpoints(architecture)
+    path = folder(architecture)
     theirs = AutoModelForCausalLM.from_pretrained(path)
     cfg = model_config(hf.load_config(path))
     sizes = {"vocab": cfg.vocab_size, "embed": cfg.hidden_size, "heads": cfg.num_heads, "kv_heads": cfg.num_kv_heads,
