@@ -320,11 +320,13 @@ class Model:
             if rope.kind == "dynamic" and tokens > rope.original_max:
                 raise ConfigError(
                     f"rope_type=dynamic serves sequences up to its original window of {rope.original_max} "
-                    f"tokens, not {tokens}; set rope_type=yarn with a factor in model.config, or shorten the sequences")
+                    f"tokens, not {tokens}; set rope_type=yarn with a factor in its config (the policy's: "
+                    "model.config), or shorten the sequences")
             if rope.window and tokens > rope.window:
                 raise ConfigError(
                     f"rope_type=longrope: sequences of {tokens} tokens, and beyond {rope.window} tokens other factors "
-                    "hold; shorten the sequences, or give short_factor the numbers of long_factor in model.config")
+                    "hold; shorten the sequences, or give short_factor the numbers of long_factor in its config (the "
+                    "policy's: model.config)")
 
     @property
     def num_parameters(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl import data as jaxrl_data
 from jaxrl import models, sharding, training
-from jaxrl.config.lengths import episodes, made_of
+from jaxrl.config.lengths import episodes, longest_sequence, made_of
 from jaxrl.data.chat_template import PromptError, Template
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
@@ -73,7 +73,16 @@ def read_reward_model(config, tokenizer) -> RewardModelFiles | None:
         why = f"its tokenizer has {len(own)} entries, its vocab_size is {table.config.vocab_size}"
     if why:
         raise ConfigError(f"reward.model.path={o.path!r}, reward.model.render={render}: {why}")
+    try:
+        table.check_length(longest_scored(config, render))
+    except ConfigError as e:
+        raise ConfigError(f"reward.model.path={o.path!r}: {e}") from None
     return RewardModelFiles(source, hf_config, tree, own, render)
+
+
+def longest_scored(config, render: str) -> int:
+    """Returns the most tokens of a sequence that the reward model reads; text rendered for it may be twice as long."""
+    return config.reward.model.max_sequence_tokens or (1 if render == "tokens" else 2) * longest_sequence(config)
 
 
 class RewardModel(Role):
@@ -89,7 +98,7 @@ class RewardModel(Role):
         self.weight, self.most_failed, self.share = o.weight, c.reward.max_failed_fraction, c.train.share_prompts
         self.tokens = Tokens() if read.render == "tokens" else Rendering(c, read.tokenizer, read.render)
         self._score = make_value_score(self.model, put=self.put)
-        self.longest = o.max_sequence_tokens or (1 if read.render == "tokens" else 2) * c.longest
+        self.longest = longest_scored(c, read.render)
         by = f"reward.model.max_sequence_tokens={o.max_sequence_tokens}" if o.max_sequence_tokens else made_of(c)
         if beyond := self.model.config.beyond(self.longest, by):
             log.warning("reward.model.path=%r: %s", o.path, beyond)

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl import data as jaxrl_data
 from jaxrl import models, sharding, training
-from jaxrl.config.lengths import made_of
+from jaxrl.config.lengths import longest_sequence, made_of
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.processes.exchange import decode, encode, gather
@@ -64,6 +64,7 @@ def check(config, tokenizer) -> None:
         if teacher_kind(config) == "local":
             described = hf.load_config(parameters.source_of(t.path), t.revision)
             table = models.build(described, compute_dtype=jnp.float32, scan_layers=True)
+            table.check_length(longest_sequence(config))
             hf.check_weights(table, parameters.source_of(t.path), t.revision)
     except ConfigError as e:
         raise ConfigError(f"teacher.path={t.path!r}: {str(e).removeprefix(f'model.path={t.path!r}: ')}") from None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -224,6 +225,17 @@ def test_a_teacher_s_revision_and_tokens_are_looked_at(folder, tmp_path, monkeyp
     c.teacher.revision = "v2"
     with pytest.raises(ConfigError, match="teacher.path='somebody/teacher': its tokenizer is not the student's"):
         teachers.check(resolve(c, engine="jax"), tokenizer)
+
+
+def test_a_teacher_whose_rotary_scaling_depends_on_the_length_is_refused(folder, tmp_path):
+    """As a policy is: beyond the original window its numbers would be others than transformers'."""
+    shutil.copytree(folder / "teacher", tmp_path / "teacher")
+    told = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    told["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps({**told, "max_position_embeddings": 8}))
+    c = job(folder, tmp_path / "run", teacher__path=str(tmp_path / "teacher"))
+    with pytest.raises(ConfigError, match="teacher.path=.*: rope_type=dynamic serves sequences up to its original window of 8 tokens"):
+        teachers.check(resolve(c, engine="jax"), load_tokenizer(c))
 
 
 def test_a_server_that_is_not_there_is_named():

@@ -175,6 +175,16 @@ def test_another_tokenizer_reads_text(tmp_path):
                   load_tokenizer(tiny_job.get_config()))
 
 
+def test_a_rotary_scaling_that_depends_on_the_length_is_refused(tmp_path):
+    """Of a reward model as of a policy: beyond the original window its scores would be others than transformers'."""
+    path = policys_path(tmp_path)
+    written = json.loads((Path(path) / "config.json").read_text())
+    written["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (Path(path) / "config.json").write_text(json.dumps({**written, "max_position_embeddings": 8}))
+    with pytest.raises(ConfigError, match="reward.model.path=.*: rope_type=dynamic serves sequences up to its original window of 8 tokens"):
+        read_reward_model(put_all(tiny_job.get_config(), {"reward.model.path": path}), load_tokenizer(tiny_job.get_config()))
+
+
 def policys_path(folder):
     return reward_model(folder / "plain", load_tokenizer(tiny_job.get_config()))[0]
 
