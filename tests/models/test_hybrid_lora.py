@@ -34,9 +34,9 @@ def test_outputs_a_step_and_files_are_pefts(folder, tmp_path, name, dora):
     given = cases.options(targets=targets, dora=dora, rank_pattern=("in_proj_qkv.*=3", "q_proj=2"))
     config = cases.lora_config(target_modules=list(targets), use_dora=dora, rank_pattern={"in_proj_qkv.*": 3, "q_proj": 2})
     other = cases.wrapped(cases.torch_model(folder(name)), config)
-    folder = cases.save(other, tmp_path / "theirs")
+    saved = cases.save(other, tmp_path / "theirs")
     model, base = cases.our_model(folder(name), given)
-    adapter, leaves = peft.read(folder, model)
+    adapter, leaves = peft.read(saved, model)
     assert adapter == model.adapter
     assert {t.name: (t.rank, t.scale) for t in adapter.targets} == cases.chosen(other)
     params = adapters.joined(base, leaves)
@@ -48,9 +48,9 @@ def test_outputs_a_step_and_files_are_pefts(folder, tmp_path, name, dora):
     largest = max(np.abs(want[n] - start[n]).max() for n in want)
     for n in want:
         np.testing.assert_allclose(moved[n] - start[n], want[n] - start[n], rtol=0, atol=1e-4 * largest, err_msg=n)
-    source = cases.options(path=folder, dora=dora)
+    source = cases.options(path=saved, dora=dora)
     peft.write(tmp_path / "ours", model, params, source, "elsewhere")
-    assert cases.digests(tmp_path / "ours") == cases.digests(folder)
+    assert cases.digests(tmp_path / "ours") == cases.digests(saved)
 
 
 @pytest.mark.full

@@ -218,7 +218,7 @@ def test_slots_are_free_again_once_nobody_will_come(plain):
 
     assert parked() == 5 and parked() == 5  # a request of the same id takes the older one's place
     assert parked(lambda: engine.forget(["c0/0", "c3/0", "nobody"])) == 3 and parked(lambda: engine.abort(["c1/0"])) == 4
-    assert parked(engine.abort) == parked(engine.rest) == 0
+    assert parked(engine.abort) == parked(engine.sleep) == 0
     engine.publish(weights(), 0)
     engine.submit([Request("cut", prompt(1), SamplingParams(max_new_tokens=20), keep=True)])
     engine.poll(0.0)
