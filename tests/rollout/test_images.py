@@ -26,7 +26,7 @@ from jaxrl.rollout.shapes import Shapes
 from jaxrl.training.layout import RowShapes, make_layout
 from jaxrl.types import Pictures, Trajectories
 
-TIMEOUT, END, PATCHES, LONGEST = 120.0, 1, 48, 24
+TIMEOUT, END, PATCHES, LONGEST = 120.0, 1, 48, 56
 HF = {**cases.TEXT, "num_hidden_layers": 2, IMAGES: {**cases.VISION, "depth": 2, "deepstack_visual_indexes": [0]}}
 PROMPTS = ([5], [3, (4, 4), 2], [2, (2, 2), 1, (2, 4), 1, (8, 2), 3])  # text and images by turns
 SAMPLING = SamplingParams(max_new_tokens=7, min_new_tokens=4)
@@ -107,7 +107,7 @@ def scored(pairs, shared=True, pictures=lambda q: q.pictures, model=None):
     n, total = len(pairs), int(offsets[-1])
     traj = Trajectories(np.concatenate(tokens), offsets, mask, np.zeros(total, np.float32), np.zeros(total, np.int32), np.array(sizes),
                         np.unique(names, return_inverse=True)[1], np.arange(n), np.zeros(n, np.uint32), np.zeros(n, np.int8), pictures=joined)
-    layout = make_layout(traj.sizes, RowShapes((64,), ((4,),), patches=(96,)), share_prompts=shared)
+    layout = make_layout(traj.sizes, RowShapes((96,), ((4,),), patches=(96,)), share_prompts=shared)
     values = _score(model)(weights(model), traj, layout)
     return [values[a:b][mask[a:b]] for a, b in zip(offsets, offsets[1:], strict=False)]
 
@@ -156,7 +156,7 @@ def test_equal_words_with_other_pictures_share_nothing():
     plain = made(patches=0)
     for (_, r), (_, s) in zip(run(engine, text), run(plain, text), strict=True):
         np.testing.assert_array_equal(r.tokens, s.tokens)
-        np.testing.assert_allclose(r.logprobs, s.logprobs, atol=1e-6)
+        np.testing.assert_allclose(r.logprobs, s.logprobs, atol=1e-5)
     kinds = [{kind for kind, *_ in made_by._programs.compiled} for made_by in (engine, plain)]
     assert kinds[0] - kinds[1] == {"prefill_images"} and _empty_table(plain.shapes)[0].shift is None
 
@@ -169,7 +169,7 @@ def test_a_conversation_goes_on_behind_its_images():
 
     def turn(k, pictures=lambda q: q.pictures):
         return [dataclasses.replace(q, id=f"{q.id}/{k}", after=q.id, pictures=pictures(q),
-                                    prompt=np.concatenate([q.prompt, r.tokens, cases.sequence(50 + i, [3 + i])[0]])[:LONGEST])
+                                    prompt=np.concatenate([q.prompt, r.tokens, cases.sequence(50 + i, [3 + i])[0]]))
                 for i, (q, r) in enumerate(pairs)]
 
     second = run(engine, turn(1))
