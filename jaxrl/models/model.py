@@ -23,6 +23,7 @@ from jaxrl.models.adapters import adapter_set
 from jaxrl.models.config import RECURRENT, ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.models.vision import tower
+from jaxrl.models.vision.rows import multiplied_by_patch
 from jaxrl.sharding import memory
 
 
@@ -356,3 +357,12 @@ class Model:
         head = cfg.hidden_size * cfg.vocab_size
         seen = sum(min(window or context, context) for window in cfg.windows)
         return 2 * (matrices + head) + cfg.pair_flops * seen + recurrent.rule_flops(cfg)
+
+    def flops_per_patch(self, patches: int) -> float:
+        """Returns the FLOPs of the tower's forward pass for one patch of an image of `patches` patches; 0 without a
+        tower. Counted as in `flops_per_token`.
+        """
+        tower = self.config.vision
+        if tower is None:
+            return 0.0
+        return 2 * sum(multiplied_by_patch(tower, e) for e in self.entries) + tower.pair_flops * patches
