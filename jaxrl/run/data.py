@@ -87,9 +87,18 @@ def with_tower(config, inputs, images: ImageSource):
     return inputs._replace(hf_config=hf_config, table=table, images=images)
 
 
+def _data_sets(stream, eval_sets: dict) -> list:
+    return ([] if stream is None else [stream.dataset]) + list(eval_sets.values())
+
+
+def most_patches(stream, eval_sets: dict) -> int:
+    """Returns the most patches that the images of a prompt have; 0 without images."""
+    return max((int(one.patches.max(initial=0)) for one in _data_sets(stream, eval_sets)), default=0)
+
+
 def with_room(job, stream, eval_sets: dict):
     """Returns the job with rows that have room for the images of its data."""
-    datasets = ([] if stream is None else [stream.dataset]) + list(eval_sets.values())
+    datasets = _data_sets(stream, eval_sets)
     patches = np.concatenate([one.patches for one in datasets])
     own = np.concatenate([one.target_lengths for one in datasets])
     c, unit = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks

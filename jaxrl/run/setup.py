@@ -43,7 +43,7 @@ from jaxrl.rollout import EngineContext, engine_row, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
-from jaxrl.run.data import load_data, open_images, sets_to_complete, with_room, with_tower
+from jaxrl.run.data import load_data, most_patches, open_images, sets_to_complete, with_room, with_tower
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
 from jaxrl.run.model_checks import check_experts, check_packed, check_tower
@@ -281,7 +281,7 @@ def open_run(s, with_engine: bool = True) -> Job:
     engine = None
     if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
-                                           job.eos_ids, job.hf_config))
+                                           job.eos_ids, job.hf_config, most_patches(read.stream, read.eval_sets)))
         overlaps = job.apart("sampler")
         if read.pool is not None:
             engine = episode_engine(engine, read.pool, job.config, job.tokenizer)
