@@ -74,9 +74,9 @@ class Pictures(NamedTuple):
         own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
         if not own:
             return None
-        joined = (np.concatenate(values) for values in zip(*(one for _, one in own), strict=True))
+        firsts, grids, numbers = (np.concatenate(values) for values in zip(*(one for _, one in own), strict=True))
         sequences = np.repeat([i for i, _ in own], [len(one.firsts) for _, one in own])
-        return cls(sequences, *joined, source.merge, source.width, source.patches)
+        return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches)
 
 
 @dataclasses.dataclass
