@@ -133,7 +133,7 @@ BASIS = {
     "compiled": "memory: XLA's own for this GPU (its products not tuned); collectives: the programs partitioned for as "
     "many CPU devices; time: roofline",
 }
-TOWER = "rows with images also take a tower of {:.3g} B parameters, with gradients and moments, and its work on patches"
+TOWER = "rows with images also need a tower of {:.3g} B parameters, its gradients and moments, and its work"
 FULL = "; adapters are not counted: this is the full training, which needs more of all"
 
 
