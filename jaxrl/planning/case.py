@@ -121,7 +121,8 @@ def _tower(config, hf_config: dict) -> int:
     """Returns the parameters of the tower that rows with images need; 0 for a model or a config without images."""
     m = config.model
     outer = hf_config[hf.SOURCE].get("outer") or m.config.to_dict()
-    if not (models.FAMILIES[hf_config["model_type"]].vision and outer.get("vision_config") and config.data.image_column):
+    has_tower = models.FAMILIES[hf_config["model_type"]].vision and outer.get("vision_config")
+    if not has_tower or not config.data.image_column:
         return 0
     found = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False, images=True)
     entries = models.build(found, compute_dtype=jnp.float32, scan_layers=False).entries
