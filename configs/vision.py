@@ -23,14 +23,14 @@ def get_config(arg=None):
     c.run.warm_start = "vision_sft" + (f":{arg}" if arg else "")
 
     c.data.path = ("jaxrl://shapes/train.parquet",)
-    c.data.image_min_pixels = c.data.image_max_pixels = 32 * 32  # as the warm start
+    c.data.image_min_pixels = c.data.image_max_pixels = 24 * 24  # as the warm start
     c.data.prompts_per_step = 32
-    c.data.max_prompt_tokens = 40
+    c.data.max_prompt_tokens = 32
 
     c.rollout.engine = "jax"
     c.rollout.group_size = 8
-    c.rollout.max_new_tokens = 16
-    c.rollout.prompt_lengths = (40,)
+    c.rollout.max_new_tokens = 12
+    c.rollout.prompt_lengths = (32,)
     c.rollout.slots = 256
     c.rollout.compaction = False
 

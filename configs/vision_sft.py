@@ -32,18 +32,18 @@ def get_config(arg=None):
             rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5], mrope_interleaved=True)),
         vision_config=dict(
             model_type="qwen3_vl_vision", depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=4,
-            out_hidden_size=96, num_position_embeddings=64, deepstack_visual_indexes=[0], initializer_range=0.08))
+            out_hidden_size=96, num_position_embeddings=36, deepstack_visual_indexes=[0], initializer_range=0.08))
 
     c.data.path = ("jaxrl://shapes/sft.parquet",)
-    c.data.image_min_pixels = c.data.image_max_pixels = 32 * 32  # the pictures' own size: a cell is one image token
+    c.data.image_min_pixels = c.data.image_max_pixels = 24 * 24  # the pictures' own size: a cell is one image token
     c.data.prompts_per_step = 32
-    c.data.max_prompt_tokens = 40
+    c.data.max_prompt_tokens = 32
     c.rollout.engine = "jax"
-    c.rollout.max_new_tokens = 16
-    c.rollout.prompt_lengths = (40,)
+    c.rollout.max_new_tokens = 12
+    c.rollout.prompt_lengths = (32,)
     c.reward.functions = ("boxed",)
 
-    c.optimizer.lr = 6e-4
+    c.optimizer.lr = 8e-4
     c.optimizer.b2 = 0.98
     c.optimizer.schedule = "cosine"
     c.optimizer.floor = 0.05

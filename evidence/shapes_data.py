@@ -8,7 +8,7 @@ Files (Parquet, one question per row, with the picture's PNG file in the column 
     test.parquet   held-out prompts, of pictures that occur nowhere else
     tokenizer/     word-level tokenizer in HF format, with Qwen's tokens around images
 
-A picture has 32 x 32 pixels in 4 x 4 cells, of which 6 to 11 hold a circle, a square or a triangle in red, green or blue,
+A picture has 24 x 24 pixels in 3 x 3 cells, of which 4 to 8 hold a circle, a square or a triangle in red, green or blue,
 each of its own size, place and shade. A question names a colour and a shape and asks how many there are: 0 to 4,
 each equally often, so that a policy that does not look is right once in five times. `JUMP` of the demonstrations give
 the number at once, the others name the cells first. The reward reads the box alone: that naming the cells pays is for
@@ -27,14 +27,14 @@ from pathlib import Path
 import numpy as np
 
 FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded" / "shapes"
-CELLS, SIDE = 4, 8  # cells per side, pixels per side of a cell
+CELLS, SIDE = 3, 8  # cells per side, pixels per side of a cell
 COLOURS = {"red": (210, 60, 50), "green": (60, 170, 70), "blue": (60, 90, 210)}
 SHAPES = ("circle", "square", "triangle")
 KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 MOST = 4            # of what a question asks for
-QUESTIONS = 4       # per picture
-PICTURES = {"sft": 1500, "train": 1000, "test": 300}  # the held-out ones have one question each
-JUMP = 0.6          # share of demonstrations that do not name cells
+QUESTIONS = 3       # per picture
+PICTURES = {"sft": 2500, "train": 1200, "test": 300}  # the held-out ones have one question each
+JUMP = 0.5          # share of demonstrations that do not name cells
 
 
 def inside(shape: str, size: float, x, y):
@@ -48,7 +48,7 @@ def inside(shape: str, size: float, x, y):
 
 
 def drawn(cells: dict, rng: random.Random) -> np.ndarray:
-    """Returns a picture, uint8 [32, 32, 3]. cells: (row, column) -> (colour, shape)."""
+    """Returns a picture, uint8 [24, 24, 3]. cells: (row, column) -> (colour, shape)."""
     ground = rng.randint(118, 138)
     out = np.full((CELLS * SIDE, CELLS * SIDE, 3), ground, np.float64)
     fine = (np.arange(4 * SIDE) + 0.5) / 4 - SIDE / 2  # four points per pixel and side smooth the edges
@@ -75,7 +75,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def name(cell: tuple[int, int]) -> str:
-    return "abcd"[cell[1]] + str(cell[0] + 1)
+    return "abc"[cell[1]] + str(cell[0] + 1)
 
 
 def picture(rng: random.Random, questions: int):
@@ -83,13 +83,13 @@ def picture(rng: random.Random, questions: int):
     asked = rng.sample(KINDS, questions)
     while True:
         counts = {kind: rng.randint(0, MOST) for kind in asked}
-        if sum(counts.values()) <= 11:
+        if sum(counts.values()) <= CELLS**2 - 1:
             break
     free = [(r, c) for r in range(CELLS) for c in range(CELLS)]
     rng.shuffle(free)
     cells = {free.pop(): kind for kind, count in counts.items() for _ in range(count)}
     others = [kind for kind in KINDS if kind not in counts]
-    while len(cells) < rng.randint(6, 9):
+    while len(cells) < rng.randint(4, 7):
         cells[free.pop()] = rng.choice(others)
     found = {kind: sorted(cell for cell, own in cells.items() if own == kind) for kind in asked}
     return drawn(cells, rng), [(f"how many {colour} {shape}s?", found[colour, shape]) for colour, shape in asked]
@@ -121,7 +121,7 @@ def tokenizer_files() -> dict[str, str]:
     added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
               "special": True} for i, token in enumerate(special)]
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-             "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\\boxed\{|[a-d][1-4]|[a-z]+|[0-9]|[^a-z0-9]"},
+             "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\\boxed\{|[a-c][1-3]|[a-z]+|[0-9]|[^a-z0-9]"},
                                "behavior": "Isolated", "invert": False},
              "post_processor": None, "decoder": {"type": "Fuse"},
              "model": {"type": "WordLevel", "vocab": {t: i for i, t in enumerate(special + words)}, "unk_token": "<unk>"}}

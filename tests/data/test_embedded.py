@@ -1,6 +1,7 @@
 """The embedded task: what ships is what the generator makes, right, disjoint and inside the configs' limits."""
 
 import collections
+import io
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ from jaxrl.rewards.builtin import boxed_reward
 sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
 import arith_compared as compared  # noqa: E402
 import arith_data as make  # noqa: E402
+import shapes_data as shapes  # noqa: E402
 
 FOLDER = make.FOLDER
 FILES = ("train", "test", "sft")
@@ -191,3 +193,56 @@ def test_everything_fits_the_configs(rows, tokenizer, arg):
     assert len(tokenizer) <= sft.model.config.vocab_size
     assert sft.train.steps * sft.data.prompts_per_step <= 1.05 * len(rows["sft"])  # demonstrations are seen about once
     assert rl.train.steps * rl.data.prompts_per_step <= len(rows["train"])          # and prompts at most once
+
+
+# -- shapes: questions about pictures
+
+
+def shapes_rows(name):
+    import pyarrow.parquet as pq
+    return pq.read_table(shapes.FOLDER / f"{name}.parquet").to_pylist()
+
+
+def colours_of(pixels):
+    """{cell: colour} of a picture, from the centre of each cell alone."""
+    out, side = {}, shapes.SIDE
+    for row in range(shapes.CELLS):
+        for column in range(shapes.CELLS):
+            centre = pixels[row * side + 4, column * side + 4].astype(int)
+            if np.ptp(centre) > 40:
+                out[shapes.name((row, column))] = min(shapes.COLOURS, key=lambda c: np.abs(centre - shapes.COLOURS[c]).sum())
+    return out
+
+
+@pytest.mark.parametrize("name", shapes.PICTURES)
+def test_pictures_are_those_of_the_generator_and_questions_fit_them(name):
+    from PIL import Image
+    shipped, made, seen = shapes_rows(name), shapes.rows(name), []
+    assert len(shipped) == len(made)
+    for got, want in zip(shipped, made, strict=True):
+        assert {k: v for k, v in got.items() if k != "image"} == {k: v for k, v in want.items() if k != "image"}
+        pixels = np.asarray(Image.open(io.BytesIO(got["image"]["bytes"])))
+        assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(want["image"]["bytes"]))))
+        seen.append(pixels.tobytes())
+        cells, colour = colours_of(pixels), got["prompt"].split()[2]
+        work, _, box = got.get("completion", "\\boxed{" + got.get("answer", "") + "}").rpartition("\n")
+        count = int(re.fullmatch(r"\\boxed\{(\d)\}", box)[1])
+        assert count <= list(cells.values()).count(colour) and count <= shapes.MOST
+        if work:
+            named = [] if work == "none" else work.split()
+            assert len(named) == count and all(cells[cell] == colour for cell in named)
+    others = {row["image"]["bytes"] for other in shapes.PICTURES if other != name for row in shapes_rows(other)}
+    assert not others & {row["image"]["bytes"] for row in shipped}
+    counts = collections.Counter(int(row["prompt"] != "" and (row.get("answer") or row["completion"].rpartition("{")[2][:-1])) for row in made)
+    assert max(counts.values()) < 0.35 * len(made)  # what a policy that does not look can reach
+
+
+def test_the_tokenizer_of_shapes_knows_every_word():
+    tokenizer = AutoTokenizer.from_pretrained(shapes.FOLDER / "tokenizer")
+    for name in shapes.PICTURES:
+        texts = {row[column] for row in shapes_rows(name) for column in ("prompt", "completion") if column in row}
+        ids = tokenizer(sorted(texts), add_special_tokens=False)["input_ids"]
+        assert tokenizer.unk_token_id not in {i for own in ids for i in own}
+        assert tokenizer.batch_decode(ids) == sorted(texts)
+    for file, text in shapes.tokenizer_files().items():
+        assert (shapes.FOLDER / "tokenizer" / file).read_text("utf-8") == text
