@@ -308,9 +308,9 @@ def by_rows_and_heads(function, heads: int, chunks: RowChunks, tokens: tuple, st
     def local(rows, *others):
         return exchanged(rows, *others) if axis else function(rows.chunks, *others)
 
-    mesh, arguments, axis = _mesh(), (chunks, tokens, state, windows, parameters), None
+    mesh, arguments = _mesh(), (chunks, tokens, state, windows, parameters)
     if mesh is None:
-        return local(*arguments)
+        return function(chunks.chunks, *arguments[1:])
     (batch, length), tp = tokens[0].shape[:2], _head_axis(mesh, heads)
     data, axis = _data_axes(mesh, batch), _tokens_axis(mesh, length)
     split = tuple(name for name in (tp, axis) if name) or None

@@ -50,7 +50,8 @@ def _stand_in_for_torchvision() -> None:
         return
     from transformers.utils import import_utils
 
-    import_utils.is_torchvision_available(), import_utils.is_torchvision_v2_available()
+    for known in (import_utils.is_torchvision_available, import_utils.is_torchvision_v2_available):
+        known()
     name, within = "torchvision", None
     for leaf in ("transforms", "v2", "functional", None):
         sys.modules[name] = module = types.ModuleType(name)
@@ -125,10 +126,11 @@ def _gated_delta_core(mixed_qkv, b, a, core_attn_out, layer_name) -> None:
     groups += [(i, i + 1, bool(batch.has_initial_state[i])) for i in range(decoding, count)]
     for first, last, goes_on in groups:
         own, (start, stop) = slots[first:last], (starts[first], starts[last])
-        tokens = [x[start:stop].unflatten(0, (last - first, -1)) for x in (mixed_qkv, b, a)]
-        before = (windows[own], states[own].float()) if goes_on else (
-            torch.zeros_like(windows[own]), torch.zeros_like(states[own], dtype=torch.float32))
-        out, window, state = _gated_delta(layer, *tokens, *before)
+        qkv, write, decay = (x[start:stop].unflatten(0, (last - first, -1)) for x in (mixed_qkv, b, a))
+        window, state = windows[own], states[own].float()
+        if not goes_on:
+            window, state = torch.zeros_like(window), torch.zeros_like(state)
+        out, window, state = _gated_delta(layer, qkv, write, decay, window, state)
         windows[own], states[own] = window.to(windows.dtype), state.to(states.dtype)
         core_attn_out[start:stop] = out.flatten(0, 1).to(core_attn_out.dtype)
 

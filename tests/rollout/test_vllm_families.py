@@ -1,12 +1,16 @@
 """Families through real vLLM: every publish reaches every tensor, packed and recurrent ones too, and is computed with."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import tiny_job
 from helpers.rollout_helpers import HF, random_params
 from helpers.tiny_models import ARCHITECTURES, EXPERTS, HYBRIDS
 from helpers.vllm_cases import agree, own_servers
 
+import jaxrl
 from jaxrl import models
 from jaxrl.rollout.vllm.publish import WeightMismatch
 
@@ -22,7 +26,7 @@ OTHERS = {  # what differs from the entries in helpers.tiny_models
 
 def made(name):
     kind, entries = (ARCHITECTURES | EXPERTS | HYBRIDS)[name]
-    hf_config = {**HF, **HEADS, **entries, **OTHERS.get(name, HEADS), "model_type": kind}
+    hf_config = {**HF, "pad_token_id": 0, **entries, **OTHERS.get(name, HEADS), "model_type": kind}
     if "rope_parameters" in hf_config:
         del hf_config["rope_theta"]
     model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False)
@@ -57,3 +61,16 @@ def test_tensor_parallel_workers_tell_their_slices(name):
         digests[packed] = np.roll(digests[packed], 16, axis=0)
         with pytest.raises(WeightMismatch, match=packed):
             engine.publisher._compare(engine.router.replicas[0])
+
+
+def test_two_steps_of_a_job(tmp_path):
+    """GRPO of a hybrid: weights go to the server before each step, with checksums, and what it tells of its tokens is what the trainer
+    scores."""
+    c = tiny_job.get_config()
+    c.model.config, c.run.dir, c.train.steps = {**tiny_job.HYBRID, **HEADS}, str(tmp_path), 2
+    c.rollout.engine, c.rollout.verify_weights, c.rollout.prompt_lengths = "vllm", "always", ()
+    c.eval.sets, c.log.console = (), "plain"
+    jaxrl.train(c)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["gap/mean"] for row in rows if "gap/mean" in row]
+    assert len(gaps) == 2 and max(gaps) < 1e-5 and rows[0]["optim/grad_norm"] > 0

@@ -64,7 +64,7 @@ def whole_of(hf_name: str) -> str:
     return hf_name.partition("[")[0]
 
 
-def pack(arrays: list, groups: int):
+def pack(arrays: list, groups: int) -> Any:
     """One array [outputs, ...] from its parts [outputs of the part, ...]; numpy or jax."""
     grouped = [x.reshape(groups, -1, *x.shape[1:]) for x in arrays]
     join = jnp if isinstance(arrays[0], jax.Array) else np
