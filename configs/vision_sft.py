@@ -56,6 +56,7 @@ def get_config(arg=None):
     c.log.every_steps = 50
     c.checkpoint.every_steps = 0
     c.eval.sets = ("test=jaxrl://shapes/test.parquet",)
+    c.eval.every_steps = 0
     c.eval.controls = ("blank", "swapped")
     if arg == "tiny":
         c.data.max_rows = 256
