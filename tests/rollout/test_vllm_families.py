@@ -34,8 +34,7 @@ def made(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "qwen3_5_moe", "qwen3_next", "llama_bias", "mistral", "qwen3", "seed_oss", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3",
-    "ministral3", "glm", "glm4", "phi3", "granite", "ernie4_5", "hunyuan", "minimax_m2"))])
+    "qwen3_5_moe", "qwen3_next", "llama_bias", "seed_oss", "gemma", "glm", "glm4", "phi3"))])
 def test_every_publish_reaches_every_tensor(name):
     """Twice, as the first load packs weights on some processors and a later one would not."""
     hf_config, model, (first, second) = made(name)
