@@ -21,6 +21,7 @@ LINEAR = {**HEADS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "line
               "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}}
 OTHERS = {  # what differs from the entries in helpers.tiny_models
     "qwen3_5": {**LINEAR, "tie_word_embeddings": True}, "qwen3_5_moe": LINEAR, "qwen3_next": {**LINEAR, "norm_topk_prob": True},
+    "gemma": {**HEADS, "attention_bias": False, "tie_word_embeddings": True},  # vLLM takes them for granted
 }
 
 
