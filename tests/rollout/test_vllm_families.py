@@ -28,6 +28,7 @@ OTHERS = {  # what differs from the entries in helpers.tiny_models
 def made(name):
     kind, entries = (ARCHITECTURES | EXPERTS | HYBRIDS)[name]
     hf_config = {**HF, "pad_token_id": 0, **entries, **OTHERS.get(name, HEADS), "model_type": kind}
+    del hf_config["hidden_act"]  # the family's own
     if "rope_parameters" in hf_config:
         del hf_config["rope_theta"]
     model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False)
