@@ -234,20 +234,12 @@ def test_models_that_are_not_trained_are_refused_by_name(name):
                                   "ibm-granite/granite-3.3-8b-instruct", "tencent/Hunyuan-7B-Instruct", "MiniMaxAI/MiniMax-M2",
                                   "microsoft/phi-4", "microsoft/Phi-4-mini-instruct", "zai-org/GLM-4-32B-0414",
                                   "mistralai/Ministral-3-8B-Instruct-2512-BF16",
+                                  "Qwen/Qwen3.5-9B", "/m/Qwen3-Next-80B-A3B-Instruct/",
                                   "XiaomiMiMo/MiMo-7B-RL", "ByteDance-Seed/Seed-OSS-36B-Instruct",
                                   "meta-llama/Llama-3.2-3B",
                                   "mistralai/Mistral-7B-Instruct-v0.3", "allenai/OLMoE-1B-7B", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B-Chat"])
 def test_models_that_are_trained_are_not(name):
     assert not trained(migrated("skyrl", {"trainer.policy.model.path": name})).lacking
-
-
-@pytest.mark.parametrize("name", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-35B-A3B", "/m/Qwen3-Next-80B-A3B-Instruct/"])
-def test_models_with_recurrent_layers_are_sampled_by_the_embedded_engine(name):
-    m = trained(migrated("skyrl", {"trainer.policy.model.path": name}))
-    assert not m.lacking and values(m)["rollout.engine"] == "jax" and not any(o.startswith("rollout.vllm.") for o in values(m))
-    assert any("rollout.engine=jax alone samples" in text for text in m.different)
-    apart = {"trainer.policy.model.path": name, "trainer.placement.colocate_all": False}
-    assert any("the same devices" in why for _, why, _ in trained(migrated("skyrl", apart)).lacking)
 
 
 def test_a_default_model_that_is_not_trained_is_asked_for():

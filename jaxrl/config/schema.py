@@ -201,7 +201,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
             "max_model_len": O(0, "longest sequence of a server; 0 = longest prompt + longest completion", bound=">=0"),
             "max_running": O(256, "sequences that a server decodes at once", bound=">0"),
             "max_requests": O(512, "requests that are with one server at once, the others wait here", bound=">0"),
-            "prefix_caching": O(True, "a group's prompt is computed once"),
+            "prefix_caching": O(True, "a group's prompt is computed once; models with recurrent layers: off, whatever this says"),
             "chunked_prefill": O(True, "long prompts are computed in pieces beside decoding"),
             "engine_kwargs": O({}, "further vLLM options by their names, e.g. {'quantization': 'fp8'}; they win over jaxrl's"),
             "env": O({}, "further environment variables of the servers"),

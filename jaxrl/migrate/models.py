@@ -30,12 +30,9 @@ NOT_TRAINED = (
 )
 
 
-RECURRENT = r"qwen-?3(\.[5-9]|-next).*"  # checkpoints whose weights vLLM is not given here
-
-
 def trained(m: Migration) -> Migration:
     """Refuses a job whose `model.path` names a model that jaxrl has no family for; where the source leaves it to its
-    default, the model is asked for. Models with recurrent layers are sampled by the embedded engine."""
+    default, the model is asked for."""
     path, keys = m.options.get("model.path", ("", ()))
     name = str(path).rstrip("/").rsplit("/", 1)[-1].lower()
     what = next((what for pattern, what in NOT_TRAINED if re.fullmatch(pattern, name)), None)
@@ -44,24 +41,4 @@ def trained(m: Migration) -> Migration:
         m.lacks(key, f"{ascii(path)} {what}", refuse=True)
     elif what:
         m.needs(f"model.path={ascii(path)} {what} (it is the default of {m.table.name})")
-    elif re.fullmatch(RECURRENT, name):
-        _sample_on_the_mesh(m, ascii(path), key or "model.path")
     return m
-
-
-def _sample_on_the_mesh(m: Migration, path: str, key: str) -> None:
-    """Puts rollout.engine=jax in the place of vLLM and its options; refuses a job whose servers have devices of their
-    own."""
-    engine, keys = m.options.get("rollout.engine", ("", ()))
-    if engine != "vllm":
-        return
-    why = f"{path} has recurrent layers, which rollout.engine=jax alone samples"
-    if m.elsewhere or m.options.get("rollout.placement", ("",))[0] == "disaggregated":
-        m.lacks(key, f"{why}, on the devices that train: give training and sampling the same devices", refuse=True)
-        return
-    gone = [option for option in m.options if option.startswith("rollout.vllm.") or option == "rollout.placement"]
-    for option in gone:
-        keys += m.options.pop(option)[1]
-    m.options["rollout.engine"] = "jax", tuple(dict.fromkeys(keys))
-    m.differs(f"{why}: completions are sampled there, not by vLLM"
-              + (f", and {', '.join(gone)} have no place" if gone else ""))

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.low_precision import DEFAULT
-from jaxrl.kernels.recurrence import Chunks
 from jaxrl.models import latent, parameters, recurrent
 from jaxrl.models.adapters import dropped, quantized, stretch
 from jaxrl.models.adapters.adapter_set import scale_columns
@@ -31,6 +30,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
 from jaxrl.models.layer_config import Layer
 from jaxrl.models.placement import (
+    RowChunks,
     at_sources,
     attention_work,
     cached_attention_work,
@@ -204,7 +204,7 @@ class Shared(NamedTuple):
     segments: jax.Array | None
     work: dict
     whose: jax.Array | None = None  # number of the token's adapter
-    chunks: Chunks | None = None    # of the rows, where layers have a recurrence
+    chunks: RowChunks | None = None  # where layers have a recurrence
     taps: tuple[jax.Array, ...] = ()  # [B, L, D] added behind each of the first layers
 
 
@@ -349,10 +349,11 @@ def _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep):
     padding lies beyond it.
     """
     if cache is not None:
-        return row_chunks((positions_BxL < recurrent.cache_length(cache)).astype(jnp.int32), continues=True)
+        real = (positions_BxL < recurrent.cache_length(cache)).astype(jnp.int32)
+        return row_chunks(positions_BxL, real, continues=True)
     segments = jnp.ones_like(positions_BxL) if segments_BxL is None else segments_BxL
     enters = jnp.pad(segments[:, 1:], ((0, 0), (0, 1))) > 0 if keep else None
-    return row_chunks(segments, prefixes_BxL, enters)
+    return row_chunks(positions_BxL, segments, prefixes_BxL, enters)
 
 
 def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts):

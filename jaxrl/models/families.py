@@ -75,6 +75,13 @@ class Family:
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
     @property
+    def merged_only(self) -> str:
+        """Returns the parts of which vLLM is not known to serve adapters apart from their base; empty = none."""
+        packed = self.packed_qkv or self.packed_mlp
+        return "experts" if self.expert_size else "recurrent layers" if self.recurrent else (
+            "matrices that share one tensor" if packed else "")
+
+    @property
     def classifier(self) -> str:
         """Name of transformers' sequence classifier of this family."""
         return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
@@ -250,7 +257,7 @@ FAMILIES = {
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 4}, qkv_bias="attention_bias", out_bias="attention_bias",
         qk_norm=True, recurrent="gated_delta", partial_rotary=True, unread=_BESIDE,
-        classifier_name="Qwen3_5TextForSequenceClassification"),
+        vllm_assumes={"attention_bias": False}, classifier_name="Qwen3_5TextForSequenceClassification"),
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},
@@ -261,14 +268,15 @@ FAMILIES = {
                                   "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, recurrent="gated_delta", partial_rotary=True,
         unread=_BESIDE, feed_forward="experts", expert_size="moe_intermediate_size", shared_expert_size="shared_expert_intermediate_size",
-        norm_topk=True, says={"norm_topk_prob": True}, classifies=False),
+        norm_topk=True, says={"norm_topk_prob": True}, classifies=False, vllm_assumes={"attention_bias": False}),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 2, "moe_intermediate_size": 512, "decoder_sparse_step": 1,
                                  "mlp_only_layers": None, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 10,
                                  "num_experts": 512, "norm_topk_prob": True},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, recurrent="gated_delta_by_head", partial_rotary=True,
         unread=_BESIDE, feed_forward="experts", expert_size="moe_intermediate_size",
-        shared_expert_size="shared_expert_intermediate_size", norm_topk="norm_topk_prob"),
+        shared_expert_size="shared_expert_intermediate_size", norm_topk="norm_topk_prob",
+        vllm_assumes={"attention_bias": False, "tie_word_embeddings": False}),
 }
 # Models of several parts: model_type -> (model_type of the text part, architecture).
 NESTED = {

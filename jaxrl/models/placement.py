@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from jaxrl.kernels.attention import (
 )
 from jaxrl.kernels.experts import experts
 from jaxrl.kernels.logprob import Split, held
-from jaxrl.kernels.recurrence import chunks_of
+from jaxrl.kernels.recurrence import Chunks, chunks_of
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for
 from jaxrl.sharding.mesh import AXES, DATA_AXES
 from jaxrl.types import custom_vjp
@@ -238,33 +238,85 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     return jax.shard_map(local, in_specs=tuple(specs), out_specs=q_spec, check_vma=False)(work, sinks, *arguments)
 
 
-def row_chunks(segments_BxL, prefixes_BxL=None, enters_BxL=None, continues: bool = False):
-    """Runs kernels.recurrence.chunks_of, each device for its own rows."""
-    def own(segments, prefixes, enters):
+class RowChunks(NamedTuple):
+    """Chunks of whole rows, whose tokens lie segment by segment.
+
+    order [B, L]: where the row has its i-th token, if it is split over cp and the tokens were dealt; place [B, L]: the
+    inverse. None = it lies so.
+    """
+
+    chunks: Chunks
+    order: jax.Array | None = None
+    place: jax.Array | None = None
+
+
+def row_chunks(positions_BxL, segments_BxL, prefixes_BxL=None, enters_BxL=None, continues: bool = False) -> RowChunks:
+    """Runs kernels.recurrence.chunks_of, each device for its own rows; over cp, for whole rows in the order of their
+    segments and positions, padding last.
+    """
+    def own(positions, segments, *others):
+        if not tokens:
+            return RowChunks(chunked(segments, *others))
+        positions, segments, *others = _whole_rows(tokens, positions, segments, *others)
+        at = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+        keys = jnp.where(segments > 0, segments, jnp.iinfo(segments.dtype).max), positions
+        order = jax.lax.sort((*keys, at), dimension=1, num_keys=2, is_stable=True)[2]
+        _, place = jax.lax.sort((order, at), dimension=1, num_keys=1)
+        sort = functools.partial(jnp.take_along_axis, indices=order, axis=1)
+        return RowChunks(chunked(*(x if x is None else sort(x) for x in (segments, *others))), order, place)
+
+    def chunked(segments, prefixes, enters):
         return chunks_of(segments, prefixes, enters_BxL=enters, continues=continues)
 
-    mesh, arguments = _mesh(), (segments_BxL, prefixes_BxL, enters_BxL)
+    mesh, arguments = _mesh(), (positions_BxL, segments_BxL, prefixes_BxL, enters_BxL)
+    tokens = mesh and _tokens_axis(mesh, segments_BxL.shape[1])
     if mesh is None:
         return own(*arguments)
-    by_row = P(_data_axes(mesh, segments_BxL.shape[0]))
-    return jax.shard_map(own, in_specs=by_row, out_specs=by_row, check_vma=False)(*arguments)
+    specs = _by_token(mesh, segments_BxL.shape), P(_data_axes(mesh, segments_BxL.shape[0]))
+    return jax.shard_map(own, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arguments)
 
 
-def by_rows_and_heads(function, heads: int, chunks, tokens: tuple, state, windows: tuple, parameters: tuple):
-    """Runs function(*other arguments) -> ([B, L, heads, ...], state, windows), each device for its own rows and heads.
+@jax.custom_vjp
+def _moved(x, order, place):
+    """Returns x[b, order[b, i]], [B, L, ...]; its gradient gathers by the inverse, `place`."""
+    del place
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+_moved.defvjp(lambda x, order, place: (_moved(x, order, place), (order, place)),
+              lambda moves, g: (_moved(g, *moves[::-1]), None, None))
+
+
+def by_rows_and_heads(function, heads: int, chunks: RowChunks, tokens: tuple, state, windows: tuple, parameters: tuple):
+    """Runs function(chunks, ...) -> ([B, L, heads, ...], state, windows), each device for its own rows and heads.
+
+    Rows that are split over cp are whole inside: devices of cp exchange tokens for heads, and back.
 
     Args:
-      heads: the number that tp must divide to split any of them.
-      chunks: arrays with rows first. tokens, windows: arrays [B, L, heads, ...]. state: [B, heads, ...] or None.
+      heads: the number that tp, and cp where rows are split, must divide to split any of them.
+      chunks: of row_chunks. tokens, windows: arrays [B, L, heads, ...]. state: [B, heads, ...] or None.
       parameters: arrays [heads, ...].
     """
+    def exchanged(rows, tokens, state, windows, parameters):
+        whole = functools.partial(jax.lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True)
+        there = (rows.order, rows.place)
+        tokens = tuple(_moved(whole(x), *there) for x in tokens)
+        out, state, windows = function(rows.chunks, tokens, state, windows, parameters)
+        out = jax.lax.all_to_all(_moved(out, *there[::-1]), axis, split_axis=1, concat_axis=2, tiled=True)
+        return out, state, windows
+
+    def local(rows, *others):
+        return exchanged(rows, *others) if axis else function(rows.chunks, *others)
+
     mesh, arguments = _mesh(), (chunks, tokens, state, windows, parameters)
     if mesh is None:
-        return function(*arguments)
-    data, tp = _data_axes(mesh, tokens[0].shape[0]), _head_axis(mesh, heads)
-    by_token, by_state = P(data, None, tp), P(data, tp)
-    return jax.shard_map(function, in_specs=(P(data), by_token, by_state, by_token, P(tp)),
-                         out_specs=(by_token, by_state, by_token), check_vma=False)(*arguments)
+        return function(chunks.chunks, *arguments[1:])
+    (batch, length), tp = tokens[0].shape[:2], _head_axis(mesh, heads)
+    data, axis = _data_axes(mesh, batch), _tokens_axis(mesh, length)
+    split = tuple(name for name in (tp, axis) if name) or None
+    by_token, by_state, by_window = P(data, axis, tp), P(data, split), P(data, None, split)
+    return jax.shard_map(local, in_specs=(P(data), by_token, by_state, by_window, P(split)),
+                         out_specs=(by_token, by_state, by_window), check_vma=False)(*arguments)
 
 
 def of_each_token(function, x_BxLxn):

@@ -187,13 +187,14 @@ def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once
     return (4 if backward else 2) * scores * 4
 
 
-def recurrence_workspace(model, rows: float, length: int, tp: int, backward: bool) -> float:
-    """Bytes that a recurrence needs beside its operands for `rows` rows of `length` tokens."""
+def recurrence_workspace(model, rows: float, length: int, parts: int, backward: bool) -> float:
+    """Bytes that a recurrence needs beside its operands for `rows` rows of `length` tokens; parts: devices that share
+    the heads (tp, and cp)."""
     cfg = model.config
     if not cfg.num_recurrent:
         return 0.0
     return rows * 4 * recurrence.workspace(
-        cfg.linear_value_heads, cfg.linear_key_size, cfg.linear_value_size, length, backward) / tp
+        cfg.linear_value_heads, cfg.linear_key_size, cfg.linear_value_size, length, backward) / parts
 
 
 def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
@@ -212,7 +213,7 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
     scores = blockwise.SCORES_CPU if kind_of_device == "cpu" else blockwise.SCORES
     per_token = _kept_without_remat(model, mesh, length)
     layer += max(workspace(model, t, length, tp, learns, scores),
-                 recurrence_workspace(model, count / data_shards(mesh), length, tp, learns))
+                 recurrence_workspace(model, count / data_shards(mesh), length, tp * mesh["cp"], learns))
     layer += (at_once - 1) * t * act * per_token
     gathered = 2 * layer_weights(model, mesh["ep"]) / tp * act
     role = {"critic": "critic", "value": "critic", "score_reference": "reference"}.get(kind, "policy")

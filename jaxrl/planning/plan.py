@@ -112,10 +112,11 @@ def _recurrences(case: Case) -> dict:
     cfg, (prompt, answer) = case.model.config, workload.lengths(case.config)
     shape = workload.rows(case.config, workload.data_shards(case.mesh)).shape
     rule = rule_flops(cfg)
+    parts = case.mesh["tp"] * case.mesh["cp"]
     out = {"layers": cfg.num_recurrent, "rule_flops_per_token": rule,
            "rule_share": rule / case.model.flops_per_token((prompt + answer) // 2),
            "workspace_bytes": memory.recurrence_workspace(
-               case.model, shape[0] / workload.data_shards(case.mesh), shape[1], case.mesh["tp"], True)}
+               case.model, shape[0] / workload.data_shards(case.mesh), shape[1], parts, True)}
     if case.rollout is not None:
         _, shapes, width = case.rollout
         state = cfg.num_recurrent * cfg.state_bytes(width)

@@ -23,6 +23,7 @@ from jaxrl.config import lengths
 from jaxrl.config.load import editable, get, put
 from jaxrl.config.registry import Recipe, recipe_of
 from jaxrl.config.schema import options
+from jaxrl.models.families import FAMILIES
 from jaxrl.rollout.engines import engine_name, engine_row
 from jaxrl.rollout.vllm.options import lora_rank
 from jaxrl.sharding.mesh import row_parts
@@ -208,7 +209,7 @@ def _of_platform(c, recipe: Recipe, platform: Platform, hf_config: dict, decide)
         decide("rollout.dtype", t.compute_dtype, "train.compute_dtype")
     if lora_on(c):
         if c.lora.publish == "auto":
-            apart = c.rollout.dtype != "fp32" if engine_row(c).on_mesh else kind == "gpu" and serves_apart(c)
+            apart = c.rollout.dtype != "fp32" if engine_row(c).on_mesh else kind == "gpu" and serves_apart(c, hf_config)
             why = "lora.adapters" if c.lora.adapters else f"rollout.dtype {c.rollout.dtype}, {kind}"
             decide("lora.publish", "adapter" if apart or c.lora.adapters else "merged", why)
         if c.lora.base_dtype == "auto":
@@ -245,8 +246,11 @@ def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
         decide("model.remat", "none" if fits else "full", "model")
 
 
-def serves_apart(c) -> bool:
+def serves_apart(c, hf_config: dict) -> bool:
     """Whether vLLM servers of ours would serve the adapters of a config apart from their base."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if family is not None and family.merged_only:
+        return False
     ranks = [c.lora.rank, *(int(entry.rpartition("=")[2]) for entry in c.lora.rank_pattern)]
     twice = 2 if c.lora.init.startswith(("pissa", "olora")) else 1
     plain = not (c.lora.path or c.lora.dora or c.lora.modules_to_save or c.rollout.partial or c.rollout.servers

@@ -131,12 +131,11 @@ def check_served(config, hf_config: dict, family) -> None:
     """
     if engine_name(config) != "vllm" or not recipe_of(config).samples:
         return
-    if family.recurrent:
-        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: weights "
-                          "of recurrent layers are not handed to vLLM yet; set rollout.engine=jax")
-    if family.packed_qkv or family.packed_mlp:
-        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: matrices "
-                          "that share one tensor are not handed to vLLM yet; set rollout.engine=jax")
+    if family.recurrent and config.algorithm.routes == "sampled" and not (
+            config.rollout.vllm.engine_kwargs.get("enable_prefix_caching")):
+        raise ConfigError(f"algorithm.routes=sampled with model_type={hf_config['model_type']}: vLLM keeps the experts "
+                          "of its tokens with the prefix cache, which is off for models with recurrent layers; set "
+                          "scored, or rollout.engine=jax")
     if family.vision:
         raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
                           "with a tower for images are not handed to vLLM yet; set rollout.engine=jax")

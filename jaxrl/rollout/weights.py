@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.models.io import parts
 from jaxrl.sharding import memory
 
 
@@ -27,7 +28,8 @@ def names(model) -> list[str]:
     """Returns the names of all HF tensors of a jaxrl.models.Model in the order of `chunks`. A tied
     head is not included.
     """
-    return [entry.hf_names[i] for group in _layers(model) for entry, i in group]
+    return [parts.whole_of(name) for group in _layers(model) for entry, i in group for name in [entry.hf_names[i]]
+            if not entry.row.part or not entry.row.part[1]]
 
 
 def chunks(model, params, dtype, most_bytes: int,
@@ -44,9 +46,9 @@ def chunks(model, params, dtype, most_bytes: int,
       host: numpy arrays in host memory, which belong to the caller; else on the device, whole on each one
         of the parameters' mesh.
     """
-    chunk, size = [], 0
+    chunk, size, packed = [], 0, parts.tensors(model)
     for group in _layers(model):
-        tensors = _converted(params, group, dtype)
+        tensors = _converted(params, group, dtype, packed)
         for _, t in tensors if host else ():
             t.copy_to_host_async()
         more = sum(t.nbytes for _, t in tensors)
@@ -70,8 +72,8 @@ def _layers(model) -> list[list[tuple]]:
     return [groups[where] for where in sorted(groups)]
 
 
-def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
-    """Returns [(HF name, device array in `dtype`)] of one group of `_layers`."""
+def _converted(params, group, dtype, packed) -> list[tuple[str, jax.Array]]:
+    """Returns [(HF name, device array in `dtype`)] of one group of `_layers`; packed: models.io.parts.tensors."""
     entries = list({entry.path: entry for entry, _ in group}.values())
     arrays = [entry.of(params) for entry in entries]
     rows = tuple((entry.hf_shape, entry.inputs, entry.stacked, entry.row.stacked, entry.dtype(dtype))
@@ -81,12 +83,27 @@ def _converted(params, group, dtype) -> list[tuple[str, jax.Array]]:
     at = [next(entry.indices[i][:1] for own, i in group if own is entry) for entry in entries]
     tensors = _convert(arrays, at, rows, whole)
     found = {entry.path: iter(own) for entry, own in zip(entries, tensors, strict=True)}
-    return [(entry.hf_names[i], next(found[entry.path])) for entry, i in group]
+    by_name = {entry.hf_names[i]: next(found[entry.path]) for entry, i in group}
+    out = []
+    for name, tensor in by_name.items():
+        whole = parts.whole_of(name)
+        if whole == name:
+            out.append((name, tensor))
+        elif name == packed[whole].names[0]:
+            own = packed[whole]
+            out.append((whole, _join([by_name[part] for part in own.names], own.groups, own.rest)))
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("groups", "rest"))
+def _join(arrays, groups, rest):
+    """Joins the parts of one HF tensor."""
+    return parts.pack([x.reshape(-1, *rest) for x in arrays], groups)
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "sharding"))
 def _convert(arrays, indices, rows, sharding):
-    """Converts one layer's arrays to lists of HF tensors.
+    """Converts one layer's arrays to lists of HF tensors, packed ones in parts.
 
     A layer's experts are gathered together: cut out one by one, each would be gathered with all layers of its kind.
 

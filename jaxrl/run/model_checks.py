@@ -29,11 +29,3 @@ def check_tower(config, model) -> None:
     if FAMILIES[model.family].vision and config.lora.rank:
         raise ConfigError(f"lora.rank={config.lora.rank} with a model with a tower for images "
                           f"(model_type={model.family}): adapters for it are not built yet; leave lora.rank out")
-
-
-def check_packed(config, model) -> None:
-    """Raises ConfigError for adapters on matrices that share one tensor on disk (a ModelConfig)."""
-    names = ["qkv_proj"] * model.packed_qkv + ["gate_up_proj"] * model.packed_mlp
-    if names and config.lora.rank:
-        raise ConfigError(f"lora.rank={config.lora.rank} with model_type={model.family}: adapters on "
-                          f"{' and '.join(names)} are not built yet; leave lora.rank out")

@@ -46,7 +46,7 @@ from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.data import load_data, most_patches, open_images, sets_to_complete, with_room, with_tower
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
-from jaxrl.run.model_checks import check_experts, check_packed, check_tower
+from jaxrl.run.model_checks import check_experts, check_tower
 from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
@@ -348,16 +348,16 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     adapters.check(attach_adapter(config, unrolled))
     experts = table.config.num_expert_layers
     check_experts(config, unrolled)
-    check_packed(config, table.config)
     check_tower(config, table.config)
     table.check_length(longest_sequence(config))
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
                           "is that of all adapters' tokens; train one adapter at a time")
-    if experts and config.lora.publish == "adapter" and engine_row(config).servers and recipe_of(config).samples:
-        raise ConfigError(f"lora.publish=adapter with experts (model_type={hf_config['model_type']}): adapters with "
-                          f"experts are not known to work in {engine_row(config).title}; set lora.publish=merged")
     family = models.FAMILIES[hf_config["model_type"]]
+    merged, publish = family.merged_only, config.lora.publish
+    if merged and publish == "adapter" and engine_row(config).servers and recipe_of(config).samples:
+        raise ConfigError(f"lora.publish=adapter with {merged} (model_type={hf_config['model_type']}): adapters on "
+                          f"them are not known to work in {engine_row(config).title}; set lora.publish=merged")
     check_served(config, hf_config, family)
     if not family.classifies and config.run.recipe == "reward_model":
         raise ConfigError(f"run.recipe=reward_model with model_type={hf_config['model_type']}: transformers has no "

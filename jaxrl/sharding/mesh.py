@@ -100,13 +100,12 @@ def check_recurrent(sizes, heads: int, where: str = "mesh") -> None:
     """
     if not heads:
         return
-    if sizes["cp"] > 1:
-        raise ConfigError(f"{where}.cp={sizes['cp']} with recurrent layers: rows are not cut for a recurrence yet; set "
-                          f"{where}.cp=1, and give the other devices to {where}.fsdp")
-    if heads % sizes["tp"]:
-        fit = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ConfigError(f"{where}.tp={sizes['tp']} does not divide the model's {heads} key heads of recurrent layers"
-                          f"; choose one of {', '.join(map(str, fit))}, and give the other devices to {where}.fsdp")
+    if heads % (sizes["cp"] * sizes["tp"]):
+        fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        which, of = (f"{where}.tp={sizes['tp']}", "it") if sizes["cp"] == 1 else (
+            f"{where}.cp={sizes['cp']} times {where}.tp={sizes['tp']}", "their product")
+        raise ConfigError(f"{which} does not divide the model's {heads} key heads of recurrent layers; make {of} one "
+                          f"of {fit}, and give the other devices to {where}.fsdp")
 
 
 def indices(text: str, count: int, what: str = "device", of: str = "a process has") -> list[int]:

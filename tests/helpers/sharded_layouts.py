@@ -1,14 +1,15 @@
 # ruff: noqa: E402, I001
 """What test_sharding.py asks of eight simulated devices; prints one JSON line per mesh.
 
-Usage: sharded_layouts.py numbers|experts|gpt_oss|hybrid|cut|cut_latent|piled|memory|logprob|steps FOLDER
+Usage: sharded_layouts.py numbers|experts|gpt_oss|hybrid|cut|cut_latent|cut_hybrid|cut_recurrent|piled|memory|logprob|steps FOLDER
                           dp,fsdp,tp or dp,fsdp,ep,tp or dp,fsdp,cp,ep,tp ...
   numbers: log-probs and gradients of one batch, into FOLDER/<dp,fsdp,tp>.npz, and the share of the state on one device.
   experts: numbers of a model of experts; and its gradients in float64, into FOLDER/<mesh>.float64.npz.
   gpt_oss: the same of one of its family, whose experts and attention have biases and sinks.
   hybrid:  the same of one with recurrent layers.
   cut:     rows with shared prompts over cp, of a model with windows, sinks and experts; in fp32 and float64, as above.
-  cut_latent: the same of latent attention.
+  cut_latent, cut_hybrid: the same of latent attention, and of one with recurrent layers and experts.
+  cut_recurrent: log-probs and gradients alone of one with recurrent layers, without experts.
   piled:   the kernel of experts where all tokens go to two of them.
   memory:  compiled temporaries of a deep model's gradient.
   logprob: the log-prob kernel against its reference.
@@ -65,6 +66,8 @@ GPT_OSS = HF | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_pe
 HYBRID = HF | {"model_type": "qwen3_next", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2,
                "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "full_attention_interval": 2, "linear_num_key_heads": 4,
                "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+RECURRENT = {k: x for k, x in HYBRID.items() if "expert" not in k and k not in ("mlp_only_layers", "moe_intermediate_size")} | {
+    "model_type": "qwen3_5_text"}
 NAMES = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "ep", "tp"), 5: AXES}
 LOSS = policy_objective(old="column", kl_coef=0.1, chunk=64)
 ROWS, LENGTH = 8, 64
@@ -136,7 +139,7 @@ def cut(folder, shape, hf=GPT_OSS, ring=False):
 def one_update(mesh, hf, traj, columns, dtype, ring):
     model = models.build(hf, compute_dtype=dtype, scan_layers=True, remat="full", ring=ring)
     windows, ranks = [layer.window for layer in model.config.layers], mesh.shape["cp"]
-    layout = training.make_layout(traj.sizes, RowShapes((512,), ((4,),), 1, ranks, tuple(windows)))
+    layout = training.make_layout(traj.sizes, RowShapes((512,), ((4,),), 1, ranks, tuple(windows), bool(model.config.num_recurrent)))
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
     put = lambda b: jax.device_put(b, sharding.batch_sharding(mesh))  # noqa: E731
 
@@ -163,6 +166,27 @@ def one_update(mesh, hf, traj, columns, dtype, ring):
 
 
 cut_latent = functools.partial(cut, hf=LATENT)
+cut_hybrid = functools.partial(cut, hf=HYBRID)
+
+
+def cut_recurrent(folder, shape):
+    """Log-probs by the tokens of the batch, loss and gradients of long rows with shared prompts, in float64; of one recurrent layer
+    and one of attention, without experts."""
+    mesh = mesh_of(shape)
+    traj, columns = batch_of_groups(groups=4, size=3, max_prompt=40, max_answer=50, seed=1)
+    put = lambda b: jax.device_put(b, sharding.batch_sharding(mesh))  # noqa: E731
+    with jax.enable_x64(True):
+        model = models.build(RECURRENT, compute_dtype=np.float64, scan_layers=False)
+        params = jax.tree.map(lambda x: x.astype(np.float64), model.init(jax.random.key(0)))
+        params = jax.device_put(params, sharding.param_shardings(mesh, model.logical_axes(), params))
+        layout = training.make_layout(traj.sizes, RowShapes((256,), ((4,),), 1, mesh.shape["cp"], model.config.windows, True))
+        weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
+        logp = training.make_score(model, temperature=1.0, chunk=64, put=put)(params, traj, layout)
+        state = training.init_state(*training.partition(params, (".*",), ()), optimizer := optax.sgd(1.0))
+        batches = [put(training.pack(traj, m, columns, weights, np.float64)) for m in layout.minibatches[0].microbatches]
+        grads, metrics = training.make_update(model, optimizer, lambda i: 1.0, LOSS).gradients(state, batches)
+        np.savez(f"{folder}/{','.join(map(str, shape))}.npz", logp=logp, loss=metrics["loss"], **jax.device_get(grads))
+    return {"segments": int(np.asarray(batches[0].segments).max())}
 cut_ring = functools.partial(cut, ring=True)
 
 

@@ -43,7 +43,7 @@ from jaxrl.rollout import EngineContext, EngineLost, generate
 from jaxrl.rollout.vllm import adapter, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
-from jaxrl.rollout.vllm.publish import WeightMismatch
+from jaxrl.rollout.vllm.publish import WeightMismatch, sequence_logprobs
 from jaxrl.vllm_plugin import start_time
 
 TIMEOUT = 600.0
@@ -115,6 +115,15 @@ def check_answers(asked, results):
     for a, r in list(zip(asked, results, strict=True))[::16]:
         want = log_softmax(teacher_logits(a.prompt, r.tokens))
         np.testing.assert_allclose(r.logprobs, want[np.arange(len(r.tokens)), r.tokens], atol=1e-4)
+
+
+def agree(engine, model, params, version):
+    """A server's log-probs are those of the trainer's model."""
+    asked = requests(6, seed=40 + version)
+    for a, r in zip(asked, generate(engine, asked, TIMEOUT), strict=True):
+        ours = sequence_logprobs(model, params, np.concatenate([a.prompt, r.tokens]).astype(np.int32))
+        np.testing.assert_allclose(r.logprobs, np.asarray(ours)[len(a.prompt) - 1:], atol=1e-4)
+        assert (r.versions == version).all()
 
 
 def many(count=300):

@@ -127,7 +127,7 @@ def same_tensors(a, b):
         assert t.read().tobytes() == two[name].read().tobytes(), name
 
 
-@first_cases(1, "name", [name for name in ROWS if name not in (*HYBRIDS, "glm", "glm4", "phi3", "phi4_mini")])
+@first_cases(1, "name", [name for name in ROWS if name not in HYBRIDS])
 def test_an_adapter_is_the_matrix_it_is_merged_into(name):
     """lora.targets=all-linear: hidden states with the adapter are those of the merged weights, and not those of the base."""
     kind, entries = (ARCHITECTURES | EXPERTS)[name]
@@ -142,9 +142,8 @@ def test_an_adapter_is_the_matrix_it_is_merged_into(name):
 
 
 @pytest.mark.parametrize("name, options, said", [
-    ("glm4", {"lora__rank": 4}, "lora.rank=4 with model_type=glm4: adapters on gate_up_proj are not built yet"),
-    ("phi3", {"lora__rank": 4}, "lora.rank=4 with model_type=phi3: adapters on qkv_proj and gate_up_proj are not built yet"),
-    ("phi3", {"rollout__engine": "vllm"}, "rollout.engine=vllm with model_type=phi3: matrices that share one tensor"),
+    ("phi3", {"lora__rank": 4, "lora__publish": "adapter", "rollout__engine": "vllm"},
+     "lora.publish=adapter with matrices that share one tensor"),
     ("phi4_mini", {"data__max_prompt_tokens": 80}, "rope_type=longrope: sequences of .* beyond 64 tokens other factors hold")])
 def test_what_is_not_built_for_a_family_is_refused(name, options, said):
     c, (kind, entries) = tiny_job.get_config(), ARCHITECTURES[name]

@@ -1,4 +1,4 @@
-"""Adapters on models with recurrent layers, beside PEFT's: modules, outputs, one step of SGD, files."""
+"""Adapters on modules that pack several maps, of recurrent layers, Phi and GLM, beside PEFT's: outputs, one step of SGD, files."""
 
 import dataclasses
 import warnings
@@ -21,18 +21,21 @@ from jaxrl.models.io import hf
 pytestmark = pytest.mark.torch
 NAMES = {"qwen3_5": {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
          "qwen3_next": {"in_proj_qkvz", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-                        "shared_expert_gate"}}
+                        "shared_expert_gate"},
+         "phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+         "glm4": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 DECIDE = {"qwen3_5": ("in_proj_a", "in_proj_b"), "qwen3_next": ("in_proj_ba",)}
 
 
 @pytest.mark.full
-@first_cases(1, "name, dora", [("qwen3_next", False), ("qwen3_5", True)])
+@first_cases(1, "name, dora", [("qwen3_next", False), ("qwen3_5", True), ("phi3", False), ("glm4", True)])
 def test_outputs_a_step_and_files_are_pefts(folder, tmp_path, name, dora):
     """all-linear and the two maps that it leaves out; the packed modules are one adapter each."""
-    targets = (*(n for n in NAMES[name] if n not in MLP), *DECIDE[name])  # of a model with experts PEFT takes those of an MLP for the experts
-    given = cases.options(targets=targets, dora=dora, rank_pattern=("in_proj_qkv.*=3", "q_proj=2"))
-    config = cases.lora_config(target_modules=list(targets), use_dora=dora, rank_pattern={"in_proj_qkv.*": 3, "q_proj": 2})
+    targets = (*(n for n in NAMES[name] if n not in MLP), *DECIDE.get(name, ()))  # of a model with experts PEFT takes an MLP's for theirs
+    packed = "gate_up_proj" if name in ("phi3", "glm4") else "in_proj_qkv.*"
+    given = cases.options(targets=targets, dora=dora, rank_pattern=(f"{packed}=3", "o_proj=2"))
+    config = cases.lora_config(target_modules=list(targets), use_dora=dora, rank_pattern={packed: 3, "o_proj": 2})
     other = cases.wrapped(cases.torch_model(folder(name)), config)
     saved = cases.save(other, tmp_path / "theirs")
     model, base = cases.our_model(folder(name), given)
@@ -54,7 +57,7 @@ def test_outputs_a_step_and_files_are_pefts(folder, tmp_path, name, dora):
 
 
 @pytest.mark.full
-@first_cases(1, "name", list(NAMES))
+@first_cases(1, "name", ["qwen3_5", "qwen3_next"])
 def test_merged_and_scanned_and_saved_whole(folder, tmp_path, name):
     """all-linear leaves out what decides; a module saved whole is one tensor of PEFT's; the merged model computes the same."""
     given = cases.options(modules_to_save=("linear_attn.conv1d",))

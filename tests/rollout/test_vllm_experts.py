@@ -1,17 +1,14 @@
 """Experts through real vLLM: every publish arrives in every expert, is computed with, and its checksums are of the published tensors."""
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers.rollout_helpers import HF, random_params, requests
-from helpers.vllm_cases import own_servers
+from helpers.rollout_helpers import HF, random_params
+from helpers.vllm_cases import agree, own_servers
 
 from jaxrl import models
-from jaxrl.rollout import generate
-from jaxrl.rollout.vllm.publish import WeightMismatch, sequence_logprobs
+from jaxrl.rollout.vllm.publish import WeightMismatch
 
 pytestmark = pytest.mark.vllm
-TIMEOUT = 120.0
 FEW = {"num_experts": 6, "num_experts_per_tok": 3}
 SIGMOID = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1, "norm_topk_prob": True,
            "routed_scaling_factor": 1.5, "num_hidden_layers": 3}
@@ -38,14 +35,6 @@ def made(family):
     hf_config = {**HF, **FAMILIES[family], "model_type": family}
     model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False)
     return hf_config, model, [random_params(model, seed, 0.15) for seed in (0, 1)]
-
-
-def agree(engine, model, params, version):
-    asked = requests(6, seed=40 + version)
-    for a, r in zip(asked, generate(engine, asked, TIMEOUT), strict=True):
-        ours = sequence_logprobs(model, params, np.concatenate([a.prompt, r.tokens]).astype(np.int32))
-        np.testing.assert_allclose(r.logprobs, np.asarray(ours)[len(a.prompt) - 1:], atol=1e-4)
-        assert (r.versions == version).all()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "qwen3_moe")])

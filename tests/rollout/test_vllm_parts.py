@@ -17,6 +17,7 @@ import pytest
 from helpers import run_tools, tiny_job
 from helpers.rollout_helpers import HF, random_params, requests
 from helpers.tiers import first_cases
+from helpers.tiny_models import ARCHITECTURES, HYBRIDS, SIZES
 from safetensors.numpy import load_file
 
 import jaxrl
@@ -28,6 +29,7 @@ from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
 from jaxrl.rl import metrics as rl_metrics
 from jaxrl.rollout import EngineContext, EngineLost, engine_name, make_engine, weights
+from jaxrl.rollout.engines import check_served
 from jaxrl.rollout.vllm import adapter, process, servers, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
 
@@ -163,7 +165,7 @@ class Started(Exception):
     """Servers would be running now."""
 
 
-def servers_of(monkeypatch, tmp_path, **changes):
+def servers_of(monkeypatch, tmp_path, hf_config=HF, **changes):
     """[(command, env)] of the servers that an engine of this config starts."""
     begun = []
     config = runnable(run__dir=str(tmp_path), rollout__engine="vllm", **changes)
@@ -176,9 +178,9 @@ def servers_of(monkeypatch, tmp_path, **changes):
 
     monkeypatch.setattr(servers, "ServerProcess", start)
     monkeypatch.setattr(adapter, "installed", lambda python: adapter.VllmInstallation("0.32.0", cpu=False))
-    model = models.build(HF, compute_dtype=jnp.float32, scan_layers=False)
+    model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False)
     with pytest.raises(Started):
-        make_engine(EngineContext(config, model, eos_ids=(1,), hf_config=HF))
+        make_engine(EngineContext(config, model, eos_ids=(1,), hf_config=hf_config))
     return begun
 
 
@@ -213,6 +215,18 @@ def test_the_command_line_is_read_by_vllms_own_parser():
                           env=os.environ | env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == want
+
+
+def test_states_are_fp32_and_no_prefix_is_cached(monkeypatch, tmp_path):
+    """Of a model with recurrent layers; and routes, which vLLM keeps with its prefix cache, are not asked of it."""
+    kind, entries = HYBRIDS["qwen3_next"]
+    (command, _), = servers_of(monkeypatch, tmp_path, {**HF, **entries, "model_type": kind})
+    assert "--no-enable-prefix-caching" in command and flag(command, "--mamba-ssm-cache-dtype") == "float32"
+    (command, _), = servers_of(monkeypatch, tmp_path)
+    assert "--enable-prefix-caching" in command and "--mamba-ssm-cache-dtype" not in command
+    asked = runnable(rollout__engine="vllm", algorithm__routes="sampled")
+    with pytest.raises(ConfigError, match="algorithm.routes=sampled with model_type=qwen3_next.*prefix cache"):
+        check_served(asked, {"model_type": kind}, models.FAMILIES[kind])
 
 
 def test_memory_is_shared_where_devices_are():
@@ -335,11 +349,13 @@ FAMILIES = {
     "gemma3": (dict(model_type="gemma3_text", vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=7,
                     num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8, query_pre_attn_scalar=32,
                     max_position_embeddings=256, tie_word_embeddings=True), True),
+    **{f"{name}, scanned": ({**SIZES, **entries, "model_type": kind}, True) for name, (kind, entries) in (
+        HYBRIDS | {"phi3": ARCHITECTURES["phi3"]}).items()},
 }
 
 
-@first_cases(1, "dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@first_cases(1, "dtype", ["bfloat16", "float32"])
+@first_cases(6, "name", list(FAMILIES))
 def test_chunks_are_the_exported_tensors(name, dtype, tmp_path):
     hf_config, scan = FAMILIES[name]
     model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=scan)
@@ -349,7 +365,7 @@ def test_chunks_are_the_exported_tensors(name, dtype, tmp_path):
     got = {n: a for chunk in weights.chunks(model, params, dtype, 1) for n, a in chunk}
     assert set(got) == set(want) == set(weights.names(model)) and "lm_head.weight" not in got or not model.config.tied
     for n, a in want.items():
-        assert got[n].dtype == a.dtype == np.dtype(dtype)
+        assert got[n].dtype == a.dtype == np.dtype("float32" if n.endswith("A_log") else dtype)
         np.testing.assert_array_equal(got[n].view(np.uint8), a.view(np.uint8), err_msg=n)
 
 

@@ -168,14 +168,26 @@ def test_recurrent_layers_on_meshes(tmp_path):
             assert np.linalg.norm(whole[name]) and max(far.values()) < bound, (name, far)
 
 
+@first_cases(1, "meshes", [pytest.param(("1,1,1,1,1", "1,1,4,1,1"), marks=pytest.mark.slow),
+                            pytest.param(("1,1,1,1,1", "1,1,2,1,2", "2,1,2,1,1"), marks=pytest.mark.nightly)])
+def test_recurrent_layers_cut_over_cp(meshes, tmp_path):
+    """As one device, in float64: dealt tiles of prompts and completions, whose devices exchange tokens for heads."""
+    _, stderr = on_eight("cut_recurrent", tmp_path, *meshes)
+    assert "rematerialization" not in stderr
+    whole, *others = (dict(np.load(tmp_path / f"{m}.npz")) for m in meshes)
+    for name in whole:
+        far = {mesh: relative(other[name], whole[name]) for mesh, other in zip(meshes[1:], others, strict=True)}
+        assert np.linalg.norm(whole[name]) and max(far.values()) < 1e-12, (name, far)
+
+
 def test_meshes_that_do_not_split_a_recurrence():
     sizes = dict(zip(AXES, (1, 1, 1, 1, 3), strict=True))
-    with pytest.raises(ConfigError, match="mesh.tp=3 does not divide the model's 16 key heads of recurrent layers; choose one of 1, 2, 4, 8, 16"):
+    with pytest.raises(ConfigError, match="mesh.tp=3 does not divide the model's 16 key heads of recurrent layers; make it one of 1, 2, 4, 8, 16"):
         check_recurrent(sizes, 16)
-    with pytest.raises(ConfigError, match="mesh.roles.reference.cp=2 with recurrent layers.*set mesh.roles.reference.cp=1"):
-        check_recurrent(sizes | {"cp": 2}, 16, "mesh.roles.reference")
+    with pytest.raises(ConfigError, match="mesh.roles.reference.cp=4 times mesh.roles.reference.tp=8 does not divide.*make their product one of"):
+        check_recurrent(sizes | {"cp": 4, "tp": 8}, 16, "mesh.roles.reference")
     check_recurrent(sizes | {"cp": 2}, 0)
-    check_recurrent(sizes | {"tp": 8}, 16)
+    check_recurrent(sizes | {"cp": 2, "tp": 8}, 16)
 
 
 # One device; cp alone; beside each other axis.
@@ -187,7 +199,8 @@ CUT = ("1,1,1,1,1", "1,1,2,1,1", "1,1,4,1,1", "1,2,2,2,1", "1,1,4,1,2")
                                            pytest.param("cut", CUT, marks=pytest.mark.nightly),
                                            pytest.param("cut_ring", CUT[::4], marks=pytest.mark.slow),
                                            pytest.param("cut_ring", CUT, marks=pytest.mark.nightly),
-                                           pytest.param("cut_latent", CUT[::4], marks=pytest.mark.nightly)])
+                                           pytest.param("cut_latent", CUT[::4], marks=pytest.mark.nightly),
+                                           pytest.param("cut_hybrid", CUT[:3], marks=pytest.mark.nightly)])
 def test_rows_cut_over_cp(model, meshes, tmp_path):
     """`mesh.cp`. As one device, token by token: shared prompts, windows, sinks, experts whose routes are replayed, sums over sequences
     that lie over several devices, log-probs, values, loss, metrics, gradients. In fp32 within 1e-5, in float64 1e-12. Gathered keys, and

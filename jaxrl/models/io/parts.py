@@ -16,6 +16,8 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError
@@ -62,10 +64,11 @@ def whole_of(hf_name: str) -> str:
     return hf_name.partition("[")[0]
 
 
-def pack(arrays: list, groups: int):
-    """One array [outputs, ...] from its parts [outputs of the part, ...]."""
+def pack(arrays: list, groups: int) -> Any:
+    """One array [outputs, ...] from its parts [outputs of the part, ...]; numpy or jax."""
     grouped = [x.reshape(groups, -1, *x.shape[1:]) for x in arrays]
-    return np.concatenate(grouped, axis=1).reshape(-1, *arrays[0].shape[1:])
+    join = jnp if isinstance(arrays[0], jax.Array) else np
+    return join.concatenate(grouped, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
 def unpack(array, groups: int, outputs: list[int]) -> list:

@@ -110,7 +110,7 @@ GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 
 def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str,
-           lora_rank: int = 0) -> tuple[list[str], dict[str, str]]:
+           lora_rank: int = 0, recurrent: bool = False) -> tuple[list[str], dict[str, str]]:
     """Returns (command, environment) of one server: dummy weights, token ids in and out,
     development endpoints for weights.
 
@@ -118,13 +118,15 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
 
     Args:
       lora_rank: largest rank of adapters that it has to serve; 0 = none.
+      recurrent: whether the model has recurrent layers. Their states are fp32, and no prefix cache is kept: vLLM keeps
+        states at the ends of its blocks only, which a group's prompt seldom reaches.
     """
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
         "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype, "max-model-len": length,
         "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel, "max-num-seqs": v.max_running,
-        "gpu-memory-utilization": memory_fraction(config), "enable-prefix-caching": v.prefix_caching,
+        "gpu-memory-utilization": memory_fraction(config), "enable-prefix-caching": v.prefix_caching and not recurrent,
         "enable-chunked-prefill": v.chunked_prefill, "uvicorn-log-level": "warning",
         "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
         "enable-sleep-mode": config.rollout.placement == "colocated" or None,
@@ -138,6 +140,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         flags |= {"enforce-eager": True, "block-size": 32}  # and refuses sleep mode; asked to sleep, it frees nothing
         flags.pop("gpu-memory-utilization")
         flags.pop("enable-sleep-mode")
+    if recurrent:
+        flags["mamba-ssm-cache-dtype"] = "float32"
     if lora_rank:  # one adapter, whose versions follow each other
         flags |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": lora_rank}
     flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}

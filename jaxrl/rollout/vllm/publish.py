@@ -254,13 +254,14 @@ class Publisher:
     def _compare(self, replica) -> None:
         seen: set[str] = set()
         for found in self.fleet.controls[replica.index].digests():
-            for name, (digest, dtype, shape, axis, start, stop) in found.items():
+            for name, (digest, dtype, shape, axis, ranges) in found.items():
                 ours = self._digests.get(name)
                 if ours is None:
                     raise WeightMismatch(f"{replica.url} computes with a tensor that the trainer does not have: {name} "
                                          f"({dtype} {shape}); it serves another model")
-                if not isinstance(ours, str):  # a worker of several holds start:stop along an axis; -1 = all of it
-                    ours = transport.digest(ours if axis < 0 else ours[(slice(None),) * axis + (slice(start, stop),)])
+                if not isinstance(ours, str):  # a worker of several holds ranges along an axis; -1 = all of it
+                    ours = transport.digest(ours if axis < 0 else np.concatenate(
+                        [ours[(slice(None),) * axis + (slice(*ends),)] for ends in ranges], axis=axis))
                 if digest != ours:
                     raise WeightMismatch(f"{replica.url} does not hold the weights of version {self.version}: tensor "
                                          f"{name} ({dtype} {shape}) differs from the trainer's")

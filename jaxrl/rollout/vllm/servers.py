@@ -51,6 +51,7 @@ class OwnServers:
         if notice := adapter.check_version(version, "rollout.engine=vllm"):
             log.warning(notice)
         self.config, self.folder, self.key, self.lora_rank = config, folder, key, lora_rank
+        self.recurrent = bool(family_of(hf_config).recurrent)
         self.dtype = dtype or ("float32" if self.cpu else "bfloat16")
         write_model_folder(folder / "model", hf_config)
         self.ports = [v.port + first + i if v.port else free_port(v.host) for i in range(v.replicas)]
@@ -64,7 +65,7 @@ class OwnServers:
     def _started(self, i: int) -> ServerProcess:
         self.up[i], self._silent[i], self._began[i] = False, 0, time.monotonic()
         command, env = adapter.launch(self.config, str(self.folder / "model"), self.dtype, max_model_len(self.config),
-                                      self.ports[i], self.cpu, self.key, self.lora_rank)
+                                      self.ports[i], self.cpu, self.key, self.lora_rank, self.recurrent)
         if devices := self.config.rollout.vllm.devices:
             env["CUDA_VISIBLE_DEVICES"] = devices[i]
         return ServerProcess(command, env, self.folder / f"server_{i}.log")

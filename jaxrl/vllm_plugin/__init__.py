@@ -7,8 +7,7 @@ an engine's own environment is enough. It
 - has the middleware that asks for a key at every door of the server (`Guard`),
 - adds worker methods that tell what is loaded (`jaxrl_info`), its checksums per HF tensor (`jaxrl_digests`) and those
   of an adapter's files (`jaxrl_adapter`),
-- keeps vLLM from packing weights of linear layers and experts on the CPU, after which no reload would reach them, and
-  has torch rotate there what vLLM's kernel would rotate wrongly,
+- changes what vLLM's build for CPUs computes (`cpu`): it packs weights, after which no reload would reach them,
 - ends the process when the trainer that started it is gone.
 """
 
@@ -29,15 +28,20 @@ import threading
 import time
 from collections.abc import Iterator
 
+from jaxrl.vllm_plugin import cpu
+
 BACKEND = "jaxrl"
-PROTOCOL = 3  # of the payloads below; the trainer refuses another one
+PROTOCOL = 4  # of the payloads below; the trainer refuses another one
 OWNER = "JAXRL_OWNER"  # environment: "pid:start time" of the trainer that started this server
 
 
 def register() -> None:
     """The entry point. vLLM calls it in every process, sometimes twice."""
     _watch_owner()
-    _keep_cpu_weights()
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        cpu.change_vllm()
     _add_worker_methods()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -68,74 +72,6 @@ def _watch_owner() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name=OWNER, daemon=True).start()
-
-
-def _keep_cpu_weights() -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    import torch
-    from vllm.model_executor.layers import utils
-
-    def unpacked(layer, remove_weight):
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = unpacked
-    # modules that have imported the name already
-    from vllm.model_executor.layers import linear, vocab_parallel_embedding
-
-    for module in (linear, vocab_parallel_embedding):
-        if hasattr(module, "dispatch_cpu_unquantized_gemm"):
-            module.dispatch_cpu_unquantized_gemm = unpacked
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None  # it packs, at the first load only
-    CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
-    CPUUnquantizedExperts.apply = _cpu_experts
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    RotaryEmbedding.forward_cpu = _cpu_rotation(RotaryEmbedding.forward_cpu)
-
-
-def _cpu_rotation(whole):
-    """vLLM's kernel for CPUs takes the heads of a token to be one axis, the last. Of latent attention a part of each
-    head is rotated, and heads are an axis of their own: torch rotates that."""
-    def forward_cpu(self, positions, query, key=None):
-        parts = any(x is not None and x.dim() > 2 for x in (query, key))
-        return self.forward_native(positions, query, key) if parts else whole(self, positions, query, key)
-
-    return forward_cpu
-
-
-def _cpu_experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
-                 expert_map, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta,
-                 apply_router_weight_on_input):
-    """vLLM's CPUUnquantizedExperts.apply on weights as they were loaded: an expert at a time, added up in fp32."""
-    import torch
-    from torch.nn import functional
-
-    activations = {"silu": functional.silu, "gelu": functional.gelu,
-                   "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
-
-    def gated(inner):
-        if activation.value == "swigluoai":  # gpt-oss's
-            gate, up = inner[:, ::2].clamp(max=7.0), inner[:, 1::2].clamp(-7.0, 7.0)
-            return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        gate, up = inner.chunk(2, dim=-1)
-        return activations[activation.value](gate) * up
-
-    total = torch.zeros(output.shape, dtype=torch.float32)
-    for expert in topk_ids.unique().tolist():
-        own = expert if expert_map is None else int(expert_map[expert])
-        if own < 0:  # another worker's
-            continue
-        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
-        inner = functional.linear(hidden_states[token], w1[own], None if self.w1_bias is None else self.w1_bias[own])
-        out = functional.linear(gated(inner), w2[own], None if self.w2_bias is None else self.w2_bias[own]).float()
-        weight = 1.0 if apply_router_weight_on_input else topk_weights[token, slot, None].float()
-        total.index_add_(0, token, out * weight)
-    output.copy_(total)
 
 
 def _add_worker_methods() -> None:
@@ -475,14 +411,15 @@ def machine() -> str:
 
 
 def digests(worker) -> str:
-    """JSON: HF tensor name -> [SHA-256 of the loaded piece, dtype, shape, axis, start, stop].
+    """JSON: HF tensor name -> [SHA-256 of the loaded piece, dtype, shape, axis, [[start, stop], ...]].
 
-    The piece is the slice start:stop along `axis` of the HF tensor (axis -1: all of it), as this worker holds it; what
-    it holds in a wider dtype than it was given is summed in the one that it was given.
+    The piece is these slices of the HF tensor, joined along `axis` (axis -1: all of it), as this worker holds them;
+    what it holds in a wider dtype than it was given is summed in the one that it was given.
     """
-    model, sent = worker.get_model(), getattr(worker.weight_transfer_engine, "dtypes", {})
+    model, engine = worker.get_model(), worker.weight_transfer_engine
+    sent, names = getattr(engine, "dtypes", {}), getattr(engine, "names", frozenset())
     return json.dumps({name: [digest(piece.to(sent.get(name, piece.dtype))), str(piece.dtype).removeprefix("torch."),
-                              list(piece.shape), *place] for name, piece, place in pieces(model)})
+                              list(piece.shape), *place] for name, piece, place in pieces(model, names)})
 
 
 def adapter(worker, path: str) -> str:
@@ -501,15 +438,16 @@ def digest(tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
-def pieces(model) -> Iterator[tuple]:
-    """(HF name, loaded piece, (axis, start, stop)) of every parameter, fused ones taken apart."""
-    for name, piece, place in _pieces(model):
+def pieces(model, sent=frozenset()) -> Iterator[tuple]:
+    """(HF name, loaded piece, (axis, [(start, stop), ...])) of every parameter, fused ones taken apart, but for those
+    that HF's folder holds fused: `sent` has the names of its tensors."""
+    for name, piece, place in _pieces(model, sent):
         if _is_gpt_oss(model):  # its modules have other names than its checkpoint
             name = name.replace(".attn.", ".self_attn.").replace("model.embedding.", "model.embed_tokens.")
         yield name, piece, place
 
 
-def _pieces(model) -> Iterator[tuple]:
+def _pieces(model, sent) -> Iterator[tuple]:
     packed = getattr(model, "packed_modules_mapping", {})
     modules = dict(model.named_modules())
     for full, parameter in model.named_parameters():
@@ -523,36 +461,48 @@ def _pieces(model) -> Iterator[tuple]:
         if hasattr(module, "expert_map_manager"):
             yield from _expert_pieces(path.removesuffix(".routed_experts"), module, leaf, data)
             continue
-        if hasattr(module, "total_num_kv_heads"):  # QKVParallelLinear
-            size, rank = module.head_size, module.tp_rank
-            kv_rank = rank // module.num_kv_head_replicas
-            spans = [(module.num_heads * size, rank), (module.num_kv_heads * size, kv_rank),
-                     (module.num_kv_heads * getattr(module, "v_head_size", size), kv_rank)]
-        elif hasattr(module, "output_sizes") and own in packed:  # MergedColumnParallelLinear
-            spans = [(total // module.tp_size, module.tp_rank) for total in module.output_sizes]
-        elif hasattr(module, "shard_indices"):  # VocabParallelEmbedding and head
+        if hasattr(module, "shard_indices"):  # VocabParallelEmbedding and head
             rows = module.shard_indices
             count = rows.org_vocab_end_index - rows.org_vocab_start_index
-            yield full, data[:count], (0, rows.org_vocab_start_index, rows.org_vocab_end_index)
-            continue
+            yield full, data[:count], (0, [(rows.org_vocab_start_index, rows.org_vocab_end_index)])
+        elif parts := _parts(module, own, modules.get(parent)):
+            names, at = [own] if full in sent else packed.get(own, [own]), 0
+            more = len(parts) - len(names) + 1  # HF's first tensor has what is left to it: in_proj_qkv, or all
+            for name, some in zip(names, [parts[:more], *([part] for part in parts[more:])], strict=True):
+                ranges, first, start = [], 0, at
+                for total, size, rank in some:
+                    ranges.append((first + rank * size, first + (rank + 1) * size))
+                    first, at = first + total, at + size
+                yield ".".join(filter(None, (parent, name, leaf))), data[start:at], (0, ranges)
         else:
             axis = None
             if leaf == "sinks":
                 _check_sinks(full, module, data)
                 axis, module = 0, module.qkv_proj
+            elif leaf in ("A_log", "dt_bias"):  # one number a head
+                axis = 0
             elif hasattr(module, "input_is_parallel"):  # RowParallelLinear; its bias is whole
                 axis = 1 if leaf == "weight" else None
             elif hasattr(module, "gather_output"):  # ColumnParallelLinear; routers are replicated
                 axis = 0
             split = axis is not None and getattr(module, "tp_size", 1) > 1
             start = module.tp_rank * data.shape[axis] if split else 0
-            yield full, data, (axis, start, start + data.shape[axis]) if split else (-1, 0, 0)
-            continue
-        at = 0
-        for name, (count, rank) in zip(packed.get(own, ()), spans, strict=True):
-            whole = ".".join(filter(None, (parent, name, leaf)))
-            yield whole, data[at:at + count], (0, rank * count, (rank + 1) * count)
-            at += count
+            yield full, data, (axis, [(start, start + data.shape[axis])]) if split else (-1, [])
+
+
+def _parts(module, own: str, parent) -> list[tuple[int, int, int]]:
+    """(outputs, those of one worker, number of this one's share) of every matrix that a module holds one behind the
+    other; [] for a module that holds one."""
+    if hasattr(module, "total_num_kv_heads"):  # QKVParallelLinear
+        size, rank = module.head_size, module.tp_rank
+        kv_rank, values = rank // module.num_kv_head_replicas, getattr(module, "v_head_size", size)
+        return [(module.total_num_heads * size, module.num_heads * size, rank),
+                (module.total_num_kv_heads * size, module.num_kv_heads * size, kv_rank),
+                (module.total_num_kv_heads * values, module.num_kv_heads * values, kv_rank)]
+    totals = getattr(module, "output_sizes", ())  # MergedColumnParallelLinear
+    if own == "conv1d" and hasattr(parent, "key_dim"):
+        totals = parent.key_dim, parent.key_dim, parent.value_dim
+    return [(total, total // module.tp_size, module.tp_rank) for total in totals]
 
 
 def _check_derived(name: str, module, leaf: str, data) -> None:
@@ -580,9 +530,9 @@ def _expert_pieces(path: str, module, leaf: str, data) -> Iterator[tuple]:
         raise ValueError(f"jaxrl: {path}.{leaf}: only weights and biases of experts can be told, not this")
     parallel, count = config.moe_parallel_config, config.intermediate_size_per_partition_unpadded
     inner = config.hidden_dim_unpadded if matrix == "w13" else count  # of a row
-    place = (-1, 0, 0)
+    place: tuple = (-1, [])
     if parallel.tp_size > 1 and leaf != "w2_bias":
-        place = (0 if matrix == "w13" else 1, parallel.tp_rank * count, (parallel.tp_rank + 1) * count)
+        place = (0 if matrix == "w13" else 1, [(parallel.tp_rank * count, (parallel.tp_rank + 1) * count)])
     elif leaf == "w2_bias" and parallel.tp_rank:  # added behind the sum over workers, by the first
         return
     for expert in range(module.global_num_experts):

@@ -1,0 +1,77 @@
+"""Families through real vLLM: every publish reaches every tensor, packed and recurrent ones too, and is computed with."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_job
+from helpers.rollout_helpers import HF, random_params
+from helpers.tiny_models import ARCHITECTURES, EXPERTS, HYBRIDS
+from helpers.vllm_cases import agree, own_servers
+
+import jaxrl
+from jaxrl import models
+from jaxrl.rollout.vllm.publish import WeightMismatch
+
+pytestmark = pytest.mark.vllm
+HEADS = {"head_dim": 32}  # vLLM's attention for CPUs serves no smaller ones
+LINEAR = {**HEADS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+          "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "full_attention_interval": 2, "rope_parameters": {
+              "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}}
+OTHERS = {  # what differs from the entries in helpers.tiny_models
+    "qwen3_5": {**LINEAR, "tie_word_embeddings": True}, "qwen3_5_moe": LINEAR, "qwen3_next": {**LINEAR, "norm_topk_prob": True},
+    "gemma": {**HEADS, "attention_bias": False, "tie_word_embeddings": True},  # vLLM takes them for granted
+}
+
+
+def made(name):
+    kind, entries = (ARCHITECTURES | EXPERTS | HYBRIDS)[name]
+    hf_config = {**HF, "pad_token_id": 0, **entries, **OTHERS.get(name, HEADS), "model_type": kind}
+    del hf_config["hidden_act"]  # the family's own
+    if "rope_parameters" in hf_config:
+        del hf_config["rope_theta"]
+    model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False)
+    return hf_config, model, [random_params(model, seed, 0.15) for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "qwen3_5_moe", "qwen3_next", "llama_bias", "seed_oss", "gemma", "glm", "glm4", "phi3"))])
+def test_every_publish_reaches_every_tensor(name):
+    """Twice, as the first load packs weights on some processors and a later one would not."""
+    hf_config, model, (first, second) = made(name)
+    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always") as engine:
+        agree(engine, model, first, 0)
+        engine.publish(second, 5)
+        assert engine.publisher.last_probe < 1e-5
+        agree(engine, model, second, 5)
+        assert {name for found in engine.fleet.controls[0].digests() for name in found} == set(engine.publisher._digests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "phi3"])
+def test_tensor_parallel_workers_tell_their_slices(name):
+    """Of packed tensors each worker has several; a place that is shifted by one head is caught."""
+    hf_config, model, (first, second) = made(name)
+    with own_servers(of=(model, first), hf_config=hf_config, tensor_parallel=2, rollout_verify_weights="always",
+                     env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as engine:
+        engine.publish(second, 5)
+        agree(engine, model, second, 5)
+        digests = engine.publisher._digests
+        packed = next(n for n in sorted(digests) if n.endswith(("in_proj_qkv.weight", "in_proj_qkvz.weight", "qkv_proj.weight")))
+        digests[packed] = np.roll(digests[packed], 16, axis=0)
+        with pytest.raises(WeightMismatch, match=packed):
+            engine.publisher._compare(engine.router.replicas[0])
+
+
+def test_two_steps_of_a_job(tmp_path):
+    """GRPO of a hybrid: weights go to the server before each step, with checksums, and what it tells of its tokens is what the trainer
+    scores."""
+    c = tiny_job.get_config()
+    c.model.config, c.run.dir, c.train.steps = {**tiny_job.HYBRID, **HEADS}, str(tmp_path), 2
+    c.rollout.engine, c.rollout.verify_weights, c.rollout.prompt_lengths = "vllm", "always", ()
+    c.eval.sets, c.log.console = (), "plain"
+    jaxrl.train(c)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["gap/mean"] for row in rows if "gap/mean" in row]
+    assert len(gaps) == 2 and max(gaps) < 1e-5 and rows[0]["optim/grad_norm"] > 0
