@@ -130,11 +130,15 @@ class UpdatePrecompiler:
                 self._compile(self._state(), next(iter(shapes)), shape)
             self.there.add(shape)
 
-    def before_update(self, batch, prepared) -> None:
-        """Compiles the missing programs of the step's update."""
-        self.compile_for(prepared.layout.update)
+    def join(self, before_update: list) -> None:
+        """Joins the functions before an update, if enabled, until nothing is compiled in the background any more."""
+        def observe(batch, prepared) -> None:
+            self.compile_for(prepared.layout.update)
+            if self.compiler.idle():
+                before_update.remove(observe)
 
-    def after_update(self, metrics) -> None: ...
+        if self.enabled:
+            before_update.append(observe)
 
     def close(self) -> None:
         """Stops the thread."""

@@ -66,7 +66,7 @@ class Recording:
             before = self._newest[1] if self._newest[0] == self.s.step else self.hash_states()
             self._begun = {"batch": batch, "columns": prepared.columns, "seed": prepared.layout.seed, "before": before}
 
-    def after_update(self, metrics: dict) -> None:
+    def after_update(self, batch, metrics: dict) -> None:
         """Writes the record of a completed step in the thread of telemetry, if the step is recorded."""
         s, begun = self.s, self._begun
         if begun is None:
