@@ -6,7 +6,7 @@ Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import flax.struct
@@ -39,6 +39,14 @@ class Sizes(NamedTuple):
     patches: np.ndarray | None = None  # [Q, 2] of the images in the prompt and after it; None = there is no image
 
 
+class Places(NamedTuple):
+    """Where the images of one sequence stand, in order of their first tokens."""
+
+    firsts: np.ndarray   # [I] int64: index of the first image token in the sequence
+    grids: np.ndarray    # [I, 2] int64: rows and columns of patches
+    numbers: np.ndarray  # [I] int64: of the picture; two places of one number show the same picture
+
+
 class Pictures(NamedTuple):
     """The images of a ragged batch, one entry for each place where one stands, ordered by (sequence, first token).
 
@@ -57,6 +65,19 @@ class Pictures(NamedTuple):
     def counts(self) -> np.ndarray:
         """Returns [I]: patches of each image."""
         return self.grids.prod(axis=1)
+
+    @classmethod
+    def of(cls, places: Sequence[Places | None], source) -> Pictures | None:
+        """Returns the images of sequences, in their order; None if there is none.
+
+        source: has merge, width and patches (data.images.source.ImageSource).
+        """
+        own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
+        if not own:
+            return None
+        joined = (np.concatenate(values) for values in zip(*(one for _, one in own), strict=True))
+        sequences = np.repeat([i for i, _ in own], [len(one.firsts) for _, one in own])
+        return cls(sequences, *joined, source.merge, source.width, source.patches)
 
 
 @dataclasses.dataclass

@@ -17,11 +17,14 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.errors import RunStopped
+
+if TYPE_CHECKING:  # it imports jax
+    from jaxrl.types import Pictures
 
 UNFINISHED = "unfinished"  # finish of the results of `Engine.unfinished_results`
 
@@ -124,6 +127,7 @@ class Request:
                         # on from the conversation that it parked
     keep: bool = False  # another request may come after this one
     adapter: int = 0    # number of the adapter to sample from, if the published weights hold several; 0 = they do not
+    pictures: Pictures | None = None  # the prompt's images, all of sequence 0
 
 
 def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool,
