@@ -192,7 +192,7 @@ class EmbeddedEngine(Engine):
         # A run of many batches of different lengths: any program may come.
         if not self._prepared and self._published > 1 and len(self._ended_at) > 1:
             self._programs.prepare(self._calls(1))
-            self._prepared = True
+            self._prepared = {"prefill", "decode"} <= {kind for kind, *_ in self._programs.compiled}
 
     def sleep(self) -> None:
         """Frees weights and caches until the next publish. Raises RuntimeError while there are requests."""
