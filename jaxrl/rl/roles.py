@@ -14,6 +14,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from jaxrl import training
+from jaxrl.algorithms import kl_value
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import put
 from jaxrl.rl.rollouts import staleness_buckets
@@ -152,6 +153,14 @@ class Roles:
         Returns the reference's metrics.
         """
         return {} if self.reference is None else self.reference.after_step(self.policy, step, epoch)
+
+    def kl(self, columns):
+        """Returns the [T] KL estimates that are subtracted from the reward, or None if kl.placement is not the reward.
+
+        columns: as of `columns`, with old and ref.
+        """
+        c = self.config
+        return kl_value(columns["old"], columns["ref"], c.algorithm.kl.estimator) if c.kl_in_reward else None
 
 
 def clear_early_stop(state):

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxrl import training
-from jaxrl.algorithms import TOKEN_MASKS, StepTokens, explained_variance, kl_value
+from jaxrl.algorithms import TOKEN_MASKS, StepTokens, explained_variance
 from jaxrl.rl import advantages
 from jaxrl.rl.episodes import conversations
 from jaxrl.rl.metrics import accuracy_rewards, check_logprob_gap, histograms, mean_metrics, rollout_metrics
@@ -147,20 +147,19 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
     Returns:
       Prepared, whose columns are what `learn` packs.
     """
-    critic, traj, values, kl, a = roles.critic, batch.traj, None, None, spec.algorithm
+    critic, traj, values = roles.critic, batch.traj, None
     columns = roles.columns(traj, layout.score)
     if critic is not None:
         values, raw = critic.values(roles.policy.state, traj, layout.score)
     if batch.staleness is not None:
         columns["staleness"] = batch.staleness
-    if spec.kl_in_reward:
-        kl = kl_value(columns["old"], columns["ref"], a.kl.estimator)
+    kl = roles.kl(columns) if spec.kl_in_reward else None
     estimate = advantages.advantages
     if spec.data.sources:
         of_N = [getattr(g.example, "source", "") for g in batch.groups]
         estimate = functools.partial(advantages.advantages_by_source, spec.data.sources, of_N)
-    found = estimate(a, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts,
-                     columns=columns, user=spec.user, scale=spec.reward.scale)
+    found = estimate(spec.algorithm, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values,
+                     rewards=batch.result.parts, columns=columns, user=spec.user, scale=spec.reward.scale)
     columns["advantage"] = found.tokens.astype(np.float32)
     if critic is not None:
         columns |= critic.columns(found.returns, raw, traj.loss_mask)
