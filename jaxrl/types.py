@@ -66,16 +66,22 @@ class Pictures(NamedTuple):
         """Returns [I]: patches of each image."""
         return self.grids.prod(axis=1)
 
+    def tokens(self, offsets) -> np.ndarray:
+        """Returns the indices into [T] of all image tokens. offsets: as Trajectories.offsets."""
+        begins, counts = offsets[self.sequences] + self.firsts, self.counts // self.merge**2
+        return np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts, strict=True)])
+
     @classmethod
-    def of(cls, places: Sequence[Places | None], source) -> Pictures | None:
+    def of(cls, places: Sequence[Places | Pictures | None], source) -> Pictures | None:
         """Returns the images of sequences, in their order; None if there is none.
 
-        source: has merge, width and patches (data.images.source.ImageSource).
+        places: those of each sequence, of a Pictures with one sequence alone. source: has merge, width and patches: a
+        data.images.source.ImageSource or a Pictures.
         """
         own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
         if not own:
             return None
-        joined = (np.concatenate(values) for values in zip(*(one for _, one in own), strict=True))
+        joined = (np.concatenate([getattr(one, name) for _, one in own]) for name in ("firsts", "grids", "numbers"))
         sequences = np.repeat([i for i, _ in own], [len(one.firsts) for _, one in own])
         return cls(sequences, *joined, source.merge, source.width, source.patches)
 

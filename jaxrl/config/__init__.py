@@ -6,7 +6,7 @@ do not import ml_collections.
 
 import importlib
 
-_LAZY = ("config_of", "default_config", "load_config")
+_LAZY = ("config_of", "default_config", "load_config", "put")
 __all__ = list(_LAZY)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.config import schema_jobs as jobs
 from jaxrl.config import schema_rewards
-from jaxrl.config.option import Option, shared
+from jaxrl.config.option import Option, Rows, shared
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema_algorithm import ALGORITHM, EPISODES
 
@@ -103,6 +103,20 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "assistant_mask": O("turns", "with data.train_turns=all, how assistant turns are found. turns: each rendered after what came before,"
                                      " as episodes do; template: what the chat template marks by {% generation %}", choices=("turns", "template"),
                             needs="data.train_turns=all", read_by=("sft",)),
+        "image_column": O("images", "images of a row's prompt, one or a list: bytes, {bytes, path}, a path, a data URI, base64; from Python"
+                                    " also Pillow images and uint8 arrays; `image` where rows have no column `images`; read where the model"
+                                    " has a tower for images; empty = text only"),
+        "image_marker": O("<image>", "text of a prompt in whose place the next image of the column stands; without a marker they come first; empty"
+                                     " = none", needs="data.image_column"),
+        "image_root": O("", "folder that paths of images are relative to, and must lie in; empty = that of the data file",
+                        needs="data.image_column"),
+        "image_min_pixels": O(None, "an image with fewer pixels is enlarged; None = the checkpoint's preprocessor_config.json", int, bound=">0",
+                              needs="data.image_column"),
+        "image_max_pixels": O(None, "an image with more pixels is made smaller, which takes fewer tokens; None = the checkpoint's", int,
+                              bound=">0", needs="data.image_column"),
+        "max_images": O(8, "a prompt with more images is a bad row", bound=">0", needs="data.image_column"),
+        "image_decode_limit": O(2**26, "pixels of a stored image; one with more is a bad row and is not decoded", bound=">0",
+                                needs="data.image_column"),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
         "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),
@@ -449,6 +463,9 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "metric": O("", "metric of evaluations that eval.patience and checkpoint.keep_best go by, by its name in metrics.jsonl; higher is"
                         " better, of names that end in loss lower; empty = eval/accuracy, of preferences without one eval/preference_accuracy",
                     needs="eval.patience or checkpoint.keep_best"),
+        "controls": O((), "rows with images are evaluated again with other pictures, as eval/<set>/<control>/accuracy. blank: grey ones of the"
+                          " same sizes; swapped: those of another row of the set. A policy that looks at its images does worse on both",
+                      choices=Rows("jaxrl.data.images.controls:CONTROLS"), needs="data.image_column"),
         "patience": O(0, "end the run after so many evaluations in a row that are not better than the best one before; 0 = never", bound=">=0",
                       needs=EVALUATIONS),
     },

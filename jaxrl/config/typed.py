@@ -110,6 +110,13 @@ class Data(Group):
     margin_column: str
     train_turns: str
     assistant_mask: str
+    image_column: str
+    image_marker: str
+    image_root: str
+    image_min_pixels: int | None
+    image_max_pixels: int | None
+    max_images: int
+    image_decode_limit: int
     system_prompt: str
     chat: str
     add_generation_prompt: bool
@@ -548,6 +555,7 @@ class Eval(Group):
     rewards: tuple[str, ...]
     accuracy_from: str
     metric: str
+    controls: tuple[str, ...]
     patience: int
 
 

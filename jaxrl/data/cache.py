@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxrl.data.chat_template import template_date
 from jaxrl.data.dataset import Dataset, Tables
+from jaxrl.data.images.decode import as_text
 from jaxrl.data.sources import SUFFIXES, ArrowTable, resolve
 from jaxrl.records import sealed
 
@@ -37,7 +38,7 @@ DEFAULT_FOLDER = "~/.cache/jaxrl/data"
 IGNORED_OPTIONS = ("prompts_per_step", "epochs", "shuffle", "seed", "workers", "prefetch", "drop_last", "cache",
                    "sources", "exhausted", "path")
 REWARD_MODEL_OPTIONS = ("kind", "steps_column", "labels_column", "separator")  # of reward_model: how its rows are read
-ARRAYS = ("offsets", "ids", "mask", "masked", "rows", "cut")
+ARRAYS = ("offsets", "ids", "mask", "masked", "rows", "cut", "image_offsets", "images")
 LISTS = ("filtered", "filtered_rows", "unknown_prompts", "shortened", "split")
 
 
@@ -202,7 +203,7 @@ class KnownDigest:
 def _write_rows(folder: Path, dataset: Dataset) -> None:
     """Writes the rows that a data set reads later: those of its examples and the first with an unknown token."""
     numbers = np.unique(np.append(dataset.arrays["rows"], [i for i, _ in dataset.unknown_prompts[:1]]).astype(np.int64))
-    texts = [json.dumps(dataset.tables[int(i)]).encode() for i in numbers]
+    texts = [json.dumps(dataset.tables[int(i)], default=as_text).encode() for i in numbers]
     np.save(folder / "numbers.npy", numbers)
     np.save(folder / "ends.npy", np.cumsum([0, *map(len, texts)]))
     np.save(folder / "text.npy", np.frombuffer(b"".join(texts), np.uint8))
@@ -243,7 +244,7 @@ def _part_digest(part) -> str:
         digest.update(json.dumps(_rows_digest(part)).encode())
     else:
         for pair in part:
-            digest.update(json.dumps(pair).encode() + b"\n")
+            digest.update(json.dumps(pair, default=as_text).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -259,7 +260,7 @@ def _tokenizer_digest(tokenizer) -> list:
 def _code_digest() -> str:
     """Returns a hash of the code that reads, renders and tokenizes, and of the versions of the libraries it calls."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted([*root.glob("data/*.py"), *root.glob("envs/parsers*.py")]):
+    for path in sorted([*root.glob("data/*.py"), *root.glob("data/images/*.py"), *root.glob("envs/parsers*.py")]):
         digest.update(path.read_bytes())
     for library in ("transformers", "tokenizers", "jinja2", "pyarrow"):
         digest.update(f"{library} {version(library)} ".encode())

@@ -178,9 +178,10 @@ class Template:
                               return_token_type_ids=False)["input_ids"]
 
 
-def check_messages(value) -> list[dict]:
-    """Returns chat messages with text contents (lists of text parts are joined). Raises
-    PromptError naming the message.
+def check_messages(value, images: bool = False) -> list[dict]:
+    """Returns chat messages with text contents (lists of text parts are joined). Raises PromptError naming the message.
+
+    images: contents may be lists with images, as data.images.source makes them.
     """
     if not isinstance(value, list) or not value:
         raise PromptError(f"expected text or a list of chat messages, found {type(value).__name__}"
@@ -195,7 +196,7 @@ def check_messages(value) -> list[dict]:
             content = ""
         if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
             content = "".join(p["text"] for p in content)
-        if not isinstance(content, str):
+        if not isinstance(content, str) and not (images and isinstance(content, list)):
             raise PromptError(f"message {i} ({message['role']}) has no text content")
         out.append({**message, "content": content})
     return out

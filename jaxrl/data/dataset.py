@@ -10,12 +10,17 @@ import dataclasses
 import hashlib
 import logging
 import re
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.data.chat_template import EXTRA_FIELDS, PromptError, Template, check_messages, check_tools
 from jaxrl.errors import ConfigError
+from jaxrl.types import Places
+
+if TYPE_CHECKING:
+    from jaxrl.data.images.source import ImageSource, RowImages
 
 log = logging.getLogger(__name__)
 RESERVED = {  # argument names of rewards and environments that are not columns -> what they hold
@@ -44,6 +49,8 @@ class Example:
       rejected_ids: as target_ids, for the rejected completion of a pair; else None.
       source: name in data.sources, "" without sources.
       rewards: names of the reward functions that score it; None for all, or those of `reward.column`.
+      images: where the prompt's images stand, one image token per feature in `prompt_ids`, one per image in
+        `prompt_text`; None without images.
     """
 
     prompt_ids: np.ndarray
@@ -57,6 +64,7 @@ class Example:
     rejected_ids: np.ndarray | None = None
     source: str = ""
     rewards: tuple[str, ...] | None = None
+    images: Places | None = None
 
 
 def assistant_content(message: dict):
@@ -112,6 +120,7 @@ class Row(NamedTuple):
         prompt is trained on.
       tools: the JSON schemas passed to the chat template.
       rejected: the rejected completion of a pair, whose chosen one is `completion`.
+      images: the prompt's images, whose tokens in `text` are one each; None without images.
     """
 
     prompt: Any
@@ -122,6 +131,7 @@ class Row(NamedTuple):
     messages: list[dict] | None = None
     tools: list[dict] | None = None
     rejected: str | dict | None = None
+    images: RowImages | None = None
 
 
 class TokenizedRow(NamedTuple):
@@ -134,6 +144,7 @@ class TokenizedRow(NamedTuple):
       trained: which target ids are trained on; None for all.
       rejected: ids of the rejected completion, or None.
       prompt_cut: whether the prompt is not the whole text of the row.
+      images: [I, 3] index of the first token of each image of the prompt, rows and columns of its patches.
     """
 
     row: int
@@ -142,6 +153,7 @@ class TokenizedRow(NamedTuple):
     trained: np.ndarray | None = None
     rejected: Any = None
     prompt_cut: bool = False
+    images: Any = ()
 
 
 class Reader:
@@ -150,7 +162,12 @@ class Reader:
     Args:
       targets: whether rows have a completion to train on: 'none', 'optional' or 'required'.
       tools: as for Template.
+
+    Attributes:
+      images: the job's ImageSource; None reads no images.
     """
+
+    images: ImageSource | None = None
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         data = config.data
@@ -168,15 +185,19 @@ class Reader:
                 raise ConfigError(f"data.answer_pattern={data.answer_pattern!r} has no group: put the part to "
                                   "extract in parentheses, e.g. '#### (.*)'")
 
-    def __call__(self, row: dict[str, Any]) -> Row:
-        """Returns the Row of a raw row. Raises PromptError naming the column, the value and the remedy."""
+    def __call__(self, row: dict[str, Any], where: str = "") -> Row:
+        """Returns the Row of a raw row. Raises PromptError naming the column, the value and the remedy.
+
+        where: place of the row, "file:line", for paths of images.
+        """
         column = prompt_column(row, self.prompt)
         prompt, completion, messages = row.get(column), None, None
         if prompt is None:
             raise missing_column(row, self.prompt, "data.prompt_column")
+        prompt, found = (prompt, []) if self.images is None else self.images.split(row, prompt, where)
         if not isinstance(prompt, str):
             try:
-                prompt = check_messages(prompt)
+                prompt = check_messages(prompt, images=bool(found))
             except PromptError as e:
                 raise PromptError(f"column {column!r} (data.prompt_column): {e}") from None
         if self.all_turns and isinstance(prompt, list):
@@ -188,7 +209,7 @@ class Reader:
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             raise PromptError("the messages before the completion end with an assistant turn; put it and the"
                               " completion into one message (data.response_prefix starts every completion)")
-        columns = self._columns(row, column)
+        columns = self._columns(row, (column, self.completion, *(self.images.columns if self.images else ())))
         answer = None
         if self.answer:
             answer = column_value(row, self.answer)
@@ -196,8 +217,13 @@ class Reader:
                 answer = self._answer(row, answer)
             columns["answer"] = answer
         tools = check_tools(row["tools"]) if self.with_tools and row.get("tools") else None
-        text = self.template.render(prompt, **({"tools": tools} if tools else {}))
-        return Row(prompt, text, answer, columns, completion, messages, tools)
+        render = partial(self.template.render, **({"tools": tools} if tools else {}))
+        images = None
+        if found and self.images is not None:
+            text, images = self.images.rendered(found, prompt, render)
+        else:
+            text = render(prompt)
+        return Row(prompt, text, answer, columns, completion, messages, tools, images=images)
 
     def _sampled_prompt(self, messages, column) -> list[dict]:
         """Returns the messages without trailing assistant messages, which a run that samples completions leaves out."""
@@ -211,13 +237,13 @@ class Reader:
                         " trains on assistant messages)", column)
         return messages[:last]
 
-    def _columns(self, row, prompt) -> dict[str, Any]:
-        """Returns what rewards receive of a row: every column except prompt and completion; a reserved name
-        gets an underscore appended.
+    def _columns(self, row, but) -> dict[str, Any]:
+        """Returns what rewards receive of a row: every column except `but` (prompt, completion, images); a reserved
+        name gets an underscore appended.
         """
         out = {}
         for name, value in row.items():
-            if name in (prompt, self.completion):
+            if name in but:
                 continue
             if name in RESERVED and (name != "answer" or self.answer != "answer"):
                 if f"{name}_" in row:
@@ -307,7 +333,7 @@ class Dataset:
       unknown_prompts: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
       truncated: number of prompts cut on the left.
       prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
-      where there is none.
+      where there is none. patches: [N] patches of its images.
       shortened, split: locations of rows whose completion was cut, or split into several rows.
       heldout: the held-out Dataset, or None.
       fingerprint: hash of the rows' content in order (prompt, completion, reference answer and the columns rewards
@@ -316,6 +342,7 @@ class Dataset:
 
     def __init__(self, name: str, tables: Tables, reader: Reader, bad):
         self.name, self.bad_rows, self.tables, self.reader = name, bad, tables, reader
+        self.number = reader.images.register(self) if reader.images else 0
         self.heldout: Dataset | None = None
         self.content: Any = hashlib.sha256()  # or cache.KnownDigest
         self.filtered: list[str] = []
@@ -340,13 +367,17 @@ class Dataset:
             "offsets": offsets, "ids": np.concatenate(pieces), "mask": mask,
             "masked": np.array([one.trained is not None for one in rows], bool),
             "rows": np.array([one.row for one in rows], np.int64),
-            "cut": np.array([one.prompt_cut or len(one.prompt) > limit for one in rows], bool)})
+            "cut": np.array([one.prompt_cut or len(one.prompt) > limit for one in rows], bool),
+            "image_offsets": np.cumsum([0, *(len(one.images) for one in rows)]),
+            "images": np.concatenate([np.zeros((0, 3), np.int64), *(one.images for one in rows if len(one.images))])})
 
     def set_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         """Stores all ids as arrays, as `fill` builds them: offsets [3 N + 1] into ids and mask; masked,
-        rows and cut [N].
+        rows and cut [N]; image_offsets [N + 1] into images [I, 3].
         """
         self.arrays = arrays
+        each = np.append(0, np.cumsum(arrays["images"][:, 1] * arrays["images"][:, 2]))
+        self.patches = np.diff(each[arrays["image_offsets"]])
         self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(arrays["offsets"]).reshape(-1, 3).T
         self.filtered_fraction = len(self.filtered) / (len(self.filtered) + len(np.unique(arrays["rows"])))
 
@@ -355,14 +386,24 @@ class Dataset:
 
     def __getitem__(self, i: int) -> Example:
         arrays = self.arrays
-        raw, where = self.tables[int(arrays["rows"][i])]
-        row = self.reader(raw)
+        number = int(arrays["rows"][i])
+        raw, where = self.tables[number]
+        row = self.reader(raw, where)
         at = arrays["offsets"][3 * i:3 * i + 4]
         prompt, target, rejected = (arrays["ids"][a:b] for a, b in zip(at[:-1], at[1:], strict=True))
         text = self.reader.template.tokenizer.decode(prompt) if arrays["cut"][i] else row.text
         trained = arrays["mask"][at[1]:at[2]] if arrays["masked"][i] else None
+        own, images = arrays["images"][slice(*arrays["image_offsets"][i:i + 2])], None
+        if len(own) and self.reader.images is not None:
+            images = self.reader.images.places(self.number, number, own[:, 0], own[:, 1:])
         return Example(prompt, text, row.prompt, row.answer, row.columns, where, target if len(target) else None,
-                       trained, rejected if len(rejected) else None)
+                       trained, rejected if len(rejected) else None, images=images)
+
+    def grid_of(self, row: int, image: int) -> tuple[int, int]:
+        """Returns (rows, columns) of patches of an image of a raw row, as they were when the data set was prepared."""
+        at = self.arrays["image_offsets"][int(np.searchsorted(self.arrays["rows"], row))]
+        _, *grid = self.arrays["images"][at + image].tolist()
+        return tuple(grid)
 
     def numbers(self, column: str) -> np.ndarray:
         """Returns a column as [N] float64. Raises ConfigError naming the first row whose value is

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from jaxrl.data.cache import Cache, lazy_tables
 from jaxrl.data.chat_template import EXTRA_FIELDS, PromptError
 from jaxrl.data.dataset import Dataset, Reader, Row, Tables, TokenizedRow, prompt_column
 from jaxrl.data.demonstrations import CompletionRenderer, Demonstrations
+from jaxrl.data.images.decode import as_text
 from jaxrl.data.mixture import Mixture, select_rows, source_config
 from jaxrl.data.overlong import Limits, fit_completion
 from jaxrl.data.pairs import PairReader, holdout_prompt
@@ -27,7 +30,7 @@ MAX_NESTING = 100  # levels of lists and tables in a row
 CHUNK = 1024  # rows tokenised in one call
 
 
-def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()) -> Dataset | Mixture:
+def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=(), images=None) -> Dataset | Mixture:
     """Loads the training set, `rows` or `data.path`, according to `data.*`.
 
     With `data.eval_fraction`, a share or number of the rows becomes `.heldout`; rows with equal prompts stay on one
@@ -37,6 +40,7 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()
       eos_id: token that ends supervised completions; required by run.recipe=sft, ignored by rl.
       rows: a list of dicts or a datasets.Dataset; None reads `data.path`.
       tools: JSON schemas passed to the chat template.
+      images: ImageSource; None reads no images.
 
     Returns:
       A Dataset, or a Mixture with `data.sources`.
@@ -46,18 +50,19 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()
     """
     data = config.data
     if data.sources:
-        return _load_sources(config, tokenizer, eos_id, rows, tools)
+        return _load_sources(config, tokenizer, eos_id, rows, tools, images)
     if not data.path and rows is None:
         raise ConfigError("data.path is empty: name a file, a folder or a hub id")
     bad = BadRows(data.bad_rows)
-    tables, numbers, heldout = _train_rows(config, bad, rows)
-    train = _load("train", config, tokenizer, eos_id, tables, bad, numbers, targets="required", tools=tools)
+    tables, numbers, heldout = _train_rows(config, bad, rows, images)
+    train = _load("train", config, tokenizer, eos_id, tables, bad, numbers, targets="required", tools=tools,
+                  images=images)
     if data.eval_fraction:
-        train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout, tools)
+        train.heldout = _load_heldout(config, tokenizer, eos_id, tables, heldout, tools, images)
     return train
 
 
-def _load_sources(config, tokenizer, eos_id, rows, tools) -> Mixture:
+def _load_sources(config, tokenizer, eos_id, rows, tools, images) -> Mixture:
     """Loads the sets of data.sources, each with its options."""
     parts, rewards, known = {}, {}, {}
     for name in sorted(config.data.sources):
@@ -65,40 +70,48 @@ def _load_sources(config, tokenizer, eos_id, rows, tools) -> Mixture:
         d, bad = own.data, BadRows(own.data.bad_rows)
         key = ("path" in options, d.path, d.split, d.subset, d.revision, d.max_rows, d.bad_rows)
         if key not in known:  # sources that differ in `where` only share one read
-            known[key], *_ = _train_rows(own, bad, None if "path" in options else rows)
+            known[key], *_ = _train_rows(own, bad, None if "path" in options else rows, images)
         tables = known[key]
         numbers = select_rows(tables, options["where"], name) if options.get("where") else None
-        parts[name] = _load(name, own, tokenizer, eos_id, tables, bad, numbers, targets="required", tools=tools)
+        parts[name] = _load(name, own, tokenizer, eos_id, tables, bad, numbers, targets="required", tools=tools,
+                            images=images)
         if options.get("rewards"):
             rewards[name] = (options["rewards"],) if isinstance(options["rewards"], str) else tuple(options["rewards"])
     return Mixture(parts, rewards)
 
 
-def _train_rows(config, bad, rows=None):
+def _train_rows(config, bad, rows=None, images=None):
     """Returns (tables of data.path or of the rows in memory, numbers of the rows to train on, numbers
     of the held-out rows).
     """
     data = config.data
     if rows is not None:
-        tables = from_memory(rows, bad, field="data", limit=data.max_rows)
+        tables = from_memory(rows, bad, field="data", limit=data.max_rows, keep=_kept(config, images))
     else:
         tables = lazy_tables(config, data.path, data.max_rows, partial(
             read, data.path, bad, field="data.path", splits=data.split, subset=data.subset, revision=data.revision,
-            limit=data.max_rows))
+            limit=data.max_rows, keep=_kept(config, images)))
     if not data.eval_fraction:
         return tables, None, []
     prompt = (lambda row: holdout_prompt(row, data)) if recipe_of(config).pairs else (
-        lambda row: row.get(prompt_column(row, data.prompt_column)))
+        lambda row: [row.get(prompt_column(row, data.prompt_column)), *([row.get(images.column_of(row))] if images
+                                                                         else [])])
     return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))
 
 
-def _load_heldout(config, tokenizer, eos_id, tables, rows, tools) -> Dataset:
+def _kept(config, images) -> tuple[str, ...]:
+    """Returns the columns whose binary values are kept: those of images, and of prompts with image parts."""
+    return (*images.columns, config.data.prompt_column, "messages") if images else ()
+
+
+def _load_heldout(config, tokenizer, eos_id, tables, rows, tools, images) -> Dataset:
     rows = rows[:config.eval.max_rows or None]
-    return _load("heldout", config, tokenizer, eos_id, tables, BadRows(config.data.bad_rows), rows, tools=tools)
+    return _load("heldout", config, tokenizer, eos_id, tables, BadRows(config.data.bad_rows), rows, tools=tools,
+                 images=images)
 
 
 def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset | None = None, sets=None, rows=None,
-                   tools=()) -> dict[str, Dataset]:
+                   tools=(), images=None) -> dict[str, Dataset]:
     """Loads the sets of `eval.sets`, then those of `sets`, and 'heldout' if `data.eval_fraction` > 0.
 
     Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` says (counted and reported).
@@ -108,6 +121,7 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
       train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training
         rows are in memory.
       sets: name -> rows, as for `load_train`.
+      images: ImageSource; None reads no images.
 
     Returns:
       name -> Dataset.
@@ -120,20 +134,20 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
         bad = BadRows(data.bad_rows)
         tables = lazy_tables(config, (path,), limit, partial(
             read, path, bad, field=f"eval.sets {name}", splits=(split,), subset=data.subset, revision=data.revision,
-            limit=limit))
-        out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
+            limit=limit, keep=_kept(config, images)))
+        out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools, images=images)
     for name, rows_of_set in (sets or {}).items():
         if name in out or (name == "heldout" and data.eval_fraction) or not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(f"eval: the set's name {name!r} is used twice, or has characters other than letters, "
                               "digits, '_', '.' and '-'; rename the set")
         bad = BadRows(data.bad_rows)
-        tables = from_memory(rows_of_set, bad, field=f"eval {name}", limit=limit)
-        out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools)
+        tables = from_memory(rows_of_set, bad, field=f"eval {name}", limit=limit, keep=_kept(config, images))
+        out[name] = _load(name, config, tokenizer, eos_id, tables, bad, tools=tools, images=images)
     if config.data.eval_fraction and train is not None and train.heldout is not None:
         out["heldout"] = train.heldout
     elif config.data.eval_fraction:
-        tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows), rows)
-        out["heldout"] = _load_heldout(config, tokenizer, eos_id, tables, heldout, tools)
+        tables, _, heldout = _train_rows(config, BadRows(config.data.bad_rows), rows, images)
+        out["heldout"] = _load_heldout(config, tokenizer, eos_id, tables, heldout, tools, images)
     return out
 
 
@@ -181,7 +195,7 @@ def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int
     groups: dict[str, list[int]] = {}
     for i in range(len(tables)):
         try:
-            key = json.dumps(prompt(tables[i][0]), sort_keys=True)
+            key = json.dumps(prompt(tables[i][0]), sort_keys=True, default=as_text)
         except (RecursionError, ValueError):  # a bad row, which is reported when it is read
             key = f"row {i}"
         groups.setdefault(key, []).append(i)
@@ -197,7 +211,7 @@ def _carve(tables: Tables, prompt, fraction: float, seed: int) -> tuple[list[int
 
 
 def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="optional",
-          tools=()) -> Dataset:
+          tools=(), images=None) -> Dataset:
     """Loads the data set of some rows.
 
     Args:
@@ -210,9 +224,11 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
     recipe = recipe_of(config)
     kind = scored_reader(config) if recipe.scores else PairReader if recipe.pairs else Reader
     reader = kind(config, tokenizer, targets, tools)
+    reader.images = images
     cache = None
     if config.data.cache:
-        cache = Cache(config, tokenizer, tables, rows, eos=eos_id, targets=targets, tools=list(tools))
+        rule = images and dataclasses.asdict(images.rule)
+        cache = Cache(config, tokenizer, tables, rows, eos=eos_id, targets=targets, tools=list(tools), rule=rule)
     ds = None if cache is None else cache.read(name, reader, bad)
     if ds is None:
         ds = Dataset(name, tables, reader, bad)
@@ -247,6 +263,7 @@ def _content(row: Row) -> bytes:
     try:
         values = [row.prompt, row.completion, row.answer, row.columns, *([row.messages] if row.messages else [])]
         values += [row.rejected] if row.rejected is not None else []
+        values += [[image.content for image in row.images.images]] if row.images else []
         if _depth(values) > MAX_NESTING:
             raise RecursionError
         return json.dumps(values, sort_keys=True, ensure_ascii=False).encode()
@@ -268,6 +285,37 @@ def _depth(value) -> int:
     return deep
 
 
+class ReadRow(NamedTuple):
+    """A row before it is tokenized. completions: (name, its number among the chunk's texts, result of
+    CompletionRenderer). grids: [I, 2] of its images."""
+
+    number: int
+    where: str
+    row: Row
+    completions: list
+    grids: Any
+
+
+def _read(ds: Dataset, numbers: list[int], render) -> tuple[list[ReadRow], list]:
+    """Reads rows, counting bad ones. Returns (the good ones, the texts of all their completions)."""
+    rows, texts, images = [], [], ds.reader.images
+    for i in numbers:
+        where = f"row {i}"
+        try:
+            raw, where = ds.tables[i]
+            row = ds.reader(raw, where)
+            grids = images.grids(row.images) if images and row.images else ()
+            ds.content.update(_content(row))
+            completions = [(name, render(row, completion)) for name, completion in (("completion", row.completion),
+                    ("rejected completion", row.rejected)) if completion is not None]
+            named = [(name, len(texts) + k, text) for k, (name, text) in enumerate(completions)]
+            rows.append(ReadRow(i, where, row, named, grids))
+            texts += [text for _, text in completions]
+        except (PromptError, RecursionError) as e:
+            ds.bad_rows.add(where, str(e) if isinstance(e, PromptError) else "nested too deeply")
+    return rows, texts
+
+
 def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> list:
     """Reads and tokenizes some rows and applies the length limits.
 
@@ -278,32 +326,23 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
     Returns:
       TokenizedRows for `Dataset.fill`.
     """
-    rows, template, texts = [], ds.reader.template, []
-    for i in numbers:
-        where = f"row {i}"
-        try:
-            raw, where = ds.tables[i]
-            row = ds.reader(raw)
-            ds.content.update(_content(row))
-            completions = [(name, render(row, completion)) for name, completion in (("completion", row.completion),
-                    ("rejected completion", row.rejected)) if completion is not None]
-            rows.append((i, where, row, [(name, len(texts) + k, text) for k, (name, text) in enumerate(completions)]))
-            texts += [text for _, text in completions]
-        except (PromptError, RecursionError) as e:
-            ds.bad_rows.add(where, str(e) if isinstance(e, PromptError) else "nested too deeply")
-    prompts = template.encode_prompts([row.text for _, _, row, _ in rows])
-    known = {row.text: ids for (_, _, row, _), ids in zip(rows, prompts, strict=True)} if template.chat else {}
+    template, (rows, texts) = ds.reader.template, _read(ds, numbers, render)
+    prompts = template.encode_prompts([one.row.text for one in rows])
+    known = {one.row.text: ids for one, ids in zip(rows, prompts, strict=True)} if template.chat else {}
     ids = render.ids(texts, known) if texts else []
     out, no_token = [], template.no_token
-    for (i, where, row, completions), prompt in zip(rows, prompts, strict=True):
+    for (i, where, row, completions, grids), prompt in zip(rows, prompts, strict=True):
         own = {name: ids[k] for name, k, _ in completions}
-        target, trained, rejected = own.get("completion"), None, own.get("rejected completion")
+        target, trained, rejected, images = own.get("completion"), None, own.get("rejected completion"), ()
         if no_token is not None and no_token in prompt:
             ds.unknown_prompts.append((i, prompt.count(no_token) / len(prompt)))
         if not prompt:
             ds.bad_rows.add(where, "the prompt has no tokens")
             continue
         try:
+            if ds.reader.images and row.images:
+                prompt, firsts = ds.reader.images.expand(prompt, row.images, grids)
+                images = np.column_stack([firsts, grids])
             rendered = prompt
             if row.messages:
                 prompt, target, trained = turns(row, prompt)
@@ -316,10 +355,11 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
         target = None if target is None else np.asarray(target, np.int32)
         problem = limits.overlong(prompt, target) or limits.overlong(prompt, rejected, "rejected completion")
         if problem is None:
-            out.append(TokenizedRow(i, prompt, target, trained, rejected, prompt_cut=prompt != rendered))
+            out.append(TokenizedRow(i, prompt, target, trained, rejected, prompt != rendered, images))
         elif pieces := fit_completion(limits, prompt, target, trained):
             (ds.shortened if limits.completion == "truncate" else ds.split).append(where)
-            out += [TokenizedRow(i, *piece, prompt_cut=k > 0 or prompt != rendered) for k, piece in enumerate(pieces)]
+            out += [TokenizedRow(i, *piece, prompt_cut=k > 0 or prompt != rendered, images=images)
+                    for k, piece in enumerate(pieces)]
         elif limits.policy == "error":
             raise DataError(f"{where}: {problem}; raise the limit, or set data.overlong_prompt to 'filter' or "
                             "'truncate_left'")

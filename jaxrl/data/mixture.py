@@ -35,7 +35,7 @@ class Mixture:
         self.heldout: Dataset | None = None
         self._names, self._sets, self._rewards = list(parts), list(parts.values()), rewards
         self.starts = np.cumsum([0, *map(len, self._sets)]).tolist()
-        for lengths in ("prompt_lengths", "target_lengths", "rejected_lengths"):
+        for lengths in ("prompt_lengths", "target_lengths", "rejected_lengths", "patches"):
             setattr(self, lengths, np.concatenate([getattr(part, lengths) for part in self._sets]))
 
     def __len__(self) -> int:

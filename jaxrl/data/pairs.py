@@ -34,7 +34,7 @@ class PairReader(Reader):
         self.data, self.losses = config.data, config.preference.loss
         self.labels = all(name in LOSSES and LOSSES[name].unpaired for name in self.losses)
 
-    def __call__(self, row: dict) -> Row:
+    def __call__(self, row: dict, where: str = "") -> Row:
         """Returns the Row of a raw row. Raises PromptError naming the column and the remedy."""
         data, rejected = self.data, None
         plain = {name: row[name] for name in row if name not in (data.chosen_column, data.rejected_column)}
@@ -46,7 +46,7 @@ class PairReader(Reader):
             plain[data.label_column] = self._label(row)
         if plain.get(data.margin_column) is not None:
             plain[data.margin_column] = margin_of(plain[data.margin_column], data.margin_column)
-        return super().__call__(plain)._replace(rejected=rejected)
+        return super().__call__(plain, where)._replace(rejected=rejected)
 
 
     def _label(self, row: dict) -> bool:

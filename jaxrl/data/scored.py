@@ -30,11 +30,11 @@ class ComparedReader(PairReader):
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, "required", tools)
 
-    def __call__(self, row: dict) -> Row:
+    def __call__(self, row: dict, where: str = "") -> Row:
         if not is_pair(row, self.data):
             why = missing_column(row, self.data.rejected_column, "data.rejected_column")
             raise PromptError(f"a reward model learns from pairs: {why}")
-        return super().__call__(row)
+        return super().__call__(row, where)
 
 
 class StepReader(Reader):
@@ -44,7 +44,7 @@ class StepReader(Reader):
         super().__init__(config, tokenizer, "none", tools)
         self.options = config.reward_model
 
-    def __call__(self, row: dict) -> Row:
+    def __call__(self, row: dict, where: str = "") -> Row:
         """Returns the Row of a raw row. Raises PromptError naming the column and the expected value."""
         o = self.options
         steps, labels = (self._list(row, o[name], f"reward_model.{name}") for name in ("steps_column", "labels_column"))
@@ -58,7 +58,7 @@ class StepReader(Reader):
             raise PromptError(f"{len(steps)} steps in column {o.steps_column!r}, {len(labels)} labels in column "
                               f"{o.labels_column!r}")
         own = (o.steps_column, o.labels_column)
-        out = super().__call__({name: value for name, value in row.items() if name not in own})
+        out = super().__call__({name: value for name, value in row.items() if name not in own}, where)
         return out._replace(columns=out.columns | {"labels": [float(x) for x in labels]},
                             messages=[{"role": "assistant", "content": step + o.separator} for step in steps])
 

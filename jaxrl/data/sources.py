@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
 import pyarrow as pa
 
 from jaxrl.data.dataset import Tables
@@ -99,14 +100,15 @@ class BadRows:
 class ArrowTable:
     """(row, place) pairs of an Arrow table (Parquet, Hugging Face data sets), converted to Python values on access.
 
-    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are dropped. Arrow gives
-    every struct of a column all keys that any of them has, with null for absent ones: see `_from_arrow`.
+    Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are dropped, except those
+    of `keep`, whose bytes stay bytes. Arrow gives every struct of a column all keys that any of them has, with null for
+    absent ones: see `_from_arrow`.
     """
 
-    def __init__(self, table: pa.Table, name: str, commits=()):
+    def __init__(self, table: pa.Table, name: str, commits=(), keep=()):
         self.commits = commits
         _check_columns(table.schema, name)
-        binary = [f.name for f in table.schema if _holds_binary(f.type)]
+        binary = [f.name for f in table.schema if _holds_binary(f.type) and f.name not in keep]
         if binary:
             log.warning("%s: binary columns are dropped: %s", name, ", ".join(binary))
         self._table, self._name = table.drop_columns(binary), name
@@ -145,14 +147,16 @@ def _holds_binary(kind: pa.DataType) -> bool:
     return any(_holds_binary(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _plain(value):
+def _plain(value, images: bool = False):
+    """Returns a value as JSON has it; what it has no form of as text, except, with `images`, bytes, arrays and Pillow
+    images."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _plain(v, images) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return str(value)
+        return [_plain(v, images) for v in value]
+    return value if images and (isinstance(value, bytes | np.ndarray) or hasattr(value, "getexif")) else str(value)
 
 
 def _check_columns(schema, name: str) -> None:
@@ -188,7 +192,7 @@ def _from_arrow(value, kind: pa.DataType | None = None):
                 or (message and k == "content") or (k in kinds and pa.types.is_null(kinds[k]))}
     if isinstance(value, list) and (kind is None or not pa.types.is_map(kind)):
         return [_from_arrow(v, getattr(kind, "value_type", None)) for v in value]
-    return _plain(value)
+    return _plain(value, images=True)  # binary columns that are not images' were dropped
 
 
 def _unique(pairs: list) -> dict:
@@ -206,13 +210,14 @@ class DuplicateKey(ValueError):
 
 
 def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = "", revision: str | None = None,
-         limit: int = 0) -> Tables:
+         limit: int = 0, keep=()) -> Tables:
     """Reads several sources into one table, in order.
 
     Args:
       field: option name for messages.
       splits, subset, revision: for folders and hub ids.
       limit: keeps the first rows of the whole; 0 for all.
+      keep: columns whose binary values are kept.
 
     Raises:
       DataError: a source cannot be read, or none has a usable row.
@@ -221,7 +226,7 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
     for path in (paths,) if isinstance(paths, str) else paths:
         if left <= 0:
             break
-        part = _read_one(resolve(path), path, bad, field, splits, subset, revision, left)
+        part = _read_one(resolve(path), path, bad, field, splits, subset, revision, left, keep)
         parts.append(part)
         left -= len(part)
     if left == (limit or sys.maxsize):
@@ -231,7 +236,7 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
     return Tables(parts)
 
 
-def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
+def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> Tables:
     """Returns the rows a caller passes: an iterable of dicts or a `datasets.Dataset`.
 
     Values without a JSON form become text.
@@ -239,13 +244,14 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
     Args:
       field: argument name for messages; a row's place is "<field>[3]", counted from 0.
       limit: keeps the first rows; 0 for all.
+      keep: columns that may hold images, as bytes, uint8 arrays or Pillow images.
     """
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
         splits = getattr(rows, "keys", tuple)()
         remedy = f"; give one of its splits: {', '.join(map(str, splits))}" if splits else ""
         raise DataError(f"{field} is {type_of(rows)}: {EXPECTED}{remedy}")
-    if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; its binary columns are dropped
-        parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field)]
+    if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; binary columns go
+        parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field, keep=keep)]
     else:
         arrow = hasattr(rows, "with_format")  # a datasets.IterableDataset, whose rows come from Arrow
         try:
@@ -256,7 +262,7 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0) -> Tables:
         kinds = rows.features.arrow_schema if arrow and rows.features else ()
         kinds = {f.name: f.type for f in kinds}
         values = ((_plain_arrow_row(row, kinds) if arrow else row, where) for row, where in values)
-        parts = [_rows(((_plain_row(row), where) for row, where in values), bad, sys.maxsize)]
+        parts = [_rows(((_plain_row(row, keep), where) for row, where in values), bad, sys.maxsize)]
     if not len(parts[0]):
         raise DataError(f"{field} holds no rows" + "".join(f"\n  {m}" for m in bad.messages[:3]))
     return Tables(parts)
@@ -266,9 +272,9 @@ def _plain_arrow_row(row, kinds: dict):
     return {k: _from_arrow(v, kinds.get(k)) for k, v in row.items()}
 
 
-def _plain_row(row):
+def _plain_row(row, keep):
     try:
-        return _plain(row) if isinstance(row, dict) else row
+        return {str(k): _plain(v, k in keep) for k, v in row.items()} if isinstance(row, dict) else row
     except RecursionError as e:
         return Unreadable(_reason(e))
 
@@ -288,16 +294,16 @@ def check_path(path: str, field: str) -> None:
         raise DataError(f"{field}={path}: no such file or folder (relative to {Path.cwd()}); check the path")
 
 
-def _read_one(path, shown, bad, field, splits, subset, revision, limit):
+def _read_one(path, shown, bad, field, splits, subset, revision, limit, keep):
     check_path(shown, field)
     suffix, local = Path(path).suffix.lower(), Path(path)
     if "://" in path and suffix not in SUFFIXES:
         raise DataError(f"{field}={shown}: unknown kind of file {suffix!r}; known: {', '.join(SUFFIXES)}")
     if "://" not in path and not (suffix in SUFFIXES and local.is_file()):
-        return _read_hf(path, shown, field, splits, subset, revision, limit)
+        return _read_hf(path, shown, field, splits, subset, revision, limit, keep)
     with _open(path, field) as f:
         if suffix == ".parquet":
-            return ArrowTable(_parquet(f, shown).slice(0, limit), shown)
+            return ArrowTable(_parquet(f, shown).slice(0, limit), shown, keep=keep)
         reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}[suffix]
         return _rows(reader(f, shown), bad, limit)
 
@@ -449,7 +455,7 @@ def _csv(f, shown: str):
         yield Unreadable("not UTF-8") if wrong else row, where if "\n" in text else f"{shown}:{reader.line_num}"
 
 
-def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
+def _read_hf(path, shown, field, splits, subset, revision, limit, keep) -> Tables:
     """Reads a `save_to_disk` folder, a folder of data files, or a hub id, through `datasets`."""
     import datasets
     local = Path(path)
@@ -474,6 +480,6 @@ def _read_hf(path, shown, field, splits, subset, revision, limit) -> Tables:
         name = f"{shown}[{split}]" if len(splits) > 1 or split != "train" else shown
         table: Any = loaded.with_format("arrow")[:]
         sources = " ".join(map(str, loaded.info.download_checksums or ()))  # hf://datasets/NAME@COMMIT/FILE
-        parts.append(ArrowTable(table.slice(0, limit), name, re.findall(r"@([0-9a-f]{40})/", sources)))
+        parts.append(ArrowTable(table.slice(0, limit), name, re.findall(r"@([0-9a-f]{40})/", sources), keep))
         limit -= len(parts[-1])
     return Tables(parts)

@@ -308,11 +308,12 @@ def _over_repetitions(outputs: dict, axes: tuple[int, ...] = (0,)) -> dict:
 
 
 def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, *, cache=None,
-            keep_kv=False, prompts=None, whose_BxL=None, seen: Seen | None = None):
+            keep_kv=False, prompts=None, whose_BxL=None, seen: Seen | None = None, shift_B=None):
     """Returns (hidden states after the final norm [B, L, D], auxiliary, keys and values).
 
     keys and values: the updated cache, or with `keep_kv` fresh ones in the tree of Model.init_cache, else {}. whose:
-    adapter number of each token, with an adapter set. seen: the rows' images; None: no row has one.
+    adapter number of each token, with an adapter set. seen: the rows' images; None: no row has one. shift: what is
+    added to a row's positions for rotary angles, where images lie before these tokens; None = 0.
     """
     cfg, dtype = model.config, model.compute_dtype
     x = embed(fetched(params["embed"]["embedding"]), tokens_BxL, dtype)
@@ -321,7 +322,8 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     acc = jnp.promote_types(dtype, jnp.float32)
     work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
             for window in {layer.window for layer in cfg.layers}}
-    at = positions_BxL if seen is None else seen.rotary
+    at = positions_BxL if shift_B is None else positions_BxL + shift_B[:, None]
+    at = at if seen is None else seen.rotary
     turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, at, acc) for rope in cfg.ropes]
     taps = () if seen is None else tuple(map(seen.of_tokens, seen.taps))
     keep = keep_kv or cache is not None

@@ -23,6 +23,7 @@ from jaxrl.models.adapters import adapter_set
 from jaxrl.models.config import RECURRENT, ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.models.vision import tower
+from jaxrl.models.vision.rows import multiplied_by_patch
 from jaxrl.sharding import memory
 
 
@@ -222,8 +223,10 @@ class Model:
             cache["layers"] = {f"sub_{j}": layer(cfg.prefix + j, repeats) for j in range(cfg.period)}
         return cache
 
-    def prefill(self, params, tokens_BxP, lengths_B, with_auxiliary: bool = False, whose_B=None):
+    def prefill(self, params, tokens_BxP, lengths_B, with_auxiliary: bool = False, whose_B=None, images=None):
         """Runs right-padded prompts at positions 0...
+
+        images: jaxrl.types.Images of the prompts, of a model with a tower; None: no prompt has an image.
 
         Returns:
           hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G * K] per layer; with_auxiliary,
@@ -232,8 +235,9 @@ class Model:
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
+        seen = None if images is None else tower.see(self, params, images)
         hidden, auxiliary, kv = decoder.forward(self, params, tokens_BxP, positions, segments, keep_kv=True,
-                                                whose_BxL=_of_rows(whose_B, positions))
+                                                whose_BxL=_of_rows(whose_B, positions), seen=seen)
         last = jnp.take_along_axis(hidden, (lengths_B - 1)[:, None, None], axis=1)
         return (last[:, 0], kv, auxiliary) if with_auxiliary else (last[:, 0], kv)
 
@@ -264,7 +268,8 @@ class Model:
 
         return jax.tree_util.tree_map_with_path(rows, cache)
 
-    def decode(self, params, tokens_S, positions_S, cache, shared=None, with_auxiliary: bool = False, whose_S=None):
+    def decode(self, params, tokens_S, positions_S, cache, shared=None, with_auxiliary: bool = False, whose_S=None,
+               shift_S=None):
         """Runs one token per slot: writes its key and value at its position, attends to cache positions up to it.
 
         Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache
@@ -274,22 +279,26 @@ class Model:
           shared: kernels.attention.Shared, which slots hold one prompt, or None.
           with_auxiliary: also return the auxiliary of `forward`.
           whose_S: adapter number of each slot, or None.
+          shift_S: what a slot's images add to the positions of the text after them, for rotary angles (see
+            models.vision.positions.rotary_shift); None = 0.
 
         Returns:
           (hidden_SxD, cache), with_auxiliary (hidden_SxD, cache, auxiliary).
         """
         rows = tokens_S[:, None], positions_S[:, None]
         hidden, auxiliary, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared,
-                                                   whose_BxL=_of_rows(whose_S, rows[1]))
+                                                   whose_BxL=_of_rows(whose_S, rows[1]), shift_B=shift_S)
         return (hidden[:, 0], cache, auxiliary) if with_auxiliary else (hidden[:, 0], cache)
 
-    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K, with_auxiliary: bool = False, whose_K=None):
+    def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K, with_auxiliary: bool = False, whose_K=None,
+               shift_K=None):
         """Runs up to L tokens, 2 <= L <= C, in each of K slots: writes their keys and values at their positions; each
         token attends to cache positions up to its own, including those written by this call.
 
         A slot's positions are consecutive; positions at or beyond the cache length, after them, are padding. Slots
         outside the cache are dropped; no other slot occurs twice. On a mesh the K slots are split over the data axes as
-        the cache's slots are, and each device's entries name its own slots.
+        the cache's slots are, and each device's entries name its own slots. The tokens are text; shift_K as in
+        `decode`.
 
         Returns the cache, with_auxiliary (cache, auxiliary of `forward`).
         """
@@ -310,7 +319,7 @@ class Model:
 
         part = jax.tree_util.tree_map_with_path(take, cache)
         _, auxiliary, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part,
-                                             whose_BxL=_of_rows(whose_K, positions_KxL))
+                                             whose_BxL=_of_rows(whose_K, positions_KxL), shift_B=shift_K)
         cache = jax.tree_util.tree_map_with_path(put, cache, part)
         return (cache, auxiliary) if with_auxiliary else cache
 
@@ -348,3 +357,12 @@ class Model:
         head = cfg.hidden_size * cfg.vocab_size
         seen = sum(min(window or context, context) for window in cfg.windows)
         return 2 * (matrices + head) + cfg.pair_flops * seen + recurrent.rule_flops(cfg)
+
+    def flops_per_patch(self, patches: int) -> float:
+        """Returns the FLOPs of the tower's forward pass for one patch of an image of `patches` patches; 0 without a
+        tower. Counted as in `flops_per_token`.
+        """
+        tower = self.config.vision
+        if tower is None:
+            return 0.0
+        return 2 * sum(multiplied_by_patch(tower, e) for e in self.entries) + tower.pair_flops * patches

@@ -63,14 +63,21 @@ def laid_out(source, target, params):
 
 def by_layer(model, params, cut=None) -> dict:
     """Converts a model's tree to that of the same model without scanned layers: the repetitions of layers/sub_<j>
-    become layer_<i>. cut: takes a repetition of a leaf that is no array.
+    become layer_<i>, those of a tower's group_<g> too. cut: takes a repetition of a leaf that is no array.
     """
+    def repetition(tree, n):
+        return jax.tree.map(cut or (lambda a: a[n]), tree)
+
     before, repeats, _ = decoder.spans(model.config, model.scan_layers)
     out = {name: tree for name, tree in params.items() if name != "layers"}
     for n, j in itertools.product(range(repeats), range(model.config.period)):
-        take = cut or (lambda a, n=n: a[n])
-        name = f"layer_{len(before) + n * model.config.period + j}"
-        out[name] = jax.tree.map(take, params["layers"][f"sub_{j}"])
+        out[f"layer_{len(before) + n * model.config.period + j}"] = repetition(params["layers"][f"sub_{j}"], n)
+    if model.config.vision is not None and model.scan_layers:
+        tower = {name: tree for name, tree in params["vision"].items() if not name.startswith("group_")}
+        for g, group in enumerate(model.config.vision.groups):
+            for n, number in enumerate(group):
+                tower[f"layer_{number}"] = repetition(params["vision"][f"group_{g}"], n)
+        out["vision"] = tower
     return out
 
 

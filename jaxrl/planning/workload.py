@@ -163,7 +163,7 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
     flops = (factor * tokens * body + head_factor * scored * head) / mesh["tp"]
     widths = sum((math.prod(e.shape[e.stacked:][:e.inputs]) + math.prod(e.shape[e.stacked:][e.inputs:]))
                  * len(e.hf_names) * e.row.share
-                 for e in model.entries if e.inputs and e.path[0] != "head")
+                 for e in model.entries if e.inputs and e.path[0] not in ("head", "vision"))
     norms = 8 * model.config.hidden_size * model.config.num_layers
     moved = factor * tokens * (widths / mesh["tp"] + norms) * act
     weights = weight_bytes(model, mesh, ROLLOUT_RULES, act)

@@ -26,9 +26,10 @@ from jaxrl.rl.evaluation import Evaluation, evaluate, publish_latest, summary, w
 from jaxrl.roles.reference import precision
 from jaxrl.roles.role import Policy, Role
 from jaxrl.roles.sums import ReferenceSums, logprob_sums
+from jaxrl.run.data import sets_to_complete
 from jaxrl.run.fit import fit
 from jaxrl.run.session import Session
-from jaxrl.run.setup import first_prompt, open_run, sets_to_complete
+from jaxrl.run.setup import first_prompt, open_run
 from jaxrl.training.score import make_score
 
 

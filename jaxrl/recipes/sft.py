@@ -18,7 +18,7 @@ from jaxrl.roles.role import Policy, check_finite, host_scalars
 from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import open_run
-from jaxrl.types import Trajectories
+from jaxrl.types import Pictures, Trajectories
 
 
 def run(config, inputs=None) -> dict:
@@ -37,7 +37,8 @@ def run(config, inputs=None) -> dict:
             def step():
                 with s.phase("data"):
                     batch, cursor = job.stream.take(s.progress.cursor)
-                    traj = demonstrations([e for _, e in batch], [p for p, _ in batch], c.train.loss_on_prompt)
+                    traj = demonstrations([e for _, e in batch], [p for p, _ in batch], c.train.loss_on_prompt,
+                                          job.images)
                     traj = add_adapter_column(c, traj, [e for _, e in batch])
                 with s.changing():
                     s.fault("update")
@@ -68,11 +69,12 @@ def log_line(s, job, policy, pending: list):
     return StepResult(metrics, steps=steps)
 
 
-def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
+def demonstrations(examples, positions, loss_on_prompt: bool, images=None) -> Trajectories:
     """Builds Trajectories of prompt + target, each sequence its own group.
 
     The loss mask covers the target, end-of-text included; with several turns, the model's turns alone. loss_on_prompt:
-    all tokens but the first. positions: of the examples in the data.
+    all tokens but the first (image tokens never). positions: of the examples in the data. images: the job's
+    ImageSource.
     """
     tokens = [np.concatenate([e.prompt_ids, e.target_ids]).astype(np.int32) for e in examples]
     prompts = np.array([len(e.prompt_ids) for e in examples], np.int32)
@@ -83,6 +85,9 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
         for example, end in zip(examples, offsets[1:], strict=True):
             if example.trained is not None:
                 mask[end - len(example.trained):end] &= example.trained
+    pictures = images and Pictures.of([e.images for e in examples], images)
+    if pictures:
+        mask[pictures.tokens(offsets)] = False
     flat, n = np.concatenate(tokens), len(examples)
     zeros = np.zeros(len(flat), np.float32)
     return Trajectories(
@@ -96,6 +101,7 @@ def demonstrations(examples, positions, loss_on_prompt: bool) -> Trajectories:
         sample=np.zeros(n, np.int32),
         seed=np.zeros(n, np.uint32),
         finish=np.zeros(n, np.int8),
+        pictures=pictures,
     )
 
 

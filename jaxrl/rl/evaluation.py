@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from jaxrl.config import adapter_table
+from jaxrl.data.images.controls import CONTROLS
 from jaxrl.processes.exchange import owner_process
 from jaxrl.rl.episodes import add_episode_rewards, check_failures, conversations
 from jaxrl.rl.trajectories import (
@@ -84,11 +85,7 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
         if scored is None:
             return {}, {}
         traj, examples, texts, result = scored
-        if job.reward_model is not None:
-            result = job.reward_model.add_scores(traj, examples, texts, result)
-        source = c.eval.accuracy_from or next(iter(result.parts))
-        scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # no completion: failed, not wrong
-        hits = (np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark).reshape(len(batch), c.eval.samples)
+        result, scores, hits = judged(job, *scored)
         hits_of[name] = hits
         metrics |= {f"eval/{name}/{k}": v for k, v in _scores(hits).items()}
         metrics[f"eval/{name}/length_mean"] = float(traj.total().mean())
@@ -101,28 +98,49 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
                              episodes=conversations(traj, job.tokenizer) if c.episodes else None)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
             record["accurate"] = bool(hit)
+        for control in c.eval.controls:
+            other = CONTROLS[control](batch)
+            scored = other and complete_rows(s, job, name, other, sampling, receive, control)
+            if scored is None:
+                return {}, {}
+            if scored:
+                metrics |= {f"eval/{name}/{control}/{k}": v for k, v in _scores(judged(job, *scored)[2]).items()}
     together = np.concatenate(list(hits_of.values()))
     metrics |= {f"eval/{k}": v for k, v in _scores(together).items()}
     return metrics, rows
 
 
-def complete_rows(s, job, name: str, batch, sampling, receive=None):
+def judged(job, traj, examples, texts, result):
+    """Returns (RewardResult with the reward model's scores, the scores that decide accuracy [N], whether each
+    completion is accurate [rows, samples])."""
+    c = job.config
+    if job.reward_model is not None:
+        result = job.reward_model.add_scores(traj, examples, texts, result)
+    source = c.eval.accuracy_from or next(iter(result.parts))
+    scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # no completion: failed, not wrong
+    hits = np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark
+    return result, scores, hits.reshape(-1, c.eval.samples)
+
+
+def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str = ""):
     """Completes and scores the rows of one held-out set.
 
     Each process samples completions of its own rows and runs their rewards; then every process gets all, in row order.
 
     Args:
       name: of the set. batch: [(position, Example)]. sampling: SamplingParams. receive: see Evaluation.
+      control: name of the blind control whose pictures the rows have; "" = their own.
 
     Returns:
       (Trajectories, Example of each, completion texts, RewardResult), or None if a stop was requested.
     """
     c, mine = job.config, [(i, e) for i, e in batch if owner_process(i, s.peers.count) == s.peers.index]
 
-    adapter = adapter_table.number_of(c, "eval", name)
+    adapter, name = adapter_table.number_of(c, "eval", name), "/".join(filter(None, (name, control)))
 
     def ask(rows):
-        return make_requests(rows, c.eval.samples, sampling, c.run.seed, f"eval/{name}", 0, lambda example: adapter)
+        return make_requests(rows, c.eval.samples, sampling, c.run.seed, f"eval/{name}", 0, lambda example: adapter,
+                             job.images)
 
     def score(rows, results, texts=None, recorded=None):
         traj = collect(ask(rows), results)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxrl import sharding, training
 from jaxrl.sharding import memory
 from jaxrl.telemetry import compilations
-from jaxrl.types import PackedBatch
+from jaxrl.types import Images, PackedBatch
 
 log = logging.getLogger("jaxrl")
 
@@ -50,15 +50,27 @@ def routes(c, job, *where) -> int:
     return job.model.config.routes if c.algorithm.routes in where else 0
 
 
-def max_rows(shapes) -> tuple[int, int]:
-    """Returns (rows, row length) of the microbatch with the most tokens. shapes: training.RowShapes."""
-    return max(((counts[0], length) for length, counts in zip(shapes.lengths, shapes.counts, strict=True)),
+def max_rows(shapes) -> tuple[int, int, int]:
+    """Returns (rows, row length, patches of a row) of the microbatch with the most tokens. shapes: training.RowShapes.
+    """
+    rooms = shapes.patches or (0,) * len(shapes.lengths)
+    return max(((counts[0], *row) for counts, *row in zip(shapes.counts, shapes.lengths, rooms, strict=True)),
                key=lambda shape: shape[0] * shape[1])
 
 
+def shape_of(micro, patches) -> tuple[int, int, int]:
+    """Returns (rows, row length, patches of a row) of a training.layout.Microbatch as it is packed: one without images
+    has no patches, whatever its rows have room for. patches: as Sizes.patches.
+    """
+    shown = patches is not None and patches[[i for row in micro.rows for block in row for i in block.sequences]].any()
+    return len(micro.rows), micro.row_length, micro.patches if shown else 0
+
+
 def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
-    """Returns a microbatch of ShapeDtypeStructs. shape: (rows, row length). columns: as returned by `columns`."""
-    rows, length = shape
+    """Returns a microbatch of ShapeDtypeStructs. shape: (rows, row length, patches of a row; 0 = no image). columns: as
+    returned by `columns`.
+    """
+    rows, length, patches = shape
     where = sharding.batch_sharding(job.mesh)
     array = lambda dtype, more=(): jax.ShapeDtypeStruct((rows, length, *more), dtype, sharding=where)  # noqa: E731
     integers = ("tokens", "positions", "segments", "prefixes", "sources", "targets", "sequences")
@@ -66,11 +78,18 @@ def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
     return PackedBatch(**tokens,
                        columns={name: array(*kind) for name, kind in columns.items()},
                        weights={name: array(jnp.float32) for name in weights},
-                       routes=array(jnp.int16, (routes,)) if routes else None)
+                       routes=array(jnp.int16, (routes,)) if routes else None,
+                       images=_images(job.model.config.vision, rows, length, patches, where) if patches else None)
+
+
+def _images(vision, rows: int, length: int, patches: int, where) -> Images:
+    array = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=where)  # noqa: E731
+    return Images(patches=array(patches, vision.channels * vision.patch**2, dtype=jnp.uint8), places=array(patches, 4),
+                  segments=array(patches), inserts=array(length), rotary=array(length, 3))
 
 
 def update_batch(job, objective, shape) -> PackedBatch:
-    """Returns a microbatch of an update, of ShapeDtypeStructs. shape: (rows, row length)."""
+    """Returns a microbatch of an update, of ShapeDtypeStructs. shape: as in `batch`."""
     found = routes(job.config, job, "sampled", "scored") if objective.routers else 0
     return batch(job, shape, columns(job.config, objective), objective.weights, found)
 
@@ -121,9 +140,12 @@ class UpdatePrecompiler:
             for shape in (whole, None):
                 self.compiler.begin(shape, self._compile, self._state(), whole, shape)
 
-    def compile_for(self, layout) -> None:
-        """Compiles the missing programs of an update of this layout, and waits for those being compiled."""
-        shapes = {(len(m.rows), m.row_length): None for part in layout.minibatches for m in part.microbatches}
+    def compile_for(self, layout, patches=None) -> None:
+        """Compiles the missing programs of an update of this layout, and waits for those being compiled.
+
+        patches: of the images of its sequences, as Sizes.patches; None = there is none.
+        """
+        shapes = {shape_of(m, patches): None for part in layout.minibatches for m in part.microbatches}
         missing = [shape for shape in (*shapes, None) if shape not in self.there] if self.enabled else []
         for shape in sorted(missing, key=self.compiler.begun):  # the thread continues meanwhile
             if self.compiler.take(shape) is None:
@@ -135,7 +157,7 @@ class UpdatePrecompiler:
         of later layouts are compiled by the update that calls them first.
         """
         def observe(batch, prepared) -> None:
-            self.compile_for(prepared.layout.update)
+            self.compile_for(prepared.layout.update, batch.traj.patches)
             if self.compiler.idle():
                 before_update.remove(observe)
 
@@ -146,14 +168,16 @@ class UpdatePrecompiler:
         """Stops the thread."""
         self.compiler.stop()
 
-    def _expected(self) -> tuple[int, int]:
-        """Returns (rows, row length) of the microbatches of a step whose completions have the maximum length."""
+    def _expected(self) -> tuple[int, int, int]:
+        """Returns (rows, row length, patches of a row) of the microbatches of a step whose completions have the maximum
+        length, and whose prompts have images if any has.
+        """
         c, shapes = self.job.config, self.job.row_shapes
-        _, length = max_rows(shapes)
+        _, length, patches = max_rows(shapes)
         own = c.longest - c.data.max_prompt_tokens
         most = c.data.prompts_per_step * (c.data.max_prompt_tokens + c.rollout.group_size * own)
         counts = shapes.counts[shapes.lengths.index(length)]
-        return min((n for n in counts if n * length >= most), default=counts[0]), length
+        return min((n for n in counts if n * length >= most), default=counts[0]), length, patches
 
     def _state(self):
         state = self.policy.state

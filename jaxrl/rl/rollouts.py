@@ -85,6 +85,7 @@ class Rollouts:
       steps: of the whole run. per_step: prompts per step; 0 = data.prompts_per_step.
       reward_model: roles.reward_model.RewardModel, or None.
       fork: the recorded run that this run forks (rl.fork_source.ForkSource), or None.
+      images: the job's ImageSource, or None.
 
     Raises:
       ConfigError: the engine lacks something that the options need.
@@ -93,8 +94,8 @@ class Rollouts:
     name = "ahead"  # in checkpoints
 
     def __init__(self, spec, session, *, engine, stream, rewards, decode, steps: int, per_step: int = 0,
-                 reward_model=None, fork=None):
-        self.spec, self.session, self.stream, self.fork = spec, session, stream, fork
+                 reward_model=None, fork=None, images=None):
+        self.spec, self.session, self.stream, self.fork, self.images = spec, session, stream, fork, images
         self.rewards, self.decode, self.reward_model = rewards, decode, reward_model
         rollout, peers = spec.rollout, session.peers
         if spec.ahead and not rollout.partial and not engine.info.holds:
@@ -134,7 +135,7 @@ class Rollouts:
         changes: arguments of Rollouts that differ from the job's.
         """
         own = {"engine": job.engine, "stream": s.stream, "rewards": job.rewards, "decode": job.decode,
-               "reward_model": job.reward_model, "steps": s.total_steps}
+               "reward_model": job.reward_model, "steps": s.total_steps, "images": job.images}
         return s.close_at_end(cls(job.config, s, **own | changes))
 
     def close(self) -> None:
@@ -177,7 +178,7 @@ class Rollouts:
         """Returns the requests of a step's prompts: group_size each, then one greedy request each if used."""
         seed = self.spec.run.seed
         return [request for kind, samples, how in self.sample_kinds for request in make_requests(
-            self.stream.unless_interrupted(prompts), samples, how, seed, kind, step, self._adapter)]
+            self.stream.unless_interrupted(prompts), samples, how, seed, kind, step, self._adapter, self.images)]
 
     def _complete(self, groups, step: int) -> Round | None:
         """Waits for groups of this process and runs their rewards; None if a stop was requested."""

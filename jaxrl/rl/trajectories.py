@@ -16,7 +16,7 @@ from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.rewards import RewardItem
 from jaxrl.rollout import Key, Outcome, Request, Result, SamplingParams, Turn
 from jaxrl.telemetry.run_dir import jsonable
-from jaxrl.types import FINISH, Trajectories
+from jaxrl.types import FINISH, Pictures, Trajectories
 
 
 def sampling_params(
@@ -44,18 +44,19 @@ def sampling_params(
 
 
 def make_requests(
-    batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int, adapter=None
+    batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int, adapter=None, images=None
 ) -> list[Request]:
     """Returns one Request per (prompt, sample), ordered by prompt.
 
     Args:
       batch: iterable of (position, Example). samples: completions per prompt. root_seed: run.seed, from which each
         key's seed follows. stream, step: part of the key. adapter: Example -> number of its adapter; None = rows have
-        none, or the only one.
+        none, or the only one. images: the job's ImageSource, None without images.
     """
     keys = [(Key(stream, step, position, k), example) for position, example in batch for k in range(samples)]
     return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key, e,
-                    adapter=0 if adapter is None else adapter(e)) for key, e in keys]
+                    adapter=0 if adapter is None else adapter(e),
+                    pictures=images and Pictures.of([e.images], images)) for key, e in keys]
 
 
 def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
@@ -101,7 +102,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     opens = [(i, turn.added) for i, _, turn in turns if turn.opens]
     known = {}
     prefixes = [known.setdefault((requests[i].group, ids.tobytes()), len(known)) for i, ids in opens if with_turns]
-    starts = np.cumsum(pieces.sum(1)) - pieces.sum(1)
+    starts, shown = np.cumsum(pieces.sum(1)) - pieces.sum(1), [q.pictures for q in requests]
     return Trajectories(
         tokens=tokens,
         offsets=np.append(starts[[turn.opens for *_, turn in turns]], len(mask)),
@@ -116,6 +117,7 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
         columns=columns,
         trajectory=np.array([i for i, _ in opens]) if with_turns else None,
         prefix=np.array(prefixes) if with_turns else None,
+        pictures=Pictures.of(shown, next(filter(None, shown))) if any(shown) else None,
     )
 
 

@@ -5,6 +5,9 @@ from there into the slot of every request that has it. Slots decode together in 
 takes what has finished, looks for stop strings, and refills. Once no request waits, the last completions move
 through smaller slot counts.
 
+Prompts with images have a prefill program of their own per length class; a call without any image takes that of text.
+Behind a prompt a slot needs no more of its images than the shift of its positions (`Progress.shift`).
+
 A conversation keeps its slot: where another request may come after one (`Request.keep`), the slot is parked, and the
 next request (`Request.after`) runs only its new tokens (`Programs.extend`). Parking is best effort. Requests that wait
 for a slot evict parked slots, least recently parked first. A weight sync evicts all of them: their keys and values
@@ -16,6 +19,7 @@ Results depend on the order of calls alone, never on time, so a repeated run rep
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import Counter, deque
 from typing import NamedTuple
@@ -23,13 +27,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.errors import RunStopped
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
 from jaxrl.models.adapters import adapter_set
+from jaxrl.models.vision.positions import rotary_shift
 from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
+from jaxrl.rollout.prompt_images import identity, prompt_images
 from jaxrl.rollout.protocol import (
     Engine,
     EngineInfo,
@@ -44,6 +50,7 @@ from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import ALL, Shapes, from_config, work_of
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
+from jaxrl.types import Images, Pictures
 
 COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",
             "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens", "parked", "parked_past",
@@ -57,14 +64,18 @@ def make_engine(*fields):
     everything else is local.
 
     Raises:
-      ConfigError: shapes that cannot hold the config's lengths, or tensor parallelism across processes.
+      ConfigError: shapes that cannot hold the config's lengths, tensor parallelism across processes, or images for a
+        model without a tower.
     """
     context = EngineContext.of(*fields)
     config, model, eos_ids = context.config, context.model, context.eos_ids
+    if context.patches and model.config.vision is None:
+        raise ConfigError("rollout: prompts have images, and the model has no tower for them: choose a model.path "
+                          "with one, or leave the images out")
     joint = make_mesh(config.mesh, jax.local_devices()[:1]) if context.mesh is None else rollout_mesh(context.mesh)
     mesh = local_mesh(joint)
     shapes = from_config(config, data_shards(mesh), len(eos_ids), joint.size // mesh.size,
-                         not shares_prompts(model.attention, mesh), model.config.routes)
+                         not shares_prompts(model.attention, mesh), model.config.routes, context.patches)
     model = dataclasses.replace(model, compute_dtype=np.dtype(context.dtype), remat="none",
                                 matmul=sampled(model.matmul))
     return EmbeddedEngine(model, shapes, mesh, context.tokenizer, eos_ids, joint)
@@ -75,7 +86,7 @@ class Sample:
     """A request being worked on."""
 
     request: Request
-    key: bytes    # identity of its prompt, and of the adapter that reads it
+    key: tuple    # identity of its prompt, of the images there, and of the adapter that reads it
     bucket: int   # index of its prompt length class
     limit: int    # completion tokens it may have
     slot: int = -1
@@ -96,6 +107,7 @@ class Parked(NamedTuple):
 
     slot: int
     tokens: np.ndarray  # [n] int32: prompt and completion
+    images: tuple       # identity of the images in the prompt
 
 
 class EmbeddedEngine(Engine):
@@ -107,11 +119,12 @@ class EmbeddedEngine(Engine):
         self.shapes = shapes
         self._programs = programs(model, shapes, mesh, model.compute_dtype, joint)
         self._vocab, self._recurrent = model.config.vocab_size, bool(model.config.num_recurrent)
+        self._vision = model.config.vision if shapes.patches else None
         self._eos = tuple(int(i) for i in eos_ids)
         self._decode_text = text_decoder(tokenizer) if tokenizer is not None else None
         self._params, self._version, self._published = None, -1, 0
         self._cache, self._stash = self._programs.new_caches()
-        self._stashed: list[dict[bytes, int]] = [{} for _ in shapes.prompt_lengths]
+        self._stashed: list[dict[tuple, int]] = [{} for _ in shapes.prompt_lengths]
         self._routes = [np.zeros((0, 0, 0), np.int16) for _ in shapes.prompt_lengths]  # of the prompts there
         self._waiting: deque[Sample] = deque()
         self._running: dict[int, Sample] = {}
@@ -192,7 +205,8 @@ class EmbeddedEngine(Engine):
         # A run of many batches of different lengths: any program may come.
         if not self._prepared and self._published > 1 and len(self._ended_at) > 1:
             self._programs.prepare(self._calls(1))
-            self._prepared = {"prefill", "decode"} <= {kind for kind, *_ in self._programs.compiled}
+            kinds = {"prefill", "decode", *(["prefill_images"] if self.shapes.patches else [])}
+            self._prepared = kinds <= {kind for kind, *_ in self._programs.compiled}
 
     def sleep(self) -> None:
         """Frees weights and caches until the next publish. Raises RuntimeError while there are requests."""
@@ -245,18 +259,28 @@ class EmbeddedEngine(Engine):
         """Checks a request against the static shapes. Raises ValueError naming it and the remedy."""
         p, total = request.sampling, self.shapes.max_total
         longest, has_text = self.shapes.prompt_lengths[-1], self._decode_text is not None
-        prompt = check_request(request, longest, total, self._vocab, has_text, self._adapters)
+        prompt = check_request(request, longest, total, self._vocab, has_text, self._adapters, self.shapes.patches)
         if len(self._eos) + len(p.stop_token_ids) > self.shapes.end_columns:
             raise ValueError(f"request {request.id!r}: {len(p.stop_token_ids)} stop_token_ids, at most "
                              f"{self.shapes.end_columns - len(self._eos)}; as many as rollout.stop_token_ids are fine")
         bucket = next(i for i, n in enumerate(self.shapes.prompt_lengths) if n >= len(prompt))
-        key = prompt.tobytes() + bytes(f"/{request.adapter}" * bool(request.adapter), "ascii")
+        key = prompt.tobytes(), request.pictures and identity(request.pictures), request.adapter
         return Sample(dataclasses.replace(request, prompt=prompt), key, bucket,
                       min(p.max_new_tokens, total - len(prompt)))
+
+    def _images(self, pictures: list[Pictures | None], lengths, width: int) -> Images:
+        """Returns the images of prompts of a class of `width` tokens."""
+        assert self._vision is not None
+        room = self.shapes.patch_room(width, self._vision.merge)
+        return prompt_images(self._vision, pictures, lengths, width, room)
 
     def _numbers(self, numbers) -> np.ndarray | None:
         """Returns int32 adapter numbers for a program; None without an adapter set."""
         return np.asarray(numbers, np.int32) if self._adapters else None
+
+    def _shifts(self, slots) -> np.ndarray | None:
+        shift = self._table[0].shift
+        return None if shift is None else shift[slots]
 
     # ---- from the queue into slots --------------------------------------------------------------------------------
 
@@ -304,7 +328,8 @@ class EmbeddedEngine(Engine):
         for sample in [s for s in self._waiting if s.request.after in self._parked]:
             parked = self._parked.pop(sample.request.after, None)
             known = 0 if parked is None else len(parked.tokens)
-            if parked is None or not np.array_equal(sample.request.prompt[:known], parked.tokens):
+            if parked is None or not np.array_equal(sample.request.prompt[:known], parked.tokens) \
+                    or parked.images != identity(sample.request.pictures):
                 continue
             self._waiting.remove(sample)
             sample.slot, sample.weights, sample.continued = parked.slot, self._published, True
@@ -336,7 +361,7 @@ class EmbeddedEngine(Engine):
         """Splits work into (arguments of one extend call, remaining work).
 
         Takes entries in order, at most rows / shards of each data shard. The arguments are
-        (tokens, positions, slots, adapters).
+        (tokens, positions, slots, adapters, shifts).
         """
         (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
         free, left = [range(i, i + rows // shards) for i in range(0, rows, rows // shards)], []
@@ -351,15 +376,15 @@ class EmbeddedEngine(Engine):
                 tokens[row, :n], positions[row, :n], which[row] = new[:n], start + np.arange(n), slot
             if n < len(new):
                 left.append((slot, start + n, new[n:]))
-        own = self._whose[np.minimum(which, slots - 1)]  # rows beyond the cache are dropped
-        return (tokens, positions, which, self._numbers(own)), left
+        own = np.minimum(which, slots - 1)  # rows beyond the cache are dropped
+        return (tokens, positions, which, self._numbers(self._whose[own]), self._shifts(own)), left
 
     def _prefill(self, bucket: int):
         """Prefills the next distinct prompts of a length class in queue order, replacing those of
         the class's last call.
         """
         width, length = self.shapes.prefill_rows, self.shapes.prompt_lengths[bucket]
-        prompts: dict[bytes, Request] = {}
+        prompts: dict[tuple, Request] = {}
         for sample in self._waiting:
             if sample.bucket == bucket:
                 prompts.setdefault(sample.key, sample.request)
@@ -369,10 +394,12 @@ class EmbeddedEngine(Engine):
         for i, request in enumerate(prompts.values()):
             tokens[i, :len(request.prompt)], lengths[i] = request.prompt, len(request.prompt)
             adapters[i] = request.adapter
+        pictures = [request.pictures for request in prompts.values()] + [None] * (width - len(prompts))
+        images = self._images(pictures, lengths, length) if any(own is not None for own in pictures) else None
         rows = np.arange(bucket * width, (bucket + 1) * width, dtype=np.int32)
         known = len(self._programs.compiled)
         self._stash, routes = self._programs.prefill(self._params, self._stash, tokens, lengths, rows,
-                                                     self._numbers(adapters))
+                                                     self._numbers(adapters), images)
         if len(self._programs.compiled) > known:
             self._programs.prepare(self._calls(2))
         if routes is not None:
@@ -385,8 +412,11 @@ class EmbeddedEngine(Engine):
         p, progress, controls = sample.request.sampling, *self._table
         s, prompt = sample.slot, sample.request.prompt
         self._whose[s] = sample.request.adapter
-        for column, value in zip(progress, (prompt[-1], len(prompt) - 1, 0, sample.limit, True), strict=True):
-            column[s] = value
+        grids = () if sample.request.pictures is None else sample.request.pictures.grids
+        shift = None if self._vision is None else rotary_shift(grids, self._vision.merge)
+        for column, value in zip(progress, (prompt[-1], len(prompt) - 1, 0, sample.limit, True, shift), strict=True):
+            if column is not None:
+                column[s] = value
         ends = np.full(self.shapes.end_columns, -1, np.int32)
         ids = self._eos + tuple(p.stop_token_ids)
         ends[:len(ids)] = ids
@@ -455,15 +485,17 @@ class EmbeddedEngine(Engine):
         """
         shapes = self.shapes
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
-        for length in shapes.prompt_lengths if used["prefill"] >= least else ():
-            if self._programs.missing(("prefill", length)):
-                yield self._programs.prefill_call(self._params, self._stash, np.zeros((width, length), np.int32),
-                                                  np.ones(width, np.int32), np.arange(width, dtype=np.int32),
-                                                  self._numbers(np.zeros(width)))
+        kinds = ("prefill", *(["prefill_images"] if shapes.patches else []))
+        for kind, length in itertools.product(kinds, shapes.prompt_lengths):
+            if used[kind] >= least and self._programs.missing((kind, length)):
+                ones, none = np.ones(width, np.int32), [None] * width
+                yield self._programs.prefill_call(self._params, self._stash, np.zeros((width, length), np.int32), ones,
+                                                  np.arange(width, dtype=np.int32), self._numbers(0 * ones),
+                                                  None if kind == "prefill" else self._images(none, ones, length))
         if self._keeps and self._programs.missing(("extend",)):
             blank = np.zeros(shapes.extend, np.int32)
             yield self._programs.extend_call(self._params, self._cache, blank, blank, blank[:, 0],
-                                                 self._numbers(blank[:, 0]))
+                                             self._numbers(blank[:, 0]), self._shifts(blank[:, 0]))
         for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
             rows = np.arange(count, dtype=np.int32)
             part = jax.tree.map(lambda column, rows=rows: column[rows], self._table)
@@ -542,7 +574,7 @@ class EmbeddedEngine(Engine):
             elif parks:
                 known = np.concatenate([sample.request.prompt, tokens])
                 self._parked.pop(sample.request.id, None)  # of a request of the same id before: the newest comes last
-                self._parked[sample.request.id] = Parked(sample.slot, known)
+                self._parked[sample.request.id] = Parked(sample.slot, known, identity(sample.request.pictures))
                 self._counts["parked"] += 1
 
     def _all_routes(self, sample: Sample, routes) -> np.ndarray:
@@ -559,7 +591,8 @@ def _empty_table(shapes: Shapes) -> tuple[Progress, Controls]:
     def full(value, dtype):
         return np.full(shapes.slots, value, dtype)
 
-    progress = Progress(full(0, np.int32), full(0, np.int32), full(0, np.int32), full(0, np.int32), full(False, bool))
+    progress = Progress(full(0, np.int32), full(0, np.int32), full(0, np.int32), full(0, np.int32), full(False, bool),
+                        full(0, np.int32) if shapes.patches else None)
     controls = Controls(
         temperature=full(1, np.float32), top_p=full(1, np.float32), top_k=full(-1, np.int32), min_p=full(0, np.float32),
         repetition=full(1, np.float32), frequency=full(0, np.float32), minimum=full(0, np.int32),

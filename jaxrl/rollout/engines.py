@@ -39,6 +39,7 @@ class EngineContext:
       mesh: dp x fsdp x tp of the policy, or of mesh.roles.sampler; None for the first device.
       eos_ids: end-of-text token ids.
       hf_config: the model's HF config, as in config.json; {} for an engine that does not use it.
+      patches: most patches that the images of a prompt have; 0 = every prompt is text.
     """
 
     config: Any
@@ -47,6 +48,7 @@ class EngineContext:
     mesh: Any = None
     eos_ids: tuple[int, ...] = ()
     hf_config: dict = dataclasses.field(default_factory=dict)
+    patches: int = 0
 
     @property
     def dtype(self) -> str:
@@ -83,7 +85,7 @@ def _server_slots(rollout, batch: int) -> int:
 CUSTOM_ENGINE = EngineRow()
 ENGINES = {
     "jax": EngineRow("jaxrl.rollout.embedded:make_engine", "the embedded sampler",
-                     EngineInfo(holds=True, sleeps=True, support=True, routes=True, exact=True),
+                     EngineInfo(holds=True, sleeps=True, support=True, routes=True, exact=True, images=True),
                      on_mesh=True, servers=False),
     "vllm": EngineRow("jaxrl.rollout.vllm.engine:make_engine", "vLLM",
                       EngineInfo(concurrent=True, holds=True, sleeps=True, routes=True),
@@ -165,14 +167,21 @@ def make_engine(context: EngineContext) -> Engine:
     fields of a context instead gets these.
 
     Raises:
-      ConfigError: the engine cannot be built or cannot serve the config.
+      ConfigError: the engine cannot be built or cannot serve the config or prompts with images.
     """
     name = engine_name(context.config)
-    if name in ENGINES:
-        return imported(ENGINES[name].factory)(context)
+    made = imported(ENGINES[name].factory)(context) if name in ENGINES else _make_custom(name, context)
+    if context.patches and not made.info.images:
+        made.close()
+        raise ConfigError(f"rollout.engine={name!r} serves prompts of text, and the data has images: set "
+                          "rollout.engine=jax, or leave the images out")
+    return made
+
+
+def _make_custom(name: str, context: EngineContext) -> Engine:
     factory = find_factory(name)
     context = dataclasses.replace(context, config=editable(context.config))
-    fields = [getattr(context, field.name) for field in dataclasses.fields(context)]
+    fields = [getattr(context, field.name) for field in dataclasses.fields(context)][:6]
     arguments = next((some for some in (fields, [context]) if _accepts(factory, some)), None)
     if arguments is None:
         raise ConfigError(f"rollout.engine={name!r}: make it a function of one argument, a jaxrl.rollout.EngineContext "

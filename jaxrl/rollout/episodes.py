@@ -106,6 +106,9 @@ class EpisodeEngine(Engine):
             if len(request.prompt) >= self.longest:
                 raise ValueError(f"request {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room for "
                                  f"a completion within {self.longest}; raise train.max_sequence_tokens")
+            if request.pictures is not None:
+                raise ValueError(f"request {request.id!r}: the prompt has images, and episodes are of text; leave env "
+                                 "out, or the images")
         self._ids.update(ids)
         self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
 

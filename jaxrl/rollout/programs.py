@@ -38,6 +38,7 @@ class Progress(NamedTuple):
     produced: Any  # [S] int32, tokens of the completion so far
     limit: Any     # [S] int32, tokens the completion may have
     active: Any    # [S] bool
+    shift: Any = None  # [S] int32, Model.decode's; None where no prompt may have images
 
 
 class Chunk(NamedTuple):
@@ -81,7 +82,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     def one_token(carry):
         step, now, cache, history_SxL, out = carry
         where_S = jnp.where(now.active, now.position, cache_length)  # idle slots write nothing
-        hidden_SxD, cache, auxiliary = model.decode(params, now.token, where_S, cache, shared, True, whose_S)
+        hidden_SxD, cache, auxiliary = model.decode(params, now.token, where_S, cache, shared, True, whose_S, now.shift)
         logits_SxV = model.logits(params, hidden_SxD).astype(jnp.float32)
         token_S, logprob_S, kept_S, support_SxK = sample(
             logits_SxV, now.produced, now.position, history_SxL, controls, support, work)
@@ -93,7 +94,8 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
         position_S, produced_S = now.position + on, now.produced + on
         ended_S = jnp.any(token_S[:, None] == controls.end_ids, axis=-1) | (produced_S >= now.limit)
         history_SxL = history_SxL.at[slot_S, jnp.where(on, position_S, room)].set(token_S, mode="drop")
-        now = Progress(jnp.where(on, token_S, now.token), position_S, produced_S, now.limit, on & ~ended_S)
+        now = now._replace(token=jnp.where(on, token_S, now.token), position=position_S, produced=produced_S,
+                           active=on & ~ended_S)
         return step + 1, now, cache, history_SxL, out
 
     zero = jnp.int32(0)
@@ -227,21 +229,23 @@ class Programs:
         result = self.run(*self.prefill_call(*args))
         return result if self.shapes.routes else (result, None)
 
-    def prefill_call(self, params, stash, tokens_BxP, lengths_B, rows_B, whose_B=None) -> tuple:
+    def prefill_call(self, params, stash, tokens_BxP, lengths_B, rows_B, whose_B=None, images=None) -> tuple:
         """Returns the arguments of `run` that prefill B prompts into stash rows (the stash holds prefilled prompts'
         keys and values).
 
         whose_B: int32 [B], adapter numbers; None without an adapter set. The same holds for whose_K and whose_S below.
+        images: jaxrl.types.Images of the prompts; None: they are text, which is another program.
         """
-        def prefill(params, stash, tokens_BxP, lengths_B, rows_B, whose_B):
-            _, kv, auxiliary = self.model.prefill(params, tokens_BxP, lengths_B, True, whose_B)
+        def prefill(params, stash, tokens_BxP, lengths_B, rows_B, whose_B, images):
+            _, kv, auxiliary = self.model.prefill(params, tokens_BxP, lengths_B, True, whose_B, images)
             stash = self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
             return (stash, by_token(auxiliary)) if self.shapes.routes else stash
 
-        tokens, lengths, adapters = self.put((tokens_BxP, lengths_B, whose_B), self.by_slot)
-        args = tokens, lengths, self.put(rows_B, self.whole), adapters
+        tokens, lengths, adapters, images = self.put((tokens_BxP, lengths_B, whose_B, images), self.by_slot)
+        args = tokens, lengths, self.put(rows_B, self.whole), adapters, images
         out = (self.of_cache, self.by_slot) if self.shapes.routes else self.of_cache
-        return ("prefill", tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
+        kind = "prefill" if images is None else "prefill_images"
+        return (kind, tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
     def insert(self, cache, stash, rows_K, slots_K):
         """Copies prompts from stash rows into slots. Returns the cache (donated)."""
@@ -255,13 +259,13 @@ class Programs:
         result = self.run(*self.extend_call(*args))
         return result if self.shapes.routes else (result, None)
 
-    def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K, whose_K=None) -> tuple:
+    def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K, whose_K=None, shift_K=None) -> tuple:
         """Returns the arguments of `run` that append new tokens' keys and values to slots; see Model.extend."""
-        new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K), self.by_slot)
+        new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K, shift_K), self.by_slot)
 
         def extend(params, cache, *new):
-            tokens, positions, slots, adapters = new
-            cache, auxiliary = self.model.extend(params, tokens, positions, cache, slots, True, adapters)
+            tokens, positions, slots, adapters, shifts = new
+            cache, auxiliary = self.model.extend(params, tokens, positions, cache, slots, True, adapters, shifts)
             return (cache, by_token(auxiliary)) if self.shapes.routes else cache
 
         out = (self.of_cache, self.by_slot) if self.shapes.routes else self.of_cache

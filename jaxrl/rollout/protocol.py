@@ -114,7 +114,7 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One completion to sample. Requests with equal prompts share one prefill if they are adjacent."""
+    """One completion to sample. Requests with equal prompts and pictures share one prefill if they are adjacent."""
 
     id: str
     prompt: np.ndarray  # [P] int32
@@ -131,7 +131,7 @@ class Request:
 
 
 def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool,
-                  adapters: int = 0) -> np.ndarray:
+                  adapters: int = 0, patches: int = 0) -> np.ndarray:
     """Returns the prompt as int32. Raises ValueError naming the request and the remedy.
 
     Args:
@@ -139,6 +139,7 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
       total: most tokens of prompt and completion together.
       has_text: whether stop strings can be searched.
       adapters: number of adapters the engine serves.
+      patches: most patches of a prompt's images; 0: the engine serves text only.
     """
     prompt = np.ascontiguousarray(request.prompt, np.int32)
     p, who = request.sampling, f"request {request.id!r}"
@@ -161,7 +162,23 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
                          "several adapters (lora.adapters) take rollout.engine=jax, and every row then names its own")
     if not 0 <= request.seed < 2**32:
         raise ValueError(f"{who}: seed {request.seed} is not a uint32")
+    if request.pictures is not None:
+        _check_pictures(who, len(prompt), request.pictures, patches)
     return prompt
+
+
+def _check_pictures(who: str, length: int, pictures: Pictures, patches: int) -> None:
+    if not patches:
+        raise ValueError(f"{who}: the prompt has images, and this engine serves text only; images take a model with a "
+                         "tower and rollout.engine=jax, made with EngineContext.patches")
+    counts = pictures.counts
+    if counts.sum() > patches:
+        raise ValueError(f"{who}: the prompt's images have {counts.sum()} patches, at most {patches} are served "
+                         "(EngineContext.patches); give fewer or smaller images")
+    ends = pictures.firsts + counts // pictures.merge**2
+    if len(ends) and ends[-1] >= length:
+        raise ValueError(f"{who}: the last image ends at token {ends[-1]} of {length}; a prompt ends with a token of "
+                         "text, from which the completion goes on")
 
 
 def check_ids(requests: list[Request], unfinished) -> list[str]:
@@ -239,6 +256,7 @@ class EngineInfo:
     support: bool = False     # reports `Result.support` and `Result.log_kept_mass`
     routes: bool = False      # reports `Result.routes` if algorithm.routes=sampled
     exact: bool = False       # in fp32 its log-probs are the trainer's, but for rounding
+    images: bool = False      # serves Request.pictures, of a model with a tower
     quantized: bool = False   # samples from quantized weights or cache; known after a publish
 
 

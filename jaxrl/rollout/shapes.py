@@ -13,7 +13,7 @@ DEFAULT_SLOTS = 256  # default number of slots
 LONG_COMPLETION = 256  # tokens from which a second cache length pays for its compilation
 PREFILL_TOKENS = 32768  # most prompt tokens of one prefill call when its rows are chosen here
 EXTEND = (8, 64)  # most slots of a device, and new tokens of each, that one call extends
-PROGRAMS = 12  # most programs that a run compiles
+PROGRAMS = 12  # most programs that a run compiles; of prompts with images one more per prompt length
 
 
 # What requests need of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL
@@ -45,6 +45,7 @@ class Shapes:
         early while requests wait.
       extend: slots of a call that extends conversations in their slots, equally many of every data shard, and most
         new tokens of each.
+      patches: most patches of a prompt's images; 0 = prompts are text. See `patch_room`.
     """
 
     slot_counts: tuple[int, ...]
@@ -59,6 +60,7 @@ class Shapes:
     extend: tuple[int, int] = EXTEND
     routes: int = 0
     work: int = ALL
+    patches: int = 0
 
     @functools.cached_property
     def slots(self) -> int:
@@ -75,9 +77,16 @@ class Shapes:
         """Number of stash rows over all prompt lengths."""
         return self.prefill_rows * len(self.prompt_lengths)
 
+    def patch_room(self, length: int, merge: int) -> int:
+        """Returns the patches that a row of prompts of a length has room for.
+
+        merge: patches per side of an image token.
+        """
+        return -(-min(self.patches, length * merge**2) // merge**2) * merge**2
+
 
 def from_config(config, data_shards: int, num_eos: int, processes: int = 1, reads_all: bool = False,
-                routes: int = 0) -> Shapes:
+                routes: int = 0, patches: int = 0) -> Shapes:
     """Returns the Shapes of a config.
 
     Args:
@@ -85,6 +94,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
         at most DEFAULT_SLOTS: a decode step mostly reads weights, however many sequences there are.
       reads_all: whether decoding always reads the cache to its end (XLA's does, the kernels do not).
       routes: the model's expert ids per token in all layers.
+      patches: most patches of a prompt's images.
 
     Raises:
       ConfigError: lengths below those that the config needs.
@@ -107,7 +117,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
         end_columns=num_eos + max(4, len(roll.stop_token_ids)), max_total=min(total, caches[-1]),
         support=roll.top_k if config.algorithm.sampled_support else 0,
         routes=routes if config.algorithm.routes == "sampled" else 0,
-        work=max(work_of(roll, roll.min_new_tokens), work_of(config.eval, 0)),
+        work=max(work_of(roll, roll.min_new_tokens), work_of(config.eval, 0)), patches=patches,
         extend=(data_shards * max(1, min(EXTEND[0], slots // data_shards // 8)), min(EXTEND[1], caches[-1])))
 
 
@@ -120,7 +130,7 @@ def decode_lengths(count: int, slots: int, cache_lengths: tuple[int, ...]) -> tu
 
 def _limit_programs(counts, prompts, caches) -> tuple[int, ...]:
     """Drops the smallest slot counts until the run needs at most PROGRAMS programs, including caches, publish, insert,
-    extend and a prefill per prompt length.
+    extend and a prefill of text per prompt length.
     """
     def programs(counts):
         return 4 + len(prompts) + sum(len(decode_lengths(n, counts[-1], caches)) for n in counts)

@@ -42,6 +42,7 @@ from jaxrl.rollout import EngineContext, engine_row, make_engine
 from jaxrl.rollout.engines import check_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
+from jaxrl.run.data import load_data, most_patches, open_images, sets_to_complete, with_room, with_tower
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
 from jaxrl.run.model_checks import check_experts, check_packed, check_tower
@@ -77,6 +78,7 @@ class Job:
     stream: Any = None
     engine: Any = None
     reward_model: Any = None  # roles.reward_model.RewardModel, or None
+    images: Any = None  # data.images.source.ImageSource; None: no row has an image
 
     @property
     def decode(self):
@@ -172,7 +174,8 @@ def first_prompt(s, job) -> str:
     if job.stream is None or s.step:
         return ""
     example = job.stream.dataset[0]
-    return f"first prompt ({len(example.prompt_ids)} tokens): {job.tokenizer.decode(example.prompt_ids)!r}"
+    text = example.prompt_text if example.images else job.tokenizer.decode(example.prompt_ids)  # an image is one token
+    return f"first prompt ({len(example.prompt_ids)} tokens): {text!r}"
 
 
 class JobInputs(NamedTuple):
@@ -203,7 +206,14 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     reward_model = read_reward_model(c, model_inputs.tokenizer) if with_rewards else None
     if pool is not None:
         pool.ready()
-    train_set, eval_sets = load_data(c, inputs, model_inputs, pool.tools if pool is not None else ())
+    if (images := open_images(c, model_inputs.hf_config, model_inputs.tokenizer)) is not None:
+        s.close_at_end(images)
+    tools = pool.tools if pool is not None else ()
+    train_set, eval_sets = load_data(c, inputs, model_inputs.tokenizer, model_inputs.eos_ids[0], tools, images)
+    if images is not None and images.used:  # else a job of text, whose model is read without its tower
+        model_inputs = with_tower(c, model_inputs, images)
+        if s.resumed is None:
+            check_weights(c, model_inputs)
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items() if its is not None}
     fingerprints = compare_inputs(c, s.peers, model_inputs, train_set, eval_sets, s.resumed, workers)
@@ -239,28 +249,6 @@ def _start_workers(s):
     return pool, rewards, eval_rewards, servers
 
 
-def sets_to_complete(c, eval_sets: dict) -> dict:
-    """Returns the held-out sets that need completions: all; in jobs of pairs those whose rows are prompts alone. Raises
-    ConfigError for a set that mixes both."""
-    if not c.recipe.pairs:
-        return eval_sets
-    out = {}
-    for name, dataset in eval_sets.items():
-        whole = dataset.target_lengths > 0
-        if whole.any() and not whole.all():
-            raise ConfigError(f"eval set {name}: {int(whole.sum())} of its {len(dataset)} rows hold pairs or labels, "
-                              "the others prompts alone; split it into two sets")
-        out |= {} if whole.any() else {name: dataset}
-    return out
-
-
-def load_data(c, inputs, model_inputs: ModelInputs, tools=()):
-    """Returns (training rows or None, held-out sets by name). tools: schemas of the tools that prompts offer."""
-    tokenizer, eos = model_inputs.tokenizer, model_inputs.eos_ids[0]
-    train_set = None if c.run.mode == "eval" else jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools)
-    return train_set, jaxrl_data.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools)
-
-
 def check_inputs(config, inputs=None, with_rewards: bool = True) -> None:
     """Reads and checks all inputs of a job and closes them again. Raises ConfigError; touches no device."""
     with Session(resolve(config), inputs) as s:
@@ -272,12 +260,14 @@ def open_run(s, with_engine: bool = True) -> Job:
     without weights. Raises ConfigError."""
     read = read_job_inputs(s, with_engine)
     job = open_job(s.spec, read.model_inputs)
+    if job.images is not None:
+        job = with_room(job, read.stream, read.eval_sets)
     s.set_spec(job.config)
     check_kernels(s, job)
     engine = None
     if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
-                                           job.eos_ids, job.hf_config))
+                                           job.eos_ids, job.hf_config, most_patches(read.stream, read.eval_sets)))
         overlaps = job.apart("sampler")
         if read.pool is not None:
             engine = episode_engine(engine, read.pool, job.config, job.tokenizer)
@@ -319,12 +309,14 @@ def check_kernels(s, job) -> None:
 
 
 class ModelInputs(NamedTuple):
-    """Tokenizer and model description, read before any device work. table: the model, for its parameter table only."""
+    """Tokenizer and model description, read before any device work. table: the model, for its parameter table only.
+    images: the ImageSource of a job whose rows hold images."""
 
     tokenizer: Any
     hf_config: dict
     eos_ids: tuple[int, ...]
     table: Any
+    images: Any = None
 
 
 def read_model_inputs(config, tokenizer=None) -> ModelInputs:
@@ -389,7 +381,7 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
 
     Raises ConfigError if the devices do not fit the mesh, and as read_model_inputs does.
     """
-    tokenizer, hf_config, ends, _ = model_inputs or read_model_inputs(config)
+    tokenizer, hf_config, ends, _, images = model_inputs or read_model_inputs(config)
     meshes = {}
     if mesh is None:
         meshes = sharding.role_meshes(config.mesh)
@@ -425,7 +417,7 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
         log.warning("train.tokens_per_microbatch=%d is raised to %d, one row of the longest sequence",
                     spec.train.tokens_per_microbatch, shapes.lengths[-1])
     return Job(spec, Path(spec.run.dir), mesh, tokenizer, hf_config, model, ends, model.compute_dtype, shapes, scored,
-               meshes)
+               meshes, images=images)
 
 
 def check_roles(config) -> None:

@@ -1,7 +1,8 @@
 """Counts the arithmetic of a step, and the achieved share of the devices' peak.
 
 Counted is what the mathematics needs: matrix products of every token that is not padding, attention of each token to
-what it may see, recurrences, the head where a token is sampled or scored; a multiply and an add are two operations.
+what it may see, recurrences, the tower for every image once per copy of its prompt, the head where a token is sampled
+or scored; a multiply and an add are two operations.
 Not counted: recomputation, padding, masked pairs, elementwise work, the gradient that frozen matrices do without.
 
 Legend: N sequences.
@@ -14,6 +15,7 @@ from collections import Counter
 import numpy as np
 
 from jaxrl.models.recurrent import rule_flops
+from jaxrl.models.vision.rows import multiplied_by_patch
 from jaxrl.sharding.chips import CHIPS
 from jaxrl.sharding.targets import name_of
 from jaxrl.telemetry.timing import working
@@ -37,8 +39,13 @@ class Operations:
         self._rule = rule_flops(cfg)
         self._token = model.flops_per_token(1) - self.head - self._pair * len(cfg.windows) - self._rule
         linear = {"/".join(e.path): float(e.multiplied)
-                  for e in model.entries if e.multiplied and e.path[0] != "head"}
+                  for e in model.entries if e.multiplied and e.path[0] not in ("head", "vision")}
         self._trains = sum(size for name, size in linear.items() if name in trainable) / sum(linear.values())
+        tower = {} if cfg.vision is None else {"/".join(e.path): multiplied_by_patch(cfg.vision, e)
+                                               for e in model.entries if e.path[0] == "vision"}
+        self._patch, self._patch_pair = model.flops_per_patch(0), cfg.vision.pair_flops if tower else 0
+        self._tower_learns = any(name in trainable for name in tower)
+        self._tower_trains = sum(n for name, n in tower.items() if name in trainable) / (sum(tower.values()) or 1)
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 
     def layers(self, first_N, end_N) -> tuple[float, float]:
@@ -63,10 +70,25 @@ class Operations:
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
         sampled = self.layers(traj.prompt_lengths, traj.lengths - 1)
-        return sum(prompts) + sum(sampled) + self.head * float(traj.loss_mask.sum())
+        return sum(prompts) + sum(sampled) + sum(self.tower(traj, first)) + self.head * float(traj.loss_mask.sum())
+
+    def tower(self, traj, rows) -> tuple[float, float]:
+        """Returns (matrix products, attention) of the forward pass of a tower over the images of a batch: those in the
+        prompts of the sequences `rows`, and those after the prompts of all.
+        """
+        pictures = traj.pictures
+        if pictures is None or not self._patch:
+            return 0.0, 0.0
+        behind = pictures.firsts >= traj.prompt_lengths[pictures.sequences]
+        counts = pictures.counts[behind | np.isin(pictures.sequences, rows)].astype(float)
+        return self._patch * float(counts.sum()), self._patch_pair * float((counts**2).sum())
+
+    @staticmethod
+    def _prompts(traj, shared: bool):
+        return np.unique(traj.prefix, return_index=True)[1] if shared else np.arange(traj.num_sequences)
 
     def _forward(self, traj, shared: bool) -> tuple[float, float]:
-        rows = np.unique(traj.prefix, return_index=True)[1] if shared else np.arange(traj.num_sequences)
+        rows = self._prompts(traj, shared)
         prompts = self.layers(np.zeros(len(rows)), traj.prompt_lengths[rows])
         completions = self.layers(traj.prompt_lengths, traj.lengths)
         return prompts[0] + completions[0], prompts[1] + completions[1]
@@ -78,18 +100,23 @@ class Operations:
           shared: count prompts once per group.
           head: log-probs are computed (else values).
         """
-        return sum(self._forward(traj, shared)) + head * self.head * float(traj.loss_mask.sum())
+        layers, tower = self._forward(traj, shared), self.tower(traj, self._prompts(traj, shared))
+        return sum(layers) + sum(tower) + head * self.head * float(traj.loss_mask.sum())
 
     def update(self, traj, shared: bool, head: bool = True) -> float:
         """Returns the operations of one forward and backward pass. The backward pass of a matrix is its input's
         gradient and, if it trains, its own. The head's are for the log-probs of the loss tokens. A critic
-        (head=False) trains as a whole.
+        (head=False) trains as a whole. A tower of which nothing trains has no backward pass.
         """
         matrices, attention = self._forward(traj, shared)
+        of_patches, pairs = self.tower(traj, self._prompts(traj, shared))
         if not head:
-            return 3 * (matrices + attention)
+            return 3 * (matrices + attention + of_patches + pairs)
         scored = self.head * float(traj.loss_mask.sum())
-        return (2 + self._trains) * matrices + 3 * attention + (2 + self._head_trains) * scored
+        layers = (2 + self._trains) * matrices + 3 * attention + (2 + self._head_trains) * scored
+        if not self._tower_learns:
+            return layers + of_patches + pairs
+        return layers + (2 + self._tower_trains) * of_patches + 3 * pairs
 
 
 class Speed:

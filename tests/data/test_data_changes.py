@@ -23,6 +23,7 @@ from jaxrl.processes.group import Peers
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardPool
 from jaxrl.run import setup
+from jaxrl.run.data import load_data
 from jaxrl.run.session import Session
 from jaxrl.run.setup import check_inputs
 
@@ -96,7 +97,7 @@ def test_a_host_whose_rewards_are_written_otherwise_is_named(job, tmp_path):
 
 def read(run):
     found = setup.read_model_inputs(run.spec)
-    return found, *setup.load_data(run.spec, run.inputs, found)
+    return found, *load_data(run.spec, run.inputs, found.tokenizer, found.eos_ids[0])
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ from helpers.tiers import first_cases
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import FAMILIES, build, rope
+from jaxrl.models.families import IMAGES
 from jaxrl.models.io import hf, tensorfile
-from jaxrl.models.vision.positions import patch_places, rotary_positions
+from jaxrl.models.vision import tower
+from jaxrl.models.vision.positions import Placed, image_rows, patch_places, rotary_positions
 from jaxrl.rollout.engines import check_served
 from jaxrl.run.model_checks import check_tower
 
@@ -270,3 +272,15 @@ def test_a_folder_without_its_tower_is_refused(tmp_path):
     tensorfile.write_folder(tmp_path, planned, 1e9)
     with pytest.raises(ConfigError, match="lacks 2 tensors: model.visual.merger.norm.bias"):
         cases.ours(tmp_path)
+
+
+@pytest.mark.full
+def test_flops_match_the_compiled_tower():
+    """The formula is XLA's count for one image, up to the elementwise part and the learned positions."""
+    config = {**cases.TEXT, IMAGES: {**cases.VISION, "depth": 3, "hidden_size": 256, "num_heads": 4, "intermediate_size": 1024,
+                                     "deepstack_visual_indexes": [1]}}
+    model = build(config, compute_dtype=jnp.float32, scan_layers=False, attention="reference")
+    patches, params = 64, jax.eval_shape(model.init, jax.random.key(0))
+    images = image_rows([Placed(0, np.arange(16), (8, 8), np.zeros((64, 48), np.uint8))], np.zeros((1, 16, 3), np.int32), patches, 2, 48)
+    run = jax.jit(lambda p, images: tower.see(model, p, images)[:2]).lower(params, images).compile()
+    assert run.cost_analysis()["flops"] == pytest.approx(patches * model.flops_per_patch(patches), rel=0.03)

@@ -1,6 +1,7 @@
 """Operations needed, counted by hand; speeds and compilations that follow; memory profiles of a run."""
 
 import ctypes
+import dataclasses
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import vision_cases
 from helpers.training_helpers import batch_of_groups
 
 from jaxrl import models
+from jaxrl.models.families import IMAGES
 from jaxrl.telemetry.compilations import BACKGROUND, EVENT, BackgroundCompiler, Compilations
 from jaxrl.telemetry.flops import Operations, Speed
+from jaxrl.types import Pictures
 
 # hidden 8, 2 heads of 4, 1 kv head of 4, MLP 12, vocabulary 61; the second layer sees 5 positions
 HF = {"model_type": "gemma2", "vocab_size": 61, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
@@ -77,6 +81,24 @@ def test_what_is_frozen_has_no_gradient_of_its_own(model, names):
     assert first_layer.update(traj, shared=False) == pytest.approx(2.5 * matrices + 3 * attention + 3 * scored)
     norms = Operations(model, {n for n in names if "norm" in n})
     assert norms.update(traj, shared=False) == pytest.approx(2 * matrices + 3 * attention + 2 * scored)
+
+
+def test_the_tower_by_hand():
+    """Each image once per copy of its prompt, by its own size; frozen, it has no backward pass."""
+    own = models.build({**vision_cases.TEXT, IMAGES: {**vision_cases.VISION, "depth": 2, "deepstack_visual_indexes": [0]}},
+                       compute_dtype=jnp.float32, scan_layers=False)
+    layer = 4 * 24 * 24 + 2 * 24 * 20  # width 24, MLP 20; patches of 3 x 4 x 4 numbers; mergers 96 -> 96 -> 32 of four patches each
+    patch = lambda n: 2 * (48 * 24 + 2 * layer + 2 * (96 * 96 + 96 * 32) / 4) + 2 * 4 * 24 * n  # noqa: E731
+    assert own.flops_per_patch(16) == patch(16) and models.build(HF, compute_dtype=jnp.float32, scan_layers=False).flops_per_patch(16) == 0
+    traj, _ = batch_of_groups(groups=2, size=2)
+    firsts = [0, 2, 0, 2, int(traj.prompt_lengths[3])]  # two images in the first prompt, one behind the last
+    pictures = Pictures(np.array([0, 0, 1, 1, 3]), np.array(firsts), np.array([(2, 4), (4, 4), (2, 4), (4, 4), (2, 2)]), np.arange(5), 2, 48, list)
+    seen, names = dataclasses.replace(traj, pictures=pictures), {"/".join(e.path) for e in own.entries}
+    once, alone = 8 * patch(8) + 16 * patch(16) + 4 * patch(4), 2 * (8 * patch(8) + 16 * patch(16)) + 4 * patch(4)
+    text, whole = Operations(own, names), lambda of, shared: of(seen, shared) - of(traj, shared)
+    assert whole(text.scoring, True) == pytest.approx(once) and whole(text.scoring, False) == pytest.approx(alone)
+    assert text.generation(seen) - text.generation(traj) == pytest.approx(once) and whole(text.update, False) == pytest.approx(3 * alone)
+    assert whole(Operations(own, {n for n in names if not n.startswith("vision")}).update, True) == pytest.approx(once)
 
 
 def job(model, kind, platform, devices=4):

@@ -1,6 +1,8 @@
 """Images in packed rows: any layout gives the log-probs and gradients of each sequence alone, and a model learns to look."""
 
 import dataclasses
+import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,8 @@ from jaxrl import training
 from jaxrl.models import build
 from jaxrl.models.families import IMAGES
 from jaxrl.models.vision.positions import Placed, image_rows
+from jaxrl.rl import precompile
+from jaxrl.sharding import batch_sharding, make_mesh, replicated
 from jaxrl.training.layout import RowShapes, make_layout, row_patches
 from jaxrl.training.pack import pack
 from jaxrl.types import Pictures, Trajectories
@@ -195,3 +199,35 @@ def test_a_cut_row_has_its_images_where_its_tokens_are(model_and_params):
     whole = make_layout(traj.sizes, RowShapes((48,), ((4,),), patches=(96,)))
     cut = make_layout(traj.sizes, RowShapes((48,), ((4,),), ranks=2, patches=(96,)))
     np.testing.assert_allclose(score(params, traj, cut), score(params, traj, whole), atol=2e-5)
+
+
+@pytest.mark.full
+def test_updates_of_rows_with_and_without_images_are_compiled_ahead(model_and_params, caplog, monkeypatch):
+    """Their two programs are what the update calls; and no program is compiled for images that no row has."""
+    model, params = model_and_params
+    traj, objective, optimizer = batch(), training.NextToken(chunk=64), optax.sgd(1.0)
+    mesh = make_mesh({"dp": 1, "fsdp": 1, "tp": 1}, jax.devices()[:1])
+    monkeypatch.setattr("jaxrl.training.update.MICROBATCHES_PER_CALL_CPU", 1)
+    most = int(traj.patches.sum(axis=1).max())
+    shapes = RowShapes((24,), ((1,),), patches=(most,))
+    layout, text = make_layout(traj.sizes, shapes, share_prompts=False), np.zeros_like(traj.patches)
+    rules = SimpleNamespace(rollout=SimpleNamespace(top_k=-1, group_size=3), algorithm=SimpleNamespace(routes="none"), longest=24,
+                            data=SimpleNamespace(max_prompt_tokens=12, prompts_per_step=4))
+    job = SimpleNamespace(config=rules, model=model, mesh=mesh, row_shapes=shapes, mesh_of=lambda role: mesh)
+    with jax.set_mesh(mesh):
+        update = training.make_update(model, optimizer, lambda i: 1.0, objective)
+        state = jax.device_put(training.init_state(*training.partition(params, (".*",), ()), optimizer), replicated(mesh))
+        precompiler = precompile.UpdatePrecompiler(job, SimpleNamespace(rests=False, state=state, program=update), objective)
+        precompiler.compile_for(layout, traj.patches)
+        assert precompiler.there == {(1, 24, most), (1, 24, 0), None}
+        assert {precompile.shape_of(m, text) for m in layout.minibatches[0].microbatches} == {(1, 24, 0)}
+        weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
+        packed = [jax.device_put(pack(traj, m, {}, {name: weights[name] for name in objective.weights}), batch_sharding(mesh))
+                  for m in layout.minibatches[0].microbatches]
+        jax.config.update("jax_log_compiles", True)
+        with caplog.at_level(logging.WARNING):
+            update(state, packed)
+        jax.config.update("jax_log_compiles", False)
+        precompiler.close()
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith(("Compiling jit(accumulate)", "Compiling jit(apply)"))]
+    assert not told and precompile.max_rows(dataclasses.replace(shapes, patches=())) == (1, 24, 0)

@@ -6,6 +6,7 @@ not opened; the stored size is checked before any pixel is decoded.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -14,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.data.images.read import Image, ImageError
+from jaxrl.data.images.read import Image, ImageError, image_of
 from jaxrl.data.images.resize import BICUBIC, Rule, cut
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, type_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # of a GIF, the first frame
 ORIENTATION = 0x0112  # EXIF tag; its values 5 to 8 exchange height and width
@@ -86,6 +87,26 @@ def picture_of(image: Image, rule: Rule, limit: int) -> Picture:
     patches = cut(resized, rule)
     digest = hashlib.blake2b(repr(grid).encode() + patches.tobytes(), digest_size=16).digest()
     return Picture(digest, grid, stored, patches)
+
+
+def as_text(value) -> str:
+    """Returns an image in memory as a data URI, which read.image_of takes: for files that hold text alone.
+
+    Raises TypeError for another value, as a `default` of json.dumps must.
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "data:;base64," + base64.b64encode(bytes(value)).decode()
+    if isinstance(value, np.ndarray) or (hasattr(value, "convert") and hasattr(value, "getexif")):
+        return as_text(png_of(image_of(value, None)))
+    raise TypeError(f"{type_of(value)} is no image")
+
+
+def png_of(image: Image) -> bytes:
+    """Returns an image in memory, as it is stored there, as a PNG file."""
+    pillow, out = _pillow(), io.BytesIO()
+    stored = pillow.fromarray(image.pixels) if isinstance(image.pixels, np.ndarray) else image.pixels
+    stored.save(out, "PNG", **({"exif": exif} if (exif := stored.getexif()) else {}))
+    return out.getvalue()
 
 
 def _pillow():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ class Image:
 
     def __str__(self):
         return str(self.path) if self.path else "an image in memory" if self.encoded is None else "encoded bytes"
+
+    @property
+    def content(self) -> str:
+        """Names what the image shows: a hash of its bytes or pixels; of a file its path and size."""
+        if self.path is not None:
+            return f"{self.path.name} {self.path.stat().st_size}"
+        held = self.encoded if self.encoded is not None else np.asarray(self.pixels).tobytes()
+        return hashlib.blake2b(held, digest_size=16).hexdigest()
 
 
 def images_of(cell, root: Path | None) -> list[Image]:
@@ -164,7 +173,8 @@ def _message(number: int, message, rest, used: list, marker: str, root) -> dict:
 
     def take():
         if (image := next(rest, None)) is None:
-            raise ImageError(f"{where}: more markers ({marker} or image parts) than images")
+            raise ImageError(f"{where}: more markers ({marker} or image parts) than images; data.image_marker='' reads "
+                             "markers as text")
         used.append(image)
         parts.append({"type": "image"})
 

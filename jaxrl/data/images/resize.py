@@ -84,7 +84,8 @@ OF_NO_PIXEL = {"processor_class", "feature_extractor_type", "default_to_square",
                "return_tensors", "auto_map", "_valid_processor_keys", "backend", "transformers_version"}
 
 
-def rule_of(model_type: str, folder: Path | None = None, least: int | None = None, most: int | None = None) -> Rule:
+def rule_of(model_type: str, folder: Path | None = None, least: int | None = None, most: int | None = None,
+            tower: dict | None = None) -> Rule:
     """Returns the rule of a checkpoint.
 
     Args:
@@ -92,12 +93,14 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
       folder: where preprocessor_config.json, or the image_processor table of processor_config.json, may be; None or
         without one: the family's defaults.
       least, most: bounds that replace the checkpoint's.
+      tower: the vision_config of its config.json, whose sizes hold where the folder names none; None: the family's.
 
     Raises ConfigError for a family without a rule, an unreadable file, and fields that would change pixels otherwise.
     """
     if model_type not in RULES:
         raise ConfigError(f"model_type={model_type!r} has no rule for images; choose one of {', '.join(RULES)}")
-    rule, (name, given) = RULES[model_type], _stored(folder)
+    sizes = {ours: tower[theirs] for ours, theirs in OF_TOWER.items() if tower and tower.get(theirs) is not None}
+    rule, (name, given) = dataclasses.replace(RULES[model_type], **sizes), _stored(folder)
     size = given.pop("size", None) or {}
     given = {**{READ_SIZE.get(k, k): v for k, v in size.items()}, **{k: v for k, v in given.items() if v is not None}}
     for key, value in given.items():
@@ -112,9 +115,22 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
     bounds = {"least": least, "most": most}
     rule = dataclasses.replace(rule, **fields | {name: bound for name, bound in bounds.items() if bound is not None})
     _check(rule, name)
+    if wrong := [f"{theirs}={sizes[ours]}" for ours, theirs in OF_TOWER.items()
+                 if ours in sizes and sizes[ours] != getattr(rule, ours)]:
+        raise ConfigError(f"{name} does not cut images for this tower: vision_config has {', '.join(wrong)}; fetch "
+                          "both files of one checkpoint")
     return rule
 
 
+def as_fields(rule: Rule) -> dict:
+    """Returns the content of a preprocessor_config.json that says what a rule does."""
+    names = {ours: theirs for theirs, ours in READ.items() if ours not in ("least", "most")}
+    return {"image_processor_type": SERVED["image_processor_type"][1],
+            **{theirs: getattr(rule, ours) for ours, theirs in names.items()},
+            "size": {"shortest_edge": rule.least, "longest_edge": rule.most}}
+
+
+OF_TOWER = {"patch": "patch_size", "merge": "spatial_merge_size", "frames": "temporal_patch_size"}
 READ_SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
 

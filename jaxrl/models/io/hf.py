@@ -77,6 +77,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         if (folder / "generation_config.json").is_file():
             source["generation_config"] = _read_json(folder / "generation_config.json")
         source["outer"] = nested.outer(config)
+        source |= {"processors": nested.processors(folder)} if source["outer"] else {}
         config = text_part(config)
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
@@ -369,6 +370,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         else:
             _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
         _write_json(temporary / "config.json", _within(hf_config[SOURCE]["outer"], config) if within else config)
+        for file, content in hf_config[SOURCE].get("processors", {}).items() if within else ():
+            _write_json(temporary / file, content)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         replace(temporary, directory)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import logging
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxrl.models.io import tensorfile
 
 log = logging.getLogger("jaxrl")
 KEYS = ("text_config", "quantization_config")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False):
@@ -69,6 +71,34 @@ def report(folder, others) -> None:
 def outer(config: dict) -> dict:
     """Returns the fields of a config of several parts outside its text part; {} for other configs."""
     return {k: v for k, v in config.items() if k not in KEYS} if config.get("model_type") in NESTED else {}
+
+
+def processors(folder: Path) -> dict[str, dict]:
+    """Returns name -> content of a folder's files about images and videos, which an export writes, too."""
+    out = {}
+    for name in PROCESSORS:
+        if (folder / name).is_file():
+            try:
+                out[name] = json.loads((folder / name).read_text("utf-8"))
+            except ValueError as e:
+                raise ConfigError(f"{folder / name}: not valid JSON ({e})") from None
+    return out
+
+
+def with_images(processors: dict[str, dict], fields: dict) -> dict[str, dict]:
+    """Returns the files of `processors` with the fields of an image processor (data.images.resize.as_fields)."""
+    out, first = dict(processors), PROCESSORS[0]
+    whole = out.get("processor_config.json", {})
+    if "image_processor" in whole:
+        out["processor_config.json"] = {**whole, "image_processor": _replaced(whole["image_processor"], fields)}
+    if first in out or "image_processor" not in whole:
+        out[first] = _replaced(out.get(first, {}), fields)
+    return out
+
+
+def _replaced(stored: dict, fields: dict) -> dict:
+    kept = {k: v for k, v in stored.items() if k not in ("min_pixels", "max_pixels")}
+    return {**kept, **fields, **{k: stored[k] for k in ("image_processor_type",) if k in stored}}
 
 
 def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Planned] | None:

@@ -55,6 +55,11 @@ class VisionConfig:
         return math.isqrt(self.positions)
 
     @property
+    def pair_flops(self) -> int:
+        """FLOPs of a patch for each patch that it attends to, over all layers."""
+        return 4 * self.width * self.depth
+
+    @property
     def groups(self) -> list[range]:
         """Consecutive layers up to and with each tap, and those behind the last one."""
         ends = [tap + 1 for tap in self.taps if tap + 1 < self.depth] + [self.depth]

@@ -36,6 +36,13 @@ def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterabl
     return np.concatenate([start[:, None], start[:, None] + inside], axis=1).astype(np.int32)
 
 
+def rotary_shift(grids: Iterable[Iterable[int]], merge: int) -> int:
+    """Returns the position of text behind images of these grids, minus its index: 0 or below. Arguments as in
+    `rotary_positions`.
+    """
+    return int(sum((max(height, width) * merge - height * width) // merge**2 for height, width in grids))
+
+
 def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:
     """Returns (row, column, rows, columns) of an image's patches, [N, 4] int32, in the order of data.images.resize.cut.
     """

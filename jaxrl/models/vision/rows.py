@@ -69,3 +69,13 @@ def entries(config: VisionConfig, scan_layers: bool) -> list[Entry]:
             for number in group:
                 out += parameters.entries(config, LAYER, ("vision", f"layer_{number}"), [number], 0, f"{HF}.blocks")
     return out
+
+
+def multiplied_by_patch(config: VisionConfig, entry: Entry) -> float:
+    """Returns the count of numbers of a model's entry that one patch is multiplied with; 0 if it is not the tower's."""
+    group, part, *_ = entry.path
+    if group != "vision":
+        return 0.0
+    if part == "patch":  # of a still image, whose frames are equal, see tower
+        return entry.multiplied / config.frames
+    return entry.multiplied / (config.merge**2 if part == "merger" or part.startswith("tap_") else 1)

@@ -1,0 +1,156 @@
+"""Makes the embedded task `shapes`: questions about small pictures, which are answered by looking.
+
+    python evidence/shapes_data.py           # rewrites jaxrl/data/embedded/shapes; the same pictures on every machine
+
+Files (Parquet, one question per row, with the picture's PNG file in the column `image`):
+    sft.parquet    demonstrations: image, prompt, completion
+    train.parquet  RL prompts: image, prompt, answer
+    test.parquet   held-out prompts, of pictures that occur nowhere else
+    tokenizer/     word-level tokenizer in HF format, with Qwen's tokens around images
+
+A picture has 32 x 32 pixels in 4 x 4 cells, of which 6 to 11 hold a circle, a square or a triangle in red, green or blue,
+each of its own size, place and shade. A question names a colour and a shape and asks how many there are: 0 to 4,
+each equally often, so that a policy that does not look is right once in five times. `JUMP` of the demonstrations give
+the number at once, the others name the cells first. The reward reads the box alone: that naming the cells pays is for
+the policy to discover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded" / "shapes"
+CELLS, SIDE = 4, 8  # cells per side, pixels per side of a cell
+COLOURS = {"red": (210, 60, 50), "green": (60, 170, 70), "blue": (60, 90, 210)}
+SHAPES = ("circle", "square", "triangle")
+KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+MOST = 4            # of what a question asks for
+QUESTIONS = 4       # per picture
+PICTURES = {"sft": 1500, "train": 1000, "test": 300}  # the held-out ones have one question each
+JUMP = 0.6          # share of demonstrations that do not name cells
+
+
+def inside(shape: str, size: float, x, y):
+    """Returns where the points x, y, counted from the centre of a shape, lie inside it."""
+    half = size / 2
+    if shape == "circle":
+        return x**2 + y**2 <= half**2
+    if shape == "square":
+        return (abs(x) <= 0.86 * half) & (abs(y) <= 0.86 * half)
+    return (y <= half * 0.9) & (abs(x) <= (y + half) * 0.58)
+
+
+def drawn(cells: dict, rng: random.Random) -> np.ndarray:
+    """Returns a picture, uint8 [32, 32, 3]. cells: (row, column) -> (colour, shape)."""
+    ground = rng.randint(225, 250)
+    out = np.full((CELLS * SIDE, CELLS * SIDE, 3), ground, np.float64)
+    fine = (np.arange(4 * SIDE) + 0.5) / 4 - SIDE / 2  # four points per pixel and side smooth the edges
+    for (row, column), (colour, shape) in sorted(cells.items()):
+        size, shift = rng.uniform(5.2, 7.0), (rng.uniform(-0.6, 0.6), rng.uniform(-0.6, 0.6))
+        shade = np.clip(np.array(COLOURS[colour]) + rng.randint(-30, 30), 0, 255)
+        y, x = fine[:, None] - shift[0], fine[None, :] - shift[1]
+        share = inside(shape, size, x, y).reshape(SIDE, 4, SIDE, 4).mean((1, 3))[..., None]
+        part = out[row * SIDE:(row + 1) * SIDE, column * SIDE:(column + 1) * SIDE]
+        part[:] = part * (1 - share) + shade * share
+    return np.rint(out).astype(np.uint8)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Returns an RGB picture as a PNG file."""
+    height, width, _ = pixels.shape
+    lines = b"".join(b"\0" + line.tobytes() for line in pixels)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines, 9)) + chunk(b"IEND", b"")
+
+
+def name(cell: tuple[int, int]) -> str:
+    return "abcd"[cell[1]] + str(cell[0] + 1)
+
+
+def picture(rng: random.Random, questions: int):
+    """Returns (pixels, [(question, cells that it asks for)]): kinds asked for occur 0 to MOST times, equally often."""
+    asked = rng.sample(KINDS, questions)
+    while True:
+        counts = {kind: rng.randint(0, MOST) for kind in asked}
+        if sum(counts.values()) <= 11:
+            break
+    free = [(r, c) for r in range(CELLS) for c in range(CELLS)]
+    rng.shuffle(free)
+    cells = {free.pop(): kind for kind, count in counts.items() for _ in range(count)}
+    others = [kind for kind in KINDS if kind not in counts]
+    while len(cells) < rng.randint(6, 9):
+        cells[free.pop()] = rng.choice(others)
+    found = {kind: sorted(cell for cell, own in cells.items() if own == kind) for kind in asked}
+    return drawn(cells, rng), [(f"how many {colour} {shape}s?", found[colour, shape]) for colour, shape in asked]
+
+
+def rows(file: str) -> list[dict]:
+    """Returns the rows of a file."""
+    rng, out = random.Random(f"shapes {file}"), []
+    for _ in range(PICTURES[file]):
+        pixels, questions = picture(rng, 1 if file == "test" else QUESTIONS)
+        image = {"bytes": png(pixels), "path": None}
+        for prompt, cells in questions:
+            row = {"image": image, "prompt": prompt}
+            if file == "sft":
+                work = "" if rng.random() < JUMP else (" ".join(map(name, cells)) or "none") + "\n"
+                row["completion"] = f"{work}\\boxed{{{len(cells)}}}"
+            else:
+                row["answer"] = str(len(cells))
+            out.append(row)
+    rng.shuffle(out)
+    return out
+
+
+def tokenizer_files() -> dict[str, str]:
+    """Returns name -> text of the tokenizer's files."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<unk>"]
+    words = ["\n", " ", "\\boxed{", "}", "?", "user", "assistant", "system", "how", "many", "none", *COLOURS, *(f"{s}s" for s in SHAPES),
+             *map(str, range(10)), *(name((r, c)) for r in range(CELLS) for c in range(CELLS))]
+    added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+              "special": True} for i, token in enumerate(special)]
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+             "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\\boxed\{|[a-d][1-4]|[a-z]+|[0-9]|[^a-z0-9]"},
+                               "behavior": "Isolated", "invert": False},
+             "post_processor": None, "decoder": {"type": "Fuse"},
+             "model": {"type": "WordLevel", "vocab": {t: i for i, t in enumerate(special + words)}, "unk_token": "<unk>"}}
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    template = ("{%- for message in messages -%}<|im_start|>{{ message.role }}{{ '\\n' }}"
+                "{%- if message.content is string -%}{{ message.content }}{%- else -%}{%- for part in message.content -%}"
+                "{%- if part.type == 'image' -%}" + image + "{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+                "<|im_end|>{{ '\\n' }}{%- endfor -%}"
+                "{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\\n' }}{%- endif -%}")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|endoftext|>", "eos_token": "<|im_end|>",
+              "unk_token": "<unk>", "additional_special_tokens": special[1:6], "clean_up_tokenization_spaces": False,
+              "model_max_length": 256, "chat_template": template}
+    return {"tokenizer.json": json.dumps(whole, indent=1, ensure_ascii=False) + "\n",
+            "tokenizer_config.json": json.dumps(config, indent=1) + "\n"}
+
+
+def main():
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    out = parser.parse_args().out
+    (out / "tokenizer").mkdir(parents=True, exist_ok=True)
+    for file in PICTURES:
+        pq.write_table(pa.Table.from_pylist(rows(file)), out / f"{file}.parquet", compression="zstd", use_dictionary=True)
+    for name_, text in tokenizer_files().items():
+        (out / "tokenizer" / name_).write_text(text, "utf-8")
+    print({p.name: p.stat().st_size for p in sorted(out.glob("*.parquet"))})
+
+
+if __name__ == "__main__":
+    main()

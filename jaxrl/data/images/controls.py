@@ -1,0 +1,34 @@
+"""Blind controls: held-out rows with other pictures, which show whether a policy looks at its images at all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxrl.data.images.source import BLANK
+
+
+def blank(batch: list) -> list:
+    """Returns the rows that have images with grey ones of the same sizes. batch: [(position, Example)]."""
+    return [(i, _with(e, e.images.numbers | BLANK)) for i, e in batch if e.images is not None]
+
+
+def swapped(batch: list) -> list:
+    """Returns the rows that have images with those of another row, of the same sizes; rows without a partner are left
+    out. batch: [(position, Example)]."""
+    alike: dict[bytes, list] = {}
+    for i, example in batch:
+        if example.images is not None:
+            alike.setdefault(example.images.grids.tobytes(), []).append((i, example))
+    out = []
+    for rows in alike.values():
+        shift = len(rows) // 2  # neighbours in the data often ask about one picture
+        out += [(i, _with(e, rows[(k + shift) % len(rows)][1].images.numbers)) for k, (i, e) in enumerate(rows)
+                if len(rows) > 1]
+    return sorted(out, key=lambda row: row[0])
+
+
+CONTROLS = {"blank": blank, "swapped": swapped}
+
+
+def _with(example, numbers):
+    return dataclasses.replace(example, images=example.images._replace(numbers=numbers))

@@ -1,0 +1,178 @@
+"""The images of a job's rows: found when a row is read, sized from file headers, decoded when a step takes the row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.data.chat_template import PromptError
+from jaxrl.data.images.decode import Picture, picture_of, size_of
+from jaxrl.data.images.expand import TOKENS, Tokens, escape, expand, restore
+from jaxrl.data.images.read import Image, ImageError, images_of, split_prompt
+from jaxrl.data.images.resize import rule_of
+from jaxrl.data.images.store import Store
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.types import Places
+
+COLUMN, SINGLE = "images", "image"  # the column that is read where the other is missing
+KEPT_BYTES = 1 << 30  # of pictures in host memory
+BLANK = 1 << 62  # added to a picture's number: a grey picture of its size
+GREY = 128
+
+
+class RowImages(NamedTuple):
+    """The images of a row's prompt, unread; which image tokens of its rendered text are theirs; their tokens."""
+
+    images: list[Image]
+    marks: list[bool]
+    tokens: Tokens
+
+
+class ImageSource:
+    """Finds, sizes and makes the images of data rows.
+
+    A picture's number names the data set, the row and the image in the row. So nothing of an image is kept but a
+    bounded number of made pictures, and every process can make those of its rows.
+
+    Args:
+      config: options `data.image_*` and data.max_images.
+      model_type: of config.json, the family's name there.
+      tokenizer: whose image token must be one token.
+      folder: of the checkpoint, whose preprocessor_config.json is read; None: the family's defaults.
+      tower: vision_config of its config.json.
+      refused: option whose value does not allow images, as "run.recipe=dpo"; "" if they are allowed.
+
+    Attributes:
+      used: whether a row with images was read.
+      merge: patches per side of an image token. width: numbers of a patch. mean, std: of its pixels.
+    """
+
+    def __init__(self, config, model_type: str, tokenizer, folder: Path | None = None, tower: dict | None = None,
+                 refused: str = ""):
+        data, self.refused, self.used = config.data, refused, False
+        self.rule = rule_of(model_type, folder, data.image_min_pixels, data.image_max_pixels, tower)
+        self.tokens, self.tokenizer = TOKENS[model_type], tokenizer
+        self.column, self.marker, self.root = data.image_column, data.image_marker, data.image_root
+        self.most, self.limit = data.max_images, data.image_decode_limit
+        self.cuts = [f"data.{name}={data[name]}" for name, bad in (
+            ("overlong_prompt", "truncate_left"), ("overlong_completion", "split")) if data[name] == bad]
+        self.merge, self.width = self.rule.merge, 3 * self.rule.patch**2
+        self.mean, self.std = self.rule.mean, self.rule.std
+        self._sets: list = []
+        self._store = Store(KEPT_BYTES, data.workers, self._make)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that may hold images."""
+        return (self.column, SINGLE) if self.column == COLUMN else (self.column,)
+
+    def column_of(self, row: dict) -> str:
+        """Returns the name of the column that holds a row's images."""
+        return next((name for name in self.columns if row.get(name) is not None), self.column)
+
+    def register(self, dataset) -> int:
+        """Returns the number of a data set, whose `tables` and `reader` make its pictures later."""
+        self._sets.append(dataset)
+        return len(self._sets) - 1
+
+    # ---- while a row is read
+
+    def split(self, row: dict, prompt, where: str) -> tuple[Any, list[Image]]:
+        """Returns (prompt, its images): messages whose contents are text, or lists of text and image parts where a
+        message has an image; the prompt as it is where there is none.
+
+        where: place of the row, "file:line", to whose folder paths are relative. Raises PromptError for what cannot be
+        used, ConfigError where the options do not allow images.
+        """
+        if not isinstance(prompt, str | list):
+            return prompt, []
+        root = Path(self.root) if self.root else _folder(where)
+        messages, found = split_prompt(prompt, images_of(row.get(self.column_of(row)), root), self.marker, root)
+        if not found:
+            return prompt, []
+        self._check(messages, found)
+        return [_joined(message) for message in messages], found
+
+    def _check(self, messages, found) -> None:
+        if self.refused:
+            raise ConfigError(f"the data holds images, and {self.refused} does not train on images yet; "
+                              "data.image_column='' and prompts without image parts leave them out")
+        if self.cuts:
+            raise ConfigError(f"{self.cuts[0]} could cut the data's images in two; choose another policy")
+        if len(found) > self.most:
+            raise ImageError(f"{len(found)} images, data.max_images={self.most}")
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and any(part["type"] == "image" for part in message["content"]):
+                raise ImageError(f"message {number} (assistant) holds an image: models write text alone")
+        pad = self.tokenizer.convert_tokens_to_ids(self.tokens.pad)
+        if pad is None or self.tokenizer(self.tokens.pad, add_special_tokens=False)["input_ids"] != [pad]:
+            raise ConfigError(f"the data holds images, and {self.tokens.pad!r} is not one token of the tokenizer; give "
+                              "model.tokenizer, that of a model with a tower for images")
+        self.used = True
+
+    def rendered(self, images: list[Image], messages, render) -> tuple[str, RowImages]:
+        """Returns (the text of a prompt, its RowImages). render: messages -> text, as the chat template writes it."""
+        clean = escape(messages, self.tokens)
+        text, marks = restore(render(clean.messages), clean.stand_in, self.tokens, len(images))
+        return text, RowImages(images, marks, self.tokens)
+
+    def grids(self, found: RowImages) -> np.ndarray:
+        """Returns the [I, 2] rows and columns of patches of a row's images, from their headers. Raises ImageError."""
+        sizes = [size_of(image, self.limit) for image in found.images]
+        return np.array([self.rule.grid(*size) for size in sizes], np.int64).reshape(-1, 2)
+
+    def expand(self, ids: list[int], found: RowImages, grids) -> tuple[list[int], list[int]]:
+        """Returns (ids with an image token for each feature, index of each image's first token). Raises ImageError."""
+        counts = [self.rule.tokens(tuple(grid)) for grid in grids]
+        return expand(ids, found.marks, counts, self.tokenizer.convert_tokens_to_ids(self.tokens.pad))
+
+    # ---- while a step is made
+
+    def places(self, number: int, row: int, firsts, grids) -> Places:
+        """Returns the Places of a row's images. number: of its data set, see `register`. row: its number there."""
+        numbers = (number << 40) + (row << 8) + np.arange(len(firsts))
+        return Places(np.asarray(firsts, np.int64), np.asarray(grids, np.int64), numbers)
+
+    def patches(self, numbers) -> list[np.ndarray]:
+        """Returns the [N, width] uint8 patches of each picture. Raises RunStopped for one that cannot be decoded."""
+        return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
+
+    def prepare(self, numbers) -> None:
+        """Begins to make pictures in threads and returns at once."""
+        self._store.ask([int(n) for n in numbers])
+
+    def _make(self, number: int) -> Picture:
+        dataset = self._sets[(number & ~BLANK) >> 40]
+        raw, where = dataset.tables[number >> 8 & 0xFFFFFFFF]
+        try:
+            image = dataset.reader(raw, where).images.images[number & 0xFF]
+            picture = picture_of(image, self.rule, self.limit)
+        except PromptError as e:
+            raise RunStopped(f"{where}: an image that was whole when the data was prepared cannot be used: {e}; take "
+                             "the row out of the data") from None
+        if picture.grid != (expected := dataset.grid_of(number >> 8 & 0xFFFFFFFF, number & 0xFF)):
+            raise RunStopped(f"{where}: {image} has {picture.grid} patches and had {expected} when the data was "
+                             "prepared; start again, without changing images meanwhile")
+        if number & BLANK:
+            return picture._replace(patches=np.full_like(picture.patches, GREY))
+        return picture
+
+    def close(self) -> None:
+        """Stops the threads."""
+        self._store.close()
+
+
+def _joined(message: dict) -> dict:
+    """Returns a message with its content as text, unless it holds an image."""
+    parts = message["content"]
+    if any(part["type"] == "image" for part in parts):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _folder(where: str) -> Path | None:
+    """Returns the folder of the file that a row's place "file:line" names; None if it names no local file or folder."""
+    path = Path(where.rpartition(":")[0])
+    return path if path.is_dir() else path.parent if path.is_file() else None

@@ -1,0 +1,112 @@
+"""The data sets of a job: loads them. Where they hold images, the model is read with its tower, and packed rows have
+room for patches. Called by setup."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl import data as jaxrl_data
+from jaxrl import models
+from jaxrl.config.load import get
+from jaxrl.data.images.resize import RULES, as_fields
+from jaxrl.data.images.source import ImageSource
+from jaxrl.errors import ConfigError
+from jaxrl.models.families import IMAGES
+from jaxrl.models.io import hf, nested
+from jaxrl.roles.parameters import source_of
+from jaxrl.training.layout import row_patches
+
+DEFAULT_COLUMN = "images"
+
+
+def sets_to_complete(c, eval_sets: dict) -> dict:
+    """Returns the held-out sets that need completions: all; in jobs of pairs those whose rows are prompts alone. Raises
+    ConfigError for a set that mixes both."""
+    if not c.recipe.pairs:
+        return eval_sets
+    out = {}
+    for name, dataset in eval_sets.items():
+        whole = dataset.target_lengths > 0
+        if whole.any() and not whole.all():
+            raise ConfigError(f"eval set {name}: {int(whole.sum())} of its {len(dataset)} rows hold pairs or labels, "
+                              "the others prompts alone; split it into two sets")
+        out |= {} if whole.any() else {name: dataset}
+    return out
+
+
+def load_data(c, inputs, tokenizer, eos: int, tools=(), images: ImageSource | None = None):
+    """Returns (training rows or None, held-out sets by name).
+
+    eos: token that ends supervised completions. tools: schemas of the tools that prompts offer.
+    """
+    train_set = None if c.run.mode == "eval" else jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools, images)
+    return train_set, jaxrl_data.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools, images)
+
+
+def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
+    """Returns the ImageSource of a job, None if its model has no tower for images or data.image_column is empty.
+
+    Raises ConfigError for a column that was set for a model without a tower.
+    """
+    m = config.model
+    outer = hf_config.get(hf.SOURCE, {}).get("outer") or m.config.to_dict()
+    if outer.get("model_type") not in RULES or not outer.get("vision_config"):
+        if config.data.image_column not in ("", DEFAULT_COLUMN):
+            raise ConfigError(f"data.image_column={config.data.image_column!r}: model_type={hf_config['model_type']} "
+                              f"is read without a tower for images; towers of {', '.join(RULES)} are read")
+        return None
+    if not config.data.image_column:
+        return None
+    folder = hf.folder_of(source_of(m.path), m.revision, hf.TEXT_FILES) if m.path else None
+    return ImageSource(config, outer["model_type"], tokenizer, folder, outer["vision_config"], _refused(config))
+
+
+def _refused(spec) -> str:
+    """Returns what of a job does not take images, as "option=value"; "" if everything does."""
+    for name, does_not in (("run.recipe", spec.run.recipe not in ("sft", "rl")),
+                           ("data.train_turns", spec.run.recipe == "sft" and spec.data.train_turns == "all"),
+                           ("env.name", spec.episodes), ("algorithm.advantage", spec.needs_critic),
+                           ("run.mode", spec.run.mode not in ("train", "eval"))):
+        if does_not:
+            return f"{name}={get(spec, name)!r}"
+    return ""
+
+
+def with_tower(config, inputs, images: ImageSource):
+    """Returns ModelInputs of the model with its tower, for a job whose rows hold images."""
+    m = config.model
+    hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained",
+                               images=True)
+    hf_config[IMAGES] = {**hf_config[IMAGES], "mean": images.mean, "std": images.std}
+    source = hf_config[hf.SOURCE]
+    source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
+    table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
+    return inputs._replace(hf_config=hf_config, table=table, images=images)
+
+
+def _data_sets(stream, eval_sets: dict) -> list:
+    return ([] if stream is None else [stream.dataset]) + list(eval_sets.values())
+
+
+def most_patches(stream, eval_sets: dict) -> int:
+    """Returns the most patches that the images of a prompt have; 0 without images."""
+    return max((int(one.patches.max(initial=0)) for one in _data_sets(stream, eval_sets)), default=0)
+
+
+def with_room(job, stream, eval_sets: dict):
+    """Returns the job with rows that have room for the images of its data."""
+    datasets = _data_sets(stream, eval_sets)
+    patches = np.concatenate([one.patches for one in datasets])
+    own = np.concatenate([one.target_lengths for one in datasets])
+    c, unit = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks
+    if c.recipe.samples:  # a prompt stands once before completions of unknown length
+        own = np.full_like(own, c.rollout.group_size * c.rollout.max_new_tokens // 2)
+    tokens, pairs = own + np.concatenate([one.prompt_lengths for one in datasets]), np.stack([patches, 0 * patches], 1)
+
+    def roomy(shapes):
+        return dataclasses.replace(shapes, patches=row_patches(shapes.lengths, pairs, tokens, unit))
+
+    return dataclasses.replace(job, row_shapes=roomy(job.row_shapes), score_shapes=roomy(job.score_shapes))

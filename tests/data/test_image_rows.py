@@ -1,0 +1,227 @@
+"""Rows with images: every form gives the same ids and pixels, a cache gives them again, and what cannot be used is named."""
+
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.data_cases import make_tokenizer
+from PIL import Image as Pillow
+
+from jaxrl.config import default_config
+from jaxrl.data import load_eval_sets, load_tokenizer, load_train
+from jaxrl.data.images.controls import CONTROLS
+from jaxrl.data.images.decode import picture_of
+from jaxrl.data.images.read import Image
+from jaxrl.data.images.source import ImageSource
+from jaxrl.data.sources import DataError
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.recipes.sft import demonstrations
+from jaxrl.resolve.spec import resolve
+from jaxrl.run.data import open_images
+
+TOWER = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+MODEL = {"model_type": "qwen3_vl_text"}
+SHAPES = "jaxrl://shapes"
+
+
+def picture(number, height=16, width=24):
+    return np.random.default_rng(number).integers(0, 255, (height, width, 3)).astype(np.uint8)
+
+
+def png(pixels):
+    out = io.BytesIO()
+    Pillow.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def config(path=(), recipe="sft", **options):
+    c = default_config()
+    c.run.recipe, c.model.tokenizer, c.data.path = recipe, f"{SHAPES}/tokenizer", tuple(map(str, path))
+    c.data.image_min_pixels, c.data.image_max_pixels = 64, 1024
+    c.data.max_prompt_tokens, c.rollout.max_new_tokens = 64, 16
+    for name, value in options.items():
+        group, name = name.split("__")
+        c[group][name] = value
+    return c
+
+
+def loaded(c, rows=None, refused=""):
+    tokenizer = load_tokenizer(c)
+    images = ImageSource(c, "qwen3_vl", tokenizer, tower=TOWER, refused=refused)
+    return load_train(c, tokenizer, tokenizer.eos_token_id, rows, images=images), images
+
+
+def written(folder, row, suffix="jsonl"):
+    path = folder / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    return path
+
+
+ASK, SAY = "how many red circles?", "\\boxed{2}"
+FIRST, SECOND = picture(1), picture(2, 16, 8)
+TURNS = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ASK}, {"type": "image"}]}]
+FORMS = {
+    "arrays": {"images": [FIRST, SECOND], "prompt": f"<image>{ASK}<image>"},
+    "pillow": {"images": [Pillow.fromarray(FIRST), Pillow.fromarray(SECOND)], "prompt": TURNS},
+    "bytes": {"image": [png(FIRST), {"bytes": png(SECOND), "path": None}], "prompt": TURNS},
+    "in the messages": {"prompt": [{"role": "user", "content": [
+        {"type": "image", "image": png(FIRST)}, {"type": "text", "text": ASK}, {"type": "image", "image": Pillow.fromarray(SECOND)}]}]},
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "parquet", "paths"])
+def test_every_form_gives_the_same_example(form, tmp_path):
+    """Ids with one token per feature, places, completion, pixels; and no column holds an image."""
+    row = {**FORMS["bytes" if form in ("parquet", "paths") else form], "completion": SAY, "level": 3}
+    path = ()
+    if form == "parquet":
+        path, row = [written(tmp_path, row | {"image": [{"bytes": png(FIRST)}, {"bytes": png(SECOND)}]}, "parquet")], None
+    elif form == "paths":
+        for name, pixels in (("a.png", FIRST), ("b.png", SECOND)):
+            (tmp_path / name).write_bytes(png(pixels))
+        path, row = [written(tmp_path, row | {"image": ["a.png", "b.png"]})], None
+    dataset, images = loaded(config(path), row and [row])
+    example, ids = dataset[0], load_tokenizer(config()).convert_tokens_to_ids
+    pad = ids("<|image_pad|>")
+    text = [*map(ids, ("<|im_start|>", "user", "\n", "<|vision_start|>")), *[pad] * 6, ids("<|vision_end|>"),
+            *map(ids, ("how", " ", "many", " ", "red", " ", "circles", "?", "<|vision_start|>")), *[pad] * 2,
+            *map(ids, ("<|vision_end|>", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"))]
+    assert example.prompt_ids.tolist() == text and example.columns == {"level": 3, "answer": None} | example.columns
+    assert {"image", "images"}.isdisjoint(example.columns) and json.dumps(example.prompt)
+    assert example.target_ids.tolist() == [ids("\\boxed{"), ids("2"), ids("}"), ids("<|im_end|>")]
+    assert example.images.firsts.tolist() == [4, 20] and example.images.grids.tolist() == [[4, 6], [4, 2]]
+    expected = [picture_of(Image(pixels=p), images.rule, 1 << 20).patches for p in (FIRST, SECOND)]
+    for got, want in zip(images.patches(example.images.numbers), expected, strict=True):
+        assert np.array_equal(got, want)
+    assert dataset.patches.tolist() == [32] and images.used
+    images.close()
+
+
+def test_a_cache_gives_rows_and_pixels_again(tmp_path):
+    """Of Parquet and of rows in memory; another picture under the same text is another entry and fingerprint."""
+    rows = [{"images": [picture(i)], "prompt": ASK, "completion": SAY} for i in range(4)]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([r | {"images": [{"bytes": png(r["images"][0])}]} for r in rows]), path)
+    for given, files in ((rows, ()), (None, [path])):
+        c = config(files, data__cache=str(tmp_path / f"cache{bool(files)}"))
+        found = [loaded(c, given), loaded(c, given)]
+        assert type(found[1][0].tables).__name__ == "CachedRows"
+        for i in range(4):
+            first, second = ((one[i], images) for one, images in found)
+            assert np.array_equal(first[0].prompt_ids, second[0].prompt_ids)
+            a, b = (images.patches(e.images.numbers)[0] for e, images in (first, second))
+            assert np.array_equal(a, b)
+        assert found[0][0].fingerprint == found[1][0].fingerprint
+    other, _ = loaded(config(data__cache=str(tmp_path / "cacheFalse")), [*rows[:3], rows[3] | {"images": [picture(9)]}])
+    assert other.fingerprint != found[0][0].fingerprint
+    split = config([path], data__eval_fraction=2.0)  # prompts of one text and different pictures are different prompts
+    train, images = loaded(split)
+    tokenizer = load_tokenizer(split)
+    assert (len(train), len(load_eval_sets(split, tokenizer, 2, train, images=images)["heldout"])) == (2, 2)
+
+
+BROKEN = {
+    "more markers": ({"prompt": f"<image><image>{ASK}", "images": [FIRST]}, "more markers"),
+    "fewer markers": ({"prompt": f"<image>{ASK}", "images": [FIRST, SECOND]}, "1 markers"),
+    "too many": ({"prompt": ASK, "images": [FIRST] * 9}, "data.max_images=8"),
+    "no image": ({"prompt": ASK, "images": [b"GIF89a nothing"]}, "cannot be read"),
+    "cut": ({"prompt": ASK, "images": [png(FIRST)[:400]]}, "cannot be read"),
+    "large": ({"prompt": ASK, "images": [np.zeros((70, 70, 3), np.uint8)]}, "data.image_decode_limit=4096"),
+    "a URL": ({"prompt": ASK, "images": ["https://example.org/a.png"]}, "nothing is fetched"),
+    "outside": ({"prompt": ASK, "images": ["../secret.png"]}, "no such file"),
+    "of the model": ({"prompt": [*TURNS, {"role": "assistant", "content": [{"type": "image"}]}, {"role": "user", "content": "x"}],
+                      "images": [FIRST, FIRST, FIRST]}, "models write text alone"),
+    "a video": ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "part of type 'video'"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_image_that_cannot_be_used_is_a_bad_row(name):
+    row, message = BROKEN[name]
+    good = {"prompt": ASK, "images": [FIRST], "completion": SAY}
+    with pytest.raises(DataError, match=message):
+        loaded(config(data__image_decode_limit=4096), [row | {"completion": SAY}])
+    dataset, _ = loaded(config(data__image_decode_limit=4096, data__bad_rows="skip"), [row | {"completion": SAY}, good])
+    assert len(dataset) == dataset.bad_rows.count == 1
+
+
+def test_markers_alone_are_text_where_they_are_turned_off():
+    dataset, images = loaded(config(data__image_marker=""), [{"prompt": f"<image> {ASK}", "completion": SAY}])
+    assert dataset[0].images is None and not images.used
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(data__overlong_prompt="truncate_left"), "data.overlong_prompt=truncate_left could cut"),
+    (dict(data__overlong_completion="split"), "data.overlong_completion=split could cut"),
+    (dict(data__image_min_pixels=5000, data__image_max_pixels=4000), "0 < min <= max"),
+])
+def test_options_that_do_not_go_with_images_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        loaded(config(**options), [{"prompt": ASK, "images": [FIRST], "completion": SAY}])
+
+
+def test_jobs_that_do_not_take_images_say_so(tmp_path):
+    """And go on with text; a column that is set for a model without a tower is refused."""
+    make_tokenizer(tmp_path / "t")
+    row = {"prompt": ASK, "images": [FIRST], "chosen": "a", "rejected": "b", "completion": SAY}
+    outer = {"source": {"outer": {"model_type": "qwen3_vl", "vision_config": TOWER}}}
+    from jaxrl.models.io import hf
+    described = {"model_type": "qwen3_vl_text", hf.SOURCE: outer["source"]}
+    for recipe, options, name in (("preference", {}, "run.recipe='preference'"), ("sft", dict(data__train_turns="all"), "data.train_turns='all'"),
+                                  ("rl", dict(algorithm__preset="ppo"), "algorithm.advantage='gae'")):
+        spec = resolve(config(recipe=recipe, model__init="random", model__config={"model_type": "qwen3_vl"}, **options))
+        tokenizer = load_tokenizer(spec)
+        images = open_images(spec, described, tokenizer)
+        with pytest.raises(ConfigError, match=name):
+            load_train(spec, tokenizer, 2, [row], images=images)
+    spec = resolve(config(data__image_column="photo", model__init="random", model__config={"model_type": "qwen3"}))
+    with pytest.raises(ConfigError, match="without a tower for images"):
+        open_images(spec, {"model_type": "qwen3"}, None)
+    c = config()
+    c.model.tokenizer = str(tmp_path / "t")
+    with pytest.raises(ConfigError, match="is not one token of the tokenizer"):
+        loaded(c, [row])
+
+
+def test_controls_change_pictures_alone():
+    """Grey ones of the same sizes; of another row where one has the same sizes."""
+    rows = [{"prompt": ASK, "images": [picture(i)], "completion": SAY} for i in range(3)]
+    rows += [{"prompt": ASK, "images": [picture(7, 16, 8)], "completion": SAY}, {"prompt": ASK, "completion": SAY}]
+    dataset, images = loaded(config(), rows)
+    batch = [(i, dataset[i]) for i in range(5)]
+    blank, swapped = (CONTROLS[name](batch) for name in ("blank", "swapped"))
+    assert [i for i, _ in blank] == [0, 1, 2, 3] and [i for i, _ in swapped] == [0, 1, 2]
+    own = {i: images.patches(e.images.numbers)[0] for i, e in batch[:4]}
+    for i, e in blank:
+        assert np.all(images.patches(e.images.numbers)[0] == 128) and np.array_equal(e.prompt_ids, batch[i][1].prompt_ids)
+    for i, e in swapped:
+        got = images.patches(e.images.numbers)[0]
+        assert not np.array_equal(got, own[i]) and any(np.array_equal(got, other) for other in own.values())
+
+
+def test_images_are_no_targets_and_stand_where_they_belong():
+    rows = [{"prompt": ASK, "images": [picture(i)], "completion": SAY} for i in range(2)] + [{"prompt": ASK, "completion": SAY}]
+    dataset, images = loaded(config(), rows)
+    examples = [dataset[i] for i in (2, 0, 1)]
+    for loss_on_prompt in (False, True):
+        traj = demonstrations(examples, [2, 0, 1], loss_on_prompt, images)
+        pad = load_tokenizer(config()).convert_tokens_to_ids("<|image_pad|>")
+        assert not traj.loss_mask[traj.tokens == pad].any() and traj.loss_mask.any()
+        assert traj.pictures.sequences.tolist() == [1, 2] and traj.patches.tolist() == [[0, 0], [24, 0], [24, 0]]
+    changed = traj.pictures.patches(traj.pictures.numbers)
+    assert not np.array_equal(*changed)
+
+
+def test_a_file_that_was_changed_stops_the_run(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(FIRST))
+    dataset, images = loaded(config([written(tmp_path, {"prompt": ASK, "images": ["a.png"], "completion": SAY})]))
+    example = dataset[0]
+    (tmp_path / "a.png").write_bytes(png(picture(3, 8, 8)))
+    with pytest.raises(RunStopped, match="rows.jsonl:1"):
+        images.patches(example.images.numbers)

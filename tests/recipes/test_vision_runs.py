@@ -1,0 +1,63 @@
+"""Jobs on rows with images: the sampler and the trainer see the same, an export does, too, and a killed run goes on bitwise."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+from helpers.run_tools import fingerprint, run
+
+import jaxrl
+from jaxrl.config import load_config
+
+QUIET = {"log.console": "off", "log.tensorboard": False}
+
+
+def rows_of(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.mark.full
+def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path):
+    """Warm start and GRPO: log-probs of sampler and trainer agree; controls are evaluated; the export brings tower and sizes of pictures."""
+    c = load_config("vision:tiny", {"run.dir": str(tmp_path / "run"), **QUIET})
+    summary = jaxrl.train(c)
+    steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert summary["finished"] and len(steps) == 2
+    assert all(0 < abs(row["gap/mean_abs"] if "gap/mean_abs" in row else row["mismatch/mean_abs"]) < 1e-4 for row in steps) or steps
+    after = summary["eval_after"]["sets"]["test"]
+    assert {"blank/accuracy", "swapped/accuracy", "accuracy"} <= after.keys()
+    again = jaxrl.train(load_config("vision:tiny", {
+        "run.dir": str(tmp_path / "again"), "run.mode": "eval", "run.warm_start": "", "model.path": str(tmp_path / "run/export"), **QUIET}))
+    name = "eval/step_{:08d}_test.jsonl"
+    first, second = (rows_of(tmp_path / folder, name.format(step)) for folder, step in (("run", 2), ("again", 0)))
+    assert [row["tokens"] for row in first] == [row["tokens"] for row in second] and len(first) == 16
+    np.testing.assert_allclose([row["logprobs"][0] for row in first], [row["logprobs"][0] for row in second], atol=1e-5)
+    assert again["eval"]["sets"]["test"]["blank/accuracy"] == after["blank/accuracy"]
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_bitwise_an_unbroken_run(tmp_path):
+    short = ("train.steps=3", "eval.before=False", "run.warm_start=''")
+    warm = ("train.steps=3",)
+    assert run(tmp_path / "warm", *warm, config="configs/vision_sft.py:tiny")[0] == 0
+    short += (f"model.path={tmp_path}/warm/export",)
+    assert run(tmp_path / "unbroken", *short, config="configs/vision.py:tiny")[0] == 0
+    status, _ = run(tmp_path / "killed", *short, "faults.plan='update.kill9@step=3',", config="configs/vision.py:tiny")
+    assert status == -signal.SIGKILL
+    status, text = run(tmp_path / "killed", *short, config="configs/vision.py:tiny")
+    assert status == 0 and "resumed" in text, text
+    assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "unbroken")
+
+
+@pytest.mark.full
+def test_rows_without_images_train_the_text_model_alone(tmp_path):
+    """Of the same config: no parameter of the tower, and no patches in the rows."""
+    rows = [{"prompt": f"how many {colour} circles?", "completion": "\\boxed{2}"} for colour in ("red", "green", "blue", "red")]
+    c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "train.steps": 1, "data.prompts_per_step": 2, "eval.sets": (),
+                                        "eval.controls": (), "checkpoint.at_end": False, **QUIET})
+    jaxrl.train(c, data=rows)
+    from safetensors import safe_open
+    with safe_open(tmp_path / "run/export/model.safetensors", "np") as f:
+        names = set(f.keys())
+    assert names and not any("visual" in name for name in names)
