@@ -43,7 +43,7 @@ def get_config(arg=None):
     c.rollout.prompt_lengths = (40,)
     c.reward.functions = ("boxed",)
 
-    c.optimizer.lr = 2e-3
+    c.optimizer.lr = 6e-4
     c.optimizer.b2 = 0.98
     c.optimizer.schedule = "cosine"
     c.optimizer.floor = 0.05

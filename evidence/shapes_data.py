@@ -49,7 +49,7 @@ def inside(shape: str, size: float, x, y):
 
 def drawn(cells: dict, rng: random.Random) -> np.ndarray:
     """Returns a picture, uint8 [32, 32, 3]. cells: (row, column) -> (colour, shape)."""
-    ground = rng.randint(225, 250)
+    ground = rng.randint(118, 138)
     out = np.full((CELLS * SIDE, CELLS * SIDE, 3), ground, np.float64)
     fine = (np.arange(4 * SIDE) + 0.5) / 4 - SIDE / 2  # four points per pixel and side smooth the edges
     for (row, column), (colour, shape) in sorted(cells.items()):

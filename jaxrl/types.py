@@ -81,9 +81,10 @@ class Pictures(NamedTuple):
         own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
         if not own:
             return None
-        joined = (np.concatenate([getattr(one, name) for _, one in own]) for name in ("firsts", "grids", "numbers"))
+        firsts, grids, numbers = (np.concatenate([getattr(one, name) for _, one in own])
+                                  for name in ("firsts", "grids", "numbers"))
         sequences = np.repeat([i for i, _ in own], [len(one.firsts) for _, one in own])
-        return cls(sequences, *joined, source.merge, source.width, source.patches)
+        return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches)
 
 
 @dataclasses.dataclass

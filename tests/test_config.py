@@ -114,7 +114,8 @@ def test_bad_flags_name_the_right_one(flag, message):
     ("qlora.rank", "LoRA", "model.trainable"), ("adalora", "LoRA", "lora.rank"),
     ("algorithm.dpo_beta", "DPO", "run.recipe=preference"), ("algorithm.xpo", "online", "algorithm.preset=online_dpo"),
     ("mesh.ep_size", "mesh.ep", "fsdp"), ("mesh.ulysses_size", "mesh.cp", "mesh.tp"),
-    ("mesh.pp", "pipelines", "mesh.tp"), ("model.load_in_4bit", "quantised", "train.compute_dtype"), ("data.images", "images are read", "data.image_column"), ("data.videos", "text and images", ""),
+    ("mesh.pp", "pipelines", "mesh.tp"), ("model.load_in_4bit", "quantised", "train.compute_dtype"),
+    ("data.images", "images are read", "data.image_column"), ("data.videos", "text and images", ""),
 ])
 def test_what_is_not_there_says_so_and_what_there_is(name, missing, instead):
     with pytest.raises(ConfigError) as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ class Case:
       lent: bytes of it that vLLM's server takes in turns (rollout.placement=colocated; 0 = none).
       left_out: why completions are not planned.
       adapters: the job has adapters; the full training is planned instead.
+      tower: parameters of the model's tower, which only rows with images need; it is not planned.
     """
 
     config: Any
@@ -57,6 +59,7 @@ class Case:
     lent: float = 0.0
     left_out: str = ""
     adapters: bool = False
+    tower: int = 0
 
     @property
     def resting(self) -> set[str]:
@@ -109,9 +112,21 @@ def open_case(config) -> Case:
         hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False)
         if not alone(config):
             check_served(config, hf_config, models.FAMILIES[hf_config["model_type"]])
-        return dataclasses.replace(case_of(config, hf_config), adapters=adapters)
+        return dataclasses.replace(case_of(config, hf_config), adapters=adapters, tower=_tower(config, hf_config))
     except ConfigError as e:
         raise e if m.path in str(e) or not m.path else ConfigError(f"model.path={m.path!r}: {e}") from None
+
+
+def _tower(config, hf_config: dict) -> int:
+    """Returns the parameters of the tower that rows with images need; 0 for a model or a config without images."""
+    m = config.model
+    outer = hf_config[hf.SOURCE].get("outer") or m.config.to_dict()
+    has_tower = models.FAMILIES[hf_config["model_type"]].vision and outer.get("vision_config")
+    if not has_tower or not config.data.image_column:
+        return 0
+    found = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False, images=True)
+    entries = models.build(found, compute_dtype=jnp.float32, scan_layers=False).entries
+    return sum(math.prod(entry.shape) for entry in entries if entry.path[0] == "vision")
 
 
 def case_of(config, hf_config: dict, model=None) -> Case:

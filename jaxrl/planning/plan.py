@@ -86,8 +86,9 @@ def make(config, search: bool = True) -> dict:
     plan |= times(case, plan["collectives"])
     if case.model.config.num_recurrent:
         plan["recurrences"] = _recurrences(case)
-    if case.left_out:
-        plan["not_planned"] = {"rollout": case.left_out}
+    left_out = {"rollout": case.left_out, "images": TOWER.format(case.tower / 1e9) if case.tower else ""}
+    if any(left_out.values()):
+        plan["not_planned"] = {name: why for name, why in left_out.items() if why}
     if case.config.recipe.samples and not alone(case.config):
         plan["asynchrony"] = asynchrony.plan_asynchrony(case, plan["phases"])
     plan["run"] = _run(case.config, plan)
@@ -132,6 +133,7 @@ BASIS = {
     "compiled": "memory: XLA's own for this GPU (its products not tuned); collectives: the programs partitioned for as "
     "many CPU devices; time: roofline",
 }
+TOWER = "rows with images also need a tower of {:.3g} B parameters, its gradients and moments, and its work"
 FULL = "; adapters are not counted: this is the full training, which needs more of all"
 
 

@@ -53,9 +53,8 @@ def routes(c, job, *where) -> int:
 def max_rows(shapes) -> tuple[int, int, int]:
     """Returns (rows, row length, patches of a row) of the microbatch with the most tokens. shapes: training.RowShapes.
     """
-    rooms = shapes.patches or (0,) * len(shapes.lengths)
-    return max(((counts[0], *row) for counts, *row in zip(shapes.counts, shapes.lengths, rooms, strict=True)),
-               key=lambda shape: shape[0] * shape[1])
+    i = max(range(len(shapes.lengths)), key=lambda i: shapes.counts[i][0] * shapes.lengths[i])
+    return shapes.counts[i][0], shapes.lengths[i], shapes.patches[i] if shapes.patches else 0
 
 
 def shape_of(micro, patches) -> tuple[int, int, int]:

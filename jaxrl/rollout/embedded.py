@@ -22,6 +22,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -268,7 +269,7 @@ class EmbeddedEngine(Engine):
         return Sample(dataclasses.replace(request, prompt=prompt), key, bucket,
                       min(p.max_new_tokens, total - len(prompt)))
 
-    def _images(self, pictures: list[Pictures | None], lengths, width: int) -> Images:
+    def _images(self, pictures: Sequence[Pictures | None], lengths, width: int) -> Images:
         """Returns the images of prompts of a class of `width` tokens."""
         assert self._vision is not None
         room = self.shapes.patch_room(width, self._vision.merge)

@@ -43,7 +43,8 @@ class Operations:
         self._trains = sum(size for name, size in linear.items() if name in trainable) / sum(linear.values())
         tower = {} if cfg.vision is None else {"/".join(e.path): multiplied_by_patch(cfg.vision, e)
                                                for e in model.entries if e.path[0] == "vision"}
-        self._patch, self._patch_pair = model.flops_per_patch(0), cfg.vision.pair_flops if tower else 0
+        self._patch = model.flops_per_patch(0)
+        self._patch_pair = model.flops_per_patch(1) - self._patch
         self._tower_learns = any(name in trainable for name in tower)
         self._tower_trains = sum(n for name, n in tower.items() if name in trainable) / (sum(tower.values()) or 1)
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable

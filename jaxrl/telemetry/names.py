@@ -137,6 +137,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("advantage/pairs_fraction", "dpo: share of the groups whose completions have different scores, a best and a worst"),
     Metric("advantage/pairs_margin", "dpo: mean of beta times the best's log-ratio to the reference less the worst's, in nats"),
     Metric("packing/efficiency", "share of the packed rows that is not padding"),
+    Metric("packing/patch_fill", "images: share of the room for patches in rows that holds one, of microbatches with images"),
     Metric("packing/chunk_fill", "recurrent layers: share of the places in their chunks that hold a token; each segment begins a chunk"),
     Metric("data/epoch", "passes over the training data so far"),
     Metric("data/samples", "samples trained on so far"),
@@ -151,6 +152,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/accuracy", "accuracy over the rows of all held-out sets", "eval", "percent"),
     Metric("eval/preference_accuracy", "reward/accuracy over the pairs of all held-out sets", "held-out", "percent"),
     Metric("eval/<set>/reward/<name>", "as reward/<name>, over one held-out set: each reward function's mean raw score, its own metrics"),
+    Metric("eval/<set>/<control>/<name>", "accuracy, mean@k and pass@k of the set's rows with other pictures (eval.controls)"),
     Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> for one set, also length, truncation, failures and the "
            "rewards' total"),
     # time, and what belongs to one process: everything below lives under the key "time" of a metrics.jsonl line

@@ -50,18 +50,24 @@ class Layout:
     """The minibatches of one pass over a batch.
 
     used_tokens: packed positions that hold a token. total_tokens: all packed positions. chunk_tokens: tokens for which
-    the chunks of recurrent layers have room (kernels.recurrence); 0: the model has none.
+    the chunks of recurrent layers have room (kernels.recurrence); 0: the model has none. used_patches, total_patches:
+    of the images in rows, and those for which the rows of microbatches with images have room.
     """
 
     minibatches: tuple[Minibatch, ...]
     used_tokens: int
     total_tokens: int
     chunk_tokens: int = 0
+    used_patches: int = 0
+    total_patches: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Returns the shares of packed positions, and of the places in chunks, that hold a token."""
-        chunks = {"packing/chunk_fill": self.used_tokens / self.chunk_tokens} if self.chunk_tokens else {}
-        return {"packing/efficiency": self.used_tokens / max(self.total_tokens, 1), **chunks}
+        """Returns the shares of packed positions, and of the places in chunks, that hold a token; of the room for
+        patches, the share that holds one."""
+        shares = {"efficiency": (self.used_tokens, max(self.total_tokens, 1)),
+                  "chunk_fill": (self.used_tokens, self.chunk_tokens),
+                  "patch_fill": (self.used_patches, self.total_patches)}
+        return {f"packing/{name}": used / room for name, (used, room) in shares.items() if room}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +175,17 @@ def make_layout(
                     for m in micro for row in m.rows for b in row)
         total += sum(m.row_length * len(m.rows) for m in micro)
         chunks += sum(_chunk_tokens(m, real) for m in micro) if shapes.recurrent else 0
-    return Layout(tuple(minibatches), used, total, chunks)
+    return Layout(tuple(minibatches), used, total, chunks, *(_patch_room(minibatches, patches) if shapes.patches else ()))
+
+
+def _patch_room(minibatches, patches_Qx2) -> tuple[int, int]:
+    """Returns (patches in rows, those for which the rows of microbatches with images have room)."""
+    used = total = 0
+    for micro in (m for mini in minibatches for m in mini.microbatches) if patches_Qx2 is not None else ():
+        blocks = [list(block.sequences) for row in micro.rows for block in row]
+        own = sum(int(patches_Qx2[b[0], 0] + patches_Qx2[b, 1].sum()) for b in blocks)
+        used, total = used + own, total + micro.patches * len(micro.rows) * bool(own)
+    return used, max(total, 1)  # a step without images has a share, too
 
 
 def _chunk_tokens(micro: Microbatch, sizes) -> int:

@@ -151,6 +151,31 @@ def test_an_image_that_cannot_be_used_is_a_bad_row(name):
     assert len(dataset) == dataset.bad_rows.count == 1
 
 
+def test_paths_lie_below_the_root(tmp_path):
+    """Of the data file's folder, or of data.image_root; a link that leads out of it is refused."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a.png").write_bytes(png(FIRST))
+    (tmp_path / "data/b.png").symlink_to(tmp_path / "pictures/a.png")
+    path = written(tmp_path / "data", {"prompt": ASK, "images": ["a.png"], "completion": SAY})
+    with pytest.raises(DataError, match="no such file"):
+        loaded(config([path]))
+    dataset, _ = loaded(config([path], data__image_root=str(tmp_path / "pictures")))
+    assert dataset[0].images.grids.tolist() == [[4, 6]]
+    with pytest.raises(DataError, match="lies outside"):
+        loaded(config([written(tmp_path / "data", {"prompt": ASK, "images": ["b.png"], "completion": SAY})]))
+
+
+def test_bounds_on_pixels_decide_the_tokens():
+    """A picture of 16 x 24 pixels, made smaller and larger; the checkpoint's own bounds hold where none is given."""
+    row = {"prompt": ASK, "images": [FIRST], "completion": SAY}
+    for bounds, grid in (((64, 128), [2, 4]), ((1024, 2048), [8, 10]), ((64, 1024), [4, 6])):
+        dataset, _ = loaded(config(data__image_min_pixels=bounds[0], data__image_max_pixels=bounds[1]), [row])
+        assert dataset[0].images.grids.tolist() == [grid]
+    c = config(data__image_min_pixels=None, data__image_max_pixels=None, data__max_prompt_tokens=4096)
+    assert loaded(c, [row])[0][0].images.grids.prod() * 16 >= 256 * 256
+
+
 def test_markers_alone_are_text_where_they_are_turned_off():
     dataset, images = loaded(config(data__image_marker=""), [{"prompt": f"<image> {ASK}", "completion": SAY}])
     assert dataset[0].images is None and not images.used
@@ -190,7 +215,7 @@ def test_jobs_that_do_not_take_images_say_so(tmp_path):
 
 
 def test_controls_change_pictures_alone():
-    """Grey ones of the same sizes; of another row where one has the same sizes."""
+    """eval.controls: grey ones of the same sizes; of another row where one has the same sizes."""
     rows = [{"prompt": ASK, "images": [picture(i)], "completion": SAY} for i in range(3)]
     rows += [{"prompt": ASK, "images": [picture(7, 16, 8)], "completion": SAY}, {"prompt": ASK, "completion": SAY}]
     dataset, images = loaded(config(), rows)

@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_job
+from helpers import tiny_job, vision_cases
 
 import jaxrl
 from jaxrl import main as command
-from jaxrl import sharding
+from jaxrl import models, sharding
 from jaxrl.config.load import config_of, load_config
 from jaxrl.errors import ConfigError
+from jaxrl.models.families import IMAGES
 from jaxrl.planning import case as cases
 from jaxrl.planning import collectives, compiling, fit, memory, plan, roofline, workload
 from jaxrl.resolve.checks.common import check
@@ -583,3 +584,14 @@ def test_states_and_rule_of_real_hybrids(hf, target, changes, size, state, token
     assert found["rule_flops_per_token"] == found["layers"] * (32 * head + 2 * 4 * 8192)
     assert 0.01 < found["rule_share"] < 0.04 and found["workspace_bytes"] > 2**30
     assert plan.counted_peak(case, {}) > memory.standing(case.config, case.model, case.mesh)["update_params"] + found["workspace_bytes"]
+
+
+def test_a_tower_is_named_as_not_planned(tmp_path):
+    """Which of a job's rows hold images is not known to a plan: what they need more is said."""
+    (tmp_path / "config.json").write_text(json.dumps(vision_cases.config()))
+    text, whole = (models.build({**vision_cases.TEXT, **more}, compute_dtype=np.float32, scan_layers=False).num_parameters
+                   for more in ({}, {IMAGES: vision_cases.VISION}))
+    options = {"model__path": str(tmp_path), "model__init": "random", "model__config": {}}
+    case = cases.open_case(tiny(plan__target="cpu", **options))
+    assert case.tower == whole - text and case.model.num_parameters == text
+    assert cases.open_case(tiny(plan__target="cpu", data__image_column="", **options)).tower == 0

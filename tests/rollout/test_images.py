@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
+import textwrap
 from types import SimpleNamespace
 
 import jax
@@ -221,6 +225,27 @@ def test_greedy_completions_are_those_of_transformers(tmp_path):
             out = theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, eos_token_id=END,
                                   pad_token_id=0, **values)[0, len(q.prompt):]
         assert out.tolist() == r.tokens.tolist()
+
+
+SHARDED = """
+    import jax, numpy as np
+    jax.config.update("jax_default_matmul_precision", "highest")
+    from test_images import built, config, groups, made, run, scored
+    from jaxrl.sharding import make_mesh
+    cfg = config()
+    cfg.mesh.update({"dp": 2, "fsdp": 1, "tp": 2})
+    pairs = run(made(mesh=make_mesh(cfg.mesh)), groups())
+    print("RESULT", max(np.abs(r.logprobs - own).max() for (_, r), own in zip(pairs, scored(pairs), strict=True)))
+"""
+
+
+@pytest.mark.slow
+def test_on_a_mesh_of_four_devices():
+    """Prompts and their patches over dp, heads over tp: the log-probs are the trainer's of one device."""
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], env=env, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert float(out.stdout.split("RESULT")[1]) < 2e-5
 
 
 def test_what_is_refused():

@@ -87,6 +87,10 @@ def test_every_layout_gives_the_same_log_probs(model_and_params):
     for name, layout in layouts(traj):
         found[name] = score(params, traj, layout)
         rows = [row for mini in layout.minibatches for micro in mini.microbatches for row in micro.rows if row]
+        used = sum(traj.patches[b.sequences[0], 0] + traj.patches[list(b.sequences), 1].sum() for row in rows for b in row)
+        room = sum(m.patches * len(m.rows) for mini in layout.minibatches for m in mini.microbatches
+                   if any(traj.patches[list(b.sequences)].any() for row in m.rows for b in row))
+        assert layout.metrics()["packing/patch_fill"] == used / room and 0 < used <= room
         if name in ("alone", "packed"):
             assert all(traj.patches[[i for b in row for i in b.sequences]].sum() <= 96 for row in rows)
     for name, got in found.items():
