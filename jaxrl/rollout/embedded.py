@@ -286,8 +286,7 @@ class EmbeddedEngine(Engine):
     # ---- from the queue into slots --------------------------------------------------------------------------------
 
     def _admit(self):
-        """Continues parked conversations, then fills free slots from the head of the queue, `insert_width` at a time.
-        """
+        """Continues parked conversations, then fills free slots from the queue's head, `insert_width` at a time."""
         if self._parked:
             self._continue()
         kept = {p.slot for p in self._parked.values()}
@@ -381,9 +380,7 @@ class EmbeddedEngine(Engine):
         return (tokens, positions, which, self._numbers(self._whose[own]), self._shifts(own)), left
 
     def _prefill(self, bucket: int):
-        """Prefills the next distinct prompts of a length class in queue order, replacing those of
-        the class's last call.
-        """
+        """Prefills the next distinct prompts of a length class, in queue order; they replace those of its last call."""
         width, length = self.shapes.prefill_rows, self.shapes.prompt_lengths[bucket]
         prompts: dict[tuple, Request] = {}
         for sample in self._waiting:

@@ -175,7 +175,8 @@ def make_layout(
                     for m in micro for row in m.rows for b in row)
         total += sum(m.row_length * len(m.rows) for m in micro)
         chunks += sum(_chunk_tokens(m, real) for m in micro) if shapes.recurrent else 0
-    return Layout(tuple(minibatches), used, total, chunks, *(_patch_room(minibatches, patches) if shapes.patches else ()))
+    room = _patch_room(minibatches, patches) if shapes.patches else ()
+    return Layout(tuple(minibatches), used, total, chunks, *room)
 
 
 def _patch_room(minibatches, patches_Qx2) -> tuple[int, int]:
