@@ -187,6 +187,7 @@ def base() -> dict:
     import jax
 
     from jaxrl.roles import parameters
+    from jaxrl.roles.role import policy_params
     from jaxrl.rollout import EngineContext, make_engine
 
     hf = dict(model_type="qwen2", vocab_size=192, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
@@ -212,7 +213,7 @@ def base() -> dict:
         policy.state = state.replace(trainable=jax.tree.map(lambda x: x + 1e-4, state.trainable))
         engine.publish(policy.weights(), i)
     seconds = (time.monotonic() - started) / PUBLISHES
-    last = parameters.merge_adapters(job, parameters.policy_params(policy.state.trainable, policy.state.frozen))
+    last = parameters.merge_adapters(job, policy_params(policy.state.trainable, policy.state.frozen))
     drift = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in
                 zip(jax.tree.leaves(engine._params), jax.tree.leaves(last), strict=True))
     engine.close()

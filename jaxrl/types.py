@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import flax.struct
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 R = TypeVar("R")
 
@@ -121,6 +122,8 @@ class Trajectories:
     prefix: np.ndarray | None = None  # [Q] int64, as Sizes.prefixes; None = the group: one sequence each
     pictures: Pictures | None = None
     # derived:
+    num_sequences: int = dataclasses.field(init=False)
+    num_trajectories: int = dataclasses.field(init=False)
     lengths: np.ndarray = dataclasses.field(init=False)  # [Q] tokens of each sequence
     completion_lengths: np.ndarray = dataclasses.field(init=False)  # [Q] those after its prompt
     first: np.ndarray = dataclasses.field(init=False)  # [N] each trajectory's first sequence
@@ -128,6 +131,7 @@ class Trajectories:
 
     def __post_init__(self):
         whole, count, self.lengths = self.trajectory is None, len(self.group), np.diff(self.offsets)
+        self.num_sequences, self.num_trajectories = len(self.lengths), count
         self.trajectory = np.arange(count) if whole else np.asarray(self.trajectory)
         at, present = self.trajectory, np.unique(self.trajectory)
         if len(at) != len(self.lengths) or (np.diff(at) < 0).any() or not np.array_equal(present, np.arange(count)):
@@ -140,17 +144,9 @@ class Trajectories:
         self.spans = self.offsets[[*self.first, len(at)]]
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_trajectories(self) -> int:
-        return len(self.group)
-
-    @property
     def sizes(self) -> Sizes:
-        groups = self.group[self.trajectory]
-        return Sizes(self.prompt_lengths, self.completion_lengths, groups, self.prefix, self.patches)
+        groups, patches = self.group[self.trajectory], None if self.pictures is None else self.patches
+        return Sizes(self.prompt_lengths, self.completion_lengths, groups, self.prefix, patches)
 
     @property
     def patches(self) -> np.ndarray | None:
@@ -214,3 +210,8 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     step: Any  # [] int32: optimizer updates applied
     stats: Any  # dict: skipped updates, non-finite streak, early stop of this step, entropy coefficients, routers' load
+
+
+def merge(trainable, frozen):
+    """Returns the nested parameter tree that a model takes, from the flat dicts of a TrainState."""
+    return unflatten_dict({**trainable, **frozen}, sep="/")

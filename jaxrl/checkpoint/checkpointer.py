@@ -126,6 +126,7 @@ class Checkpointer:
         self.committed: int | None = None  # newest step of this run with a whole checkpoint on disk
         self.completed: list[int] = []     # steps whose saves ended; the session removes them
         self.best: int | None = None       # the step whose checkpoint is never deleted
+        self.unchecked = False             # whether a save was begun whose end the session has not seen
         self._failures = 0
         self._failures_reported = 0  # failures that failed_since_last_call() has returned
         self._failure_reason = ""  # of the newest save that failed
@@ -188,7 +189,7 @@ class Checkpointer:
         items: dict[str, ocp.args.CheckpointArgs] = {"host": ocp.args.JsonSave(envelope)}
         if stored:
             items["arrays"] = ocp.args.PyTreeSave(stored)
-        self._saving, together = step, True
+        self._saving, self.unchecked, together = step, True, True
         self._deadline = time.monotonic() + (self._options.timeout_seconds or threading.TIMEOUT_MAX / 2)
         try:
             with time_limit(self._options.timeout_seconds, self._hanging(step)):
@@ -257,7 +258,9 @@ class Checkpointer:
                 f"{self.newest()}. Once it does, rerun the same command to resume from there")
 
     def check(self) -> None:
-        """Raises a background failure, if there was one. Costs nothing; call it every step."""
+        """Raises a background failure, if there was one. Costs nothing; call it every step while `unchecked`."""
+        runs = self._thread is not None and self._thread.is_alive()  # asked before its error is read
+        self.unchecked = runs or self._failures > self._failures_reported
         error, self._error = self._error, None
         if error is not None:
             raise error

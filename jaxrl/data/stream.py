@@ -233,6 +233,15 @@ class Stream:
         rows = zip(self._sizes.items(), now, then, strict=True)
         return {name: ((n - before) / (cursor - earlier), n / size) for (name, size), n, before in rows}
 
+    def metrics(self, cursor: int) -> dict[str, float]:
+        """Returns the metrics data/* and, of several sources, source/* at `cursor`."""
+        out = {"data/epoch": self.epoch(cursor), "data/filtered_fraction": self.dataset.filtered_fraction,
+               "data/bad_rows": float(self.dataset.bad_rows.count)}
+        if self.mix is not None:
+            for name, (share, epoch) in self.sources(cursor).items():
+                out |= {f"source/{name}/share": share, f"source/{name}/epoch": epoch}
+        return out
+
     def epoch(self, cursor: int) -> float:
         """Returns the number of passes over the data up to `cursor`, for example 1.5."""
         return cursor / self.rows

@@ -20,7 +20,7 @@ def comparison(spec, job, step: int) -> PlanComparison:
 
 
 class PlanComparison:
-    """Keeps the median seconds of each phase and the highest device memory, next to `plan.predict`.
+    """Puts the median seconds of each phase and the highest device memory next to `plan.predict`.
 
     Predictions are upper bounds at maximum lengths, with counted temporaries; nothing is compiled for
     them. On CPUs only memory is predicted, and nothing if devices are missing in the table of chips or
@@ -28,7 +28,7 @@ class PlanComparison:
     """
 
     def __init__(self, config, job, step: int):
-        self.predicted, self._seconds, self._step, self._lines = {}, {}, step, 0
+        self.predicted, self._step = {}, step
         self._device = job.mesh.devices.flat[0]
         try:
             self.predicted = _predict(config, job)
@@ -44,19 +44,20 @@ class PlanComparison:
         return (f"planned   {_said(self.predicted)}; upper bound at maximum lengths "
                 "(docs/guides/plan.md)")
 
-    def add(self, step: int, phases: dict[str, float]) -> None:
-        """Adds the seconds by phase since the last call, for the steps up to `step`."""
-        count, self._step, self._lines = step - self._step, step, self._lines + 1
-        if count > 0 and self._lines > WARM_UP:
-            for name in PHASES:
-                if name in phases:
-                    self._seconds.setdefault(name, []).append(phases[name] / count)
-
-    def measured(self) -> dict[str, float]:
+    def measured(self, lines) -> dict[str, float]:
         """Returns {"peak_bytes" if the device reports it, "<phase>_seconds", "step_seconds" their
         sum}: medians after warm-up.
+
+        lines: (step, seconds by phase since the last line) of each line of metrics.
         """
-        out = {f"{name}_seconds": statistics.median(values) for name, values in self._seconds.items()}
+        seconds, last = {}, self._step
+        for number, (step, phases) in enumerate(lines, 1):
+            if step > last and number > WARM_UP:
+                for name in PHASES:
+                    if name in phases:
+                        seconds.setdefault(name, []).append(phases[name] / (step - last))
+            last = step
+        out = {f"{name}_seconds": statistics.median(values) for name, values in seconds.items()}
         if out:
             out["step_seconds"] = sum(out.values())
         stats = (self._device.memory_stats() or {}) if self._device.process_index == jax.process_index() else {}
@@ -64,13 +65,12 @@ class PlanComparison:
             out["peak_bytes"] = float(stats["peak_bytes_in_use"])
         return out
 
-    def end(self) -> str:
-        """Returns the two lines after the last step; "" if they have nothing in common."""
-        found = self.measured()
+    def end(self, lines) -> str:
+        """Returns the two lines after the last step; "" if they have nothing in common. lines: as of `measured`."""
+        found = self.measured(lines)
         if not set(self.predicted) & set(found):
             return ""
-        steps = len(next(iter(self._seconds.values())))
-        return f"planned   {_said(self.predicted)}\nmeasured  {_said(found)}; medians of {steps}"
+        return f"planned   {_said(self.predicted)}\nmeasured  {_said(found)}; medians of {len(lines) - WARM_UP}"
 
 
 def _predict(config, job) -> dict[str, float]:

@@ -22,6 +22,7 @@ from jaxrl.rl import precompile
 from jaxrl.rl.roles import Roles
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
+from jaxrl.roles.role import policy_params
 from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.programs import Programs
@@ -99,7 +100,7 @@ def _reinforcement(out: Lowering, job, keep):
         params_of_critic = params
     if critic is not None and keep("value"):
         out.programs["value"] = critic._score.program.lower(params_of_critic, batch.replace(routes=None))
-    return parameters.policy_params(state.trainable, state.frozen)
+    return policy_params(state.trainable, state.frozen)
 
 
 def _supervised(out: Lowering, job, keep):

@@ -35,10 +35,10 @@ from jaxrl.rl.step import minibatch_seed
 from jaxrl.rl.trajectories import records
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.roles.reference import precision
-from jaxrl.roles.role import Policy, check_finite
+from jaxrl.roles.role import Policy, check_finite, host_scalars
 from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Progress, Session
-from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
+from jaxrl.run.setup import Job, open_run
 from jaxrl.telemetry.flops import Speed
 from jaxrl.types import Trajectories
 
@@ -227,7 +227,7 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
         if batch is not None and rollouts is not None:
             rollouts.release(batch.cursor)
             metrics |= rollouts.metrics(batch)
-    metrics |= found | stream_metrics(s, job) | step_metrics(parts, batch, traj, layout, columns, per_completion)
+    metrics |= found | step_metrics(parts, batch, traj, layout, columns, per_completion)
     if rollouts is None and job.engine is not None:
         metrics |= job.engine.metrics()
     return metrics, rows

@@ -26,10 +26,10 @@ from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import summary, write_records
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import precision
-from jaxrl.roles.role import Policy, check_finite
+from jaxrl.roles.role import Policy, check_finite, host_scalars
 from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Session
-from jaxrl.run.setup import Job, host_scalars, open_run, stream_metrics
+from jaxrl.run.setup import Job, open_run
 from jaxrl.training.score import make_value_score
 from jaxrl.types import Trajectories
 
@@ -54,7 +54,7 @@ def run(config, inputs=None) -> dict:
                     metrics["flops/score"] = speed.operations.scoring(batch.traj, c.train.share_prompts, head=False)
                     s.advance(cursor, samples=len(rows))
                 check_finite(model.state, c)
-                return StepResult(metrics | stream_metrics(s, job))
+                return StepResult(metrics)
 
             return step
 

@@ -17,6 +17,7 @@ docs/explanations/asynchrony.md). The step itself is rl.step, the loop run.fit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jaxrl.replay import parity
 from jaxrl.resolve.spec import resolve
@@ -26,8 +27,8 @@ from jaxrl.rl.precompile import UpdatePrecompiler
 from jaxrl.rl.recording import Recording
 from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Rollouts
-from jaxrl.rl.step import Loop, one_step
-from jaxrl.run.fit import StepResult, fit
+from jaxrl.rl.step import Loop, next_while_resting, one_step
+from jaxrl.run.fit import fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import open_run
 
@@ -57,17 +58,25 @@ def run(config, inputs=None) -> dict:
 
         def open_step(speed):
             precompiler = s.close_at_end(UpdatePrecompiler(job, roles.policy, roles.loss))
-            recording = Recording(s, job, roles)
+            recording, next_batch = Recording(s, job, roles), rollouts.next
             roles.report_corrections(s, job.engine)
             reports.append(recording)
-            observers = [precompiler] * precompiler.enabled + [recording] * bool(spec.record.every)
-            loop = Loop(s, job, roles, rollouts, speed, tuple(observers))
-
-            def step():
-                done = one_step(loop)
-                return done and StepResult(*done)
-
-            return step
+            before, after = [], []
+            precompiler.join(before)
+            if roles.reference is not None:
+                after.append(lambda batch, metrics: metrics.update(
+                    roles.after_step(s.step, s.stream.epoch(s.progress.cursor))))
+            if spec.record.every:
+                before.append(recording.before_update)
+                after.append(recording.after_update)
+            if spec.ahead:
+                after.append(lambda batch, metrics: metrics.update(rollouts.metrics(batch)))
+            if rates:
+                after.append(lambda batch, metrics: metrics.update(
+                    s.stream.record_pass_rates(batch.pass_rates, batch.cursor)))
+            if roles.policy.rests or job.rests("sampler"):
+                next_batch = functools.partial(next_while_resting, s, job, roles.policy, rollouts)
+            return functools.partial(one_step, Loop(s, job, roles, rollouts, speed, next_batch, before, after))
 
         rates = [] if s.stream.pass_rates is None else [s.stream.pass_rates]
         return fit(s, job, roles.policy, open_step, publish=rollouts.publish, sync_every=spec.rollout.sync_every,

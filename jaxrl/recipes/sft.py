@@ -14,10 +14,10 @@ from jaxrl.config import adapter_table
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
 from jaxrl.roles.reference import precision
-from jaxrl.roles.role import Policy, check_finite
+from jaxrl.roles.role import Policy, check_finite, host_scalars
 from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Session
-from jaxrl.run.setup import host_scalars, open_run, stream_metrics
+from jaxrl.run.setup import open_run
 from jaxrl.types import Pictures, Trajectories
 
 
@@ -66,7 +66,7 @@ def log_line(s, job, policy, pending: list):
         check_finite(policy.state, job.config)
     steps = len(pending)
     pending.clear()
-    return StepResult(metrics | stream_metrics(s, job), steps=steps)
+    return StepResult(metrics, steps=steps)
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool, images=None) -> Trajectories:

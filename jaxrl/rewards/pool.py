@@ -221,7 +221,7 @@ class RewardPool:
 
     def _texts(self, items: list[RewardItem], wanted) -> list[str]:
         """Returns the JSON of the items that are needed, "" for the others."""
-        if wanted and self.specs:  # without functions there is no worker to wait for
+        if wanted and self.specs and not self._workers.kinds:  # without functions there is no worker to wait for
             self._workers.ready(1)
         without = () if any(kind["context"] for kind in self._workers.kinds) else ("context_ids",)
         return [item_json(item, i, without) if i in wanted else "" for i, item in enumerate(items)]

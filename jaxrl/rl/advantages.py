@@ -1,6 +1,7 @@
 """Advantages of a batch: turns scores into one number per loss token, on the host in float64.
 
-`rl.step.prepare` calls `advantages_by_source`; the formulas are in jaxrl.algorithms. Nothing here touches a device.
+`rl.step.prepare` calls `advantages`, or `advantages_by_source` where the data has sources; the formulas are in
+jaxrl.algorithms. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -82,11 +83,12 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
     tokens = np.where(present, result.tokens, 0.0)
     if options.whiten:
         tokens = whiten(tokens, present)
-    tokens = clip_advantages(tokens, options.advantage_low, options.advantage_high)
+    if (options.advantage_low, options.advantage_high) != (None, None):
+        tokens = clip_advantages(tokens, options.advantage_low, options.advantage_high)
     return result._replace(tokens=np.where(present, tokens, 0.0))
 
 
-def advantages_by_source(options, sources, of_N, traj, scores, **inputs) -> Advantages:
+def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Advantages:
     """Computes `advantages` where data sources override options of `algorithm`.
 
     Trajectories of a source with a table `algorithm` take their statistics (group, batch, whitening) among themselves,
@@ -94,10 +96,8 @@ def advantages_by_source(options, sources, of_N, traj, scores, **inputs) -> Adva
     advantages at the end, after whitening and clipping.
 
     Args:
-      options: the group `algorithm` of a Spec.
-      sources: data.sources.
-      of_N: [N] source names of the trajectories.
-      inputs: keyword arguments of `advantages`.
+      sources: data.sources. of_N: [N] source names of the trajectories.
+      options, traj, scores: as of `advantages`. inputs: its keyword arguments of `advantages`.
 
     Returns:
       Advantages; an estimator's metrics are those of the last source, by name, that has any.

@@ -24,6 +24,7 @@ from jaxrl.rl.trajectories import (
     sampling_params,
 )
 from jaxrl.roles import parameters
+from jaxrl.roles.role import policy_params
 from jaxrl.rollout import generate
 from jaxrl.telemetry import dumps, write_atomic
 
@@ -237,7 +238,7 @@ def publish_latest(s, job):
         arrays = parameters.fields_from_checkpoint(job, state, arrays)
         if was is not None:
             parameters.check_base(parameters.base_digest(arrays["frozen"]), was)
-        params = parameters.policy_params(**arrays)
+        params = policy_params(**arrays)
         s.resume_at(restored.host)
     s.open_telemetry(read_only=True, step=s.step)
     if job.engine is not None:

@@ -76,16 +76,24 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
     for name, values in batch.result.parts.items():
         if np.isfinite(values).any():
             out[f"reward/{name}"] = float(np.nanmean(values))
-    sources = np.array([getattr(g.example, "source", "") for g in batch.groups])
+    sources = [getattr(g.example, "source", "") for g in batch.groups]
+    if any(sources):
+        out |= source_metrics(batch, np.array(sources))
+    return out | {k if "/" in k else f"reward/{k}": v for k, v in batch.result.metrics.items()} | batch.metrics
+
+
+def source_metrics(batch, sources) -> dict[str, float]:
+    """Returns the mean lengths and rewards of each data source. sources: [N] names, "" = none."""
+    out, lengths, scores = {}, batch.traj.total(), batch.shaped
     for name in sorted(set(sources.tolist()) - {""}):
         mine = sources == name
-        out |= {f"source/{name}/length": float(lengths[mine].mean())}
+        out[f"source/{name}/length"] = float(lengths[mine].mean())
         if np.isfinite(scores[mine]).any():
             out[f"source/{name}/reward"] = float(np.nanmean(scores[mine]))
         for part, values in batch.result.parts.items():
             if np.isfinite(values[mine]).any():
                 out[f"source/{name}/reward/{part}"] = float(np.nanmean(values[mine]))
-    return out | {k if "/" in k else f"reward/{k}": v for k, v in batch.result.metrics.items()} | batch.metrics
+    return out
 
 
 def histograms(batch, columns, per_completion) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ microbatches of other shapes are compiled once the step's layout is known. jax c
 from, so the call of the jitted function finds it; a program that is never called costs time and changes nothing.
 
     precompiler = UpdatePrecompiler(job, policy, objective)   # starts
-    precompiler.compile_for(layout, patches)                  # before an update: all its programs are compiled
+    precompiler.join(loop.before_update)                      # the first updates wait for their programs
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def lowered(update, state, carry, microbatch=None):
 
 
 class UpdatePrecompiler:
-    """Compiles the programs of a policy's update before they are called, as an observer of rl.step.Loop.
+    """Compiles the programs of a policy's update before they are called.
 
     Disabled (`enabled` is False) if several processes share GPUs' programs (`may_precompile`), and if some of the state
     is in host memory.
@@ -151,11 +151,17 @@ class UpdatePrecompiler:
                 self._compile(self._state(), next(iter(shapes)), shape)
             self.there.add(shape)
 
-    def before_update(self, batch, prepared) -> None:
-        """Compiles the missing programs of the step's update."""
-        self.compile_for(prepared.layout.update, batch.traj.patches)
+    def join(self, before_update: list) -> None:
+        """Joins rl.step.Loop.before_update, if enabled, until nothing is compiled in the background any more. Programs
+        of later layouts are compiled by the update that calls them first.
+        """
+        def observe(batch, prepared) -> None:
+            self.compile_for(prepared.layout.update, batch.traj.patches)
+            if self.compiler.idle():
+                before_update.remove(observe)
 
-    def after_update(self, metrics) -> None: ...
+        if self.enabled:
+            before_update.append(observe)
 
     def close(self) -> None:
         """Stops the thread."""

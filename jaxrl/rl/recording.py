@@ -1,7 +1,7 @@
 """Records steps (record.*) for jaxrl.replay: turns a batch and its update into a record, and a record into a batch.
 
-recipes.rl makes a Recording and passes it to the step as an observer; replay.* calls `restore_batch`. File formats are
-in jaxrl.records. docs/guides/replay.md describes what a record contains and what it costs.
+recipes.rl adds a Recording's `before_update` and `after_update` to rl.step.Loop; replay.* calls `restore_batch`. File
+formats are in jaxrl.records. docs/guides/replay.md describes what a record contains and what it costs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a 
 
 
 class Recording:
-    """Records the steps of a run that record.* selects, as an observer of rl.step.Loop.
+    """Records the steps of a run that record.* selects.
 
     Every process calls it. Process 0 writes in the thread that writes rollouts, before the step's checkpoint commits.
 
@@ -66,7 +66,7 @@ class Recording:
             before = self._newest[1] if self._newest[0] == self.s.step else self.hash_states()
             self._begun = {"batch": batch, "columns": prepared.columns, "seed": prepared.layout.seed, "before": before}
 
-    def after_update(self, metrics: dict) -> None:
+    def after_update(self, batch, metrics: dict) -> None:
         """Writes the record of a completed step in the thread of telemetry, if the step is recorded."""
         s, begun = self.s, self._begun
         if begun is None:

@@ -14,9 +14,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from jaxrl import training
-from jaxrl.algorithms import (
-    kl_value,
-)
+from jaxrl.algorithms import kl_value
 from jaxrl.errors import ConfigError
 from jaxrl.processes.exchange import put
 from jaxrl.rl.rollouts import staleness_buckets
@@ -49,6 +47,7 @@ class Roles:
             raise ConfigError(f"algorithm.routes={c.algorithm.routes}: the model has no experts; leave it out")
         self.updates_per_step = math.prod(c.updates)
         self.old_source = c.algorithm.old_logprobs
+        self.samples_on_mesh = engine_row(c).on_mesh
         self.score = self.scorer(job, "policy")
         self.loss = training.PolicyGradient(
             options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=training_temperature(c),
@@ -139,14 +138,14 @@ class Roles:
         """
         epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)
-        score = passes * count.scoring(traj, shared)
+        score = passes * count.scoring(traj, shared) if passes else 0.0
         updates = step > self.config.critic.warmup_steps or self.critic is None
         update = updates * epochs * count.update(traj, shared)
         if self.critic is not None:
             score += count.scoring(traj, shared, head=False)
             update += (not self.critic.shared) * epochs * count.update(traj, shared, head=False)
         out = {"flops/score": score, "flops/update": update}
-        return out | ({"flops/rollout": count.generation(traj)} if engine_row(self.config).on_mesh else {})
+        return out | ({"flops/rollout": count.generation(traj)} if self.samples_on_mesh else {})
 
     def after_step(self, step: int, epoch: float) -> dict[str, float]:
         """Resets the reference if that is due after `step` completed steps and `epoch` passes over the data.

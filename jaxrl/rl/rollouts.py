@@ -60,7 +60,7 @@ class Batch(NamedTuple):
     asked: int  # number of requested completions
     cursor: int  # position of the data after this step
     metrics: dict[str, float]
-    pass_rates: dict[int, float]  # position -> share of its completions that pass, over all requested groups
+    pass_rates: dict[int, float]  # position -> share of its completions that pass, over all requested groups, if used
     addresses: np.ndarray | None = None  # [N] uint64 hashes of reward inputs (items.address), where steps are recorded
 
 
@@ -118,6 +118,14 @@ class Rollouts:
         self.sample_kinds = [(SAMPLES, rollout.group_size, how)]  # name, samples per prompt, sampling
         if spec.algorithm.advantage_mean == "greedy":
             self.sample_kinds.append((GREEDY, 1, dataclasses.replace(how, temperature=0.0)))
+        numbers = adapter_table.numbers(spec, "sources")
+        self._adapter = (lambda example: numbers[example.source]) if numbers else None
+        longest = rollout.max_new_tokens
+        if spec.episodes:
+            longest = spec.env.max_sampled_tokens or longest * spec.env.max_turns
+        buffer = spec.reward.overlong_buffer or round(spec.algorithm.overlong_buffer_fraction * longest)
+        # total rewards [N] with the length penalties of reward.* and algorithm.overlong_*
+        self._shape = functools.partial(jaxrl_rewards.shape, reward=spec.reward, max_new_tokens=longest, buffer=buffer)
         self._payloads: list[bytes] = []
 
     @classmethod
@@ -169,18 +177,12 @@ class Rollouts:
     def _requests(self, prompts, step: int) -> list:
         """Returns the requests of a step's prompts: group_size each, then one greedy request each if used."""
         seed = self.spec.run.seed
-        return [request for kind, samples, how in self.sample_kinds
-                for prompt in self.stream.unless_interrupted(prompts)
-                for request in make_requests([prompt], samples, how, seed, kind, step, self._adapter,
-                                            self.images)]
-
-    def _adapter(self, example) -> int:
-        """Returns the number of the adapter that a row trains."""
-        return adapter_table.number_of(self.spec, "sources", getattr(example, "source", ""))
+        return [request for kind, samples, how in self.sample_kinds for request in make_requests(
+            self.stream.unless_interrupted(prompts), samples, how, seed, kind, step, self._adapter, self.images)]
 
     def _complete(self, groups, step: int) -> Round | None:
         """Waits for groups of this process and runs their rewards; None if a stop was requested."""
-        session, criterion = self.session, self.spec.algorithm.keep_group
+        session, filters = self.session, self.spec.algorithm.dynamic_sampling != "off"
         with session.phase("rollout"):
             if not self.queue.wait(groups, self.spec.rollout.timeout_seconds, session.interrupted):
                 return None
@@ -189,40 +191,47 @@ class Rollouts:
             if self.scorer is not None and not self.scorer.wait(groups, session.interrupted):
                 return None
             rows, greedy, keep = [], {}, {}
-            failed = self._failed(groups, step)
+            failed = self._failed(groups, step) if self.spec.episodes else {}
             for kind in (GREEDY, SAMPLES):
                 done = completed(groups, kind)
                 if not done:
                     continue
                 traj, texts, items = self._items(done)
-                earlier = session.telemetry.read_rollouts(step + 1)  # of an interrupted attempt at this step
-                examples = [g.example for _, _, g in done]
                 recorded = [None] * len(done)
-                if earlier:
+                if step + 1 in session.telemetry.earlier_rollouts:  # of an interrupted attempt at this step
+                    earlier, examples = session.telemetry.read_rollouts(step + 1), [g.example for _, _, g in done]
                     recorded = recorded_outcomes(earlier, traj, examples, texts, self.rewards.key())
                 recorded = [g.outcomes.get(q.id, old) for (q, _, g), old in zip(done, recorded, strict=True)]
                 result = self._run_rewards(done, items, recorded=recorded, stop=session.interrupted)
                 if result is None:
                     return None
                 if kind == GREEDY:
-                    greedy = dict(zip(traj.group.tolist(), self._shaped(traj, result).tolist(), strict=True))
+                    greedy = dict(zip(traj.group.tolist(), self._shape(result, traj.total(), traj.finish == 1).tolist(),
+                                      strict=True))
                     continue
                 rows = [(*row, *more) for row, *more in zip(done, texts, result.records(), strict=True)]
-                criterion = imported(criterion) if ":" in criterion else criterion
-                keep = {int(g): has_signal(criterion, traj, texts, result, traj.group == g)
-                        for g in np.unique(traj.group)}
+                keep = self._has_signal(traj, texts, result) if filters else dict.fromkeys(traj.group.tolist(), True)
         return Round(rows, greedy, keep, len(groups) * self.spec.rollout.group_size, failed)
+
+    def _has_signal(self, traj, texts, result) -> dict[int, bool]:
+        """Returns group -> whether it has signal by algorithm.keep_group."""
+        criterion = self.spec.algorithm.keep_group
+        criterion = imported(criterion) if ":" in criterion else criterion
+        return {int(g): has_signal(criterion, traj, texts, result, traj.group == g) for g in np.unique(traj.group)}
 
     def _failed(self, groups, step: int) -> dict[str, int]:
         """Counts the absent episodes of these groups by cause. Raises RunStopped if they are too many."""
-        outcomes = [r.outcome for g in groups for r in g.results.values()] if self.spec.episodes else []
+        outcomes = [r.outcome for g in groups for r in g.results.values()]
         check_failures(self.spec.env, step + 1, outcomes, len(outcomes))
         return dict(Counter(o.cause for o in outcomes if o is not None and o.cause))
 
     def _run_rewards(self, rows, items, **how) -> Any:
         """Runs the rewards of rows (request, result, group, ...). how: arguments of RewardPool.score."""
         score = self.rewards.score if self.fork is None else functools.partial(self.fork.score, self.rewards)
-        return add_episode_rewards(score(items, **how), [row[1].outcome for row in rows], self.spec.env)
+        result = score(items, **how)
+        if self.spec.episodes:
+            result = add_episode_rewards(result, [row[1].outcome for row in rows], self.spec.env)
+        return result
 
     def _items(self, rows, texts=None):
         """Returns (Trajectories, texts, reward items) of rows (request, result, group)."""
@@ -277,29 +286,27 @@ class Rollouts:
         if c.episodes:
             failed = sum((Counter(one.failed) for one in rounds), Counter())
             metrics |= episode_metrics(traj, [row[1].outcome for row in rows], failed, requested)
-        shaped, addresses = self._shaped(traj, result), None
+        shaped, addresses = self._shape(result, traj.total(), traj.finish == 1), None
         if c.record.every:
             addresses = np.array([jaxrl_rewards.item_hash(item) for item in items], np.uint64)
+        passed = {}
+        if getattr(self.stream, "pass_rates", None) is not None:
+            passed = pass_rates([row for one in rounds for row in one.rows], c)
         greedy = {g: s for one in rounds for g, s in one.greedy.items()}
         baseline = np.array([greedy.get(int(g), np.nan) for g in traj.group])
         dropped = np.array([mode != "off" and not keep[int(g)] for g in traj.group])
         if mode != "off":
             metrics["rollout/masked_fraction"] = float(dropped.mean())
-        stale = staleness(step, traj.versions, c.rollout.sync_every)
-        scores = normalize_scores(shaped, traj.group, c.reward.norm_mean, c.reward.norm_std)
+        stale = None
+        if c.ahead:
+            stale = np.where(traj.loss_mask, staleness(step, traj.versions, c.rollout.sync_every), 0)
+        scores, normalized = shaped, (c.reward.norm_mean, c.reward.norm_std)
+        if normalized != ("none", "none"):
+            scores = normalize_scores(shaped, traj.group, *normalized)
         return Batch(traj, [row[2] for row in rows], texts, result, shaped, scores,
                      baseline if c.algorithm.advantage_mean == "greedy" else None, dropped,
-                     np.where(traj.loss_mask, stale, 0).astype(np.float32) if c.ahead else None, requested, cursor,
-                     metrics, pass_rates([row for one in rounds for row in one.rows], c), addresses)
-
-    def _shaped(self, traj, result) -> np.ndarray:
-        """Returns [N] total rewards with the length penalties of reward.* and algorithm.overlong_*."""
-        c = self.spec
-        longest = c.rollout.max_new_tokens
-        if c.episodes:
-            longest = c.env.max_sampled_tokens or longest * c.env.max_turns
-        buffer = c.reward.overlong_buffer or round(c.algorithm.overlong_buffer_fraction * longest)
-        return jaxrl_rewards.shape(result, traj.total(), traj.finish == 1, c.reward, longest, buffer)
+                     None if stale is None else stale.astype(np.float32), requested, cursor,
+                     metrics, passed, addresses)
 
     def publish(self, params, version: int) -> None:
         """Hands the weights after `version` completed steps to the engine."""
@@ -385,8 +392,6 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
 
 def normalize_scores(scores, groups, mean: str, std: str) -> np.ndarray:
     """Normalises scores [N] over their groups or the batch per reward.norm_mean and norm_std; NaN (absent) stays."""
-    if mean == std == "none":
-        return scores
     out, _ = group_advantages(scores, groups, mean=mean, std=std)
     return np.where(np.isfinite(scores), out, np.nan)
 

@@ -7,6 +7,8 @@ Sampling is in rl.rollouts, losses and optimizer steps in jaxrl.training.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,16 +16,17 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.algorithms import TOKEN_MASKS, StepTokens, explained_variance
-from jaxrl.rl.advantages import advantages_by_source
+from jaxrl.rl import advantages
 from jaxrl.rl.episodes import conversations
 from jaxrl.rl.metrics import accuracy_rewards, check_logprob_gap, histograms, mean_metrics, rollout_metrics
 from jaxrl.rl.roles import Roles, clear_early_stop
 from jaxrl.rl.rollouts import Rollouts
 from jaxrl.rl.step_kl import StepLimit
 from jaxrl.rl.trajectories import records
-from jaxrl.roles.role import check_finite
+from jaxrl.roles.role import check_finite, host_scalars
+from jaxrl.run.fit import StepResult
 from jaxrl.run.session import Session
-from jaxrl.run.setup import Job, host_scalars, stream_metrics
+from jaxrl.run.setup import Job
 from jaxrl.telemetry.flops import Speed
 
 
@@ -48,8 +51,11 @@ class Prepared(NamedTuple):
 class Loop(NamedTuple):
     """The arguments of `one_step`.
 
-    observers: objects with `before_update(batch, prepared)` and `after_update(metrics)`; the second is called once the
-    session has advanced to the next step.
+    Attributes:
+      next_batch: progress -> Batch, or None after a stop: `Rollouts.next`, or `next_while_resting`.
+      before_update: functions of (batch, prepared), called before the update.
+      after_update: functions of (batch, metrics), called once the session has advanced to the next step; they may add
+        metrics.
     """
 
     s: Session
@@ -57,26 +63,24 @@ class Loop(NamedTuple):
     roles: Roles
     rollouts: Rollouts
     speed: Speed
-    observers: tuple = ()
+    next_batch: Callable
+    before_update: list[Callable]
+    after_update: list[Callable]
 
 
-def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
+def one_step(loop: Loop) -> StepResult | None:
     """Runs one RL step of a run: rollout, log-probs, advantages, update.
 
     Returns:
-      (metrics, records of the completions), or None if a stop was requested before the update.
+      StepResult, or None if a stop was requested before the update.
 
     Raises:
       RunStopped: rewards, episodes or updates failed beyond their limits, or the log-prob gap is too large.
     """
-    s, job, roles, rollouts, speed, observers = loop
-    c = s.spec
-    with roles.policy.resting(job.engine):
-        batch = rollouts.next(s.progress)
+    s, job, roles, rollouts, speed, *_ = loop
+    c, batch = s.spec, loop.next_batch(s.progress)
     if batch is None or s.stopping():
         return None
-    if job.rests("sampler"):
-        job.engine.sleep()
     traj = batch.traj
     layout = lay_out(c, job.row_shapes, traj, s.step, job.score_shapes)
     with s.phase("score"):
@@ -87,23 +91,30 @@ def one_step(loop: Loop) -> tuple[dict, list[dict]] | None:
     admitted = [{"admitted": group.admitted} for group in batch.groups]
     s.telemetry.rollouts(s.step + 1, [row | more for row, more in zip(rows, admitted, strict=True)])
     with s.phase("update"):
-        for observer in observers:
-            observer.before_update(batch, prepared)
+        for observe in tuple(loop.before_update):
+            observe(batch, prepared)
     with s.changing():
         with s.phase("update"):
             s.fault("update")
             metrics = learn(c, roles, batch, prepared, s.step, meanwhile=rollouts.poll)
         s.advance(batch.cursor, samples=traj.num_trajectories)
         rollouts.release(batch.cursor)
-        metrics |= roles.after_step(s.step, s.stream.epoch(s.progress.cursor))
-        for observer in observers:
-            observer.after_update(metrics)
-        metrics |= rollouts.metrics(batch) | s.stream.record_pass_rates(batch.pass_rates, batch.cursor)
+        for observe in loop.after_update:
+            observe(batch, metrics)
     s.telemetry.histograms(s.step, histograms(batch, prepared.columns, per_completion))
-    metrics |= step_metrics(c, batch, prepared, per_completion) | stream_metrics(s, job)
+    metrics |= step_metrics(c, batch, prepared, per_completion)
     metrics |= roles.operations(s.step, speed.operations, traj)
     check_logprob_gap(c.algorithm.mismatch, s.step, metrics)
-    return metrics, rows
+    return StepResult(metrics, rows)
+
+
+def next_while_resting(s: Session, job: Job, policy, rollouts: Rollouts, progress):
+    """Returns `rollouts.next(progress)`, during which the policy rests; the sampler rests after it (mesh.roles)."""
+    with policy.resting(job.engine):
+        batch = rollouts.next(progress)
+    if batch is not None and not s.stopping() and job.rests("sampler"):
+        job.engine.sleep()
+    return batch
 
 
 def lay_out(spec, row_shapes, traj, step: int, score_shapes=None) -> StepLayout:
@@ -116,13 +127,13 @@ def lay_out(spec, row_shapes, traj, step: int, score_shapes=None) -> StepLayout:
     Returns:
       StepLayout, the same on every process.
     """
-    def layout(shapes, **minibatches):
-        return training.make_layout(traj.sizes, shapes, share_prompts=spec.train.share_prompts, **minibatches)
-
-    seed = minibatch_seed(spec.run.seed, step)
-    groups = len(np.unique(traj.group))
-    update = layout(row_shapes, num_minibatches=min(spec.algorithm.num_minibatches, groups), seed=seed)
-    return StepLayout(update, update if score_shapes in (None, row_shapes) else layout(score_shapes), seed)
+    sizes, shared, seed = traj.sizes, spec.train.share_prompts, minibatch_seed(spec.run.seed, step)
+    minibatches = min(spec.algorithm.num_minibatches, len(np.unique(traj.group)))
+    update = score = training.make_layout(sizes, row_shapes, share_prompts=shared, num_minibatches=minibatches,
+                                          seed=seed)
+    if score_shapes not in (None, row_shapes):
+        score = training.make_layout(sizes, score_shapes, share_prompts=shared)
+    return StepLayout(update, score, seed)
 
 
 def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
@@ -142,15 +153,17 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
         values, raw = critic.values(roles.policy.state, traj, layout.score)
     if batch.staleness is not None:
         columns["staleness"] = batch.staleness
-    kl = roles.kl(columns)
-    advantages = advantages_by_source(
-        spec.algorithm, spec.data.sources, [getattr(g.example, "source", "") for g in batch.groups], traj, batch.scores,
-        baseline=batch.baseline, kl=kl, values=values, rewards=batch.result.parts, columns=columns, user=spec.user,
-        scale=spec.reward.scale)
-    columns["advantage"] = advantages.tokens.astype(np.float32)
+    kl = roles.kl(columns) if spec.kl_in_reward else None
+    estimate = advantages.advantages
+    if spec.data.sources:
+        of_N = [getattr(g.example, "source", "") for g in batch.groups]
+        estimate = functools.partial(advantages.advantages_by_source, spec.data.sources, of_N)
+    found = estimate(spec.algorithm, traj, batch.scores, baseline=batch.baseline, kl=kl, values=values,
+                     rewards=batch.result.parts, columns=columns, user=spec.user, scale=spec.reward.scale)
+    columns["advantage"] = found.tokens.astype(np.float32)
     if critic is not None:
-        columns |= critic.columns(advantages.returns, raw, traj.loss_mask)
-    return Prepared(layout, columns, advantages, values, kl)
+        columns |= critic.columns(found.returns, raw, traj.loss_mask)
+    return Prepared(layout, columns, found, values, kl)
 
 
 def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=lambda: None) -> dict[str, float]:
@@ -172,7 +185,10 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
     of_critic = critic.learn(batch.traj, prepared.columns, prepared.layout.seed) if critic is not None else []
     warming_up = critic is not None and step < spec.critic.warmup_steps
     pending = [] if warming_up else update_policy(spec, roles.policy, batch, prepared, meanwhile)
-    metrics = mean_metrics([training.adapter_set.mean_over_adapters(host_scalars(m)) for m in pending])
+    updates = [host_scalars(m) for m in pending]
+    if roles.policy.adapters:
+        updates = [training.adapter_set.mean_over_adapters(m) for m in updates]
+    metrics = mean_metrics(updates)
     for bucket in [name for name in metrics if "gap/stale_" in name]:  # sum over the bucket / all tokens
         share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
         metrics |= {bucket: part / share} if share else {}  # mean over the bucket
@@ -234,11 +250,11 @@ def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, f
 
     per_completion: [N] mean advantage over the loss tokens of each completion.
     """
-    advantages, mask = prepared.advantages, batch.traj.loss_mask
-    out = rollout_metrics(batch, advantages.zero_signal, per_completion, prepared.layout.update) | advantages.metrics
+    found, mask = prepared.advantages, batch.traj.loss_mask
+    out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics
     if prepared.values is not None:
-        out["value/explained_variance"] = explained_variance(prepared.values, advantages.returns, mask)
-        out["value/return_mean"] = float(advantages.returns[mask].mean())
+        out["value/explained_variance"] = explained_variance(prepared.values, found.returns, mask)
+        out["value/return_mean"] = float(found.returns[mask].mean())
     if prepared.kl is not None:
         out["policy/kl_in_reward"] = float(prepared.kl[mask].mean())
     if (spec.eval.accuracy_from or "") in ("", *batch.result.parts):  # else it is a reward of evaluation only

@@ -44,18 +44,18 @@ def sampling_params(
 
 
 def make_requests(
-    batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int, adapter=lambda example: 0,
-    images=None
+    batch, samples: int, sampling: SamplingParams, root_seed: int, stream: str, step: int, adapter=None, images=None
 ) -> list[Request]:
     """Returns one Request per (prompt, sample), ordered by prompt.
 
     Args:
-      batch: [(position, Example)]. samples: completions per prompt. root_seed: run.seed, from which each key's seed
-        follows. stream, step: part of the key. adapter: Example -> number of its adapter, 0 = none or the only one.
-      images: the job's ImageSource, None without images.
+      batch: iterable of (position, Example). samples: completions per prompt. root_seed: run.seed, from which each
+        key's seed follows. stream, step: part of the key. adapter: Example -> number of its adapter; None = rows have
+        none, or the only one. images: the job's ImageSource, None without images.
     """
     keys = [(Key(stream, step, position, k), example) for position, example in batch for k in range(samples)]
-    return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key, e, adapter=adapter(e),
+    return [Request(str(key), e.prompt_ids, sampling, key.seed(root_seed), key.prompt, key, e,
+                    adapter=0 if adapter is None else adapter(e),
                     pictures=images and Pictures.of([e.images], images)) for key, e in keys]
 
 
@@ -152,25 +152,19 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
       examples: Example of each trajectory. decode: as returned by data.completion_texts.
       prefix: data.response_prefix, which rewards see before the text. texts: the texts, if they are known already.
     """
-    turn = traj.columns.get("turn")
-    ids = [traj.tokens[at if turn is None else at[turn[at] == turn[at].max(initial=0)]] for at in traj.sampled()]
+    turn, ids, contexts = traj.columns.get("turn"), [], []
+    for last, at in zip([*(traj.first[1:] - 1), traj.num_sequences - 1], traj.sampled(), strict=True):
+        own = at if turn is None else at[turn[at] == turn[at].max(initial=0)]
+        start, stop = traj.offsets[last], traj.offsets[last + 1]  # of its last sequence
+        ids.append(traj.tokens[own])
+        contexts.append(traj.tokens[start:own[0] if len(own) else stop])
     texts = decode(ids) if texts is None else texts
-    rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, contexts(traj, turn), strict=True)
+    rows = zip(examples, texts, traj.finish, traj.group, traj.sample, ids, contexts, strict=True)
     return texts, [
         RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
                    sample=int(sample), token_ids=tokens.tolist(), context_ids=before,
                    columns={"answer": example.answer, **example.columns}, functions=getattr(example, "rewards", None))
         for example, text, finish, group, sample, tokens, before in rows]
-
-
-def contexts(traj: Trajectories, turn) -> list[np.ndarray]:
-    """Returns the token ids before each trajectory's last turn, in its last sequence. turn: that column or None."""
-    out = []
-    for last, at in zip([*(traj.first[1:] - 1), traj.num_sequences - 1], traj.sampled(), strict=True):
-        own = at if turn is None else at[turn[at] == turn[at].max(initial=0)]
-        start, stop = traj.offsets[last], traj.offsets[last + 1]
-        out.append(traj.tokens[start:own[0] if len(own) else stop])
-    return out
 
 
 def records(traj: Trajectories, examples, texts, result, advantages=None, episodes=None) -> list[dict]:

@@ -5,7 +5,7 @@ critic's model in roles.critic.
 
 The policy is a language model, with a value head if the critic shares its trunk (`policy_tree`). An update sees two
 flat dicts, (trainable, frozen), which together are all parameters. The model's forward pass takes all of them as one
-tree (`training.merge`); engine and export take the language model alone (`policy_params`, `engine_params`).
+tree (`training.merge`); engine and export take the language model alone (`role.policy_params`, `engine_params`).
 
 With adapters (config.lora, models.adapters) the adapters and the modules of lora.modules_to_save train and the base is
 frozen: it is never written, is stored in lora.base_dtype (its linear maps per lora.base), and a checkpoint holds its
@@ -110,11 +110,6 @@ def param_shardings(job, rules=sharding.TRAIN_RULES, tree=None, role="policy"):
 
 def _shapes(tree, dtype):
     return tree.tree(lambda entry: jax.ShapeDtypeStruct(entry.shape, dtype))
-
-
-def policy_params(trainable, frozen):
-    """Merges flat trainable and frozen parameters to the language model's nested tree, without a value head."""
-    return {name: node for name, node in training.merge(trainable, frozen).items() if name != "value"}
 
 
 def dtype_of(job, everything=False):

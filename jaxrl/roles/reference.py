@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl import training
 from jaxrl.models import adapters
 from jaxrl.roles import parameters
-from jaxrl.roles.role import Policy, Role
+from jaxrl.roles.role import Policy, Role, policy_params
 from jaxrl.sharding import memory
 from jaxrl.training.score import cast_params, make_score
 
@@ -147,8 +147,8 @@ class BaseReference(Reference):
     def params(self):
         frozen = self.policy.state.frozen
         if self.alone:
-            return adapters.without(parameters.policy_params({}, frozen))
-        return parameters.policy_params(self.state, frozen)
+            return adapters.without(policy_params({}, frozen))
+        return policy_params(self.state, frozen)
 
     def arrays(self):
         return {} if self.alone else self.state

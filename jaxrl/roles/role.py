@@ -21,11 +21,11 @@ from jaxrl.config import adapter_table
 from jaxrl.errors import RunStopped
 from jaxrl.models.adapters import adapter_set, peft
 from jaxrl.models.io import hf
-from jaxrl.processes.exchange import gather
+from jaxrl.processes.exchange import gather, put
 from jaxrl.processes.group import peers
 from jaxrl.roles import parameters
 from jaxrl.sharding import memory
-from jaxrl.sharding.mesh import processes_of
+from jaxrl.sharding.mesh import batch_sharding, processes_of
 from jaxrl.telemetry.health import finite
 from jaxrl.types import TrainState
 
@@ -67,7 +67,7 @@ class Role:
     @functools.cached_property
     def put(self):
         """Returns a function that puts a host PackedBatch on the role's devices."""
-        return functools.partial(self.job.put, role=self.device_role)
+        return functools.partial(put, sharding=batch_sharding(self.job.mesh_of(self.device_role)))
 
     def on(self):
         """Returns a context in which programs run on the role's devices."""
@@ -121,6 +121,7 @@ class Policy(Role):
         super().__init__("policy", job, score)
         self.optimizer, schedule = parameters.policy_optimizer(job, max(1, updates))
         self.program = training.make_update(job.model, self.optimizer, schedule, objective, parameters.in_parts(job))
+        self.adapters = adapter_table.names(job.config)  # of an adapter set; () without one
 
     def update(self, batches) -> dict:
         """Runs one optimizer step on the microbatches of a minibatch; returns its metrics, on the device."""
@@ -147,9 +148,9 @@ class Policy(Role):
             own = adapter_set.take_leaves(job.model, k, {**self.state.trainable, **self.state.frozen})
             one = dataclasses.replace(job, model=adapter_set.select_model(job.model, k))
             options = adapter_table.lora_of(job.config, name)
-            self._write(one, options, parameters.policy_params({}, own), Path(folder) / name)
+            self._write(one, options, policy_params({}, own), Path(folder) / name)
         if not adapter_set.adapter_names(job.model):
-            params = parameters.policy_params(self.state.trainable, self.state.frozen)
+            params = policy_params(self.state.trainable, self.state.frozen)
             self._write(job, job.config.lora, params, folder)
 
     @staticmethod
@@ -161,10 +162,15 @@ class Policy(Role):
         hf.export(job.model.base, parameters.merge_adapters(job, params), folder, job.hf_config, c.export_dtype,
                   tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
 
+    @functools.cached_property
+    def merges_adapters(self) -> bool:
+        """Whether the engine gets a copy in which adapters are merged (lora.publish)."""
+        return parameters.engine_model(self.job) is not self.job.model
+
     def weights(self):
-        """Returns the language model's parameters (nested tree) as the engine takes them; a copy
-        if adapters are merged."""
-        return parameters.engine_params(self.job, parameters.policy_params(self.state.trainable, self.state.frozen))
+        """Returns the language model's parameters (nested tree) as the engine takes them."""
+        params = policy_params(self.state.trainable, self.state.frozen)
+        return parameters.merge_adapters(self.job, params) if self.merges_adapters else params
 
     @contextlib.contextmanager
     def resting(self, engine):
@@ -177,7 +183,7 @@ class Policy(Role):
             yield
             return
         where = jax.tree.map(lambda x: x.sharding, self.state)
-        merged = parameters.engine_model(self.job) is not self.job.model  # the engine has its own copy
+        merged = self.merges_adapters  # the engine has its own copy
         if merged:
             engine.weights_moved(memory.to_host(self.weights()))
         self.state = memory.to_host(self.state)
@@ -221,6 +227,11 @@ class Policy(Role):
         return fields if self.job.model.adapter is None else {**fields, "base_digest": self.base_digest}
 
 
+def policy_params(trainable, frozen):
+    """Merges flat trainable and frozen parameters to the language model's nested tree, without a value head."""
+    return {name: node for name, node in training.merge(trainable, frozen).items() if name != "value"}
+
+
 class WeightSync:
     """Syncs the policy's weights to the engine, with completed steps as their version.
 
@@ -244,14 +255,20 @@ class WeightSync:
 def check_finite(state: TrainState, config) -> None:
     """Raises NothingFinite after optimizer.max_nonfinite updates in a row whose loss or gradient was not finite."""
     limit = config.optimizer.max_nonfinite
-    for adapter, count in training.adapter_set.counter_by_adapter(state, "nonfinite_streak").items():
-        streak = int(np.asarray(count))
+    tables = state.stats if isinstance(state.step, dict) else {"": state.stats}  # an adapter set has a table for each
+    for adapter, stats in tables.items():
+        streak = int(np.asarray(stats["nonfinite_streak"]))
         if streak < limit:
             continue
         where = f" of the adapter {adapter}" * bool(adapter)
         raise NothingFinite(
             f"{streak} updates{where} in a row had a non-finite loss or gradient (optimizer.max_nonfinite={limit});"
             f" parameters are unchanged since: {finite(config, config.run.dir)}")
+
+
+def host_scalars(metrics) -> dict[str, float]:
+    """Converts the metrics of an update from device scalars to Python floats, in one transfer."""
+    return {k: float(np.asarray(v)) for k, v in jax.device_get(metrics).items()}
 
 
 def keep_schedules(fresh, old):

@@ -18,7 +18,6 @@ Results depend on the order of calls alone, never on time, so a repeated run rep
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -38,9 +37,18 @@ from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
 from jaxrl.rollout.prompt_images import identity, prompt_images
-from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result, check_ids, check_request
+from jaxrl.rollout.protocol import (
+    Engine,
+    EngineInfo,
+    Health,
+    Request,
+    Result,
+    SamplingParams,
+    check_ids,
+    check_request,
+)
 from jaxrl.rollout.sampling import Controls
-from jaxrl.rollout.shapes import Shapes, decode_lengths, from_config, work_of
+from jaxrl.rollout.shapes import ALL, Shapes, from_config, work_of
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
 from jaxrl.types import Images, Pictures
@@ -85,14 +93,10 @@ class Sample:
     slot: int = -1
     weights: int = -1  # number of weight syncs before its prompt was put into the slot
     continued: bool = False  # its prompt is a conversation already in the slot, not a copy of a prefilled one
+    produced: int = 0  # tokens sampled so far
     parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, routes, versions) each
     # [P - 1, W] int16, experts of its prompt's tokens but the last
     known: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int16))
-
-    @property
-    def produced(self) -> int:
-        """Number of sampled tokens so far."""
-        return sum(len(p[0]) for p in self.parts)
 
     def column(self, i: int, dtype) -> np.ndarray:
         """Returns entry i of all parts as one array."""
@@ -127,6 +131,8 @@ class EmbeddedEngine(Engine):
         self._running: dict[int, Sample] = {}
         self._parked: dict[str, Parked] = {}  # by request id, the least recently parked first
         self._keeps = False  # whether a request had `keep`
+        self._served: set[SamplingParams] = set()  # those that the decode programs are known to serve
+        self._prepared = False  # whether every program is compiled or is being compiled
         self._done: list[Result] = []
         self._ids: set[str] = set()
         self._held = self._closed = False
@@ -145,17 +151,14 @@ class EmbeddedEngine(Engine):
 
     def submit(self, requests: list[Request]) -> None:
         self._check_open()
-        work = max((work_of(r.sampling, r.sampling.min_new_tokens) for r in requests), default=0)
-        if work > self.shapes.work:  # more than the run's options need: decoding is compiled again
-            old, self.shapes = self._programs, dataclasses.replace(self.shapes, work=work)
-            self._programs = programs(old.published, self.shapes, old.mesh, old.dtype, old.joint)
-            others = {key: program for key, program in old.compiled.items() if key[0] != "decode"}
-            self._programs.compiled = others | self._programs.compiled
+        if new := {r.sampling for r in requests} - self._served:
+            self._serve(new)
         samples = [self._sample(r) for r in requests]
         ids = check_ids(requests, self._ids)
         self._ids.update(ids)
         self._waiting.extend(samples)
-        self._keeps |= any(r.keep for r in requests)
+        if not self._keeps and any(r.keep for r in requests):
+            self._keeps, self._prepared = True, False
         self._counts["requests"] += len(samples)
 
     def poll(self, deadline_s: float) -> list[Result]:
@@ -200,8 +203,11 @@ class EmbeddedEngine(Engine):
         self._published += 1
         self._stashed = [{} for _ in self._stashed]
         self._parked.clear()
-        if self._published > 1 and len(self._ended_at) > 1:  # a run of many batches of different lengths: any may come
+        # A run of many batches of different lengths: any program may come.
+        if not self._prepared and self._published > 1 and len(self._ended_at) > 1:
             self._programs.prepare(self._calls(1))
+            kinds = {"prefill", "decode", *(["prefill_images"] if self.shapes.patches else [])}
+            self._prepared = kinds <= {kind for kind, *_ in self._programs.compiled}
 
     def sleep(self) -> None:
         """Frees weights and caches until the next publish. Raises RuntimeError while there are requests."""
@@ -240,6 +246,16 @@ class EmbeddedEngine(Engine):
         if self._closed:
             raise RuntimeError("rollout: the engine is closed")
 
+    def _serve(self, new: set[SamplingParams]) -> None:
+        """Makes the decode programs ones that can sample like this; they are compiled again if they cannot."""
+        self._served |= new
+        work = max(work_of(p, p.min_new_tokens) for p in new)
+        if work > self.shapes.work:  # more than the run's options need
+            old, self.shapes = self._programs, dataclasses.replace(self.shapes, work=work)
+            self._programs = programs(old.published, self.shapes, old.mesh, old.dtype, old.joint)
+            others = {key: program for key, program in old.compiled.items() if key[0] != "decode"}
+            self._programs.compiled, self._prepared = others | self._programs.compiled, False
+
     def _sample(self, request: Request) -> Sample:
         """Checks a request against the static shapes. Raises ValueError naming it and the remedy."""
         p, total = request.sampling, self.shapes.max_total
@@ -249,7 +265,7 @@ class EmbeddedEngine(Engine):
             raise ValueError(f"request {request.id!r}: {len(p.stop_token_ids)} stop_token_ids, at most "
                              f"{self.shapes.end_columns - len(self._eos)}; as many as rollout.stop_token_ids are fine")
         bucket = next(i for i, n in enumerate(self.shapes.prompt_lengths) if n >= len(prompt))
-        key = prompt.tobytes(), identity(request.pictures), request.adapter
+        key = prompt.tobytes(), request.pictures and identity(request.pictures), request.adapter
         return Sample(dataclasses.replace(request, prompt=prompt), key, bucket,
                       min(p.max_new_tokens, total - len(prompt)))
 
@@ -270,10 +286,13 @@ class EmbeddedEngine(Engine):
     # ---- from the queue into slots --------------------------------------------------------------------------------
 
     def _admit(self):
-        """Continues parked conversations, then fills free slots from the head of the queue, `insert_width` at a time.
-        """
-        self._continue()
-        free = self._free_slots()
+        """Continues parked conversations, then fills free slots from the queue's head, `insert_width` at a time."""
+        if self._parked:
+            self._continue()
+        kept = {p.slot for p in self._parked.values()}
+        free = deque(s for s in range(self.shapes.slots) if s not in self._running and s not in kept)
+        if self._parked and len(self._waiting) > len(free):
+            free = self._evict(free)
         while self._waiting and free:
             rows, slots = [], []
             while self._waiting and free and len(rows) < self.shapes.insert_width:
@@ -295,21 +314,18 @@ class EmbeddedEngine(Engine):
             self._cache = self._programs.insert(
                 self._cache, self._stash, np.array(rows + [0] * len(idle), np.int32), np.array(slots + idle, np.int32))
 
-    def _free_slots(self) -> deque[int]:
-        """Returns the free slots, after evicting as many parked slots as waiting requests still need."""
-        parked = {p.slot for p in self._parked.values()}
-        free = [s for s in range(self.shapes.slots) if s not in self._running and s not in parked]
-        for name in list(self._parked)[:max(0, len(self._waiting) - len(free))]:
-            free.append(self._parked.pop(name).slot)
-            self._counts["evicted"] += 1
-        return deque(sorted(free))
+    def _evict(self, free: deque[int]) -> deque[int]:
+        """Returns the free slots after evicting as many parked slots as waiting requests still need."""
+        slots = [self._parked.pop(name).slot for name in list(self._parked)[:len(self._waiting) - len(free)]]
+        self._counts["evicted"] += len(slots)
+        return deque(sorted([*free, *slots]))
 
     def _continue(self):
         """Starts waiting requests whose conversation is parked: prefills the new prompt tokens except the last, which
         the first decode step reads. If the prompt does not begin with the parked tokens, the slot is freed.
         """
         work = []
-        for sample in [s for s in self._waiting if s.request.after in self._parked] if self._parked else ():
+        for sample in [s for s in self._waiting if s.request.after in self._parked]:
             parked = self._parked.pop(sample.request.after, None)
             known = 0 if parked is None else len(parked.tokens)
             if parked is None or not np.array_equal(sample.request.prompt[:known], parked.tokens) \
@@ -330,8 +346,10 @@ class EmbeddedEngine(Engine):
         """Prefills each (slot, first position, tokens); tokens beyond the width of one call go into further calls."""
         while work:
             call, work = self._call_of(work)
-            with self._precompiling_siblings():
-                self._cache, routes = self._programs.extend(self._params, self._cache, *call)
+            known = len(self._programs.compiled)
+            self._cache, routes = self._programs.extend(self._params, self._cache, *call)
+            if len(self._programs.compiled) > known:
+                self._programs.prepare(self._calls(2))
             self._counts["extend_calls"] += 1
             if routes is not None:
                 for own, positions, slot in zip(jax.device_get(routes), *call[1:3], strict=True):
@@ -362,9 +380,7 @@ class EmbeddedEngine(Engine):
         return (tokens, positions, which, self._numbers(self._whose[own]), self._shifts(own)), left
 
     def _prefill(self, bucket: int):
-        """Prefills the next distinct prompts of a length class in queue order, replacing those of
-        the class's last call.
-        """
+        """Prefills the next distinct prompts of a length class, in queue order; they replace those of its last call."""
         width, length = self.shapes.prefill_rows, self.shapes.prompt_lengths[bucket]
         prompts: dict[tuple, Request] = {}
         for sample in self._waiting:
@@ -379,9 +395,11 @@ class EmbeddedEngine(Engine):
         pictures = [request.pictures for request in prompts.values()] + [None] * (width - len(prompts))
         images = self._images(pictures, lengths, length) if any(own is not None for own in pictures) else None
         rows = np.arange(bucket * width, (bucket + 1) * width, dtype=np.int32)
-        with self._precompiling_siblings():
-            self._stash, routes = self._programs.prefill(self._params, self._stash, tokens, lengths, rows,
-                                                         self._numbers(adapters), images)
+        known = len(self._programs.compiled)
+        self._stash, routes = self._programs.prefill(self._params, self._stash, tokens, lengths, rows,
+                                                     self._numbers(adapters), images)
+        if len(self._programs.compiled) > known:
+            self._programs.prepare(self._calls(2))
         if routes is not None:
             self._routes[bucket] = jax.device_get(routes)
         self._stashed[bucket] = {key: int(row) for key, row in zip(prompts, rows, strict=False)}
@@ -416,11 +434,20 @@ class EmbeddedEngine(Engine):
             rows = np.array(slots + [next(idle) for _ in range(count - len(slots))], np.int32)
         else:
             rows = np.arange(count, dtype=np.int32)
-        progress, controls = _rows_of(self._table, rows)
-        with self._precompiling_siblings():
-            self._cache, chunk = self._programs.decode(
-                self._params, self._cache, progress, controls, self._history(rows), leave_at, rows,
-                self._length(progress), self._shared(rows), self._numbers(self._whose[rows]))
+        progress, controls = jax.tree.map(lambda column: column[rows], self._table)
+        longest = progress.position - progress.produced + progress.limit
+        need = np.minimum(progress.position + self.shapes.decode_steps, longest)[progress.active].max()
+        lengths = self.shapes.lengths_of[count]
+        length = next((n for n in lengths if n >= need), lengths[-1])  # the shortest that holds what the chunk writes
+        history = self._no_history.get(count)
+        if history is None or self.shapes.work == ALL:
+            history = self._history(rows)
+        shared = self._shared(rows) if self._programs.shares else None
+        known = len(self._programs.compiled)
+        self._cache, chunk = self._programs.decode(self._params, self._cache, progress, controls, history, leave_at,
+                                                   rows, length, shared, self._numbers(self._whose[rows]))
+        if len(self._programs.compiled) > known:
+            self._programs.prepare(self._calls(2))
         chunk = jax.device_get(chunk)
         emitted = (chunk.tokens >= 0).sum(axis=0)
         if not np.isfinite(chunk.logprobs).all():
@@ -447,28 +474,14 @@ class EmbeddedEngine(Engine):
         count = next(n for n in self.shapes.slot_counts if n >= active)
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
 
-    def _length(self, progress: Progress) -> int:
-        """Returns the shortest cache length that holds every key the chunk can write."""
-        full = progress.position - progress.produced + progress.limit
-        need = int(np.max(np.minimum(progress.position + self.shapes.decode_steps, full)[progress.active]))
-        lengths = decode_lengths(len(progress.active), self.shapes.slots, self.shapes.cache_lengths)
-        return next((n for n in lengths if n >= need), lengths[-1])
-
-    @contextlib.contextmanager
-    def _precompiling_siblings(self):
-        """If the body compiled a new program, starts compiling others of its kind in a background thread."""
-        known = len(self._programs.compiled)
-        yield
-        if len(self._programs.compiled) > known:
-            self._programs.prepare(self._calls(2))
-
     def _calls(self, least: int):
-        """Yields the arguments of `Programs.run` for each program not compiled yet.
+        """Yields the arguments of `Programs.run` for each program not compiled yet, for `Programs.prepare`: once a new
+        program was compiled, others of its kind may be needed soon.
 
         Covers each kind (prefill, decode) of which at least `least` programs are compiled, and extend if requests are
         kept. If every program is compiled, allocates nothing.
         """
-        shapes, (progress, controls) = self.shapes, self._table
+        shapes = self.shapes
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         kinds = ("prefill", *(["prefill_images"] if shapes.patches else []))
         for kind, length in itertools.product(kinds, shapes.prompt_lengths):
@@ -483,9 +496,8 @@ class EmbeddedEngine(Engine):
                                              self._numbers(blank[:, 0]), self._shifts(blank[:, 0]))
         for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
             rows = np.arange(count, dtype=np.int32)
-            part = _rows_of((progress, controls), rows)
-            lengths = decode_lengths(count, shapes.slots, shapes.cache_lengths)
-            for length in (n for n in lengths if self._programs.missing(("decode", count, n))):
+            part = jax.tree.map(lambda column, rows=rows: column[rows], self._table)
+            for length in (n for n in shapes.lengths_of[count] if self._programs.missing(("decode", count, n))):
                 yield self._programs.decode_call(self._params, self._cache, part[0], part[1], self._history(rows), 0,
                                                  rows, length, self._shared(rows), self._numbers(self._whose[rows]))
 
@@ -520,13 +532,14 @@ class EmbeddedEngine(Engine):
     def _take(self, sample: Sample, tokens, logprobs, log_kept, support, routes) -> int:
         """Appends sampled tokens to a sample and finishes it at its end. Returns the number of tokens up to the end."""
         before = sample.produced
+        sample.produced = total = before + len(tokens)
         versions = np.full(len(tokens), self._version, np.int32)
         sample.parts.append((tokens, logprobs, log_kept, support, routes, versions))
         progress = self._table[0]
         progress.token[sample.slot] = tokens[-1]
         progress.position[sample.slot] += len(tokens)
         progress.produced[sample.slot] += len(tokens)
-        p, total = sample.request.sampling, before + len(tokens)
+        p = sample.request.sampling
         if p.stop and self._decode_text is not None:
             completion = sample.column(0, np.int32).tolist()
             stop = find_stop(self._decode_text, completion, len(tokens), p.stop, p.min_new_tokens)
@@ -569,10 +582,6 @@ class EmbeddedEngine(Engine):
         if len(routes):
             out[:count - 1] = np.concatenate([sample.known, routes])
         return out
-
-
-def _rows_of(table: tuple[Progress, Controls], rows) -> tuple[Progress, Controls]:
-    return jax.tree.map(lambda column: column[rows], table)
 
 
 def _empty_table(shapes: Shapes) -> tuple[Progress, Controls]:

@@ -159,9 +159,10 @@ class Programs:
     def _named(self, *spec):
         return NamedSharding(self.mesh, P(*spec))
 
-    def cache_shardings(self, cache):
-        """Returns the sharding of each array of a cache."""
-        return cache_shardings(self.model, self.mesh, cache)
+    @functools.cached_property
+    def of_cache(self):
+        """The sharding of each array of the cache, of a part of it, and of the stash."""
+        return cache_shardings(self.model, self.mesh, jax.eval_shape(lambda: self.model.init_cache(1, 1, self.dtype)))
 
     def new_caches(self):
         """Returns the zeroed cache (slots, longest length) and stash (prefilled rows, longest prompt),
@@ -172,7 +173,7 @@ class Programs:
             return (self.model.init_cache(shapes.slots, shapes.cache_lengths[-1], self.dtype),
                     self.model.init_cache(shapes.stash_rows, shapes.prompt_lengths[-1], self.dtype))
 
-        return self.run(("caches",), make, (), out_shardings=self.cache_shardings(jax.eval_shape(make)))
+        return self.run(("caches",), make, (), out_shardings=(self.of_cache, self.of_cache))
 
     def put(self, tree, sharding):
         """Places the arrays of a tree under one sharding."""
@@ -218,19 +219,15 @@ class Programs:
                                           for mesh in (self.joint if same else theirs, self.joint)]
         (mesh, there), (joint, layout) = self._publish_layouts[key]
         copy = self.run(key, cast, (params,), out_shardings=there, mesh=mesh)
-        return as_local_arrays(copy if mesh is joint else memory.moved(copy, layout), self.mesh)
+        copy = copy if mesh is joint else memory.moved(copy, layout)
+        return copy if self.mesh is self.joint else as_local_arrays(copy, self.mesh)
 
     def prefill(self, *args):
         """Runs `prefill_call`. Returns the stash (donated) and the tokens' experts
         [B, P, W], None unless shapes.routes.
         """
-        return self._with_routes(self.run(*self.prefill_call(*args)))
-
-    def _with_routes(self, result):
+        result = self.run(*self.prefill_call(*args))
         return result if self.shapes.routes else (result, None)
-
-    def _and_routes(self, sharding):
-        return (sharding, self.by_slot) if self.shapes.routes else sharding
 
     def prefill_call(self, params, stash, tokens_BxP, lengths_B, rows_B, whose_B=None, images=None) -> tuple:
         """Returns the arguments of `run` that prefill B prompts into stash rows (the stash holds prefilled prompts'
@@ -246,19 +243,21 @@ class Programs:
 
         tokens, lengths, adapters, images = self.put((tokens_BxP, lengths_B, whose_B, images), self.by_slot)
         args = tokens, lengths, self.put(rows_B, self.whole), adapters, images
-        out, kind = self._and_routes(self.cache_shardings(stash)), "prefill" if images is None else "prefill_images"
+        out = (self.of_cache, self.by_slot) if self.shapes.routes else self.of_cache
+        kind = "prefill" if images is None else "prefill_images"
         return (kind, tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
     def insert(self, cache, stash, rows_K, slots_K):
         """Copies prompts from stash rows into slots. Returns the cache (donated)."""
         args = self.put((rows_K, slots_K), self.whole)
         return self.run(("insert",), self.model.insert, (cache, stash, *args), donate=(0,),
-                        out_shardings=self.cache_shardings(cache))
+                        out_shardings=self.of_cache)
 
     def extend(self, *args):
         """Runs `extend_call`. Returns the cache (donated) and the tokens' experts [K, L, W], None unless shapes.routes.
         """
-        return self._with_routes(self.run(*self.extend_call(*args)))
+        result = self.run(*self.extend_call(*args))
+        return result if self.shapes.routes else (result, None)
 
     def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K, whose_K=None, shift_K=None) -> tuple:
         """Returns the arguments of `run` that append new tokens' keys and values to slots; see Model.extend."""
@@ -269,7 +268,7 @@ class Programs:
             cache, auxiliary = self.model.extend(params, tokens, positions, cache, slots, True, adapters, shifts)
             return (cache, by_token(auxiliary)) if self.shapes.routes else cache
 
-        out = self._and_routes(self.cache_shardings(cache))
+        out = (self.of_cache, self.by_slot) if self.shapes.routes else self.of_cache
         return ("extend",), extend, (params, cache, *new), (1,), out
 
     def shared(self, prompts, lengths):
@@ -293,10 +292,10 @@ class Programs:
         step = self.by_step
         out = Chunk(step, step, step, step, step, self.whole)
         args = (params, cache, progress, controls, history, leave_at, rows_S, shared, adapters)
-        return ("decode", len(rows_S), length), part, args, (1,), (self.cache_shardings(cache), out)
+        return ("decode", len(rows_S), length), part, args, (1,), (self.of_cache, out)
 
     def _constrain(self, cache):
-        return jax.lax.with_sharding_constraint(cache, self.cache_shardings(cache))
+        return jax.lax.with_sharding_constraint(cache, self.of_cache)
 
 
 @functools.lru_cache(maxsize=8)

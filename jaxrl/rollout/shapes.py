@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from jaxrl.config.lengths import episodes, longest_prompt, longest_sequence
@@ -61,10 +62,15 @@ class Shapes:
     work: int = ALL
     patches: int = 0
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         """Number of slots."""
         return self.slot_counts[-1]
+
+    @functools.cached_property
+    def lengths_of(self) -> dict[int, tuple[int, ...]]:
+        """Slot count -> cache lengths that a decode program of so many slots may read."""
+        return {count: decode_lengths(count, self.slots, self.cache_lengths) for count in self.slot_counts}
 
     @property
     def stash_rows(self) -> int:

@@ -105,6 +105,7 @@ class Callbacks:
     def __init__(self, session):
         self.session = session
         self._hooks = [hooks_of(callback) for callback in session.inputs.callbacks]
+        self.used = bool(self._hooks) or session.peers.count > 1  # other processes may have callbacks
         self._due: list[tuple] = []
         self._metrics: dict[str, float] = {}
 
@@ -127,7 +128,7 @@ class Callbacks:
         process if a callback fails.
         """
         s = self.session
-        if not self._hooks and s.peers.count == 1:  # other processes may have callbacks
+        if not self.used:
             return
         step = Step(s, dict(self._metrics), list(records))
         due, self._due = self._due, []

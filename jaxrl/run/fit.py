@@ -71,7 +71,10 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
             with s.phase("publish"):
                 sync()
         if result:
-            metrics = result.metrics | (job.engine.metrics() if sync_every else {})
+            metrics = result.metrics | s.stream.metrics(s.progress.cursor) | {
+                "data/samples": float(s.progress.samples),
+                "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
+            } | (job.engine.metrics() if sync_every else {})
             s.after_step(metrics, evaluate, policy.export, steps=result.steps, records=result.records)
     out = s.finish(evaluate, policy.export)
     entries = {name: entry for report in reports for name, entry in report.summary().items()}

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ from jaxrl.telemetry.profiler import Profiler, memory_steps, traced_steps
 
 log = logging.getLogger("jaxrl")
 SAVE_AGAIN_SECONDS = 60.0  # from a failed save to the next attempt
+LINES = 10_000  # newest lines of metrics whose seconds are compared with a plan
 CLOSING_SECONDS = 60.0  # limit for closing a run whose disk hangs
 
 
@@ -73,6 +75,7 @@ class Session:
     """
 
     stream: Stream  # of training rows, from `set_stream` on; None where the run only evaluates
+    telemetry: Telemetry  # from `open_telemetry` on
 
     def __init__(self, spec, inputs: PythonInputs | None = None):
         self.spec, self.inputs, self.run_dir = spec, inputs or PythonInputs(), Path(spec.run.dir)
@@ -80,12 +83,12 @@ class Session:
         self.phase, self.compilations = Phases(), Compilations()
         self.stop, self.peers = GracefulStop(starting=True), peers()
         self.faults = Faults(spec.faults.plan, self.peers.index)
-        self._telemetry: Telemetry | None = None
         self.callbacks = Callbacks(self)
         self.ended_by = ""  # why a callback ended the run
         self.eval_before = self.last_eval = None
         self.parts, self.comparison, self.profiler, self.idle = (), None, None, None
         self.divergence, self.best = Divergence(spec, spec.recipe.samples), Best(spec)
+        self._lines: deque[tuple[int, dict]] = deque(maxlen=LINES)  # (step, seconds by phase) of lines of metrics
         self._last_step = ends(spec).get("train.steps")
         self._stop_agreed = self._error_agreed = False
         self._whole = False  # whether the parts are those of self.step
@@ -96,11 +99,6 @@ class Session:
     def step(self) -> int:
         """Number of completed steps."""
         return self.progress.step
-
-    @property
-    def telemetry(self) -> Telemetry:
-        assert self._telemetry is not None  # `open_telemetry` comes first
-        return self._telemetry
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +194,7 @@ class Session:
 
     def open_telemetry(self, read_only: bool = False, step: int | None = None) -> None:
         """Opens the sinks of metrics. step: completed steps of the run that is resumed. read_only: writes none."""
-        self._telemetry = self.close_at_end(Telemetry(
+        self.telemetry = self.close_at_end(Telemetry(
             self.run_dir, self.spec, self.total_steps, resume_step=step, read_only=read_only,
             silent=not self.peers.first, console=self.console))
 
@@ -374,15 +372,17 @@ class Session:
                 metrics, best = metrics | evaluated, self._better(evaluated)
         finally:  # the step itself is done
             metrics = self._log_step(metrics, steps)
-        self.checkpointer.check()
-        if self.checkpointer.failed_since_last_call():
-            self.due["save"].again(SAVE_AGAIN_SECONDS)
+        if self.checkpointer.unchecked:
+            self.checkpointer.check()
+            if self.checkpointer.failed_since_last_call():
+                self.due["save"].again(SAVE_AGAIN_SECONDS)
         if due("save") or best:
             self.save()
         if due("export"):
             self._export(export, self.run_dir / f"export_{self.step:08d}")
-        self.callbacks.due("on_step", metrics)
-        self.callbacks.after_line(metrics, records)
+        if self.callbacks.used:
+            self.callbacks.due("on_step", metrics)
+            self.callbacks.after_line(metrics, records)
 
     def _log_step(self, metrics: dict, steps: int) -> dict:
         together, compiled = self.phase.take(), self.compilations.take()
@@ -390,8 +390,7 @@ class Session:
         metrics = metrics | self.rates(metrics, spent) | (self.uploads.metrics() if self.uploads is not None else {})
         metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.background)}
         metrics = self.telemetry.step(self.step, metrics, spent)
-        if self.comparison is not None:
-            self.comparison.add(self.step, together)
+        self._lines.append((self.step, together))
         for warning in self.idle.check(self.step, metrics) if self.idle is not None and self.idle.watched else ():
             log.warning(warning)
         for warning in self.divergence.check(self.step, metrics):
@@ -506,7 +505,7 @@ class Session:
             saved = saved if self.step else "no step was completed, nothing was saved"
             self.say(f"stopped at step {self.step} of {self.total_steps}; {saved}")
         else:
-            if self.comparison is not None and (compared := self.comparison.end()):
+            if self.comparison is not None and (compared := self.comparison.end(self._lines)):
                 self.say(compared)
             self.say(closing_line(out))
         return out
@@ -559,7 +558,7 @@ class Session:
         if self.divergence.found:
             out["diverged"] = self.divergence.found
         if self.comparison is not None and self.comparison.predicted:
-            out |= {"planned": self.comparison.predicted, "measured": self.comparison.measured()}
+            out |= {"planned": self.comparison.predicted, "measured": self.comparison.measured(self._lines)}
         if self.eval_before:
             out["eval_before"] = self.eval_before
         if self.last_eval and not stopped:
@@ -569,7 +568,7 @@ class Session:
     def __exit__(self, kind, error, trace):
         seconds = CLOSING_SECONDS if isinstance(error, SaveTimeout) else 0
         with time_limit(seconds, f"stopped: {error}"):  # the remaining writes may hang, too
-            if error is not None and self._telemetry is not None and self.spec.run.mode == "train":
+            if error is not None and "telemetry" in vars(self) and self.spec.run.mode == "train":
                 self._save_after_error(error)
             self._closers.close(error)
 

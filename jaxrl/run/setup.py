@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl import data as jaxrl_data
@@ -177,19 +176,6 @@ def first_prompt(s, job) -> str:
     example = job.stream.dataset[0]
     text = example.prompt_text if example.images else job.tokenizer.decode(example.prompt_ids)  # an image is one token
     return f"first prompt ({len(example.prompt_ids)} tokens): {text!r}"
-
-
-def stream_metrics(s, job) -> dict[str, float]:
-    """Returns the metrics data/*, source/* and time/compiled_programs at the run's progress."""
-    data = job.stream.dataset
-    return {
-        "data/epoch": s.stream.epoch(s.progress.cursor),
-        "data/samples": float(s.progress.samples),
-        "data/filtered_fraction": data.filtered_fraction,
-        "data/bad_rows": float(data.bad_rows.count),
-        "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
-    } | {f"source/{name}/{what}": value for name, found in s.stream.sources(s.progress.cursor).items()
-         for what, value in zip(("share", "epoch"), found, strict=True)}
 
 
 class JobInputs(NamedTuple):
@@ -574,8 +560,3 @@ def derived_numbers(spec) -> dict[str, float]:
     if known := ends(spec):
         out["optimizer updates in all"] = min(known.values()) * math.prod(spec.updates)
     return out
-
-
-def host_scalars(metrics) -> dict[str, float]:
-    """Converts device scalars to Python floats, in one transfer."""
-    return {k: float(np.asarray(v)) for k, v in jax.device_get(metrics).items()}

@@ -84,6 +84,10 @@ class BackgroundCompiler:
             jax.monitoring.record_event_duration_secs(WAITED, time.perf_counter() - began)
         return program
 
+    def idle(self) -> bool:
+        """Returns whether no program is queued or being compiled."""
+        return all(coming.done() for coming in self.coming.values())
+
     def stop(self) -> None:
         """Cancels compilations that have not started."""
         self.coming = {key: coming for key, coming in self.coming.items() if not coming.cancel()}

@@ -71,28 +71,25 @@ class Operations:
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
         sampled = self.layers(traj.prompt_lengths, traj.lengths - 1)
-        return sum(prompts) + sum(sampled) + sum(self.tower(traj, first)) + self.head * float(traj.loss_mask.sum())
+        tower = 0.0 if traj.pictures is None else sum(self.tower(traj, first))
+        return sum(prompts) + sum(sampled) + tower + self.head * float(traj.loss_mask.sum())
 
     def tower(self, traj, rows) -> tuple[float, float]:
         """Returns (matrix products, attention) of the forward pass of a tower over the images of a batch: those in the
         prompts of the sequences `rows`, and those after the prompts of all.
         """
         pictures = traj.pictures
-        if pictures is None or not self._patch:
-            return 0.0, 0.0
         behind = pictures.firsts >= traj.prompt_lengths[pictures.sequences]
         counts = pictures.counts[behind | np.isin(pictures.sequences, rows)].astype(float)
         return self._patch * float(counts.sum()), self._patch_pair * float((counts**2).sum())
 
-    @staticmethod
-    def _prompts(traj, shared: bool):
-        return np.unique(traj.prefix, return_index=True)[1] if shared else np.arange(traj.num_sequences)
-
-    def _forward(self, traj, shared: bool) -> tuple[float, float]:
-        rows = self._prompts(traj, shared)
+    def _forward(self, traj, shared: bool) -> tuple[float, float, float, float]:
+        """Returns (matrix products, attention) of the layers, then those of the tower."""
+        rows = np.unique(traj.prefix, return_index=True)[1] if shared else np.arange(traj.num_sequences)
         prompts = self.layers(np.zeros(len(rows)), traj.prompt_lengths[rows])
         completions = self.layers(traj.prompt_lengths, traj.lengths)
-        return prompts[0] + completions[0], prompts[1] + completions[1]
+        tower = (0.0, 0.0) if traj.pictures is None else self.tower(traj, rows)
+        return prompts[0] + completions[0], prompts[1] + completions[1], *tower
 
     def scoring(self, traj, shared: bool, head: bool = True) -> float:
         """Returns the operations of one forward pass.
@@ -101,16 +98,16 @@ class Operations:
           shared: count prompts once per group.
           head: log-probs are computed (else values).
         """
-        layers, tower = self._forward(traj, shared), self.tower(traj, self._prompts(traj, shared))
-        return sum(layers) + sum(tower) + head * self.head * float(traj.loss_mask.sum())
+        matrices, attention, of_patches, pairs = self._forward(traj, shared)
+        scored = self.head * float(traj.loss_mask.sum())
+        return matrices + attention + (of_patches + pairs) + head * scored
 
     def update(self, traj, shared: bool, head: bool = True) -> float:
         """Returns the operations of one forward and backward pass. The backward pass of a matrix is its input's
         gradient and, if it trains, its own. The head's are for the log-probs of the loss tokens. A critic
         (head=False) trains as a whole. A tower of which nothing trains has no backward pass.
         """
-        matrices, attention = self._forward(traj, shared)
-        of_patches, pairs = self.tower(traj, self._prompts(traj, shared))
+        matrices, attention, of_patches, pairs = self._forward(traj, shared)
         if not head:
             return 3 * (matrices + attention + of_patches + pairs)
         scored = self.head * float(traj.loss_mask.sum())

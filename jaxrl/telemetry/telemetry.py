@@ -74,12 +74,15 @@ class Telemetry:
         self._sinks: dict[str, Any] = {}
         self._lock = self._lines = None
         self._closed, self._newest_rollouts = False, -1
+        self.earlier_rollouts: set[int] = set()  # steps whose rollouts an earlier process of this run wrote
         if not read_only:
             try:
                 self._open_files(config, resume_step)
             except BaseException:
                 self._release()
                 raise
+        self.earlier_rollouts |= {int(file.stem[5:]) for file in (self.run_dir / "rollouts").glob("step_*.jsonl")
+                                  if file.stem[5:].isdecimal()}
         self._queues = {name: start_queue(name, WAITING) for name in self._sinks}
         self._queues["rollouts"] = start_queue("rollouts", WAITING_STEPS)
         if not read_only:

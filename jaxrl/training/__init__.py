@@ -18,5 +18,6 @@ from jaxrl.training.optimizer import in_parts, make_optimizer, make_schedule
 from jaxrl.training.pack import loss_weights, pack, unpack
 from jaxrl.training.score import make_reader, make_score
 from jaxrl.training.slots import scored_behind
-from jaxrl.training.state import init_state, merge, partition, split
+from jaxrl.training.state import init_state, partition, split
 from jaxrl.training.update import make_update, microbatches_per_call
+from jaxrl.types import merge

@@ -26,8 +26,7 @@ from jaxrl.models.adapters import adapter_set
 from jaxrl.models.placement import at_sources
 from jaxrl.training.objective import Outputs
 from jaxrl.training.state import init_state as init_one
-from jaxrl.training.state import merge
-from jaxrl.types import TrainState
+from jaxrl.types import TrainState, merge
 
 PREFIX = "adapter/"
 HAS_TOKENS = "held"  # metric: 1 if the step has tokens of the adapter, else 0
@@ -169,13 +168,6 @@ def mean_over_adapters(metrics: dict[str, float]) -> dict[str, float]:
     combined = {metric: max(xs) if metric.endswith(("/max", "_max")) else sum(xs) / len(xs)
                 for metric, xs in by_metric.items()}
     return out | combined
-
-
-def counter_by_adapter(state: TrainState, name: str) -> dict:
-    """Returns {adapter: its counter `name` of `stats`}; without an adapter set {"": the state's counter}."""
-    if is_adapter_set(state):
-        return {adapter: table[name] for adapter, table in state.stats.items()}
-    return {"": state.stats[name]}
 
 
 def is_adapter_set(state: TrainState) -> bool:

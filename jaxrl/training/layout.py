@@ -171,10 +171,12 @@ def make_layout(
         groups = [_blocks(members[g], sizes, shapes.lengths[-1]) for g in part]
         micro = tuple(_microbatches(groups, sizes, shapes, keep_groups))
         minibatches.append(Minibatch(np.concatenate([members[g] for g in part]), micro))
-        used += sum(_tokens(b, real) for m in micro for row in m.rows for b in row)
+        used += sum(int(real.prompts[b.sequences[0]] + real.completions[list(b.sequences)].sum())
+                    for m in micro for row in m.rows for b in row)
         total += sum(m.row_length * len(m.rows) for m in micro)
         chunks += sum(_chunk_tokens(m, real) for m in micro) if shapes.recurrent else 0
-    return Layout(tuple(minibatches), used, total, chunks, *(_patch_room(minibatches, patches) if shapes.patches else ()))
+    room = _patch_room(minibatches, patches) if shapes.patches else ()
+    return Layout(tuple(minibatches), used, total, chunks, *room)
 
 
 def _patch_room(minibatches, patches_Qx2) -> tuple[int, int]:
@@ -242,10 +244,6 @@ def _with_patches(sizes: Sizes, patches_Qx2: np.ndarray, shapes: RowShapes) -> S
     prompts = np.minimum(counted(sizes.prompts, patches_Qx2[:, 0]), longest - 1)
     completions = np.minimum(counted(sizes.completions, patches_Qx2[:, 1]), longest - prompts)
     return sizes._replace(prompts=prompts, completions=completions)
-
-
-def _tokens(block: Block, sizes) -> int:
-    return int(sizes.prompts[block.sequences[0]] + sizes.completions[list(block.sequences)].sum())
 
 
 def _blocks(members, sizes, row_length) -> list[Block]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from jaxrl.errors import ConfigError
 from jaxrl.types import TrainState
@@ -43,11 +43,6 @@ def split(tree, names):
     """Splits a nested parameter tree into (trainable, frozen) flat dicts: the flat names in `names` train."""
     flat = flatten_dict(tree, sep="/", is_leaf=lambda _, x: not isinstance(x, dict))
     return {k: v for k, v in flat.items() if k in names}, {k: v for k, v in flat.items() if k not in names}
-
-
-def merge(trainable, frozen):
-    """Returns the nested parameter tree that a model takes, from the flat dicts of `partition` or `split`."""
-    return unflatten_dict({**trainable, **frozen}, sep="/")
 
 
 def init_state(trainable, frozen, optimizer, fp16: bool = False, router_load=None,

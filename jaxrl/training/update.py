@@ -25,7 +25,7 @@ from jaxrl.kernels.platform import platform
 from jaxrl.sharding import memory
 from jaxrl.training import adapter_set, router, streaming
 from jaxrl.training.objective import Objective, Outputs
-from jaxrl.training.state import merge
+from jaxrl.types import merge
 
 IN_PLACE = jax.__version_info__ >= (0, 11)  # jax 0.10 mixes up gradients where a scan has some with a Ref, some without
 SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by maximum, all others by sum
@@ -234,6 +234,21 @@ def _make_loss_and_apply(model, optimizer, schedule, objective):
     return adapter_set.make_scaled(model, objectives), lambda rows: apply
 
 
+def _jit_programs(state, where, scaled, finish, in_parts: str):
+    """Returns the jitted (zero sums, accumulate, apply) for a state's shardings `where`, which gradients share."""
+    grads = where.trainable
+    one = next(iter(grads.values()))
+    everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else memory.awake(one)
+    rows = {k: streaming.rows_at_once(state.trainable[k], in_parts != "rows")
+            for k in streaming.names_in_host_memory(state)}
+    return (
+        jax.jit(functools.partial(_zero_sums, stats=_shapes(state.stats), scaled=scaled, rows=rows),
+                out_shardings=(grads, everywhere)),
+        jax.jit(make_accumulate(scaled), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
+        jax.jit(finish({} if in_parts == "none" else rows), donate_argnums=0, out_shardings=(where, everywhere)),
+    )
+
+
 def make_update(model, optimizer, schedule, objective: Objective, in_parts: str = "rows"):
     """Returns update(state, microbatches) -> (state, metrics): one optimizer step; `state` is donated.
 
@@ -248,31 +263,19 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
         "rows": some rows of one parameter; "parameter": one parameter; "none": everything at once.
     """
     scaled, finish = _make_loss_and_apply(model, optimizer, schedule, objective)
-    programs = {}  # shardings of the state -> (empty, accumulate, finish)
+    known = {}  # shardings of a state -> (its programs, microbatches that one call of `accumulate` gets)
 
-    def compiled(state):
-        """Returns the jitted (zero sums, accumulate, apply) for a state's shardings, which gradients share."""
+    def programs(state):
         where = jax.tree.map(lambda x: x.sharding, state)
         key = tuple(jax.tree.leaves(where))
-        if key not in programs:
-            grads = where.trainable
-            one = next(iter(grads.values()))
-            everywhere = NamedSharding(one.mesh, P()) if isinstance(one, NamedSharding) else memory.awake(one)
-            rows = {k: streaming.rows_at_once(state.trainable[k], in_parts != "rows")
-                    for k in streaming.names_in_host_memory(state)}
-            programs[key] = (
-                jax.jit(functools.partial(_zero_sums, stats=_shapes(state.stats), scaled=scaled, rows=rows),
-                        out_shardings=(grads, everywhere)),
-                jax.jit(make_accumulate(scaled), donate_argnums=(3, 4), out_shardings=(grads, everywhere)),
-                jax.jit(finish({} if in_parts == "none" else rows), donate_argnums=0,
-                        out_shardings=(where, everywhere)),
-            )
-        return programs[key]
+        if key not in known:
+            known[key] = _jit_programs(state, where, scaled, finish, in_parts), microbatches_per_call(state)
+        return known[key]
 
     def gradients(state, microbatches):
-        empty, accumulate, _ = compiled(state)
+        (empty, accumulate, _), most = programs(state)
         carry: Any = None
-        for batches, count in _group_microbatches(microbatches, microbatches_per_call(state)):
+        for batches, count in _group_microbatches(microbatches, most):
             carry = empty(state.trainable, state.frozen, batches[0]) if carry is None else carry
             count = jax.device_put(count) if len(batches) > 1 else None  # one microbatch always counts
             carry = accumulate(state.trainable, state.frozen, state.stats, *carry, batches, count)
@@ -283,14 +286,15 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
         in_host = {name: x for name, x in state.frozen.items() if memory.rests(x)}  # stay there
         state = state.replace(frozen={name: x for name, x in state.frozen.items() if name not in in_host})
         if in_parts != "none":
-            state, metrics = compiled(state)[2](state, grads, metrics)
+            state, metrics = programs(state)[0][2](state, grads, metrics)
             return state.replace(frozen=state.frozen | in_host), metrics
         shardings = jax.tree.map(lambda x: x.sharding, state.opt_state)
         state = state.replace(opt_state=memory.to_devices(state.opt_state))
-        state, metrics = compiled(state)[2](state, grads, metrics)
+        state, metrics = programs(state)[0][2](state, grads, metrics)
         return state.replace(frozen=state.frozen | in_host,
                              opt_state=memory.to_host(state.opt_state, shardings)), metrics
 
     update.gradients, update.in_parts = gradients, in_parts
-    update.compiled = compiled  # of a state of shapes, too: run.mode=plan lowers the programs without running them
+    # of a state of shapes, too: run.mode=plan lowers the programs without running them
+    update.compiled = lambda state: programs(state)[0]
     return update

@@ -207,13 +207,13 @@ def test_advantages_of_a_source_are_those_of_a_run_with_its_options_alone():
     of = lambda changes: decided(algorithm_config(changes)).algorithm  # noqa: E731
     own = {"advantage_mean": "leave_one_out", "advantage_std": "batch", "whiten": True, "advantage_high": 0.5}
     whole = trajectories([2, 1, 3] * 4, groups)
-    got = advantages_by_source(of({}), {"a": {}, "b": {"algorithm": own, "coef": 0.5}}, names, whole, scores)
+    got = advantages_by_source({"a": {}, "b": {"algorithm": own, "coef": 0.5}}, names, of({}), whole, scores)
     for name, changes, factor in (("a", {}, 1.0), ("b", {f"algorithm.{k}": v for k, v in own.items()}, 0.5)):
         mine = names == name
         alone = advantages(of(changes), trajectories([2, 1, 3] * 2, groups[mine]), scores[mine])
         np.testing.assert_array_equal(got.tokens[whole.spread(mine)], factor * alone.tokens)
         np.testing.assert_array_equal(got.zero_signal[mine], alone.zero_signal)
-    plain = advantages_by_source(of({}), {"a": {}, "b": {}}, names, whole, scores)
+    plain = advantages_by_source({"a": {}, "b": {}}, names, of({}), whole, scores)
     np.testing.assert_array_equal(plain.tokens, advantages(of({}), whole, scores).tokens)
 
 

@@ -13,8 +13,8 @@ from jaxrl.config.load import put
 from jaxrl.recipes import rl
 from jaxrl.resolve.spec import Platform, resolve
 from jaxrl.rl import step as rl_step
+from jaxrl.roles.role import host_scalars
 from jaxrl.rollout import embedded
-from jaxrl.run import setup
 
 
 def job(run_dir, options):
@@ -80,7 +80,7 @@ def watched(config):
 
             def look_at_critic(traj, columns, seed):
                 found = critic_learn(roles.critic, traj, columns, seed)
-                now.critic_updates = [setup.host_scalars(m) for m in found]
+                now.critic_updates = [host_scalars(m) for m in found]
                 return found
 
             roles.critic.learn = look_at_critic
@@ -94,7 +94,7 @@ def watched(config):
 
     def look_at_policy(*args):
         found = update_policy(*args)
-        now.updates = [setup.host_scalars(m) for m in found]
+        now.updates = [host_scalars(m) for m in found]
         return found
 
     def look_at_publish(engine, params, version):

@@ -129,7 +129,7 @@ def batch_of(changes, answer, rows=100, start=0, **functions):
     engine, rewards = Echo(answer), Scores(**(functions or {"digits": lambda tokens: tokens[0]}))
     session = SimpleNamespace(
         interrupted=lambda: False, fault=lambda name: None, peers=Peers(), together=lambda what, work: work(),
-        phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(read_rollouts=lambda step: []))
+        phase=lambda name: contextlib.nullcontext(), telemetry=SimpleNamespace(earlier_rollouts=()))
     source = Rollouts(
         decided(config({**base, **changes})), session, engine=engine, rewards=rewards, steps=100,
         stream=Stream(Prompts(rows), 4, 0, shuffle=False, epochs=1, drop_last=False),

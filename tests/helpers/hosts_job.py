@@ -25,9 +25,9 @@ from jaxrl.config.load import parse_flags, put  # noqa: E402
 from jaxrl.processes.exchange import to_host  # noqa: E402
 from jaxrl.processes.group import peers  # noqa: E402
 from jaxrl.rl import rollouts  # noqa: E402
+from jaxrl.roles import role  # noqa: E402
 from jaxrl.rollout import Engine, Health, Result  # noqa: E402
 from jaxrl.run.session import Session  # noqa: E402
-from jaxrl.run.setup import Job  # noqa: E402
 
 
 class Recorded(Engine):
@@ -67,7 +67,7 @@ class Recorded(Engine):
 
 def watch(seen):
     """Notes what a process decides on its way."""
-    layout, requests, place = training.make_layout, rollouts.make_requests, Job.put
+    layout, requests, place = training.make_layout, rollouts.make_requests, role.put
 
     def make_layout(*args, **kwargs):
         out = layout(*args, **kwargs)
@@ -79,8 +79,8 @@ def watch(seen):
         seen["seeds"] += [[r.id, r.seed] for r in out]
         return out
 
-    def put_rows(job, batch, role="policy"):
-        out = place(job, batch, role)
+    def put_rows(batch, sharding):
+        out = place(batch, sharding)
         whole, parts = np.asarray(batch.tokens), out.tokens.addressable_shards
         assert all(np.array_equal(np.asarray(p.data), whole[p.index]) for p in parts)
         seen["rows"].append(hashlib.sha256(b"".join(x.tobytes() for x in (
@@ -99,7 +99,7 @@ def watch(seen):
         if run.resumed is not None:
             seen["restored"].append([run.step, fingerprint(run)])
 
-    training.make_layout, rollouts.make_requests, Job.put = make_layout, make_requests, put_rows
+    training.make_layout, rollouts.make_requests, role.put = make_layout, make_requests, put_rows
     Session.save, Session.restore = save_and_note, restore_and_note
 
 

@@ -26,6 +26,7 @@ from jaxrl.resolve.spec import resolve
 from jaxrl.rl.roles import Roles
 from jaxrl.roles import parameters
 from jaxrl.roles.reference import BaseReference
+from jaxrl.roles.role import policy_params
 from jaxrl.run import setup
 
 
@@ -165,7 +166,7 @@ def test_publishes_leave_the_base_as_it_is_and_copy_what_has_adapters_only(tmp_p
     assert given["embed"]["embedding"] is flat["embed/embedding"]
     assert "lora" not in given["layer_0"]["mlp"]["up"] and given["layer_0"]["mlp"]["up"]["kernel"] is not flat["layer_0/mlp/up/kernel"]
     np.testing.assert_array_equal(parameters.base_digest(flat), policy.base_digest)
-    want = adapters.merged(job.model, parameters.policy_params(policy.state.trainable, flat))
+    want = adapters.merged(job.model, policy_params(policy.state.trainable, flat))
     jax.tree.map(np.testing.assert_array_equal, given, want)
 
 

@@ -15,6 +15,7 @@ from helpers.run_tools import command, environment, fingerprint, run
 import jaxrl
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.main import main
+from jaxrl.recipes import rl
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import pass_at_k
 from jaxrl.run import setup
@@ -78,6 +79,20 @@ def test_a_run_says_what_was_planned_beside_what_it_took(finished):
     assert set(planned) == {"peak_bytes"}  # of a CPU no seconds
     assert all(x > 0 for x in (*planned.values(), *measured.values()))
     assert planned["peak_bytes"] > 12 * 1000  # fp32 parameters and two moments of a model of more than a thousand
+
+
+@pytest.mark.slow
+def test_a_plain_step_calls_no_capability_that_it_does_not_use(tmp_path, monkeypatch):
+    loops, one_step = [], rl.one_step
+    monkeypatch.setattr(rl, "one_step", lambda loop: loops.append(loop) or one_step(loop))
+    few = {"train__steps": 1, "eval__sets": (), "checkpoint__export_at_end": False, "checkpoint__at_end": False}
+    jaxrl.train(config(tmp_path / "plain", **few))
+    c = config(tmp_path / "all", **few, record__every=1, rollout__max_staleness=1, data__pass_rate_max=0.9)
+    c.algorithm.kl.coef = 0.01
+    jaxrl.train(c)
+    plain, everything = loops
+    assert plain.next_batch == plain.rollouts.next and plain.after_update == []
+    assert len(everything.after_update) == 4 and len(everything.before_update) >= 1
 
 
 def test_it_learns_and_says_so(finished):
