@@ -38,7 +38,7 @@ def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path):
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_bitwise_an_unbroken_run(tmp_path):
-    short = ("train.steps=3", "eval.before=False", "run.warm_start=''")
+    short = ("train.steps=3", "eval.before=False", "run.warm_start=")
     warm = ("train.steps=3",)
     assert run(tmp_path / "warm", *warm, config="configs/vision_sft.py:tiny")[0] == 0
     short += (f"model.path={tmp_path}/warm/export",)
