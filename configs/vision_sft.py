@@ -43,13 +43,13 @@ def get_config(arg=None):
     c.rollout.prompt_lengths = (32,)
     c.reward.functions = ("boxed",)
 
-    c.optimizer.lr = 8e-4
+    c.optimizer.lr = 1e-3
     c.optimizer.b2 = 0.98
     c.optimizer.schedule = "cosine"
     c.optimizer.floor = 0.05
     c.optimizer.warmup_steps = 20
 
-    c.train.steps = 600
+    c.train.steps = 700
     c.train.row_lengths = (256,)
     c.train.tokens_per_microbatch = 2048
     c.train.row_counts = 1

@@ -9,8 +9,7 @@ Files (Parquet, one question per row, with the picture's PNG file in the column 
     tokenizer/     word-level tokenizer in HF format, with Qwen's tokens around images
 
 A picture has 24 x 24 pixels in 3 x 3 cells, of which 4 to 8 hold a circle, a square or a triangle in red, green or blue,
-each of its own size, place and shade. A question names a colour and a shape and asks how many there are: 0 to 4,
-each equally often, so that a policy that does not look is right once in five times. `JUMP` of the demonstrations give
+each of its own size, place and shade. A question names a colour and asks how many there are: 0 to 4, about equally often, so that a policy that does not look is right once in five times. `JUMP` of the demonstrations give
 the number at once, the others name the cells first. The reward reads the box alone: that naming the cells pays is for
 the policy to discover.
 """
@@ -30,9 +29,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "jaxrl" / "data" / "embedded" 
 CELLS, SIDE = 3, 8  # cells per side, pixels per side of a cell
 COLOURS = {"red": (210, 60, 50), "green": (60, 170, 70), "blue": (60, 90, 210)}
 SHAPES = ("circle", "square", "triangle")
-KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 MOST = 4            # of what a question asks for
-QUESTIONS = 3       # per picture
 PICTURES = {"sft": 2500, "train": 1200, "test": 300}  # the held-out ones have one question each
 JUMP = 0.5          # share of demonstrations that do not name cells
 
@@ -79,27 +76,24 @@ def name(cell: tuple[int, int]) -> str:
 
 
 def picture(rng: random.Random, questions: int):
-    """Returns (pixels, [(question, cells that it asks for)]): kinds asked for occur 0 to MOST times, equally often."""
-    asked = rng.sample(KINDS, questions)
+    """Returns (pixels, [(question, cells that it asks for)]): colours occur 0 to MOST times."""
     while True:
-        counts = {kind: rng.randint(0, MOST) for kind in asked}
-        if sum(counts.values()) <= CELLS**2 - 1:
+        counts = {colour: rng.randint(0, MOST) for colour in COLOURS}
+        if 4 <= sum(counts.values()) < CELLS**2:
             break
     free = [(r, c) for r in range(CELLS) for c in range(CELLS)]
     rng.shuffle(free)
-    cells = {free.pop(): kind for kind, count in counts.items() for _ in range(count)}
-    others = [kind for kind in KINDS if kind not in counts]
-    while len(cells) < rng.randint(4, 7):
-        cells[free.pop()] = rng.choice(others)
-    found = {kind: sorted(cell for cell, own in cells.items() if own == kind) for kind in asked}
-    return drawn(cells, rng), [(f"how many {colour} {shape}s?", found[colour, shape]) for colour, shape in asked]
+    cells = {free.pop(): (colour, rng.choice(SHAPES)) for colour, count in counts.items() for _ in range(count)}
+    asked = rng.sample(sorted(COLOURS), questions)
+    found = {colour: sorted(cell for cell, own in cells.items() if own[0] == colour) for colour in asked}
+    return drawn(cells, rng), [(f"how many {colour} shapes?", found[colour]) for colour in asked]
 
 
 def rows(file: str) -> list[dict]:
     """Returns the rows of a file."""
     rng, out = random.Random(f"shapes {file}"), []
     for _ in range(PICTURES[file]):
-        pixels, questions = picture(rng, 1 if file == "test" else QUESTIONS)
+        pixels, questions = picture(rng, 1 if file == "test" else len(COLOURS))
         image = {"bytes": png(pixels), "path": None}
         for prompt, cells in questions:
             row = {"image": image, "prompt": prompt}
@@ -116,7 +110,7 @@ def rows(file: str) -> list[dict]:
 def tokenizer_files() -> dict[str, str]:
     """Returns name -> text of the tokenizer's files."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<unk>"]
-    words = ["\n", " ", "\\boxed{", "}", "?", "user", "assistant", "system", "how", "many", "none", *COLOURS, *(f"{s}s" for s in SHAPES),
+    words = ["\n", " ", "\\boxed{", "}", "?", "user", "assistant", "system", "how", "many", "none", *COLOURS, "shapes",
              *map(str, range(10)), *(name((r, c)) for r in range(CELLS) for c in range(CELLS))]
     added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
               "special": True} for i, token in enumerate(special)]
