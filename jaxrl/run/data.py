@@ -4,6 +4,7 @@ room for patches. Called by setup."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +43,7 @@ def load_data(c, inputs, tokenizer, eos: int, tools=(), images: ImageSource | No
 
     eos: token that ends supervised completions. tools: schemas of the tools that prompts offer.
     """
-    train_set = None if c.run.mode == "eval" else jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools, images)
+    train_set: Any = None if c.run.mode == "eval" else jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools, images)
     return train_set, jaxrl_data.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools, images)
 
 

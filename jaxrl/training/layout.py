@@ -175,14 +175,15 @@ def make_layout(
                     for m in micro for row in m.rows for b in row)
         total += sum(m.row_length * len(m.rows) for m in micro)
         chunks += sum(_chunk_tokens(m, real) for m in micro) if shapes.recurrent else 0
-    room = _patch_room(minibatches, patches) if shapes.patches else ()
+    room = _patch_room(minibatches, np.zeros((len(prompts), 2), int) if patches is None else patches) if (
+        shapes.patches) else ()
     return Layout(tuple(minibatches), used, total, chunks, *room)
 
 
 def _patch_room(minibatches, patches_Qx2) -> tuple[int, int]:
     """Returns (patches in rows, those for which the rows of microbatches with images have room)."""
     used = total = 0
-    for micro in (m for mini in minibatches for m in mini.microbatches) if patches_Qx2 is not None else ():
+    for micro in (m for mini in minibatches for m in mini.microbatches):
         blocks = [list(block.sequences) for row in micro.rows for block in row]
         own = sum(int(patches_Qx2[b[0], 0] + patches_Qx2[b, 1].sum()) for b in blocks)
         used, total = used + own, total + micro.patches * len(micro.rows) * bool(own)

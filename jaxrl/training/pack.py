@@ -14,7 +14,7 @@ from jaxrl.algorithms.aggregation import aggregation_weights
 from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions
 from jaxrl.training import ranks
 from jaxrl.training.layout import Microbatch
-from jaxrl.types import Images, PackedBatch, Trajectories
+from jaxrl.types import Images, PackedBatch, Pictures, Trajectories
 
 
 def pack(
@@ -58,17 +58,16 @@ def pack(
         columns={name: filled(loss_row, slot, c[loss_token], _kind(c, dtype)) for name, c in columns.items()},
         weights={name: filled(loss_row, slot, w[loss_token], dtype) for name, w in weights.items()},
         routes=None if routes is None else filled(row, at, routes[token], np.int16, -1),
-        images=None if traj.pictures is None else _images(traj, micro, row, at, token, packed["positions"]),
+        images=traj.pictures and _images(traj, traj.pictures, micro, row, at, token, packed["positions"]),
     )
 
 
-def _images(traj: Trajectories, micro: Microbatch, row, at, token, position) -> Images | None:
+def _images(traj: Trajectories, pictures: Pictures, micro: Microbatch, row, at, token, position) -> Images | None:
     """Returns the images of a microbatch's rows, each prompt's once for each copy; None if these rows have none.
 
     Args:
       row, at, token, position: of every packed token, see `_positions`.
     """
-    pictures = traj.pictures
     packed = np.full(len(traj.tokens), -1)  # where each token of the batch lies among the packed ones
     packed[token] = np.arange(len(token))
     first = packed[traj.offsets[pictures.sequences] + pictures.firsts]

@@ -53,7 +53,7 @@ def test_killed_and_resumed_is_bitwise_an_unbroken_run(tmp_path):
 @pytest.mark.full
 def test_rows_without_images_train_the_text_model_alone(tmp_path):
     """Of the same config: no parameter of the tower, and no patches in the rows."""
-    rows = [{"prompt": f"how many {colour} circles?", "completion": "\\boxed{2}"} for colour in ("red", "green", "blue", "red")]
+    rows = [{"prompt": f"how many {colour} shapes?", "completion": "\\boxed{2}"} for colour in ("red", "green", "blue", "red")]
     c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "train.steps": 1, "data.prompts_per_step": 2, "eval.sets": (),
                                         "eval.controls": (), "checkpoint.at_end": False, **QUIET})
     jaxrl.train(c, data=rows)

@@ -135,7 +135,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Path | None):
+def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Path | None) -> tuple[Any, list[Image]]:
     """Splits a prompt into text and images.
 
     A message's content may be text or a list of parts: {"type": "text", "text"}, {"type": "image"} (takes the next
