@@ -9,9 +9,9 @@ Files (Parquet, one question per row, with the picture's PNG file in the column 
     tokenizer/     word-level tokenizer in HF format, with Qwen's tokens around images
 
 A picture has 24 x 24 pixels in 3 x 3 cells, of which 4 to 8 hold a circle, a square or a triangle in red, green or blue,
-each of its own size, place and shade. A question names a colour and asks how many there are: 0 to 4, about equally often, so that a policy that does not look is right once in five times. `JUMP` of the demonstrations give
-the number at once, the others name the cells first. The reward reads the box alone: that naming the cells pays is for
-the policy to discover.
+each of its own size, place and shade. A question names a colour and asks how many there are: 0 to 4, about equally
+often, so that a policy that does not look is right once in five times. `JUMP` of the demonstrations give the number at
+once, the others name the cells first.
 """
 
 from __future__ import annotations
