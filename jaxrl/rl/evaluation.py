@@ -6,6 +6,7 @@ eval.rewards; nothing here trains.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 
@@ -27,6 +28,8 @@ from jaxrl.roles import parameters
 from jaxrl.roles.role import policy_params
 from jaxrl.rollout import generate
 from jaxrl.telemetry import dumps, write_atomic
+
+log = logging.getLogger("jaxrl")
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
@@ -100,6 +103,9 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
             record["accurate"] = bool(hit)
         for control in c.eval.controls:
             other = CONTROLS[control](batch)
+            if not other:
+                log.warning("eval.controls: no two rows of %s have images of the same sizes: none is %s", name,
+                            control)
             scored = other and complete_rows(s, job, name, other, sampling, receive, control)
             if scored is None:
                 return {}, {}

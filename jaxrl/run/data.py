@@ -43,7 +43,9 @@ def load_data(c, inputs, tokenizer, eos: int, tools=(), images: ImageSource | No
 
     eos: token that ends supervised completions. tools: schemas of the tools that prompts offer.
     """
-    train_set: Any = None if c.run.mode == "eval" else jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools, images)
+    train_set: Any = None
+    if c.run.mode != "eval":
+        train_set = jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools, images)
     return train_set, jaxrl_data.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools, images)
 
 
@@ -90,6 +92,12 @@ def with_tower(config, inputs, images: ImageSource):
 
 def _data_sets(stream, eval_sets: dict) -> list:
     return ([] if stream is None else [stream.dataset]) + list(eval_sets.values())
+
+
+def check_controls(spec, eval_sets: dict) -> None:
+    """Raises ConfigError for eval.controls where no held-out row has an image."""
+    if spec.eval.controls and not any(one.patches.any() for one in eval_sets.values()):
+        raise ConfigError(f"eval.controls={tuple(spec.eval.controls)}: no row of eval.sets has an image; leave it out")
 
 
 def most_patches(stream, eval_sets: dict) -> int:

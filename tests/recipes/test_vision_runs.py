@@ -9,6 +9,7 @@ from helpers.run_tools import fingerprint, run
 
 import jaxrl
 from jaxrl.config import load_config
+from jaxrl.errors import ConfigError
 
 QUIET = {"log.console": "off", "log.tensorboard": False}
 
@@ -61,3 +62,10 @@ def test_rows_without_images_train_the_text_model_alone(tmp_path):
     with safe_open(tmp_path / "run/export/model.safetensors", "np") as f:
         names = set(f.keys())
     assert names and not any("visual" in name for name in names)
+
+
+def test_controls_without_images_are_refused(tmp_path):
+    rows = [{"prompt": "how many red shapes?", "completion": "\\boxed{2}", "answer": "2"}] * 4
+    c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), **QUIET})
+    with pytest.raises(ConfigError, match="eval.controls=.*no row of eval.sets has an image"):
+        jaxrl.train(c, data=rows, eval={"text": rows})
