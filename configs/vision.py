@@ -34,10 +34,10 @@ def get_config(arg=None):
     c.rollout.compaction = False
 
     c.reward.functions = ("boxed",)
-    c.optimizer.lr = 2e-4
+    c.optimizer.lr = 1e-4
     c.optimizer.warmup_steps = 10
 
-    c.train.steps = 100
+    c.train.steps = 200
     c.train.row_lengths = (256,)
     c.train.tokens_per_microbatch = 4096
     c.train.row_counts = 1

@@ -4,6 +4,7 @@ checkpoint was trained on. They cover content only, not paths, hosts or times; r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -26,7 +27,9 @@ BLOCK, BLOCKS = 4096, 64  # sampled blocks of a weights file: bytes of each, and
 
 def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
     """Compares the run's inputs across processes and with the checkpoint. Returns {"prints": fingerprints, "commits":
-    of the hub} for the next checkpoint.
+    of the hub, "code": of rewards and environments, "began": initial weights} for the next checkpoint.
+
+    Other code than the checkpoint's, and other initial weights, which a resumed run does not read, are warned about.
 
     Args:
       chosen: the checkpoint to resume, or None.
@@ -40,9 +43,10 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
     read = {"prints": prints, "commits": commits(config, train_set, eval_sets)}
     if day := jaxrl_data.template_date(inputs.tokenizer):
         prints["chat template's day"] = read["day"] = day
+    read["code"] = {f"the code of {option}": pool.key() for option, pool in (workers or {}).items()}
+    read["began"] = began = weights_of_hosts(config, missing=chosen is not None)
     if peers.count > 1:
-        code = {f"the code of {option}": pool.key() for option, pool in (workers or {}).items()}
-        check_equal(peers, prints | code | (weights_of_hosts(config) if chosen is None else {}))
+        check_equal(peers, prints | read["code"] | (began if chosen is None else {}))
     if chosen is None or config.run.mode != "train":
         return read
     before = chosen.host.get("read")
@@ -57,8 +61,14 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
         hub = f". Hub commits then {before['commits']}, now {read['commits']}" if moved else ""
         raise ConfigError(f"resuming {chosen.path}: its inputs have changed: {'; '.join(refused)}"
                           f"{hub}. Restore them, or use another run.dir")
+    taken += [name for name, print_ in read["code"].items() if before.get("code", {}).get(name, print_) != print_]
     for change in taken:
         log.warning("changed since the checkpoint was written: %s", change)
+    read["began"] = before.get("began", began)
+    for name, print_ in began.items():
+        if read["began"].get(name, print_) != print_:
+            log.warning("%s are others than those that this run began with; it goes on from its checkpoint, %s: use "
+                        "another run.dir to start from them", name, chosen.path)
     return read
 
 
@@ -86,11 +96,17 @@ def reference_print(config) -> str:
     return weights_print(path, revision) if path else f"seed {config.run.seed}"
 
 
-def weights_of_hosts(config) -> dict[str, str]:
-    """Returns name -> hash of the weights that every process reads its part of at start-up."""
-    critic = config.critic
+def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
+    """Returns name -> hash of the weights that every process reads its part of when a run begins.
+
+    missing: leave out those that are gone.
+    """
+    critic, out = config.critic, {}
     named = {"weights of the policy": _policy(config), "weights of the critic": (critic.path, critic.revision)}
-    return {name: weights_print(*source) for name, source in named.items() if source[0]}
+    for name, source in named.items():
+        with contextlib.suppress(*[ConfigError, OSError] * missing):
+            out |= {name: weights_print(*source)} if source[0] else {}
+    return out
 
 
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:

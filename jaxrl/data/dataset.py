@@ -328,8 +328,9 @@ class Dataset:
     Attributes:
       name: "train", "heldout" or the name of an eval set.
       bad_rows: BadRows, the rows that could not be read.
-      filtered: locations ("file:line") of the rows dropped for their length; filtered_rows: their row numbers;
-        filtered_fraction: their share.
+      filtered: locations ("file:line") of the rows dropped for their length; filtered_why: of the first ones the limit
+        that they exceed (empty from a cache); filtered_rows: their row numbers;
+        filtered_fraction: their share. filtered_why: of the first ones the limit they exceed; empty from a cache.
       unknown_prompts: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
       truncated: number of prompts cut on the left.
       prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
@@ -347,6 +348,7 @@ class Dataset:
         self.content: Any = hashlib.sha256()  # or cache.KnownDigest
         self.filtered: list[str] = []
         self.filtered_rows: list[int] = []
+        self.filtered_why: list[str] = []
         self.unknown_prompts: list[tuple[int, float]] = []
         self.rows_read = 0
         self.shortened: list[str] = []

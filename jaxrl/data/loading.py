@@ -250,9 +250,7 @@ def _tokenise(ds: Dataset, config, tokenizer, eos_id, rows, tools) -> None:
     for start in range(0, len(rows), CHUNK):
         tokenized += _chunk(ds, limits, rows[start:start + CHUNK], completions, turns)
     if not tokenized:
-        long = f"too long for data.max_prompt_tokens={limits.prompt}"
-        long += f", rollout.max_new_tokens={limits.target}" if targets != "none" else ""
-        why = (ds.bad_rows.messages + [f"{w}: {long}; raise it" for w in ds.filtered])[:3]
+        why = (ds.bad_rows.messages + [f"{reason}; raise the limit" for reason in ds.filtered_why])[:3]
         raise DataError(f"{ds.name}: no usable row among {len(rows)}" + "".join(f"\n  {w}" for w in why))
     ds.rows_read = len(rows)
     ds.fill(tokenized, limits.prompt)
@@ -354,6 +352,10 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
             continue
         target = None if target is None else np.asarray(target, np.int32)
         problem = limits.overlong(prompt, target) or limits.overlong(prompt, rejected, "rejected completion")
+        remedy = "raise the limit, or set data.overlong_prompt to 'filter' or 'truncate_left'"
+        if problem and len(images):
+            problem += f"; {sum(ds.reader.images.rule.tokens(tuple(grid)) for grid in grids)} tokens are images'"
+            remedy = "raise the limit, lower data.image_max_pixels, or set data.overlong_prompt=filter"
         if problem is None:
             out.append(TokenizedRow(i, prompt, target, trained, rejected, prompt != rendered, images))
         elif pieces := fit_completion(limits, prompt, target, trained):
@@ -361,10 +363,10 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
             out += [TokenizedRow(i, *piece, prompt_cut=k > 0 or prompt != rendered, images=images)
                     for k, piece in enumerate(pieces)]
         elif limits.policy == "error":
-            raise DataError(f"{where}: {problem}; raise the limit, or set data.overlong_prompt to 'filter' or "
-                            "'truncate_left'")
+            raise DataError(f"{where}: {problem}; {remedy}")
         else:
             ds.filtered.append(where)
+            ds.filtered_why += [f"{where}: {problem}"] * (len(ds.filtered_why) < 3)
             ds.filtered_rows.append(i)
     return out
 
@@ -401,6 +403,7 @@ def _report(ds: Dataset, limit: int) -> None:
                     template.unknown_in(ds.reader(raw).text), where, template.tokenizer.unk_token,
                     100 * np.mean([share for _, share in ds.unknown_prompts]))
     shown = ", ".join(ds.filtered[:5]) + (", ..." if len(ds.filtered) > 5 else "")
+    shown += f" ({ds.filtered_why[0].removeprefix(f'{ds.filtered[0]}: ')})" if ds.filtered_why else ""
     if len(ds.filtered) > 0.05 * rows:
         log.warning("%s: %d of %d rows (%.0f %%) are too long and dropped (data.max_prompt_tokens=%d): %s; a higher "
                     "limit keeps them", ds.name, len(ds.filtered), rows, 100 * len(ds.filtered) / rows, limit, shown)

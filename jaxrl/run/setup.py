@@ -216,7 +216,8 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
         if s.resumed is None:
             check_weights(c, model_inputs)
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
-    workers = {option: its for option, its in workers.items() if its is not None}
+    workers = {option: its for option, its in workers.items()
+               if its is not None and (option != "eval.rewards" or its is not rewards)}
     fingerprints = compare_inputs(c, s.peers, model_inputs, train_set, eval_sets, s.resumed, workers)
     stream = None if train_set is None else s.close_at_end(jaxrl_data.Stream.from_config(c, train_set, s.resumed_part))
     s.set_stream(stream, fingerprints)
@@ -227,14 +228,14 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
         servers.wait()
         first = next(iter(sets_to_complete(c, eval_sets).values()), None)
         scored = train_set if c.recipe.samples and train_set is not None else first
-        for scorer, dataset in {eval_rewards: first, rewards: scored}.items():
+        for scorer, dataset in dict.fromkeys([(eval_rewards, first), (rewards, scored)]):
             scorer.wait()
             # a reward that fails on the first rows of its data stops the run here
             if c.reward.trial and dataset is not None:
                 scorer.trial(trial_items(dataset, model_inputs.tokenizer, c.data.response_prefix))
-            if s.peers.first:
-                for found in scorer.agreements():
-                    log.info(found.text())
+        for scorer in dict.fromkeys([eval_rewards, rewards]) if s.peers.first else ():
+            for found in scorer.agreements():
+                log.info(found.text())
     return JobInputs(model_inputs, rewards, eval_rewards, eval_sets, stream, pool, reward_model)
 
 

@@ -210,7 +210,7 @@ def shortened(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
 
 def evaluation_line(scalars: dict[str, float]) -> str:
     """Returns 'accuracy 53.1% (test 50.0%, hard 61.0%)', with pass@k if there are several
-    samples; '' without evaluation.
+    samples, and with blind controls (eval.controls); '' without evaluation.
     """
     if "eval/accuracy" not in scalars:
         return ""
@@ -219,7 +219,9 @@ def evaluation_line(scalars: dict[str, float]) -> str:
     sets = {k.split("/")[0]: v for k, v in parts.items() if k.count("/") == 1 and k.endswith("/accuracy")}
     if len(sets) > 1:
         line += " (" + ", ".join(f"{k} {100 * v:.1f}%" for k, v in sets.items()) + ")"
-    return line + "".join(f"  {k} {100 * v:.1f}%" for k, v in parts.items() if k.startswith(("pass@", "mean@")))
+    shown = {k: v for k, v in parts.items() if k.startswith(("pass@", "mean@"))}
+    shown |= {k.removesuffix("/accuracy"): v for k, v in parts.items() if k.count("/") == 2 and k.endswith("/accuracy")}
+    return line + "".join(f"  {k} {100 * v:.1f}%" for k, v in shown.items())
 
 
 def phase_seconds(scalars: dict[str, float]) -> dict[str, float]:

@@ -146,6 +146,32 @@ def test_other_inputs_than_the_checkpoints_are_refused_unless_accepted(tmp_path,
     check_inputs(job(eval__sets=(f"test={tmp_path / 'train.jsonl'}",)), with_rewards=False)  # asked for by an option
 
 
+def test_other_code_and_other_initial_weights_are_said(tmp_path, job, monkeypatch, caplog):
+    """A resumed run reads its checkpoint: that the folder of model.path was trained on meanwhile changes nothing, and is said."""
+    (tmp_path / "mine.py").write_text("def score(completion, **row):\n    return 1.0\n")
+    spec = resolve(job(reward__functions=(f"{tmp_path}/mine.py:score",)))
+
+    def compared(chosen, weights):
+        monkeypatch.setattr(inputs, "weights_print", lambda *source: weights)
+        monkeypatch.setattr(inputs, "_policy", lambda config: ("folder", None))
+        with Session(spec) as run, RewardPool(spec) as rewards:
+            return inputs.compare_inputs(run.spec, run.peers, *read(run), chosen, {"reward.functions": rewards})
+
+    class Chosen:
+        path = "step_1"
+        host = {"config": redacted(spec.asked), "read": compared(None, "first")}
+
+    compared(Chosen, "first")
+    assert "changed" not in caplog.text and "others than" not in caplog.text
+    (tmp_path / "mine.py").write_text("def score(completion, **row):\n    return 2.0\n")
+    Chosen.host["read"] = compared(Chosen, "second")
+    for _ in range(2):  # the weights are compared with those it began with, not with those of the last start
+        assert "weights of the policy are others than those that this run began with" in caplog.text
+        assert ("changed since the checkpoint was written: the code of reward.functions" in caplog.text) == (_ == 0)
+        caplog.clear()
+        compared(Chosen, "second")
+
+
 def test_a_checkpoint_without_fingerprints_goes_on_with_a_notice(tmp_path, job, caplog):
     c = job(run__dir=str(tmp_path / "old"))
     old = Checkpointer(c.run.dir, c)

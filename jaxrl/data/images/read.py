@@ -103,7 +103,8 @@ def _of_text(text: str, root: Path | None) -> Image:
     if found is None and text.startswith(STARTS) and len(text) > 40:
         return Image(encoded=_decoded(text))
     if found is None:
-        raise ImageError(f"{_shown(text)}: no such file (relative to data.image_root={root or ''})")
+        where = f"no such file in {root.resolve()}" if root else "there is no folder to look in"
+        raise ImageError(f"{_shown(text)}: {where}; data.image_root names the folder that paths are relative to")
     return Image(path=found)
 
 
@@ -173,8 +174,8 @@ def _message(number: int, message, rest, used: list, marker: str, root) -> dict:
 
     def take():
         if (image := next(rest, None)) is None:
-            raise ImageError(f"{where}: more markers ({marker} or image parts) than images; data.image_marker='' reads "
-                             "markers as text")
+            raise ImageError(f"{where}: more markers ({marker} or image parts) than images ({len(used)}); "
+                             "data.image_marker='' reads markers as text")
         used.append(image)
         parts.append({"type": "image"})
 

@@ -89,7 +89,14 @@ class ImageSource:
         if not isinstance(prompt, str | list):
             return prompt, []
         root = Path(self.root) if self.root else _folder(where)
-        messages, found = split_prompt(prompt, images_of(row.get(self.column_of(row)), root), self.marker, root)
+        column = self.column_of(row)
+        try:
+            messages, found = split_prompt(prompt, images_of(row.get(column), root), self.marker, root)
+        except ImageError as e:
+            if row.get(column) is not None:
+                raise
+            raise ImageError(f"{e}; the row has no column {' or '.join(map(repr, self.columns))} "
+                             f"(data.image_column); columns found: {', '.join(map(str, row))}") from None
         if not found:
             return prompt, []
         self._check(messages, found)
