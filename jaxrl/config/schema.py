@@ -31,7 +31,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "seed": O(0, "root of every random stream (init, sampling; data order has data.seed)"),
         "resume": O("auto", "auto: newest checkpoint in run.dir if any; must; never; or the path of a run or checkpoint"),
         "accept_changed": O((), "inputs whose content may differ from the checkpoint's:"
-                                f" {', '.join(CHANGEABLE)}; else a resume is refused"),
+                                f" {', '.join(CHANGEABLE)} (its config; weights are the checkpoint's); else a resume is refused"),
         "stop_seconds": O(30.0, "after a stop: longest wait for the rewards of an evaluation; a training step's are left at once", bound=">=0"),
         "warm_start": O("", "config file of an SFT job that runs first (in <run.dir>/warm_start) and whose export becomes"
                             " model.path; empty = none"),
