@@ -1,7 +1,8 @@
 """What jaxrl's plugin changes in vLLM's build for CPUs, so that weights that arrive later are computed with.
 
-vLLM packs weights of linear layers, convolutions and experts at the first load. Here they stay as they were loaded, and
-torch computes experts and gated delta rules from them; torch also rotates what vLLM's kernel would rotate wrongly.
+vLLM packs weights of linear layers, convolutions, experts and, with AMX, latents at the first load. Here they stay as
+they were loaded, and torch computes experts and gated delta rules from them; torch also rotates what vLLM's kernel
+would rotate wrongly.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def change_vllm() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     RotaryEmbedding.forward_cpu = _rotation(RotaryEmbedding.forward_cpu)
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.get_attn_backend_cls = classmethod(_unpacked_latents(CpuPlatform.get_attn_backend_cls.__func__))
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     kinds = typing.get_type_hints(gdn_attention.cpu_gdn_attention_core)
@@ -58,6 +62,18 @@ def _stand_in_for_torchvision() -> None:
         if within is not None:
             setattr(within, name.rpartition(".")[2], module)
         name, within = f"{name}.{leaf}", module
+
+
+def _unpacked_latents(choose):
+    """Latent attention by the backend that computes with the weights as they are: the one that vLLM takes on CPUs with
+    AMX packs them at the first load, and only in 16 bits."""
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, *args, **kwargs):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        wanted = AttentionBackendEnum.CPU_MLA if attn_selector_config.use_mla else selected_backend
+        return choose(cls, wanted, attn_selector_config, *args, **kwargs)
+
+    return get_attn_backend_cls
 
 
 def _rotation(whole):
