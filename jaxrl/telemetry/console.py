@@ -220,7 +220,8 @@ def evaluation_line(scalars: dict[str, float]) -> str:
     if len(sets) > 1:
         line += " (" + ", ".join(f"{k} {100 * v:.1f}%" for k, v in sets.items()) + ")"
     shown = {k: v for k, v in parts.items() if k.startswith(("pass@", "mean@"))}
-    shown |= {k.removesuffix("/accuracy"): v for k, v in parts.items() if k.count("/") == 2 and k.endswith("/accuracy")}
+    shown |= {k.removesuffix("/accuracy"): v for k, v in parts.items()
+              if k.count("/") == 2 and k.endswith("/accuracy") and not k.endswith("/reward/accuracy")}
     return line + "".join(f"  {k} {100 * v:.1f}%" for k, v in shown.items())
 
 

@@ -162,7 +162,7 @@ def test_other_code_and_other_initial_weights_are_said(tmp_path, job, monkeypatc
         host = {"config": redacted(spec.asked), "read": compared(None, "first")}
 
     compared(Chosen, "first")
-    assert "changed" not in caplog.text and "others than" not in caplog.text
+    assert "changed since the checkpoint was written" not in caplog.text and "others than" not in caplog.text
     (tmp_path / "mine.py").write_text("def score(completion, **row):\n    return 2.0\n")
     Chosen.host["read"] = compared(Chosen, "second")
     for _ in range(2):  # the weights are compared with those it began with, not with those of the last start

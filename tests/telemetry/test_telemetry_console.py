@@ -50,6 +50,8 @@ def test_a_plain_line_holds_everything_a_person_asks_for():
     console.step(13, {"eval/accuracy": 0.531, "eval/test/accuracy": 0.5, "eval/hard/accuracy": 0.61,
                       "eval/pass@4": 0.7})
     assert "eval accuracy 53.1% (test 50.0%, hard 61.0%)  pass@4 70.0%" in stream.getvalue()
+    with_control = {"eval/accuracy": 0.5, "eval/test/blank/accuracy": 0.2, "eval/test/blank/mean@2": 0.3}
+    assert evaluation_line(with_control) == "accuracy 50.0%  test/blank 20.0%"
     assert evaluation_line({"eval/accuracy": 0.5, "eval/test/accuracy": 0.5, "eval/test/reward/accuracy": 0.9}) == "accuracy 50.0%"
 
 
