@@ -353,7 +353,7 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
         target = None if target is None else np.asarray(target, np.int32)
         problem = limits.overlong(prompt, target) or limits.overlong(prompt, rejected, "rejected completion")
         remedy = "raise the limit, or set data.overlong_prompt to 'filter' or 'truncate_left'"
-        if problem and len(images):
+        if problem and len(images) and ds.reader.images:
             problem += f"; {sum(ds.reader.images.rule.tokens(tuple(grid)) for grid in grids)} tokens are images'"
             remedy = "raise the limit, lower data.image_max_pixels, or set data.overlong_prompt=filter"
         if problem is None:

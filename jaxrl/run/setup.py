@@ -194,7 +194,10 @@ class JobInputs(NamedTuple):
 def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     """Reads and checks all inputs of a Session before any device work. Raises ConfigError. with_rewards: also opens
     rewards, unless the job trains on pairs and no held-out set needs completions."""
-    c, inputs, pool, rewards, eval_rewards, servers = s.spec, s.inputs, None, None, None, None
+    c, inputs, pool = s.spec, s.inputs, None
+    rewards: Any = None
+    eval_rewards: Any = None
+    servers: Any = None
     for sink in c.log.sinks:
         find_sink(sink)
     if with_rewards and not c.recipe.pairs:  # workers start while the rest is read
