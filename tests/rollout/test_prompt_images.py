@@ -230,7 +230,7 @@ def test_greedy_completions_are_those_of_transformers(tmp_path):
 SHARDED = """
     import jax, numpy as np
     jax.config.update("jax_default_matmul_precision", "highest")
-    from test_images import built, config, groups, made, run, scored
+    from test_prompt_images import built, config, groups, made, run, scored
     from jaxrl.sharding import make_mesh
     cfg = config()
     cfg.mesh.update({"dp": 2, "fsdp": 1, "tp": 2})
