@@ -2,7 +2,7 @@
 
 Command:   jaxrl train --config=configs/vision_sft.py
 Hardware:  any; two CPU cores.
-Expected:  docs/guides/vision.md, with the accuracy on grey and on exchanged pictures beside that on the right ones.
+Expected:  docs/guides/vision.md, which has the accuracy on grey and on exchanged pictures, too.
 
 Variants:  short (ends before it looks well: the warm start of configs/vision.py); tiny (a few seconds, learns next to nothing; for tests).
 """

@@ -4,7 +4,6 @@ checkpoint was trained on. They cover content only, not paths, hosts or times; r
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -81,6 +80,8 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
         out["training data"] = train_set.fingerprint
     described = {key: value for key, value in inputs.hf_config.items() if key not in IGNORED_FIELDS}
     out |= jaxrl_data.fingerprint(inputs.tokenizer)
+    if inputs.images is not None:
+        out["tokenizer of images"] = _hash(str(inputs.images.rule))
     out["model config"] = _hash(json.dumps(described, sort_keys=True, default=str))
     reference = config.reference
     if config.needs_reference and not (reference.reset_steps or reference.reset_epochs):
@@ -104,8 +105,11 @@ def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
     critic, out = config.critic, {}
     named = {"weights of the policy": _policy(config), "weights of the critic": (critic.path, critic.revision)}
     for name, source in named.items():
-        with contextlib.suppress(*[ConfigError, OSError] * missing):
+        try:
             out |= {name: weights_print(*source)} if source[0] else {}
+        except (ConfigError, OSError):
+            if not missing:
+                raise
     return out
 
 

@@ -114,7 +114,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                               needs="data.image_column"),
         "image_max_pixels": O(None, "an image with more pixels is made smaller, which takes fewer tokens; None = the checkpoint's", int,
                               bound=">0", needs="data.image_column"),
-        "max_images": O(8, "a prompt with more images is a bad row", bound=">0", needs="data.image_column"),
+        "max_images": O(8, "a prompt with more images is a bad row", bound="1..256", needs="data.image_column"),
         "image_decode_limit": O(2**26, "pixels of a stored image; one with more is a bad row and is not decoded", bound=">0",
                                 needs="data.image_column"),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),

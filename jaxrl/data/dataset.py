@@ -225,6 +225,11 @@ class Reader:
             text = render(prompt)
         return Row(prompt, text, answer, columns, completion, messages, tools, images=images)
 
+    def images_in(self, row: dict[str, Any], where: str) -> list:
+        """Returns the images of a raw row's prompt, unread. Raises PromptError as `__call__` does."""
+        prompt = row.get(prompt_column(row, self.prompt))
+        return [] if self.images is None else self.images.split(row, prompt, where)[1]
+
     def _sampled_prompt(self, messages, column) -> list[dict]:
         """Returns the messages without trailing assistant messages, which a run that samples completions leaves out."""
         last = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
@@ -331,6 +336,7 @@ class Dataset:
       filtered: locations ("file:line") of the rows dropped for their length; filtered_why: of the first ones the limit
         that they exceed (empty from a cache); filtered_rows: their row numbers;
         filtered_fraction: their share. filtered_why: of the first ones the limit they exceed; empty from a cache.
+      image_files: whether rows name files of images, whose content the rows do not tell.
       unknown_prompts: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
       truncated: number of prompts cut on the left.
       prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
@@ -349,6 +355,7 @@ class Dataset:
         self.filtered: list[str] = []
         self.filtered_rows: list[int] = []
         self.filtered_why: list[str] = []
+        self.image_files = False
         self.unknown_prompts: list[tuple[int, float]] = []
         self.rows_read = 0
         self.shortened: list[str] = []

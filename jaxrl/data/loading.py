@@ -233,7 +233,7 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
     if ds is None:
         ds = Dataset(name, tables, reader, bad)
         _tokenise(ds, config, tokenizer, eos_id, rows, tools)
-        if cache is not None:
+        if cache is not None and not ds.image_files:  # a key does not tell of files that change
             cache.write(ds)
     _report(ds, config.data.max_prompt_tokens)
     return ds
@@ -303,6 +303,7 @@ def _read(ds: Dataset, numbers: list[int], render) -> tuple[list[ReadRow], list]
             raw, where = ds.tables[i]
             row = ds.reader(raw, where)
             grids = images.grids(row.images) if images and row.images else ()
+            ds.image_files |= row.images is not None and any(image.path for image in row.images.images)
             ds.content.update(_content(row))
             completions = [(name, render(row, completion)) for name, completion in (("completion", row.completion),
                     ("rejected completion", row.rejected)) if completion is not None]

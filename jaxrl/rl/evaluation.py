@@ -88,7 +88,7 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
         if scored is None:
             return {}, {}
         traj, examples, texts, result = scored
-        result, scores, hits = judged(job, *scored)
+        result, scores, hits = accurate(job, *scored)
         hits_of[name] = hits
         metrics |= {f"eval/{name}/{k}": v for k, v in _scores(hits).items()}
         metrics[f"eval/{name}/length_mean"] = float(traj.total().mean())
@@ -110,13 +110,13 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
             if scored is None:
                 return {}, {}
             if scored:
-                metrics |= {f"eval/{name}/{control}/{k}": v for k, v in _scores(judged(job, *scored)[2]).items()}
+                metrics |= {f"eval/{name}/{control}/{k}": v for k, v in _scores(accurate(job, *scored)[2]).items()}
     together = np.concatenate(list(hits_of.values()))
     metrics |= {f"eval/{k}": v for k, v in _scores(together).items()}
     return metrics, rows
 
 
-def judged(job, traj, examples, texts, result):
+def accurate(job, traj, examples, texts, result):
     """Returns (RewardResult with the reward model's scores, the scores that decide accuracy [N], whether each
     completion is accurate [rows, samples])."""
     c = job.config

@@ -69,9 +69,11 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
 
 def _refused(spec) -> str:
     """Returns what of a job does not take images, as "option=value"; "" if everything does."""
+    if spec.episodes:
+        return "an episode (env.*)"
     for name, does_not in (("run.recipe", spec.run.recipe not in ("sft", "rl")),
                            ("data.train_turns", spec.run.recipe == "sft" and spec.data.train_turns == "all"),
-                           ("env.name", spec.episodes), ("algorithm.advantage", spec.needs_critic),
+                           ("algorithm.advantage", spec.needs_critic), ("fork.run", bool(spec.fork.run)),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
             return f"{name}={get(spec, name)!r}"
@@ -90,10 +92,6 @@ def with_tower(config, inputs, images: ImageSource):
     return inputs._replace(hf_config=hf_config, table=table, images=images)
 
 
-def _data_sets(stream, eval_sets: dict) -> list:
-    return ([] if stream is None else [stream.dataset]) + list(eval_sets.values())
-
-
 def check_controls(spec, eval_sets: dict) -> None:
     """Raises ConfigError for eval.controls where no held-out row has an image."""
     if spec.eval.controls and not any(one.patches.any() for one in eval_sets.values()):
@@ -102,18 +100,17 @@ def check_controls(spec, eval_sets: dict) -> None:
 
 def most_patches(stream, eval_sets: dict) -> int:
     """Returns the most patches that the images of a prompt have; 0 without images."""
-    return max((int(one.patches.max(initial=0)) for one in _data_sets(stream, eval_sets)), default=0)
+    datasets = [*([] if stream is None else [stream.dataset]), *eval_sets.values()]
+    return max((int(one.patches.max(initial=0)) for one in datasets), default=0)
 
 
-def with_room(job, stream, eval_sets: dict):
-    """Returns the job with rows that have room for the images of its data."""
-    datasets = _data_sets(stream, eval_sets)
-    patches = np.concatenate([one.patches for one in datasets])
-    own = np.concatenate([one.target_lengths for one in datasets])
+def with_room(job, dataset):
+    """Returns the job with packed rows that have room for the images of its training data."""
+    patches, own = dataset.patches, dataset.target_lengths
     c, unit = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks
     if c.recipe.samples:  # a prompt stands once before completions of unknown length
         own = np.full_like(own, c.rollout.group_size * c.rollout.max_new_tokens // 2)
-    tokens, pairs = own + np.concatenate([one.prompt_lengths for one in datasets]), np.stack([patches, 0 * patches], 1)
+    tokens, pairs = own + dataset.prompt_lengths, np.stack([patches, 0 * patches], axis=1)
 
     def roomy(shapes):
         return dataclasses.replace(shapes, patches=row_patches(shapes.lengths, pairs, tokens, unit))

@@ -265,8 +265,8 @@ def open_run(s, with_engine: bool = True) -> Job:
     without weights. Raises ConfigError."""
     read = read_job_inputs(s, with_engine)
     job = open_job(s.spec, read.model_inputs)
-    if job.images is not None:
-        job = with_room(job, read.stream, read.eval_sets)
+    if job.images is not None and read.stream is not None:
+        job = with_room(job, read.stream.dataset)
     s.set_spec(job.config)
     check_kernels(s, job)
     engine = None

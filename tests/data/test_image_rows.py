@@ -199,7 +199,8 @@ def test_jobs_that_do_not_take_images_say_so(tmp_path):
     from jaxrl.models.io import hf
     described = {"model_type": "qwen3_vl_text", hf.SOURCE: outer["source"]}
     for recipe, options, name in (("preference", {}, "run.recipe='preference'"), ("sft", dict(data__train_turns="all"), "data.train_turns='all'"),
-                                  ("rl", dict(algorithm__preset="ppo"), "algorithm.advantage='gae'")):
+                                  ("rl", dict(algorithm__preset="ppo"), "algorithm.advantage='gae'"),
+                                  ("rl", dict(env__function="jaxrl.envs.calc:Calc"), "an episode"), ("rl", dict(run__mode="parity"), "run.mode='parity'")):
         spec = resolve(config(recipe=recipe, model__init="random", model__config={"model_type": "qwen3_vl"}, **options))
         tokenizer = load_tokenizer(spec)
         images = open_images(spec, described, tokenizer)
@@ -241,6 +242,30 @@ def test_images_are_no_targets_and_stand_where_they_belong():
         assert traj.pictures.sequences.tolist() == [1, 2] and traj.patches.tolist() == [[0, 0], [24, 0], [24, 0]]
     changed = traj.pictures.patches(traj.pictures.numbers)
     assert not np.array_equal(*changed)
+
+
+def test_files_of_images_are_read_anew(tmp_path):
+    """Also where rows would come from a cache: another picture in a file of the same name is another content."""
+    found, c = [], config([written(tmp_path, {"prompt": ASK, "images": ["a.png"], "completion": SAY})], data__cache=str(tmp_path / "cache"))
+    for pixels in (picture(1, 16, 16), picture(2, 16, 16), picture(3, 8, 16)):
+        (tmp_path / "a.png").write_bytes(png(pixels))
+        dataset, images = loaded(c)
+        found.append((dataset.fingerprint, tuple(dataset[0].images.grids[0].tolist())))
+        assert np.array_equal(images.patches(dataset[0].images.numbers)[0], picture_of(Image(pixels=pixels), images.rule, 1 << 20).patches)
+    assert len({print_ for print_, _ in found}) == 3 and [grid for _, grid in found] == [(4, 4), (4, 4), (2, 4)]
+
+
+def test_pillow_images_of_every_mode_are_cached(tmp_path):
+    """Those that PNG does not have, too; what is no image stays a bad row."""
+    images = [Pillow.fromarray(FIRST).convert(mode) for mode in ("CMYK", "RGBA", "L", "YCbCr", "1")]
+    rows = [{"prompt": ASK, "images": [image], "completion": SAY} for image in images]
+    rows.append({"prompt": ASK, "images": [np.zeros((4, 4, 3), np.float32)], "completion": SAY})
+    c, found = config(data__cache=str(tmp_path / "cache"), data__bad_rows="skip"), []
+    for _ in range(2):
+        dataset, source = loaded(c, rows)
+        found.append([source.patches(dataset[i].images.numbers)[0] for i in range(len(dataset))])
+        assert (len(dataset), dataset.bad_rows.count) == (5, 1)
+    assert type(dataset.tables).__name__ == "CachedRows" and all(map(np.array_equal, *found))
 
 
 def test_a_file_that_was_changed_stops_the_run(tmp_path):

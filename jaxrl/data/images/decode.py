@@ -20,6 +20,7 @@ from jaxrl.data.images.resize import BICUBIC, Rule, cut
 from jaxrl.errors import ConfigError, type_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # of a GIF, the first frame
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 ORIENTATION = 0x0112  # EXIF tag; its values 5 to 8 exchange height and width
 LATE = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks of a PNG that may say how it is turned
 
@@ -97,14 +98,18 @@ def as_text(value) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return "data:;base64," + base64.b64encode(bytes(value)).decode()
     if isinstance(value, np.ndarray) or (hasattr(value, "convert") and hasattr(value, "getexif")):
-        return as_text(png_of(image_of(value, None)))
+        try:
+            return as_text(png_of(image_of(value, None)))
+        except ImageError as e:  # a bad row, which is reported when it is read
+            return str(e)
     raise TypeError(f"{type_of(value)} is no image")
 
 
 def png_of(image: Image) -> bytes:
-    """Returns an image in memory, as it is stored there, as a PNG file."""
+    """Returns an image in memory as a PNG file, in RGB if PNG does not have its colours."""
     pillow, out = _pillow(), io.BytesIO()
     stored = pillow.fromarray(image.pixels) if isinstance(image.pixels, np.ndarray) else image.pixels
+    stored = stored if stored.mode in PNG_MODES else stored.convert("RGB")
     stored.save(out, "PNG", **({"exif": exif} if (exif := stored.getexif()) else {}))
     return out.getvalue()
 

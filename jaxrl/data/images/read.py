@@ -10,6 +10,7 @@ import base64
 import binascii
 import dataclasses
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jaxrl.data.chat_template import PromptError
 from jaxrl.errors import type_of
 
 MARKER = "<image>"
+EDGE = 4096  # bytes at each end of a file, which tell it from others
 STARTS = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # of PNG, JPEG, WebP, BMP and GIF in base64
 VALUES = ("image", "image_url", "url", "path", "bytes", "base64")  # fields of a content part that hold an image
 FORMS = "encoded bytes, {bytes, path}, a path, a data URI, base64 text, a Pillow image or a uint8 array"
@@ -48,10 +50,15 @@ class Image:
 
     @property
     def content(self) -> str:
-        """Names what the image shows: a hash of its bytes or pixels; of a file its path and size."""
+        """Names what the image shows: a hash of its bytes or pixels; of a file, of its size, beginning and end."""
         if self.path is not None:
-            return f"{self.path.name} {self.path.stat().st_size}"
-        held = self.encoded if self.encoded is not None else np.asarray(self.pixels).tobytes()
+            with self.path.open("rb") as file:
+                held = file.read(EDGE)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - EDGE))
+                held = b"%d " % size + held + file.read()
+        else:
+            held = self.encoded if self.encoded is not None else np.asarray(self.pixels).tobytes()
         return hashlib.blake2b(held, digest_size=16).hexdigest()
 
 

@@ -80,7 +80,7 @@ class ImageSource:
     # ---- while a row is read
 
     def split(self, row: dict, prompt, where: str) -> tuple[Any, list[Image]]:
-        """Returns (prompt, its images): messages whose contents are text, or lists of text and image parts where a
+        """Returns (prompt, its images, unread): messages whose contents are text, or lists of text and image parts where a
         message has an image; the prompt as it is where there is none.
 
         where: place of the row, "file:line", to whose folder paths are relative. Raises PromptError for what cannot be
@@ -146,15 +146,11 @@ class ImageSource:
         """Returns the [N, width] uint8 patches of each picture. Raises RunStopped for one that cannot be decoded."""
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
-    def prepare(self, numbers) -> None:
-        """Begins to make pictures in threads and returns at once."""
-        self._store.ask([int(n) for n in numbers])
-
     def _make(self, number: int) -> Picture:
         dataset = self._sets[(number & ~BLANK) >> 40]
         raw, where = dataset.tables[number >> 8 & 0xFFFFFFFF]
         try:
-            image = dataset.reader(raw, where).images.images[number & 0xFF]
+            image = dataset.reader.images_in(raw, where)[number & 0xFF]
             picture = picture_of(image, self.rule, self.limit)
         except PromptError as e:
             raise RunStopped(f"{where}: an image that was whole when the data was prepared cannot be used: {e}; take "
@@ -180,6 +176,7 @@ def _joined(message: dict) -> dict:
 
 
 def _folder(where: str) -> Path | None:
-    """Returns the folder of the file that a row's place "file:line" names; None if it names no local file or folder."""
-    path = Path(where.rpartition(":")[0])
+    """Returns the folder of the file that a row's place "file:line" names, of a row from Python the working directory;
+    None if the place is no local file or folder."""
+    path = Path(where.rpartition(":")[0])  # "" = here
     return path if path.is_dir() else path.parent if path.is_file() else None
