@@ -200,7 +200,8 @@ def test_jobs_that_do_not_take_images_say_so(tmp_path):
     described = {"model_type": "qwen3_vl_text", hf.SOURCE: outer["source"]}
     for recipe, options, name in (("preference", {}, "run.recipe='preference'"), ("sft", dict(data__train_turns="all"), "data.train_turns='all'"),
                                   ("rl", dict(algorithm__preset="ppo"), "algorithm.advantage='gae'"),
-                                  ("rl", dict(env__function="jaxrl.envs.calc:Calc"), "an episode"), ("rl", dict(run__mode="parity"), "run.mode='parity'")):
+                                  ("rl", dict(env__function="jaxrl.envs.calc:Calc"), "an episode"),
+                                  ("rl", dict(run__mode="parity"), "run.mode='parity'")):
         spec = resolve(config(recipe=recipe, model__init="random", model__config={"model_type": "qwen3_vl"}, **options))
         tokenizer = load_tokenizer(spec)
         images = open_images(spec, described, tokenizer)
