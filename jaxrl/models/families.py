@@ -66,13 +66,26 @@ class Family:
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
+    is_mamba: bool = False               # and it is Mamba-2, with these flags:
+    convolution_bias: str = ""
+    recurrent_bias: str = ""
+    one_part: bool = False               # a layer is a mixer or a feed-forward, by layer_config.listed_parts, and sees no positions
+    norm_eps: str = "rms_norm_eps"
+    renamed: dict = dataclasses.field(default_factory=dict)  # older names of fields
+    spelled: tuple = ()                  # (beginning of a tensor's name on disk, ours)
     vision: bool = False                 # a tower for images stands beside it on disk, see models.vision; read where asked for
     mrope: bool = False                  # a token has three positions (Rope.axes)
     within: tuple = (("model.language_model.", "model."),)  # names in a model of several parts begin so, and so alone
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
     unwritten: str = ""                  # and of those among them that an export leaves out
+    vllm_lacks: str = ""                 # why vLLM does not serve it
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether norms scale by 1 + weight."""
+        return self.gemma or bool(self.recurrent) and not self.is_mamba
 
     @property
     def merged_only(self) -> str:
@@ -258,6 +271,25 @@ FAMILIES = {
         "Qwen3_5ForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 4}, qkv_bias="attention_bias", out_bias="attention_bias",
         qk_norm=True, recurrent="gated_delta", partial_rotary=True, unread=_BESIDE,
         vllm_assumes={"attention_bias": False}, classifier_name="Qwen3_5TextForSequenceClassification"),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM", {
+            **{k: v for k, v in _SHARED.items() if k not in ("hidden_act", "rms_norm_eps", "rope_theta")}, **_SIGMOID,
+            "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "max_position_embeddings": 4096, "intermediate_size": 21504, "head_dim": 128,
+            "num_key_value_heads": 8, "mlp_bias": False, "use_bias": False, "use_conv_bias": True, "n_groups": 8, "mamba_num_heads": 128,
+            "ssm_state_size": 128, "mamba_head_dim": 64, "conv_kernel": 4, "time_step_min": 0.001, "n_routed_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 1.0, "moe_latent_size": None, "num_nextn_predict_layers": 0},
+        mlp_bias="mlp_bias", activation="mlp_hidden_act", activations={"relu2": "relu2"}, norm_eps="layer_norm_epsilon", one_part=True,
+        recurrent="nemotron_mamba2", is_mamba=True, convolution_bias="use_conv_bias", recurrent_bias="use_bias",
+        feed_forward="nemotron_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
+        shared_expert_size="moe_shared_expert_intermediate_size", norm_topk="norm_topk_prob", router="sigmoid",
+        says={"attention_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False, "tie_word_embeddings": False,
+              "n_shared_experts": 1},
+        renamed={"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_dt_min": "time_step_min",
+                 "mamba_dt_limit": "time_step_limit"},
+        within=(("backbone.", "model."), ("model.", "model.")), unread=r"mtp\..*", classifies=False,
+        vllm_lacks="its names of Mamba-2's tensors are not mapped yet",
+        spelled=(("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))),
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},

@@ -34,6 +34,7 @@ def theirs(config, folder):
     if config["model_type"] == "qwen3_vl_text":  # which transformers has within the model of images alone
         given, kind = vision_cases.around(given.to_dict()), AutoModelForImageTextToText
     model = kind.from_config(given, attn_implementation="eager", dtype=torch.float32)
+    torch.manual_seed(0)  # the fields of initial values draw more or fewer numbers
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             weight.normal_(0.0, 0.3 if weight.ndim == 1 else 0.2)
@@ -58,6 +59,8 @@ def ours(config, model):
 
 def converted(own, tensors):
     tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+    for theirs_, ours_ in FAMILIES[own.config.family].spelled:
+        tensors = {name.replace(theirs_, ours_): tensor for name, tensor in tensors.items()}
 
     def array(entry):
         arrays = [entry.from_hf(tensors[name]) for name in entry.hf_names]

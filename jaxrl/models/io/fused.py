@@ -4,7 +4,8 @@
     model.layers.<i>.mlp.experts.down_proj     [E, D, F]
 
 instead of the three matrices per expert that checkpoints were published with and that the parameter table names. One
-is read as the other; a folder is written as it was read.
+is read as the other; a folder is written as it was read. Nemotron's experts have no gate: `mixer.experts.up_proj`
+[E, F, D] and `down_proj`.
 
 gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate and up take turns,
 
@@ -32,11 +33,12 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.io import tensorfile
 from jaxrl.models.parameters import CORRECTION, ROUTER
 
-NAME = re.compile(r"model\.layers\.\d+\.mlp\.experts\.gate_up_proj")
+NAME = re.compile(r"model\.layers\.\d+\.(mlp\.experts\.gate_up_proj|mixer\.experts\.up_proj)")
 _KINDS = {"gate_up_proj": ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
           "down_proj": ("mlp/experts/down/kernel",),
           "gate_up_proj_bias": ("mlp/experts/gate/bias", "mlp/experts/up/bias"),
           "down_proj_bias": ("mlp/experts/down/bias",)}
+_WITHOUT_GATE = {"up_proj": ("mlp/experts/up/kernel",), "down_proj": ("mlp/experts/down/kernel",)}  # of Nemotron
 
 
 class Fused(NamedTuple):
@@ -86,13 +88,15 @@ def tensors(model) -> list[Fused]:
                 layer = ".".join(name.split(".")[:3])  # model.layers.<i>
                 by_layer.setdefault((layer, entry.row.path), []).append(name)
     out = []
+    gated = any(path == "mlp/experts/gate/kernel" for _, path in by_layer)
+    module, named = ("mlp", _KINDS) if gated else ("mixer", _WITHOUT_GATE)
     for layer in dict.fromkeys(layer for layer, _ in by_layer):
-        for name, kinds in _KINDS.items():
+        for name, kinds in named.items():
             if (layer, kinds[0]) in by_layer:
                 parts = zip(*(by_layer[layer, kind] for kind in kinds), strict=True)
-                out.append(Fused(f"{layer}.mlp.experts.{name}", tuple(parts)))
+                out.append(Fused(f"{layer}.{module}.experts.{name}", tuple(parts)))
         router = by_layer.get((layer, ROUTER), [])
-        if router and router[0] != f"{layer}.mlp.gate.weight" and not interleaved(model):
+        if router and router[0] != f"{layer}.{module}.gate.weight" and not interleaved(model):
             out.append(Fused(f"{layer}.mlp.gate.weight", (tuple(router),), whole=True))
         correction = by_layer.get((layer, CORRECTION), [])
         if correction and ".block_sparse_moe." in correction[0]:
