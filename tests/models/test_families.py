@@ -38,7 +38,9 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
     "OLMo-2-1124-7B-Instruct": 7.3, "Olmo-3-7B-Instruct": 7.3, "SmolLM3-3B": 3.1, "Ministral-3-8B-Instruct-2512-BF16": 8.5,
     "GLM-4-9B-0414": 9.4, "glm-4-9b-chat-hf": 9.4, "phi-4": 14.7, "Phi-4-mini-instruct": 3.8,
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
+    "Qwen2.5-VL-7B-Instruct": 7.6,
 }
+WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29}  # the same of the whole model
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -51,6 +53,9 @@ def test_published_configs(name):
     assert round(model.num_parameters / 1e9, 1) == PUBLISHED[name]
     text = {k: v for k, v in text_part(given).items() if k not in ("auto_map", "architectures", "quantization_config")}
     assert model_config(AutoConfig.for_model(**text).to_dict()) == model.config
+    if name in WITH_TOWER:
+        whole = build(hf.load_config("", overrides=given, images=True), compute_dtype=jnp.bfloat16, scan_layers=True)
+        assert round(whole.num_parameters / 1e9, 2) == WITH_TOWER[name]
 
 
 @pytest.mark.torch

@@ -31,7 +31,7 @@ def theirs(config, folder):
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     given, kind = AutoConfig.from_pretrained(folder), AutoModelForCausalLM
-    if config["model_type"] == "qwen3_vl_text":  # which transformers has within the model of images alone
+    if config["model_type"] in vision_cases.TEXTS:  # which transformers has within the model of images alone
         given, kind = vision_cases.around(given.to_dict()), AutoModelForImageTextToText
     model = kind.from_config(given, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():

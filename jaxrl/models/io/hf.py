@@ -78,6 +78,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
             source["generation_config"] = _read_json(folder / "generation_config.json")
         source["outer"] = nested.outer(config)
         source |= {"processors": nested.processors(folder)} if source["outer"] else {}
+        source |= {"flat_config": True} if nested.is_flat_config(config) else {}
         config = text_part(config)
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
@@ -369,7 +370,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
             config |= _classifier(model, config, tokenizer, eos_ids)
         else:
             _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
-        _write_json(temporary / "config.json", _within(hf_config[SOURCE]["outer"], config) if within else config)
+        _write_json(temporary / "config.json", _within(hf_config[SOURCE], config) if within else config)
         for file, content in hf_config[SOURCE].get("processors", {}).items() if within else ():
             _write_json(temporary / file, content)
         if tokenizer is not None:
@@ -380,8 +381,11 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         raise
 
 
-def _within(outer, config) -> dict:
+def _within(source, config) -> dict:
     """Returns the whole config of a model of several parts, with this one as its text model."""
+    outer = source["outer"]
+    if source.get("flat_config"):
+        return {**outer, **{k: v for k, v in config.items() if k not in ("architectures", "model_type")}}
     kinds = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
     return {**outer, **{k: v for k, v in kinds.items() if k in outer},
             "text_config": {k: v for k, v in config.items() if k != "architectures"}}
