@@ -65,6 +65,7 @@ class Family:
     expert_bias: bool = False            # ModelConfig.expert_bias
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
+    transposed: bool = False             # or they may lie transposed there
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
     vision: str = ""                     # tower for images beside it on disk, a row of models.vision.rows.TABLES; read where asked for
     mrope: str = ""                      # a token has three positions (Rope.axes), which frequencies read in "turns" or in "runs"
@@ -267,6 +268,13 @@ FAMILIES = {
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, vision="qwen3", mrope="turns", **_SEES),
+    "qwen3_vl_moe_text": Family(
+        "Qwen3VLMoeForConditionalGeneration", {
+            **_SHARED, "attention_bias": False, "max_position_embeddings": 128000, "rope_theta": 500000.0, "num_key_value_heads": 16,
+            "tie_word_embeddings": True, "decoder_sparse_step": 1, "mlp_only_layers": None, "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4, "num_experts": 60},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, feed_forward="experts", expert_size="moe_intermediate_size",
+        norm_topk=True, says={"norm_topk_prob": True}, transposed=True, vision="qwen3", mrope="turns", **_SEES),
     "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, vision="qwen2_5", **_QWEN2_VL_LAYERS),
     "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, vision="qwen2", **_QWEN2_VL_LAYERS),
     "qwen3_5_moe_text": Family(
@@ -288,6 +296,7 @@ FAMILIES = {
 NESTED = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
     "qwen3_vl": ("qwen3_vl_text", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration"),
     "qwen2_vl": ("qwen2_vl_text", "Qwen2VLForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
@@ -382,6 +391,9 @@ def text_part(hf_config: dict) -> dict:
     if kind in FLAT and isinstance(own.get("tie_word_embeddings"), bool):  # transformers ties them where either says so
         beside["tie_word_embeddings"] = own["tie_word_embeddings"] or beside.get("tie_word_embeddings", False)
         own = {k: v for k, v in own.items() if k != "tie_word_embeddings"}
+    if kind == "qwen3_vl_moe":  # whose text part says it by transformers' default, and is not read
+        own = {k: v for k, v in own.items() if k != "tie_word_embeddings"}
+        beside.setdefault("tie_word_embeddings", False)
     for key in beside.keys() & own.keys() - {"dtype", "torch_dtype"}:
         if own[key] != beside[key]:
             raise ConfigError(f"model config: {key}={beside[key]!r} beside {own[key]!r} in text_config; make them equal")

@@ -58,6 +58,7 @@ BASE = {
     "qwen3_5_moe_text": HYBRID_EXPERTS,
     "qwen3_next": HYBRID_EXPERTS,
     "qwen3_vl_text": {"head_dim": 8, "rope_theta": 10000.0},
+    "qwen3_vl_moe_text": {**EXPERTS, "head_dim": 8, "rope_theta": 10000.0},
     **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
                                                            "rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", **SECTIONS}}),
 }
@@ -263,6 +264,11 @@ MOVES |= {
 }
 MOVES["qwen3_vl_text"] = [*ROPES[5::8], {"rope_theta": 77.0}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
                           {"num_key_value_heads": 4}, {"head_dim": 12}, {"tie_word_embeddings": True}]
+MOVES["qwen3_vl_moe_text"] = [*ROPES[6::8], {"rope_theta": 77.0}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
+                              {"num_key_value_heads": 4}, {"head_dim": 12}, {"tie_word_embeddings": False}, {"num_experts": 4},
+                              {"num_experts_per_tok": 3}, {"moe_intermediate_size": 12}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2]}]
+
+
 def sectioned(entries):
     """The entries with sections of frequencies in every rotary table."""
     return [{k: {**v, **SECTIONS} if k in ("rope_parameters", "rope_scaling") and v else v for k, v in entry.items()} for entry in entries]
@@ -324,6 +330,7 @@ SAID_OF_HYBRIDS = [
     {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [1, 0, 0]}}]
 IGNORED |= {"qwen3_5_text": SAID_OF_HYBRIDS, "qwen3_5_moe_text": [*SAID_OF_HYBRIDS[1:], *TRAINING], "qwen3_next": [*SAID_OF_HYBRIDS[1:], *TRAINING]}
 IGNORED["qwen3_vl_text"] = [*UNUSED, {"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}]
+IGNORED["qwen3_vl_moe_text"] = [*UNUSED[1:], *TRAINING, *IGNORED["qwen3_vl_text"][-1:], {"norm_topk_prob": True}, {"use_qk_norm": True}]
 IGNORED |= dict.fromkeys(RUNS, [
     *(e for e in UNUSED if not {"rope_parameters", "original_max_position_embeddings"} & set(e)), {"attention_bias": False},
     {"rope_parameters": {"rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]}},
@@ -410,6 +417,8 @@ NO_HYBRID = [
 REFUSED |= {
     "qwen3_5_text": NO_HYBRID,
     "qwen3_vl_text": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"head_dim": None}],
+    "qwen3_vl_moe_text": [*NO_EXPERTS, *NO_CAPS, {"sliding_window": 4}, {"norm_topk_prob": False}, {"num_experts_per_tok": 6},
+                          {"decoder_sparse_step": 0}, {"mlp_only_layers": "0"}, {"shared_expert_intermediate_size": 8}],
     **dict.fromkeys(RUNS, [*REFUSED["qwen2"], {"head_dim": 16}, {"hidden_size": 34}]),
     "qwen3_5_moe_text": [e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)],
     "qwen3_next": [*(e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)), {"norm_topk_prob": 1}],

@@ -22,6 +22,7 @@ VISION = dict(model_type="qwen3_vl_vision", depth=5, hidden_size=24, num_heads=3
               temporal_patch_size=2, out_hidden_size=32, num_position_embeddings=25, deepstack_visual_indexes=[1, 3], initializer_range=0.2,
               rope_parameters={"rope_type": "axial", "rope_theta": 50.0})
 GRIDS = ((4, 6), (2, 2), (8, 2), (2, 4))
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 ROPE = {"type": "mrope", "mrope_section": [1, 2, 1], "rope_theta": 700.0}
 _TOWER = {k: v for k, v in VISION.items() if k not in ("num_position_embeddings", "deepstack_visual_indexes", "model_type")}
 TOWER_2_5 = {**_TOWER, "hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [2]}  # windows of 2 x 2 tokens
@@ -29,11 +30,12 @@ TOWER_2 = {**{k: v for k, v in _TOWER.items() if k not in ("intermediate_size", 
            "mlp_ratio": 1}
 KINDS = {  # model_type -> text_config, vision_config
     "qwen3_vl": (TEXT, VISION),
+    "qwen3_vl_moe": ({**TEXT, "model_type": "qwen3_vl_moe_text", **EXPERTS}, {**VISION, "model_type": "qwen3_vl_moe_vision"}),
     "qwen2_5_vl": ({**SIZES, "num_hidden_layers": 3, "rope_scaling": ROPE}, TOWER_2_5),
     "qwen2_vl": ({**SIZES, "num_hidden_layers": 3, "rope_scaling": ROPE}, TOWER_2),
 }
 
-TEXTS = ["qwen3_vl_text", "qwen2_5_vl_text", "qwen2_vl_text"]
+TEXTS = ["qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "qwen2_vl_text"]
 
 
 def config(text=None, vision=None, kind="qwen3_vl", **outer) -> dict:

@@ -38,9 +38,9 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
     "OLMo-2-1124-7B-Instruct": 7.3, "Olmo-3-7B-Instruct": 7.3, "SmolLM3-3B": 3.1, "Ministral-3-8B-Instruct-2512-BF16": 8.5,
     "GLM-4-9B-0414": 9.4, "glm-4-9b-chat-hf": 9.4, "phi-4": 14.7, "Phi-4-mini-instruct": 3.8,
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
-    "Qwen2.5-VL-7B-Instruct": 7.6,
+    "Qwen2.5-VL-7B-Instruct": 7.6, "Qwen3-VL-30B-A3B-Instruct": 30.5,
 }
-WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29}  # the same of the whole model
+WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen3-VL-30B-A3B-Instruct": 31.07}  # the same of the whole model
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

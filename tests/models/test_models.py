@@ -258,7 +258,7 @@ def test_defaults_are_those_of_transformers(family):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8
     if family in ("qwen3", "gemma", "gemma2", "gemma3_text"):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 4
-    if family in ("qwen2_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_vl_text"):
+    if family in ("qwen2_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_vl_text", "qwen3_vl_moe_text"):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8
     assert model_config({"model_type": family, **required}) == model_config(theirs)
 

@@ -65,7 +65,7 @@ def converted(own, tensors):
 
     for name, of_experts, whole in fused.tensors(own):  # as transformers holds experts
         found, each = tensors[name], len(of_experts[0])
-        if fused.interleaved(own):
+        if fused.interleaved(own):  # in turns
             found = np.stack([np.stack([x[..., j::each].T for j in range(each)]) for x in found])
         elif not whole:
             found = found.reshape(len(of_experts), each, -1, found.shape[-1])

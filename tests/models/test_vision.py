@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,8 @@ def rows_for(model, sequences, **options):
     return cases.rows(sequences, merge=tower.merge, window=tower.window, **options)
 
 
-@first_cases(2, "kind, scan_layers", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen2_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", False)])
+@first_cases(2, "kind, scan_layers", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen2_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", False),
+                                       ("qwen3_vl_moe", True), ("qwen3_vl_moe", False)])
 def test_logits_equal_transformers(folder_of, want_of, kind, scan_layers):
     """0, 1 and 2 images in a row of their own, and several sequences with images packed into one row."""
     model, params = cases.ours(folder_of(kind)[0], scan_layers)
@@ -86,7 +88,8 @@ def value_and_gradients(model, params, arrays, images):
 
 @pytest.mark.full
 @first_cases(2, "kind, scan_layers, remat", [("qwen3_vl", True, "full"), ("qwen2_5_vl", True, "full"), ("qwen2_vl", True, "none"),
-                                             ("qwen3_vl", False, "none"), ("qwen2_5_vl", False, "dots"), ("qwen3_vl", True, "dots")])
+                                             ("qwen3_vl", False, "none"), ("qwen2_5_vl", False, "dots"), ("qwen3_vl", True, "dots"),
+                                             ("qwen3_vl_moe", True, "none")])
 def test_gradients_equal_transformers(folder_of, tmp_path, kind, scan_layers, remat):
     """Of every parameter of tower, mergers, taps and decoder; each has some."""
     import torch
@@ -119,11 +122,13 @@ TOWER_2_5 = [{"window_size": 8}, {"window_size": 32}, {"fullatt_block_indexes": 
              {"depth": 4}, {"intermediate_size": 7}, {"rope_parameters": {"rope_type": "axial", "rope_theta": 7.0}}, {"num_heads": 6},
              {"temporal_patch_size": 1}, {"spatial_merge_size": 1}, {"patch_size": 2}]
 TOWER_2 = [{"mlp_ratio": 2}, {"hidden_act": "gelu"}, {"embed_dim": 12}, {"num_heads": 2}, {"depth": 4}, {"spatial_merge_size": 1}]
+TEXT_MOE = [{"num_experts": 4}, {"num_experts_per_tok": 3}, {"moe_intermediate_size": 8}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}]
 FIELDS = [({"vision": VISION[0]}, "qwen3_vl"), ({"text": TEXT[0]}, "qwen3_vl"), ({"vision": TOWER_2_5[0]}, "qwen2_5_vl"),
           ({"text": TEXT_2[0]}, "qwen2_5_vl"), *(({"vision": v}, "qwen3_vl") for v in VISION[1:]), *(({"text": t}, "qwen3_vl") for t in TEXT[1:]),
           *(({"vision": v}, "qwen2_5_vl") for v in TOWER_2_5[1:]), *(({"text": t}, "qwen2_5_vl") for t in TEXT_2[1:]),
           *(({"vision": v}, "qwen2_vl") for v in TOWER_2),
-          *(({"tie_word_embeddings": True}, kind) for kind in ("qwen3_vl", "qwen2_5_vl", "qwen2_vl"))]
+          *(({"text": t}, "qwen3_vl_moe") for t in TEXT_MOE), ({"vision": VISION[1]}, "qwen3_vl_moe"),
+          *(({"tie_word_embeddings": True}, kind) for kind in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl"))]
 
 
 @first_cases(4, "change, kind", FIELDS, ids=json.dumps)
@@ -153,6 +158,7 @@ REFUSED = [({"vision": {"num_position_embeddings": 24}}, "num_position_embedding
                ({"vision": {"out_hidden_size": 16}}, "out_hidden_size=16"), ({"text": {"head_dim": 12}}, "head_dim=12"),
                ({"text": {"rope_scaling": {**cases.ROPE, "mrope_section": [2, 2, 2]}}}, "mrope_section"),
                ({"text": {"rope_scaling": {**cases.ROPE, "mrope_interleaved": True}}}, "mrope_interleaved=True"))),
+           ({"kind": "qwen3_vl_moe", "text": {"norm_topk_prob": False}}, "norm_topk_prob=False"),
            *(({"kind": "qwen2_vl", **change}, message) for change, message in (
                ({"vision": {"hidden_size": 16}}, "hidden_size=16"), ({"vision": {"mlp_ratio": 0.5}}, "mlp_ratio=0.5"),
                ({"vision": {"window_size": 16}}, "window_size")))]
@@ -169,7 +175,7 @@ def test_other_functions_are_refused(tmp_path, change, message):
 
 
 @pytest.mark.full
-@first_cases(2, "kind", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+@first_cases(2, "kind", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"])
 def test_a_packed_sequence_is_the_sequence_alone(folder_of, kind):
     """float64: log-probabilities and gradients of packed rows are the sums of those of each sequence alone."""
     with jax.enable_x64(True):
@@ -289,13 +295,14 @@ def published(folder):
 @first_cases(2, "kind, dtype, flat, images", [
     ("qwen3_vl", "bfloat16", False, True), ("qwen2_5_vl", "bfloat16", True, True), ("qwen3_vl", "bfloat16", True, True),
     ("qwen3_vl", "bfloat16", True, False), ("qwen3_vl", "float32", False, False), ("qwen2_5_vl", "float32", False, False),
-    ("qwen2_5_vl", "bfloat16", False, True), ("qwen2_5_vl", "bfloat16", True, False), ("qwen2_vl", "bfloat16", True, True)])
+    ("qwen2_5_vl", "bfloat16", False, True), ("qwen2_5_vl", "bfloat16", True, False), ("qwen2_vl", "bfloat16", True, True),
+    ("qwen3_vl_moe", "bfloat16", False, True)])
 def test_export_is_the_folder_that_was_read(tmp_path, kind, dtype, flat, images):
     """In both layouts, with the tower read and with it copied, stacked and not; config and processor files are the source's."""
     source, written = tmp_path / "in", tmp_path / "out"
     cases.make(source, dtype, kind=kind)
     (source / "preprocessor_config.json").write_text('{"patch_size": 4, "min_pixels": 64}')
-    written_flat = kind != "qwen3_vl"  # by transformers
+    written_flat = kind.startswith("qwen2")  # by transformers
     if flat != written_flat:
         long = [("model.", "model.language_model."), ("visual.", "model.visual.")]
         back = lambda n: next((b + n.removeprefix(a) for a, b in long if n.startswith(a)), n)  # noqa: E731
@@ -313,13 +320,27 @@ def test_export_is_the_folder_that_was_read(tmp_path, kind, dtype, flat, images)
         assert content(written) == content(source)
     one, two = (json.loads((path / "config.json").read_text()) for path in (source, written))
     assert {k: v for k, v in two.items() if k != "text_config"} == {k: v for k, v in one.items() if k != "text_config"}
-    assert all(two["text_config"][k] == v for k, v in one.get("text_config", {}).items() if k != "dtype")
+    assert all(two["text_config"][k] == v for k, v in one.get("text_config", {}).items()
+               if k not in ("dtype", "tie_word_embeddings"))
     assert ("text_config" in two) == ("text_config" in one) == (not flat or not written_flat)
     assert json.loads((written / "preprocessor_config.json").read_text()) == {"patch_size": 4, "min_pixels": 64}
 
 
+def test_experts_lie_transposed_on_a_disk(tmp_path, folder_of):
+    """As Qwen3-VL-30B-A3B was published: the same parameters, and an export has the layout of its source."""
+    source, _ = folder_of("qwen3_vl_moe")
+    shutil.copytree(source, tmp_path / "in")
+    stored = {n: np.array(t.read()) for n, t in tensorfile.list_folder(source).items()}
+    across = {n: np.ascontiguousarray(x.swapaxes(1, 2)) if ".experts." in n else x for n, x in stored.items()}
+    tensorfile.write_folder(tmp_path / "in", [tensorfile.Planned(n, x.dtype, x.shape, lambda x=x: x) for n, x in across.items()], 1e9)
+    (_, one), (model, two) = cases.ours(source), cases.ours(tmp_path / "in")
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    hf.export(model, two, tmp_path / "out", hf.load_config(str(tmp_path / "in"), images=True))
+    assert content(tmp_path / "out") == content(tmp_path / "in") != content(source)
+
+
 @pytest.mark.full
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"])
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
 def test_transformers_opens_an_export_of_a_random_model(tmp_path, kind):
     """A model made from model.config alone, its tower drawn as its decoder is: the same logits there."""
     from transformers import AutoModelForImageTextToText

@@ -35,6 +35,7 @@ from jaxrl.types import Pictures, Trajectories
 TIMEOUT, END, PATCHES, LONGEST = 120.0, 1, 48, 56
 KINDS = {  # model_type -> what the tiny models of helpers.vision_cases have less of here
     "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}, "qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1]}, "qwen2_vl": {"depth": 2}}
+KINDS["qwen3_vl_moe"] = KINDS["qwen3_vl"]
 HF = {**cases.TEXT, "num_hidden_layers": 2, IMAGES: {**cases.VISION, **KINDS["qwen3_vl"]}}
 PROMPTS = ([5], [3, (4, 4), 2], [2, (2, 2), 1, (2, 4), 1, (8, 2), 3])  # text and images by turns
 SAMPLING = SamplingParams(max_new_tokens=7, min_new_tokens=4)
@@ -138,7 +139,7 @@ def run(engine, requests):
     return list(zip(requests, generate(engine, requests, TIMEOUT), strict=True))
 
 
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"])
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
 def test_log_probs_are_the_trainers(kind):
     """Of 0, 1 and 3 images of unlike shape with text behind them, in one batch and in groups; a group's prompt is read once."""
     model, SOURCE.read = built(kind), []
@@ -210,7 +211,7 @@ def test_a_sampler_of_gpus_has_a_tower_layer_by_layer(scan, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.torch
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"])
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
 def test_greedy_completions_are_those_of_transformers(tmp_path, kind):
     """16 tokens of generate, of prompts with 0, 1 and 3 images."""
     import torch

@@ -91,7 +91,8 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
             source["other_dtypes"] = {t.name: t.dtype for t in stored.values()
                                       if t.dtype != source["dtype"] and t.dtype in tensorfile.DTYPES}
             source["head"] = HEAD in stored
-            source |= {"fused": True} if fused.is_fused(stored) else {}
+            layout = fused.layout(stored, {**config, **(overrides or {})})
+            source |= {"fused": layout} if layout else {}
     elif images and nested.outer(overrides or {}):
         source["outer"] = nested.outer(overrides or {})
     config = text_part(_override(config, overrides or {}))
@@ -414,7 +415,8 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
         planned.append(tensorfile.Planned(HEAD, kind, embedding.shape, lambda: embedding.get().astype(kind)))
-    planned = fused.fuse(model, planned) if source.get("fused") or fused.interleaved(model) else planned
+    layout = fused.written_layout(model, source.get("fused", False))
+    planned = fused.fuse(model, planned, layout) if layout else planned
     return sorted(parts.join(model, planned), key=lambda t: order(t.name)), main.name
 
 
