@@ -162,8 +162,8 @@ def serve(server: Server, options: Options) -> None:
     thread.start()
     while not http.started:
         if not thread.is_alive():
-            raise ConfigError(f"--port={options.port}: cannot listen on {options.host}:{options.port}; if another server "
-                              "runs there, choose another port")
+            raise ConfigError(f"--port={options.port}: cannot listen on {options.host}:{options.port}; if another "
+                              "server runs there, choose another port")
         thread.join(0.05)
     port = http.servers[0].sockets[0].getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
