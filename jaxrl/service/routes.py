@@ -250,7 +250,9 @@ def make_app(operations: Operations, keys: tuple[str, ...] = ()) -> Starlette:
     tables = {"POST": posts, "GET": gets, "DELETE": {one: api.delete_checkpoint}}
     routes = [Route(f"/api/v1/{path}", _answering(api, handler), methods=[method])
               for method, table in tables.items() for path, handler in table.items()]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    app.state.operations = operations
+    return app
 
 
 def _with_body(operation):

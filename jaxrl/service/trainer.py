@@ -194,10 +194,11 @@ class Trainer:
         run = Run(options, adapter, state)
         if moments is not None:
             count, mu, nu = moments
-            kept = state.opt_state.moments._replace(count=jnp.asarray(count, jnp.int32), mu=mu, nu=nu)
-            opt_state = state.opt_state._replace(moments=jax.device_put(kept, jax.tree.map(
-                lambda x: x.sharding, state.opt_state.moments)))
-            run.state = state.replace(opt_state=opt_state, step=jax.device_put(kept.count, state.step.sharding))
+            kept = state.opt_state.moments._replace(count=np.array(count, np.int32), mu=mu, nu=nu)
+            was = jax.tree.map(lambda x: x.sharding, state.opt_state.moments)
+            opt_state = state.opt_state._replace(moments=jax.device_put(kept, was))
+            step = jax.device_put(np.array(count, np.int32), state.step.sharding)  # a buffer of its own: it is donated
+            run.state = state.replace(opt_state=opt_state, step=step)
         return run
 
     def _padded(self, leaves: dict) -> dict:

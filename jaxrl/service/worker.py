@@ -158,7 +158,7 @@ class Worker:
             reason = refusal(e, task.name)
             if line is not None and line.run is not None and task.clears:
                 self.trainer.empty_window(line.run)
-                line.failure = f"{task.name} before it failed: {reason}"
+                line.failure = "" if task.applies else f"{task.name} before it failed: {reason}"
             task.future.set_exception(reason)
 
     def _sample(self) -> None:
