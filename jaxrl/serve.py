@@ -9,7 +9,7 @@ rollout.servers, with its URL as content; trainers read the folder at every weig
 at the same URL, up to `rollout.vllm.restarts` times. Ends on SIGTERM or Ctrl-C with status 0; with 1 if no server
 is left; with 2 for an invalid config.
 
-`jaxrl serve tinker --help`: the server of a training protocol, which is another program.
+`jaxrl serve tinker --help` is another program: a server for training loops of the tinker SDK (jaxrl.service).
 
 Servers require the key in $VLLM_API_KEY (or rollout.vllm.api_key) everywhere but at /health. They listen on
 rollout.vllm.host: by default on loopback, for trainers on this host; for other hosts set this host's address in the

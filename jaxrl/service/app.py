@@ -199,8 +199,8 @@ def main(argv: list[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print((__doc__ or "").rstrip())
         return 0
-    logging.basicConfig(level=logging.INFO, format="jaxrl.service: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="jaxrl.service: %(message)s")
+    log.setLevel(logging.INFO)
     try:
         options, keys = parse(argv), tuple(key for key in os.environ.get(KEYS, "").split(",") if key)
         _check_keys(options, keys)

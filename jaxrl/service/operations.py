@@ -28,6 +28,8 @@ from jaxrl.service.trainer import LoraOptions
 from jaxrl.service.worker import Task
 
 RESULTS_SECONDS = 3600.0  # results are kept for as long
+NO_UNEMBED = ("this server trains no adapter on the output matrix: train_unembed=True has no effect here, set "
+              "train_unembed=False to say so")
 VERSIONS = 64  # versions of weights that the sampler keeps
 
 
@@ -136,8 +138,7 @@ class Operations:
                                       "runs": [], "samplers": []}
             if key:
                 self._created[key] = session
-        return {"type": "create_session", "session_id": session, "info_message": None, "error_message": None,
-                "warning_message": None}
+        return {"type": "create_session", "session_id": session, "warning_message": NO_UNEMBED}
 
     def session(self, session_id: str) -> dict:
         """Returns a session. Raises Refused(404)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -93,10 +94,9 @@ class Store:
 
     def about(self, address: Address) -> dict:
         """Returns what was written about weights."""
-        try:
-            return json.loads((self._of(address) / ABOUT).read_text("utf-8"))
-        except (OSError, ValueError):
-            raise Refused(404, f"path={str(address)!r}: there are no such weights on this server") from None
+        if (found := _read(self._of(address))) is None:
+            raise Refused(404, f"path={str(address)!r}: there are no such weights on this server")
+        return found
 
     def adapter(self, address: Address) -> Path:
         """Returns the folder with PEFT's files."""
@@ -121,8 +121,18 @@ class Store:
         """Returns what was written about all weights, the newest first; of one run if given. Raises Refused."""
         if run and not RUN.fullmatch(run):
             raise Refused(404, f"training run {run!r}: there is none of this name")
-        found = []
-        for file in self.folder.glob(f"{run.replace(':', '_') or '*'}/*/*/{ABOUT}"):
-            if not file.parent.name.startswith("."):
-                found.append(json.loads(file.read_text("utf-8")))
-        return sorted(found, key=lambda about: -about["time"])
+        folders = sorted(self.folder.glob(f"{run.replace(':', '_') or '*'}/*/*/"))
+        found = [_read(folder) for folder in folders if not folder.name.startswith(".")]
+        return sorted((about for about in found if about is not None), key=lambda about: -about["time"])
+
+
+def _read(folder: Path) -> dict | None:
+    """Returns what was written about a folder's weights, or None; deletes those that have expired."""
+    try:
+        about = json.loads((folder / ABOUT).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    if about["expires"] is not None and about["expires"] < time.time():
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return about

@@ -145,6 +145,9 @@ def test_saved_weights_go_on_bit_for_bit_after_a_restart(client, service):
     client.forward_backward(run, 7, ROWS)
     client.result(client.optim_step(run, 8))
     assert client.loss(run, 9, ROWS) == found[True] != found[False]
+    body = {"model_id": run, "seq_id": 10, "path": "short", "ttl_seconds": -1}
+    path = client.result(client.ok("save_weights", body))["path"]
+    assert "no such weights" in client.refused("weights_info", {"tinker_path": path})
 
 
 def test_samplers_keep_their_weights_while_the_run_goes_on(client):
