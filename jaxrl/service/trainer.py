@@ -137,7 +137,7 @@ def lora_adapter(model, options: LoraOptions, alpha: float) -> adapters.Adapter:
     in_mlp = {name for name, places in linears(model).items() if "mlp" in places[0].entry.path}
     chosen = tuple(t for t in found.targets if (options.mlp if t.name in in_mlp else options.attention))
     if not chosen:
-        raise Refused(422, "lora_config: train_mlp=False and train_attn=False leave nothing to train here; set one of them")
+        raise Refused(422, "lora_config: train_mlp=False and train_attn=False leave nothing to train here")
     return dataclasses.replace(found, targets=chosen)
 
 

@@ -7,9 +7,9 @@ import threading
 
 import jax
 import numpy as np
-from helpers.tiny_models import make_tiny
 from starlette.testclient import TestClient
 
+from helpers.tiny_models import make_tiny
 from jaxrl.service import app, wire
 
 LONGEST, VOCAB = 48, 96
