@@ -118,9 +118,12 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     from jaxrl.roles import parameters
     from jaxrl.rollout import EngineContext, make_engine
     from jaxrl.run.setup import check_weights, open_job, read_model_inputs, start_jax
+    from jaxrl.service.journal import Journal
     from jaxrl.service.operations import Operations
+    from jaxrl.service.recovery import recover
     from jaxrl.service.routes import make_app
     from jaxrl.service.sampler import Sampler
+    from jaxrl.service.snapshots import Snapshots
     from jaxrl.service.store import Store
     from jaxrl.service.trainer import Trainer
     from jaxrl.service.worker import Worker
@@ -138,13 +141,15 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, (), job.hf_config))
     read = training.make_reader(job.model, temperature=1.0, chunk=chunk, put=job.put)
     sampler = Sampler(engine, read, job.row_shapes, trainer.params, trainer.base_leaves())
-    worker = Worker(trainer, sampler)
+    journal = Journal(Path(options.dir) / "journal")
+    worker = Worker(trainer, sampler, Snapshots(journal.path.parent, trainer))
     names = (options.names[0] if options.names else options.model, *options.names[1:],
              *([options.model] if options.names else []))
     operations = Operations(worker, Store(Path(options.dir)), names, job.eos_ids, options.max_length,
-                            job.model.config.vocab_size)
+                            job.model.config.vocab_size, journal=journal)
     log.info("%d x %s, %.2f M parameters, adapters of rank 1 to %d", jax.device_count(), jax.devices()[0].device_kind,
              job.model.base.num_parameters / 1e6, options.rank)
+    recover(operations, journal)
     return Server(make_app(operations, keys), worker, names)
 
 

@@ -4,6 +4,9 @@ A request that is sent again gets the promise of the first one: promises have de
 `<sampler>:<number>`. A request that is wrong in itself, but names its run and number, uses the number up: its promise
 is the error, so that later numbers go on.
 
+An accepted request is in the journal before its promise is answered, and a result before it can be fetched;
+service.recovery calls these operations again with what a journal holds.
+
 Called by service.routes, from one thread. Results come from the worker's thread, through futures.
 """
 
@@ -21,15 +24,17 @@ import numpy as np
 
 from jaxrl.models.adapters import peft
 from jaxrl.service import bodies, wire
+from jaxrl.service.journal import Journal, Record
 from jaxrl.service.refusals import Refused
 from jaxrl.service.sampler import BASE, SampleJob
 from jaxrl.service.store import KINDS, Address, check_name
 from jaxrl.service.trainer import LoraOptions
-from jaxrl.service.worker import Task
+from jaxrl.service.worker import Task, refusal
 
 RESULTS_SECONDS = 3600.0  # results are kept for as long
 NO_UNEMBED = ("this server trains no adapter on the output matrix: train_unembed=True has no effect here, set "
               "train_unembed=False to say so")
+JOURNAL_BYTES = 256 << 20  # of the journal, from which it is compacted
 VERSIONS = 64  # versions of weights that the sampler keeps
 
 
@@ -68,23 +73,34 @@ class Operations:
       names: names of the base model, the first one its own.
       eos_ids: end tokens. longest: most tokens of a sequence. vocab: token ids are below it. has_text: whether stop
         texts can be searched.
+      journal: service.journal.Journal; None = nothing survives this process.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,
-                 has_text: bool = True):
+                 has_text: bool = True, journal: Journal | None = None):
         self.worker, self.trainer, self.sampler, self.store = worker, worker.trainer, worker.sampler, store
         self.names, self.eos_ids, self.longest, self.vocab, self.has_text = names, eos_ids, longest, vocab, has_text
         self.sessions: dict[str, dict] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, SamplingSession] = {}
         self.promises: dict[str, Promise] = {}
-        self._created: dict[str, str] = {}  # idempotency key -> session
+        self.created: dict[str, str] = {}  # idempotency key -> session
+        self.journal, self.snapshots = journal, worker.snapshots
+        self.recorded: dict[str, Record] | None = None  # results of an earlier process, while its journal is replayed
         self._swept = time.monotonic()
 
     # ---- promises
 
-    def _promise(self, name: str, body: bytes, begin: Callable[[Future], None]) -> dict:
-        """Returns the promise of a request as the client gets it; `begin` starts the work of a new one."""
+    def _write_down(self, header: dict, body: bytes = b"") -> None:
+        if self.journal is not None and self.recorded is None:
+            self.journal.append(header | {"time": time.time()}, body)
+
+    def _promise(self, name: str, body: bytes, begin: Callable[[Future, Record | None], None], **about) -> dict:
+        """Returns the promise of a request as the client gets it; `begin` starts the work of a new one.
+
+        begin: gets the future and, if the journal has the result already, that: the work is done for its effects alone.
+        about: of the request, for the journal.
+        """
         digest = hashlib.sha256(body).hexdigest()
         if (known := self.promises.get(name)) is not None:
             if known.digest != digest:
@@ -92,10 +108,28 @@ class Operations:
                               f"{known.digest[:12]}, now {digest[:12]}); numbers are used once")
             return {"request_id": name}
         self._sweep()
+        self._write_down({"kind": "request", "name": name, "digest": digest, **about}, body)
         future: Future = Future()
-        begin(future)
+        if (recorded := (self.recorded or {}).get(name)) is not None:
+            settle(future, recorded)
+            begin(Future(), recorded)
+        else:
+            begin(future, None)
         self.promises[name] = Promise(future, digest)
         return {"request_id": name}
+
+    def _recorder(self, name: str, **about) -> Callable[[Any], None]:
+        """Returns a function that writes a result, or the Refused in its place, into the journal."""
+        def record(result):
+            header = {"kind": "result", "name": name, "time": time.time(), **about}
+            if isinstance(result, Refused):
+                header |= {"error": str(result), "status": result.status}
+            elif not isinstance(result, bytes):
+                header["json"] = result
+            if self.journal is not None:
+                self.journal.append(header, result if isinstance(result, bytes) else b"")
+
+        return record
 
     def _sweep(self) -> None:
         now = time.monotonic()
@@ -103,6 +137,34 @@ class Operations:
             self._swept = now
             self.promises = {name: p for name, p in self.promises.items()
                              if not p.future.done() or now - p.made < RESULTS_SECONDS}
+            if self.journal is not None and self.journal.bytes > JOURNAL_BYTES:
+                self.compact({name for name, p in self.promises.items() if p.future.done()})
+
+    def compact(self, done) -> None:
+        """Drops from the journal results older than RESULTS_SECONDS, and bodies that no run needs again.
+
+        done: names of requests that have a result.
+        """
+        young = time.time() - RESULTS_SECONDS
+
+        def needed(record: Record) -> Record | None:
+            header = record.header
+            if header["kind"] in ("session", "sampler") or header.get("number") == 0:
+                return record
+            sampler = (header.get("json") or {}).get("sampling_session_id")
+            if sampler and self.snapshots.has_version(sampler):
+                return record
+            waits = header["name"] not in done
+            if "run" in header:
+                waits = header["number"] >= self.snapshots.next(header["run"])
+            if waits:
+                return record
+            if header["time"] < young:
+                return None
+            return record if header["kind"] == "result" else record._replace(body=b"")
+
+        if self.journal is not None:
+            self.journal.compact(needed)
 
     def promise(self, name: str) -> Promise:
         """Returns a promise by name. Raises Refused(410)."""
@@ -112,33 +174,52 @@ class Operations:
         return found
 
     def _task(self, kind: str, model_id: str, number: int, body: bytes, prepare: Callable[[], Callable[[Any], Any]],
-              **options) -> dict:
-        """Returns the promise of a run's task. prepare: checks the request and returns the work of Task."""
-        self.model(model_id).used = time.time()
-        name = f"{kind} (seq_id={number})"
+              changes: bool = True, **options) -> dict:
+        """Returns the promise of a run's task.
 
-        def begin(future):
+        Args:
+          prepare: checks the request and returns the work of Task.
+          changes: whether it changes the run; else it is not done again if its result is known.
+          options: of Task.
+        """
+        self.model(model_id).used = time.time()
+        name, title = f"{model_id}:{number}", f"{kind} (seq_id={number})"
+
+        def begin(future, recorded):
             try:
                 work = prepare()
             except Refused as e:
                 work = _failing(e)
-            self.worker.post(Task(name, work, future, **options), model_id, number)
+            record = self._recorder(name, run=model_id, number=number)
+            if recorded is not None:
+                record = _nothing
+                if "error" in recorded.header:
+                    work = _failing(Refused(recorded.header["status"], recorded.header["error"]))
+                elif not changes:
+                    work = _nothing
+            self.worker.post(Task(title, work, future, record=record, **options), model_id, number)
 
-        return self._promise(f"{model_id}:{number}", body, begin) | {"model_id": model_id}
+        promise = self._promise(name, body, begin, op=kind, run=model_id, number=number)
+        return promise | {"model_id": model_id}
 
     # ---- sessions
 
     def create_session(self, body: dict, key: str) -> dict:
         """Creates a session. key: of the request, the same if it is sent again."""
         b = bodies.read("create_session", body)
-        session = self._created.get(key) if key else None
+        session = self.created.get(key) if key else None
         if session is None:
             session = secrets.token_hex(16)
-            self.sessions[session] = {"user_metadata": b["user_metadata"], "display_name": b["display_name"],
-                                      "runs": [], "samplers": []}
-            if key:
-                self._created[key] = session
+            about = {"user_metadata": b["user_metadata"], "display_name": b["display_name"]}
+            self._write_down({"kind": "session", "id": session, "key": key, "about": about})
+            self.begin_session(session, key, about)
         return {"type": "create_session", "session_id": session, "warning_message": NO_UNEMBED}
+
+    def begin_session(self, session: str, key: str, about: dict) -> None:
+        """Notes a session. about: user_metadata and display_name."""
+        self.sessions[session] = {**about, "runs": [], "samplers": []}
+        if key:
+            self.created[key] = session
 
     def session(self, session_id: str) -> dict:
         """Returns a session. Raises Refused(404)."""
@@ -169,7 +250,7 @@ class Operations:
         def prepare():
             self._check_base(b["base_model"])
             bodies.check_optimizer(b["optimizer_config"])
-            options = bodies.lora_options(b["lora_config"], secrets.randbits(32))
+            options = bodies.lora_options(b["lora_config"], _seed_of(model_id))
 
             def work(_):
                 run = self.trainer.start(options)
@@ -216,14 +297,14 @@ class Operations:
             return work
 
         if number:
-            return self._task("load_weights", model_id, number, raw, prepare)
-        return self._begin_run(self.session(b["session_id"]), b, model_id, raw, prepare, "load_weights")
+            return self._task("load_weights", model_id, number, raw, prepare, snapshot=True)
+        return self._begin_run(self.session(b["session_id"]), b, model_id, raw, prepare, "load_weights", snapshot=True)
 
-    def _begin_run(self, session, b, model_id: str, raw: bytes, prepare, kind: str) -> dict:
+    def _begin_run(self, session, b, model_id: str, raw: bytes, prepare, kind: str, **options) -> dict:
         if model_id not in self.models:
             self.models[model_id] = Model(b["session_id"], user_metadata=b["user_metadata"])
             session["runs"].append(model_id)
-        return self._task(kind, model_id, 0, raw, prepare)
+        return self._task(kind, model_id, 0, raw, prepare, **options)
 
     def _load(self, address: Address, about: dict, optimizer: bool):
         """Returns a run with saved weights. Called in the worker's thread."""
@@ -252,7 +333,8 @@ class Operations:
 
             return work
 
-        return self._task(kind, request.model_id, request.seq_id, raw, prepare, clears=not request.forward_only)
+        learns = not request.forward_only
+        return self._task(kind, request.model_id, request.seq_id, raw, prepare, changes=learns, clears=learns)
 
     def optim_step(self, body: dict, raw: bytes) -> dict:
         """Applies the gradients of a run."""
@@ -274,18 +356,19 @@ class Operations:
             address = Address(b["model_id"], "weights", check_name(b["path"]))
 
             def work(run):
-                self._write(address, run, b, self.trainer.moments(run), b["overwrite"])
+                self._save(address, run, b, self.trainer.moments(run), b["overwrite"])
                 return {"path": str(address), "type": "save_weights"}
 
             return work
 
-        return self._task("save_weights", b["model_id"], b["seq_id"], raw, prepare)
+        return self._task("save_weights", b["model_id"], b["seq_id"], raw, prepare, changes=False)
 
-    def _write(self, address: Address, run, b: dict, moments=None, overwrite: bool = False) -> None:
+    def _save(self, address: Address, run, b: dict, moments=None, overwrite: bool = False) -> None:
         now = time.time()
         about = {"base_model": self.names[0], "lora": run.options._asdict(), "kind": KINDS[address.kind], "time": now,
                  "user_metadata": b["user_metadata"], "step": int(run.state.step),
-                 "expires": None if b["ttl_seconds"] is None else now + b["ttl_seconds"]}
+                 "expires": None if b["ttl_seconds"] is None else now + b["ttl_seconds"],
+                 "request": f"{b['model_id']}:{b['seq_id']}"}
         self.store.write(address, about, lambda folder: self.trainer.export(run, folder), moments, overwrite)
 
     def save_weights_for_sampler(self, body: dict, raw: bytes) -> dict:
@@ -303,19 +386,19 @@ class Operations:
             sampler_id = f"{session}:sample:{b['sampling_session_seq_id']}"
 
             def work(run):
+                leaves = self.trainer.leaves(run)
                 if address is not None:
-                    self._write(address, run, b)
-                name = sampler_id if address is None else str(address)
-                self._keep(name, self.trainer.leaves(run))
-                if address is not None:
+                    self._save(address, run, b)
+                    self._keep(str(address), leaves)
                     return {"path": str(address), "type": "save_weights_for_sampler"}
-                self.samplers[sampler_id] = SamplingSession(name, None)
-                self.sessions[session]["samplers"].append(sampler_id)
+                self.snapshots.keep_version(sampler_id, leaves)
+                self._keep(sampler_id, leaves)
+                self.begin_sampling_session(sampler_id, SamplingSession(sampler_id, None))
                 return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
             return work
 
-        return self._task("save_weights_for_sampler", b["model_id"], b["seq_id"], raw, prepare)
+        return self._task("save_weights_for_sampler", b["model_id"], b["seq_id"], raw, prepare, changes=False)
 
     def _keep(self, name: str, leaves: dict) -> None:
         """Gives the sampler a version, and drops the oldest ones beyond VERSIONS that no job needs."""
@@ -323,13 +406,22 @@ class Operations:
         old = [other for other in self.sampler.versions if other not in (BASE, name, *self.sampler.needed())]
         for other in old[:max(0, len(self.sampler.versions) - VERSIONS)]:
             self.sampler.forget(other)
+            if not other.startswith("tinker://"):
+                self.snapshots.forget_version(other)
+
+    def begin_sampling_session(self, sampler_id: str, found: SamplingSession) -> None:
+        """Notes a sampling session."""
+        session = self.sessions.get(sampler_id.partition(":")[0], {"samplers": []})
+        if sampler_id not in self.samplers:
+            session["samplers"].append(sampler_id)
+        self.samplers[sampler_id] = found
 
     # ---- sampling
 
     def create_sampling_session(self, body: dict) -> dict:
         """Opens a sampling session on saved weights or on the base."""
         b = bodies.read("create_sampling_session", body)
-        session = self.session(b["session_id"])
+        self.session(b["session_id"])
         if b["model_path"] is None:
             self._check_base(b["base_model"] or "")
             found = SamplingSession(BASE, None)
@@ -338,9 +430,8 @@ class Operations:
             self.store.about(address)
             found = SamplingSession(str(address), str(address))
         sampler_id = f"{b['session_id']}:sample:{b['sampling_session_seq_id']}"
-        if sampler_id not in self.samplers:
-            session["samplers"].append(sampler_id)
-        self.samplers[sampler_id] = found
+        self._write_down({"kind": "sampler", "id": sampler_id, "version": found.version, "path": found.path})
+        self.begin_sampling_session(sampler_id, found)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     def sampling_session(self, sampler_id: str) -> SamplingSession:
@@ -356,22 +447,31 @@ class Operations:
         sample = bodies.sample(b, self.eos_ids, self.longest, self.vocab, self.has_text)
         name = f"{b['sampling_session_id']}:{b['seq_id']}"
 
-        def begin(future):
-            inner: Future = Future()
-            inner.add_done_callback(lambda done: _answer(done, future))
+        def begin(future, recorded):
+            if recorded is not None:
+                return
+            inner, record = Future(), self._recorder(name)
+            inner.add_done_callback(lambda done: _answer(done, future, record))
             job = SampleJob(name, session.version, *sample, inner)
 
             def work(_):
-                if session.version not in self.sampler.versions and session.path is not None:
-                    address = Address.parse(session.path)
-                    self._keep(session.version, self.trainer.leaves(self._load(address, self.store.about(address),
-                                                                              False)))
+                self._fetch(session)
                 self.sampler.submit(job)
 
             self.worker.post(Task("asample", work, inner))
 
-        promise = self._promise(name, raw, begin)
+        promise = self._promise(name, raw, begin, op="asample")
         return promise | {"sample_sequence_ids": [f"{name}/{i}" for i in range(sample.count)]}
+
+    def _fetch(self, session: SamplingSession) -> None:
+        """Gives the sampler the weights of a sampling session from the disk, if it has them no longer."""
+        if session.version in self.sampler.versions:
+            return
+        if session.path is not None:
+            address = Address.parse(session.path)
+            self._keep(session.version, self.trainer.leaves(self._load(address, self.store.about(address), False)))
+        elif (leaves := self.snapshots.version(session.version)) is not None:
+            self._keep(session.version, self.trainer.fitted(leaves))
 
     def cancel_future(self, body: dict) -> None:
         """Ends sampling that nobody waits for."""
@@ -387,10 +487,33 @@ def _failing(error: Refused) -> Callable[[Any], Any]:
     return work
 
 
-def _answer(done: Future, future: Future) -> None:
-    """Serialises the samples of a job into the future of its promise."""
+def _nothing(_) -> None:
+    """Does nothing, as the work or the record of a task whose result is known."""
+
+
+def _seed_of(model_id: str) -> int:
+    """Returns the seed (uint32) of a run that names none: by its id, so that a restart draws the same adapter."""
+    return int.from_bytes(hashlib.blake2b(model_id.encode(), digest_size=4).digest(), "little")
+
+
+def settle(future: Future, record: Record) -> None:
+    """Gives a future the result that a journal has."""
+    header = record.header
+    if "error" in header:
+        future.set_exception(Refused(header["status"], header["error"]))
+    else:
+        future.set_result(header["json"] if "json" in header else record.body)
+
+
+def _answer(done: Future, future: Future, record: Callable[[Any], None]) -> None:
+    """Serialises the samples of a job, writes them down, and gives them to the future of its promise."""
     if (error := done.exception()) is not None:
-        future.set_exception(error)
+        reason = refusal(error, "asample")
+        if reason.status != 503:
+            record(reason)
+        future.set_exception(reason)
         return
     samples, logprobs = done.result()
-    future.set_result(wire.sample_response(samples, None if logprobs is None else np.asarray(logprobs)))
+    result = wire.sample_response(samples, None if logprobs is None else np.asarray(logprobs))
+    record(result)
+    future.set_result(result)

@@ -65,13 +65,16 @@ class Store:
 
     def write(self, address: Address, about: dict, write_adapter: Callable[[Path], None], moments=None,
               overwrite: bool = False) -> None:
-        """Writes weights. Raises Refused if the name is taken and not to be overwritten.
+        """Writes weights, unless the same request did. Raises Refused if the name is taken and not to be overwritten.
 
         Args:
-          about: what `about` returns, JSON. write_adapter: writes PEFT's files into a folder that it makes.
+          about: what `about` returns, JSON; its entry "request" names the request.
+          write_adapter: writes PEFT's files into a folder that it makes.
           moments: arrays of the optimizer by name; None = none.
         """
         folder = self._of(address)
+        if (before := _read(folder)) is not None and before.get("request") == about["request"]:
+            return  # a restart does it again
         if folder.exists() and not overwrite:
             raise Refused(422, f"path={address.name!r}: {address} exists; choose another name, or set overwrite=True")
         temporary = folder.with_name(f".{folder.name}.new")

@@ -294,6 +294,21 @@ class Trainer:
         """Returns copies of the adapter's leaves in host memory, of the largest rank."""
         return {name: np.array(to_host(x)) for name, x in {**run.state.trainable, **run.state.frozen}.items()}
 
+    def arrays(self, run: Run) -> dict[str, np.ndarray]:
+        """Returns copies of everything that a run needs to go on: "adapter/<name>", moments, "window/<name>"."""
+        out = {f"adapter/{name}": x for name, x in self.leaves(run).items()} | self.moments(run)
+        return out | {f"window/{name}": np.array(to_host(x)) for name, x in (run.window or {}).items()}
+
+    def from_arrays(self, options: LoraOptions, arrays: dict) -> Run:
+        """Returns the run that `arrays` was called with, bit for bit."""
+        def part(kind):
+            return self.fitted({name.removeprefix(kind): x for name, x in arrays.items() if name.startswith(kind)})
+
+        run = self.restored(options, part("adapter/"), (arrays["count"], part("mu/"), part("nu/")))
+        if window := part("window/"):
+            run.window = {name: jax.device_put(x, self.places[name]) for name, x in window.items()}
+        return run
+
     def moments(self, run: Run) -> dict[str, np.ndarray]:
         """Returns copies of the optimizer's moments in host memory: "count", "mu/<name>", "nu/<name>"."""
         kept = run.state.opt_state.moments

@@ -22,6 +22,8 @@ from jaxrl.service.refusals import Refused
 
 log = logging.getLogger("jaxrl")
 GAP_SECONDS = 300.0  # the client sends a request again for as long
+SNAPSHOT_SECONDS = 30.0  # of a run's tasks, which a restart runs again at most
+RESIDENT = 8  # runs that are kept on the devices
 QUANTUM = 0.5  # seconds of sampling between two tasks
 
 
@@ -32,10 +34,12 @@ class Line:
     Attributes:
       next: number of the next task. held: tasks that came before their turn.
       failure: why the window of gradients was emptied; the next optim_step says so.
+      seconds: of tasks since the newest snapshot; 0 = nothing has run since.
     """
 
     run: Any = None
     next: int = 0
+    seconds: float = 0.0
     held: dict[int, Task] = dataclasses.field(default_factory=dict)
     failure: str = ""
 
@@ -47,6 +51,8 @@ class Task:
     Attributes:
       name: for messages. work: run -> result; raises Refused. future: gets the result.
       clears: whether a failure empties the window of gradients. applies: whether it is an optim_step.
+      snapshot: take a snapshot behind it, because it cannot be run again with the same result.
+      record: called with the result, or with the Refused, before the future gets it.
     """
 
     name: str
@@ -54,6 +60,8 @@ class Task:
     future: Future
     clears: bool = False
     applies: bool = False
+    snapshot: bool = False
+    record: Callable[[Any], None] = lambda result: None  # noqa: E731
     since: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -61,11 +69,11 @@ class Worker:
     """Runs tasks and samples; see the module.
 
     Args:
-      trainer: service.trainer.Trainer. sampler: service.sampler.Sampler.
+      trainer: service.trainer.Trainer. sampler: service.sampler.Sampler. snapshots: service.snapshots.Snapshots.
     """
 
-    def __init__(self, trainer, sampler):
-        self.trainer, self.sampler = trainer, sampler
+    def __init__(self, trainer, sampler, snapshots):
+        self.trainer, self.sampler, self.snapshots = trainer, sampler, snapshots
         self._lines: dict[str, Line] = {}
         self._free: deque[Task] = deque()  # without an order: sampling jobs
         self._change = threading.Condition()
@@ -79,7 +87,7 @@ class Worker:
             if self._stopping:
                 raise Refused(503, "the server is stopping; it answers again once it is restarted")
             if model_id:
-                line = self._lines.setdefault(model_id, Line())
+                line = self._lines.setdefault(model_id, Line(next=self.snapshots.next(model_id)))
                 if number < line.next or number in line.held:
                     raise Refused(422, f"{task.name}: seq_id={number} was used; the next one is {line.next}")
                 line.held[number] = task
@@ -98,33 +106,35 @@ class Worker:
     def serve(self) -> None:
         """Works until `stop`."""
         while not self._stopping:
-            line, task = self._take()
+            line, task, model_id = self._take()
             if task is not None:
-                self._run(line, task)
+                self._run(line, task, model_id)
             if self.sampler.busy:
                 self._sample()
             elif task is None:
                 with self._change:
                     if not self._stopping and not self._free and self._ready() is None:
                         self._change.wait(1.0)
+        for model_id, line in self._lines.items():
+            self._snapshot(model_id, line)
         for task in (*self._free, *(task for line in self._lines.values() for task in line.held.values())):
             task.future.set_exception(Refused(503, "the server was stopped before this ran; send it again"))
 
-    def _take(self) -> tuple[Line | None, Task | None]:
+    def _take(self) -> tuple[Line | None, Task | None, str]:
         with self._change:
             if self._free:
-                return None, self._free.popleft()
-            if (line := self._ready()) is None:
+                return None, self._free.popleft(), ""
+            if (model_id := self._ready()) is None:
                 self._close_gaps()
-                return None, None
+                return None, None, ""
+            line = self._lines.pop(model_id)
+            self._lines[model_id] = line  # the others come first next time
             task = line.held.pop(line.next)
             line.next += 1
-            self._lines = {**{k: x for k, x in self._lines.items() if x is not line},
-                           **{k: x for k, x in self._lines.items() if x is line}}  # the others come first next time
-            return line, task
+            return line, task, model_id
 
-    def _ready(self) -> Line | None:
-        return next((line for line in self._lines.values() if line.next in line.held), None)
+    def _ready(self) -> str | None:
+        return next((model_id for model_id, line in self._lines.items() if line.next in line.held), None)
 
     def _close_gaps(self) -> None:
         """Fails tasks whose predecessor has not come in GAP_SECONDS, and goes on behind them."""
@@ -140,26 +150,57 @@ class Worker:
                     self.trainer.empty_window(line.run)
                 line.failure = why
 
-    def _run(self, line: Line | None, task: Task) -> None:
+    def _run(self, line: Line | None, task: Task, model_id: str) -> None:
+        if line is None:
+            self._hand_over(task)
+            return
+        begin = time.monotonic()
         try:
-            if line is None:
-                task.work(None)  # hands its future to the sampler
-                return
-            if line.run is None and line.next > 1:
-                raise Refused(422, f"{task.name}: this run was not created; see the error of create_model")
+            self._load(model_id, line, task)
             if task.applies and line.failure:
                 why, line.failure = line.failure, ""
                 raise Refused(422, f"{task.name}: nothing was applied, because {why}")
             result = task.work(line.run)
             if line.next == 1:
                 line.run, result = result
-            task.future.set_result(result)
+            task.record(result)
         except Exception as e:
-            reason = refusal(e, task.name)
-            if line is not None and line.run is not None and task.clears:
+            result = refusal(e, task.name)
+            if line.run is not None and task.clears:
                 self.trainer.empty_window(line.run)
-                line.failure = "" if task.applies else f"{task.name} before it failed: {reason}"
-            task.future.set_exception(reason)
+                line.failure = "" if task.applies else f"{task.name} before it failed: {result}"
+            task.record(result)
+        line.seconds += time.monotonic() - begin
+        if task.snapshot or line.seconds > SNAPSHOT_SECONDS:
+            self._snapshot(model_id, line)
+        if isinstance(result, Refused):
+            task.future.set_exception(result)
+        else:
+            task.future.set_result(result)
+
+    def _hand_over(self, task: Task) -> None:
+        """Runs a task without a run, which hands its future to the sampler."""
+        try:
+            task.work(None)
+        except Exception as e:
+            task.future.set_exception(refusal(e, task.name))
+
+    def _load(self, model_id: str, line: Line, task: Task) -> None:
+        """Loads the snapshot of a run that is not here, and drops the run that rested longest beyond RESIDENT."""
+        if line.run is None and line.next > 1:
+            found = self.snapshots.load(model_id)
+            if found is None:
+                raise Refused(422, f"{task.name}: this run was not created; see the error of create_model")
+            line.run, line.failure = found.run, found.failure
+        here = [(name, other) for name, other in self._lines.items() if other.run is not None and other is not line]
+        for name, other in here[:max(0, len(here) - RESIDENT + 1)]:
+            self._snapshot(name, other)
+            other.run = None
+
+    def _snapshot(self, model_id: str, line: Line) -> None:
+        if line.run is not None and line.seconds:
+            self.snapshots.save(model_id, line.run, line.next, line.failure)
+            line.seconds = 0.0
 
     def _sample(self) -> None:
         try:
