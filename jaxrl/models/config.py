@@ -123,6 +123,11 @@ class ModelConfig:
         return bool(self.expert_latent) and self.mlp_bias
 
     @property
+    def recurrent_heads(self) -> int:
+        """Number of heads that a mesh must divide to split recurrent layers; 0 = there are none."""
+        return self.linear_key_heads if self.linear_key_heads > 1 else self.linear_value_heads
+
+    @property
     def linear_value_width(self) -> int:
         """Numbers of a token's values over all heads of a recurrence."""
         return self.linear_value_heads * self.linear_value_size
@@ -246,11 +251,8 @@ class ModelConfig:
                 "model.config.max_position_embeddings")
 
 
-DELTA = {"linear_num_key_heads": "linear_key_heads", "linear_num_value_heads": "linear_value_heads",
-          "linear_key_head_dim": "linear_key_size", "linear_value_head_dim": "linear_value_size",
-          "linear_conv_kernel_dim": "linear_taps"}  # HF's fields of recurrent layers
-MAMBA = {"n_groups": "linear_key_heads", "mamba_num_heads": "linear_value_heads", "ssm_state_size": "linear_key_size",
-         "mamba_head_dim": "linear_value_size", "conv_kernel": "linear_taps"}
+# sizes of recurrent layers: their key heads, value heads, key size, value size, taps; see Family.sizes
+SIZES = ("linear_key_heads", "linear_value_heads", "linear_key_size", "linear_value_size", "linear_taps")
 
 
 def model_config(hf_config: dict) -> ModelConfig:
@@ -294,7 +296,7 @@ def model_config(hf_config: dict) -> ModelConfig:
 
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
-        mlp_size=hf["intermediate_size"], num_heads=heads,
+        mlp_size=hf[family.mlp_size], num_heads=heads,
         num_kv_heads=heads if family.latent else hf.get("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
@@ -319,17 +321,27 @@ def _with_defaults(hf_config: dict, family) -> dict:
         hf[family.experts_count] = expert_count(hf_config, family)
     if family.one_part:
         hf["num_hidden_layers"] = len(listed_parts(hf))
+    if hf.get("mamba_d_head") == "auto":
+        hf["mamba_d_head"] = _inner(hf) // number(hf, "mamba_n_heads", least=1, kind=int)
     return hf
+
+
+def _inner(hf) -> int:
+    """Returns the numbers of a token's values over all heads of Mamba-2, as Granite 4 and Falcon-H1 say it."""
+    given = hf.get("mamba_d_ssm")
+    return number(hf, "mamba_expand", least=1, kind=int) * hf["hidden_size"] if given is None else given
 
 
 def _recurrent(hf, family) -> dict:
     """Returns the fields of ModelConfig about recurrent layers."""
-    names = MAMBA if family.is_mamba else DELTA
-    out = {ours: hf[theirs] for theirs, ours in names.items()}
+    out = {ours: hf[theirs] for ours, theirs in zip(SIZES, family.sizes, strict=True)}
     if family.is_mamba:
         out |= dict(is_mamba=True, convolution_bias=hf[family.convolution_bias], recurrent_in_bias=hf[family.recurrent_bias],
-                    recurrent_out_bias=hf[family.recurrent_bias],
-                    step_limits=(float(number(hf, "time_step_min", least=0)), math.inf))
+                    recurrent_out_bias=hf[family.recurrent_out_bias or family.recurrent_bias],
+                    step_limits=_limits(hf, "time_step_limit"))
+        if not family.one_part:
+            return out
+        out |= dict(step_limits=(float(number(hf, "time_step_min", least=0)), math.inf))
         if _limits(hf, "time_step_limit") != NO_LIMITS:
             raise ConfigError(f"model config: time_step_limit={hf['time_step_limit']!r} is not supported; {hf['model_type']} "
                               "models are computed with time_step_min and no upper limit")
@@ -369,8 +381,8 @@ def _routed(hf, family) -> dict:
         out["shared_expert_size"] = hf[family.shared_expert_size]
     if hf.get("moe_latent_size") is not None:
         out["expert_latent"] = number(hf, "moe_latent_size", least=1, kind=int)
-    if family.one_part:
-        out |= {"shared_gate": False, "expert_gate": False}
+    out |= {} if family.shared_gate else {"shared_gate": False}
+    out |= {"expert_gate": False} if family.one_part else {}
     if family.shared_experts:
         out |= {"shared_expert_size": size * hf[family.shared_experts], "shared_gate": False}
     if family.router == "sigmoid":
@@ -430,13 +442,15 @@ def _check_latent(hf, family):
 
 def _check_recurrent(hf, family):
     """Raises ConfigError for bad sizes of recurrent layers and for fields whose other values mean another function."""
-    names = MAMBA if family.is_mamba else DELTA
-    for key in names:
+    for key in family.sizes:
         number(hf, key, least=1, kind=int)
-    keys, values = list(names)[:2]
+    keys, values, _, size, _ = family.sizes
     if hf[values] % hf[keys]:
         raise ConfigError(f"model config: {values}={hf[values]} is not a multiple of {keys}={hf[keys]}; change one of "
                           "them")
+    if "mamba_expand" in family.defaults and hf[values] * hf[size] != (inner := _inner(hf)):
+        raise ConfigError(f"model config: {size}={hf[size]} times {values}={hf[values]} is not {inner}, the inner size of "
+                          "the model; leave it out")
     if hf.get("sliding_window") is not None and hf.get("use_sliding_window") is not False:
         raise ConfigError(f"model config: sliding_window={hf['sliding_window']!r}, but a {hf['model_type']} model has no "
                           "windows; leave it out")
@@ -499,6 +513,6 @@ def _refuse_foreign(hf, family):
         if hf.get(key) not in (None, family.router):
             raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; the routers of {hf['model_type']} "
                               f"models are {family.router} over all experts")
-    if hf.get("position_embedding_type") not in (None, "rope", "rotary"):
+    if hf.get("position_embedding_type") not in (None, "rope", *(("nope",) if family.may_turn else ("rotary",))):
         raise ConfigError(f"model config: position_embedding_type={hf['position_embedding_type']!r} is not supported; "
                           "the families here have rotary embeddings")

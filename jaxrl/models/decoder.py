@@ -247,6 +247,7 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
           "gated_attention": Part(parameters.GATED_ATTENTION, attention),
           "gated_delta": Part(parameters.GATED_DELTA, recurrent.gated_delta),
           "gated_delta_by_head": Part(parameters.GATED_DELTA_BY_HEAD, recurrent.gated_delta),
+          "mamba2": Part(parameters.MAMBA2, recurrent.mamba2),
           "nemotron_attention": Part(parameters.NEMOTRON_ATTENTION, attention),
           "nemotron_mamba2": Part(parameters.NEMOTRON_MAMBA2, recurrent.mamba2)}
 

@@ -207,6 +207,8 @@ FEED_FORWARDS = {
     "mixtral_experts": Part(parameters.MIXTRAL_EXPERTS, experts),
     "minimax_experts": Part(parameters.MINIMAX_EXPERTS, experts),
     "gpt_oss_experts": Part(parameters.GPT_OSS_EXPERTS, experts),
+    "granite_mlp": Part(parameters.GRANITE_MLP, mlp),
+    "granite_experts": Part(parameters.GRANITE_EXPERTS, experts),
     "nemotron_mlp": Part(parameters.NEMOTRON_MLP, mlp),
     "nemotron_experts": Part(parameters.NEMOTRON_EXPERTS, experts),
 }

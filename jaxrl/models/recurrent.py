@@ -94,7 +94,7 @@ def _mixed(kind: Kind, gated_norm: Callable, own, x_BxLxD, shared, cache, index)
     windows = () if cache is None else tuple(old[name] for name in LEAVES[1:])
     rule = functools.partial(rule, kind, cfg)
     out, state, windows = by_rows_and_heads(
-        rule, cfg.linear_key_heads, shared.chunks, tokens, old["state"], windows, of_heads)
+        rule, cfg.recurrent_heads, shared.chunks, tokens, old["state"], windows, of_heads)
     new = dict(zip(LEAVES, (state, *windows), strict=True))
     if cache is not None:
         new = {name: x.astype(cache[name].dtype) for name, x in new.items()}

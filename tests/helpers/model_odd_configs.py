@@ -57,9 +57,14 @@ BASE = {
     "qwen3_5_moe_text": HYBRID_EXPERTS,
     "qwen3_next": HYBRID_EXPERTS,
     "qwen3_vl_text": {"head_dim": 8, "rope_theta": 10000.0},
-    "nemotron_h": {**{k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"}, "hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5,
-                   "layer_norm_epsilon": 1e-2, "head_dim": 10, "mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 5, "mamba_head_dim": 7,
-                   "conv_kernel": 3, "time_step_min": 0.3, "moe_shared_expert_intermediate_size": 20},
+    "nemotron_h": {
+        **{k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"}, "hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5,
+        "layer_norm_epsilon": 1e-2, "head_dim": 10, "mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 5, "mamba_head_dim": 7,
+        "conv_kernel": 3, "time_step_min": 0.3, "moe_shared_expert_intermediate_size": 20},
+    "granitemoehybrid": {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "shared_intermediate_size": 20, "rms_norm_eps": 1e-2,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 5,
+        "mamba_d_conv": 3, "attention_multiplier": 0.3},
 }
 WITHOUT_POSITIONS = ("nemotron_h",)  # no rotary embedding is read
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -274,6 +279,16 @@ MOVES["nemotron_h"] = [
     {"mlp_hidden_act": "gelu"}, {"mlp_hidden_act": "silu"}, {"head_dim": 12}, {"head_dim": 7}, {"num_key_value_heads": 1}, {"n_routed_experts": 12},
     {"num_experts_per_tok": 3}, {"n_group": 2}, {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"norm_topk_prob": False},
     {"routed_scaling_factor": 3.5}, {"moe_intermediate_size": 20}, {"moe_shared_expert_intermediate_size": 12}]
+TURNS = {"position_embedding_type": "rope"}
+MOVES["granitemoehybrid"] = [
+    *({**TURNS, **entries} for entries in (ROPES[0], *ROPES[3::8])), TURNS, *COMMON, {"layer_types": None}, {"layer_types": [FULL] * LAYERS},
+    {"layer_types": None, "layers_block_type": [RECURRENT, "mamba", "attention", FULL]}, {"mamba_n_heads": 4}, {"mamba_n_groups": 1},
+    {"mamba_n_groups": 8}, {"mamba_d_state": 8}, {"mamba_d_conv": 2}, {"mamba_expand": 3}, {"mamba_n_heads": 16, "mamba_d_head": 4},
+    {"mamba_conv_bias": False}, {"mamba_proj_bias": True}, {"time_step_limit": [0.4, float("inf")]}, {"time_step_limit": [0.0, 0.5]},
+    {"time_step_limit": [0.4, {"__float__": "Infinity"}]}, {"num_local_experts": 0}, {"num_local_experts": 0, "num_experts_per_tok": 0},
+    {"num_local_experts": 4}, {"num_experts_per_tok": 3}, {"intermediate_size": 12}, {"shared_intermediate_size": 12},
+    {"embedding_multiplier": 12.0}, {"logits_scaling": 8.0}, {"residual_multiplier": 0.22}, {"attention_multiplier": 0.7}, {"attention_bias": True},
+    {"tie_word_embeddings": True}, {"head_dim": 12}]
 UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"residual_multiplier": 1}, {"use_mrope": False},
           {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
           {"original_max_position_embeddings": 16}, {"use_cache": False}, {"some_field_of_tomorrow": "text"}]
@@ -335,6 +350,10 @@ IGNORED["nemotron_h"] = [
     {"n_shared_experts": 1}, {"moe_shared_expert_overlap": False}, {"residual_in_fp32": False}, {"hidden_dropout": 0.3},
     {"rescale_prenorm_residual": False}, {"use_mamba_kernels": False}, {"num_logits_to_keep": 2}, {"hidden_act": "gelu"},
     {"tie_word_embeddings": False}, {"layers_block_type": [RECURRENT, "moe", FULL, "mlp", RECURRENT]}]
+IGNORED["granitemoehybrid"] = [
+    *(e for e in UNUSED[1:] if "residual_multiplier" not in e), *TRAINING, {"position_embedding_type": "nope"}, {"rope_theta": 77.0},
+    {"mamba_d_head": 8}, {"mamba_d_head": "auto"}, {"mamba_chunk_size": 8}, {"time_step_limit": None}, {"time_step_limit": [0.0, float("inf")]},
+    {"shared_intermediate_size": 20}, {"hidden_act": "silu"}, {"max_position_embeddings": 128}]
 FOREIGN = [
     {"num_experts": 8}, {"num_local_experts": 4}, {"n_routed_experts": 64}, {"moe_intermediate_size": 16}, {"kv_lora_rank": 8},
     {"q_lora_rank": 8}, {"attention_sinks": True}, {"attention_chunk_size": 8}, {"clip_qkv": 6.0}, {"use_parallel_residual": True},
@@ -433,6 +452,14 @@ REFUSED["nemotron_h"] = [
     {"sliding_window": 4}, {"mlp_hidden_act": "relu"}, {"use_bias": 1}, {"use_conv_bias": None}, {"moe_latent_size": 0},
     {"moe_shared_expert_intermediate_size": 0}, {"n_routed_experts": 0}, {"num_experts_per_tok": 7}, {"n_group": 4}, {"topk_group": 4},
     {"scoring_func": "softmax"}, {"layer_scale": True}, {"intermediate_size": [48, 32]}, {"time_step_limit": None, "mamba_dt_limit": [0.0, 1.0]}]
+FACTORS = {"logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier"}
+REFUSED["granitemoehybrid"] = [
+    *(e for e in NO_EXPERTS if not FACTORS & set(e) and "full_attention_interval" not in e and e != {"layer_types": ["linear_attention"] * LAYERS}),
+    *NO_CAPS, {"logits_scaling": 0}, {"embedding_multiplier": None}, {"residual_multiplier": -1.0}, {"attention_multiplier": "1"},
+    {"layer_types": ["mamba", "sliding_attention", "mamba", "mamba"]}, {"layer_types": ["mamba"]}, {"mamba_n_heads": 7}, {"mamba_n_groups": 3},
+    {"mamba_d_head": 9}, {"mamba_d_state": 0}, {"mamba_d_conv": None}, {"mamba_expand": 0}, {"mamba_conv_bias": None}, {"mamba_proj_bias": 1},
+    {"time_step_limit": [0.5]}, {"time_step_limit": [0.5, 0.1]}, {"time_step_limit": "auto"}, {"hidden_act": "gelu"}, {"num_experts_per_tok": 6},
+    {"num_experts_per_tok": 0}, {"shared_intermediate_size": 0}, {"sliding_window": 4}, {"position_embedding_type": "alibi"}, {"use_qk_norm": True}]
 GEMMA3_ROPES_REFUSED = [
     ({"rope_theta": None}, "rope_theta=None"), (new(LINEAR), "rope_type"), (new({}), "rope_theta"),
     (old({"type": "linear", "factor": 8.0}), "type='linear'"), (layered({**LINEAR, "factor": 0}), "factor=0"),

@@ -37,10 +37,10 @@ class Implementation(NamedTuple):
     backward(call, layout, x_RxD, dy_RxD, gates_R, weights, sums) -> (dx_RxD, dgates_R, sums).
 
     weights: gate, up and down, and perhaps a bias of each, or up and down. x and dy are Rows; results are fp32 or
-    better, and rows without a slot mean nothing in them. sums: the weights' gradients so far, fp32 or better, to which the chunk's are
-    added, or () where nobody asks for them. Where tokens are a single chunk, an implementation with `fresh` is given
-    ShapeDtypeStructs of the weights instead, and returns the chunk's own sums, rounded to the weights' dtype: nothing
-    is read, and half as much is written. room: of tuned.chunk.
+    better, and rows without a slot mean nothing in them. sums: the weights' gradients so far, fp32 or better, to which
+    the chunk's are added, or () where nobody asks for them. Where tokens are a single chunk, an implementation with
+    `fresh` is given ShapeDtypeStructs of the weights instead, and returns the chunk's own sums, rounded to the weights'
+    dtype: nothing is read, and half as much is written. room: of tuned.chunk.
     """
 
     forward: Callable

@@ -412,7 +412,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
         planned.append(tensorfile.Planned(HEAD, kind, embedding.shape, lambda: embedding.get().astype(kind)))
-    planned = fused.fuse(model, planned) if source.get("fused") or fused.interleaved(model) else planned
+    planned = fused.fuse(model, planned) if source.get("fused") or fused.always(model) else planned
     return sorted(parts.join(model, planned), key=lambda t: order(t.name)), main.name
 
 
