@@ -109,6 +109,12 @@ class ModelConfig:
     recurrent_in_bias: bool = False   # of the maps of the hidden states, and of the map of the output
     recurrent_out_bias: bool = False
     step_limits: tuple[float, float] = (0.0, math.inf)  # of Mamba-2's steps
+    recurrent_norm: bool = True   # Mamba-2's output is normed,
+    norm_then_gate: bool = False  # before it is gated
+    # factors on: the hidden states that a recurrence reads, its gate, C, B, x, steps, what it returns; () = 1 each
+    recurrent_factors: tuple[float, ...] = ()
+    attention_factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # the same of attention, keys, what it returns
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # on the gate before its activation, and on what the MLP returns
     expert_gate: bool = True      # an expert is down(activation(gate) * up), or down(activation(up))
     expert_latent: int = 0        # numbers of a token that its experts compute with; 0 = the hidden size
 
@@ -303,7 +309,7 @@ def model_config(hf_config: dict) -> ModelConfig:
         qk_norm=flag(family.qk_norm), norm_offset=1.0 if family.zero_centred else 0.0,
         norm_eps=number(hf, family.norm_eps, least=0), activation=family.activations.get(hf[family.activation], hf[family.activation]),
         embed_scale=hidden ** 0.5 if family.gemma else factor(family.embed_factor), qk_norm_late=family.qk_norm_late,
-        residual_scale=factor(family.residual_factor), logits_divisor=factor(family.logits_divisor),
+        residual_scale=factor(family.residual_factor),
         query_scale=query_scale,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=number(hf, "max_position_embeddings", least=1, kind=int),
@@ -311,7 +317,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         rotary_size=_rotary(hf, family, head_dim), sinks=family.sinks, router_bias=family.router_bias,
         expert_bias=family.expert_bias,
         packed_qkv=family.packed_qkv, packed_mlp=family.packed_mlp,
-        next_tokens=_next_tokens(hf_config, family), **{"rope_interleaved": family.rope_interleaved, **routed})
+        next_tokens=_next_tokens(hf_config, family), **{
+            "rope_interleaved": family.rope_interleaved, "logits_divisor": factor(family.logits_divisor), **routed})
 
 
 def _with_defaults(hf_config: dict, family) -> dict:
@@ -339,6 +346,8 @@ def _recurrent(hf, family) -> dict:
         out |= dict(is_mamba=True, convolution_bias=hf[family.convolution_bias], recurrent_in_bias=hf[family.recurrent_bias],
                     recurrent_out_bias=hf[family.recurrent_out_bias or family.recurrent_bias],
                     step_limits=_limits(hf, "time_step_limit"))
+        if family.scaled:
+            out |= _factors(hf)
         if not family.one_part:
             return out
         out |= dict(step_limits=(float(number(hf, "time_step_min", least=0)), math.inf))
@@ -346,6 +355,23 @@ def _recurrent(hf, family) -> dict:
             raise ConfigError(f"model config: time_step_limit={hf['time_step_limit']!r} is not supported; {hf['model_type']} "
                               "models are computed with time_step_min and no upper limit")
     return out
+
+
+def _factors(hf) -> dict:
+    """Returns the fields of ModelConfig about Falcon-H1's factors and norm."""
+    def listed(key, count):
+        given = [1.0] * count if hf[key] is None else hf[key]
+        if not isinstance(given, list | tuple) or len(given) != count:
+            raise ConfigError(f"model config: {key}={given!r}; give {count} numbers")
+        return [float(number({key: x}, key)) for x in given]
+
+    one = lambda key: float(number(hf, key))  # noqa: E731
+    gate, x, b, c, step = listed("ssm_multipliers", 5)
+    attention = tuple(map(one, ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")))
+    return dict(recurrent_factors=(one("ssm_in_multiplier"), gate, c, b, x, step, one("ssm_out_multiplier")),
+                attention_factors=attention, mlp_factors=tuple(listed("mlp_multipliers", 2)), recurrent_norm=hf["mamba_rms_norm"],
+                norm_then_gate=hf["mamba_norm_before_gate"] and hf["mamba_rms_norm"],
+                logits_divisor=1 / float(number(hf, "lm_head_multiplier", above=0)))
 
 
 NO_LIMITS = (0.0, math.inf)

@@ -70,6 +70,7 @@ class Family:
     convolution_bias: str = ""
     recurrent_bias: str = ""             # of the maps of the hidden states, and of the output where this names no other:
     recurrent_out_bias: str = ""
+    scaled: bool = False                 # and Falcon-H1's factors, see config._factors
     may_turn: bool = False               # attention sees positions by position_embedding_type=rope alone
     sizes: tuple[str, ...] = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
                               "linear_conv_kernel_dim")  # of recurrent layers, in the order of config.SIZES
@@ -314,6 +315,16 @@ FAMILIES = {
         mlp_size="shared_intermediate_size", dense="granite_mlp", feed_forward="granite_experts", expert_size="intermediate_size",
         experts_count="num_local_experts", shared_expert_size="shared_intermediate_size", shared_gate=False, norm_topk=True,
         fused_in="block_sparse_moe", fused_only=True, classifies=False, vllm_lacks="its names of Mamba-2's tensors are not mapped yet"),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM", {
+            **_SHARED, **_MAMBA, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8, "attention_bias": False,
+            "mlp_bias": False, "projectors_bias": False, "mamba_d_ssm": 1024, "mamba_norm_before_gate": True, "mamba_rms_norm": False,
+            "embedding_multiplier": 1.0, "lm_head_multiplier": 1.0, "key_multiplier": 1.0, "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0, "ssm_multipliers": None, "mlp_multipliers": None},
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", embed_factor="embedding_multiplier", norms="falcon_h1",
+        feed_forward="falcon_mlp", recurrent="falcon_h1", is_mamba=True, convolution_bias="mamba_conv_bias", recurrent_bias="mamba_proj_bias",
+        recurrent_out_bias="projectors_bias", scaled=True, sizes=_MAMBA_SIZES, classifies=False, within=(("model.", "model."),),
+        spelled=(("model.final_layernorm.", "model.norm."),), vllm_lacks="its names of Mamba-2's tensors are not mapped yet"),
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},
@@ -374,6 +385,7 @@ FOREIGN = {
     "other layers": ("linear_num_key_heads", "mamba_d_state", "ssm_cfg", "layer_group_size", "full_attention_interval",
                      "hidden_size_per_layer_input", "vocab_size_per_layer_input", "altup_num_inputs", "laurel_rank",
                      "activation_sparsity_pattern", "num_nextn_predict_layers", "num_mtp_layers", "per_layer_config", "block_configs",
+                     "attn_layer_indices",
                      "use_double_wide_mlp", "layer_scale", "use_layer_scale", "is_encoder_decoder"),
     "a factor": ("logit_scale", "logits_scaling", "logits_scale", "output_multiplier_scale", "lm_head_multiplier",
                  "embedding_multiplier", "embedding_multiplier_scale", "embedding_scale", "scale_emb", "residual_multiplier",

@@ -9,8 +9,9 @@ from jaxrl.models.families import number
 from jaxrl.models.rope import Rope
 from jaxrl.models.rope_config import ropes
 
-RECURRENT = ("gated_delta", "gated_delta_by_head", "mamba2", "nemotron_mamba2")  # mixers that carry a state
-DENSE = ("mlp", "granite_mlp", "nemotron_mlp", "none")  # feed-forwards without experts
+BESIDE = "falcon_h1"  # a recurrence and attention side by side
+RECURRENT = ("gated_delta", "gated_delta_by_head", "mamba2", "nemotron_mamba2", BESIDE)  # mixers that carry a state
+DENSE = ("mlp", "falcon_mlp", "granite_mlp", "nemotron_mlp", "none")  # feed-forwards without experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Layer:
     @property
     def attends(self) -> bool:
         """Whether its mixer has keys and values."""
-        return self.mixer not in (*RECURRENT, "none")
+        return self.mixer == BESIDE or self.mixer not in (*RECURRENT, "none")
 
     @property
     def has_experts(self) -> bool:

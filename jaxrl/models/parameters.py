@@ -85,6 +85,7 @@ NORMS = {  # Layer.norms: before attention and MLP, behind both, or both; HF's n
     "glm4": _norms(attention_norm="input_layernorm", attention_post_norm="post_self_attn_layernorm",
                    mlp_norm="post_attention_layernorm", mlp_post_norm="post_mlp_layernorm"),
     "post": _norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    "falcon_h1": _norms(attention_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
     "mixer": _norms(attention_norm="norm"), "feed_forward": _norms(mlp_norm="norm"),  # of layers of one part
 }
 ATTENTION = (
@@ -187,7 +188,8 @@ def _mamba2(module: str, adapts_out: bool = True) -> tuple[Row, ...]:
             Row("recurrent/rate", ("heads",), f"{module}.A_log", init="rates", sizes=each, wide=True),
             Row("recurrent/shift", ("heads",), f"{module}.dt_bias", init="steps", sizes=each),
             Row("recurrent/skip", ("heads",), f"{module}.D", init="unit", sizes=each),
-            Row("recurrent/norm/scale", ("norm",), f"{module}.norm.weight", init="unit", sizes=("linear_value_width",)),
+            Row("recurrent/norm/scale", ("norm",), f"{module}.norm.weight", init="unit", sizes=("linear_value_width",),
+                when="recurrent_norm"),
             Row("recurrent/out/kernel", _OUT, f"{module}.out_proj.weight", 2, sizes=(*_VALUES, "hidden_size"),
                 by_name=not adapts_out),
             Row("recurrent/out/bias", ("norm",), f"{module}.out_proj.bias", init="zero", when="recurrent_out_bias"))
@@ -199,6 +201,7 @@ def _renamed(rows: tuple[Row, ...], old: str, new: str) -> tuple[Row, ...]:
 
 
 MAMBA2, NEMOTRON_MAMBA2 = _mamba2("mamba"), _mamba2("mixer", adapts_out=False)
+FALCON_H1 = ATTENTION + _mamba2("mamba", adapts_out=False)
 NEMOTRON_ATTENTION = _renamed(ATTENTION, "self_attn", "mixer")
 _UP = ("embed", "heads", "head_dim")  # the few numbers that it reads are split as the hidden ones are
 LATENT_ATTENTION = (  # models.latent
@@ -222,6 +225,7 @@ MLP = (
     Row("mlp/down/kernel", ("mlp", "embed"), "mlp.down_proj.weight", 1),
     Row("mlp/down/bias", ("norm",), "mlp.down_proj.bias", init="zero", when="mlp_bias"),
 )
+FALCON_MLP = _renamed(MLP, "mlp", "feed_forward")
 NEMOTRON_MLP = _renamed(tuple(row for row in MLP if "/gate/" not in row.path), "mlp", "mixer")
 MLP = _packed(MLP, "packed_mlp", "mlp.gate_up_proj.weight", "mlp/gate/kernel", "mlp/up/kernel")
 JOINED = {  # linear maps of one input -> the name of the one that gives all their outputs (models.unstacked)

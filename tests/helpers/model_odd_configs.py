@@ -65,6 +65,9 @@ BASE = {
         "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "shared_intermediate_size": 20, "rms_norm_eps": 1e-2,
         "layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 5,
         "mamba_d_conv": 3, "attention_multiplier": 0.3},
+    "falcon_h1": {
+        "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_d_ssm": 42, "rms_norm_eps": 1e-2,
+        "mamba_rms_norm": True, "mamba_norm_before_gate": False, "key_multiplier": 0.3, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7]},
 }
 WITHOUT_POSITIONS = ("nemotron_h",)  # no rotary embedding is read
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -279,6 +282,17 @@ MOVES["nemotron_h"] = [
     {"mlp_hidden_act": "gelu"}, {"mlp_hidden_act": "silu"}, {"head_dim": 12}, {"head_dim": 7}, {"num_key_value_heads": 1}, {"n_routed_experts": 12},
     {"num_experts_per_tok": 3}, {"n_group": 2}, {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"norm_topk_prob": False},
     {"routed_scaling_factor": 3.5}, {"moe_intermediate_size": 20}, {"moe_shared_expert_intermediate_size": 12}]
+MOVES["falcon_h1"] = [
+    *ROPES[2::8], *COMMON, {"mamba_n_heads": 3}, {"mamba_n_groups": 1}, {"mamba_n_groups": 6}, {"mamba_d_state": 8}, {"mamba_d_conv": 2},
+    {"mamba_d_ssm": 30}, {"mamba_d_ssm": None, "mamba_n_heads": 8}, {"mamba_d_ssm": None, "mamba_expand": 3},
+    {"mamba_d_head": 14, "mamba_n_heads": 3},
+    {"mamba_conv_bias": False}, {"mamba_proj_bias": True}, {"projectors_bias": True}, {"attention_bias": True}, {"mlp_bias": True},
+    {"mamba_norm_before_gate": True}, {"mamba_rms_norm": False}, {"mamba_rms_norm": False, "mamba_norm_before_gate": True},
+    {"time_step_limit": [0.0, 0.5]}, {"time_step_limit": [0.4, {"__float__": "Infinity"}]}, {"embedding_multiplier": 5.0},
+    {"lm_head_multiplier": 0.04},
+    {"key_multiplier": 1.0}, {"attention_in_multiplier": 1.7}, {"attention_out_multiplier": 0.4}, {"ssm_in_multiplier": 1.4},
+    {"ssm_out_multiplier": 0.3}, {"ssm_multipliers": None}, *({"ssm_multipliers": [2.0 if i == j else 1.0 for j in range(5)]} for i in range(5)),
+    {"mlp_multipliers": [0.5, 1.0]}, {"mlp_multipliers": [1.0, 0.3]}, {"head_dim": 12}, {"tie_word_embeddings": True}]
 TURNS = {"position_embedding_type": "rope"}
 MOVES["granitemoehybrid"] = [
     *({**TURNS, **entries} for entries in (ROPES[0], *ROPES[3::8])), TURNS, *COMMON, {"layer_types": None}, {"layer_types": [FULL] * LAYERS},
@@ -354,6 +368,10 @@ IGNORED["granitemoehybrid"] = [
     *(e for e in UNUSED[1:] if "residual_multiplier" not in e), *TRAINING, {"position_embedding_type": "nope"}, {"rope_theta": 77.0},
     {"mamba_d_head": 8}, {"mamba_d_head": "auto"}, {"mamba_chunk_size": 8}, {"time_step_limit": None}, {"time_step_limit": [0.0, float("inf")]},
     {"shared_intermediate_size": 20}, {"hidden_act": "silu"}, {"max_position_embeddings": 128}]
+IGNORED["falcon_h1"] = [
+    *(e for e in UNUSED if "num_experts" not in e), {"mamba_d_head": 7}, {"mamba_d_head": "auto"}, {"mamba_chunk_size": 8}, {"mamba_expand": 3},
+    {"time_step_limit": None}, {"mlp_multipliers": None}, {"mlp_multipliers": [1.0, 1.0]}, {"num_logits_to_keep": 2}, {"hidden_act": "silu"},
+    {"mamba_use_mlp": True}, {"max_position_embeddings": 128}]
 FOREIGN = [
     {"num_experts": 8}, {"num_local_experts": 4}, {"n_routed_experts": 64}, {"moe_intermediate_size": 16}, {"kv_lora_rank": 8},
     {"q_lora_rank": 8}, {"attention_sinks": True}, {"attention_chunk_size": 8}, {"clip_qkv": 6.0}, {"use_parallel_residual": True},
@@ -460,6 +478,14 @@ REFUSED["granitemoehybrid"] = [
     {"mamba_d_head": 9}, {"mamba_d_state": 0}, {"mamba_d_conv": None}, {"mamba_expand": 0}, {"mamba_conv_bias": None}, {"mamba_proj_bias": 1},
     {"time_step_limit": [0.5]}, {"time_step_limit": [0.5, 0.1]}, {"time_step_limit": "auto"}, {"hidden_act": "gelu"}, {"num_experts_per_tok": 6},
     {"num_experts_per_tok": 0}, {"shared_intermediate_size": 0}, {"sliding_window": 4}, {"position_embedding_type": "alibi"}, {"use_qk_norm": True}]
+REFUSED["falcon_h1"] = [
+    *(e for e in FOREIGN if "embedding_multiplier" not in e and "layer_types" not in e and "full_attention_interval" not in e), *NO_CAPS,
+    {"mamba_n_heads": 5}, {"mamba_n_groups": 4}, {"mamba_d_head": 9}, {"mamba_d_state": 0}, {"mamba_d_conv": None}, {"mamba_conv_bias": None},
+    {"mamba_proj_bias": 1}, {"projectors_bias": None}, {"mamba_rms_norm": None}, {"mamba_norm_before_gate": 1}, {"time_step_limit": [0.5]},
+    {"hidden_act": "gelu"}, {"sliding_window": 4}, {"embedding_multiplier": 0}, {"lm_head_multiplier": 0}, {"key_multiplier": None},
+    {"attention_in_multiplier": "1"}, {"attention_out_multiplier": None}, {"ssm_in_multiplier": None}, {"ssm_out_multiplier": True},
+    {"ssm_multipliers": [1.0] * 4}, {"ssm_multipliers": [1.0, 1.0, None, 1.0, 1.0]}, {"mlp_multipliers": [1.0]}, {"mlp_multipliers": 0.5},
+    {"use_qk_norm": True}, {"mlp_bias": None}, {"logits_scaling": 2.0}, {"attn_layer_indices": [1]}]
 GEMMA3_ROPES_REFUSED = [
     ({"rope_theta": None}, "rope_theta=None"), (new(LINEAR), "rope_type"), (new({}), "rope_theta"),
     (old({"type": "linear", "factor": 8.0}), "type='linear'"), (layered({**LINEAR, "factor": 0}), "factor=0"),
