@@ -109,6 +109,12 @@ class ModelConfig:
     recurrent_in_bias: bool = False   # of the maps of the hidden states, and of the map of the output
     recurrent_out_bias: bool = False
     step_limits: tuple[float, float] = (0.0, math.inf)  # of Mamba-2's steps
+    recurrent_norm: bool = True   # Mamba-2's output is normed,
+    norm_then_gate: bool = False  # before it is gated
+    # factors on: the hidden states that a recurrence reads, its gate, C, B, x, steps, what it returns; () = 1 each
+    recurrent_factors: tuple[float, ...] = ()
+    attention_factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # the same of attention, keys, what it returns
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # on the gate before its activation, and on what the MLP returns
     expert_gate: bool = True      # an expert is down(activation(gate) * up), or down(activation(up))
     expert_latent: int = 0        # numbers of a token that its experts compute with; 0 = the hidden size
 
@@ -121,6 +127,11 @@ class ModelConfig:
     def latent_bias(self) -> bool:
         """Whether the maps around the experts have a bias."""
         return bool(self.expert_latent) and self.mlp_bias
+
+    @property
+    def recurrent_heads(self) -> int:
+        """Number of heads that a mesh must divide to split recurrent layers; 0 = there are none."""
+        return self.linear_key_heads if self.linear_key_heads > 1 else self.linear_value_heads
 
     @property
     def linear_value_width(self) -> int:
@@ -246,11 +257,8 @@ class ModelConfig:
                 "model.config.max_position_embeddings")
 
 
-DELTA = {"linear_num_key_heads": "linear_key_heads", "linear_num_value_heads": "linear_value_heads",
-          "linear_key_head_dim": "linear_key_size", "linear_value_head_dim": "linear_value_size",
-          "linear_conv_kernel_dim": "linear_taps"}  # HF's fields of recurrent layers
-MAMBA = {"n_groups": "linear_key_heads", "mamba_num_heads": "linear_value_heads", "ssm_state_size": "linear_key_size",
-         "mamba_head_dim": "linear_value_size", "conv_kernel": "linear_taps"}
+# sizes of recurrent layers: their key heads, value heads, key size, value size, taps; see Family.sizes
+SIZES = ("linear_key_heads", "linear_value_heads", "linear_key_size", "linear_value_size", "linear_taps")
 
 
 def model_config(hf_config: dict) -> ModelConfig:
@@ -294,14 +302,14 @@ def model_config(hf_config: dict) -> ModelConfig:
 
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
-        mlp_size=hf["intermediate_size"], num_heads=heads,
+        mlp_size=hf[family.mlp_size], num_heads=heads,
         num_kv_heads=heads if family.latent else hf.get("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
         qk_norm=flag(family.qk_norm), norm_offset=1.0 if family.zero_centred else 0.0,
         norm_eps=number(hf, family.norm_eps, least=0), activation=family.activations.get(hf[family.activation], hf[family.activation]),
         embed_scale=hidden ** 0.5 if family.gemma else factor(family.embed_factor), qk_norm_late=family.qk_norm_late,
-        residual_scale=factor(family.residual_factor), logits_divisor=factor(family.logits_divisor),
+        residual_scale=factor(family.residual_factor),
         query_scale=query_scale,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=number(hf, "max_position_embeddings", least=1, kind=int),
@@ -309,7 +317,8 @@ def model_config(hf_config: dict) -> ModelConfig:
         rotary_size=_rotary(hf, family, head_dim), sinks=family.sinks, router_bias=family.router_bias,
         expert_bias=family.expert_bias,
         packed_qkv=family.packed_qkv, packed_mlp=family.packed_mlp,
-        next_tokens=_next_tokens(hf_config, family), **{"rope_interleaved": family.rope_interleaved, **routed})
+        next_tokens=_next_tokens(hf_config, family), **{
+            "rope_interleaved": family.rope_interleaved, "logits_divisor": factor(family.logits_divisor), **routed})
 
 
 def _with_defaults(hf_config: dict, family) -> dict:
@@ -319,21 +328,50 @@ def _with_defaults(hf_config: dict, family) -> dict:
         hf[family.experts_count] = expert_count(hf_config, family)
     if family.one_part:
         hf["num_hidden_layers"] = len(listed_parts(hf))
+    if hf.get("mamba_d_head") == "auto":
+        hf["mamba_d_head"] = _inner(hf) // number(hf, "mamba_n_heads", least=1, kind=int)
     return hf
+
+
+def _inner(hf) -> int:
+    """Returns the numbers of a token's values over all heads of Mamba-2, as Granite 4 and Falcon-H1 say it."""
+    given = hf.get("mamba_d_ssm")
+    return number(hf, "mamba_expand", least=1, kind=int) * hf["hidden_size"] if given is None else given
 
 
 def _recurrent(hf, family) -> dict:
     """Returns the fields of ModelConfig about recurrent layers."""
-    names = MAMBA if family.is_mamba else DELTA
-    out = {ours: hf[theirs] for theirs, ours in names.items()}
+    out = {ours: hf[theirs] for ours, theirs in zip(SIZES, family.sizes, strict=True)}
     if family.is_mamba:
         out |= dict(is_mamba=True, convolution_bias=hf[family.convolution_bias], recurrent_in_bias=hf[family.recurrent_bias],
-                    recurrent_out_bias=hf[family.recurrent_bias],
-                    step_limits=(float(number(hf, "time_step_min", least=0)), math.inf))
+                    recurrent_out_bias=hf[family.recurrent_out_bias or family.recurrent_bias],
+                    step_limits=_limits(hf, "time_step_limit"))
+        if family.scaled:
+            out |= _factors(hf)
+        if not family.one_part:
+            return out
+        out |= dict(step_limits=(float(number(hf, "time_step_min", least=0)), math.inf))
         if _limits(hf, "time_step_limit") != NO_LIMITS:
             raise ConfigError(f"model config: time_step_limit={hf['time_step_limit']!r} is not supported; {hf['model_type']} "
                               "models are computed with time_step_min and no upper limit")
     return out
+
+
+def _factors(hf) -> dict:
+    """Returns the fields of ModelConfig about Falcon-H1's factors and norm."""
+    def listed(key, count):
+        given = [1.0] * count if hf[key] is None else hf[key]
+        if not isinstance(given, list | tuple) or len(given) != count:
+            raise ConfigError(f"model config: {key}={given!r}; give {count} numbers")
+        return [float(number({key: x}, key)) for x in given]
+
+    one = lambda key: float(number(hf, key))  # noqa: E731
+    gate, x, b, c, step = listed("ssm_multipliers", 5)
+    attention = tuple(map(one, ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")))
+    return dict(recurrent_factors=(one("ssm_in_multiplier"), gate, c, b, x, step, one("ssm_out_multiplier")),
+                attention_factors=attention, mlp_factors=tuple(listed("mlp_multipliers", 2)), recurrent_norm=hf["mamba_rms_norm"],
+                norm_then_gate=hf["mamba_norm_before_gate"] and hf["mamba_rms_norm"],
+                logits_divisor=1 / float(number(hf, "lm_head_multiplier", above=0)))
 
 
 NO_LIMITS = (0.0, math.inf)
@@ -369,8 +407,8 @@ def _routed(hf, family) -> dict:
         out["shared_expert_size"] = hf[family.shared_expert_size]
     if hf.get("moe_latent_size") is not None:
         out["expert_latent"] = number(hf, "moe_latent_size", least=1, kind=int)
-    if family.one_part:
-        out |= {"shared_gate": False, "expert_gate": False}
+    out |= {} if family.shared_gate else {"shared_gate": False}
+    out |= {"expert_gate": False} if family.one_part else {}
     if family.shared_experts:
         out |= {"shared_expert_size": size * hf[family.shared_experts], "shared_gate": False}
     if family.router == "sigmoid":
@@ -430,13 +468,15 @@ def _check_latent(hf, family):
 
 def _check_recurrent(hf, family):
     """Raises ConfigError for bad sizes of recurrent layers and for fields whose other values mean another function."""
-    names = MAMBA if family.is_mamba else DELTA
-    for key in names:
+    for key in family.sizes:
         number(hf, key, least=1, kind=int)
-    keys, values = list(names)[:2]
+    keys, values, _, size, _ = family.sizes
     if hf[values] % hf[keys]:
         raise ConfigError(f"model config: {values}={hf[values]} is not a multiple of {keys}={hf[keys]}; change one of "
                           "them")
+    if "mamba_expand" in family.defaults and hf[values] * hf[size] != (inner := _inner(hf)):
+        raise ConfigError(f"model config: {size}={hf[size]} times {values}={hf[values]} is not {inner}, the inner size of "
+                          "the model; leave it out")
     if hf.get("sliding_window") is not None and hf.get("use_sliding_window") is not False:
         raise ConfigError(f"model config: sliding_window={hf['sliding_window']!r}, but a {hf['model_type']} model has no "
                           "windows; leave it out")
@@ -502,6 +542,6 @@ def _refuse_foreign(hf, family):
         if hf.get(key) not in (None, family.router):
             raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; the routers of {hf['model_type']} "
                               f"models are {family.router} over all experts")
-    if hf.get("position_embedding_type") not in (None, "rope", "rotary"):
+    if hf.get("position_embedding_type") not in (None, "rope", *(("nope",) if family.may_turn else ("rotary",))):
         raise ConfigError(f"model config: position_embedding_type={hf['position_embedding_type']!r} is not supported; "
                           "the families here have rotary embeddings")

@@ -44,7 +44,7 @@ from jaxrl.models.placement import (
     sharded_cached_attention,
     write,
 )
-from jaxrl.models.product import product
+from jaxrl.models.product import product, times
 from jaxrl.models.rope import growth, rotate, rotations
 from jaxrl.models.vision.rows import entries as vision_entries
 from jaxrl.sharding.memory import HOST, fetched
@@ -211,7 +211,10 @@ class Shared(NamedTuple):
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
     """Computes self-attention over packed rows, or of one or more new tokens per slot over the cache."""
     cfg = own.config
+    into, of_keys, of_out = cfg.attention_factors
+    x_BxLxD = times(x_BxLxD, into)
     q, k, v = own.linears("attention", x_BxLxD, "query", "key", "value")
+    k = times(k, of_keys)
     if cfg.qk_norm:
         q, k = own.norm("attention/query_norm", q), own.norm("attention/key_norm", k)
     elif cfg.qk_norm_whole:
@@ -239,7 +242,14 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     if "attention/gate/kernel" in own.rows:
         gate = jax.nn.sigmoid(own.linear("attention/gate", x_BxLxD).astype(jnp.promote_types(out.dtype, jnp.float32)))
         out = (out * gate).astype(out.dtype)
-    return own.linear("attention/out", out), kv
+    return times(own.linear("attention/out", out), of_out), kv
+
+
+def beside(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
+    """Computes attention and a Mamba-2 of the same hidden states, added up; its cache is that of both."""
+    arguments = own, layer, implementation, x_BxLxD, shared, cache, index
+    (y, states), (z, kv) = recurrent.mamba2(*arguments), attention(*arguments)
+    return y + z, {**states, **kv}
 
 
 MIXERS = {"attention": Part(parameters.ATTENTION, attention),
@@ -247,6 +257,8 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
           "gated_attention": Part(parameters.GATED_ATTENTION, attention),
           "gated_delta": Part(parameters.GATED_DELTA, recurrent.gated_delta),
           "gated_delta_by_head": Part(parameters.GATED_DELTA_BY_HEAD, recurrent.gated_delta),
+          "falcon_h1": Part(parameters.FALCON_H1, beside),
+          "mamba2": Part(parameters.MAMBA2, recurrent.mamba2),
           "nemotron_attention": Part(parameters.NEMOTRON_ATTENTION, attention),
           "nemotron_mamba2": Part(parameters.NEMOTRON_MAMBA2, recurrent.mamba2)}
 

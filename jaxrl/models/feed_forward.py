@@ -31,6 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import parameters
 from jaxrl.models.placement import gathered, of_each_token, routed
+from jaxrl.models.product import times
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -92,8 +93,9 @@ def _dense(own, module, x):
     if f"{module}/gate/kernel" not in own.rows:
         activation = jax.checkpoint(ACTIVATIONS[own.config.activation])  # the backward pass keeps up only
         return own.linear(f"{module}/down", activation(own.linear(f"{module}/up", x)))
-    gated = jax.checkpoint(GATED[own.config.activation])  # the backward pass keeps gate and up only
-    return own.linear(f"{module}/down", gated(*own.linears(module, x, "gate", "up")))
+    gated, (of_gate, of_down) = jax.checkpoint(GATED[own.config.activation]), own.config.mlp_factors
+    gate, up = own.linears(module, x, "gate", "up")  # the backward pass keeps these only
+    return times(own.linear(f"{module}/down", gated(times(gate, of_gate), up)), of_down)
 
 
 class Routing(NamedTuple):
@@ -208,6 +210,9 @@ FEED_FORWARDS = {
     "mixtral_experts": Part(parameters.MIXTRAL_EXPERTS, experts),
     "minimax_experts": Part(parameters.MINIMAX_EXPERTS, experts),
     "gpt_oss_experts": Part(parameters.GPT_OSS_EXPERTS, experts),
+    "falcon_mlp": Part(parameters.FALCON_MLP, mlp),
+    "granite_mlp": Part(parameters.GRANITE_MLP, mlp),
+    "granite_experts": Part(parameters.GRANITE_EXPERTS, experts),
     "nemotron_mlp": Part(parameters.NEMOTRON_MLP, mlp),
     "nemotron_experts": Part(parameters.NEMOTRON_EXPERTS, experts),
 }

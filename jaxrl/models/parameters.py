@@ -85,6 +85,7 @@ NORMS = {  # Layer.norms: before attention and MLP, behind both, or both; HF's n
     "glm4": _norms(attention_norm="input_layernorm", attention_post_norm="post_self_attn_layernorm",
                    mlp_norm="post_attention_layernorm", mlp_post_norm="post_mlp_layernorm"),
     "post": _norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    "falcon_h1": _norms(attention_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
     "mixer": _norms(attention_norm="norm"), "feed_forward": _norms(mlp_norm="norm"),  # of layers of one part
 }
 ATTENTION = (
@@ -164,9 +165,9 @@ GATED_DELTA_BY_HEAD = _gated_delta({  # Qwen3-Next: by key head
     **{name: ("in_proj_ba", "linear_key_heads", i) for i, name in enumerate(("beta", "decay"))}})
 
 
-def _mamba2(module: str) -> tuple[Row, ...]:
+def _mamba2(module: str, adapts_out: bool = True) -> tuple[Row, ...]:
     """Returns the rows of models.recurrent.mamba2, by HF's name of the module. Its maps of the hidden states are one
-    tensor, and its convolution is another."""
+    tensor, and its convolution is another. adapts_out: whether PEFT has adapters on the map of the output."""
     each, hf = ("linear_value_heads",), f"{module}.in_proj"
     parts = {"gate": _VALUES, "value": _VALUES, "key": _KEYS, "query": _KEYS, "step": each}
 
@@ -187,8 +188,10 @@ def _mamba2(module: str) -> tuple[Row, ...]:
             Row("recurrent/rate", ("heads",), f"{module}.A_log", init="rates", sizes=each, wide=True),
             Row("recurrent/shift", ("heads",), f"{module}.dt_bias", init="steps", sizes=each),
             Row("recurrent/skip", ("heads",), f"{module}.D", init="unit", sizes=each),
-            Row("recurrent/norm/scale", ("norm",), f"{module}.norm.weight", init="unit", sizes=("linear_value_width",)),
-            Row("recurrent/out/kernel", _OUT, f"{module}.out_proj.weight", 2, sizes=(*_VALUES, "hidden_size")),
+            Row("recurrent/norm/scale", ("norm",), f"{module}.norm.weight", init="unit", sizes=("linear_value_width",),
+                when="recurrent_norm"),
+            Row("recurrent/out/kernel", _OUT, f"{module}.out_proj.weight", 2, sizes=(*_VALUES, "hidden_size"),
+                by_name=not adapts_out),
             Row("recurrent/out/bias", ("norm",), f"{module}.out_proj.bias", init="zero", when="recurrent_out_bias"))
 
 
@@ -197,7 +200,8 @@ def _renamed(rows: tuple[Row, ...], old: str, new: str) -> tuple[Row, ...]:
     return tuple(dataclasses.replace(row, hf=row.hf.replace(f"{old}.", f"{new}.", 1)) for row in rows)
 
 
-NEMOTRON_MAMBA2 = _mamba2("mixer")
+MAMBA2, NEMOTRON_MAMBA2 = _mamba2("mamba"), _mamba2("mixer", adapts_out=False)
+FALCON_H1 = ATTENTION + _mamba2("mamba", adapts_out=False)
 NEMOTRON_ATTENTION = _renamed(ATTENTION, "self_attn", "mixer")
 _UP = ("embed", "heads", "head_dim")  # the few numbers that it reads are split as the hidden ones are
 LATENT_ATTENTION = (  # models.latent
@@ -221,6 +225,7 @@ MLP = (
     Row("mlp/down/kernel", ("mlp", "embed"), "mlp.down_proj.weight", 1),
     Row("mlp/down/bias", ("norm",), "mlp.down_proj.bias", init="zero", when="mlp_bias"),
 )
+FALCON_MLP = _renamed(MLP, "mlp", "feed_forward")
 NEMOTRON_MLP = _renamed(tuple(row for row in MLP if "/gate/" not in row.path), "mlp", "mixer")
 MLP = _packed(MLP, "packed_mlp", "mlp.gate_up_proj.weight", "mlp/gate/kernel", "mlp/up/kernel")
 JOINED = {  # linear maps of one input -> the name of the one that gives all their outputs (models.unstacked)
@@ -270,6 +275,20 @@ MINIMAX_EXPERTS = (
     *MIXTRAL_EXPERTS,
     Row(CORRECTION, (None,), "block_sparse_moe.e_score_correction_bias", init="zero", sizes=("num_experts",), fixed=True),
 )
+
+
+def _granite(module: str, size: str) -> tuple[Row, ...]:
+    """Returns the rows of Granite 4's dense feed-forward, which is that of all tokens where there are experts, too."""
+    up, down = "shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"
+    into = dict(sizes=("hidden_size", size))
+    return (_part(Row(f"{module}/gate/kernel", ("embed", "mlp"), up, 1, **into), 1, 0),
+            _part(Row(f"{module}/up/kernel", ("embed", "mlp"), up, 1, **into), 1, 1),
+            Row(f"{module}/down/kernel", ("mlp", "embed"), down, 1, sizes=(size, "hidden_size")))
+
+
+GRANITE_MLP = _granite("mlp", "mlp_size")
+GRANITE_EXPERTS = (  # on a disk experts lie together, see models.io.fused
+    *_experts("block_sparse_moe", "gate_proj", "up_proj", "down_proj", router="router.layer"), *_granite("mlp/shared", "shared_expert_size"))
 
 
 def _nemotron_experts() -> tuple[Row, ...]:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jaxrl.kernels.recurrence import convolution, flops, recurrence, step
 from jaxrl.models.placement import by_rows_and_heads, gathered
+from jaxrl.models.product import times
 
 NAMES = ("query", "key", "value")
 LEAVES = ("state", "window_query", "window_key", "window_value")  # of a cache, by slot
@@ -78,13 +79,16 @@ def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
 def mamba2(own, layer, implementation: str, x_BxLxD, shared, cache, index):
     """Computes a Mamba-2 state space, with the cache of `gated_delta`."""
     del layer, implementation
-    return _mixed(MAMBA2, _gate_then_norm, own, x_BxLxD, shared, cache, index)
+    return _mixed(MAMBA2, _mamba2_norm, own, x_BxLxD, shared, cache, index)
 
 
 def _mixed(kind: Kind, gated_norm: Callable, own, x_BxLxD, shared, cache, index):
     dtype, cfg = x_BxLxD.dtype, own.config
+    into, of_gate, *of_tokens, of_out = cfg.recurrent_factors or (1.0,) * (len(NAMES) + len(kind.gates) + 3)
+    x_BxLxD = times(x_BxLxD, into)
     tokens = tuple(own.linears("recurrent", x_BxLxD, *NAMES))
     tokens += tuple(own.linear(f"recurrent/{name}", x_BxLxD) for name in kind.gates)
+    tokens = tuple(map(times, tokens, of_tokens))
     of_heads = tuple(_parameter(own, f"{name}_taps/weight", dtype) for name in NAMES)
     of_heads += tuple(_parameter(own, name, _wide(dtype)) for name in kind.of_heads)
     of_heads += tuple(_parameter(own, f"{name}_taps/bias", dtype) for name in NAMES * cfg.convolution_bias)
@@ -94,13 +98,14 @@ def _mixed(kind: Kind, gated_norm: Callable, own, x_BxLxD, shared, cache, index)
     windows = () if cache is None else tuple(old[name] for name in LEAVES[1:])
     rule = functools.partial(rule, kind, cfg)
     out, state, windows = by_rows_and_heads(
-        rule, cfg.linear_key_heads, shared.chunks, tokens, old["state"], windows, of_heads)
+        rule, cfg.recurrent_heads, shared.chunks, tokens, old["state"], windows, of_heads)
     new = dict(zip(LEAVES, (state, *windows), strict=True))
     if cache is not None:
         new = {name: x.astype(cache[name].dtype) for name, x in new.items()}
     if cache is not None and index is not None:
         new = {name: cache[name].at[index].set(x) for name, x in new.items()}
-    return own.linear("recurrent/out", gated_norm(own, out, own.linear("recurrent/gate", x_BxLxD))), new
+    gate = times(own.linear("recurrent/gate", x_BxLxD), of_gate)
+    return times(own.linear("recurrent/out", gated_norm(own, out, gate)), of_out), new
 
 
 def rule_flops(config) -> int:
@@ -255,11 +260,15 @@ def _norm_then_gate(own, x, gate):
     return (y * scale * jax.nn.silu(gate.astype(acc))).astype(x.dtype)
 
 
-def _gate_then_norm(own, x, gate):
-    """Returns x * silu(gate), normed over each of config.linear_key_heads groups of heads and scaled."""
-    acc, groups = _wide(x.dtype), own.config.linear_key_heads
-    scale = own.values["recurrent/norm/scale"].astype(acc).reshape(1, 1, *x.shape[2:])
-    y = x.astype(acc) * jax.nn.silu(gate.astype(acc))
-    grouped = y.reshape(*y.shape[:2], groups, -1)
-    grouped = grouped * jax.lax.rsqrt(jnp.mean(jnp.square(grouped), axis=-1, keepdims=True) + own.config.norm_eps)
-    return (grouped.reshape(y.shape) * scale).astype(x.dtype)
+def _mamba2_norm(own, x, gate):
+    """Returns x * silu(gate), normed over each of config.linear_key_heads groups of heads and scaled; or x normed, then
+    times silu(gate), by config.norm_then_gate; or not normed, by config.recurrent_norm."""
+    cfg, acc = own.config, _wide(x.dtype)
+    y, gate = x.astype(acc), jax.nn.silu(gate.astype(acc))
+    y = y if cfg.norm_then_gate else y * gate
+    if cfg.recurrent_norm:
+        scale = own.values["recurrent/norm/scale"].astype(acc).reshape(1, 1, *x.shape[2:])
+        grouped = y.reshape(*y.shape[:2], cfg.linear_key_heads, -1)
+        grouped = grouped * jax.lax.rsqrt(jnp.mean(jnp.square(grouped), axis=-1, keepdims=True) + cfg.norm_eps)
+        y = grouped.reshape(y.shape) * scale
+    return (y * gate if cfg.norm_then_gate else y).astype(x.dtype)

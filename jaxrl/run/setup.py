@@ -403,7 +403,7 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
                               for role in sorted(set(meshes) & {"reference", "sampler"})}
     for where, one in named.items():
         sharding.check_experts(one.shape["ep"], model.config.num_experts, f"{where}.ep")
-        sharding.check_recurrent(one.shape, model.config.linear_key_heads, where)
+        sharding.check_recurrent(one.shape, model.config.recurrent_heads, where)
     if beyond := model.config.beyond(spec.longest, made_of(spec)):
         if spec.recipe.samples and not engine_row(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_row(spec).title} does not serve such sequences")

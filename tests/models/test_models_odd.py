@@ -59,8 +59,11 @@ def ours(config, model):
 
 def converted(own, tensors):
     tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
-    for theirs_, ours_ in FAMILIES[own.config.family].spelled:
-        tensors = {name.replace(theirs_, ours_): tensor for name, tensor in tensors.items()}
+    held = {f"block_sparse_moe.{a}": f"block_sparse_moe.{b}" for a, b in (  # Granite 4's in memory and on a disk
+        ("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"), ("router.weight", "router.layer.weight"))}
+    pairs = (*FAMILIES[own.config.family].spelled, *(held.items() if own.config.family == "granitemoehybrid" else ()))
+    for there, here in pairs:
+        tensors = {name.replace(there, here): tensor for name, tensor in tensors.items()}
 
     def array(entry):
         arrays = [entry.from_hf(tensors[name]) for name in entry.hf_names]
