@@ -181,8 +181,8 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
         every = [name for name, places in modules.items() if not places[0].entry.row.by_name]
         names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in every))
-    targets = [key for key, name in outer.items() if _listed(names, name) and not _listed(chosen.exclude_modules, name)
-            and not any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in save)
+    targets = [key for key, name in outer.items() if _listed(names, name)
+            and not _listed(chosen.exclude_modules, name) and not any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in save)
             and (not chosen.layers_to_transform or _layer(name) in chosen.layers_to_transform)]
     if refused := [outer[key] for key in targets if key in (HEAD, EMBEDDING)]:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)} takes {' and '.join(refused)} in: adapters on "
