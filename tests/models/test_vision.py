@@ -20,7 +20,6 @@ from jaxrl.models.io import hf, tensorfile
 from jaxrl.models.vision import tower
 from jaxrl.models.vision.positions import Placed, image_rows, patch_places, rotary_positions, window_order
 from jaxrl.rollout.engines import check_served
-from jaxrl.run.model_checks import check_tower
 
 pytestmark = pytest.mark.torch
 LIMIT = 1e-5  # of logits up to 5 in fp32
@@ -356,13 +355,10 @@ def test_transformers_opens_an_export_of_a_random_model(tmp_path, kind):
     np.testing.assert_allclose(np.asarray(cases.logits(model, params, arrays, images))[places[0]], cases.theirs(theirs, *own[0]), atol=2 * LIMIT)
 
 
-def test_what_is_not_built_is_refused():
-    config = make_config("nowhere", "nowhere", lora__rank=4, rollout__engine="vllm")
-    family = FAMILIES["qwen3_vl_text"]
-    with pytest.raises(ConfigError, match="model_type=qwen3_vl_text.*rollout.engine=jax"):
-        check_served(config, {"model_type": "qwen3_vl_text"}, family)
-    with pytest.raises(ConfigError, match="lora.rank=4 with a model with a tower"):
-        check_tower(config, build(cases.config(), compute_dtype=jnp.float32, scan_layers=True).config)
+@pytest.mark.parametrize("kind", cases.TEXTS)
+def test_servers_are_refused(kind):
+    with pytest.raises(ConfigError, match=f"model_type={kind}.*rollout.engine=jax"):
+        check_served(make_config("nowhere", "nowhere", rollout__engine="vllm"), {"model_type": kind}, FAMILIES[kind])
 
 
 def test_a_folder_without_its_tower_is_refused(tmp_path):

@@ -32,13 +32,14 @@ def _norm(path: str, hf: str, size: str, bias: bool = True) -> Rows:
 
 
 def _linear(path: str, hf: str, axes, sizes, inputs: int = 1, bias: bool = True, **more) -> Rows:
-    return (Row(f"{path}/kernel", axes, f"{hf}.weight", inputs, sizes=sizes, adapts=False, **more),
+    return (Row(f"{path}/kernel", axes, f"{hf}.weight", inputs, sizes=sizes, exact=True, **more),
             Row(f"{path}/bias", axes[inputs:], f"{hf}.bias", init="zero", sizes=sizes[inputs:]))[:1 + bias]
 
 
 def _patch(bias: bool) -> Rows:
     return _linear("patch", f"{HF}.patch_embed.proj", (None, None, None, None, "embed"),
-                   ("channels", "frames", "patch", "patch", "width"), 4, bias, whole=True)
+                   ("channels", "frames", "patch", "patch", "width"), 4, bias, whole=True,
+                   adapts=False)
 
 
 def _attention() -> Rows:
@@ -97,6 +98,15 @@ def entries(config: VisionConfig, scan_layers: bool) -> list[Entry]:
                 out += parameters.entries(config, tables.layer, ("vision", f"layer_{number}"), [number], 0,
                                           f"{HF}.blocks")
     return out
+
+
+def module_names(kind: str, layers: int = 64) -> list[str]:
+    """Returns the HF names of the linear maps that towers of a kind have in up to so many layers."""
+    tables = TABLES[kind]
+    of_layers = [f"{HF}.blocks.{i}.{row.hf}" for i in range(layers) for row in tables.layer if row.inputs]
+    of_taps = [row.hf for i in range(layers) for row in tables.of_tap(i) if row.inputs]
+    names = [*of_layers, *(row.hf for row in (*tables.input, *tables.merger) if row.inputs), *of_taps]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def multiplied_by_patch(config: VisionConfig, entry: Entry) -> float:
