@@ -264,14 +264,15 @@ class Operations:
     def load_weights(self, body: dict, raw: bytes) -> dict:
         """Creates a run from saved weights, or loads them into a run as its first request (the older form)."""
         b = bodies.read("load_weights", body)
-        if b["session_id"] is None:
+        session: str | None = b["session_id"]
+        if session is None:
             if b["model_id"] is None or b["seq_id"] is None:
                 raise Refused(422, "load_weights: send session_id and model_seq_id, or model_id and seq_id")
             model_id, number = b["model_id"], b["seq_id"]
         elif b["model_seq_id"] is None:
             raise Refused(422, "load_weights.model_seq_id is missing; send a whole number")
         else:
-            model_id, number = f"{b['session_id']}:train:{b['model_seq_id']}", 0
+            model_id, number = f"{session}:train:{b['model_seq_id']}", 0
 
         def prepare():
             self._check_base(b["base_model"])
@@ -296,9 +297,9 @@ class Operations:
 
             return work
 
-        if number:
+        if session is None:
             return self._task("load_weights", model_id, number, raw, prepare, snapshot=True)
-        return self._begin_run(self.session(b["session_id"]), b, model_id, raw, prepare, "load_weights", snapshot=True)
+        return self._begin_run(self.session(session), b, model_id, raw, prepare, "load_weights", snapshot=True)
 
     def _begin_run(self, session, b, model_id: str, raw: bytes, prepare, kind: str, **options) -> dict:
         if model_id not in self.models:

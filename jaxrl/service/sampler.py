@@ -184,7 +184,7 @@ class Sampler:
         found = self.read(self._tree, traj, layout)["logprob"]
         for job, start in zip(long, traj.offsets, strict=False):
             first = 1 if job.last is None else len(job.prompt) - job.last
-            job.logprobs[first:] = found[start + first:start + len(job.prompt)]
+            job.logprobs = np.concatenate([np.full(first, np.nan, np.float32), found[start:][first:len(job.prompt)]])
 
     def _finish(self, result) -> None:
         job = self._running.pop(result.id, None)

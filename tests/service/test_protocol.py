@@ -328,6 +328,16 @@ def test_the_command_line_is_checked(argv, what):
         app.config_of(app.parse(argv))
 
 
+def test_a_folder_belongs_to_one_base(tmp_path):
+    options = app.Options("a", rank=4, dir=str(tmp_path))
+    app.check_folder(tmp_path, options, "one")
+    app.check_folder(tmp_path, options._replace(rank=8), "one")
+    for other, digest, what in ((options._replace(rank=8), "two", "of another base model"), (options, "one", "--rank=8 --alpha=32"),
+                                (options._replace(rank=8, alpha=16.0), "one", "at least this rank and this alpha")):
+        with pytest.raises(ConfigError, match=what):
+            app.check_folder(tmp_path, other, digest)
+
+
 def test_other_addresses_need_keys(capsys, caplog, monkeypatch):
     monkeypatch.delenv(app.KEYS, raising=False)
     assert app.main(["--model=a", "--host=0.0.0.0"]) == 2 and "other machines could train and read here" in caplog.text
