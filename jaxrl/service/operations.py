@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from jaxrl.service.store import KINDS, Address, check_name
 from jaxrl.service.trainer import LoraOptions
 from jaxrl.service.worker import Task, refusal
 
+log = logging.getLogger("jaxrl")
 RESULTS_SECONDS = 3600.0  # results are kept for as long
 NO_UNEMBED = ("this server trains no adapter on the output matrix: train_unembed=True has no effect here, set "
               "train_unembed=False to say so")
@@ -516,5 +518,8 @@ def _answer(done: Future, future: Future, record: Callable[[Any], None]) -> None
         return
     samples, logprobs = done.result()
     result = wire.sample_response(samples, None if logprobs is None else np.asarray(logprobs))
-    record(result)
+    try:
+        record(result)
+    except OSError as e:  # a restart draws the same samples again
+        log.warning("journal: %s; free space on the disk", e)
     future.set_result(result)

@@ -191,7 +191,8 @@ class Worker:
             if found is None:
                 raise Refused(422, f"{task.name}: this run was not created; see the error of create_model")
             line.run, line.failure = found.run, found.failure
-        here = [(name, other) for name, other in self._lines.items() if other.run is not None and other is not line]
+        with self._change:
+            here = [(name, other) for name, other in self._lines.items() if other.run is not None and other is not line]
         for name, other in here[:max(0, len(here) - RESIDENT + 1)]:
             self._snapshot(name, other)
             other.run = None

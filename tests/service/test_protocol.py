@@ -305,6 +305,15 @@ def test_keys_and_hosts(client, service):
             assert "is not a key of this server" in json.loads(http.get("/api/v1/checkpoints", headers={"X-API-Key": key}).text)["error"]
 
 
+def test_a_cancelled_sample_ends(client):
+    sampler = client.sampler(client.session(), 0)
+    promises = [client.sample(sampler, seq, [3, 4], num_samples=8, params={"max_tokens": 40, "stop": []}) for seq in range(6)]
+    assert client.ok("cancel_future", {"request_id": promises[-1]["request_id"]}) == {}
+    answer = client.post("retrieve_future", {"request_id": promises[-1]["request_id"]})
+    assert answer.headers["content-type"] != "application/json" or answer.json()["error"] == "asample: the client cancelled it"
+    assert [len(client.result(p).sequences) for p in promises[:-1]] == [8] * 5
+
+
 def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
     """Never by a 5xx, which the client would send again for minutes; and the worker goes on."""
     run = client.run(client.session())
