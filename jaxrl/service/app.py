@@ -13,13 +13,17 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
   --max-length=2048   most tokens of a sequence, prompt and completion; longer requests are refused, none is cut
   --host=127.0.0.1    address to listen on; another than loopback needs keys
   --port=8317
-  --dir=runs/service  folder of saved weights: adapters in PEFT's files, one folder for each tinker:// path
+  --dir=runs/service  folder of saved weights (adapters in PEFT's files, one folder for each tinker:// path) and of the
+                      journal that a restart goes on from
   --config.X=Y        options of jaxrl that the base, the devices and the sampler have, such as
                       --config.mesh.tp=2, --config.train.tokens_per_microbatch=8192, --config.rollout.slots=64
 
 Keys are read from $JAXRL_SERVICE_KEYS, separated by commas; clients then need one of them. Without, the server answers
-this machine alone. Needs the extra `service` (pip install 'jaxrl[service]'). SIGTERM or Ctrl-C ends it with status 0
-after the task at work: runs in training are lost unless saved, saved weights stay. Status 2: invalid options.
+this machine alone. Needs the extra `service` (pip install 'jaxrl[service]').
+
+SIGTERM or Ctrl-C ends it with status 0 after the request at work. The same command goes on with all runs, sessions and
+results of the last hour, also after kill -9: clients wait and send again by themselves. Status 1: the disk is full; 2:
+invalid options.
 
 docs/guides/service.md walks from the installation to a trained adapter, and lists what is refused.
 """
@@ -28,12 +32,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import signal
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl.config.load import default_config, parse_flags, put
 from jaxrl.errors import ConfigError
@@ -103,8 +108,8 @@ def config_of(options: Options):
 class Server(NamedTuple):
     """A server that is built and not started. app: ASGI. worker: runs in the main thread."""
 
-    app: object
-    worker: object
+    app: Any
+    worker: Any
     names: tuple[str, ...]
 
 
@@ -142,6 +147,7 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     read = training.make_reader(job.model, temperature=1.0, chunk=chunk, put=job.put)
     sampler = Sampler(engine, read, job.row_shapes, trainer.params, trainer.base_leaves())
     journal = Journal(Path(options.dir) / "journal")
+    check_folder(journal.path.parent, options, bytes(parameters.base_digest(base)).hex())
     worker = Worker(trainer, sampler, Snapshots(journal.path.parent, trainer))
     names = (options.names[0] if options.names else options.model, *options.names[1:],
              *([options.model] if options.names else []))
@@ -153,14 +159,30 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     return Server(make_app(operations, keys), worker, names)
 
 
+def check_folder(folder: Path, options: Options, digest: str) -> None:
+    """Notes what the runs of a folder depend on, or raises ConfigError if it differs from what was noted.
+
+    digest: of the base's parameters.
+    """
+    file, now = folder / "base.json", {"digest": digest, "alpha": options.alpha, "rank": options.rank}
+    was = json.loads(file.read_text("utf-8")) if file.exists() else now
+    if was["digest"] != digest:
+        raise ConfigError(f"--model={options.model}: the runs in {folder} are of another base model (or of another "
+                          "dtype of it); name that one, or choose another --dir")
+    if was["alpha"] != options.alpha or was["rank"] > options.rank:
+        raise ConfigError(f"--rank={options.rank} --alpha={options.alpha:g}: the runs in {folder} were trained with "
+                          f"--rank={was['rank']} --alpha={was['alpha']:g}; set at least this rank and this alpha, or "
+                          "choose another --dir")
+    file.write_text(json.dumps(now) + "\n", "utf-8")
+
+
 def serve(server: Server, options: Options) -> None:
     """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs."""
     import uvicorn
 
     http = uvicorn.Server(uvicorn.Config(server.app, options.host, options.port, log_level="warning", lifespan="off",
                                          timeout_graceful_shutdown=2))
-    http.install_signal_handlers = lambda: None  # the worker ends first
-    http.capture_signals = _nothing
+    http.capture_signals = _nothing  # the worker ends first
     thread = threading.Thread(target=http.run, name="http", daemon=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: server.worker.stop())
@@ -215,4 +237,8 @@ def main(argv: list[str]) -> int:
     except ConfigError as e:
         log.error("%s", e)
         return 2
+    except OSError as e:
+        log.error("%s: %s; free space and start the server again: it goes on without a loss", e.filename or options.dir,
+                  e.strerror or e)
+        return 1
     return 0

@@ -283,11 +283,13 @@ def _stops(stop, eos_ids, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]
     stops = [stop] if isinstance(stop, (str, int)) else stop
     if not isinstance(stops, list) or len(stops) > MOST_STOPS:
         raise Refused(422, f"sampling_params.stop: expected at most {MOST_STOPS} texts or token ids")
-    if all(isinstance(s, str) and 0 < len(s) <= MOST_STOP for s in stops):
-        return tuple(stops), eos_ids
-    if all(type(s) is int for s in stops):
-        _check_ids(np.array(stops, object), vocab, "sampling_params.stop")
-        ids = tuple(dict.fromkeys((*stops, *eos_ids)))
+    texts = tuple(s for s in stops if isinstance(s, str) and 0 < len(s) <= MOST_STOP)
+    ids = tuple(s for s in stops if type(s) is int)
+    if len(texts) == len(stops):
+        return texts, eos_ids
+    if len(ids) == len(stops):
+        _check_ids(np.array(ids, object), vocab, "sampling_params.stop")
+        ids = tuple(dict.fromkeys((*ids, *eos_ids)))
         if len(ids) > ENDS:
             raise Refused(422, f"sampling_params.stop has {len(stops)} token ids: at most {ENDS - len(eos_ids)} are "
                           "served")

@@ -49,15 +49,20 @@ class Journal:
         except OSError:
             raise ConfigError(f"--dir={folder.parent}: another server works in this folder; stop it, or choose another "
                               "--dir") from None
-        self._file = open(self.path, "ab")  # noqa: SIM115 (until close)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close)
         self.bytes = self.path.stat().st_size
 
     def append(self, header: dict, body: bytes = b"") -> None:
-        """Writes a record; on return it survives the death of the process."""
+        """Writes a record; on return it survives the death of the process. Raises OSError, having written nothing."""
         data = _encoded(header, body)
         with self._lock:
-            self._file.write(data)
-            self._file.flush()
+            left = memoryview(data)
+            try:
+                while left:
+                    left = left[self._file.write(left):]
+            except OSError:
+                self._file.truncate(self.bytes)  # a torn record would hide those behind it
+                raise
             self.bytes += len(data)
 
     def records(self) -> Iterator[Record]:
@@ -76,7 +81,7 @@ class Journal:
                 os.fsync(f.fileno())
             self._file.close()
             os.replace(temporary, self.path)
-            self._file = open(self.path, "ab")  # noqa: SIM115 (until close)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close)
             self.bytes = self.path.stat().st_size
         if self.bytes < before:
             log.info("journal: %d bytes of %d are still needed", self.bytes, before)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from jaxrl.service.store import KINDS, Address, check_name
 from jaxrl.service.trainer import LoraOptions
 from jaxrl.service.worker import Task, refusal
 
+log = logging.getLogger("jaxrl")
 RESULTS_SECONDS = 3600.0  # results are kept for as long
 NO_UNEMBED = ("this server trains no adapter on the output matrix: train_unembed=True has no effect here, set "
               "train_unembed=False to say so")
@@ -264,14 +266,15 @@ class Operations:
     def load_weights(self, body: dict, raw: bytes) -> dict:
         """Creates a run from saved weights, or loads them into a run as its first request (the older form)."""
         b = bodies.read("load_weights", body)
-        if b["session_id"] is None:
+        session: str | None = b["session_id"]
+        if session is None:
             if b["model_id"] is None or b["seq_id"] is None:
                 raise Refused(422, "load_weights: send session_id and model_seq_id, or model_id and seq_id")
             model_id, number = b["model_id"], b["seq_id"]
         elif b["model_seq_id"] is None:
             raise Refused(422, "load_weights.model_seq_id is missing; send a whole number")
         else:
-            model_id, number = f"{b['session_id']}:train:{b['model_seq_id']}", 0
+            model_id, number = f"{session}:train:{b['model_seq_id']}", 0
 
         def prepare():
             self._check_base(b["base_model"])
@@ -296,9 +299,9 @@ class Operations:
 
             return work
 
-        if number:
+        if session is None:
             return self._task("load_weights", model_id, number, raw, prepare, snapshot=True)
-        return self._begin_run(self.session(b["session_id"]), b, model_id, raw, prepare, "load_weights", snapshot=True)
+        return self._begin_run(self.session(session), b, model_id, raw, prepare, "load_weights", snapshot=True)
 
     def _begin_run(self, session, b, model_id: str, raw: bytes, prepare, kind: str, **options) -> dict:
         if model_id not in self.models:
@@ -515,5 +518,8 @@ def _answer(done: Future, future: Future, record: Callable[[Any], None]) -> None
         return
     samples, logprobs = done.result()
     result = wire.sample_response(samples, None if logprobs is None else np.asarray(logprobs))
-    record(result)
+    try:
+        record(result)
+    except OSError as e:  # a restart draws the same samples again
+        log.warning("journal: %s; free space on the disk", e)
     future.set_result(result)

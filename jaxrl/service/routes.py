@@ -272,6 +272,8 @@ def _answering(api: Api, handler):
             return found if isinstance(found, Response) else JSONResponse(found)
         except Refused as e:
             return _error(e)
+        except OSError as e:  # of the journal: nothing was accepted, and the client sends it again
+            return _error(Refused(503, f"{request.url.path}: {e.strerror or e}; free space on the server's disk"))
         except Exception as e:
             reason = refusal(e, request.url.path)
             return _error(Refused(422, str(reason)))  # 5xx would be sent again

@@ -111,9 +111,12 @@ class Sampler:
 
     def cancel(self, job_id: str) -> None:
         """Ends a job that nobody waits for any more."""
-        self._waiting = deque(job for job in self._waiting if job.id != job_id)
         if mine := [key for key, job in self._running.items() if job.id == job_id]:
             self.engine.abort(mine)
+        for job in {job for job in (*self._waiting, *self._running.values()) if job.id == job_id}:
+            job.future.set_exception(Refused(422, "asample: the client cancelled it"))
+        self._waiting = deque(job for job in self._waiting if job.id != job_id)
+        self._running = {key: job for key, job in self._running.items() if job.id != job_id}
 
     def fail(self, error: Exception) -> None:
         """Ends all jobs with an error, after `work` has raised one."""
@@ -184,7 +187,7 @@ class Sampler:
         found = self.read(self._tree, traj, layout)["logprob"]
         for job, start in zip(long, traj.offsets, strict=False):
             first = 1 if job.last is None else len(job.prompt) - job.last
-            job.logprobs[first:] = found[start + first:start + len(job.prompt)]
+            job.logprobs = np.concatenate([np.full(first, np.nan, np.float32), found[start:][first:len(job.prompt)]])
 
     def _finish(self, result) -> None:
         job = self._running.pop(result.id, None)

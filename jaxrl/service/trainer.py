@@ -52,14 +52,18 @@ class Batch(NamedTuple):
 
 
 class AdamSettings(NamedTuple):
-    """Options of one optim_step, torch's AdamW; clip: global norm of the gradient, 0 = not clipped."""
+    """Options of one optim_step, torch's AdamW: numbers, or arrays in an AdamState.
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    Attributes:
+      grad_clip_norm: global norm to which the gradient is clipped; 0 = not clipped.
+    """
+
+    learning_rate: Any = 1e-4
+    beta1: Any = 0.9
+    beta2: Any = 0.95
+    eps: Any = 1e-12
+    weight_decay: Any = 0.0
+    grad_clip_norm: Any = 0.0
 
 
 class AdamState(NamedTuple):
@@ -98,14 +102,14 @@ class Run:
 def adam() -> optax.GradientTransformation:
     """Returns AdamW (Loshchilov and Hutter, arXiv 1711.05101) whose settings are arrays in its state."""
 
-    def init(params):
+    def init(params) -> Any:
         kind = jnp.result_type(float)
         return AdamState(optax.scale_by_adam().init(params), AdamSettings(*(jnp.asarray(x, kind) for x in DEFAULTS)))
 
-    def update(grads, state, params=None):
-        s, norm = state.settings, optax.global_norm(grads)
+    def update(updates, state, params=None) -> Any:
+        s, norm = state.settings, optax.global_norm(updates)
         factor = jnp.where(s.grad_clip_norm > 0, jnp.minimum(1.0, s.grad_clip_norm / jnp.maximum(norm, 1e-12)), 1.0)
-        grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), updates)
         steps, moments = optax.scale_by_adam(s.beta1, s.beta2, s.eps).update(grads, state.moments)
         step = lambda u, p: (-s.learning_rate * (u + s.weight_decay * p)).astype(p.dtype)  # noqa: E731
         return jax.tree.map(step, steps, params), AdamState(moments, s)

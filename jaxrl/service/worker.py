@@ -104,7 +104,7 @@ class Worker:
     # ---- the thread of the devices
 
     def serve(self) -> None:
-        """Works until `stop`."""
+        """Works until `stop`. Raises OSError if a result or a snapshot cannot be written: a restart does it again."""
         while not self._stopping:
             line, task, model_id = self._take()
             if task is not None:
@@ -163,13 +163,12 @@ class Worker:
             result = task.work(line.run)
             if line.next == 1:
                 line.run, result = result
-            task.record(result)
         except Exception as e:
             result = refusal(e, task.name)
             if line.run is not None and task.clears:
                 self.trainer.empty_window(line.run)
                 line.failure = "" if task.applies else f"{task.name} before it failed: {result}"
-            task.record(result)
+        task.record(result)
         line.seconds += time.monotonic() - begin
         if task.snapshot or line.seconds > SNAPSHOT_SECONDS:
             self._snapshot(model_id, line)
@@ -192,7 +191,8 @@ class Worker:
             if found is None:
                 raise Refused(422, f"{task.name}: this run was not created; see the error of create_model")
             line.run, line.failure = found.run, found.failure
-        here = [(name, other) for name, other in self._lines.items() if other.run is not None and other is not line]
+        with self._change:
+            here = [(name, other) for name, other in self._lines.items() if other.run is not None and other is not line]
         for name, other in here[:max(0, len(here) - RESIDENT + 1)]:
             self._snapshot(name, other)
             other.run = None
@@ -209,7 +209,7 @@ class Worker:
             self.sampler.fail(refusal(e, "asample"))
 
 
-def refusal(error: Exception, name: str) -> Refused:
+def refusal(error: BaseException, name: str) -> Refused:
     """Returns an error as the client gets it; of a bug, the number under which its traceback is logged."""
     if isinstance(error, Refused):
         return error

@@ -26,7 +26,7 @@ from jaxrl.service.wire import Datum
 
 torch = Imported("torch")
 RANK, LARGEST, LONGEST = 3, 5, 40
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.full]
 
 
 def trainer_of(path, dtype):

@@ -305,6 +305,15 @@ def test_keys_and_hosts(client, service):
             assert "is not a key of this server" in json.loads(http.get("/api/v1/checkpoints", headers={"X-API-Key": key}).text)["error"]
 
 
+def test_a_cancelled_sample_ends(client):
+    sampler = client.sampler(client.session(), 0)
+    promises = [client.sample(sampler, seq, [3, 4], num_samples=8, params={"max_tokens": 40, "stop": []}) for seq in range(6)]
+    assert client.ok("cancel_future", {"request_id": promises[-1]["request_id"]}) == {}
+    answer = client.post("retrieve_future", {"request_id": promises[-1]["request_id"]})
+    assert answer.headers["content-type"] != "application/json" or answer.json()["error"] == "asample: the client cancelled it"
+    assert [len(client.result(p).sequences) for p in promises[:-1]] == [8] * 5
+
+
 def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
     """Never by a 5xx, which the client would send again for minutes; and the worker goes on."""
     run = client.run(client.session())
@@ -326,6 +335,16 @@ def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
 def test_the_command_line_is_checked(argv, what):
     with pytest.raises(ConfigError, match=what.replace("(", r"\(")):
         app.config_of(app.parse(argv))
+
+
+def test_a_folder_belongs_to_one_base(tmp_path):
+    options = app.Options("a", rank=4, dir=str(tmp_path))
+    app.check_folder(tmp_path, options, "one")
+    app.check_folder(tmp_path, options._replace(rank=8), "one")
+    for other, digest, what in ((options._replace(rank=8), "two", "of another base model"), (options, "one", "--rank=8 --alpha=32"),
+                                (options._replace(rank=8, alpha=16.0), "one", "at least this rank and this alpha")):
+        with pytest.raises(ConfigError, match=what):
+            app.check_folder(tmp_path, other, digest)
 
 
 def test_other_addresses_need_keys(capsys, caplog, monkeypatch):

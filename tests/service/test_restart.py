@@ -119,6 +119,7 @@ def server(tmp_path_factory):
     close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seconds", [-1.0, 1e9], ids=["a snapshot behind every task", "none"])
 def test_killed_at_any_point_a_run_is_the_run_without(server, tmp_path, monkeypatch, seconds):
     """A copy of the folder before and after every write is what a kill there leaves. From each the client goes on with the
@@ -160,6 +161,7 @@ def test_killed_at_any_point_a_run_is_the_run_without(server, tmp_path, monkeypa
             assert [c["checkpoint_id"] for c in saved] == ["weights/kept"]
 
 
+@pytest.mark.full
 def test_what_was_accepted_is_done_without_the_client(server, tmp_path):
     """And a second restart, over the compacted journal, delivers the same."""
     folder = tmp_path / "one"
@@ -197,6 +199,33 @@ def test_a_damaged_end_is_dropped_and_a_second_server_is_refused(tmp_path, caplo
         assert [r.header["n"] for r in again.records()] == [*range(left), 9]
         again.close()
     assert journal.HEAD.size == 12
+
+
+@pytest.mark.full
+def test_a_full_disk_accepts_nothing_and_loses_nothing(server, tmp_path, monkeypatch):
+    """A request that cannot be written down is answered 503, and the file is as before; it is accepted when sent again."""
+    with Restarted(server, tmp_path / "full") as client:
+        run = client.run(client.session())
+        before = client.loss(run, 1, ROWS)
+        file = client.http.app.state.operations.journal._file
+        whole = Path(file.name).read_bytes()
+
+        class Full:
+            def __getattr__(self, name):
+                return getattr(file, name)
+
+            def write(self, data):
+                file.write(data[:7])
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(client.http.app.state.operations.journal, "_file", Full())
+        answer = client.post("forward_backward", forward_backward(run, 2, ROWS), headers=PROTO)
+        assert answer.status_code == 503 and "No space left on device; free space" in answer.json()["error"]
+        assert Path(file.name).read_bytes() == whole
+        monkeypatch.undo()
+        client.forward_backward(run, 2, ROWS)
+        client.result(client.optim_step(run, 3))
+        assert client.loss(run, 4, ROWS) < before
 
 
 @pytest.mark.slow
