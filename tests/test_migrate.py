@@ -927,3 +927,14 @@ def test_the_terminal_shows_twenty_unknown_keys(tmp_path, capsys):
     run(tmp_path, "trainer: {seed: 1}\n" + "".join(f"zz_{i}: 1\n" for i in range(30)), name="job.yaml", system="verl")
     out = capsys.readouterr().out
     assert out.count("  unknown zz_") == 20 and "10 further unknown keys; is job.yaml a config of verl?" in out
+
+
+def test_named_rewards_of_trl_and_open_r1_are_built_in():
+    base = {"num_processes": 8, "num_generations": 8}
+    m = migrated("trl", base | {"reward_funcs": ["accuracy", "format", "tag_count", "cosine", "repetition_penalty", "length"],
+                                "reward_weights": [1, 1, 1, 2, 1, 0.5], "cosine_max_len": 4096, "repetition_n_grams": 4})
+    v = values(m)
+    assert v["reward.functions"] == ("math", "answer_format", "tag_count", "cosine", "repetition", "length_ranked") and not m.files
+    assert v["reward.arguments.cosine"] == {"unit": "characters", "bounded": False, "max_length": 4096, "wrong": [0.0, -0.5], "right": [0.5, 1.0]}
+    assert v["reward.arguments.repetition"] == {"size": 4, "penalty": -1.0} and v["reward.weights"] == (1, 1, 1, 2, 1, 0.5)
+    assert not m.lacking and not m.needs_you[1:]

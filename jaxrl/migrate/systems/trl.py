@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from jaxrl.migrate.jobs import DISTILL, PREFERENCE, Job
 from jaxrl.migrate.systems import trl_meaning as meaning
+from jaxrl.migrate.systems import trl_rewards_meaning as named
 from jaxrl.migrate.table import MISSING, Joint, Key, Since, Table
 
 K = Key
+COSINE, REPEATED, OVERLONG = ({"reward_funcs": [name]} for name in ("cosine", "repetition_penalty", "soft_overlong_punishment"))
 IS = "vllm_importance_sampling_"
 VLLM, SERVER, PEFT, EVAL = {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "server"}, {"use_peft": True}, {
     "eval_strategy": "steps", "eval_steps": 10}
@@ -31,9 +33,11 @@ JOBS = (
     Job("preference training", command=r"\b(trl (dpo|kto|cpo|orpo)|(dpo|kto|cpo|orpo)\w*\.py)\b", keys=PAIRS, unless=GRPO,
         table="trl_jobs:PREFERENCE"),
     Job("supervised fine-tuning", command=r"\b(trl sft|sft\w*\.py)\b", keys=(
-        "packing", "assistant_only_loss", "completion_only_loss", "max_seq_length", "dataset_text_field"), unless=(*GRPO, "beta"),
+        "packing", "packing=False", "assistant_only_loss", "completion_only_loss", "completion_only_loss=False", "max_seq_length",
+        "dataset_text_field"), unless=(*GRPO, "beta"),
         table="trl_jobs:SFT"),
-    Job("a job of rows that may be SFT's, DPO's or a reward model's", "`jaxrl migrate trl/sft`, trl/preference or trl/reward_model, whichever it is,",
+    Job("a job of rows that may be SFT's, DPO's or a reward model's",
+        "`jaxrl migrate trl/sft`, trl/preference or trl/reward_model, whichever it is,",
         keys=("max_length",), unless=GRPO),
     Job("a file without reward_funcs or another key of GRPO alone", "`jaxrl migrate trl/sft`, or num_generations in the file if it is GRPO's,",
         keys=("dataset_name", "model_name_or_path", "learning_rate"), unless=(*GRPO, "beta", "loss_type", "temperature"), file=True),
@@ -211,7 +215,17 @@ TABLE = Table(
         Joint("rewards", (
             K("reward_funcs", "equivalent", other=["accuracy_reward"]),
             K("reward_weights", "equivalent", other=[2.0], beside={"reward_funcs": ["accuracy_reward"]}),
-            K("reward_model_name_or_path", "equivalent", other="a/rm")), meaning.rewards),
+            K("cosine_min_value_wrong", "equivalent", default=0.0, other=-1.0, beside=COSINE),
+            K("cosine_max_value_wrong", "equivalent", default=-0.5, other=-0.1, beside=COSINE),
+            K("cosine_min_value_correct", "equivalent", default=0.5, other=0.2, beside=COSINE),
+            K("cosine_max_value_correct", "equivalent", default=1.0, other=2.0, beside=COSINE),
+            K("cosine_max_len", "equivalent", default=1000, other=4096, beside=COSINE),
+            K("repetition_n_grams", "equivalent", default=3, other=4, beside=REPEATED),
+            K("repetition_max_penalty", "equivalent", default=-1.0, other=-0.5, beside=REPEATED),
+            K("max_completion_len", "equivalent", default=16384, other=4096, beside=OVERLONG),
+            K("soft_punish_cache", "equivalent", default=4096, other=512, beside=OVERLONG),
+            K("code_language", "equivalent", default="python", other="cpp", beside={"reward_funcs": ["code_format"]}),
+            K("reward_model_name_or_path", "equivalent", other="a/rm")), named.rewards),
         K("multi_objective_aggregation", "unsupported", fine=("sum_then_normalize",), refuse=True,
           why="rewards are added up, then normalised"),
         K("model_name_or_path", to="model.path", other="a/model"),
