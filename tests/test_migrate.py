@@ -790,7 +790,7 @@ JOBS = [  # system, what is not RL of a language model there, the recipe that do
     ("trl", {"max_length": 1024, "beta": 0.1}, "", "trl/preference"),
     ("areal", {"model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
     ("areal", {"teacher.path": "a/b", "actor.path": "a/c", "rollout.backend": "sglang:d4"}, "", "run.recipe=distill"),
-    ("areal", {"agent_run_args.max_turns": 2, "export_style": "concat", "actor.path": "a/c"}, "", "environments.md"),
+
     ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
     ("verl", {"actor_rollout_ref.model.path": "a/b"}, "python -m verl.trainer.main_generation_server", "run.mode=eval"),
     ("rlinf", {"runner.task_type": "sft", "actor.optim.lr": 1e-5}, "", "run.recipe=sft"),
@@ -908,8 +908,8 @@ def test_a_key_has_one_answer():
 
 
 def test_a_program_in_python_is_refused_with_the_page(tmp_path, capsys):
-    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="trl")[0] == 2
-    assert "train.py: a program in Python is not read: docs/guides/from_trl.md says" in capsys.readouterr().err
+    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="areal")[0] == 2
+    assert "train.py: a program in Python is not read: docs/guides/from_areal.md says" in capsys.readouterr().err
 
 
 def test_trls_defaults_of_1_10_and_1_14():
