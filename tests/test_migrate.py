@@ -791,7 +791,7 @@ JOBS = [  # system, what is not RL of a language model there, the recipe that do
     ("trl", {"max_length": 1024, "beta": 0.1}, "", "trl/preference"),
     ("areal", {"model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
     ("areal", {"teacher.path": "a/b", "actor.path": "a/c", "rollout.backend": "sglang:d4"}, "", "run.recipe=distill"),
-    ("areal", {"agent_run_args.max_turns": 2, "export_style": "concat", "actor.path": "a/c"}, "", "environments.md"),
+
     ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
     ("verl", {"actor_rollout_ref.model.path": "a/b"}, "python -m verl.trainer.main_generation_server", "run.mode=eval"),
     ("rlinf", {"runner.task_type": "sft", "actor.optim.lr": 1e-5}, "", "run.recipe=sft"),
@@ -909,8 +909,8 @@ def test_a_key_has_one_answer():
 
 
 def test_a_program_in_python_is_refused_with_the_page(tmp_path, capsys):
-    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="trl")[0] == 2
-    assert "train.py: a program in Python is not read: docs/guides/from_trl.md says" in capsys.readouterr().err
+    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="areal")[0] == 2
+    assert "train.py: a program in Python is not read: docs/guides/from_areal.md says" in capsys.readouterr().err
 
 
 def test_trls_defaults_of_1_10_and_1_14():
@@ -928,3 +928,14 @@ def test_the_terminal_shows_twenty_unknown_keys(tmp_path, capsys):
     run(tmp_path, "trainer: {seed: 1}\n" + "".join(f"zz_{i}: 1\n" for i in range(30)), name="job.yaml", system="verl")
     out = capsys.readouterr().out
     assert out.count("  unknown zz_") == 20 and "10 further unknown keys; is job.yaml a config of verl?" in out
+
+
+def test_named_rewards_of_trl_and_open_r1_are_built_in():
+    base = {"num_processes": 8, "num_generations": 8}
+    m = migrated("trl", base | {"reward_funcs": ["accuracy", "format", "tag_count", "cosine", "repetition_penalty", "length"],
+                                "reward_weights": [1, 1, 1, 2, 1, 0.5], "cosine_max_len": 4096, "repetition_n_grams": 4})
+    v = values(m)
+    assert v["reward.functions"] == ("math", "answer_format", "tag_count", "cosine", "repetition", "length_ranked") and not m.files
+    assert v["reward.arguments.cosine"] == {"unit": "characters", "bounded": False, "max_length": 4096, "wrong": [0.0, -0.5], "right": [0.5, 1.0]}
+    assert v["reward.arguments.repetition"] == {"size": 4, "penalty": -1.0} and v["reward.weights"] == (1, 1, 1, 2, 1, 0.5)
+    assert not m.lacking and not m.needs_you[1:]

@@ -297,6 +297,7 @@ class Reward_Judge(Group):
     rubric: str
     rubric_column: str
     pattern: str
+    words: Any
     lowest: float
     highest: float
     max_new_tokens: int
@@ -316,6 +317,7 @@ class Reward(Group):
     weights: tuple[float, ...]
     column: str
     format_pattern: str
+    arguments: Any
     code_score: str
     pass_mark: float
     workers: int

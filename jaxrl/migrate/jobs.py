@@ -55,11 +55,11 @@ def job_of(jobs: tuple[Job, ...], source: Source) -> tuple[str, Job] | None:
 
 
 def _set(settings: Mapping[str, Setting], key: str) -> Setting | None:
-    """Returns the first setting that `a.b`, `a.**` or `a.b=value` is of, other than null, false and an empty table."""
+    """Returns the first setting of `a.b=value`, or of `a.b` or `a.**` with another value than null, false or {}."""
     name, eq, value = key.partition("=")
     pattern = re.compile(pattern_of(name))
-    of = (s for s in settings.values() if pattern.fullmatch(s.key) and s.value not in (None, False, {}, ""))
-    return next((s for s in of if not eq or str(s.value) == value), None)
+    of = (s for s in settings.values() if pattern.fullmatch(s.key))
+    return next((s for s in of if (str(s.value) == value if eq else s.value not in (None, False, {}, ""))), None)
 
 
 def pattern_of(name: str) -> str:

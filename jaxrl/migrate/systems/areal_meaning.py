@@ -488,6 +488,18 @@ def memory(m: Migration):
             m.set("train.score_tokens_per_microbatch", max(ref, longest), "ref.mb_spec.max_tokens_per_mb")
 
 
+ANY_SOLUTION = '''"""AReaL's reward of boba's rows: 1 if a completion is one of the solutions."""
+
+from jaxrl.rewards.builtin import load_math_verify, math_reward
+
+
+def score(prompt, completion, answer=(), **columns):
+    solutions = [answer] if isinstance(answer, str) else answer
+    return max((math_reward(prompt, completion, str(solution)) for solution in solutions), default=0.0)
+
+
+score.prepare = load_math_verify
+'''
 BOXED = "Please put your final answer within \\boxed{}."
 
 
@@ -503,6 +515,14 @@ def data(m: Migration):
         m.differs(
             'AReaL\'s loader of GSM8K puts "Please put your final answer within \\boxed{}." behind questions; here it'
             " is the system prompt"
+        )
+    elif "boba" in path.lower():  # the rows of its example boba_grpo
+        m.set("data.prompt_column", "prompt", DATA + "path")
+        m.set("data.answer_column", "solutions", DATA + "path")
+        common.reward_file(m, ANY_SOLUTION, DATA + "path")
+        m.differs(
+            "prompts of boba's rows keep the marks of their template (<｜User｜>, <think>), which AReaL's example takes "
+            "out: write them without, or set data.chat=false"
         )
     else:
         common.reward_stub(m, "the run", f"the training script of {path}", DATA + "path")

@@ -10,6 +10,7 @@ from jaxrl.migrate import common
 from jaxrl.migrate.jobs import EPISODES, Job
 from jaxrl.migrate.systems import roll_layout as places_
 from jaxrl.migrate.systems import roll_meaning as meaning
+from jaxrl.migrate.systems import roll_rewards_meaning as scores
 from jaxrl.migrate.systems.roll_layout import (
          ARGS,
          CONFIG,
@@ -142,8 +143,7 @@ TABLE = Table(
             K(TRAIN + DATA + "prompt", "equivalent", other="instruction"),
             K(TRAIN + DATA + "messages", "equivalent", other="chat"),
             K(TRAIN + DATA + "template", "equivalent", default="native"),
-            K("global_template", "equivalent"),
-            K(TRAIN + DATA + "domain_interleave_probs.*", "ask", fine=(1, 1.0), why="a weight of data.sources")), meaning.data),
+            K("global_template", "equivalent")), meaning.data),
         Joint("advantage", (
             K("adv_estimator", "equivalent", default="gae", other="grpo", beside={"num_return_sequences_in_group": 8}),
             K("norm_mean_type", "equivalent", other="group", beside=GROUPS),
@@ -303,9 +303,11 @@ TABLE = Table(
         K(VALID + "eval_steps", "inert", why="the eval_steps above it counts"),
         Joint("reward", (
             K("rewards.*.worker_cls", "equivalent"),
-            K("rewards.*.tag_included", "equivalent")), meaning.reward),
+            K("rewards.*.tag_included", "equivalent"),
+            K("rewards.*.reward_type", "equivalent"),
+            K("rewards.*.judge_*", "equivalent"),
+            K(TRAIN + DATA + "domain_interleave_probs.*", "equivalent")), scores.reward),
         K("rewards.*.response_length_penalty_coef", "unsupported", fine=(0, 0.0), why="write it into the reward's function"),
-        K("rewards.*.judge_*", "ask", fine=("inference",), why="a judge of ours is reward.judge (docs/guides/rewards.md)"),
         K("rewards.*.format_pattern", "ask", why="set reward.format_pattern and add format to reward.functions"),
         K("rewards.*.**", "automatic", why="rewards run in worker processes (reward.workers)"),
         K("reward_model.**", "ask", fine=(False, 1, "bf16"), why="a judge of ours is reward.judge, with GPUs of its own in reward.judge.devices"),

@@ -217,7 +217,7 @@ def mismatch(m: Migration):
 
 def sampling(m: Migration):
     m.set("rollout.temperature", m.number("temperature"), "temperature")
-    m.set("rollout.top_p", m.number("top_p"), "top_p")
+    m.set("rollout.top_p", 1.0 if m["top_p"] is None else m.number("top_p"), "top_p")
     m.set("rollout.top_k", int(m.number("top_k") or -1), "top_k")
     m.set("rollout.min_p", m.number("min_p") or 0.0, "min_p")
     penalty = m.number("repetition_penalty")
@@ -372,78 +372,6 @@ def data(m: Migration):
     m.set("data.split", (m.text("dataset_train_split"),), "dataset_train_split")
     m.set("data.shuffle", m.flag("shuffle_dataset"), "shuffle_dataset")
     m.set("data.answer_column", "solution", "reward_funcs")
-
-
-ADAPTER = '''"""Reward functions of TRL, called as it calls them: whole batches, conversations where prompts are."""
-
-import importlib
-import os
-import sys
-
-sys.path.insert(0, os.getcwd())
-
-
-def _called(place, prompts, completions, columns):
-    module, _, name = place.rpartition(".")
-    spoken = bool(prompts) and not isinstance(prompts[0], str)
-    said = [[{"role": "assistant", "content": c}] for c in completions] if spoken else list(completions)
-    return getattr(importlib.import_module(module), name)(prompts=prompts, completions=said, **columns)
-'''
-ONE = """
-
-def {own}(prompts, completions, **columns):
-    columns.setdefault("solution", columns.get("answer"))
-    return _called({place!r}, prompts, completions, columns)
-"""
-UNKNOWN = """
-
-def {own}(prompts, completions, **columns):
-    raise RuntimeError("{own}: write this reward; it returns a number per completion")
-"""
-THINK = r"<think>(?!.*<think>)(.*?)</think>.*"  # once, at the start, and an answer behind it
-
-
-def rewards(m: Migration):
-    names = [str(n) for n in m.list("reward_funcs")]
-    weights = m.list("reward_weights")
-    text, functions = "", []
-    for name in names:
-        if name in ("accuracy_reward", "accuracy", "reasoning_accuracy_reward"):
-            functions.append("math")
-        elif name == "think_format_reward":
-            functions.append("format")
-            m.set("reward.format_pattern", "(?s)" + THINK, "reward_funcs")
-        elif name == "get_soft_overlong_punishment":
-            m.lacks(
-                "reward_funcs",
-                "get_soft_overlong_punishment is reward.overlong_buffer, which counts from max_new_tokens",
-            )
-        elif "." in name:
-            own = name.rpartition(".")[2]
-            text += ONE.format(own=own, place=name)
-            functions.append(f"./{m.name}_reward.py:{own}")
-        else:
-            own = "".join(c if c.isalnum() and c.isascii() else "_" for c in name) or "reward"
-            text += UNKNOWN.format(own=own)
-            functions.append(f"./{m.name}_reward.py:{own}")
-            m.needs(
-                f"{m.name}_reward.py: write the reward {ascii(name)}; until then the run stops at its start"
-            )
-    if text:
-        m.files[f"{m.name}_reward.py"] = ADAPTER + text
-        m.needs(
-            f"{m.name}_reward.py calls your reward functions in a process without jax, from the folder where you start"
-        )
-    if m.text("reward_model_name_or_path"):
-        m.set("reward.model.path", m.text("reward_model_name_or_path"), "reward_model_name_or_path")
-    if not names and not m.text("reward_model_name_or_path"):
-        common.reward_stub(m, "the run", "reward_funcs is not set: the script has it in Python", "reward_funcs")
-        return
-    m.set("reward.functions", tuple(functions), "reward_funcs")
-    if weights and len(weights) == len(functions):
-        m.set("reward.weights", tuple(float(w) for w in weights), "reward_weights")
-    elif weights:
-        m.lacks("reward_weights", f"{len(weights)} weights for {len(functions)} functions that are carried over")
 
 
 def model(m: Migration):
