@@ -182,7 +182,7 @@ def test_recurrent_layers_cut_over_cp(meshes, tmp_path):
 
 def test_meshes_that_do_not_split_a_recurrence():
     sizes = dict(zip(AXES, (1, 1, 1, 1, 3), strict=True))
-    with pytest.raises(ConfigError, match="mesh.tp=3 does not divide the model's 16 key heads of recurrent layers; make it one of 1, 2, 4, 8, 16"):
+    with pytest.raises(ConfigError, match="mesh.tp=3 does not divide the model's 16 heads of recurrent layers; make it one of 1, 2, 4, 8, 16"):
         check_recurrent(sizes, 16)
     with pytest.raises(ConfigError, match="mesh.roles.reference.cp=4 times mesh.roles.reference.tp=8 does not divide.*make their product one of"):
         check_recurrent(sizes | {"cp": 4, "tp": 8}, 16, "mesh.roles.reference")

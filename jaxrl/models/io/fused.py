@@ -4,7 +4,9 @@
     model.layers.<i>.mlp.experts.down_proj     [E, D, F]
 
 instead of the three matrices per expert that checkpoints were published with and that the parameter table names. One
-is read as the other; a folder is written as it was read.
+is read as the other; a folder is written as it was read. Nemotron's experts have no gate: `mixer.experts.up_proj`
+[E, F, D] and `down_proj`. Granite 4 has one layout alone, `block_sparse_moe.input_linear.weight` [E, 2 F, D] and
+`output_linear.weight`.
 
 gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate and up take turns,
 
@@ -12,6 +14,9 @@ gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate
     down_proj    [E, F, D],    down_proj_bias    [E, D]
 
 (or, of the matrices, mxfp4's blocks and scales in their place, see models.io.scaled).
+
+Qwen3-VL's experts were published transposed, gate_up_proj [E, D, 2 F] with the gate's columns before the up's, and
+down_proj [E, F, D]; transformers reads them as well as the first layout, and no matrix per expert.
 
 Legend: E experts, D hidden size, F an expert's width.
 """
@@ -32,11 +37,18 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.io import tensorfile
 from jaxrl.models.parameters import CORRECTION, ROUTER
 
-NAME = re.compile(r"model\.layers\.\d+\.mlp\.experts\.gate_up_proj")
-_KINDS = {"gate_up_proj": ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
+NAME = re.compile(r"model\.layers\.\d+\.(mlp\.experts\.gate_up_proj|mixer\.experts\.up_proj)")
+_GATED = {"gate_up_proj": ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
           "down_proj": ("mlp/experts/down/kernel",),
           "gate_up_proj_bias": ("mlp/experts/gate/bias", "mlp/experts/up/bias"),
           "down_proj_bias": ("mlp/experts/down/bias",)}
+_KINDS = {  # by Family.fused_in
+    "mlp.experts": _GATED,
+    "mixer.experts": {"up_proj": ("mlp/experts/up/kernel",), "down_proj": _GATED["down_proj"]},
+    "block_sparse_moe": {"input_linear.weight": _GATED["gate_up_proj"], "output_linear.weight": _GATED["down_proj"]}}
+
+
+TRANSPOSED = "transposed"
 
 
 class Fused(NamedTuple):
@@ -46,25 +58,24 @@ class Fused(NamedTuple):
     parts: tuple[tuple[str, ...], ...]
     whole: bool = False  # the one part is the tensor itself
 
-    def shape(self, part: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
-        """Returns the fused tensor's shape from the shape of one part."""
+    def shape(self, part: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+        """Returns the fused tensor's shape from the shape of one part. transposed: an expert's outputs are columns."""
         if self.whole:
             return part
         outputs, inputs = part[0] * len(self.parts[0]), part[1:]
-        return (len(self.parts), *inputs, outputs) if interleaved else (len(self.parts), outputs, *inputs)
+        return (len(self.parts), *inputs, outputs) if transposed else (len(self.parts), outputs, *inputs)
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn(tensorfile.Stored):
-    """A part of an interleaved tensor: every `step`-th column of an expert, from `first` on, as a row."""
+class Columns(tensorfile.Stored):
+    """A part of a transposed tensor: columns of an expert, as rows."""
 
     of: tensorfile.Stored
     expert: int
-    first: int
-    step: int
+    columns: slice
 
     def read(self, index: Any = ...) -> np.ndarray:
-        return self.of.read((self.expert, ..., slice(self.first, None, self.step))).T[index]
+        return self.of.read((self.expert, ..., self.columns)).T[index]
 
 
 def interleaved(model) -> bool:
@@ -72,9 +83,29 @@ def interleaved(model) -> bool:
     return FAMILIES[model.config.family].interleaved
 
 
+def always(model) -> bool:
+    """Whether a model's experts are stored in one layout, and that is a fused one."""
+    return FAMILIES[model.config.family].fused_only
+
+
 def is_fused(names: Iterable[str]) -> bool:
     """Whether a folder with these tensors has the other layout."""
     return any(NAME.fullmatch(name) for name in names)
+
+
+def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
+    """Returns how a folder has its experts: False (a matrix each), True (as above), or TRANSPOSED. hf_config: of the
+    text model."""
+    first = next((t for name, t in stored.items() if NAME.fullmatch(name)), None)
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if first is not None and family is not None and family.transposed and first.shape[-1] != hf_config["hidden_size"]:
+        return TRANSPOSED
+    return first is not None
+
+
+def written_layout(model, source: bool | str) -> bool | str:
+    """Returns the layout in which a model's experts are written. source: that of its source folder."""
+    return source or always(model) or (TRANSPOSED if FAMILIES[model.config.family].transposed else False)
 
 
 def tensors(model) -> list[Fused]:
@@ -86,13 +117,15 @@ def tensors(model) -> list[Fused]:
                 layer = ".".join(name.split(".")[:3])  # model.layers.<i>
                 by_layer.setdefault((layer, entry.row.path), []).append(name)
     out = []
+    family = FAMILIES[model.config.family]
+    module, named = family.fused_in, _KINDS[family.fused_in]
     for layer in dict.fromkeys(layer for layer, _ in by_layer):
-        for name, kinds in _KINDS.items():
+        for name, kinds in named.items():
             if (layer, kinds[0]) in by_layer:
                 parts = zip(*(by_layer[layer, kind] for kind in kinds), strict=True)
-                out.append(Fused(f"{layer}.mlp.experts.{name}", tuple(parts)))
+                out.append(Fused(f"{layer}.{module}.{name}", tuple(parts)))
         router = by_layer.get((layer, ROUTER), [])
-        if router and router[0] != f"{layer}.mlp.gate.weight" and not interleaved(model):
+        if router and router[0] != f"{layer}.{module.removesuffix('.experts')}.gate.weight" and not always(model):
             out.append(Fused(f"{layer}.mlp.gate.weight", (tuple(router),), whole=True))
         correction = by_layer.get((layer, CORRECTION), [])
         if correction and ".block_sparse_moe." in correction[0]:
@@ -106,7 +139,7 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
     Raises ConfigError for a fused tensor of another shape, and for a folder that has the parts, too.
     """
     turns = interleaved(model)
-    if not turns and not is_fused(stored):
+    if not always(model) and not is_fused(stored):
         return stored
     out, sizes = dict(stored), {name: entry.hf_shape for entry in model.entries for name in entry.hf_names}
     for own in tensors(model):
@@ -118,6 +151,8 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
             raise ConfigError(f"{found.file.parent}: {name} stands beside {tensorfile.shortened(double)}, which it "
                               "holds; remove one of the two layouts")
         shape = own.shape(size := sizes[parts[0][0]], turns)
+        across = turns or (FAMILIES[model.config.family].transposed and found.shape != shape)
+        shape = own.shape(size, across)
         if found.shape != shape:
             raise ConfigError(f"{found.file.parent}: {name} has shape {found.shape}, the config needs {shape}; is "
                               "config.json the one of these weights?")
@@ -126,9 +161,11 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
         each = math.prod(size) * tensorfile.DTYPES[found.dtype].itemsize
         for i, (expert, j) in enumerate(np.ndindex(len(parts), len(parts[0]))):
             part = parts[expert][j]
-            if turns:
-                out[part] = Turn(part, found.file, found.dtype, size, found.start, found.stop, found, expert, j,
-                                 len(parts[0]))
+            if across:
+                count = size[0]
+                columns = slice(j, None, len(parts[0])) if turns else slice(j * count, (j + 1) * count)
+                where = found.file, found.dtype, size, found.start, found.stop
+                out[part] = Columns(part, *where, found, expert, columns)
             else:
                 out[part] = dataclasses.replace(found, name=part, shape=size, start=found.start + i * each)
     return out
@@ -142,8 +179,8 @@ def spread(model, by_name: dict) -> dict:
     return out
 
 
-def fuse(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
-    """Converts the tensors to write to the fused layout."""
+def fuse(model, planned: list[tensorfile.Planned], layout: bool | str) -> list[tensorfile.Planned]:
+    """Converts the tensors to write to the fused layout, of `written_layout`."""
     left, turns = {t.name: t for t in planned}, interleaved(model)
     for fused in tensors(model):
         name, parts, whole = fused
@@ -152,13 +189,21 @@ def fuse(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
         if whole:
             left[name] = dataclasses.replace(first, name=name)
             continue
-        shape = fused.shape(first.shape, turns)
-        left[name] = tensorfile.Planned(name, first.dtype, shape, functools.partial(_joined, own, shape, turns))
+        across = turns or layout == TRANSPOSED
+        shape = fused.shape(first.shape, across)
+        join = _in_turns if turns else _across if across else _joined
+        left[name] = tensorfile.Planned(name, first.dtype, shape, functools.partial(join, own, shape))
         assert math.prod(shape) == sum(math.prod(part.shape) for expert in own for part in expert)
     return list(left.values())
 
 
-def _joined(own, shape, turns: bool) -> np.ndarray:
-    if turns:
-        return np.stack([np.stack([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+def _in_turns(own, shape) -> np.ndarray:
+    return np.stack([np.stack([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+
+
+def _across(own, shape) -> np.ndarray:
+    return np.stack([np.concatenate([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+
+
+def _joined(own, shape) -> np.ndarray:
     return np.concatenate([part.get() for expert in own for part in expert]).reshape(shape)
