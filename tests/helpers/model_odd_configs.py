@@ -301,9 +301,9 @@ MOVES |= dict.fromkeys(RUNS, [
     *sectioned(ROPES[1::6]), {"rope_theta": 77.0},
     *(e for e in MOVES["qwen2"] if not {"rope_parameters", "rope_scaling", "rope_theta", "head_dim"} & set(e))])
 MOVES["falcon_h1"] = [
-    *ROPES[2::8], *COMMON, {"mamba_n_heads": 3}, {"mamba_n_groups": 1}, {"mamba_n_groups": 6}, {"mamba_d_state": 8}, {"mamba_d_conv": 2},
+    *ROPES[2::8], *COMMON, {"mamba_n_heads": 2}, {"mamba_n_groups": 1}, {"mamba_n_groups": 6}, {"mamba_d_state": 8}, {"mamba_d_conv": 2},
     {"mamba_d_ssm": 30}, {"mamba_d_ssm": None, "mamba_n_heads": 8}, {"mamba_d_ssm": None, "mamba_expand": 3},
-    {"mamba_d_head": 14, "mamba_n_heads": 3},
+    {"mamba_d_head": 21, "mamba_n_heads": 2},
     {"mamba_conv_bias": False}, {"mamba_proj_bias": True}, {"projectors_bias": True}, {"attention_bias": True}, {"mlp_bias": True},
     {"mamba_norm_before_gate": True}, {"mamba_rms_norm": False}, {"mamba_rms_norm": False, "mamba_norm_before_gate": True},
     {"time_step_limit": [0.0, 0.5]}, {"time_step_limit": [0.4, {"__float__": "Infinity"}]}, {"embedding_multiplier": 5.0},

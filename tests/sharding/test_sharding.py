@@ -155,24 +155,28 @@ def test_biases_and_sinks_on_meshes(tmp_path):
 
 
 @pytest.mark.slow
-def test_recurrent_layers_on_meshes(tmp_path):
+@first_cases(1, "case, arrays", [("hybrid", 13), ("mamba", 14)])
+def test_recurrent_layers_on_meshes(tmp_path, case, arrays):
     """As one device: rows with shared prompts, heads over tp, experts over ep."""
     meshes = ("1,1,1,1", "1,2,2,2", "2,1,1,4")
-    _, stderr = on_eight("hybrid", tmp_path, *meshes)
+    _, stderr = on_eight(case, tmp_path, *meshes)
     assert "rematerialization" not in stderr
     for kind, bound in (("", 1e-5), (".float64", 1e-12)):
         whole, *others = (dict(np.load(tmp_path / f"{m}{kind}.npz")) for m in meshes)
-        assert sum("recurrent" in name for name in whole) == 13
+        assert sum("recurrent" in name for name in whole) == arrays
         for name in whole:
             far = {mesh: relative(other[name], whole[name]) for mesh, other in zip(meshes[1:], others, strict=True)}
             assert np.linalg.norm(whole[name]) and max(far.values()) < bound, (name, far)
 
 
-@first_cases(1, "meshes", [pytest.param(("1,1,1,1,1", "1,1,4,1,1"), marks=pytest.mark.slow),
-                            pytest.param(("1,1,1,1,1", "1,1,2,1,2", "2,1,2,1,1"), marks=pytest.mark.nightly)])
-def test_recurrent_layers_cut_over_cp(meshes, tmp_path):
-    """As one device, in float64: dealt tiles of prompts and completions, whose devices exchange tokens for heads."""
-    _, stderr = on_eight("cut_recurrent", tmp_path, *meshes)
+@first_cases(1, "case, meshes", [
+    pytest.param("cut_recurrent", ("1,1,1,1,1", "1,1,4,1,1"), marks=pytest.mark.slow),
+    pytest.param("cut_mamba", ("1,1,1,1,1", "1,1,2,1,2"), marks=pytest.mark.slow),
+    pytest.param("cut_recurrent", ("1,1,1,1,1", "1,1,2,1,2", "2,1,2,1,1"), marks=pytest.mark.nightly)])
+def test_recurrent_layers_cut_over_cp(case, meshes, tmp_path):
+    """As one device, in float64: dealt tiles of prompts and completions, whose devices exchange tokens for heads; where one key head
+    serves all value heads, it is whole on every device."""
+    _, stderr = on_eight(case, tmp_path, *meshes)
     assert "rematerialization" not in stderr
     whole, *others = (dict(np.load(tmp_path / f"{m}.npz")) for m in meshes)
     for name in whole:
