@@ -550,7 +550,8 @@ def refused():
             yield from ((family, entries, next(iter(entries))) for entries in cases)
             continue
         ropes = PHI3_ROPES_REFUSED if family == "phi3" else GEMMA3_ROPES_REFUSED if family in ("gemma3_text", "olmo3") else ROPES_REFUSED
-        yield from ((family, entries, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
+        turns = TURNS if family == "granitemoehybrid" else {}  # it reads rotary tables where it turns
+        yield from ((family, {**turns, **entries}, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
                    and (family != "ministral3" or list(entries) != ["rope_theta"])  # which its table has
-                   and (family not in RUNS or name != "rope_type='mrope'"))
+                   and (family not in RUNS or name != "rope_type='mrope'") and not (turns and "position_embedding_type" in entries))
         yield from ((family, entries, next(iter(entries))) for entries in cases)
