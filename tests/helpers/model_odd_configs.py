@@ -498,7 +498,8 @@ REFUSED["nemotron_h"] = [
     {"scoring_func": "softmax"}, {"layer_scale": True}, {"intermediate_size": [48, 32]}, {"time_step_limit": None, "mamba_dt_limit": [0.0, 1.0]}]
 FACTORS = {"logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier"}
 REFUSED["granitemoehybrid"] = [
-    *(e for e in NO_EXPERTS if not FACTORS & set(e) and "full_attention_interval" not in e and e != {"layer_types": ["linear_attention"] * LAYERS}),
+    *(e for e in NO_EXPERTS if not {*FACTORS, "position_embedding_type", "full_attention_interval"} & set(e)
+      and e != {"layer_types": ["linear_attention"] * LAYERS}),
     *NO_CAPS, {"logits_scaling": 0}, {"embedding_multiplier": None}, {"residual_multiplier": -1.0}, {"attention_multiplier": "1"},
     {"layer_types": ["mamba", "sliding_attention", "mamba", "mamba"]}, {"layer_types": ["mamba"]}, {"mamba_n_heads": 7}, {"mamba_n_groups": 3},
     {"mamba_d_head": 9}, {"mamba_d_state": 0}, {"mamba_d_conv": None}, {"mamba_expand": 0}, {"mamba_conv_bias": None}, {"mamba_proj_bias": 1},
@@ -553,5 +554,5 @@ def refused():
         turns = TURNS if family == "granitemoehybrid" else {}  # it reads rotary tables where it turns
         yield from ((family, {**turns, **entries}, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
                    and (family != "ministral3" or list(entries) != ["rope_theta"])  # which its table has
-                   and (family not in RUNS or name != "rope_type='mrope'") and not (turns and "position_embedding_type" in entries))
+                   and (family not in RUNS or name != "rope_type='mrope'"))
         yield from ((family, entries, next(iter(entries))) for entries in cases)
