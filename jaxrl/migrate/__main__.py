@@ -23,7 +23,8 @@ MOST_UNKNOWN = 20  # unknown keys that the terminal shows
 USAGE = """usage: jaxrl migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
            [--strict] [--out=DIR]
 
-SYSTEM is one of: {systems}. FILE is a config of it: a script (.sh),
+SYSTEM is one of: {systems}; with the job
+behind it (trl/sft, trl/preference ...) where FILE does not tell it. FILE is a config of it: a script (.sh),
 YAML or TOML, or a dump of a resolved config.
 Trailing key=value win over FILE, as on that system's own command line; NAME=value in capitals sets a variable of a
 script or of the environment. Writes DIR (default: migrated)/<name>.py, report.md and report.json.

@@ -28,7 +28,7 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         merge(settings, read_toml(path))
     elif path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
         command, found = _script(table, path, environment, notes)
-        merge(settings, found)
+        merge(settings, found, table.groups)
     else:
         page = f"docs/guides/from_{table.name}.md"
         python = f"a program in Python is not read: {page} says what becomes of it, and what to write down as a config"
@@ -40,7 +40,7 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         new = override(text, "the command line") or (_flag(text) if table.flags else [])
         if not new:
             raise Unreadable("the command line", text[:80], "expected key=value")
-        merge(settings, new)
+        merge(settings, new, table.groups)
     if not settings:
         raise Unreadable(path.name, "", f"holds no key of {table.title}")
     try:
@@ -49,7 +49,7 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         raise e if isinstance(e, Unreadable) else Unreadable(path.name, "", str(e)) from None
     flat: dict[str, Setting] = {}
     for s in settings.values():  # a key that named a table
-        merge(flat, [x for x in leaves(s.key, s.value, s.where)])
+        merge(flat, [x for x in leaves(s.key, s.value, s.where)], table.groups)
     return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command)
 
 
@@ -63,7 +63,7 @@ def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Set
     one with most keys."""
     found = []
     for command in shell.commands(path, environment, notes):
-        line = " ".join(text for text, _ in command.words if not re.match(r"(?!--config)[\w.+~/-]+=", text))
+        line = " ".join(text for text, _ in command.words if not re.match(r"(?!--(config|nproc))[\w.+~/-]+=", text))
         fits = bool(re.search(table.command, line))
         settings = _command(table, command, path, notes, fits)
         if settings:

@@ -141,7 +141,8 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
         else:
             parts.append(f"{key}={shown(m.default(key), 60)} is {m.table.title}'s default")
     text = ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else "")
-    return text[:157] + "..." if len(text) > 160 else text or f"{m.table.title}'s default"
+    of_job = f"{m.told}: {m.job.what}" if m.job and not keys else ""
+    return text[:157] + "..." if len(text) > 160 else text or of_job or f"{m.table.title}'s default"
 
 
 def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
@@ -152,6 +153,7 @@ def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
     refused = outcome == "refused"
     return {
         "system": m.table.name,
+        "job": m.table.job,
         "version": m.version,
         "file": file,
         "outcome": outcome,

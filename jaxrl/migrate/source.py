@@ -144,14 +144,14 @@ def leaves(key: str, value: Any, where: str, depth: int = 0):
         yield Setting(key, value, where)
 
 
-def merge(into: dict[str, Setting], new: list[Setting]) -> None:
+def merge(into: dict[str, Setting], new: list[Setting], groups: tuple[str, ...] = ()) -> None:
     """Merges settings; later ones win, and one that replaces a table, or a part of what was a leaf, takes the other's
-    place away."""
+    place away. groups: hydra's groups of configs, whose name (`engine=megatron`) stands beside what is below them."""
     for setting in new:
         key = setting.key
-        for other in [k for k in into if k.startswith(key + ".")]:
+        for other in [k for k in into if k.startswith(key + ".") and key not in groups]:
             del into[other]
-        for stop in (i for i, c in enumerate(key) if c == "."):
+        for stop in (i for i, c in enumerate(key) if c == "." and key[:i] not in groups):
             into.pop(key[:stop], None)
         into.pop(key, None)
         into[key] = setting

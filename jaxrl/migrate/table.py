@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from jaxrl.config.option import BOUNDS, not_chosen
 from jaxrl.config.schema import element_kind, free_tables, options
 from jaxrl.errors import ConfigError
-from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, scalar
+from jaxrl.migrate.jobs import Job, job_of, pattern_of
+from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, override_value, scalar
 
 KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
 ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_|$)|(^|_)environment|overrides?$|labels$")  # tables of anybody's keys
@@ -76,34 +77,12 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A job that a table does not carry over, and what does it here. It is recognised by a pattern of the command, or
-    by one of some keys (`a.b`, `a.**`, or `a.b=value`) where none of `unless` is set; if `file`, in a source without a
-    command. Its config is refused for this reason alone: no rule is run.
-    """
-
-    what: str
-    ours: str
-    command: str = ""
-    keys: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()
-    file: bool = False
-
-
-SFT = "run.recipe=sft (configs/sft_chat.py)"
-PREFERENCE = "run.recipe=preference (configs/dpo.py, docs/guides/preferences.md)"
-REWARD_MODEL = "run.recipe=reward_model (configs/reward_model.py, docs/guides/reward_models.md)"
-DISTILL = "run.recipe=distill (configs/distill.py, docs/guides/distillation.md)"
-EVAL = "run.mode=eval, with eval.sets and model.path"
-EPISODES = "an environment (configs/env.py, docs/guides/environments.md)"
-
-
-@dataclass(frozen=True)
 class Table:
     """A system.
 
-    versions: oldest first, the last is assumed. command: pattern of the command, in a script, that starts a job.
-    jobs: those that are refused as a whole. prefixes: put before keys that are not known, as in excerpts of the
+    job: of a table that reads one of another's jobs, its name (jobs.py). versions: oldest first, the last is
+    assumed. command: pattern of the command, in a script, that starts a job.
+    jobs: those of another kind. prefixes: put before keys that are not known, as in excerpts of the
     documentation. differs: what is otherwise whatever the keys say. required: settings without which the source does
     not run, each with a legal value, for looking at one key by itself (tests, counterparts.py).
     """
@@ -118,7 +97,9 @@ class Table:
     differs: tuple[str, ...] = ()
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
     flags: bool = False  # whether a command's --name value are keys
+    groups: tuple[str, ...] = ()  # hydra's groups of configs: `engine=megatron` beside `engine.a=1`
     required: Mapping[str, Any] = field(default_factory=dict)
+    job: str = ""
 
     def keys(self) -> list[Key]:
         return [key for rule in self.rules for key in (rule.keys if isinstance(rule, Joint) else (rule,))]
@@ -128,7 +109,7 @@ class Table:
         """Returns (name of a key -> its row's, [(pattern of names, its row's)])."""
         names = [(n, key.name) for key in self.keys() for n in key.names()]
         exact = {n: own for n, own in names if "*" not in n}
-        return exact, [(re.compile(_pattern(n)), own) for n, own in names if "*" in n]
+        return exact, [(re.compile(pattern_of(n)), own) for n, own in names if "*" in n]
 
 
 class Record(NamedTuple):
@@ -148,10 +129,13 @@ class Migration:
     m.needs(text), m.differs(text)."""
 
     def __init__(self, table: Table, source: Source, version: str, gpus: int = 0, name: str = "job"):
-        self.name, self.table, self.version, self.gpus = name, table, version, gpus
+        self.told, self.job = job_of(table.jobs, source) or ("", None)  # another job than the table's: what says so
+        table = self.job.reader() if self.job and self.job.table else table
+        self.version = version if version in table.versions else table.versions[-1]
+        self.name, self.table, self.gpus = name, table, gpus
         self.notes, self.command = list(source.notes), source.command
         self.trained_on = 0  # GPUs of the policy, where a rule says it
-        self.other = ""  # what makes it a job that is refused as a whole
+        self.refused = bool(self.job and not self.job.table)  # whole, as a job of another kind
         self.elsewhere = False  # whether the engine has hosts of its own, whose servers you name
         self.unknown: list[tuple[Setting, str]] = []  # with what the report says of it
         self.owned: dict[str, list[Setting]] = {}  # name in the table -> what the source sets
@@ -300,6 +284,8 @@ class Migration:
 
     def list(self, name: str) -> list:
         value = self[name]
+        if isinstance(value, str) and value[:1] == "[" and value[-1:] == "]":  # a list in quotes
+            value = override_value(value)
         return value if isinstance(value, list) else [] if value is None else [value]
 
     # -- saying --------------------------------------------------------------------------------------------------------
@@ -337,31 +323,11 @@ class Migration:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def _other_job(self) -> tuple[str, Job] | None:
-        """Returns the job of the table's `jobs` that the source describes, and the key or command that says so."""
-        for job in self.table.jobs:
-            if job.command and (found := re.search(job.command, self.command)):
-                return found[0].strip(), job
-            if job.file and self.command or any(self._set(key) for key in job.unless):
-                continue
-            for key in job.keys:
-                if found := self._set(key):
-                    return found.key, job
-        return None
-
-    def _set(self, key: str) -> Setting | None:
-        """Returns the first setting that `a.b`, `a.**` or `a.b=value` is of, other than null, false and an empty
-        table."""
-        name, eq, value = key.partition("=")
-        pattern = re.compile(_pattern(name))
-        of = (s for s in self.singles.values() if pattern.fullmatch(s.key) and s.value not in (None, False, {}, ""))
-        return next((s for s in of if not eq or str(s.value) == value), None)
-
     def run(self) -> Migration:
-        if other := self._other_job():
-            key, job = other
-            self.lacking.append((key, f"{job.what} is not carried over; {job.ours} does it", True))
-            self.other, self.facts["job"] = key, job.what
+        if self.job:
+            self.facts["job"] = self.job.what
+        if self.refused:
+            self.lacking.append((self.told, f"{self.job.what} is not carried over; {self.job.ours} does it", True))
             self.different, self.unknown = [], []
             return self
         for rule in self.table.rules:
@@ -445,7 +411,7 @@ class Migration:
 
     def records(self) -> list[Record]:
         """Returns one record per key of the source, in its order."""
-        if self.other:
+        if self.refused:
             note = {key: why for key, why, _ in self.lacking}
             rows = sorted(self.singles.values(), key=lambda s: s.key)
             return [Record(s.key, s.value, s.where, "unsupported", {}, note.get(s.key, "of that job")) for s in rows]
@@ -514,7 +480,7 @@ def names_of(system: str) -> Names:
             first, _, last = versions.partition("..")
             keys[name] = (first, last) if last else None
     parents = {name[:i] for name in keys for i, c in enumerate(name) if c == "."}
-    patterns = tuple(re.compile(_pattern(name)) for name in keys if "*" in name)
+    patterns = tuple(re.compile(pattern_of(name)) for name in keys if "*" in name)
     tables = frozenset(name.partition(".")[0] for name in keys)
     return Names(keys, tables, frozenset(parents), patterns, frozenset(loose))
 
@@ -522,10 +488,6 @@ def names_of(system: str) -> Names:
 def _shared(a: str, b: str) -> int:
     """Tables that two dotted names have in common, from the first on."""
     return len(os.path.commonprefix([a.split(".")[:-1], b.split(".")[:-1]]))
-
-
-def _pattern(name: str) -> str:
-    return re.escape(name).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
 
 
 def _short(value) -> str:

@@ -292,7 +292,7 @@ def model_config(hf_config: dict) -> ModelConfig:
     if family.clamped:
         routed |= {f"gate_{k}": float(number(hf, f"swiglu_{k}", above=0)) for k in ("alpha", "limit")}
     if family.vision and IMAGES in hf:
-        routed["vision"] = tower = vision_config(hf[IMAGES], hidden, len(layers))
+        routed["vision"] = tower = vision_config(hf[IMAGES], family.vision, hidden, len(layers))
         prefix = max(prefix, len(tower.taps))  # layers behind which features are added
     factor = lambda key: float(number(hf, key, above=0)) if key else 1.0  # noqa: E731
     query = number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
@@ -508,6 +508,9 @@ def _check_heads(hf, family):
     if hf.get("attention_head_dim") not in (None, head_dim):
         raise ConfigError(f"model config: attention_head_dim={hf['attention_head_dim']!r} beside head_dim={head_dim}, which "
                           "transformers reads; make them equal")
+    if family.mrope == "runs" and head_dim != hidden // heads:
+        raise ConfigError(f"model config: head_dim={head_dim}, but heads of a {hf['model_type']} model are hidden_size / "
+                          f"num_attention_heads = {hidden // heads} wide whatever it says; leave it out")
     if head_dim % 2 and not family.one_part:
         raise ConfigError(f"model config: head_dim={head_dim}; rotary embeddings need an even head size")
 

@@ -38,6 +38,7 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu2": lambda x: jnp.square(jnp.maximum(x, 0)),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 ROUTES = "expert_ids"  # never computed again in the backward pass: a tie that falls otherwise is another function
 LOAD = "mlp/router/load"

@@ -362,11 +362,10 @@ class Model:
         seen = sum(min(window or context, context) for window in cfg.windows)
         return 2 * (matrices + head) + cfg.pair_flops * seen + recurrent.rule_flops(cfg)
 
-    def flops_per_patch(self, patches: int) -> float:
-        """Returns the FLOPs of the tower's forward pass for one patch of an image of `patches` patches; 0 without a
-        tower. Counted as in `flops_per_token`.
+    @property
+    def flops_per_patch(self) -> float:
+        """Returns the FLOPs of the matrix products of the tower's forward pass for one patch; 0 without a tower. Those
+        of attention are VisionConfig.pair_flops. Counted as in `flops_per_token`.
         """
         tower = self.config.vision
-        if tower is None:
-            return 0.0
-        return 2 * sum(multiplied_by_patch(tower, e) for e in self.entries) + tower.pair_flops * patches
+        return 0.0 if tower is None else 2 * sum(multiplied_by_patch(tower, e) for e in self.entries)

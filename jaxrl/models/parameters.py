@@ -42,7 +42,7 @@ class Row:
     share: float | str = 1        # of the numbers, what one token is multiplied with; or the field that says it
     adapts: bool = True           # whether a linear map can have an adapter
     by_name: bool = False         # it gets one by its name alone, not by lora.targets=all-linear
-    exact: bool = False           # a few columns that decide: never in few bits
+    exact: bool = False           # a few columns that decide, or of a tower: never in few bits
     fixed: bool = False           # numbers that choose and do not weigh: without gradient, and in fp32 wherever they are
     wide: bool = False            # in fp32 wherever they are, and trained
     whole: bool = False           # HF's tensor of a linear map keeps every axis, outputs first (a convolution's patches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES
 from jaxrl.training import router
 
 
@@ -24,8 +23,9 @@ def check_experts(config, model) -> None:
                           "adapters does not change; leave it out")
 
 
-def check_tower(config, model) -> None:
-    """Raises ConfigError for what is not built for models with a tower for images (a ModelConfig)."""
-    if FAMILIES[model.family].vision and config.lora.rank:
-        raise ConfigError(f"lora.rank={config.lora.rank} with a model with a tower for images "
-                          f"(model_type={model.family}): adapters for it are not built yet; leave lora.rank out")
+def check_tower(model) -> None:
+    """Raises ConfigError for several adapters on a model's tower, whose patches have no adapter of their own."""
+    adapter = model.adapter
+    if adapter is not None and adapter.parts and any(t.name.startswith("model.visual.") for t in adapter.targets):
+        raise ConfigError("lora.adapters with images: several adapters share a tower, which has none of its own; leave "
+                          "it out with lora.exclude=('.*visual.*',)")

@@ -218,6 +218,10 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
         model_inputs = with_tower(c, model_inputs, images)
         if s.resumed is None:
             check_weights(c, model_inputs)
+    if models.FAMILIES[model_inputs.hf_config["model_type"]].vision:
+        adapted = attach_adapter(c, dataclasses.replace(model_inputs.table, scan_layers=False))
+        adapters.check(adapted)
+        check_tower(adapted)
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items()
                if its is not None and (option != "eval.rewards" or its is not rewards)}
@@ -336,10 +340,10 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     except ConfigError as e:
         raise e if m.path in str(e) else ConfigError(f"model.path={m.path!r}: {e}") from None
     unrolled = dataclasses.replace(table, scan_layers=False)  # whether layers are scanned is not decided yet
-    adapters.check(attach_adapter(config, unrolled))
+    if not models.FAMILIES[hf_config["model_type"]].vision:  # of those it is known later whether the tower is read
+        adapters.check(attach_adapter(config, unrolled))
     experts = table.config.num_expert_layers
     check_experts(config, unrolled)
-    check_tower(config, table.config)
     table.check_length(longest_sequence(config))
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "

@@ -25,6 +25,7 @@ GROWS = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_
 PARTIAL = ("glm4_moe", "minimax_m2", "glm", "glm4", "phi3", *HYBRIDS)
 SHORT, LONG = [1.1, 1.7, 2.5, 6.0], [2.0, 3.0, 9.0, 20.0]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 50}
+SECTIONS = {"mrope_section": [1, 2, 1]}
 BASE = {
     "llama": {},
     "mistral": {"sliding_window": 6, "head_dim": 8},
@@ -57,6 +58,9 @@ BASE = {
     "qwen3_5_moe_text": HYBRID_EXPERTS,
     "qwen3_next": HYBRID_EXPERTS,
     "qwen3_vl_text": {"head_dim": 8, "rope_theta": 10000.0},
+    "qwen3_vl_moe_text": {**EXPERTS, "head_dim": 8, "rope_theta": 10000.0},
+    **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
+                                                           "rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", **SECTIONS}}),
     "nemotron_h": {
         **{k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"}, "hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5,
         "layer_norm_epsilon": 1e-2, "head_dim": 10, "mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 5, "mamba_head_dim": 7,
@@ -282,6 +286,20 @@ MOVES["nemotron_h"] = [
     {"mlp_hidden_act": "gelu"}, {"mlp_hidden_act": "silu"}, {"head_dim": 12}, {"head_dim": 7}, {"num_key_value_heads": 1}, {"n_routed_experts": 12},
     {"num_experts_per_tok": 3}, {"n_group": 2}, {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"norm_topk_prob": False},
     {"routed_scaling_factor": 3.5}, {"moe_intermediate_size": 20}, {"moe_shared_expert_intermediate_size": 12}]
+MOVES["qwen3_vl_moe_text"] = [*ROPES[6::8], {"rope_theta": 77.0}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
+                              {"num_key_value_heads": 4}, {"head_dim": 12}, {"tie_word_embeddings": False}, {"num_experts": 4},
+                              {"num_experts_per_tok": 3}, {"moe_intermediate_size": 12}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2]}]
+
+
+def sectioned(entries):
+    """The entries with sections of frequencies in every rotary table."""
+    return [{k: {**v, **SECTIONS} if k in ("rope_parameters", "rope_scaling") and v else v for k, v in entry.items()} for entry in entries]
+
+
+RUNS = ("qwen2_5_vl_text", "qwen2_vl_text")
+MOVES |= dict.fromkeys(RUNS, [
+    *sectioned(ROPES[1::6]), {"rope_theta": 77.0},
+    *(e for e in MOVES["qwen2"] if not {"rope_parameters", "rope_scaling", "rope_theta", "head_dim"} & set(e))])
 MOVES["falcon_h1"] = [
     *ROPES[2::8], *COMMON, {"mamba_n_heads": 2}, {"mamba_n_groups": 1}, {"mamba_n_groups": 6}, {"mamba_d_state": 8}, {"mamba_d_conv": 2},
     {"mamba_d_ssm": 30}, {"mamba_d_ssm": None, "mamba_n_heads": 8}, {"mamba_d_ssm": None, "mamba_expand": 3},
@@ -364,6 +382,11 @@ IGNORED["nemotron_h"] = [
     {"n_shared_experts": 1}, {"moe_shared_expert_overlap": False}, {"residual_in_fp32": False}, {"hidden_dropout": 0.3},
     {"rescale_prenorm_residual": False}, {"use_mamba_kernels": False}, {"num_logits_to_keep": 2}, {"hidden_act": "gelu"},
     {"tie_word_embeddings": False}, {"layers_block_type": [RECURRENT, "moe", FULL, "mlp", RECURRENT]}]
+IGNORED["qwen3_vl_moe_text"] = [*UNUSED[1:], *TRAINING, *IGNORED["qwen3_vl_text"][-1:], {"norm_topk_prob": True}, {"use_qk_norm": True}]
+IGNORED |= dict.fromkeys(RUNS, [
+    *(e for e in UNUSED if not {"rope_parameters", "original_max_position_embeddings"} & set(e)), {"attention_bias": False},
+    {"rope_parameters": {"rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]}},
+    {"rope_scaling": {"type": "mrope", **SECTIONS}}, {"head_dim": 8}])
 IGNORED["granitemoehybrid"] = [
     *(e for e in UNUSED[1:] if "residual_multiplier" not in e), *TRAINING, {"position_embedding_type": "nope"}, {"rope_theta": 77.0},
     {"mamba_d_head": 8}, {"mamba_d_head": "auto"}, {"mamba_chunk_size": 8}, {"time_step_limit": None}, {"time_step_limit": [0.0, float("inf")]},
@@ -454,6 +477,9 @@ NO_HYBRID = [
 REFUSED |= {
     "qwen3_5_text": NO_HYBRID,
     "qwen3_vl_text": [*FOREIGN, *NO_CAPS, {"sliding_window": 4}, {"head_dim": None}],
+    "qwen3_vl_moe_text": [*NO_EXPERTS, *NO_CAPS, {"sliding_window": 4}, {"norm_topk_prob": False}, {"num_experts_per_tok": 6},
+                          {"decoder_sparse_step": 0}, {"mlp_only_layers": "0"}, {"shared_expert_intermediate_size": 8}],
+    **dict.fromkeys(RUNS, [*REFUSED["qwen2"], {"head_dim": 16}, {"hidden_size": 34}]),
     "qwen3_5_moe_text": [e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)],
     "qwen3_next": [*(e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)), {"norm_topk_prob": 1}],
 }
@@ -472,7 +498,8 @@ REFUSED["nemotron_h"] = [
     {"scoring_func": "softmax"}, {"layer_scale": True}, {"intermediate_size": [48, 32]}, {"time_step_limit": None, "mamba_dt_limit": [0.0, 1.0]}]
 FACTORS = {"logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier"}
 REFUSED["granitemoehybrid"] = [
-    *(e for e in NO_EXPERTS if not FACTORS & set(e) and "full_attention_interval" not in e and e != {"layer_types": ["linear_attention"] * LAYERS}),
+    *(e for e in NO_EXPERTS if not (FACTORS | {"position_embedding_type", "full_attention_interval"}) & set(e)
+      and e != {"layer_types": ["linear_attention"] * LAYERS}),
     *NO_CAPS, {"logits_scaling": 0}, {"embedding_multiplier": None}, {"residual_multiplier": -1.0}, {"attention_multiplier": "1"},
     {"layer_types": ["mamba", "sliding_attention", "mamba", "mamba"]}, {"layer_types": ["mamba"]}, {"mamba_n_heads": 7}, {"mamba_n_groups": 3},
     {"mamba_d_head": 9}, {"mamba_d_state": 0}, {"mamba_d_conv": None}, {"mamba_expand": 0}, {"mamba_conv_bias": None}, {"mamba_proj_bias": 1},
@@ -514,12 +541,18 @@ def refused():
     yield "deepseek_v3", new({**LINEAR, "mscale_all_dim": 1.0}), "mscale_all_dim=1.0"
     for section in ([2, 1], [2, 1, 2], 4):
         yield "qwen3_vl_text", new({"mrope_section": section}), f"mrope_section={section}"
+    for section in ([2, 1], [2, 1, 2], None):
+        yield "qwen2_5_vl_text", new({"mrope_section": section}), f"mrope_section={section}"
+    yield "qwen2_5_vl_text", {"rope_parameters": None}, "mrope_section=(16, 24, 24)"
     yield "qwen3_vl_text", new({"mrope_interleaved": False}), "mrope_interleaved=False"
+    yield "qwen2_5_vl_text", new({**SECTIONS, "mrope_interleaved": True}), "mrope_interleaved=True"
     for family, cases in REFUSED.items():
         if family in WITHOUT_POSITIONS:
             yield from ((family, entries, next(iter(entries))) for entries in cases)
             continue
         ropes = PHI3_ROPES_REFUSED if family == "phi3" else GEMMA3_ROPES_REFUSED if family in ("gemma3_text", "olmo3") else ROPES_REFUSED
-        yield from ((family, entries, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
-                   and (family != "ministral3" or list(entries) != ["rope_theta"]))  # which its table has
+        beside = TURNS if family == "granitemoehybrid" else {}  # without which it reads no rotary table
+        yield from ((family, {**entries, **beside}, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
+                   and (family != "ministral3" or list(entries) != ["rope_theta"])  # which its table has
+                   and (family not in RUNS or name != "rope_type='mrope'"))
         yield from ((family, entries, next(iter(entries))) for entries in cases)

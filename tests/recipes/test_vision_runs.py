@@ -19,16 +19,17 @@ def rows_of(folder, name="metrics.jsonl"):
 
 
 @pytest.mark.full
-def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path):
+@pytest.mark.parametrize("variant", ["tiny", "qwen2_5_tiny"])
+def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path, variant):
     """Warm start and GRPO: log-probs of sampler and trainer agree; controls are evaluated; the export brings tower and sizes of pictures."""
-    c = load_config("vision:tiny", {"run.dir": str(tmp_path / "run"), **QUIET})
+    c = load_config(f"vision:{variant}", {"run.dir": str(tmp_path / "run"), **QUIET})
     summary = jaxrl.train(c)
     steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
     assert summary["finished"] and len(steps) == 2
     assert all(row["gap/max"] < 1e-4 and 0 < row["packing/patch_fill"] <= 1 for row in steps)
     after = summary["eval_after"]["sets"]["test"]
     assert {"blank/accuracy", "swapped/accuracy", "accuracy"} <= after.keys()
-    again = jaxrl.train(load_config("vision:tiny", {
+    again = jaxrl.train(load_config(f"vision:{variant}", {
         "run.dir": str(tmp_path / "again"), "run.mode": "eval", "run.warm_start": "", "model.path": str(tmp_path / "run/export"), **QUIET}))
     name = "eval/step_{:08d}_test.jsonl"
     first, second = (rows_of(tmp_path / folder, name.format(step)) for folder, step in (("run", 2), ("again", 0)))
@@ -69,3 +70,65 @@ def test_controls_without_images_are_refused(tmp_path):
     c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), **QUIET})
     with pytest.raises(ConfigError, match="eval.controls=.*no row of eval.sets has an image"):
         jaxrl.train(c, data=rows, eval={"text": rows})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a tiny Qwen2.5-VL that a job wrote, and its tensors."""
+    folder = tmp_path_factory.mktemp("base")
+    jaxrl.train(load_config("vision_sft:qwen2_5_tiny", {"run.dir": str(folder), "train.steps": 1, "eval.sets": (), "eval.controls": (), **QUIET}))
+    return folder / "export", tensors(folder / "export")
+
+
+def tensors(folder):
+    from safetensors.numpy import load_file
+    return load_file(folder / "model.safetensors")
+
+
+def moved(tmp_path, checkpoint, **options):
+    """Largest change of (the tower, the language model) after two updates of a checkpoint."""
+    c = load_config("vision_sft:qwen2_5_tiny", {
+        "run.dir": str(tmp_path / "run"), "train.steps": 2, "eval.sets": (), "eval.controls": (), "model.path": str(checkpoint[0]),
+        "model.init": "pretrained", "model.config": {}, "optimizer.weight_decay": 0.0, "optimizer.schedule": "constant", "optimizer.floor": 0.0,
+        "optimizer.warmup_steps": 0, "optimizer.max_grad_norm": 0.0, **options, **QUIET})
+    jaxrl.train(c)
+    after, out = tensors(tmp_path / "run/export"), {True: 0.0, False: 0.0}
+    assert after.keys() == checkpoint[1].keys()
+    for name, before in checkpoint[1].items():
+        out[name.startswith("model.visual.")] = max(out[name.startswith("model.visual.")], float(np.abs(after[name] - before).max()))
+    return out[True], out[False], c.optimizer.lr
+
+
+@pytest.mark.full
+def test_a_frozen_tower_does_not_move(tmp_path, checkpoint):
+    tower, text, _ = moved(tmp_path, checkpoint, **{"model.frozen": ("vision/.*",)})
+    assert tower == 0 and text > 1e-4
+
+
+@pytest.mark.full
+def test_a_tower_learns_at_its_own_rate(tmp_path, checkpoint):
+    """optimizer.groups: the first two steps of Adam are at most its rate long each."""
+    tower, text, lr = moved(tmp_path, checkpoint, **{"optimizer.groups": {"vision": {"lr": 0.01}}})
+    assert 0 < tower < 2.2 * 0.01 * lr and text > 0.5 * lr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("exclude", [(), (".*visual.*",)])
+def test_adapters_of_a_job_with_images(tmp_path, checkpoint, exclude):
+    """GRPO: sampler and trainer agree, and the merged export has a tower that moved only if it is adapted."""
+    c = load_config("vision:qwen2_5_tiny", {
+        "run.dir": str(tmp_path / "run"), "run.warm_start": "", "model.path": str(checkpoint[0]), "lora.rank": 4, "lora.exclude": exclude,
+        "lora.export": "merged", "optimizer.lr": 1e-2, "reward.functions": ("tests/recipes/test_vision_runs.py:many_tokens",), **QUIET})
+    assert jaxrl.train(c)["finished"]
+    steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert len(steps) == 2 and all(row["gap/max"] < 1e-4 for row in steps)
+    after = tensors(tmp_path / "run/export")
+    same = {name for name, before in checkpoint[1].items() if np.array_equal(after[name], before)}
+    assert {n for n in after if n.startswith("model.visual.")} <= same or not exclude
+    assert any(n.startswith("model.visual.blocks") and n not in same for n in after) == (not exclude)
+    assert any("layers" in n and n not in same for n in after)
+
+
+def many_tokens(completion):
+    """A reward that tells random completions apart."""
+    return float(len(set(completion)))

@@ -7,9 +7,10 @@ read. Its reward is (r + bias) x scale within +-20, its KL 0.1 in the reward whe
 from __future__ import annotations
 
 from jaxrl.migrate import common
+from jaxrl.migrate.jobs import DISTILL, EPISODES, SFT, Job
 from jaxrl.migrate.systems import areal_meaning as meaning
 from jaxrl.migrate.systems.areal_meaning import ACTOR, CRITIC, DATA, EVAL, GCONFIG, OPTIM, REJECT
-from jaxrl.migrate.table import DISTILL, EPISODES, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 NORM, ADV = ACTOR + "reward_norm.", ACTOR + "adv_norm."
@@ -21,10 +22,10 @@ RECOVER, WANDB = {"recover.mode": "auto"}, {"stats_logger.wandb.mode": "online"}
 
 JOBS = (
     Job("a config of AReaL before AReaL-lite", "run.recipe=rl (configs/grpo.py)", keys=("ppo.**", "exp_ctrl.**", "actor_train.**")),
-    Job("training of a reward model", REWARD_MODEL, keys=("train_dataset.type=rw",)),
-    Job("preference training", PREFERENCE, keys=("train_dataset.type=dpo",)),
-    Job("supervised fine-tuning", SFT, r"\bsft\w*\.py\b|_sft\.py\b", ("train_dataset.type=sft",)),
-    Job("supervised fine-tuning or a reward model", f"{SFT} or {REWARD_MODEL}", keys=("model.**",), unless=("actor.**",)),
+    Job("training of a reward model", keys=("train_dataset.type=rw",), table="areal_jobs:REWARD"),
+    Job("preference training", keys=("train_dataset.type=dpo",), table="areal_jobs:PREFERENCE"),
+    Job("supervised fine-tuning", command=r"\bsft\w*\.py\b|_sft\.py\b", keys=("train_dataset.type=sft",), table="areal_jobs:SFT"),
+    Job("supervised fine-tuning or a reward model (train_dataset.type=sft or rw says which)", SFT, keys=("model.**",), unless=("actor.**",)),
     Job("distillation from a teacher beside the reward", DISTILL, keys=("teacher.**",)),
     Job("an agent or workflow of several turns, which is Python,", EPISODES, keys=(
         "agent_run_args.**", "max_turns", "econfig.**", "n_trajs", "max_tokens_per_trajectory", "max_llm_calls_per_run", "judge_engine.**", "tir.**",

@@ -1,4 +1,4 @@
-"""ROLL's RLVR pipeline (its agentic, distillation, DPO and SFT pipelines are refused): what its keys mean here.
+"""ROLL's RLVR pipeline (roll_jobs.py has its SFT, DPO and distillation): what its keys mean here.
 
 Read from its code and example configs at the tags v0.1.0, v0.1.1, v0.1.3, v0.2.0, v0.2.1, v0.3.0. A batch is counted in
 prompts; a mini-batch is sequences per device x accumulation x data-parallel ranks.
@@ -7,6 +7,7 @@ prompts; a mini-batch is sequences per device x accumulation x data-parallel ran
 from __future__ import annotations
 
 from jaxrl.migrate import common
+from jaxrl.migrate.jobs import EPISODES, Job
 from jaxrl.migrate.systems import roll_layout as places_
 from jaxrl.migrate.systems import roll_meaning as meaning
 from jaxrl.migrate.systems.roll_layout import (
@@ -24,7 +25,7 @@ from jaxrl.migrate.systems.roll_layout import (
          VALID,
          WORKER,
 )
-from jaxrl.migrate.table import DISTILL, EPISODES, PREFERENCE, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 GAE, KL_REWARD, KL_LOSS = {"adv_estimator": "gae"}, {"add_token_level_kl": True}, {"use_kl_loss": True, "kl_loss_coef": 0.001}
@@ -103,10 +104,13 @@ OTHER = (
 JOBS = (
     Job("the agentic pipeline", EPISODES, r"\bstart_agentic\w*", ("custom_envs.**", "train_env_manager.**", "val_env_manager.**", "env_manager.**",
                                                               "env_config.**", "custom_env.**", "env_manager_cls")),
-    Job("distillation", DISTILL, r"\bstart_\w*distill\w*", (
-        "student.**", "student_train.**", "student_infer.**", "teacher.**", "use_opd", "is_pure_opd")),
-    Job("supervised fine-tuning", SFT, r"\bstart_sft\w*", ("sft_train.**",)),
-    Job("preference training (DPO)", PREFERENCE, r"\bstart_dpo\w*", ("chosen_key", "rejected_key", "ipo")),
+    Job("on-policy distillation", command=r"\bstart_onpolicy_distill\w*", keys=("student_train.**", "student_infer.**", "use_opd", "is_pure_opd"),
+        table="roll_jobs:ON_POLICY"),
+    Job("distillation", command=r"\bstart_distill_pipeline\w*", keys=("student.**", "kd_objective", "distill_loss_weight"),
+        table="roll_jobs:DISTILL"),
+    Job("distillation of a model of images and text", "run.recipe=distill of text", r"\bstart_distill_vl\w*"),
+    Job("supervised fine-tuning", command=r"\bstart_sft\w*", keys=("sft_train.**",), table="roll_jobs:SFT"),
+    Job("preference training (DPO)", command=r"\bstart_dpo\w*", keys=("chosen_key", "rejected_key", "ipo"), table="roll_jobs:PREFERENCE"),
 )
 
 TABLE = Table(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
+from jaxrl.migrate.jobs import EVAL, Job
 from jaxrl.migrate.systems import skyrl_meaning as meaning
 from jaxrl.migrate.systems.skyrl_meaning import ALGO, ENGINE, GEN, MEGATRON, POLICY
-from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 
@@ -25,7 +26,7 @@ _EVAL, _SAMPLE = GEN + "eval_sampling_params.", GEN + "sampling_params."
 NO_CHOICE = "one backend, jit over a mesh"
 
 JOBS = (
-    Job("supervised fine-tuning", SFT, r"\bmain_sft\w*|\bsft_trainer\b", ("train_datasets", "num_steps")),
+    Job("supervised fine-tuning", command=r"\bmain_sft\w*|\bsft_trainer\b", keys=("train_datasets", "num_steps"), table="skyrl_sft:SFT"),
     Job("main_generate, which samples and scores without training,", EVAL, r"\bmain_generate\b"),
 )
 

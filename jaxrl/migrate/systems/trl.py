@@ -6,8 +6,9 @@ process, so that the number of processes must be known. A step is an optimizer s
 
 from __future__ import annotations
 
+from jaxrl.migrate.jobs import DISTILL, PREFERENCE, Job
 from jaxrl.migrate.systems import trl_meaning as meaning
-from jaxrl.migrate.table import DISTILL, MISSING, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import MISSING, Joint, Key, Since, Table
 
 K = Key
 IS = "vllm_importance_sampling_"
@@ -15,15 +16,26 @@ VLLM, SERVER, PEFT, EVAL = {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "
     "eval_strategy": "steps", "eval_steps": 10}
 GRPO = ("num_generations", "max_completion_length", "epsilon", "epsilon_high", "scale_rewards", "num_iterations", "generation_batch_size",
         "steps_per_generation", "use_vllm", "vllm_mode", "reward_funcs")
+PAIRS = ("desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "cpo_alpha", "simpo_gamma",
+         "loss_type=sigmoid", "loss_type=ipo", "loss_type=hinge", "loss_type=apo_zero", "loss_type=robust", "loss_type=simpo")
 JOBS = (
-    Job("distillation", DISTILL, r"\b(trl (gkd|gold|distillation|minillm)|(gkd|gold|distill)\w*\.py)\b", ("lmbda", "teacher_model_name_or_path")),
-    Job("training of a reward model", REWARD_MODEL, r"\b(trl reward|(reward_modeling|reward|prm)\.py)\b", ("center_rewards_coefficient",), GRPO),
-    Job("preference training (DPO, KTO and their kin)", PREFERENCE, r"\b(trl (dpo|kto|cpo|orpo|bco)|(dpo|kto|cpo|orpo|bco)\w*\.py)\b", (
-        "desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "loss_type=sigmoid", "loss_type=ipo",
-        "loss_type=hinge", "loss_type=apo_zero"), GRPO),
-    Job("supervised fine-tuning", SFT, r"\b(trl sft|sft\w*\.py)\b", ("packing", "assistant_only_loss", "completion_only_loss", "max_length",
-                                                                     "max_seq_length", "dataset_text_field"), GRPO),
-    Job("a file without reward_funcs or another key of GRPO alone (set num_generations if it is GRPO's): supervised fine-tuning", SFT,
+    Job("generalised knowledge distillation", command=r"\b(trl gkd|gkd\w*\.py)\b", keys=("lmbda",), table="trl_jobs:GKD"),
+    Job("distillation", DISTILL, r"\b(trl (gold|distillation|minillm)|(gold|distill)\w*\.py)\b", ("teacher_model_name_or_path",)),
+    Job("training of a process reward model", "run.recipe=reward_model with reward_model.kind=steps (docs/guides/reward_models.md)",
+        r"\b(trl prm|prm\.py)\b"),
+    Job("training of a reward model", command=r"\b(trl reward|(reward_modeling|reward)\.py)\b", keys=("center_rewards_coefficient",),
+        unless=GRPO, table="trl_jobs:REWARD"),
+    Job("online preference training", "run.recipe=rl, or run.recipe=preference on pairs of a file",
+        r"\b(trl (online_dpo|nash_md|xpo)|(online_dpo|nash_md|xpo)\w*\.py)\b"),
+    Job("preference training with a classifier (BCO)", PREFERENCE, r"\b(trl bco|bco\.py)\b"),
+    Job("preference training", command=r"\b(trl (dpo|kto|cpo|orpo)|(dpo|kto|cpo|orpo)\w*\.py)\b", keys=PAIRS, unless=GRPO,
+        table="trl_jobs:PREFERENCE"),
+    Job("supervised fine-tuning", command=r"\b(trl sft|sft\w*\.py)\b", keys=(
+        "packing", "assistant_only_loss", "completion_only_loss", "max_seq_length", "dataset_text_field"), unless=(*GRPO, "beta"),
+        table="trl_jobs:SFT"),
+    Job("a job of rows that may be SFT's, DPO's or a reward model's", "`jaxrl migrate trl/sft`, trl/preference or trl/reward_model, whichever it is,",
+        keys=("max_length",), unless=GRPO),
+    Job("a file without reward_funcs or another key of GRPO alone", "`jaxrl migrate trl/sft`, or num_generations in the file if it is GRPO's,",
         keys=("dataset_name", "model_name_or_path", "learning_rate"), unless=(*GRPO, "beta", "loss_type", "temperature"), file=True),
 )
 SUPERVISED = "of its other trainers, and not of GRPO (here run.recipe=sft or preference)"
@@ -88,7 +100,7 @@ LACKS = (
 )
 
 TABLE = Table(
-    name="trl", title="TRL", command=r"grpo", flags=True,
+    name="trl", title="TRL", command=r"grpo|\btrl (sft|dpo|kto|cpo|orpo|reward|gkd)\b|(sft|dpo|kto|cpo|orpo|reward_modeling|gkd)\w*\.py", flags=True,
     versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9", "1.10", "1.14", "1.16"),
     required={"num_processes": 8, "num_generations": 8},
     jobs=JOBS,

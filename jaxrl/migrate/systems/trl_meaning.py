@@ -475,7 +475,9 @@ def adapters(m: Migration):
         m.differs(
             "lora_target_modules is not set: PEFT chooses, for Llama and Qwen q_proj, v_proj, which are written out"
         )
-    if m.number("lora_dropout"):
+    if m.options.get("run.recipe", ("",))[0] == "sft":
+        m.set("lora.dropout", float(m.number("lora_dropout") or 0), "lora_dropout")
+    elif m.number("lora_dropout"):
         m.differs("dropout of adapters is left out: it is for supervised training alone here")
     m.set("lora.rslora", m.flag("use_rslora"), "use_rslora")
     m.set("lora.dora", m.flag("use_dora"), "use_dora")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
+from jaxrl.migrate.jobs import EVAL, Job
 from jaxrl.migrate.systems import verl_distill as distill
 from jaxrl.migrate.systems import verl_engine as engine
 from jaxrl.migrate.systems import verl_meaning as meaning
 from jaxrl.migrate.systems.verl_engine import ACTOR, MEGATRON, MODEL, REF, ROLLOUT, TRAINER
 from jaxrl.migrate.systems.verl_meaning import ALGO, CORRECTION, CRITIC, DATA, RM, VAL
 from jaxrl.migrate.systems.verl_optimizer import optimizer
-from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 GAE, GRPO = {ALGO + "adv_estimator": "gae"}, {ALGO + "adv_estimator": "grpo", ROLLOUT + "n": 8}
@@ -67,13 +68,14 @@ def optimizer_rest(o: str) -> tuple[Key, ...]:
 
 JOBS = (
     Job("generation or evaluation without training", EVAL, r"\bmain_generation\w*|\bmain_eval\b|\bmain_\w*server\b"),
-    Job("supervised fine-tuning", SFT, r"\b\w*sft_trainer\w*", ("optim.**", "model.**", "engine.**", "engine"),
-        ("actor_rollout_ref.**", "algorithm.**")),
+    Job("supervised fine-tuning by its first trainer", command=r"\bfsdp_sft_trainer\b", keys=("model.partial_pretrain",), table="verl_sft:FIRST"),
+    Job("supervised fine-tuning", command=r"\b\w*sft_trainer\w*", keys=("optim.**", "model.**", "engine.**", "engine"),
+        unless=("actor_rollout_ref.**", "algorithm.**"), table="verl_sft:SFT"),
 )
 
 TABLE = Table(
     name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9"),
-    jobs=JOBS,
+    jobs=JOBS, groups=("engine", "optim", "model"),
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; verl's does not",

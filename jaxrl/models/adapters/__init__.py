@@ -95,13 +95,14 @@ def module_of(hf_name: str) -> str:
 
 
 def adaptable(entry) -> bool:
-    """Whether an entry of the parameter table can have an adapter: it is the kernel of a linear map in a layer.
+    """Whether an entry of the parameter table can have an adapter: it is the kernel of a linear map in a layer or in a
+    tower.
 
     Head, embedding, routers and experts cannot, since the code that uses them reads their weights directly; they
     can be trained whole.
     """
     return (bool(entry.inputs) and entry.row.adapts and entry.path[-1] == "kernel"
-            and any("layers." in name for name in entry.hf_names))
+            and (entry.path[0] == "vision" or any("layers." in name for name in entry.hf_names)))
 
 
 def first_parts(base) -> dict[str, str]:

@@ -10,6 +10,7 @@ b [r, *outputs].
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -31,9 +32,11 @@ from jaxrl.models.adapters.selection import (
     around,
     hf_shape,
     linears,
+    outer_name,
     resolved,
     selection_of,
     tensors,
+    unread_modules,
     without_adapters,
 )
 from jaxrl.models.io import hf, parts, tensorfile
@@ -176,16 +179,16 @@ def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
     adapter = _adapter(src, model)
     modules, wanted = linears(model), {}
     for t in adapter.targets:
-        outputs, inputs = hf_shape(modules[t.name])
-        wanted[f"{PREFIX}{t.name}.lora_A.weight"] = (t.rank, inputs)
-        wanted[f"{PREFIX}{t.name}.lora_B.weight"] = (outputs, t.rank)
+        (outputs, inputs), name = hf_shape(modules[t.name]), PREFIX + outer_name(model, t.name)
+        wanted[f"{name}.lora_A.weight"] = (t.rank, inputs)
+        wanted[f"{name}.lora_B.weight"] = (outputs, t.rank)
         if adapter.decomposed:
-            wanted[f"{PREFIX}{t.name}.{MAGNITUDE}"] = (outputs,)
+            wanted[f"{name}.{MAGNITUDE}"] = (outputs,)
     packed = parts.tensors(model.base)
     for name, place in tensors(model).items():
         if module_of(name) in adapter.saved:
             whole = parts.whole_of(name)
-            wanted[PREFIX + whole] = packed[whole].shape if whole in packed else place.entry.hf_shape
+            wanted[PREFIX + outer_name(model, whole)] = packed[whole].shape if whole in packed else place.entry.hf_shape
     missing, extra = sorted(set(wanted) - set(src.stored)), sorted(set(src.stored) - set(wanted))
     wrong = [f"{n} {src.stored[n].shape} instead of {s}" for n, s in wanted.items()
              if n in src.stored and src.stored[n].shape != s]
@@ -206,7 +209,7 @@ def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
         ranks[path] = max(ranks.get(path, 0), t.rank)
 
     def array(name):
-        return stored[PREFIX + name].read().astype(wide)
+        return stored[PREFIX + outer_name(model, name)].read().astype(wide)
 
     for t in adapter.targets:
         places = modules[t.name]
@@ -225,7 +228,8 @@ def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
                 outputs = lora_shapes(entry, rank)[1][1:]
                 whole = out.setdefault(f"{leaf_paths(entry)[0][:-1]}m", np.zeros(lead + outputs, wide))
                 whole[index] = own.reshape(outputs)
-    split = parts.split(model.base, {name.removeprefix(PREFIX): t for name, t in stored.items()})
+    saved = [parts.whole_of(name) for name in tensors(model) if module_of(name) in adapter.saved]
+    split = parts.split(model.base, {name: stored[PREFIX + outer_name(model, name)] for name in saved})
     for name, (entry, index) in tensors(model).items():
         if module_of(name) in adapter.saved:
             whole = out.setdefault("/".join(entry.path), np.zeros(entry.shape, wide))
@@ -284,7 +288,8 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
     arrays = hf_tensors(model, params, np.dtype("float32" if dtype == "auto" else hf.DTYPE_NAMES.get(dtype, dtype)),
                           {} if src is None else {n: tensorfile.DTYPES[t.dtype] for n, t in src.stored.items()})
     text = src.text if src is not None else config_text(
-        adapter, options, base_name, without_adapters(model))
+        adapter, options, base_name, [*without_adapters(model), *unread_modules(model)],
+        functools.partial(outer_name, model))
     if jax.process_index() == 0:
         _put(folder, text, arrays, src.head if src is not None else b"")
 
@@ -299,7 +304,7 @@ def write_plain(folder, model, params, dtype) -> None:
     if adapter.saved:
         raise ValueError(f"modules that are trained whole ({shortened(adapter.saved)}) are no part of a plain adapter")
     ranks = [(2 if adapter.shifted else 1) * t.rank for t in adapter.targets]
-    rank, keys = max(ranks), [f"^{re.escape(t.name)}" for t in adapter.targets]
+    rank, keys = max(ranks), [f"^{re.escape(outer_name(model, t.name))}" for t in adapter.targets]
     config = FIELDS | {
         "r": rank, "lora_alpha": rank, "target_modules": sorted({t.name.rpartition(".")[2] for t in adapter.targets}),
         "rank_pattern": {key: r for key, r in zip(keys, ranks, strict=True) if r != rank},
@@ -333,16 +338,17 @@ def check_written(options) -> None:
                           "PEFT has no plain LoRA for it; leave one of them out")
 
 
-def config_text(adapter: Adapter, options, base_name: str, without: list[str]) -> bytes:
+def config_text(adapter: Adapter, options, base_name: str, without: list[str], outer=lambda name: name) -> bytes:
     """Returns the adapter_config.json of an adapter that was created by jaxrl, as PEFT writes it.
 
-    without: linear maps that have no adapter, which the names of all-linear must not match.
+    without: linear maps that have no adapter, which the names of all-linear must not match. outer: returns
+    transformers' name of a module.
     """
     check_written(options)
     chosen = selection_of(options)
     names = chosen.target_modules
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
-        names = sorted({_shortest(t.name, without) for t in adapter.targets})
+        names = sorted({_shortest(outer(t.name), without) for t in adapter.targets})
     alpha, twice = chosen.lora_alpha, 2 if adapter.shifted else 1
     plain = adapter.shifted or options.init in ("default", "eva")  # eva wants its own table of options
     config = FIELDS | {
@@ -351,7 +357,7 @@ def config_text(adapter: Adapter, options, base_name: str, without: list[str]) -
         "lora_dropout": float(options.dropout), "target_modules": names if isinstance(names, str) else list(names),
         "exclude_modules": _listing(chosen.exclude_modules), "modules_to_save": _listing((*chosen.modules_to_save, *(
             key.rpartition(".")[2] for key in adapter.saved
-            if not any(outer.endswith(name) for name in chosen.modules_to_save for outer in around(key))))),
+            if not any(module.endswith(name) for name in chosen.modules_to_save for module in around(outer(key)))))),
         "layers_to_transform": _listing(chosen.layers_to_transform),
         "rank_pattern": {k: twice * v for k, v in chosen.rank_pattern.items()},
         "alpha_pattern": {k: _number(twice * v) for k, v in chosen.alpha_pattern.items()},
@@ -404,14 +410,15 @@ def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
         if adapter.shifted:
             a = np.concatenate([a, part(*places[0], t.rank, "a0")], axis=0)
             b = np.concatenate([b, -whole(places, t.rank, "b0")], axis=1)
-        out[f"{PREFIX}{t.name}.lora_A.weight"], out[f"{PREFIX}{t.name}.lora_B.weight"] = a, b
+        name = PREFIX + outer_name(model, t.name)
+        out[f"{name}.lora_A.weight"], out[f"{name}.lora_B.weight"] = a, b
         if adapter.decomposed:
-            out[f"{PREFIX}{t.name}.{MAGNITUDE}"] = whole(places, t.rank, "m")
+            out[f"{name}.{MAGNITUDE}"] = whole(places, t.rank, "m")
     saved = {name: place for name, place in tensors(model).items() if module_of(name) in adapter.saved}
     saved = {name: entry.to_hf(leaf(entry.of(params), entry.path)[index]).astype(entry.dtype(dtype))
              for name, (entry, index) in saved.items()}
     out = {name: array.astype(dtype) for name, array in out.items()}
-    out |= {PREFIX + name: array for name, array in parts.join_arrays(model.base, saved).items()}
+    out |= {PREFIX + outer_name(model, name): array for name, array in parts.join_arrays(model.base, saved).items()}
     return {name: np.ascontiguousarray(array.astype(own.get(name, array.dtype))) for name, array in out.items()}
 
 

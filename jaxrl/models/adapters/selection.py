@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.adapters import Adapter, Target, adaptable, module_of
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import shortened
+from jaxrl.models.vision.rows import module_names
 
 ALL_LINEAR, HEAD, EMBEDDING = "all-linear", module_of(hf.HEAD), module_of(hf.EMBEDDING)
 
@@ -52,16 +54,32 @@ def hf_shape(places: tuple[Place, ...]) -> tuple[int, int]:
 
 
 def without_adapters(model) -> list[str]:
-    """Returns the HF names of the linear maps in layers that cannot have an adapter: experts and their routers."""
-    return [module_of(name) for name, place in tensors(model).items()
+    """Returns transformers' names of the linear maps in layers that cannot have an adapter: experts and their routers,
+    and the first product of a tower."""
+    return [outer_name(model, module_of(name)) for name, place in tensors(model).items()
             if place.entry.inputs and not place.entry.row.adapts]
 
 
+def unread_modules(model) -> list[str]:
+    """Returns transformers' names of the linear maps of a tower that stands beside a text model and is not read."""
+    kind = FAMILIES[model.config.family].vision
+    return module_names(kind) if kind and model.config.vision is None else []
+
+
+def outer_name(model, name: str) -> str:
+    """Returns transformers' name of a tensor or module: a text model with a tower lies within another model there."""
+    inside = name.startswith("model.") and not name.startswith("model.visual.")
+    if FAMILIES[model.config.family].vision and inside:
+        return "model.language_model." + name.removeprefix("model.")
+    return name
+
+
 def modules_of(model) -> list[str]:
-    """Returns the HF names of all modules that hold tensors and of their parents: the names
+    """Returns transformers' names of all modules that hold tensors and of their parents: the names
     that modules_to_save may contain.
     """
-    return list(dict.fromkeys(name for tensor in tensors(model) for name in around(module_of(tensor))))
+    owners = [outer_name(model, module_of(tensor)) for tensor in tensors(model)]
+    return list(dict.fromkeys(name for owner in owners for name in around(owner)))
 
 
 def around(module: str) -> list[str]:
@@ -154,25 +172,27 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
     """
     modules = linears(model)
     every = [EMBEDDING, *modules, HEAD]  # what PEFT has adapters for
+    outer = {key: outer_name(model, key) for key in every}
     _refuse_experts(chosen, without_adapters(model))
     if strict:
-        _check_entries(chosen, [*every, *without_adapters(model)], modules_of(model))
+        known = [*outer.values(), *without_adapters(model), *unread_modules(model)]
+        _check_entries(chosen, known, modules_of(model))
     names, save = chosen.target_modules, chosen.modules_to_save
     if isinstance(names, str) and names.lower() == ALL_LINEAR:
         every = [name for name, places in modules.items() if not places[0].entry.row.by_name]
         names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in every))
-    targets = [key for key in every if _listed(names, key) and not _listed(chosen.exclude_modules, key)
-            and not any(re.match(rf"(^|.*\.){m}($|\..*)", key) for m in save)
-            and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
-    if refused := [key for key in targets if key in (HEAD, EMBEDDING)]:
+    targets = [key for key, name in outer.items() if _listed(names, name)
+            and not _listed(chosen.exclude_modules, name) and not any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in save)
+            and (not chosen.layers_to_transform or _layer(name) in chosen.layers_to_transform)]
+    if refused := [outer[key] for key in targets if key in (HEAD, EMBEDDING)]:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)} takes {' and '.join(refused)} in: adapters on "
                           "embeddings and output matrices are not served; leave them out (lora.exclude), or train them "
                           "whole with lora.modules_to_save")
     if not targets:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)}: nothing is left after lora.exclude="
                           f"{shown(chosen.exclude_modules)}, lora.layers={chosen.layers_to_transform} and "
-                          f"lora.modules_to_save={save}; modules are {shortened(modules)}")
-    return Adapter(tuple(_target(chosen, key) for key in targets), _saved(save, model, strict))
+                          f"lora.modules_to_save={save}; modules are {shortened([outer[key] for key in modules])}")
+    return Adapter(tuple(_target(chosen, key, outer[key]) for key in targets), _saved(save, model, strict))
 
 
 def _refuse_experts(chosen: Selection, experts: list[str]) -> None:
@@ -185,17 +205,20 @@ def _refuse_experts(chosen: Selection, experts: list[str]) -> None:
     taken = [key for key in experts if _listed(names, key) and not _listed(chosen.exclude_modules, key)
              and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
     if taken:
+        if all(".visual." in key for key in taken):
+            raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on a tower's first "
+                              f"product are not supported; leave it out (lora.exclude={taken[0]!r})")
         raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on experts and their "
                           "routers are not supported; leave them out (lora.exclude="
                           "'.*\\.experts\\..*'), adapt attention alone (lora.targets="
                           "q_proj,k_proj,v_proj,o_proj, or all-linear), or train them whole (lora.modules_to_save)")
 
 
-def _target(chosen: Selection, key: str) -> Target:
-    rank, alpha = _first(chosen.rank_pattern, key), _first(chosen.alpha_pattern, key)
+def _target(chosen: Selection, key: str, name: str) -> Target:
+    rank, alpha = _first(chosen.rank_pattern, name), _first(chosen.alpha_pattern, name)
     rank, alpha = chosen.r if rank is None else rank, chosen.lora_alpha if alpha is None else alpha
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(f"lora.rank_pattern gives {key} the rank {rank!r}: ranks are whole numbers from 1")
+        raise ConfigError(f"lora.rank_pattern gives {name} the rank {rank!r}: ranks are whole numbers from 1")
     return Target(key, rank, alpha / (math.sqrt(rank) if chosen.use_rslora else rank))
 
 
@@ -205,7 +228,7 @@ def _saved(save, model, strict: bool) -> tuple[str, ...]:
     """
     wanted = [key for key in modules_of(model) if any(key.endswith(name) for name in save)]
     owners = dict.fromkeys(module_of(name) for name in tensors(model))
-    found = [key for key in owners if any(key == a or key.startswith(f"{a}.") for a in wanted)]
+    found = [key for key in owners if any(f"{outer_name(model, key)}.".startswith(f"{a}.") for a in wanted)]
     one = {EMBEDDING, HEAD} & set(found)
     if model.config.tied and len(one) == 1:
         if not strict:

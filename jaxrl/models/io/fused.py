@@ -15,6 +15,9 @@ gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate
 
 (or, of the matrices, mxfp4's blocks and scales in their place, see models.io.scaled).
 
+Qwen3-VL's experts were published transposed, gate_up_proj [E, D, 2 F] with the gate's columns before the up's, and
+down_proj [E, F, D]; transformers reads them as well as the first layout, and no matrix per expert.
+
 Legend: E experts, D hidden size, F an expert's width.
 """
 
@@ -45,6 +48,9 @@ _KINDS = {  # by Family.fused_in
     "block_sparse_moe": {"input_linear.weight": _GATED["gate_up_proj"], "output_linear.weight": _GATED["down_proj"]}}
 
 
+TRANSPOSED = "transposed"
+
+
 class Fused(NamedTuple):
     """One fused tensor, and the matrices in it: of each expert, in the order of its rows. Or another name of one."""
 
@@ -52,25 +58,24 @@ class Fused(NamedTuple):
     parts: tuple[tuple[str, ...], ...]
     whole: bool = False  # the one part is the tensor itself
 
-    def shape(self, part: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
-        """Returns the fused tensor's shape from the shape of one part."""
+    def shape(self, part: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+        """Returns the fused tensor's shape from the shape of one part. transposed: an expert's outputs are columns."""
         if self.whole:
             return part
         outputs, inputs = part[0] * len(self.parts[0]), part[1:]
-        return (len(self.parts), *inputs, outputs) if interleaved else (len(self.parts), outputs, *inputs)
+        return (len(self.parts), *inputs, outputs) if transposed else (len(self.parts), outputs, *inputs)
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn(tensorfile.Stored):
-    """A part of an interleaved tensor: every `step`-th column of an expert, from `first` on, as a row."""
+class Columns(tensorfile.Stored):
+    """A part of a transposed tensor: columns of an expert, as rows."""
 
     of: tensorfile.Stored
     expert: int
-    first: int
-    step: int
+    columns: slice
 
     def read(self, index: Any = ...) -> np.ndarray:
-        return self.of.read((self.expert, ..., slice(self.first, None, self.step))).T[index]
+        return self.of.read((self.expert, ..., self.columns)).T[index]
 
 
 def interleaved(model) -> bool:
@@ -86,6 +91,21 @@ def always(model) -> bool:
 def is_fused(names: Iterable[str]) -> bool:
     """Whether a folder with these tensors has the other layout."""
     return any(NAME.fullmatch(name) for name in names)
+
+
+def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
+    """Returns how a folder has its experts: False (a matrix each), True (as above), or TRANSPOSED. hf_config: of the
+    text model."""
+    first = next((t for name, t in stored.items() if NAME.fullmatch(name)), None)
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if first is not None and family is not None and family.transposed and first.shape[-1] != hf_config["hidden_size"]:
+        return TRANSPOSED
+    return first is not None
+
+
+def written_layout(model, source: bool | str) -> bool | str:
+    """Returns the layout in which a model's experts are written. source: that of its source folder."""
+    return source or always(model) or (TRANSPOSED if FAMILIES[model.config.family].transposed else False)
 
 
 def tensors(model) -> list[Fused]:
@@ -131,6 +151,8 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
             raise ConfigError(f"{found.file.parent}: {name} stands beside {tensorfile.shortened(double)}, which it "
                               "holds; remove one of the two layouts")
         shape = own.shape(size := sizes[parts[0][0]], turns)
+        across = turns or (FAMILIES[model.config.family].transposed and found.shape != shape)
+        shape = own.shape(size, across)
         if found.shape != shape:
             raise ConfigError(f"{found.file.parent}: {name} has shape {found.shape}, the config needs {shape}; is "
                               "config.json the one of these weights?")
@@ -139,9 +161,11 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
         each = math.prod(size) * tensorfile.DTYPES[found.dtype].itemsize
         for i, (expert, j) in enumerate(np.ndindex(len(parts), len(parts[0]))):
             part = parts[expert][j]
-            if turns:
-                out[part] = Turn(part, found.file, found.dtype, size, found.start, found.stop, found, expert, j,
-                                 len(parts[0]))
+            if across:
+                count = size[0]
+                columns = slice(j, None, len(parts[0])) if turns else slice(j * count, (j + 1) * count)
+                where = found.file, found.dtype, size, found.start, found.stop
+                out[part] = Columns(part, *where, found, expert, columns)
             else:
                 out[part] = dataclasses.replace(found, name=part, shape=size, start=found.start + i * each)
     return out
@@ -155,8 +179,8 @@ def spread(model, by_name: dict) -> dict:
     return out
 
 
-def fuse(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
-    """Converts the tensors to write to the fused layout."""
+def fuse(model, planned: list[tensorfile.Planned], layout: bool | str) -> list[tensorfile.Planned]:
+    """Converts the tensors to write to the fused layout, of `written_layout`."""
     left, turns = {t.name: t for t in planned}, interleaved(model)
     for fused in tensors(model):
         name, parts, whole = fused
@@ -165,13 +189,21 @@ def fuse(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
         if whole:
             left[name] = dataclasses.replace(first, name=name)
             continue
-        shape = fused.shape(first.shape, turns)
-        left[name] = tensorfile.Planned(name, first.dtype, shape, functools.partial(_joined, own, shape, turns))
+        across = turns or layout == TRANSPOSED
+        shape = fused.shape(first.shape, across)
+        join = _in_turns if turns else _across if across else _joined
+        left[name] = tensorfile.Planned(name, first.dtype, shape, functools.partial(join, own, shape))
         assert math.prod(shape) == sum(math.prod(part.shape) for expert in own for part in expert)
     return list(left.values())
 
 
-def _joined(own, shape, turns: bool) -> np.ndarray:
-    if turns:
-        return np.stack([np.stack([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+def _in_turns(own, shape) -> np.ndarray:
+    return np.stack([np.stack([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+
+
+def _across(own, shape) -> np.ndarray:
+    return np.stack([np.concatenate([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+
+
+def _joined(own, shape) -> np.ndarray:
     return np.concatenate([part.get() for expert in own for part in expert]).reshape(shape)

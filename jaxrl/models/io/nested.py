@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, NESTED, TOWER
+from jaxrl.models.families import FAMILIES, FLAT, NESTED, OUTER, TOWER
 from jaxrl.models.io import tensorfile
 
 log = logging.getLogger("jaxrl")
@@ -76,7 +76,14 @@ def report(folder, others) -> None:
 
 def outer(config: dict) -> dict:
     """Returns the fields of a config of several parts outside its text part; {} for other configs."""
-    return {k: v for k, v in config.items() if k not in KEYS} if config.get("model_type") in NESTED else {}
+    if config.get("model_type") not in NESTED:
+        return {}
+    return {k: v for k, v in config.items() if (k in OUTER if is_flat_config(config) else k not in KEYS)}
+
+
+def is_flat_config(config: dict) -> bool:
+    """Returns whether the fields of the text part stand beside those around it."""
+    return config.get("model_type") in FLAT and config.get("text_config") is None
 
 
 def processors(folder: Path) -> dict[str, dict]:
