@@ -498,7 +498,7 @@ REFUSED["nemotron_h"] = [
     {"scoring_func": "softmax"}, {"layer_scale": True}, {"intermediate_size": [48, 32]}, {"time_step_limit": None, "mamba_dt_limit": [0.0, 1.0]}]
 FACTORS = {"logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier"}
 REFUSED["granitemoehybrid"] = [
-    *(e for e in NO_EXPERTS if not {*FACTORS, "position_embedding_type", "full_attention_interval"} & set(e)
+    *(e for e in NO_EXPERTS if not (FACTORS | {"position_embedding_type", "full_attention_interval"}) & set(e)
       and e != {"layer_types": ["linear_attention"] * LAYERS}),
     *NO_CAPS, {"logits_scaling": 0}, {"embedding_multiplier": None}, {"residual_multiplier": -1.0}, {"attention_multiplier": "1"},
     {"layer_types": ["mamba", "sliding_attention", "mamba", "mamba"]}, {"layer_types": ["mamba"]}, {"mamba_n_heads": 7}, {"mamba_n_groups": 3},
@@ -551,8 +551,8 @@ def refused():
             yield from ((family, entries, next(iter(entries))) for entries in cases)
             continue
         ropes = PHI3_ROPES_REFUSED if family == "phi3" else GEMMA3_ROPES_REFUSED if family in ("gemma3_text", "olmo3") else ROPES_REFUSED
-        turns = TURNS if family == "granitemoehybrid" else {}  # it reads rotary tables where it turns
-        yield from ((family, {**turns, **entries}, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
+        beside = TURNS if family == "granitemoehybrid" else {}  # without which it reads no rotary table
+        yield from ((family, {**entries, **beside}, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
                    and (family != "ministral3" or list(entries) != ["rope_theta"])  # which its table has
                    and (family not in RUNS or name != "rope_type='mrope'"))
         yield from ((family, entries, next(iter(entries))) for entries in cases)
