@@ -182,7 +182,8 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
         every = [name for name, places in modules.items() if not places[0].entry.row.by_name]
         names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in every))
     targets = [key for key, name in outer.items() if _listed(names, name)
-            and not _listed(chosen.exclude_modules, name) and not any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in save)
+            and not _listed(chosen.exclude_modules, name)
+            and not any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in save)
             and (not chosen.layers_to_transform or _layer(name) in chosen.layers_to_transform)]
     if refused := [outer[key] for key in targets if key in (HEAD, EMBEDDING)]:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)} takes {' and '.join(refused)} in: adapters on "
@@ -206,8 +207,8 @@ def _refuse_experts(chosen: Selection, experts: list[str]) -> None:
              and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
     if taken:
         if all(".visual." in key for key in taken):
-            raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on a tower's first "
-                              f"product are not supported; leave it out (lora.exclude={taken[0]!r})")
+            raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on the first "
+                              f"product of a tower are not supported; leave it out (lora.exclude={taken[0]!r})")
         raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on experts and their "
                           "routers are not supported; leave them out (lora.exclude="
                           "'.*\\.experts\\..*'), adapt attention alone (lora.targets="
