@@ -523,6 +523,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "target": O("", "run.mode=plan: the devices to plan for: a TPU slice (v5p:4x4x8) or chip and count (h100:64, cpu:8)"),
         "part": O("job", "of an RL job: job, or training, the trainer as if it had the devices to itself, its engine left out",
                   choices=("job", "training")),
+        "image_tokens": O(0, "image tokens in each prompt, of data.max_prompt_tokens: a plan reads no rows. 0 = the job of text", bound=">=0"),
         "json": O("", "also write the plan to this file"),
         "run": O("", "directory of a synchronous run whose completion lengths and speeds drive the simulation of running ahead; empty = the"
                      " target's roofline"),

@@ -609,6 +609,7 @@ class Log(Group):
 class Plan(Group):
     target: str
     part: str
+    image_tokens: int
     json: str
     run: str
     lengths: tuple[int, ...]

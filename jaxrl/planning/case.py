@@ -45,7 +45,7 @@ class Case:
       lent: bytes of it that vLLM's server takes in turns (rollout.placement=colocated; 0 = none).
       left_out: why completions are not planned.
       adapters: the job has adapters; the full training is planned instead.
-      tower: parameters of the model's tower, which only rows with images need; it is not planned.
+      tower: parameters of the model's tower, which only rows with images need, where it is not planned.
     """
 
     config: Any
@@ -109,7 +109,10 @@ def open_case(config) -> Case:
         config.lora = default_config().lora
     m = config.model
     try:
-        hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False)
+        seen = config.plan.image_tokens > 0
+        hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False, images=seen)
+        if seen:
+            _check_images(config, hf_config)
         if not alone(config):
             check_served(config, hf_config, models.FAMILIES[hf_config["model_type"]])
         return dataclasses.replace(case_of(config, hf_config), adapters=adapters, tower=_tower(config, hf_config))
@@ -122,11 +125,22 @@ def _tower(config, hf_config: dict) -> int:
     m = config.model
     outer = hf_config[hf.SOURCE].get("outer") or m.config.to_dict()
     has_tower = models.FAMILIES[hf_config["model_type"]].vision and outer.get("vision_config")
-    if not has_tower or not config.data.image_column:
+    if not has_tower or not config.data.image_column or config.plan.image_tokens:
         return 0
     found = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False, images=True)
     entries = models.build(found, compute_dtype=jnp.float32, scan_layers=False).entries
     return sum(math.prod(entry.shape) for entry in entries if entry.path[0] == "vision")
+
+
+def _check_images(config, hf_config: dict) -> None:
+    """Raises ConfigError for image tokens of a model that has no tower, or more than a prompt's."""
+    given, longest = config.plan.image_tokens, config.data.max_prompt_tokens
+    if not models.FAMILIES[hf_config["model_type"]].vision:
+        raise ConfigError(f"plan.image_tokens={given}: a {hf_config['model_type']} model has no tower for images; "
+                          "leave it out")
+    if given >= longest:
+        raise ConfigError(f"plan.image_tokens={given}: a prompt has data.max_prompt_tokens={longest} tokens, its "
+                          "images' among them, and ends with text; raise that one")
 
 
 def case_of(config, hf_config: dict, model=None) -> Case:
@@ -228,7 +242,8 @@ def _rollout(config, model, target, mesh: dict):
         inner = {**mesh, "dp": 1, "cp": 1, "fsdp": target.per_host // (mesh["ep"] * mesh["tp"])}
     width = SIZES[config.rollout.dtype]
     reads_all = target.kind == "cpu" or model.attention in ("blockwise", "reference")
-    return inner, from_config(config, data_shards(inner), 1, target.hosts, reads_all), width
+    patches = workload.prompt_patches(config, model)
+    return inner, from_config(config, data_shards(inner), 1, target.hosts, reads_all, patches=patches), width
 
 
 def device_memory(config, target) -> tuple[float, float]:

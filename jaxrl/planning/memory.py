@@ -21,8 +21,10 @@ from jaxrl.kernels.logprob import chunked
 from jaxrl.planning.workload import (
     MOMENTS,
     SIZES,
+    Rows,
     chunk_of_experts,
     data_shards,
+    room,
     rows,
     state_bytes,
     token_shards,
@@ -42,6 +44,7 @@ ARGUMENTS = {
     "value": ("critic_params", "update_batch"),
     "publish": ("update_params", "rollout_weights"),
     "prefill": ("rollout_weights", "rollout_stash"),
+    "prefill_images": ("rollout_weights", "rollout_stash"),
     "insert": ("rollout_cache", "rollout_stash"),
     "extend": ("rollout_weights", "rollout_cache"),
     "decode": ("rollout_weights", "rollout_cache"),
@@ -51,7 +54,8 @@ MOMENTARY = ("update_gradients", "update_batch", "critic_gradients", "critic_bat
 POLICY = ("update_params", "update_optimizer")
 SAMPLER = ("rollout_weights", "rollout_cache", "rollout_stash")
 # Program -> phase of a step, in order. `generate` and `give`: vLLM's server on the same device answers, gets weights.
-PHASE_OF = {"prefill": "rollout", "insert": "rollout", "extend": "rollout", "decode": "rollout", "generate": "rollout",
+PHASE_OF = {"prefill": "rollout", "prefill_images": "rollout", "insert": "rollout", "extend": "rollout",
+            "decode": "rollout", "generate": "rollout",
             "score": "score", "score_reference": "score", "value": "score", "critic": "update",
             "critic_apply": "update", "update": "update", "update_apply": "update", "publish": "publish",
             "give": "publish"}
@@ -128,7 +132,8 @@ def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) ->
     size = SIZES[config.train.param_dtype]
     one = weight_bytes(model, mesh, TRAIN_RULES, 1)
     out = {"update_params": one * size, "update_optimizer": MOMENTS.get(config.optimizer.name, 2) * one * size,
-           "update_gradients": one * 4, "update_batch": _batch_bytes(rows(config, data_shards(mesh)).shape, mesh)}
+           "update_gradients": one * 4,
+           "update_batch": _batch_bytes(rows(config, data_shards(mesh), model=model), model, mesh)}
     if config.needs_reference:
         out["reference"] = one * SIZES[config.reference.dtype]
     if config.needs_critic and not config.shares_trunk:
@@ -164,8 +169,30 @@ def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float
     return slots / data_shards(mesh) * (kv + state_bytes(cfg, mesh, width))
 
 
-def _batch_bytes(shape, mesh: dict) -> float:
-    return 13 * 4 * shape[0] * shape[1] / token_shards(mesh)  # 7 integer arrays, about 6 columns and weights
+def _batch_bytes(what: Rows, model, mesh: dict) -> float:
+    count, length = what.shape
+    text = 13 * 4 * count * length  # 7 integer arrays, about 6 columns and weights
+    if not what.patches:
+        return text / token_shards(mesh)
+    tower = model.config.vision
+    of_patches = tower.channels * tower.patch**2 + 4 * (5 + (tower.window > 0))
+    return (text + 16 * count * length + of_patches * count * what.patches) / token_shards(mesh)
+
+
+def tower_temporaries(model, mesh: dict, rows: float, patches: int, learns: bool) -> float:
+    """Returns the counted bytes that a tower needs for rows of patches beside the decoder's: what the backward pass
+    finds, one layer at work, and the features."""
+    tower = model.config.vision
+    if tower is None or not patches:
+        return 0.0
+    p, act, tp = rows * patches / token_shards(mesh), model.compute_dtype.itemsize, mesh["tp"]
+    layer = p * act * (6 * tower.width + (6 * tower.width + (4 if learns else 3) * tower.mlp) / tp)
+    scores = workspace(model, p, patches, tp, learns) * tower.heads / model.config.num_heads
+    kept = {"full": tower.width, "offload": 0.0, "dots": 4 * tower.width + (3 * tower.width + 2 * tower.mlp) / tp}
+    whole = 8 * tower.width + (9 * tower.width + 4 * tower.mlp) / tp
+    saved = learns * tower.depth * p * act * kept.get(model.remat, whole)
+    features = p / tower.merge**2 * act * tower.out_size * (1 + len(tower.taps)) * (3 if learns else 1)
+    return layer + scores + saved + features
 
 
 def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once: int = blockwise.SCORES) -> float:
@@ -332,6 +359,7 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
     """Returns {"arguments": 0, "outputs", "alias", "temporaries"} of the named programs, counted."""
     shape = rows(config, data_shards(mesh)).shape
     scored = rows(config, data_shards(mesh), config.train.score_tokens_per_microbatch).shape
+    places = {length: (*room(config, model, (length,)), 0)[0] for _, length in (shape, scored)}
     inner: Any  # names of the sampler are among them only where there is one
     shapes: Any
     inner, shapes, width = rollout or (None, None, 0)
@@ -339,15 +367,20 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
     for name in names:
         extra = temp = 0.0
         if name in ("update", "critic", "score", "score_reference", "value"):
-            temp = temporaries(config, model, mesh, shape if name in ("update", "critic") else scored, name)
+            learns = name in ("update", "critic")
+            count, length = shape if learns else scored
+            temp = temporaries(config, model, mesh, (count, length), name)
+            temp += tower_temporaries(model, mesh, count, places[length], learns)
         elif name in ("update_apply", "critic_apply"):
             temp = _apply(config, model, mesh, name)
         elif name == "publish":
             extra = weight_bytes(model, inner, ROLLOUT_RULES, width)
             temp = 2 * layer_weights(model) * 4
-        elif name == "prefill":
+        elif name in ("prefill", "prefill_images"):
             temp = temporaries(config, model, inner, (shapes.prefill_rows, shapes.prompt_lengths[-1]), "value")
             temp += cache_bytes(model, inner, shapes.prefill_rows, shapes.prompt_lengths[-1], width)
+            seen = shapes.patches if name == "prefill_images" else 0
+            temp += tower_temporaries(model, inner, shapes.prefill_rows, seen, False)
         elif name == "insert":
             temp = 2 * cache_bytes(model, inner, shapes.insert_width, shapes.prompt_lengths[-1], width)
         elif name == "extend":
@@ -393,4 +426,5 @@ def program_names(config, rollout) -> list[str]:
         names += ["value"] + ([] if config.shares_trunk else ["critic", "critic_apply"])
     if rollout is None:
         return names
-    return names + ["publish", "prefill", "insert", *(["extend"] if config.episodes else []), "decode"]
+    prefills = ["prefill", "prefill_images"] if config.plan.image_tokens else ["prefill"]
+    return names + ["publish", *prefills, "insert", *(["extend"] if config.episodes else []), "decode"]

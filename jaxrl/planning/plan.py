@@ -134,7 +134,8 @@ BASIS = {
     "compiled": "memory: XLA's own for this GPU (its products not tuned); collectives: the programs partitioned for as "
     "many CPU devices; time: roofline",
 }
-TOWER = "rows with images also need a tower of {:.3g} B parameters, its gradients and moments, and its work"
+TOWER = ("rows with images also need a tower of {:.3g} B parameters, its gradients and moments, and its work; set "
+         "plan.image_tokens to plan it")
 FULL = "; adapters are not counted: this is the full training, which needs more of all"
 
 
@@ -242,7 +243,7 @@ def times(case: Case, collectives: dict) -> dict:
         return often * sum(roofline.collective_seconds(chip, topology, found) for found in collectives.get(program, []))
 
     shards = workload.data_shards(case.mesh)
-    rows, (epochs, minibatches) = workload.rows(c, shards), c.updates
+    rows, (epochs, minibatches) = workload.rows(c, shards, model=case.model), c.updates
     micro, out = rows.microbatches * minibatches, {}
     train = workload.train_work(c, case.model, case.mesh, rows)
     forward = workload.train_work(c, case.model, case.mesh, rows, forward_only=True)

@@ -18,6 +18,7 @@ from jaxrl import sharding, training
 from jaxrl.config.run_length import end
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
+from jaxrl.planning import workload
 from jaxrl.rl import precompile
 from jaxrl.rl.roles import Roles
 from jaxrl.roles import parameters
@@ -26,6 +27,7 @@ from jaxrl.roles.role import policy_params
 from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.programs import Programs
+from jaxrl.rollout.prompt_images import prompt_images
 from jaxrl.rollout.shapes import from_config
 from jaxrl.run import setup
 from jaxrl.sharding import memory
@@ -52,6 +54,9 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
     out = Lowering()
     keep = lambda name: wanted is None or name in wanted  # noqa: E731
     job = setup.open_job(config, setup.ModelInputs(None, hf_config, (0,), None), mesh=mesh)
+    if job.config.plan.image_tokens:
+        job = dataclasses.replace(job, row_shapes=_with_room(job, job.row_shapes),
+                                  score_shapes=_with_room(job, job.score_shapes))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if job.config.recipe.samples:
             params = _reinforcement(out, job, keep)
@@ -63,6 +68,11 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
         with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
             _sampler(out, job, weights, rollout_mesh, keep)
     return out
+
+
+def _with_room(job, shapes):
+    """Returns row shapes with room for the images of plan.image_tokens."""
+    return dataclasses.replace(shapes, patches=workload.room(job.config, job.model, shapes.lengths))
 
 
 def _reinforcement(out: Lowering, job, keep):
@@ -168,7 +178,8 @@ def _sampler_of(job, mesh):
     model = dataclasses.replace(job.model, compute_dtype=jnp.dtype(dtype), remat="none",
                                 matmul=sampled(job.model.matmul))
     return model, from_config(c, sharding.data_shards(mesh), 1, max(1, job.mesh.size // mesh.size),
-                              not shares_prompts(model.attention, mesh), model.config.routes)
+                              not shares_prompts(model.attention, mesh), model.config.routes,
+                              workload.prompt_patches(c, model))
 
 
 def _publish(out: Lowering, job, params, mesh, keep):
@@ -192,6 +203,11 @@ def _sampler(out: Lowering, job, weights, mesh, keep):
     rows, longest = shapes.prefill_rows, shapes.prompt_lengths[-1]
     integers = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
     programs.prefill(weights, stash, integers(rows, longest), integers(rows), integers(rows))
+    if shapes.patches:
+        vision = model.config.vision
+        room = shapes.patch_room(longest, vision.merge)
+        images = prompt_images(vision, [None] * rows, [1] * rows, longest, room)
+        programs.prefill(weights, stash, integers(rows, longest), integers(rows), integers(rows), None, images)
     programs.insert(cache, stash, integers(shapes.insert_width), integers(shapes.insert_width))
     if job.config.episodes:
         rows, new = shapes.extend

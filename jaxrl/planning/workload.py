@@ -18,7 +18,7 @@ import numpy as np
 from jaxrl.kernels.experts import tuned
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for, targets
 from jaxrl.sharding.mesh import DATA_AXES, row_parts
-from jaxrl.training.layout import make_layout, row_shapes
+from jaxrl.training.layout import make_layout, row_patches, row_shapes
 from jaxrl.types import Sizes
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -36,6 +36,7 @@ class Rows:
     shape: tuple[int, int]   # rows and row length of a whole microbatch, over all data shards
     microbatches: int
     scored: int              # loss tokens per microbatch, over all data shards
+    patches: int = 0         # that a row has room for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +63,13 @@ def token_shards(mesh: dict) -> int:
     return data_shards(mesh) * mesh["cp"]
 
 
-def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = False) -> int:
-    """Returns the bytes of the model's weights on one device, or of its experts alone. mesh: sizes of AXES."""
+def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = False, tower: bool = True) -> int:
+    """Returns the bytes of the model's weights on one device, or of its experts alone, or without its tower. mesh:
+    sizes of AXES."""
     shape: Any = SimpleNamespace(shape=mesh)
     total = 0
     for entry in model.entries:
-        if experts and not entry.row.stacked:
+        if (experts and not entry.row.stacked) or (not tower and entry.path[0] == "vision"):
             continue
         spec = spec_for("/".join(entry.path), entry.axes, entry.shape, shape, rules)
         parts = [math.prod(mesh[a] for a in (axis if isinstance(axis, tuple) else (axis,))) if axis else 1
@@ -83,10 +85,36 @@ def lengths(config) -> tuple[int, int]:
     return prompt, min(config.rollout.max_new_tokens, total - prompt)
 
 
-def rows(config, shards: int, tokens: int = 0) -> Rows:
+def prompt_patches(config, model) -> int:
+    """Returns the patches of a prompt's images; 0 for a job of text."""
+    tower = model.config.vision
+    return 0 if tower is None else config.plan.image_tokens * tower.merge**2
+
+
+def room(config, model, row_lengths) -> tuple[int, ...]:
+    """Returns the patches that rows of each length have room for, as a run computes them; () for a job of text."""
+    patches, (prompt, answer) = prompt_patches(config, model), lengths(config)
+    if not patches:
+        return ()
+    beside = config.rollout.group_size * answer // 2 if config.recipe.samples else answer
+    unit = 8 * model.config.vision.merge**2 * row_parts(config.mesh)
+    return row_patches(row_lengths, np.array([[patches, 0]]), np.array([prompt + beside]), unit)
+
+
+def tower_flops(config, model) -> float:
+    """Returns the operations of the tower's forward pass for the images of one prompt, taken as one square."""
+    patches, tower = prompt_patches(config, model), model.config.vision
+    if not patches:
+        return 0.0
+    side = max(1, round(math.sqrt(config.plan.image_tokens))) * tower.merge
+    return patches * (model.flops_per_patch + tower.pair_flops((side, side)) / side**2)
+
+
+def rows(config, shards: int, tokens: int = 0, model=None) -> Rows:
     """Lays out one optimizer step of longest sequences, as the run does.
 
     Args:
+      model: whose rows have room for patches; None = text.
       shards: data shards; every microbatch has a multiple of this number of rows.
       tokens: replaces train.tokens_per_microbatch; 0 = the config's.
     """
@@ -107,7 +135,9 @@ def rows(config, shards: int, tokens: int = 0) -> Rows:
     count = max(1, math.ceil(used * groups / some / len(largest.rows)))
     scored_per_row = n * (prompt + answer if config.train.loss_on_prompt and not config.recipe.samples
                           else answer) / used
-    return Rows((len(largest.rows), largest.row_length), count, round(scored_per_row * len(largest.rows)))
+    patches = () if model is None else room(config, model, (largest.row_length,))
+    return Rows((len(largest.rows), largest.row_length), count, round(scored_per_row * len(largest.rows)),
+                patches[0] if patches else 0)
 
 
 def passes(model) -> int:
@@ -133,7 +163,8 @@ def useful_flops(config, model) -> float:
     of_prompt, head = split_flops(model, (prompt + 1) / 2)
     of_answer, _ = split_flops(model, prompt + (answer + 1) / 2)
     scored = answer + (prompt if config.train.loss_on_prompt and not rl else 0)
-    return 3 * config.updates[0] * (prompts * prompt * of_prompt + sequences * (answer * of_answer + scored * head))
+    text = prompts * prompt * of_prompt + sequences * (answer * of_answer + scored * head)
+    return 3 * config.updates[0] * (text + prompts * tower_flops(config, model))
 
 
 def seen(config, model, length: int) -> float:
@@ -160,7 +191,8 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
     body, head = split_flops(model, seen(config, model, length))
     scored = what.scored / token_shards(mesh)
     factor, head_factor = (1, 1) if forward_only else (passes(model), 4)
-    flops = (factor * tokens * body + head_factor * scored * head) / mesh["tp"]
+    images = count * what.patches / max(1, prompt_patches(config, model)) / token_shards(mesh)
+    flops = (factor * (tokens * body + images * tower_flops(config, model)) + head_factor * scored * head) / mesh["tp"]
     widths = sum((math.prod(e.shape[e.stacked:][:e.inputs]) + math.prod(e.shape[e.stacked:][e.inputs:]))
                  * len(e.hf_names) * e.row.share
                  for e in model.entries if e.inputs and e.path[0] not in ("head", "vision"))
@@ -214,7 +246,7 @@ def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tu
     """
     prompt, answer = lengths(config)
     cfg, shards = model.config, data_shards(mesh)
-    weights = weight_bytes(model, mesh, ROLLOUT_RULES, size)
+    weights = weight_bytes(model, mesh, ROLLOUT_RULES, size, tower=False)
     kv_share = mesh["tp"] if cfg.cache_heads % mesh["tp"] == 0 else 1
     kv = sum(cfg.cache_widths.values()) * len(cfg.windows) * size / kv_share
     if model.attention in XLA:
@@ -232,7 +264,8 @@ def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tu
                   waves * answer)
     rows_here = shapes.prefill_rows / shards
     body, _ = split_flops(model, shapes.prompt_lengths[-1])
-    prefill = Work(rows_here * shapes.prompt_lengths[-1] * body / mesh["tp"],
-                   weights + rows_here * (shapes.prompt_lengths[-1] * kv + state_bytes(cfg, mesh, size)),
+    whole = weight_bytes(model, mesh, ROLLOUT_RULES, size)
+    prefill = Work(rows_here * (shapes.prompt_lengths[-1] * body + tower_flops(config, model)) / mesh["tp"],
+                   whole + rows_here * (shapes.prompt_lengths[-1] * kv + state_bytes(cfg, mesh, size)),
                    math.ceil(config.data.prompts_per_step / hosts / shapes.prefill_rows))
     return decode, prefill

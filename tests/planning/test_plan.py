@@ -591,8 +591,8 @@ def test_states_and_rule_of_real_hybrids(hf, target, changes, size, state, token
     assert plan.counted_peak(case, {}) > memory.standing(case.config, case.model, case.mesh)["update_params"] + found["workspace_bytes"]
 
 
-def test_a_tower_is_named_as_not_planned(tmp_path):
-    """Which of a job's rows hold images is not known to a plan: what they need more is said."""
+def test_a_tower_is_named_as_not_planned_or_planned(tmp_path):
+    """Which of a job's rows hold images is not known to a plan: what they need more is said, or plan.image_tokens says it."""
     (tmp_path / "config.json").write_text(json.dumps(vision_cases.config()))
     text, whole = (models.build({**vision_cases.TEXT, **more}, compute_dtype=np.float32, scan_layers=False).num_parameters
                    for more in ({}, {IMAGES: vision_cases.VISION}))
@@ -600,3 +600,37 @@ def test_a_tower_is_named_as_not_planned(tmp_path):
     case = cases.open_case(tiny(plan__target="cpu", **options))
     assert case.tower == whole - text and case.model.num_parameters == text
     assert cases.open_case(tiny(plan__target="cpu", data__image_column="", **options)).tower == 0
+    seen = cases.open_case(tiny(plan__target="cpu", plan__image_tokens=6, **options))
+    assert seen.tower == 0 and seen.model.num_parameters == whole and "prefill_images" in seen.programs
+    with pytest.raises(ConfigError, match="plan.image_tokens=500: a prompt has data.max_prompt_tokens="):
+        cases.open_case(tiny(plan__target="cpu", plan__image_tokens=500, **options))
+    with pytest.raises(ConfigError, match="plan.image_tokens=6: a qwen2 model has no tower"):
+        cases.open_case(tiny(plan__target="cpu", plan__image_tokens=6))
+
+
+@pytest.mark.parametrize("name, target, parameters, tower_flops", [
+    ("Qwen2.5-VL-7B-Instruct", "h100:8", 8.29e9, 4 * 768 * 1.354e9), ("Qwen3-VL-30B-A3B-Instruct", "h100:16", 31.07e9, 4 * 768 * 1.267e9)])
+def test_published_models_with_images(tmp_path, name, target, parameters, tower_flops):
+    """Parameters, the tower's work and what images add to an update, of a published config.json."""
+    (tmp_path / "config.json").write_text((HERE / "models/published" / f"{name}.json").read_text())
+    options = {"run.warm_start": "", "run.mode": "plan", "plan.target": target, "model.path": str(tmp_path), "rollout.engine": "jax",
+               "data.max_prompt_tokens": 1024}
+    text, seen = (cases.open_case(load_config("grpo_gsm8k", options | {"plan.image_tokens": n})) for n in (0, 768))
+    assert seen.model.num_parameters == pytest.approx(parameters, rel=0.002) and seen.tower == 0 < text.tower
+    assert workload.tower_flops(seen.config, seen.model) == pytest.approx(tower_flops, rel=0.02)
+    rows = workload.rows(seen.config, workload.data_shards(seen.mesh), model=seen.model)
+    assert rows.patches >= 4 * 768 and workload.rows(text.config, workload.data_shards(text.mesh), model=text.model).patches == 0
+    for more, less in ((f(seen), f(text)) for f in (
+            lambda c: plan.counted_peak(c, {}), lambda c: workload.useful_flops(c.config, c.model),
+            lambda c: plan.times(c, {})["phases"]["update"]["ideal"], lambda c: plan.times(c, {})["phases"]["rollout"]["ideal"])):
+        assert less < more < 2 * less
+
+
+@pytest.mark.slow
+def test_programs_with_images_are_compiled(tmp_path):
+    """What the update needs beside its arguments, compiled for this CPU, is more by about what is counted."""
+    (tmp_path / "config.json").write_text(json.dumps(vision_cases.config(kind="qwen2_5_vl")))
+    options = {"model__path": str(tmp_path), "model__init": "random", "model__config": {}, "plan__target": "cpu:1"}
+    text, seen = (plan.make(tiny(plan__image_tokens=n, **options), search=False) for n in (0, 6))
+    assert "not_planned" in text and "not_planned" not in seen and seen["per_device"]["temporaries"]["prefill_images"] > 0
+    assert seen["parameters"] > text["parameters"] and seen["per_device"]["peak_bytes"] > text["per_device"]["peak_bytes"]

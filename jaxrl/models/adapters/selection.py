@@ -207,8 +207,8 @@ def _refuse_experts(chosen: Selection, experts: list[str]) -> None:
              and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
     if taken:
         if all(".visual." in key for key in taken):
-            raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on a tower's "
-                              f"first product are not supported; leave it out (lora.exclude={taken[0]!r})")
+            raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on the first "
+                              f"product of a tower are not supported; leave it out (lora.exclude={taken[0]!r})")
         raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on experts and their "
                           "routers are not supported; leave them out (lora.exclude="
                           "'.*\\.experts\\..*'), adapt attention alone (lora.targets="
