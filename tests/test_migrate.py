@@ -220,7 +220,7 @@ def test_experts_are_split_over_as_many_gpus_as_there_are():
                                   "Qwen/Qwen3.8-Flash-Next", "microsoft/phi-2", "google/gemma-3-12b-it",
                                   "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "ibm-granite/granite-4.0-h-tiny", "XiaomiMiMo/MiMo-V2-Flash",
                                   "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
-                                  "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "tencent/Hy3"])
+                                  "openbmb/MiniCPM-o-2_6", "tencent/Hy3"])
 def test_models_that_are_not_trained_are_refused_by_name(name):
     m = trained(migrated("skyrl", {"trainer.policy.model.path": name}))
     assert m.outcome(False) == "refused" and name in m.lacking[0][1]
@@ -236,7 +236,7 @@ def test_models_that_are_not_trained_are_refused_by_name(name):
                                   "mistralai/Ministral-3-8B-Instruct-2512-BF16",
                                   "Qwen/Qwen3.5-9B", "/m/Qwen3-Next-80B-A3B-Instruct/",
                                   "XiaomiMiMo/MiMo-7B-RL", "ByteDance-Seed/Seed-OSS-36B-Instruct",
-                                  "meta-llama/Llama-3.2-3B",
+                                  "meta-llama/Llama-3.2-3B", "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
                                   "mistralai/Mistral-7B-Instruct-v0.3", "allenai/OLMoE-1B-7B", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B-Chat"])
 def test_models_that_are_trained_are_not(name):
     assert not trained(migrated("skyrl", {"trainer.policy.model.path": name})).lacking
