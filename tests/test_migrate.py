@@ -820,6 +820,20 @@ def test_a_config_that_logs_to_wandb_says_the_package(tmp_path, capsys, monkeypa
         _, report, out = run(tmp_path, script.format(logger))
         assert ("not installed: wandb, by log.wandb=True: pip install 'jaxrl[wandb]'" in capsys.readouterr().out) is named
         assert bool(report["packages"]) is ("## Packages" in (out / "report.md").read_text()) is named
+        assert all(("--config.log.wandb=false" in line) is named for line in report["commands"].values())  # they run as printed
+
+
+def test_the_report_says_the_outcome_first(tmp_path, capsys):
+    """What runs, what you must do, what is lost and what differs, before any table of keys."""
+    script = "python -m skyrl.train.entrypoints.main_base trainer.logger=console environment.env_class=search generator.max_turns=3 trainer.warp=1\n"
+    _, report, out = run(tmp_path, script)
+    text = (out / "report.md").read_text()
+    said = f"The config is written: {len(report['needs_you'])} to be done by you, 1 unknown; {len(report['differs'])} known differences."
+    assert f"Outcome: **partial**. {said}" in text and f"partial: {said}" in capsys.readouterr().out
+    order = [text.index(part) for part in ("Outcome:", "```bash", "## Needs you", "## Known differences", "## Equivalent", "## Unknown")]
+    assert order == sorted(order)
+    _, report, out = run(tmp_path, "python -m skyrl.train.entrypoints.main_generate data.val_data=['v']\n")
+    assert "No config is written" in (out / "report.md").read_text()
 
 
 def test_what_decides_a_branch_is_named(tmp_path, capsys):
