@@ -952,3 +952,12 @@ def test_named_rewards_of_trl_and_open_r1_are_built_in():
     assert v["reward.arguments.cosine"] == {"unit": "characters", "bounded": False, "max_length": 4096, "wrong": [0.0, -0.5], "right": [0.5, 1.0]}
     assert v["reward.arguments.repetition"] == {"size": 4, "penalty": -1.0} and v["reward.weights"] == (1, 1, 1, 2, 1, 0.5)
     assert not m.lacking and not m.needs_you[1:]
+
+
+def test_areals_norm_of_advantages_by_group_over_tokens():
+    base = AREAL | {"actor.kl_ctl": 0.0}
+    for mean, std, want in (("group", "group", ("group", "group")), ("group", None, ("group", "none")), ("batch", "batch", ("step", "step"))):
+        v = values(migrated("areal", base | {"actor.adv_norm.mean_level": mean, "actor.adv_norm.std_level": std, "actor.adv_norm.group_size": 4}))
+        assert v["algorithm.whiten"] and (v["algorithm.whiten_mean"], v["algorithm.whiten_std"]) == want
+    other = migrated("areal", base | {"actor.adv_norm.mean_level": "group", "actor.adv_norm.group_size": 3})
+    assert [key for key, *_ in other.lacking] == ["actor.adv_norm.group_size"]
