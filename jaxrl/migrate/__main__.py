@@ -110,9 +110,8 @@ def say(data: dict, out: Path) -> int:
         counts[key["kind"]] = counts.get(key["kind"], 0) + 1
     kinds = ", ".join(f"{n} {k}" for k, n in counts.items())
     print(f"{data['outcome']}: {summary(data)}")
-    print(
-        f"  {len(data['keys'])} keys ({kinds}), {len(data['defaults_written'])} defaults written; see {out / 'report.md'}"
-    )
+    written = len(data["defaults_written"])
+    print(f"  {len(data['keys'])} keys ({kinds}), {written} defaults written; see {out / 'report.md'}")
     for text in data["needs_you"]:
         print(f"  needs you: {text}")
     for entry in data["lacks"]:

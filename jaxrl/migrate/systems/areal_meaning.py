@@ -139,8 +139,9 @@ def advantage(m: Migration):
     if levels != ["none", "none"]:
         m.set("algorithm.whiten_mean", known[levels[0]], n + "mean_level")
         m.set("algorithm.whiten_std", known[levels[1]], n + "std_level")
-    size = m.integer(n + "group_size") if str(m[n + "group_size"] or "").isdigit() else m.options["rollout.group_size"][0]
-    if "group" in levels and size != m.options["rollout.group_size"][0]:
+    group = m.options["rollout.group_size"][0]
+    size = m.integer(n + "group_size") if str(m[n + "group_size"] or "").isdigit() else group
+    if "group" in levels and size != group:
         m.lacks(n + "group_size", f"groups of {size} sequences: a group is the completions of a prompt here")
     m.facts["advantage"] = ("GAE" if has(m, CRITIC) else "reward to go") + (
         f", tokens normed by {levels[0]} and {levels[1]}" if m.options["algorithm.whiten"][0] else ""
