@@ -821,6 +821,20 @@ def test_a_config_that_logs_to_wandb_says_the_package(tmp_path, capsys, monkeypa
         _, report, out = run(tmp_path, script.format(logger))
         assert ("not installed: wandb, by log.wandb=True: pip install 'jaxrl[wandb]'" in capsys.readouterr().out) is named
         assert bool(report["packages"]) is ("## Packages" in (out / "report.md").read_text()) is named
+        assert all(("--config.log.wandb=false" in line) is named for line in report["commands"].values())  # they run as printed
+
+
+def test_the_report_says_the_outcome_first(tmp_path, capsys):
+    """What runs, what you must do, what is lost and what differs, before any table of keys."""
+    script = "python -m skyrl.train.entrypoints.main_base trainer.logger=console environment.env_class=search generator.max_turns=3 trainer.warp=1\n"
+    _, report, out = run(tmp_path, script)
+    text = (out / "report.md").read_text()
+    said = f"The config is written: {len(report['needs_you'])} to be done by you, 1 unknown; {len(report['differs'])} known differences."
+    assert f"Outcome: **partial**. {said}" in text and f"partial: {said}" in capsys.readouterr().out
+    order = [text.index(part) for part in ("Outcome:", "```bash", "## Needs you", "## Known differences", "## Equivalent", "## Unknown")]
+    assert order == sorted(order)
+    _, report, out = run(tmp_path, "python -m skyrl.train.entrypoints.main_generate data.val_data=['v']\n")
+    assert "No config is written" in (out / "report.md").read_text()
 
 
 def test_what_decides_a_branch_is_named(tmp_path, capsys):
@@ -939,3 +953,12 @@ def test_named_rewards_of_trl_and_open_r1_are_built_in():
     assert v["reward.arguments.cosine"] == {"unit": "characters", "bounded": False, "max_length": 4096, "wrong": [0.0, -0.5], "right": [0.5, 1.0]}
     assert v["reward.arguments.repetition"] == {"size": 4, "penalty": -1.0} and v["reward.weights"] == (1, 1, 1, 2, 1, 0.5)
     assert not m.lacking and not m.needs_you[1:]
+
+
+def test_areals_norm_of_advantages_by_group_over_tokens():
+    base = AREAL | {"actor.kl_ctl": 0.0}
+    for mean, std, want in (("group", "group", ("group", "group")), ("group", None, ("group", "none")), ("batch", "batch", ("step", "step"))):
+        v = values(migrated("areal", base | {"actor.adv_norm.mean_level": mean, "actor.adv_norm.std_level": std, "actor.adv_norm.group_size": 4}))
+        assert v["algorithm.whiten"] and (v["algorithm.whiten_mean"], v["algorithm.whiten_std"]) == want
+    other = migrated("areal", base | {"actor.adv_norm.mean_level": "group", "actor.adv_norm.group_size": 3})
+    assert [key for key, *_ in other.lacking] == ["actor.adv_norm.group_size"]

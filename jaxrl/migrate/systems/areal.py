@@ -59,7 +59,7 @@ TABLE = Table(
             K(GCONFIG + "n_samples", "equivalent", default=1, other=8),
             K(ACTOR + "ppo_n_minibatches", "equivalent", default=4, other=2),
             K(CRITIC + "ppo_n_minibatches", "equivalent", default=4, other=2, beside=VALUES)), meaning.batch),
-        K(ACTOR + "group_size", "automatic", why="gconfig.n_samples is the group", also=(NORM + "group_size", ADV + "group_size")),
+        K(ACTOR + "group_size", "automatic", why="gconfig.n_samples is the group", also=(NORM + "group_size",)),
         Joint("reward", (
             K(ACTOR + "reward_scaling", "equivalent", default=1.0, other=10.0, beside={ACTOR + "reward_bias": -0.5}),
             K(ACTOR + "reward_bias", "equivalent", default=0.0, other=-0.5),
@@ -84,8 +84,9 @@ TABLE = Table(
             K(CRITIC + "path", "equivalent", other="a/critic"),
             K(CRITIC + "eps_clip", "equivalent", default=0.5, other=0.2, beside=VALUES),
             K(CRITIC + "optimizer.lr", "equivalent", default=Since(("0.3", 2e-5), ("0.4", 1e-3)), other=1e-5, beside=VALUES),
-            K(ADV + "mean_level", "equivalent", default="batch"),
-            K(ADV + "std_level", "equivalent", default="batch", other="batch")), meaning.advantage),
+            K(ADV + "mean_level", "equivalent", default="batch", other="group", beside={ADV + "std_level": "group"}),
+            K(ADV + "std_level", "equivalent", default="batch", other="group", beside={ADV + "mean_level": "group"}),
+            K(ADV + "group_size", "equivalent", default=1)), meaning.advantage),
         Joint("KL", (
             K(ACTOR + "kl_ctl", "equivalent", default=0.1, other=0.0),
             K(ACTOR + "kl_estimator", "equivalent", default="k1", other="k2"),
