@@ -88,5 +88,5 @@ SFT = derived(TABLE, "sft", (
 ), command=r"main_sft|sft", prefixes=(), differs=(
     "weight decay spares norms, biases and other vectors",
     "the order of the data is drawn from another generator",
-    "a last batch that is smaller is trained on there; here it is filled by the next pass, or left out (data.drop_last)",
+    "batches run on over the end of a pass; SkyRL's last batch of each pass has the rows that are left",
 ))
