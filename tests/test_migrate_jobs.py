@@ -246,3 +246,16 @@ def test_a_flag_that_is_on_is_turned_off_by_no(tmp_path):
     kinds = {k["key"]: (k["value"], k["kind"]) for k in report["keys"]}
     assert kinds["gradient_checkpointing"] == (False, "equivalent") and kinds["remove_unused_columns"] == (False, "automatic")
     assert kinds["no_sense"] == (True, "unknown")
+
+
+@pytest.mark.parametrize("system, settings, command", [
+    ("skyrl", {"megatron_config.freeze_moe_router": True, "max_length": 64}, "main_sft"),
+    ("skyrl", {"megatron_config.transformer_config_kwargs.moe_aux_loss_coeff": 0.01, "max_length": 64}, "main_sft"),
+    ("skyrl", {"fsdp_config.mixed_precision.param_dtype": "fp32", "max_length": 64}, "main_sft"),
+    ("skyrl", {"trainer.policy.megatron_config.moe_aux_loss_coeff": 0.01}, ""),
+    ("roll", STUDENT | {"teacher.model_args.adapter_name_or_path": "a/adapter"}, ""),
+    ("roll", PAIRS | {"reference.model_args.adapter_name_or_path": "a/adapter"}, ""),
+])
+def test_a_key_of_a_backend_that_changes_what_is_learnt_is_said(system, settings, command):
+    said = migrated(system, settings, command=command)
+    assert {key for key, *_ in said.lacking} & set(settings)

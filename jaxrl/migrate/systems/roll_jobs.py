@@ -108,6 +108,7 @@ PREFERENCE = derived(TABLE, "preference", (
         ("ipo", False, True), ("beta", 0.1, 0.2), ("label_smoothing", 0.0, 0.1),
         (REF + meaning.NAME, None, "a/reference", {"beside": {TRAIN + meaning.NAME: "a/b"}})),
         meaning.preference),
+    K(REF + "model_args.adapter_name_or_path", "unsupported", refuse=True, why="a reference is a whole model: merge its adapter"),
     K(TRAIN + "infer_batch_size", "automatic", why="train.score_tokens_per_microbatch; the update's own rows by default"), GPUS,
 ), differs=(*DIFFERS, *SHUFFLED))
 
@@ -124,6 +125,7 @@ DISTILL = derived(of_role("student."), "distill", (
     K("adaptive_kl_alpha", "inert", why="read with kd_objective=adaptive_kl alone", also=("skew_lambda",)),
     K("logits_transfer_backend", "automatic", why="teacher and student share devices, in turns"),
     K("student.infer_batch_size", "automatic", why="there is no loss on held-out rows"), GPUS,
+    K("teacher.model_args.adapter_name_or_path", "unsupported", refuse=True, why="a teacher is a whole model: merge its adapter"),
     K("teacher.**", "automatic", why="the teacher is sharded as the student (mesh.roles.teacher)"),
 ), differs=(*DIFFERS, *SHUFFLED))
 

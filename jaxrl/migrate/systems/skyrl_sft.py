@@ -9,7 +9,7 @@ from jaxrl.migrate.derived import derived, renamed, selected
 from jaxrl.migrate.devices import MEGATRON
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import skyrl_sft_meaning as meaning
-from jaxrl.migrate.systems.skyrl import TABLE
+from jaxrl.migrate.systems.skyrl import TABLE, changes_training
 from jaxrl.migrate.table import Joint, Key, Since
 
 K = Key
@@ -74,6 +74,7 @@ SFT = derived(TABLE, "sft", (
     K("dummy_run_full_ctx", "unsupported", fine=(False,), refuse=True, why="a run on made-up rows: run.mode=plan says what fits"),
     K("dummy_run_max_steps", "inert", why="read with dummy_run_full_ctx alone"),
     K("model_config_kwargs.**", "unsupported", fine=(None, {}), why="write it into model.config", also=("model_config_kwargs",)),
+    *changes_training(""),
     K("model.fake_int4_qat.*", "unsupported", fine=(None, False), why="training against int4 experts"),
     *(K(name, "automatic", why=why, also=also) for name, why, also in (
         ("remove_microbatch_padding", "rows are always packed", ("use_sample_packing",)),
