@@ -162,7 +162,7 @@ def test_what_a_job_of_rows_loses_is_said():
     assert any(text.startswith("data.prompts_per_step=64: with packing") for text in packed.needs_you)
     dft = migrated("trl", {"packing": False, "loss_type": "dft", "dataset_name": "a/b", "num_processes": 8})
     assert dft.outcome(False) == "refused"
-    adaptive = migrated("roll", {"kd_objective": "adaptive_kl", "student.device_mapping": "[0]"})
+    adaptive = migrated("roll", {"kd_objective": "adaptive_kl", "student.device_mapping": "[0]", "sequence_length": 64})
     assert adaptive.outcome(False) == "refused"
     many = migrated("roll", {"student_train.device_mapping": "[0]", "teacher.one.model_args.model_name_or_path": "a"}, gpus=1)
     assert many.outcome(False) == "refused"
@@ -211,12 +211,14 @@ SMALL = {"train_dataset.type": "sft", "train_dataset.path": "openai/gsm8k", "tra
     ("areal", SMALL | {"model.backend": "megatron", "allocation_mode": "d2p2t2", "model.path": "a/b"}, "0.3", "", {"mesh.tp": 2}),
     ("roll", STUDENT | {"kd_temperature": 2, "teacher_temperature": 3}, "", "", {"distill.teacher_temperature": 6.0, "distill.temperature": 2.0}),
     ("roll", STUDENT, "", "", {"optimizer.max_grad_norm": 0.0}),
-    ("roll", PAIRS, "", "", {"optimizer.max_grad_norm": 1.0}),
+    ("roll", PAIRS, "", "", {"optimizer.max_grad_norm": 1.0, "data.epochs": 1}),
+    ("roll", PAIRS | {"sequence_length": None, "response_length": 100}, "", "", {"train.max_sequence_tokens": 1124}),
     ("roll", PAIRS | OWN, "", "", {"model.path": "a/b"}),
     ("roll", PAIRS | OWN | {"reference.model_args.model_name_or_path": "a/ref"}, "", "", {"model.path": "a/mine", "reference.path": "a/ref"}),
     ("roll", {"sft_train.model_args.model_name_or_path": "a/mine", "pretrain": "a/b", "sft_train.device_mapping": "[0]", "sequence_length": 9},
      "", "", {"model.path": "a/b"}),
-    ("skyrl", {"num_epochs": 2, "max_length": 64}, "", "main_sft", {"data.epochs": 2, "data.drop_last": False}),
+    ("skyrl", {"num_epochs": 2, "max_length": 64}, "", "main_sft", {"data.epochs": 2, "data.drop_last": False, "model.path": "Qwen/Qwen3-0.6B"}),
+    ("verl", {"data.train_files": "a"}, "0.3", "fsdp_sft_trainer", {"model.remat": "none", "log.wandb": False}),
 ])
 def test_a_default_or_a_key_means_what_the_sources_code_makes_of_it(system, settings, version, command, want):
     """Defaults of a version, keys that others outrank, and keys that only one trainer reads."""
@@ -259,3 +261,18 @@ def test_a_flag_that_is_on_is_turned_off_by_no(tmp_path):
 def test_a_key_of_a_backend_that_changes_what_is_learnt_is_said(system, settings, command):
     said = migrated(system, settings, command=command)
     assert {key for key, *_ in said.lacking} & set(settings)
+
+
+def test_the_version_is_asked_for_within_those_of_the_job(tmp_path):
+    """verl's first trainer ended before the newest version: keys that later versions have, too, end in no trace."""
+    text = "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet model.partial_pretrain=a/b data.micro_batch_size_per_gpu=8"
+    text += " optim.lr=1e-4 data.max_length=64 trainer.device=npu trainer.checkpoint.mbridge_config=1\n"
+    status, report, _ = run(tmp_path, text, name="j.sh", system="verl")
+    assert status == 0 and report["job"] == "first_sft"
+
+
+def test_a_key_of_the_top_level_within_a_table_is_unknown():
+    for system, settings, key in (("roll", PAIRS, "reference.ipo"), ("roll", STUDENT, "teacher.kd_objective"),
+                                  ("skyrl", {"max_length": 64}, "optimizer_config.batch_size")):
+        m = migrated(system, settings | {key: 3}, command="main_sft" if system == "skyrl" else "")
+        assert [(s.key, note) for s, note in m.unknown] == [(key, f"unknown here; {key.rpartition('.')[2]} belongs at the top level")]

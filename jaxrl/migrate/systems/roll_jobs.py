@@ -43,7 +43,10 @@ def rules(evaluated: bool, *data: Joint, pair: str = "") -> tuple:
         return value if evaluated else None
 
     return (
-        Joint("lengths", (K("sequence_length", "equivalent", default=1024, other=700),), meaning.lengths),
+        Joint("lengths", (
+            K("sequence_length", "equivalent", other=700),
+            K("prompt_length", "equivalent", default=1024),
+            K("response_length", "equivalent")), meaning.lengths),
         Joint("layout", (
             K(TRAIN + "device_mapping", "equivalent", other="list(range(0,8))"),
             K(STRATEGY, "equivalent", default="fsdp2_train"),
@@ -58,7 +61,7 @@ def rules(evaluated: bool, *data: Joint, pair: str = "") -> tuple:
               beside={TRAIN + "use_dynamic_batching_in_train": True})), meaning.batch),
         *data,
         Joint("length of the run", (
-            K(TRAIN + ARGS + "num_train_epochs", "equivalent", default=3, other=2),
+            K(TRAIN + ARGS + "num_train_epochs", "equivalent", default=1, other=2),
             K("max_steps", "equivalent", default=500 if evaluated else -1, other=some(100))), meaning.length_of_run),
         Joint("evaluation", (
             K(VALID + DATA + "file_name", "equivalent", other=some(["b.json"])),
@@ -91,6 +94,7 @@ def of_role(role: str) -> Table:
     return replace(TABLE, rules=renamed(TABLE.rules, {TRAIN: role}))
 
 
+LONG = {"sequence_length": 1024}
 GPUS = K("num_gpus_per_node", "automatic", why="counted from the devices")
 
 SFT = derived(of_role("sft_train."), "sft", (
@@ -99,7 +103,7 @@ SFT = derived(of_role("sft_train."), "sft", (
         ("prompt_key", "instruction", "q"), ("response_key", "output", "a"), ("query_key", None, None), ("system_key", None, None))),
         meaning.sft_data)), {TRAIN: "sft_train."}),
     K("sft_train.infer_batch_size", "automatic", why="there is no loss on held-out rows"), GPUS,
-), differs=DIFFERS)
+), required=LONG, differs=DIFFERS)
 
 PREFERENCE = derived(TABLE, "preference", (
     recipe("preference"),
@@ -110,7 +114,7 @@ PREFERENCE = derived(TABLE, "preference", (
         meaning.preference),
     K(REF + "model_args.adapter_name_or_path", "unsupported", refuse=True, why="a reference is a whole model: merge its adapter"),
     K(TRAIN + "infer_batch_size", "automatic", why="train.score_tokens_per_microbatch; the update's own rows by default"), GPUS,
-), differs=(*DIFFERS, *SHUFFLED))
+), required=LONG, differs=(*DIFFERS, *SHUFFLED))
 
 DISTILL = derived(of_role("student."), "distill", (
     recipe("distill"),
@@ -127,7 +131,7 @@ DISTILL = derived(of_role("student."), "distill", (
     K("student.infer_batch_size", "automatic", why="there is no loss on held-out rows"), GPUS,
     K("teacher.model_args.adapter_name_or_path", "unsupported", refuse=True, why="a teacher is a whole model: merge its adapter"),
     K("teacher.**", "automatic", why="the teacher is sharded as the student (mesh.roles.teacher)"),
-), differs=(*DIFFERS, *SHUFFLED))
+), required=LONG, differs=(*DIFFERS, *SHUFFLED))
 
 OF_REWARDS = ("advantage", "KL", "masks", "critic's optimizer")  # what is made of them has no part in it
 

@@ -23,8 +23,13 @@ from jaxrl.migrate.table import Migration
 
 
 def lengths(m: Migration):
-    sft = m.options["run.recipe"][0] == "sft"
-    supervised.sequence(m, m.integer("sequence_length"), "sequence_length", cut="truncate" if sft else "")
+    sft, key = m.options["run.recipe"][0] == "sft", "sequence_length"
+    longest, keys = m.integer(key), (key,)
+    if longest is None and m.integer("response_length"):
+        longest, keys = m.integer("response_length") + m.integer("prompt_length"), ("response_length", "prompt_length")
+    if not longest:
+        raise m.wrong(key, "a length: ROLL asks for sequence_length or response_length")
+    supervised.sequence(m, longest, *keys, cut="truncate" if sft else "")
 
 
 def layout(m: Migration):
@@ -100,9 +105,8 @@ def distill_data(m: Migration):
 
 def length_of_run(m: Migration):
     epochs, steps = m.number(TRAIN + ARGS + "num_train_epochs"), m.integer("max_steps")
-    if epochs != int(epochs):
-        m.lacks(TRAIN + ARGS + "num_train_epochs", "passes over the data are whole here: rounded up")
-        epochs += 1
+    if epochs != int(epochs) and m.options["run.recipe"][0] != "preference":
+        raise m.wrong(TRAIN + ARGS + "num_train_epochs", "a whole number, as this pipeline of ROLL does")
     m.set("data.epochs", int(epochs), TRAIN + ARGS + "num_train_epochs")
     if m.options["run.recipe"][0] == "preference" and steps and steps > 0:
         m.set("train.steps", steps, "max_steps")

@@ -5,7 +5,7 @@ Read from its code at the tags v0.2.0, v0.3.0 and at a956457 (several data sets)
 
 from __future__ import annotations
 
-from jaxrl.migrate.derived import derived, renamed, selected
+from jaxrl.migrate.derived import defaults, derived, renamed, selected
 from jaxrl.migrate.devices import MEGATRON
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import skyrl_sft_meaning as meaning
@@ -58,8 +58,9 @@ SFT = derived(TABLE, "sft", (
         K("sequence_parallel_size", "equivalent", default=1, other=2, beside=FSDP),
         K("fsdp_config.fsdp_size", "equivalent", default=-1, other=2, beside=FSDP),
         K("fsdp_config.cpu_offload", "equivalent", default=False, other=True, beside=FSDP)), meaning.layout),
-    *renamed(selected(TABLE, "optimizer", OPTIMIZER + "weight_decay", OPTIMIZER + "max_grad_norm", OPTIMIZER + "offload_after_step",
-                      "trainer.policy.model.path", "adapters", "trainer.policy.model.lora.*"), {"trainer.policy.": "", "trainer.": ""}),
+    *renamed(defaults(selected(TABLE, "optimizer", OPTIMIZER + "weight_decay", OPTIMIZER + "max_grad_norm", OPTIMIZER + "offload_after_step",
+                      "trainer.policy.model.path", "adapters", "trainer.policy.model.lora.*"),
+              {"trainer.policy.model.path": "Qwen/Qwen3-0.6B"}), {"trainer.policy.": "", "trainer.": ""}),
     *renamed(selected(TABLE, "trainer.seed"), {"trainer.": ""}),
     Joint("loggers", (
         K("logger", "equivalent", default="console", other="wandb"),
