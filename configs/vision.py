@@ -6,7 +6,7 @@ Expected:  docs/guides/vision.md.
 
 The reward reads the final box alone. The warm start ends while most answers are wrong; the policy learns to look from their rewards.
 
-Variants:  tiny (a few seconds, learns next to nothing; for tests).
+Variants:  tiny (a few seconds, learns next to nothing; for tests); qwen2_5, qwen2_5_tiny: the same with a Qwen2.5-VL.
 """
 
 from jaxrl.config import default_config
@@ -14,12 +14,13 @@ from jaxrl.errors import ConfigError
 
 
 def get_config(arg=None):
-    """arg: None or 'tiny'."""
-    if arg not in (None, "tiny"):
-        raise ConfigError(f"vision has the variant 'tiny', not {arg!r}")
+    """arg: None, 'tiny', 'qwen2_5' or 'qwen2_5_tiny'."""
+    if arg not in (None, "tiny", "qwen2_5", "qwen2_5_tiny"):
+        raise ConfigError(f"vision has the variants 'tiny', 'qwen2_5' and 'qwen2_5_tiny', not {arg!r}")
+    size = "tiny" if (arg or "").endswith("tiny") else "short"
     c = default_config()
     c.run.recipe = "rl"
-    c.run.warm_start = "vision_sft:" + (arg or "short")
+    c.run.warm_start = "vision_sft:" + ("qwen2_5_" if (arg or "").startswith("qwen2_5") else "") + size
 
     c.data.path = ("jaxrl://shapes/train.parquet",)
     c.data.image_min_pixels = c.data.image_max_pixels = 24 * 24  # as the warm start
@@ -45,7 +46,7 @@ def get_config(arg=None):
     c.eval.sets = ("test=jaxrl://shapes/test.parquet",)
     c.eval.every_steps = 0
     c.eval.controls = ("blank", "swapped")
-    if arg == "tiny":
+    if size == "tiny":
         c.data.prompts_per_step, c.rollout.group_size, c.rollout.slots = 4, 4, 16
         c.train.steps = 2
         c.train.tokens_per_microbatch = 1024

@@ -4,33 +4,41 @@ Command:   jaxrl train --config=configs/vision_sft.py
 Hardware:  any; two CPU cores.
 Expected:  docs/guides/vision.md, which has the accuracy on grey and on exchanged pictures, too.
 
-Variants:  short (ends before it looks well: the warm start of configs/vision.py); tiny (a few seconds, learns next to nothing; for tests).
+Variants:  short (ends before it looks well: the warm start of configs/vision.py); tiny (a few seconds, learns next to nothing; for tests);
+           qwen2_5, qwen2_5_short, qwen2_5_tiny: the same with a Qwen2.5-VL in place of a Qwen3-VL, whose tower attends within windows.
 """
 
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
 
+def model_of(kind):
+    """The config.json of a small model of this model_type."""
+    text = dict(vocab_size=64, hidden_size=96, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=3,
+                intermediate_size=256, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.08)
+    tower = dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=4, out_hidden_size=96, initializer_range=0.08)
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5])
+    if kind == "qwen3_vl":
+        text |= dict(model_type="qwen3_vl_text", head_dim=32, rope_parameters=dict(**rope, mrope_interleaved=True))
+        tower |= dict(model_type="qwen3_vl_vision", num_position_embeddings=36, deepstack_visual_indexes=[0])
+    else:
+        text |= dict(model_type="qwen2_5_vl_text", rope_parameters=rope)
+        tower |= dict(model_type="qwen2_5_vl_vision", window_size=16, fullatt_block_indexes=[1])  # windows of 2 x 2 cells
+    return dict(model_type=kind, image_token_id=5, vision_start_token_id=3, vision_end_token_id=4, video_token_id=5, tie_word_embeddings=True,
+                text_config=text, vision_config=tower)
+
+
 def get_config(arg=None):
-    """arg: None, 'short' or 'tiny'."""
-    if arg not in (None, "short", "tiny"):
-        raise ConfigError(f"vision_sft has the variants 'short' and 'tiny', not {arg!r}")
+    """arg: None, 'short' or 'tiny', with 'qwen2_5' or 'qwen2_5_' before it."""
+    kind, size = ("qwen2_5_vl", arg.removeprefix("qwen2_5").removeprefix("_")) if (arg or "").startswith("qwen2_5") else ("qwen3_vl", arg)
+    if size not in (None, "", "short", "tiny"):
+        raise ConfigError(f"vision_sft has the variants 'short', 'tiny', 'qwen2_5', 'qwen2_5_short' and 'qwen2_5_tiny', not {arg!r}")
     c = default_config()
     c.run.recipe = "sft"
 
     c.model.init = "random"
     c.model.tokenizer = "jaxrl://shapes/tokenizer"
-    c.model.config = dict(
-        model_type="qwen3_vl", image_token_id=5, vision_start_token_id=3, vision_end_token_id=4, video_token_id=5,
-        tie_word_embeddings=True,
-        text_config=dict(
-            model_type="qwen3_vl_text", vocab_size=64, hidden_size=96, num_hidden_layers=3, num_attention_heads=3,
-            num_key_value_heads=3, head_dim=32, intermediate_size=256, max_position_embeddings=256,
-            tie_word_embeddings=True, initializer_range=0.08,
-            rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5], mrope_interleaved=True)),
-        vision_config=dict(
-            model_type="qwen3_vl_vision", depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=4,
-            out_hidden_size=96, num_position_embeddings=36, deepstack_visual_indexes=[0], initializer_range=0.08))
+    c.model.config = model_of(kind)
 
     c.data.path = ("jaxrl://shapes/sft.parquet",)
     c.data.image_min_pixels = c.data.image_max_pixels = 24 * 24  # the pictures' own size: a cell is one image token
@@ -47,7 +55,7 @@ def get_config(arg=None):
     c.optimizer.floor = 0.05
     c.optimizer.warmup_steps = 20
 
-    c.train.steps = 300 if arg == "short" else 700
+    c.train.steps = 300 if size == "short" else 700
     c.train.row_lengths = (256,)
     c.train.tokens_per_microbatch = 2048
     c.train.row_counts = 1
@@ -56,7 +64,7 @@ def get_config(arg=None):
     c.eval.sets = ("test=jaxrl://shapes/test.parquet",)
     c.eval.every_steps = 0
     c.eval.controls = ("blank", "swapped")
-    if arg == "tiny":
+    if size == "tiny":
         c.data.max_rows = 256
         c.train.steps = 10
         c.eval.max_rows = 16

@@ -60,6 +60,7 @@ class Pictures(NamedTuple):
     merge: int  # patches per side of an image token
     width: int  # numbers of a patch
     patches: Callable[[np.ndarray], list[np.ndarray]]  # numbers [K] -> of each picture [N, width] uint8
+    window: int = 0  # image tokens per side of the tower's windows, 0 = it has none
 
     @property
     def counts(self) -> np.ndarray:
@@ -75,8 +76,8 @@ class Pictures(NamedTuple):
     def of(cls, places: Sequence[Places | Pictures | None], source) -> Pictures | None:
         """Returns the images of sequences, in their order; None if there is none.
 
-        places: those of each sequence, of a Pictures with one sequence alone. source: has merge, width and patches: a
-        data.images.source.ImageSource or a Pictures.
+        places: those of each sequence, of a Pictures with one sequence alone. source: has merge, width, patches and
+        window: a data.images.source.ImageSource or a Pictures.
         """
         own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
         if not own:
@@ -84,7 +85,8 @@ class Pictures(NamedTuple):
         firsts, grids, numbers = (np.concatenate([getattr(one, name) for _, one in own])
                                   for name in ("firsts", "grids", "numbers"))
         sequences = np.repeat([i for i, _ in own], [len(one.firsts) for _, one in own])
-        return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches)
+        return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches,
+                   source.window)
 
 
 @dataclasses.dataclass
@@ -179,6 +181,7 @@ class Images(flax.struct.PyTreeNode):
     segments: Any  # [R, P] int32: number of the patch's image in its row, 0 = none
     inserts: Any  # [R, L] int32: feature of its row that stands in the place of the token's embedding, -1 = none
     rotary: Any  # [R, L, 3] int32: position of the token by time, row and column
+    windows: Any = None  # [R, P] int32: number of the patch's window in its row; None: the tower has none
 
 
 class PackedBatch(flax.struct.PyTreeNode):

@@ -220,7 +220,7 @@ def test_experts_are_split_over_as_many_gpus_as_there_are():
                                   "Qwen/Qwen3.8-Flash-Next", "microsoft/phi-2", "google/gemma-3-12b-it",
                                   "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "ibm-granite/granite-4.0-h-tiny", "XiaomiMiMo/MiMo-V2-Flash",
                                   "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
-                                  "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "tencent/Hy3"])
+                                  "openbmb/MiniCPM-o-2_6", "tencent/Hy3"])
 def test_models_that_are_not_trained_are_refused_by_name(name):
     m = trained(migrated("skyrl", {"trainer.policy.model.path": name}))
     assert m.outcome(False) == "refused" and name in m.lacking[0][1]
@@ -236,7 +236,7 @@ def test_models_that_are_not_trained_are_refused_by_name(name):
                                   "mistralai/Ministral-3-8B-Instruct-2512-BF16",
                                   "Qwen/Qwen3.5-9B", "/m/Qwen3-Next-80B-A3B-Instruct/",
                                   "XiaomiMiMo/MiMo-7B-RL", "ByteDance-Seed/Seed-OSS-36B-Instruct",
-                                  "meta-llama/Llama-3.2-3B",
+                                  "meta-llama/Llama-3.2-3B", "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
                                   "mistralai/Mistral-7B-Instruct-v0.3", "allenai/OLMoE-1B-7B", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B-Chat"])
 def test_models_that_are_trained_are_not(name):
     assert not trained(migrated("skyrl", {"trainer.policy.model.path": name})).lacking
@@ -790,7 +790,7 @@ JOBS = [  # system, what is not RL of a language model there, the recipe that do
     ("trl", {"max_length": 1024, "beta": 0.1}, "", "trl/preference"),
     ("areal", {"model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
     ("areal", {"teacher.path": "a/b", "actor.path": "a/c", "rollout.backend": "sglang:d4"}, "", "run.recipe=distill"),
-    ("areal", {"agent_run_args.max_turns": 2, "export_style": "concat", "actor.path": "a/c"}, "", "environments.md"),
+
     ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
     ("verl", {"actor_rollout_ref.model.path": "a/b"}, "python -m verl.trainer.main_generation_server", "run.mode=eval"),
     ("rlinf", {"runner.task_type": "sft", "actor.optim.lr": 1e-5}, "", "run.recipe=sft"),
@@ -820,6 +820,20 @@ def test_a_config_that_logs_to_wandb_says_the_package(tmp_path, capsys, monkeypa
         _, report, out = run(tmp_path, script.format(logger))
         assert ("not installed: wandb, by log.wandb=True: pip install 'jaxrl[wandb]'" in capsys.readouterr().out) is named
         assert bool(report["packages"]) is ("## Packages" in (out / "report.md").read_text()) is named
+        assert all(("--config.log.wandb=false" in line) is named for line in report["commands"].values())  # they run as printed
+
+
+def test_the_report_says_the_outcome_first(tmp_path, capsys):
+    """What runs, what you must do, what is lost and what differs, before any table of keys."""
+    script = "python -m skyrl.train.entrypoints.main_base trainer.logger=console environment.env_class=search generator.max_turns=3 trainer.warp=1\n"
+    _, report, out = run(tmp_path, script)
+    text = (out / "report.md").read_text()
+    said = f"The config is written: {len(report['needs_you'])} to be done by you, 1 unknown; {len(report['differs'])} known differences."
+    assert f"Outcome: **partial**. {said}" in text and f"partial: {said}" in capsys.readouterr().out
+    order = [text.index(part) for part in ("Outcome:", "```bash", "## Needs you", "## Known differences", "## Equivalent", "## Unknown")]
+    assert order == sorted(order)
+    _, report, out = run(tmp_path, "python -m skyrl.train.entrypoints.main_generate data.val_data=['v']\n")
+    assert "No config is written" in (out / "report.md").read_text()
 
 
 def test_what_decides_a_branch_is_named(tmp_path, capsys):
@@ -908,8 +922,8 @@ def test_a_key_has_one_answer():
 
 
 def test_a_program_in_python_is_refused_with_the_page(tmp_path, capsys):
-    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="trl")[0] == 2
-    assert "train.py: a program in Python is not read: docs/guides/from_trl.md says" in capsys.readouterr().err
+    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="areal")[0] == 2
+    assert "train.py: a program in Python is not read: docs/guides/from_areal.md says" in capsys.readouterr().err
 
 
 def test_trls_defaults_of_1_10_and_1_14():
@@ -938,3 +952,12 @@ def test_named_rewards_of_trl_and_open_r1_are_built_in():
     assert v["reward.arguments.cosine"] == {"unit": "characters", "bounded": False, "max_length": 4096, "wrong": [0.0, -0.5], "right": [0.5, 1.0]}
     assert v["reward.arguments.repetition"] == {"size": 4, "penalty": -1.0} and v["reward.weights"] == (1, 1, 1, 2, 1, 0.5)
     assert not m.lacking and not m.needs_you[1:]
+
+
+def test_areals_norm_of_advantages_by_group_over_tokens():
+    base = AREAL | {"actor.kl_ctl": 0.0}
+    for mean, std, want in (("group", "group", ("group", "group")), ("group", None, ("group", "none")), ("batch", "batch", ("step", "step"))):
+        v = values(migrated("areal", base | {"actor.adv_norm.mean_level": mean, "actor.adv_norm.std_level": std, "actor.adv_norm.group_size": 4}))
+        assert v["algorithm.whiten"] and (v["algorithm.whiten_mean"], v["algorithm.whiten_std"]) == want
+    other = migrated("areal", base | {"actor.adv_norm.mean_level": "group", "actor.adv_norm.group_size": 3})
+    assert [key for key, *_ in other.lacking] == ["actor.adv_norm.group_size"]

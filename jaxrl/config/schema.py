@@ -301,7 +301,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "processes": O(64, "processes of a program at once", bound=">0", needs="sandbox.backend!=remote or sandbox.api!=fusion"),
     },
     "reward": {
-        "functions": O(("math",), "names (math exact boxed choice format code remote judge, and those of docs/guides/rewards.md), package.module:function or ./file.py:function"),
+        "functions": O(("math",), "names (math exact boxed choice format code remote judge; more: docs/guides/rewards.md), package.module:function"
+                              " or ./file.py:function"),
         "weights": O((), "one weight per function; empty = all 1"),
         "column": O("", "data column that names the function per row; empty = all functions for all rows"),
         "format_pattern": O("", "regex the whole completion must match (reward `format`)"),

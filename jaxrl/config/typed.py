@@ -375,6 +375,8 @@ class Algorithm(Group):
     advantage_mean: str
     advantage_std: str
     whiten: bool
+    whiten_mean: str
+    whiten_std: str
     advantage_low: float
     advantage_high: float
     gamma: float

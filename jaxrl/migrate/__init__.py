@@ -5,6 +5,8 @@ No jax is imported: a config is read in less than a second. The files, in the or
     source.py       what a reader gives: settings (key, value, place), overrides, ${interpolation}
     yaml_files.py   YAML with hydra's defaults lists, TOML
     shell.py        bash scripts, parsed and never executed
+    python_files.py programs in Python: literals of config classes, by `ast`
+    episodes.py     jobs of several turns: options of the environment, a stub of the episode
     read.py         a file of any kind, the command that it starts, trailing overrides -> Source
     table.py        Key, Joint, Since, Table: what a table consists of; Migration: its application
     common.py       meanings that systems share: batches, KL, schedules, checkpoints, loggers ...

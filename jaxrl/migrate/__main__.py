@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxrl.__main__ import run
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.read import read
-from jaxrl.migrate.report import name_of, shown, write
+from jaxrl.migrate.report import name_of, shown, summary, write
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import Migration, Table
@@ -108,10 +108,12 @@ def say(data: dict, out: Path) -> int:
     counts: dict[str, int] = {}
     for key in data["keys"]:
         counts[key["kind"]] = counts.get(key["kind"], 0) + 1
-    print(
-        f"{data['outcome']}: {len(data['keys'])} keys ({', '.join(f'{n} {k}' for k, n in counts.items())}), "
-        f"{len(data['defaults_written'])} defaults written; see {out / 'report.md'}"
-    )
+    kinds = ", ".join(f"{n} {k}" for k, n in counts.items())
+    print(f"{data['outcome']}: {summary(data)}")
+    written = len(data["defaults_written"])
+    print(f"  {len(data['keys'])} keys ({kinds}), {written} defaults written; see {out / 'report.md'}")
+    for text in data["needs_you"]:
+        print(f"  needs you: {text}")
     for entry in data["lacks"]:
         print(f"  lacks {entry['key']}: {entry['why']}")
     unknown = [key for key in data["keys"] if key["kind"] == "unknown"]
@@ -119,8 +121,6 @@ def say(data: dict, out: Path) -> int:
         print(f"  unknown {shown(key['key'])}: {key['note']}")
     if len(unknown) > MOST_UNKNOWN:
         print(f"  {len(unknown) - MOST_UNKNOWN} further unknown keys; is {data['file']} a config of {data['system']}?")
-    for text in data["needs_you"]:
-        print(f"  needs you: {text}")
     for text in data["packages"] if data["config"] else ():
         if importlib.util.find_spec(text.partition(",")[0]) is None:
             print(f"  not installed: {text}")

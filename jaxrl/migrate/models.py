@@ -14,7 +14,7 @@ NOT_TRAINED = (
     (r"(gemma-3-(4|12|27)b|gemma-?3n|gemma-?4|llama-3\.2-(11|90)b|llama-4|mistral-small-3\.|kimi-k2\.5).*", _VISION),
     (r"qwen-?3\.8-flash-next.*", "is of the family qwen4_exp, which is not trained here"),
     (
-        r"(.*mamba|jamba|.*nemotron-(h|3)|falcon-h|bamba|granite-4|kimi-linear|lfm2|recurrentgemma|olmo-hybrid"
+        r"(.*mamba|jamba|falcon-h|bamba|granite-4|kimi-linear|lfm2|recurrentgemma|olmo-hybrid"
         r"|minimax-(text|m1)).*",
         "has layers that are no attention",
     ),

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from jaxrl.migrate import shell
+from jaxrl.migrate.python_files import read_python
 from jaxrl.migrate.source import Setting, Source, Unreadable, interpolate, leaves, merge, override, scalar
 from jaxrl.migrate.table import Table, names_of
 from jaxrl.migrate.yaml_files import YamlReader, read_toml
@@ -19,13 +20,16 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
     notes: list[str] = []
     environment = {m[1]: m[2] for o in overrides if (m := _NAME.fullmatch(o))}
     settings: dict[str, Setting] = {}
-    command = ""
+    command, asked = "", []
     if not path.is_file():
         raise Unreadable(str(path), "", "no such file")
     if path.suffix in (".yaml", ".yml", ".json"):
         merge(settings, YamlReader(notes).file(path))
     elif path.suffix == ".toml":
         merge(settings, read_toml(path))
+    elif path.suffix == ".py" and table.calls:
+        command, found, asked = read_python(path, table.calls)
+        merge(settings, found, table.groups)
     elif path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
         command, found = _script(table, path, environment, notes)
         merge(settings, found, table.groups)
@@ -41,6 +45,8 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         if not new:
             raise Unreadable("the command line", text[:80], "expected key=value")
         merge(settings, new, table.groups)
+    if not settings and asked:
+        raise Unreadable(path.name, "", asked[0])
     if not settings:
         raise Unreadable(path.name, "", f"holds no key of {table.title}")
     try:
@@ -50,7 +56,8 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
     flat: dict[str, Setting] = {}
     for s in settings.values():  # a key that named a table
         merge(flat, [x for x in leaves(s.key, s.value, s.where)], table.groups)
-    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command)
+    asked = [text for text in asked if text.partition("=")[0] not in flat]
+    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command, tuple(asked))
 
 
 def _flag(text: str) -> list[Setting]:

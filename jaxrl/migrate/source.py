@@ -39,11 +39,12 @@ class Setting(NamedTuple):
 class Source(NamedTuple):
     """What was read. settings: by key, in the order of the source, the last of several wins. notes: what was not
     followed (branches of a script, commands in its values, included files that are not at hand). command: the words
-    of a script's command that are no settings."""
+    of a script's command that are no settings. asked: values that a program computes."""
 
     settings: dict[str, Setting]
     notes: list[str]
     command: str = ""
+    asked: tuple[str, ...] = ()
 
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?")

@@ -99,6 +99,7 @@ class Table:
     flags: bool = False  # whether a command's --name value are keys
     groups: tuple[str, ...] = ()  # hydra's groups of configs: `engine=megatron` beside `engine.a=1`
     required: Mapping[str, Any] = field(default_factory=dict)
+    calls: Any = None  # python_files.Calls: what a program in Python is read for
     job: str = ""
 
     def keys(self) -> list[Key]:
@@ -142,7 +143,7 @@ class Migration:
         self.options: dict[str, tuple[Any, tuple[str, ...]]] = {}
         self.marks: dict[str, tuple[str, str]] = {}
         self.lacking: list[tuple[str, str, bool]] = []
-        self.needs_you: list[str] = []
+        self.needs_you: list[str] = list(source.asked)
         self.different: list[str] = list(table.differs)
         self.files: dict[str, str] = {}
         self.facts: dict[str, Any] = {}

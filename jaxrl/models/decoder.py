@@ -27,7 +27,7 @@ from jaxrl.models import latent, parameters, recurrent
 from jaxrl.models.adapters import dropped, quantized, stretch
 from jaxrl.models.adapters.adapter_set import scale_columns
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
+from jaxrl.models.feed_forward import FEED_FORWARDS, NOTHING, ROUTES, STACKED, Part
 from jaxrl.models.layer_config import Layer
 from jaxrl.models.placement import (
     RowChunks,
@@ -246,11 +246,15 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
           "latent_attention": Part(parameters.LATENT_ATTENTION, latent.attention),
           "gated_attention": Part(parameters.GATED_ATTENTION, attention),
           "gated_delta": Part(parameters.GATED_DELTA, recurrent.gated_delta),
-          "gated_delta_by_head": Part(parameters.GATED_DELTA_BY_HEAD, recurrent.gated_delta)}
+          "gated_delta_by_head": Part(parameters.GATED_DELTA_BY_HEAD, recurrent.gated_delta),
+          "nemotron_attention": Part(parameters.NEMOTRON_ATTENTION, attention),
+          "nemotron_mamba2": Part(parameters.NEMOTRON_MAMBA2, recurrent.mamba2)}
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
-    return parameters.NORMS[layer.norms] + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
+    """Returns the rows of a layer. A layer may be a mixer or a feed-forward alone: the other one is "none"."""
+    mixer, feed_forward = MIXERS.get(layer.mixer, NOTHING), FEED_FORWARDS.get(layer.feed_forward, NOTHING)
+    return parameters.NORMS[layer.norms] + mixer.rows + feed_forward.rows
 
 
 def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
@@ -389,13 +393,17 @@ def _layer(model, layer: Layer, params, x, shared, cache, index):
             y = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) * cfg.residual_scale).astype(y.dtype)
         return residual(x + y)
 
-    with jax.named_scope(layer.mixer):
-        y, kv = MIXERS[layer.mixer].apply(
-            own, layer, model.attention, rows(normed("attention_norm", x)), shared, cache, index)
-        x = added(x, "attention_post_norm", y)
-    with jax.named_scope(layer.feed_forward):
-        y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(normed("mlp_norm", x)))
-        return added(x, "mlp_post_norm", y), kv, auxiliary
+    kv, auxiliary = {}, {}
+    if layer.mixer != "none":
+        with jax.named_scope(layer.mixer):
+            y, kv = MIXERS[layer.mixer].apply(
+                own, layer, model.attention, rows(normed("attention_norm", x)), shared, cache, index)
+            x = added(x, "attention_post_norm", y)
+    if layer.feed_forward != "none":
+        with jax.named_scope(layer.feed_forward):
+            y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(normed("mlp_norm", x)))
+            x = added(x, "mlp_post_norm", y)
+    return x, kv, auxiliary
 
 
 _layer_of_kind = jax.jit(_layer, static_argnums=(0, 1))  # layers of one kind are traced once, and so are their kernels

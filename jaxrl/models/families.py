@@ -65,14 +65,28 @@ class Family:
     expert_bias: bool = False            # ModelConfig.expert_bias
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
     interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
+    transposed: bool = False             # or they may lie transposed there
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
-    vision: bool = False                 # a tower for images stands beside it on disk, see models.vision; read where asked for
-    mrope: bool = False                  # a token has three positions (Rope.axes)
+    is_mamba: bool = False               # and it is Mamba-2, with these flags:
+    convolution_bias: str = ""
+    recurrent_bias: str = ""
+    one_part: bool = False               # a layer is a mixer or a feed-forward, by layer_config.listed_parts, and sees no positions
+    norm_eps: str = "rms_norm_eps"
+    renamed: dict = dataclasses.field(default_factory=dict)  # older names of fields
+    spelled: tuple = ()                  # (beginning of a tensor's name on disk, ours)
+    vision: str = ""                     # tower for images beside it on disk, a row of models.vision.rows.TABLES; read where asked for
+    mrope: str = ""                      # a token has three positions (Rope.axes), which frequencies read in "turns" or in "runs"
     within: tuple = (("model.language_model.", "model."),)  # names in a model of several parts begin so, and so alone
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
     unwritten: str = ""                  # and of those among them that an export leaves out
+    vllm_lacks: str = ""                 # why vLLM does not serve it
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether norms scale by 1 + weight."""
+        return self.gemma or bool(self.recurrent) and not self.is_mamba
 
     @property
     def merged_only(self) -> str:
@@ -107,6 +121,11 @@ _BESIDE = r"mtp\..*|" + TOWER
 _GLM = {**_SHARED, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 2,
         "attention_bias": True, "partial_rotary_factor": 0.5}
 _GLM_LAYERS: dict[str, Any] = dict(qkv_bias="attention_bias", partial_rotary=True, rope_interleaved=True, packed_mlp=True)
+_SEES: dict[str, Any] = dict(unread=TOWER, classifies=False, within=(("model.language_model.", "model."), ("model.", "model.")))
+_QWEN2_VL = {**_SHARED, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_key_value_heads": 8, "use_sliding_window": False,
+             "sliding_window": 4096, "max_window_layers": 80}
+_QWEN2_VL_LAYERS: dict[str, Any] = dict(qkv_bias=True, windows="from_layer", mrope="runs", rope_kinds={**KINDS, "mrope": "default"},
+                                        divides=True, **_SEES)
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION: dict[str, Any] = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
     "rope_interleave": True, "attention_bias": False, "tie_word_embeddings": False})
@@ -258,11 +277,38 @@ FAMILIES = {
         "Qwen3_5ForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 4}, qkv_bias="attention_bias", out_bias="attention_bias",
         qk_norm=True, recurrent="gated_delta", partial_rotary=True, unread=_BESIDE,
         vllm_assumes={"attention_bias": False}, classifier_name="Qwen3_5TextForSequenceClassification"),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM", {
+            **{k: v for k, v in _SHARED.items() if k not in ("hidden_act", "rms_norm_eps", "rope_theta")}, **_SIGMOID,
+            "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "max_position_embeddings": 4096, "intermediate_size": 21504, "head_dim": 128,
+            "num_key_value_heads": 8, "mlp_bias": False, "use_bias": False, "use_conv_bias": True, "n_groups": 8, "mamba_num_heads": 128,
+            "ssm_state_size": 128, "mamba_head_dim": 64, "conv_kernel": 4, "time_step_min": 0.001, "n_routed_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 1.0, "moe_latent_size": None, "num_nextn_predict_layers": 0},
+        mlp_bias="mlp_bias", activation="mlp_hidden_act", activations={"relu2": "relu2"}, norm_eps="layer_norm_epsilon", one_part=True,
+        recurrent="nemotron_mamba2", is_mamba=True, convolution_bias="use_conv_bias", recurrent_bias="use_bias",
+        feed_forward="nemotron_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
+        shared_expert_size="moe_shared_expert_intermediate_size", norm_topk="norm_topk_prob", router="sigmoid",
+        says={"attention_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False, "tie_word_embeddings": False,
+              "n_shared_experts": 1},
+        renamed={"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_dt_min": "time_step_min",
+                 "mamba_dt_limit": "time_step_limit"},
+        within=(("backbone.", "model."), ("model.", "model.")), unread=r"mtp\..*", classifies=False,
+        vllm_lacks="its names of Mamba-2's tensors are not mapped yet",
+        spelled=(("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))),
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, vision=True, mrope=True, unread=TOWER, classifies=False,
-        within=(("model.language_model.", "model."), ("model.", "model."))),
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, vision="qwen3", mrope="turns", **_SEES),
+    "qwen3_vl_moe_text": Family(
+        "Qwen3VLMoeForConditionalGeneration", {
+            **_SHARED, "attention_bias": False, "max_position_embeddings": 128000, "rope_theta": 500000.0, "num_key_value_heads": 16,
+            "tie_word_embeddings": True, "decoder_sparse_step": 1, "mlp_only_layers": None, "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4, "num_experts": 60},
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, feed_forward="experts", expert_size="moe_intermediate_size",
+        norm_topk=True, says={"norm_topk_prob": True}, transposed=True, vision="qwen3", mrope="turns", **_SEES),
+    "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, vision="qwen2_5", **_QWEN2_VL_LAYERS),
+    "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, vision="qwen2", **_QWEN2_VL_LAYERS),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 2, "intermediate_size": 512, "moe_intermediate_size": 512,
                                   "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256},
@@ -282,9 +328,16 @@ FAMILIES = {
 NESTED = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
     "qwen3_vl": ("qwen3_vl_text", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration"),
+    "qwen2_5_vl": ("qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen2_vl": ("qwen2_vl_text", "Qwen2VLForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
     "mistral3": ("ministral3", "Mistral3ForConditionalGeneration"),
 }
+# Of them those whose config.json may hold the fields of the text part beside the others, which are these.
+FLAT = ("qwen2_5_vl", "qwen2_vl")
+OUTER = ("architectures", "model_type", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+         "vision_end_token_id", "vision_token_id", "transformers_version", "auto_map")
 # Families under another name, whose code transformers has not: model_type -> (ours, architecture, fields that go).
 ALIASES = {
     "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", ()),
@@ -359,12 +412,20 @@ def text_part(hf_config: dict) -> dict:
         return hf_config
     text, architecture = NESTED[kind]
     own = hf_config.get("text_config")
+    if own is None and kind in FLAT:
+        own = {k: v for k, v in hf_config.items() if k not in OUTER}
     names = hf_config.get("architectures") or [architecture]
     if architecture not in names:
         raise ConfigError(f"architectures={names!r} is not supported; take a {architecture} checkpoint")
     if not isinstance(own, dict) or own.get("model_type", text) not in (text, kind):
         raise ConfigError(f"model config: text_config={own!r}; give a table whose model_type is {text}")
     beside = {k: hf_config[k] for k in ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype") if k in hf_config}
+    if kind in FLAT and isinstance(own.get("tie_word_embeddings"), bool):  # transformers ties them where either says so
+        beside["tie_word_embeddings"] = own["tie_word_embeddings"] or beside.get("tie_word_embeddings", False)
+        own = {k: v for k, v in own.items() if k != "tie_word_embeddings"}
+    if kind == "qwen3_vl_moe":  # whose text part says it by transformers' default, and is not read
+        own = {k: v for k, v in own.items() if k != "tie_word_embeddings"}
+        beside.setdefault("tie_word_embeddings", False)
     for key in beside.keys() & own.keys() - {"dtype", "torch_dtype"}:
         if own[key] != beside[key]:
             raise ConfigError(f"model config: {key}={beside[key]!r} beside {own[key]!r} in text_config; make them equal")

@@ -9,6 +9,9 @@ from jaxrl.models.families import number
 from jaxrl.models.rope import Rope
 from jaxrl.models.rope_config import ropes
 
+RECURRENT = ("gated_delta", "gated_delta_by_head", "nemotron_mamba2")  # mixers that carry a state from token to token
+DENSE = ("mlp", "nemotron_mlp", "none")  # feed-forwards without experts
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -20,9 +23,28 @@ class Layer:
     feed_forward: str = "mlp"
     norms: str = "pre"         # row of models.parameters.NORMS
 
+    @property
+    def recurs(self) -> bool:
+        """Whether its mixer carries a state from token to token."""
+        return self.mixer in RECURRENT
+
+    @property
+    def attends(self) -> bool:
+        """Whether its mixer has keys and values."""
+        return self.mixer not in (*RECURRENT, "none")
+
+    @property
+    def has_experts(self) -> bool:
+        return self.feed_forward not in DENSE
+
 
 def layers_of(hf, family) -> tuple[Layer, ...]:
     """Returns the layers of a config, in order. Raises ConfigError naming a field that contradicts another."""
+    if family.one_part:
+        listed = listed_parts(hf)
+        if "moe" in listed:
+            _feed_forwards(hf, family)  # which checks the sizes of experts
+        return tuple(_PARTS[kind] for kind in listed)
     kinds = _feed_forwards(hf, family)
     if family.recurrent:
         rope, _ = ropes(hf, family)
@@ -33,6 +55,32 @@ def layers_of(hf, family) -> tuple[Layer, ...]:
     mixer, turning = "latent_attention" if family.latent else "attention", _turning(hf, family)
     return tuple(Layer((local if windowed else full) if turns else None, window * windowed, mixer, kind, family.norms)
                  for windowed, turns, kind in zip(sliding, turning, kinds, strict=True))
+
+
+_PARTS = {  # layers of one part, which see no positions; by transformers' name and by the letter of a pattern
+    "linear_attention": Layer(None, mixer="nemotron_mamba2", feed_forward="none", norms="mixer"),
+    "full_attention": Layer(None, mixer="nemotron_attention", feed_forward="none", norms="mixer"),
+    "moe": Layer(None, mixer="none", feed_forward="nemotron_experts", norms="feed_forward"),
+    "mlp": Layer(None, mixer="none", feed_forward="nemotron_mlp", norms="feed_forward")}
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def listed_parts(hf) -> list[str]:
+    """Returns what each layer of a model whose layers are one part is, from `layers_block_type` (or `layer_types`) or
+    `hybrid_override_pattern`. Raises ConfigError for other names and letters, and for lists of another length than
+    num_hidden_layers.
+    """
+    pattern = "hybrid_override_pattern"
+    key = next((key for key in ("layers_block_type", "layer_types") if hf.get(key) is not None), pattern)
+    given, known = hf.get(key), _LETTERS if key == pattern else {**_OLD_NAMES, **dict.fromkeys(_PARTS)}
+    wanted = str if known is _LETTERS else list | tuple
+    if not isinstance(given, wanted) or not given or set(given) - known.keys():
+        raise ConfigError(f"model config: {key}={given!r}; give one of {', '.join(known)} for each layer")
+    if hf.get("num_hidden_layers") not in (None, len(given)):
+        raise ConfigError(f"model config: num_hidden_layers={hf['num_hidden_layers']!r}, but {key} has {len(given)} "
+                          "layers; leave num_hidden_layers out")
+    return [known[kind] or kind for kind in given]
 
 
 def _turning(hf, family) -> list[bool]:
@@ -66,7 +114,7 @@ def prefix_of(layers) -> int:
     """Returns the number of first layers outside the repetition: dense ones before the first expert layer, if the
     others then have a shorter period.
     """
-    dense = next((i for i, layer in enumerate(layers) if layer.feed_forward != "mlp"), 0)
+    dense = next((i for i, layer in enumerate(layers) if layer.has_experts), 0)
     period = lambda rest: next((n for n in range(1, len(rest)) if all(  # noqa: E731
         layer == rest[i % n] for i, layer in enumerate(rest))), len(rest))
     return dense if period(layers[dense:]) < period(layers) else 0

@@ -339,7 +339,7 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
         if biases and width:  # what the devices of tp sum up holds the bias of the output once
             biases = *biases[:2], biases[2] * (jax.lax.axis_index(width) == 0)
         if expert and not rows:  # all rows are here: nothing is sent, only summed
-            ids = ids - jax.lax.axis_index(expert) * len(gate)
+            ids = ids - jax.lax.axis_index(expert) * len(up)
         flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
         axis = expert if rows else None
         y = experts(*flat, gate, up, down, activation=activation, axis=axis, matmul=matmul, biases=biases,
@@ -353,11 +353,11 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
         rows = expert = width = None
         return local(*arguments)
     rows, (ep, tp) = _data_axes(mesh, x_BxLxD.shape[0]), (mesh.shape[a] for a in ("ep", "tp"))
-    expert = "ep" if ep > 1 and len(gate) % ep == 0 else None
-    width = "tp" if tp > 1 and gate.shape[2] % tp == 0 else None
+    expert = "ep" if ep > 1 and len(up) % ep == 0 else None
+    width = "tp" if tp > 1 and up.shape[2] % tp == 0 else None
     into, of_biases = P(expert, None, width), (P(expert, width), P(expert, width), P(expert))
     own = _by_token(mesh, x_BxLxD.shape)
-    specs = own, own, own, into, into, P(expert, width), *of_biases[:len(biases)]
+    specs = own, own, own, None if gate is None else into, into, P(expert, width), *of_biases[:len(biases)]
     return jax.shard_map(local, in_specs=specs, out_specs=own, check_vma=False)(*arguments)
 
 

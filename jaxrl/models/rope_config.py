@@ -9,7 +9,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.families import number
 from jaxrl.models.rope import Rope
 
-MROPE = (24, 20, 20)  # where a config does not say it
+MROPE = {"turns": (24, 20, 20), "runs": (16, 24, 24)}  # by Family.mrope, where a config does not say it
+
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
     """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or
@@ -25,7 +26,7 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
         if "original_max_position_embeddings" in hf:  # beside the table, it wins
             table["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
         rope = _rope(hf, family, table, table.get("truncate", True))
-        rope = dataclasses.replace(rope, axes=_axes(hf, table)) if family.mrope else rope
+        rope = dataclasses.replace(rope, axes=_axes(hf, table, family.mrope)) if family.mrope else rope
         return rope, rope
     tables = tables or {}
     flat = sorted(set(tables) - {"full_attention", "sliding_attention", "truncate"})
@@ -47,17 +48,23 @@ def ropes(hf, family) -> tuple[Rope, Rope]:
     return rope, _rope(hf, family, local, truncate)
 
 
-def _axes(hf, table) -> tuple[int, ...]:
-    """Which of a token's three positions (time, row, column) each frequency reads, in turns (Qwen3-VL): frequencies
-    3k + 1 and 3k + 2 below three times a section read the row and the column, all others time."""
-    section, count = table.get("mrope_section", MROPE), hf["head_dim"] // 2
+def _axes(hf, table, order: str) -> tuple[int, ...]:
+    """Which of a token's three positions (time, row, column) each frequency reads.
+
+    order: "turns" (Qwen3-VL): frequencies 3k + 1 and 3k + 2 below three times a section read the row and the column,
+    all others time. "runs" (Qwen2.5-VL): the first section reads time, the second the row, the third the column.
+    """
+    section = table.get("mrope_section", MROPE[order])
+    count = (hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]) // 2
     whole = isinstance(section, list | tuple) and len(section) == 3 and all(type(n) is int and n >= 0 for n in section)
-    if not whole or (sum(section) != count and "mrope_section" in table):
+    if not whole or (sum(section) != count and ("mrope_section" in table or order == "runs")):
         raise ConfigError(f"model config: mrope_section={section!r}; give three counts of frequencies (time, row, "
                           f"column) that add up to {count}, half of head_dim")
-    if table.get("mrope_interleaved", True) is not True:
+    if table.get("mrope_interleaved") not in (None, order == "turns"):
         raise ConfigError(f"model config: mrope_interleaved={table['mrope_interleaved']!r}, but {hf['model_type']} "
-                          "models read their axes in turns whatever it says; leave it out")
+                          f"models read their axes in {order} whatever it says; leave it out")
+    if order == "runs":
+        return tuple(axis for axis, size in enumerate(section) for _ in range(size))
     return tuple(axis if (axis := i % 3) and i < 3 * section[axis] else 0 for i in range(count))
 
 
@@ -85,7 +92,7 @@ def _rope(hf, family, table, truncate) -> Rope:
         raise ConfigError(f"model config: the rotary table has tables in it ({', '.join(nested)}), which a "
                           f"{hf['model_type']} model does not read; write one flat table")
     kinds = [table[key] for key in ("rope_type", "type") if table.get(key) is not None] or ["default"]
-    if len(set(kinds)) > 1:
+    if len({family.rope_kinds.get(kind, kind) for kind in kinds}) > 1:
         raise ConfigError(f"model config: rope_type={kinds[0]!r} beside type={kinds[1]!r} in the rotary table, and "
                           "transformers reads the first; leave type out")
     kind, known = kinds[0], family.rope_kinds

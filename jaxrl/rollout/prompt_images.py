@@ -33,4 +33,4 @@ def prompt_images(vision: VisionConfig, pictures: Sequence[Pictures | None], len
         rotary[row, :length] = rotary_positions(length, firsts, grids, merge)
         placed += [Placed(row, first + np.arange(len(values) // merge**2), grid, values)
                    for first, grid, values in zip(firsts, grids, pixels, strict=True)]
-    return image_rows(placed, rotary, patches, merge, vision.channels * vision.patch**2)
+    return image_rows(placed, rotary, patches, merge, vision.channels * vision.patch**2, vision.window)

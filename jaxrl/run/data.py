@@ -89,6 +89,8 @@ def with_tower(config, inputs, images: ImageSource):
     source = hf_config[hf.SOURCE]
     source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
     table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
+    assert table.config.vision is not None
+    images.window = table.config.vision.window
     return inputs._replace(hf_config=hf_config, table=table, images=images)
 
 

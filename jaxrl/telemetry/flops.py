@@ -43,8 +43,7 @@ class Operations:
         self._trains = sum(size for name, size in linear.items() if name in trainable) / sum(linear.values())
         tower = {} if cfg.vision is None else {"/".join(e.path): multiplied_by_patch(cfg.vision, e)
                                                for e in model.entries if e.path[0] == "vision"}
-        self._patch = model.flops_per_patch(0)
-        self._patch_pair = model.flops_per_patch(1) - self._patch
+        self._patch, self._vision = model.flops_per_patch, cfg.vision
         self._tower_learns = any(name in trainable for name in tower)
         self._tower_trains = sum(n for name, n in tower.items() if name in trainable) / (sum(tower.values()) or 1)
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
@@ -80,8 +79,11 @@ class Operations:
         """
         pictures = traj.pictures
         behind = pictures.firsts >= traj.prompt_lengths[pictures.sequences]
-        counts = pictures.counts[behind | np.isin(pictures.sequences, rows)].astype(float)
-        return self._patch * float(counts.sum()), self._patch_pair * float((counts**2).sum())
+        grids = pictures.grids[behind | np.isin(pictures.sequences, rows)]
+        kinds, times = np.unique(grids, axis=0, return_counts=True)
+        pairs = sum(n * self._vision.pair_flops(tuple(grid))
+                    for grid, n in zip(kinds.tolist(), times.tolist(), strict=True))
+        return self._patch * float(grids.prod(axis=1).sum()), float(pairs)
 
     def _forward(self, traj, shared: bool) -> tuple[float, float, float, float]:
         """Returns (matrix products, attention) of the layers, then those of the tower."""

@@ -86,7 +86,7 @@ def _images(traj: Trajectories, pictures: Pictures, micro: Microbatch, row, at, 
     patches, counts = pictures.patches(pictures.numbers[shown]), pictures.counts // pictures.merge**2
     places = [Placed(row[first[i]], at[first[i] + np.arange(counts[i])], pictures.grids[i], own)
               for i, own in zip(shown, patches, strict=True)]
-    return image_rows(places, out, micro.patches, pictures.merge, pictures.width)
+    return image_rows(places, out, micro.patches, pictures.merge, pictures.width, pictures.window)
 
 
 def _kind(column, dtype):

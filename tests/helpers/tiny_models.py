@@ -82,6 +82,9 @@ EXPERTS = {
 }
 LINEAR = {"head_dim": 16, "linear_num_key_heads": 3, "linear_value_head_dim": 7, "linear_key_head_dim": 5, "rms_norm_eps": 1e-2}
 SPARSE = {**FEW, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+MAMBA = {"mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 5, "mamba_head_dim": 7, "conv_kernel": 3, "layer_norm_epsilon": 1e-2,
+         "time_step_min": 0.3, "num_hidden_layers": None, "rms_norm_eps": None, "tie_word_embeddings": False}
+UNGATED = {**GROUPS, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 40}
 # The same of models with recurrent layers.
 HYBRIDS = {
     "qwen3_5": ("qwen3_5_text", {**LINEAR, "num_hidden_layers": 7, "full_attention_interval": 3, "linear_num_value_heads": 9,
@@ -89,6 +92,9 @@ HYBRIDS = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {**LINEAR, **SPARSE, "num_hidden_layers": 5, "full_attention_interval": 4, "linear_num_value_heads": 3}),
     "qwen3_next": ("qwen3_next", {**LINEAR, **SPARSE, "num_hidden_layers": 4, "full_attention_interval": 2, "linear_num_value_heads": 6,
                                   "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "nemotron_h": ("nemotron_h", {**MAMBA, **UNGATED, "hybrid_override_pattern": "ME*-MEM*-", "head_dim": 10, "moe_latent_size": 20}),
+    "nemotron_h_dense": ("nemotron_h", {**MAMBA, "hybrid_override_pattern": "M-*M-*M", "head_dim": 12, "use_bias": True, "mlp_bias": True,
+                                        "use_conv_bias": False, "n_groups": 1}),
 }
 
 

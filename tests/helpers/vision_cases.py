@@ -1,4 +1,4 @@
-"""Tiny Qwen3-VL checkpoints of transformers, and rows of text and images for both models."""
+"""Tiny checkpoints of transformers' models with a tower, and rows of text and images for both models."""
 
 from __future__ import annotations
 
@@ -22,18 +22,35 @@ VISION = dict(model_type="qwen3_vl_vision", depth=5, hidden_size=24, num_heads=3
               temporal_patch_size=2, out_hidden_size=32, num_position_embeddings=25, deepstack_visual_indexes=[1, 3], initializer_range=0.2,
               rope_parameters={"rope_type": "axial", "rope_theta": 50.0})
 GRIDS = ((4, 6), (2, 2), (8, 2), (2, 4))
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+ROPE = {"type": "mrope", "mrope_section": [1, 2, 1], "rope_theta": 700.0}
+_TOWER = {k: v for k, v in VISION.items() if k not in ("num_position_embeddings", "deepstack_visual_indexes", "model_type")}
+TOWER_2_5 = {**_TOWER, "hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [2]}  # windows of 2 x 2 tokens
+TOWER_2 = {**{k: v for k, v in _TOWER.items() if k not in ("intermediate_size", "out_hidden_size")}, "embed_dim": 24, "hidden_size": 32,
+           "mlp_ratio": 1}
+KINDS = {  # model_type -> text_config, vision_config
+    "qwen3_vl": (TEXT, VISION),
+    "qwen3_vl_moe": ({**TEXT, "model_type": "qwen3_vl_moe_text", **EXPERTS}, {**VISION, "model_type": "qwen3_vl_moe_vision"}),
+    "qwen2_5_vl": ({**SIZES, "num_hidden_layers": 3, "rope_scaling": ROPE}, TOWER_2_5),
+    "qwen2_vl": ({**SIZES, "num_hidden_layers": 3, "rope_scaling": ROPE}, TOWER_2),
+}
+
+TEXTS = ["qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "qwen2_vl_text"]
 
 
-def config(text=None, vision=None, **outer) -> dict:
+def config(text=None, vision=None, kind="qwen3_vl", **outer) -> dict:
     """The content of a config.json."""
-    return {"model_type": "qwen3_vl", "image_token_id": PAD, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
-            "tie_word_embeddings": False, **outer, "text_config": {**TEXT, **(text or {})}, "vision_config": {**VISION, **(vision or {})}}
+    of_text, of_tower = KINDS[kind]
+    return {"model_type": kind, "image_token_id": PAD, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
+            "tie_word_embeddings": False, **outer, "text_config": {**of_text, **(text or {})}, "vision_config": {**of_tower, **(vision or {})}}
 
 
 def around(text: dict):
     """transformers' config of a model whose text model has the given one."""
     from transformers import AutoConfig
-    given = config(vision={"out_hidden_size": text["hidden_size"]}, tie_word_embeddings=bool(text.get("tie_word_embeddings")))
+    kind = text["model_type"].removesuffix("_text")
+    size = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
+    given = config(vision={size: text["hidden_size"]}, kind=kind, tie_word_embeddings=bool(text.get("tie_word_embeddings")))
     return AutoConfig.for_model(**copy.deepcopy({**given, "text_config": text}))
 
 
@@ -51,7 +68,7 @@ def make(directory=None, dtype="float32", **changes):
         for name, weight in sorted(model.named_parameters()):
             if weight.ndim == 1:
                 weight.normal_(0.0, 0.3)
-                if "norm" in name and name.endswith("weight"):
+                if ("norm" in name or "ln_q" in name) and name.endswith("weight"):
                     weight.add_(1.0)
     if directory is not None:
         model.to(getattr(torch, dtype)).save_pretrained(directory)
@@ -96,7 +113,7 @@ def theirs(model, ids, firsts, grids, patches, frames=2, grad=False):
     return out if grad else out.numpy()
 
 
-def rows(sequences, length=40, room=64, merge=2, rows=None):
+def rows(sequences, length=40, room=64, merge=2, rows=None, window=0):
     """Packs sequences (ids, firsts, grids, patches), of each the row it lies in (None: each its own), into
     (tokens, positions, segments, prefixes, Images) and places [(row, columns)]."""
     rows = range(len(sequences)) if rows is None else rows
@@ -112,9 +129,14 @@ def rows(sequences, length=40, room=64, merge=2, rows=None):
         places.append((row, columns))
         used[row] += len(ids)
     width = next((p.shape[1] for *_, patches in sequences for p in patches), 48)
-    return (tokens, positions, segments, np.zeros_like(tokens)), image_rows(placed, rotary, room, merge, width), places
+    return (tokens, positions, segments, np.zeros_like(tokens)), image_rows(placed, rotary, room, merge, width, window), places
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def logits(model, params, arrays, images):
     return model.logits(params, model.hidden(params, *arrays, images=images))
+
+
+def stored_name(kind: str, name: str) -> str:
+    """transformers' name of a parameter on disk."""
+    return name if kind.startswith("qwen3") else name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")

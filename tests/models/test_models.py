@@ -1,5 +1,6 @@
 """The decoder against transformers, and against itself in its other forms."""
 
+import copy
 import zlib
 
 import jax
@@ -250,12 +251,14 @@ def test_defaults_are_those_of_transformers(family):
     from transformers import AutoConfig
     required = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8,
                 "num_attention_heads": 8}
-    theirs = AutoConfig.for_model(family, **required).to_dict()
+    if family in ("qwen2_5_vl_text", "qwen2_vl_text"):  # whose default sections are those of heads of 128
+        required["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 0, 1]}
+    theirs = AutoConfig.for_model(family, **copy.deepcopy(required)).to_dict()
     if family == "qwen2":  # transformers' own default is its 32 heads, whatever num_attention_heads says
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8
     if family in ("qwen3", "gemma", "gemma2", "gemma3_text"):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 4
-    if family in ("qwen2_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_vl_text"):
+    if family in ("qwen2_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_vl_text", "qwen3_vl_moe_text"):
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8
     assert model_config({"model_type": family, **required}) == model_config(theirs)
 

@@ -31,9 +31,10 @@ def theirs(config, folder):
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     given, kind = AutoConfig.from_pretrained(folder), AutoModelForCausalLM
-    if config["model_type"] == "qwen3_vl_text":  # which transformers has within the model of images alone
+    if config["model_type"] in vision_cases.TEXTS:  # which transformers has within the model of images alone
         given, kind = vision_cases.around(given.to_dict()), AutoModelForImageTextToText
     model = kind.from_config(given, attn_implementation="eager", dtype=torch.float32)
+    torch.manual_seed(0)  # the fields of initial values draw more or fewer numbers
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             weight.normal_(0.0, 0.3 if weight.ndim == 1 else 0.2)
@@ -58,6 +59,8 @@ def ours(config, model):
 
 def converted(own, tensors):
     tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+    for theirs_, ours_ in FAMILIES[own.config.family].spelled:
+        tensors = {name.replace(theirs_, ours_): tensor for name, tensor in tensors.items()}
 
     def array(entry):
         arrays = [entry.from_hf(tensors[name]) for name in entry.hf_names]
@@ -65,7 +68,7 @@ def converted(own, tensors):
 
     for name, of_experts, whole in fused.tensors(own):  # as transformers holds experts
         found, each = tensors[name], len(of_experts[0])
-        if fused.interleaved(own):
+        if fused.interleaved(own):  # in turns
             found = np.stack([np.stack([x[..., j::each].T for j in range(each)]) for x in found])
         elif not whole:
             found = found.reshape(len(of_experts), each, -1, found.shape[-1])

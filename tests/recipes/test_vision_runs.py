@@ -19,16 +19,17 @@ def rows_of(folder, name="metrics.jsonl"):
 
 
 @pytest.mark.full
-def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path):
+@pytest.mark.parametrize("variant", ["tiny", "qwen2_5_tiny"])
+def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path, variant):
     """Warm start and GRPO: log-probs of sampler and trainer agree; controls are evaluated; the export brings tower and sizes of pictures."""
-    c = load_config("vision:tiny", {"run.dir": str(tmp_path / "run"), **QUIET})
+    c = load_config(f"vision:{variant}", {"run.dir": str(tmp_path / "run"), **QUIET})
     summary = jaxrl.train(c)
     steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
     assert summary["finished"] and len(steps) == 2
     assert all(row["gap/max"] < 1e-4 and 0 < row["packing/patch_fill"] <= 1 for row in steps)
     after = summary["eval_after"]["sets"]["test"]
     assert {"blank/accuracy", "swapped/accuracy", "accuracy"} <= after.keys()
-    again = jaxrl.train(load_config("vision:tiny", {
+    again = jaxrl.train(load_config(f"vision:{variant}", {
         "run.dir": str(tmp_path / "again"), "run.mode": "eval", "run.warm_start": "", "model.path": str(tmp_path / "run/export"), **QUIET}))
     name = "eval/step_{:08d}_test.jsonl"
     first, second = (rows_of(tmp_path / folder, name.format(step)) for folder, step in (("run", 2), ("again", 0)))

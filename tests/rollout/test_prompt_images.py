@@ -15,11 +15,13 @@ import pytest
 from helpers import vision_cases as cases
 from helpers.rollout_helpers import config, random_params
 from helpers.rollout_helpers import model as text_model
+from helpers.tiers import first_cases
 
 from jaxrl import training
 from jaxrl.errors import ConfigError
 from jaxrl.models import build, unstacked
 from jaxrl.models.families import IMAGES
+from jaxrl.models.io import hf
 from jaxrl.models.vision.positions import rotary_positions, rotary_shift
 from jaxrl.rollout import EngineContext, Request, SamplingParams, generate
 from jaxrl.rollout.embedded import _empty_table
@@ -31,7 +33,10 @@ from jaxrl.training.layout import RowShapes, make_layout
 from jaxrl.types import Pictures, Trajectories
 
 TIMEOUT, END, PATCHES, LONGEST = 120.0, 1, 48, 56
-HF = {**cases.TEXT, "num_hidden_layers": 2, IMAGES: {**cases.VISION, "depth": 2, "deepstack_visual_indexes": [0]}}
+KINDS = {  # model_type -> what the tiny models of helpers.vision_cases have less of here
+    "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}, "qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1]}, "qwen2_vl": {"depth": 2}}
+KINDS["qwen3_vl_moe"] = KINDS["qwen3_vl"]
+HF = {**cases.TEXT, "num_hidden_layers": 2, IMAGES: {**cases.VISION, **KINDS["qwen3_vl"]}}
 PROMPTS = ([5], [3, (4, 4), 2], [2, (2, 2), 1, (2, 4), 1, (8, 2), 3])  # text and images by turns
 SAMPLING = SamplingParams(max_new_tokens=7, min_new_tokens=4)
 
@@ -51,8 +56,9 @@ SOURCE = Source()
 
 
 @functools.cache
-def built(**options):
-    return build(HF, compute_dtype=jnp.float32, **{"scan_layers": False, **options})
+def built(kind="qwen3_vl", **options):
+    described = hf.load_config("", overrides=cases.config({"num_hidden_layers": 2}, KINDS[kind], kind), images=True)
+    return build(HF if kind == "qwen3_vl" else described, compute_dtype=jnp.float32, **{"scan_layers": False, **options})
 
 
 @functools.cache
@@ -79,7 +85,7 @@ def prompt(pieces, seed=0, first=0):
         return ids, None
     numbers = first + np.arange(len(grids))
     SOURCE.grids |= dict(zip(numbers.tolist(), grids, strict=True))
-    return ids, Pictures(np.zeros(len(grids), int), np.array(firsts), np.array(grids), numbers, 2, 48, SOURCE.patches)
+    return ids, Pictures(np.zeros(len(grids), int), np.array(firsts), np.array(grids), numbers, 2, 48, SOURCE.patches)  # the trainer's has a window
 
 
 def request(name, ids, pictures, seed=0, sampling=SAMPLING, **more):
@@ -105,7 +111,7 @@ def scored(pairs, shared=True, pictures=lambda q: q.pictures, model=None):
     own = [(i, p) for i, p in enumerate(rows) if p is not None]
     joined = None if not own else Pictures(np.repeat([i for i, _ in own], [len(p.firsts) for _, p in own]),
                                            *(np.concatenate([getattr(p, name) for _, p in own]) for name in ("firsts", "grids", "numbers")),
-                                           2, 48, SOURCE.patches)
+                                           2, 48, SOURCE.patches, model.config.vision.window)
     mask = np.concatenate([np.arange(len(t)) >= n for t, n in zip(tokens, sizes, strict=True)])
     names = [q.id.split("/")[0] for q, _ in pairs]
     n, total = len(pairs), int(offsets[-1])
@@ -133,15 +139,17 @@ def run(engine, requests):
     return list(zip(requests, generate(engine, requests, TIMEOUT), strict=True))
 
 
-def test_log_probs_are_the_trainers():
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+def test_log_probs_are_the_trainers(kind):
     """Of 0, 1 and 3 images of unlike shape with text behind them, in one batch and in groups; a group's prompt is read once."""
-    engine, SOURCE.read = made(), []
+    model, SOURCE.read = built(kind), []
+    engine = made(model)
     pairs = run(engine, groups())
     assert sorted(SOURCE.read) == [10, 20, 21, 22] and engine.counters()["prefilled_prompts"] == len(PROMPTS)
-    assert_scored(pairs)
+    assert_scored(pairs, model=model)
     sampled = np.concatenate([r.tokens for _, r in pairs])
-    assert (sampled == cases.PAD).any(), "the image token that a policy samples is text"
-    for (q, r), other in zip(pairs, scored(pairs, pictures=others), strict=True):
+    assert (sampled == cases.PAD).any() or kind != "qwen3_vl", "the image token that a policy samples is text"
+    for (q, r), other in zip(pairs, scored(pairs, pictures=others, model=model), strict=True):
         assert (np.abs(r.logprobs - other).max() > 1e-3) == (q.pictures is not None)
 
 
@@ -203,11 +211,12 @@ def test_a_sampler_of_gpus_has_a_tower_layer_by_layer(scan, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.torch
-def test_greedy_completions_are_those_of_transformers(tmp_path):
-    """16 tokens of Qwen3-VL.generate, of prompts with 0, 1 and 3 images."""
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+def test_greedy_completions_are_those_of_transformers(tmp_path, kind):
+    """16 tokens of generate, of prompts with 0, 1 and 3 images."""
     import torch
 
-    theirs = cases.make(tmp_path, text={"num_hidden_layers": 2}, vision={"depth": 2, "deepstack_visual_indexes": [0]})
+    theirs = cases.make(tmp_path, text={"num_hidden_layers": 2}, vision=KINDS[kind], kind=kind)
     model, params = cases.ours(tmp_path)
     engine = made(model)
     engine.publish(params, 1)

@@ -89,7 +89,8 @@ def test_the_tower_by_hand():
                        compute_dtype=jnp.float32, scan_layers=False)
     layer = 4 * 24 * 24 + 2 * 24 * 20  # width 24, MLP 20; patches of 3 x 4 x 4 numbers; mergers 96 -> 96 -> 32 of four patches each
     patch = lambda n: 2 * (48 * 24 + 2 * layer + 2 * (96 * 96 + 96 * 32) / 4) + 2 * 4 * 24 * n  # noqa: E731
-    assert own.flops_per_patch(16) == patch(16) and models.build(HF, compute_dtype=jnp.float32, scan_layers=False).flops_per_patch(16) == 0
+    assert 16 * own.flops_per_patch + own.config.vision.pair_flops((4, 4)) == 16 * patch(16)
+    assert models.build(HF, compute_dtype=jnp.float32, scan_layers=False).flops_per_patch == 0
     traj, _ = batch_of_groups(groups=2, size=2)
     firsts = [0, 2, 0, 2, int(traj.prompt_lengths[3])]  # two images in the first prompt, one behind the last
     pictures = Pictures(np.array([0, 0, 1, 1, 3]), np.array(firsts), np.array([(2, 4), (4, 4), (2, 4), (4, 4), (2, 2)]), np.arange(5), 2, 48, list)

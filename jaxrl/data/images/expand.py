@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
 
 
 QWEN = Tokens("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-TOKENS = {"qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN}
+TOKENS = {"qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN}
 
 
 class Escaped(NamedTuple):

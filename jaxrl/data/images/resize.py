@@ -69,10 +69,12 @@ class Rule:
         return grid[0] * grid[1] // self.merge**2
 
 
+_QWEN3 = Rule(patch=16, least=256 * 256, most=4096 * 4096, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 RULES = {  # by the model_type of config.json, with what its checkpoints say where they say nothing
     "qwen2_vl": Rule(patch=14),
     "qwen2_5_vl": Rule(patch=14),
-    "qwen3_vl": Rule(patch=16, least=256 * 256, most=4096 * 4096, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
 }
 READ = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "frames", "min_pixels": "least",
         "max_pixels": "most", "image_mean": "mean", "image_std": "std"}

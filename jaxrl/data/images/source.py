@@ -47,6 +47,7 @@ class ImageSource:
     Attributes:
       used: whether a row with images was read.
       merge: patches per side of an image token. width: numbers of a patch. mean, std: of its pixels.
+      window: image tokens per side of the tower's windows, 0 = it has none; set by run.data.with_tower.
     """
 
     def __init__(self, config, model_type: str, tokenizer, folder: Path | None = None, tower: dict | None = None,
@@ -58,7 +59,7 @@ class ImageSource:
         self.most, self.limit = data.max_images, data.image_decode_limit
         self.cuts = [f"data.{name}={data[name]}" for name, bad in (
             ("overlong_prompt", "truncate_left"), ("overlong_completion", "split")) if data[name] == bad]
-        self.merge, self.width = self.rule.merge, 3 * self.rule.patch**2
+        self.merge, self.width, self.window = self.rule.merge, 3 * self.rule.patch**2, 0
         self.mean, self.std = self.rule.mean, self.rule.std
         self._sets: list = []
         self._store = Store(KEPT_BYTES, data.workers, self._make)

@@ -131,15 +131,20 @@ def advantage(m: Migration):
         m.set("algorithm.gamma", gamma * lam, ACTOR + "discount", ACTOR + "gae_lambda")
     n = ACTOR + "adv_norm."
     levels = [m.text(n + f"{k}_level") or "none" for k in ("mean", "std")] if has(m, n) else ["none", "none"]
-    if levels not in (["batch", "batch"], ["none", "none"]):
-        m.lacks(
-            n + "mean_level",
-            f"advantages are whitened over the step's tokens or not at all, not by {levels}",
-            refuse=True,
-        )
-    m.set("algorithm.whiten", levels == ["batch", "batch"], n + "mean_level", n + "std_level")
+    known = {"batch": "step", "group": "group", "none": "none"}
+    if unknown := [level for level in levels if level not in known]:
+        m.lacks(n + "mean_level", f"levels are batch, group and null, not {unknown[0]!r}", refuse=True)
+        return
+    m.set("algorithm.whiten", levels != ["none", "none"], n + "mean_level", n + "std_level")
+    if levels != ["none", "none"]:
+        m.set("algorithm.whiten_mean", known[levels[0]], n + "mean_level")
+        m.set("algorithm.whiten_std", known[levels[1]], n + "std_level")
+    group = m.options["rollout.group_size"][0]
+    size = m.integer(n + "group_size") if str(m[n + "group_size"] or "").isdigit() else group
+    if "group" in levels and size != group:
+        m.lacks(n + "group_size", f"groups of {size} sequences: a group is the completions of a prompt here")
     m.facts["advantage"] = ("GAE" if has(m, CRITIC) else "reward to go") + (
-        ", whitened" if levels[0] == "batch" else ""
+        f", tokens normed by {levels[0]} and {levels[1]}" if m.options["algorithm.whiten"][0] else ""
     )
 
 

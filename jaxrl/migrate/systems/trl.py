@@ -7,6 +7,7 @@ process, so that the number of processes must be known. A step is an optimizer s
 from __future__ import annotations
 
 from jaxrl.migrate.jobs import DISTILL, PREFERENCE, Job
+from jaxrl.migrate.python_files import Calls
 from jaxrl.migrate.systems import trl_meaning as meaning
 from jaxrl.migrate.systems import trl_rewards_meaning as named
 from jaxrl.migrate.table import MISSING, Joint, Key, Since, Table
@@ -18,9 +19,24 @@ VLLM, SERVER, PEFT, EVAL = {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "
     "eval_strategy": "steps", "eval_steps": 10}
 GRPO = ("num_generations", "max_completion_length", "epsilon", "epsilon_high", "scale_rewards", "num_iterations", "generation_batch_size",
         "steps_per_generation", "use_vllm", "vllm_mode", "reward_funcs")
+TRAINER = {"model": "model_name_or_path", "reward_funcs": "reward_funcs", "tools": "TOOLS", "rollout_func": "ROLLOUT_FUNC",
+           "environment_factory": "ENVIRONMENT_FACTORY", "formatting_func": "FORMATTING_FUNC", "data_collator": "DATA_COLLATOR",
+           "ref_model": "REF_MODEL", "callbacks": "CALLBACKS", "compute_loss_func": "COMPUTE_LOSS_FUNC", "optimizers": "OPTIMIZERS"}
+LORA_CONFIG = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save", "task_type": "lora_task_type"}
+JOB_OF = {"GRPO": "grpo", "SFT": "sft", "DPO": "dpo", "KTO": "kto", "CPO": "cpo", "ORPO": "orpo", "Reward": "reward", "GKD": "gkd", "RLOO": "rloo",
+          "GOLD": "gold", "Distillation": "distillation", "MiniLLM": "minillm", "OnlineDPO": "online_dpo", "NashMD": "nash_md", "XPO": "xpo",
+          "BCO": "bco", "PRM": "prm", "PPO": "ppo", "AsyncGRPO": "async_grpo", "SDPO": "sdpo", "SDFT": "sdft", "TPO": "tpo", "SSD": "ssd"}
+CALLS = Calls(
+    configs={**{f"{name}Config": (f"trl {job}", {}, {}) for name, job in JOB_OF.items()}, "LoraConfig": ("", LORA_CONFIG, {"use_peft": True})},
+    trainers={f"{name}Trainer": (f"trl {job}", TRAINER) for name, job in JOB_OF.items()},
+    loads={"load_dataset": (("dataset_name", "dataset_config"), {"split": "dataset_train_split", "name": "dataset_config",
+                                                                 "path": "dataset_name"})},
+    flags=("TrlParser", "HfArgumentParser"))
 PAIRS = ("desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "cpo_alpha", "simpo_gamma",
          "loss_type=sigmoid", "loss_type=ipo", "loss_type=hinge", "loss_type=apo_zero", "loss_type=robust", "loss_type=simpo")
 JOBS = (
+    Job("a trainer of TRL that is not read", "its page, docs/guides/from_trl.md, names what is nearest; it",
+        r"\b(trl (rloo|ppo|async_grpo|sdpo|sdft|tpo|ssd)|(rloo|ppo|async_grpo|sdpo|sdft|tpo|ssd)\w*\.py)\b"),
     Job("generalised knowledge distillation", command=r"\b(trl gkd|gkd\w*\.py)\b", keys=("lmbda",), table="trl_jobs:GKD"),
     Job("distillation", DISTILL, r"\b(trl (gold|distillation|minillm)|(gold|distill)\w*\.py)\b", ("teacher_model_name_or_path",)),
     Job("training of a process reward model", "run.recipe=reward_model with reward_model.kind=steps (docs/guides/reward_models.md)",
@@ -107,7 +123,7 @@ TABLE = Table(
     name="trl", title="TRL", command=r"grpo|\btrl (sft|dpo|kto|cpo|orpo|reward|gkd)\b|(sft|dpo|kto|cpo|orpo|reward_modeling|gkd)\w*\.py", flags=True,
     versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9", "1.10", "1.14", "1.16"),
     required={"num_processes": 8, "num_generations": 8},
-    jobs=JOBS,
+    jobs=JOBS, calls=CALLS,
     differs=(
         "the standard deviation has 1e-6 added, TRL's 1e-4",
         "no weight decay on norms, biases and other vectors (as transformers)",
@@ -263,10 +279,18 @@ TABLE = Table(
         K("data_seed", to="data.seed", other=7),
         K("generation_kwargs.*", "unsupported", why="further sampling parameters"),
         K("chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
-        K("max_tool_calling_iterations", to="env.max_turns", other=4),
+        Joint("turns", (
+            K("max_tool_calling_iterations", "equivalent", other=4),
+            K("tools", "equivalent", other="[search]"),
+            K("rollout_func", "equivalent", other="rollout"),
+            K("environment_factory", "equivalent", other="Game")), named.turns),
         K("disable_dropout", "automatic", why="the decoder has no dropout"),
         K("router_aux_loss_coef", "unsupported", default=Since(("0.17", None), ("1.6", 0.001), ("1.14", None)), fine=(0, 0.0),
           why="set train.router_balance by hand: its scale is another"),
+        K("formatting_func", "ask", why="write the rows as it makes them", also=("data_collator",)),
+        K("ref_model", "ask", fine=("None",), why="name it in reference.path"),
+        K("compute_loss_func", "unsupported", fine=("None",), refuse=True, why="a loss of its own: algorithm.policy_loss (docs/guides/extend.md)"),
+        K("optimizers", "ask", why="an optax factory in optimizer.name"),
         *(K(name, "unsupported", refuse=True, why=SUPERVISED) for name in (
             "packing", "max_length", "max_seq_length", "assistant_only_loss", "completion_only_loss", "desirable_weight", "lmbda",
             "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "missing_eos_penalty")),

@@ -30,6 +30,10 @@ OTHERS = (
     K("pad_token", "automatic", why="rows are packed: there is no padding to learn from"),
     K("eos_token", "ask", why="model.eos_tokens names the tokens that end a completion; a chat template writes its own after each turn"),
     K("dataset_kwargs.**", "ask", why="rows are tokenised by jaxrl"),
+    K("formatting_func", "ask", why="write the rows as it makes them", also=("data_collator",)),
+    K("ref_model", "ask", fine=("None",), why="name it in reference.path"),
+    K("compute_loss_func", "unsupported", fine=("None",), refuse=True, why="a loss of its own"),
+    K("optimizers", "ask", why="an optax factory in optimizer.name"),
     K("use_liger", "automatic", why="kernels of losses and layers are the platform's"),
 )
 

@@ -44,11 +44,11 @@ def batch(m: Migration):
     """Rows of an optimizer step: per process x accumulation x processes."""
     per, accumulated = m.integer("per_device_train_batch_size"), m.integer("gradient_accumulation_steps")
     count = per * accumulated * trl.processes(m)
-    supervised.rows(m, count, "rows", *BATCH)
     m.set("data.drop_last", m.flag("dataloader_drop_last"), "dataloader_drop_last")
     if not m.flag("dataloader_drop_last"):
         m.differs("batches run on over the end of a pass; TRL's last batch of each pass has the rows that are left")
     pairs = m.options["run.recipe"][0] in ("preference", "reward_model")
+    supervised.rows(m, count, "pairs" if pairs else "rows", *BATCH)
     supervised.memory(m, per * (1 + pairs), "per_device_train_batch_size", "max_length")
     if m.flag("packing"):
         m.needs(

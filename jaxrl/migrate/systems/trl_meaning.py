@@ -217,7 +217,7 @@ def mismatch(m: Migration):
 
 def sampling(m: Migration):
     m.set("rollout.temperature", m.number("temperature"), "temperature")
-    m.set("rollout.top_p", m.number("top_p"), "top_p")
+    m.set("rollout.top_p", 1.0 if m["top_p"] is None else m.number("top_p"), "top_p")
     m.set("rollout.top_k", int(m.number("top_k") or -1), "top_k")
     m.set("rollout.min_p", m.number("min_p") or 0.0, "min_p")
     penalty = m.number("repetition_penalty")

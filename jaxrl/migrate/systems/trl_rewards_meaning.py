@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.migrate import common
+from jaxrl.migrate import common, episodes
 from jaxrl.migrate.table import Migration
 
 ADAPTER = '''"""Reward functions of TRL, called as it calls them: whole batches, conversations where prompts are."""
@@ -107,3 +107,24 @@ def _named(m: Migration, name: str) -> str:
     if ours in ("length_ranked", "cosine"):
         m.differs(f"{name}: an answer that cannot be read as mathematics is compared as text here, and skipped there")
     return ours
+
+
+def turns(m: Migration):
+    """Tools, environments and loops of a script's own: the episode is to be written."""
+    found = [
+        (key, m.text(key))
+        for key in ("tools", "rollout_func", "environment_factory")
+        if m.text(key) not in ("", "None")
+    ]
+    most = m.integer("max_tool_calling_iterations")
+    if most:
+        m.set("env.max_turns", most, "max_tool_calling_iterations")
+    if not found:
+        return
+    said = [f"{key}={text}" for key, text in found]
+    if most:
+        m.options.pop("env.max_turns")
+    episodes.episode(m, f"the script's {found[0][0]}", said, most, found[0][0], "max_tool_calling_iterations")
+    m.needs(
+        "env.tools takes TRL's tools as they are, typed functions with a docstring, as module:name or ./file.py:name"
+    )

@@ -12,6 +12,7 @@ from jaxrl.migrate.jobs import EVAL, Job
 from jaxrl.migrate.systems import verl_distill as distill
 from jaxrl.migrate.systems import verl_engine as engine
 from jaxrl.migrate.systems import verl_meaning as meaning
+from jaxrl.migrate.systems import verl_turns as turns
 from jaxrl.migrate.systems.verl_engine import ACTOR, MEGATRON, MODEL, REF, ROLLOUT, TRAINER
 from jaxrl.migrate.systems.verl_meaning import ALGO, CORRECTION, CRITIC, DATA, RM, VAL
 from jaxrl.migrate.systems.verl_optimizer import optimizer
@@ -306,7 +307,7 @@ TABLE = Table(
         K(ROLLOUT + "max_num_batched_tokens", "equivalent", "rollout.vllm.engine_kwargs.max_num_batched_tokens", default=8192, other=4096),
         K(ROLLOUT + "enforce_eager", "equivalent", "rollout.vllm.engine_kwargs.enforce_eager",
           default=Since(("0.3", True), ("0.6", False)), other=True),
-        Joint("turns", (K(ROLLOUT + "multi_turn.enable", "equivalent", default=False),), meaning.turns),
+        Joint("turns", turns.KEYS, turns.turns),
         K(ROLLOUT + "multi_turn.**", "inert", why="read with multi_turn.enable alone"),
         K(ROLLOUT + "agent.default_agent_loop", "unsupported", fine=("single_turn_agent",), refuse=True,
           why="an agent loop of its own: write an episode (docs/guides/environments.md)"),

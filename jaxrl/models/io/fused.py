@@ -4,7 +4,8 @@
     model.layers.<i>.mlp.experts.down_proj     [E, D, F]
 
 instead of the three matrices per expert that checkpoints were published with and that the parameter table names. One
-is read as the other; a folder is written as it was read.
+is read as the other; a folder is written as it was read. Nemotron's experts have no gate: `mixer.experts.up_proj`
+[E, F, D] and `down_proj`.
 
 gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate and up take turns,
 
@@ -12,6 +13,9 @@ gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate
     down_proj    [E, F, D],    down_proj_bias    [E, D]
 
 (or, of the matrices, mxfp4's blocks and scales in their place, see models.io.scaled).
+
+Qwen3-VL's experts were published transposed, gate_up_proj [E, D, 2 F] with the gate's columns before the up's, and
+down_proj [E, F, D]; transformers reads them as well as the first layout, and no matrix per expert.
 
 Legend: E experts, D hidden size, F an expert's width.
 """
@@ -32,11 +36,15 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.io import tensorfile
 from jaxrl.models.parameters import CORRECTION, ROUTER
 
-NAME = re.compile(r"model\.layers\.\d+\.mlp\.experts\.gate_up_proj")
+NAME = re.compile(r"model\.layers\.\d+\.(mlp\.experts\.gate_up_proj|mixer\.experts\.up_proj)")
 _KINDS = {"gate_up_proj": ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
           "down_proj": ("mlp/experts/down/kernel",),
           "gate_up_proj_bias": ("mlp/experts/gate/bias", "mlp/experts/up/bias"),
           "down_proj_bias": ("mlp/experts/down/bias",)}
+_WITHOUT_GATE = {"up_proj": ("mlp/experts/up/kernel",), "down_proj": ("mlp/experts/down/kernel",)}  # of Nemotron
+
+
+TRANSPOSED = "transposed"
 
 
 class Fused(NamedTuple):
@@ -46,25 +54,24 @@ class Fused(NamedTuple):
     parts: tuple[tuple[str, ...], ...]
     whole: bool = False  # the one part is the tensor itself
 
-    def shape(self, part: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
-        """Returns the fused tensor's shape from the shape of one part."""
+    def shape(self, part: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+        """Returns the fused tensor's shape from the shape of one part. transposed: an expert's outputs are columns."""
         if self.whole:
             return part
         outputs, inputs = part[0] * len(self.parts[0]), part[1:]
-        return (len(self.parts), *inputs, outputs) if interleaved else (len(self.parts), outputs, *inputs)
+        return (len(self.parts), *inputs, outputs) if transposed else (len(self.parts), outputs, *inputs)
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn(tensorfile.Stored):
-    """A part of an interleaved tensor: every `step`-th column of an expert, from `first` on, as a row."""
+class Columns(tensorfile.Stored):
+    """A part of a transposed tensor: columns of an expert, as rows."""
 
     of: tensorfile.Stored
     expert: int
-    first: int
-    step: int
+    columns: slice
 
     def read(self, index: Any = ...) -> np.ndarray:
-        return self.of.read((self.expert, ..., slice(self.first, None, self.step))).T[index]
+        return self.of.read((self.expert, ..., self.columns)).T[index]
 
 
 def interleaved(model) -> bool:
@@ -77,6 +84,21 @@ def is_fused(names: Iterable[str]) -> bool:
     return any(NAME.fullmatch(name) for name in names)
 
 
+def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
+    """Returns how a folder has its experts: False (a matrix each), True (as above), or TRANSPOSED. hf_config: of the
+    text model."""
+    first = next((t for name, t in stored.items() if NAME.fullmatch(name)), None)
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if first is not None and family is not None and family.transposed and first.shape[-1] != hf_config["hidden_size"]:
+        return TRANSPOSED
+    return first is not None
+
+
+def written_layout(model, source: bool | str) -> bool | str:
+    """Returns the layout in which a model's experts are written. source: that of its source folder."""
+    return source or interleaved(model) or (TRANSPOSED if FAMILIES[model.config.family].transposed else False)
+
+
 def tensors(model) -> list[Fused]:
     """Returns the fused tensors of a model, by layer, and the routers if that layout names them differently."""
     by_layer: dict[tuple[str, str], list[str]] = {}
@@ -86,13 +108,15 @@ def tensors(model) -> list[Fused]:
                 layer = ".".join(name.split(".")[:3])  # model.layers.<i>
                 by_layer.setdefault((layer, entry.row.path), []).append(name)
     out = []
+    gated = any(path == "mlp/experts/gate/kernel" for _, path in by_layer)
+    module, named = ("mlp", _KINDS) if gated else ("mixer", _WITHOUT_GATE)
     for layer in dict.fromkeys(layer for layer, _ in by_layer):
-        for name, kinds in _KINDS.items():
+        for name, kinds in named.items():
             if (layer, kinds[0]) in by_layer:
                 parts = zip(*(by_layer[layer, kind] for kind in kinds), strict=True)
-                out.append(Fused(f"{layer}.mlp.experts.{name}", tuple(parts)))
+                out.append(Fused(f"{layer}.{module}.experts.{name}", tuple(parts)))
         router = by_layer.get((layer, ROUTER), [])
-        if router and router[0] != f"{layer}.mlp.gate.weight" and not interleaved(model):
+        if router and router[0] != f"{layer}.{module}.gate.weight" and not interleaved(model):
             out.append(Fused(f"{layer}.mlp.gate.weight", (tuple(router),), whole=True))
         correction = by_layer.get((layer, CORRECTION), [])
         if correction and ".block_sparse_moe." in correction[0]:
@@ -118,6 +142,8 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
             raise ConfigError(f"{found.file.parent}: {name} stands beside {tensorfile.shortened(double)}, which it "
                               "holds; remove one of the two layouts")
         shape = own.shape(size := sizes[parts[0][0]], turns)
+        across = turns or (FAMILIES[model.config.family].transposed and found.shape != shape)
+        shape = own.shape(size, across)
         if found.shape != shape:
             raise ConfigError(f"{found.file.parent}: {name} has shape {found.shape}, the config needs {shape}; is "
                               "config.json the one of these weights?")
@@ -126,9 +152,11 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
         each = math.prod(size) * tensorfile.DTYPES[found.dtype].itemsize
         for i, (expert, j) in enumerate(np.ndindex(len(parts), len(parts[0]))):
             part = parts[expert][j]
-            if turns:
-                out[part] = Turn(part, found.file, found.dtype, size, found.start, found.stop, found, expert, j,
-                                 len(parts[0]))
+            if across:
+                count = size[0]
+                columns = slice(j, None, len(parts[0])) if turns else slice(j * count, (j + 1) * count)
+                where = found.file, found.dtype, size, found.start, found.stop
+                out[part] = Columns(part, *where, found, expert, columns)
             else:
                 out[part] = dataclasses.replace(found, name=part, shape=size, start=found.start + i * each)
     return out
@@ -142,8 +170,8 @@ def spread(model, by_name: dict) -> dict:
     return out
 
 
-def fuse(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
-    """Converts the tensors to write to the fused layout."""
+def fuse(model, planned: list[tensorfile.Planned], layout: bool | str) -> list[tensorfile.Planned]:
+    """Converts the tensors to write to the fused layout, of `written_layout`."""
     left, turns = {t.name: t for t in planned}, interleaved(model)
     for fused in tensors(model):
         name, parts, whole = fused
@@ -152,13 +180,21 @@ def fuse(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
         if whole:
             left[name] = dataclasses.replace(first, name=name)
             continue
-        shape = fused.shape(first.shape, turns)
-        left[name] = tensorfile.Planned(name, first.dtype, shape, functools.partial(_joined, own, shape, turns))
+        across = turns or layout == TRANSPOSED
+        shape = fused.shape(first.shape, across)
+        join = _in_turns if turns else _across if across else _joined
+        left[name] = tensorfile.Planned(name, first.dtype, shape, functools.partial(join, own, shape))
         assert math.prod(shape) == sum(math.prod(part.shape) for expert in own for part in expert)
     return list(left.values())
 
 
-def _joined(own, shape, turns: bool) -> np.ndarray:
-    if turns:
-        return np.stack([np.stack([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+def _in_turns(own, shape) -> np.ndarray:
+    return np.stack([np.stack([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+
+
+def _across(own, shape) -> np.ndarray:
+    return np.stack([np.concatenate([part.get().T for part in expert], axis=-1) for expert in own]).reshape(shape)
+
+
+def _joined(own, shape) -> np.ndarray:
     return np.concatenate([part.get() for expert in own for part in expert]).reshape(shape)

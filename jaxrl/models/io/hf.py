@@ -34,7 +34,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # rows of model
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, in old Llama checkpoints
 # transformers takes no integer there
-FLOATS = ("rms_norm_eps", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")
+FLOATS = ("rms_norm_eps", "layer_norm_epsilon", "initializer_range", "attn_logit_softcapping",
+          "final_logit_softcapping")
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -78,10 +79,12 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
             source["generation_config"] = _read_json(folder / "generation_config.json")
         source["outer"] = nested.outer(config)
         source |= {"processors": nested.processors(folder)} if source["outer"] else {}
+        source |= {"flat_config": True} if nested.is_flat_config(config) else {}
         config = text_part(config)
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
-            source |= {"within": nested.within(stored, _kind(config, overrides))} if source["outer"] else {}
+            kind = _kind(config, overrides)
+            source |= {"within": nested.within(stored, kind)} if source["outer"] or FAMILIES[kind].spelled else {}
             source |= {"flat": True} if nested.is_flat(stored) else {}
             stored, others = nested.split(stored, _kind(config, overrides), images)
             source |= {"folder": str(folder.absolute())} if others else {}
@@ -90,7 +93,8 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
             source["other_dtypes"] = {t.name: t.dtype for t in stored.values()
                                       if t.dtype != source["dtype"] and t.dtype in tensorfile.DTYPES}
             source["head"] = HEAD in stored
-            source |= {"fused": True} if fused.is_fused(stored) else {}
+            layout = fused.layout(stored, {**config, **(overrides or {})})
+            source |= {"fused": layout} if layout else {}
     elif images and nested.outer(overrides or {}):
         source["outer"] = nested.outer(overrides or {})
     config = text_part(_override(config, overrides or {}))
@@ -369,7 +373,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
             config |= _classifier(model, config, tokenizer, eos_ids)
         else:
             _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
-        _write_json(temporary / "config.json", _within(hf_config[SOURCE]["outer"], config) if within else config)
+        _write_json(temporary / "config.json", _within(hf_config[SOURCE], config) if within else config)
         for file, content in hf_config[SOURCE].get("processors", {}).items() if within else ():
             _write_json(temporary / file, content)
         if tokenizer is not None:
@@ -380,8 +384,11 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         raise
 
 
-def _within(outer, config) -> dict:
+def _within(source, config) -> dict:
     """Returns the whole config of a model of several parts, with this one as its text model."""
+    outer = source["outer"]
+    if source.get("flat_config"):
+        return {**outer, **{k: v for k, v in config.items() if k not in ("architectures", "model_type")}}
     kinds = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
     return {**outer, **{k: v for k, v in kinds.items() if k in outer},
             "text_config": {k: v for k, v in config.items() if k != "architectures"}}
@@ -410,7 +417,8 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
         planned.append(tensorfile.Planned(HEAD, kind, embedding.shape, lambda: embedding.get().astype(kind)))
-    planned = fused.fuse(model, planned) if source.get("fused") or fused.interleaved(model) else planned
+    layout = fused.written_layout(model, source.get("fused", False))
+    planned = fused.fuse(model, planned, layout) if layout else planned
     return sorted(parts.join(model, planned), key=lambda t: order(t.name)), main.name
 
 

@@ -9,20 +9,36 @@ from typing import Any
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import ACTIVATIONS, number
 
-DEFAULTS = {"depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304,
-            "num_heads": 16, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            "out_hidden_size": 3584, "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24),
-            "initializer_range": 0.02, "rope_parameters": None}  # transformers' of Qwen3-VL
+_ALL = {"depth": 32, "num_heads": 16, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "initializer_range": 0.02, "rope_parameters": None}
+DEFAULTS = {  # transformers' by kind (Family.vision)
+    "qwen3": {**_ALL, "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304,
+              "patch_size": 16, "out_hidden_size": 3584, "num_position_embeddings": 2304,
+              "deepstack_visual_indexes": (8, 16, 24)},
+    "qwen2_5": {**_ALL, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "out_hidden_size": 3584,
+                "window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
+    "qwen2": {**_ALL, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4},
+}
+_SIZES = {"depth": "depth", "heads": "num_heads", "patch": "patch_size", "merge": "spatial_merge_size",
+          "frames": "temporal_patch_size", "channels": "in_channels", "width": "hidden_size",
+          "out_size": "out_hidden_size", "mlp": "intermediate_size"}
+SIZES = {  # our field -> HF's
+    "qwen3": {**_SIZES, "positions": "num_position_embeddings"},
+    "qwen2_5": _SIZES,
+    "qwen2": {**_SIZES, "width": "embed_dim", "out_size": "hidden_size", "mlp": "mlp_ratio"},  # of the width
+}
 NAMES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
-OF_NO_NUMBER = {"model_type", "dtype", "torch_dtype", "transformers_version", "architectures", "fullatt_block_indexes"}
-KINDS = ("qwen3_vl_vision", "qwen3_vl", None)
+SAME = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}  # in published files, not read by transformers
+OF_NO_NUMBER = {"model_type", "dtype", "torch_dtype", "transformers_version", "architectures", "fullatt_block_indexes",
+                "tokens_per_second"}
 
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """A tower of Qwen3-VL: patches with learned positions and rotary ones by row and column, layers of attention within
-    each image, and mergers of m x m patches into one feature."""
+    """A tower: patches with rotary positions by row and column (Qwen3-VL: with learned ones, too), layers of attention
+    within each image or within windows of it, and mergers of m x m patches into one feature."""
 
+    kind: str               # row of vision.rows.TABLES
     depth: int
     width: int
     mlp: int
@@ -31,15 +47,19 @@ class VisionConfig:
     merge: int              # patches per side of a feature
     frames: int             # times that a still image is repeated along time
     out_size: int           # of a feature, the decoder's hidden size
-    positions: int          # learned ones, a square
-    taps: tuple[int, ...]   # layers behind which features are taken, for the first layers of the decoder
     activation: str
     theta: float
     init_std: float
+    positions: int = 0      # learned ones, a square; 0 = none
+    taps: tuple[int, ...] = ()  # layers behind which features are taken, for the first layers of the decoder
+    window: int = 0         # features per side of a window, 0 = every layer sees the whole image
+    full: tuple[int, ...] = ()  # layers that see the whole image where there are windows
     channels: int = 3
     eps: float = 1e-6
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of pixels from 0 to 1, by channel; see data.images.resize
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    norm_offset = 0.0  # norms scale by their weight
 
     @property
     def head_dim(self) -> int:
@@ -54,58 +74,90 @@ class VisionConfig:
     def side(self) -> int:
         return math.isqrt(self.positions)
 
-    @property
-    def pair_flops(self) -> int:
-        """FLOPs of a patch for each patch that it attends to, over all layers."""
-        return 4 * self.width * self.depth
+    def is_windowed(self, layer: int) -> bool:
+        return self.window > 0 and layer not in self.full
+
+    def pair_flops(self, grid: tuple[int, int]) -> int:
+        """FLOPs of attention over all layers for an image of (rows, columns) of patches."""
+        windowed = sum(map(self.is_windowed, range(self.depth)))
+        pairs = (self.depth - windowed) * math.prod(grid) ** 2
+        if windowed:
+            side = self.window * self.merge
+            squares = [(size // side) * side**2 + (size % side)**2 for size in grid]  # of a side's windows
+            pairs += windowed * math.prod(squares)
+        return 4 * self.width * pairs
 
     @property
     def groups(self) -> list[range]:
-        """Consecutive layers up to and with each tap, and those behind the last one."""
-        ends = [tap + 1 for tap in self.taps if tap + 1 < self.depth] + [self.depth]
-        return [range(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        """Consecutive layers that attend alike, up to and with each tap."""
+        cuts = [i + 1 for i in range(self.depth - 1)
+                if i in self.taps or self.is_windowed(i) != self.is_windowed(i + 1)]
+        return [range(a, b) for a, b in zip([0, *cuts], [*cuts, self.depth], strict=True)]
 
 
-def vision_config(given: dict, out_size: int, layers: int) -> VisionConfig:
+def vision_config(given: dict, kind: str, out_size: int, layers: int) -> VisionConfig:
     """Reads a vision_config as transformers reads it.
 
     Args:
       given: the table. Its entries `mean` and `std`, which no HF config has, are those of the pixels.
+      kind: Family.vision.
       out_size, layers: hidden size and number of layers of the decoder.
 
     Raises ConfigError naming the field for what is not computed here.
     """
-    given = {NAMES.get(key, key): value for key, value in given.items() if key not in OF_NO_NUMBER}
+    defaults, names = DEFAULTS[kind], SIZES[kind]
+    given = {NAMES.get(key, key): value for key, value in given.items()
+             if key not in OF_NO_NUMBER or key in defaults}
     pixels: dict[str, Any] = {key: tuple(given.pop(key)) for key in ("mean", "std") if key in given}
-    if unknown := sorted(key for key in given.keys() - DEFAULTS.keys() if given[key] is not None):
+    same = {key: given.pop(key) for key in SAME if key in given}
+    if unknown := sorted(key for key in given.keys() - defaults.keys() if given[key] is not None):
         raise ConfigError(f"model config: vision_config has {', '.join(unknown)}, which is not read here and may "
                           "change features; leave it out if it does not")
-    hf = {**DEFAULTS, **given}
-    sizes: dict[str, Any] = {ours: number(hf, name, least=1, kind=int) for ours, name in (
-        ("depth", "depth"), ("width", "hidden_size"), ("mlp", "intermediate_size"), ("heads", "num_heads"),
-        ("patch", "patch_size"), ("merge", "spatial_merge_size"), ("frames", "temporal_patch_size"),
-        ("out_size", "out_hidden_size"), ("positions", "num_position_embeddings"), ("channels", "in_channels"))}
+    hf = {**defaults, **given}
+    for key, value in same.items():
+        if value not in (None, hf[SAME[key]]):
+            raise _refused({key: value}, key, f"{SAME[key]} is {hf[SAME[key]]}, and that is read; leave {key} out")
+    sizes: dict[str, Any] = {ours: number(hf, name, least=1, kind=int) for ours, name in names.items()}
+    if kind == "qwen2":
+        sizes["mlp"] *= sizes["width"]
     if sizes["width"] % sizes["heads"] or sizes["width"] // sizes["heads"] % 4:
-        raise _refused(hf, "num_heads", f"heads of hidden_size={sizes['width']} need a size that is a multiple of 4")
-    if math.isqrt(sizes["positions"])**2 != sizes["positions"]:
+        raise _refused(hf, "num_heads", f"heads of {names['width']}={sizes['width']} need a size that is a multiple of "
+                       "4")
+    if math.isqrt(sizes.get("positions", 0))**2 != sizes.get("positions", 0):
         raise _refused(hf, "num_position_embeddings", "give a square number")
     if sizes["channels"] != 3:
         raise _refused(hf, "in_channels", "images have 3")
     if sizes["out_size"] != out_size:
-        raise _refused(hf, "out_hidden_size", f"the decoder's hidden_size is {out_size}; make them equal")
-    if hf["hidden_act"] not in ACTIVATIONS:
-        raise _refused(hf, "hidden_act", f"choose {', '.join(ACTIVATIONS)}")
-    taps = hf["deepstack_visual_indexes"]
-    if not isinstance(taps, list | tuple) or not all(type(i) is int and 0 <= i < sizes["depth"] for i in taps) \
-            or sorted(set(taps)) != list(taps) or len(taps) > layers:
-        raise _refused(hf, "deepstack_visual_indexes", f"give rising numbers of the {sizes['depth']} layers, at most "
-                       f"as many as the decoder has layers ({layers})")
+        raise _refused(hf, names["out_size"], f"the decoder's hidden_size is {out_size}; make them equal")
+    if hf["hidden_act"] not in (*ACTIVATIONS, "quick_gelu"):
+        raise _refused(hf, "hidden_act", f"choose {', '.join(ACTIVATIONS)}, quick_gelu")
     rope = {"rope_theta": 10000.0, **(hf["rope_parameters"] or {})}
     if rope.get("rope_type", "axial") != "axial" or rope.keys() - {"rope_type", "rope_theta"}:
         raise _refused(hf, "rope_parameters", "towers have an axial one, of which rope_theta is read")
     theta, init_std = float(number(rope, "rope_theta", above=0)), number(hf, "initializer_range", least=0)
-    return VisionConfig(**sizes, taps=tuple(taps), activation=hf["hidden_act"], theta=theta,
-                        init_std=init_std, **pixels)
+    return VisionConfig(kind, **sizes, **_taps(hf, sizes["depth"], layers), **_windows(hf, sizes),
+                        activation=hf["hidden_act"], theta=theta, init_std=init_std, **pixels)
+
+
+def _taps(hf, depth: int, layers: int) -> dict:
+    taps = hf.get("deepstack_visual_indexes", ())
+    if not isinstance(taps, list | tuple) or not all(type(i) is int and 0 <= i < depth for i in taps) \
+            or sorted(set(taps)) != list(taps) or len(taps) > layers:
+        raise _refused(hf, "deepstack_visual_indexes", f"give rising numbers of the {depth} layers, at most "
+                       f"as many as the decoder has layers ({layers})")
+    return {"taps": tuple(taps)}
+
+
+def _windows(hf, sizes) -> dict:
+    if "window_size" not in hf:
+        return {}
+    window = number(hf, "window_size", least=1, kind=int) // sizes["merge"] // sizes["patch"]
+    full = hf["fullatt_block_indexes"]
+    if not window:
+        raise _refused(hf, "window_size", f"give pixels of at least one feature ({sizes['merge'] * sizes['patch']})")
+    if not isinstance(full, list | tuple) or not all(type(i) is int for i in full):
+        raise _refused(hf, "fullatt_block_indexes", "give a list of layers' numbers from 0")
+    return {"window": window, "full": tuple(sorted({i for i in full if 0 <= i < sizes["depth"]}))}
 
 
 def _refused(hf, key: str, remedy: str) -> ConfigError:

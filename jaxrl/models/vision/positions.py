@@ -52,6 +52,17 @@ def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:
     return np.concatenate([at, np.broadcast_to(np.array(grid), at.shape)], axis=1).astype(np.int32)
 
 
+def window_order(grid: tuple[int, int], merge: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns an image's tokens [F], window after window, and the window of each [F], as int. Windows are squares of
+    `window` tokens per side, cut at the image's right and lower border.
+    """
+    height, width = (side // merge for side in grid)
+    row, column = np.indices((height, width)).reshape(2, -1) // window
+    number = row * -(-width // window) + column
+    order = np.argsort(number, kind="stable")
+    return order, number[order]
+
+
 class Placed(NamedTuple):
     """An image of a packed row: the row, the indices of its tokens in the row, and the image's patches."""
 
@@ -61,29 +72,38 @@ class Placed(NamedTuple):
     patches: np.ndarray
 
 
-def image_rows(placed: Iterable[Placed], rotary_RxLx3: np.ndarray, patches: int, merge: int, width: int) -> Images:
-    """Puts images into rows of patches, one behind the other.
+def image_rows(placed: Iterable[Placed], rotary_RxLx3: np.ndarray, patches: int, merge: int, width: int,
+               window: int = 0) -> Images:
+    """Puts images into rows of patches, one behind the other, and of each image one window behind the other.
 
     Args:
       placed: the images of all rows.
       rotary_RxLx3: of the tokens.
       patches: P, a multiple of m * m.
       width: numbers of a patch.
+      window: tokens per side of a window, 0 = the tower has none.
 
     Raises ValueError for a row whose images have more patches than P.
     """
     count, length = rotary_RxLx3.shape[:2]
     out = Images(patches=np.zeros((count, patches, width), np.uint8), places=np.zeros((count, patches, 4), np.int32),
                  segments=np.zeros((count, patches), np.int32), inserts=np.full((count, length), -1, np.int32),
-                 rotary=rotary_RxLx3)
-    used, number = np.zeros(count, np.int64), np.zeros(count, np.int64)
+                 rotary=rotary_RxLx3, windows=np.zeros((count, patches), np.int32) if window else None)
+    used, number, windows = (np.zeros(count, np.int64) for _ in range(3))
     for row, columns, grid, own in placed:
         begin, end = used[row], used[row] + len(own)
         if end > patches:
             raise ValueError(f"row {row} has images of {end} patches or more, a row has room for {patches}")
         number[row] += 1
-        out.patches[row, begin:end], out.places[row, begin:end] = own, patch_places(grid, merge)
+        places, features = patch_places(grid, merge), np.arange(begin, end, merge**2) // merge**2
+        if window:
+            order, of_window = window_order(grid, merge, window)
+            own, places = (x.reshape(len(order), -1)[order].reshape(x.shape) for x in (own, places))
+            out.windows[row, begin:end] = windows[row] + 1 + np.repeat(of_window, merge**2)
+            windows[row] += of_window[-1] + 1
+            features[order] = features.copy()
+        out.patches[row, begin:end], out.places[row, begin:end] = own, places
         out.segments[row, begin:end] = number[row]
-        out.inserts[row, columns] = np.arange(begin, end, merge**2) // merge**2
+        out.inserts[row, columns] = features
         used[row] = end
     return out

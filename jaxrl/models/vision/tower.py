@@ -1,8 +1,8 @@
-"""The tower of Qwen3-VL as a function of its parameters: patches of images in, features for the decoder out.
+"""Towers as functions of their parameters: patches of images in, features for the decoder out.
 
 A row of patches lies beside each row of tokens and is computed as one: its layers attend within segments, of which each
-is one image, all positions being equal. Pixels are normalised here, in fp32; norms, rotary angles and softmax run in
-fp32 or better. No product is in low precision.
+is one image (in layers with windows: one window), all positions being equal. Pixels are normalised here, in fp32;
+norms, rotary angles and softmax run in fp32 or better. No product is in low precision.
 
 Legend: B rows, P patches per row, m patches per side of a feature, F = P / m^2 features, D width, H heads, K head size,
 E hidden size of the decoder.
@@ -19,11 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import parameters
 from jaxrl.models.decoder import KEPT, Seen, Weights, like, recomputed
-from jaxrl.models.feed_forward import ACTIVATIONS
+from jaxrl.models.feed_forward import ACTIVATIONS, GATED
 from jaxrl.models.placement import attention_work, gathered, residual, rows, sharded_attention
 from jaxrl.models.product import product
 from jaxrl.models.rope import Rope, rotate, rotations
-from jaxrl.models.vision.rows import INPUT, LAYER, MERGER, tap_rows
+from jaxrl.models.vision.rows import TABLES
 from jaxrl.sharding.memory import fetched
 
 
@@ -35,21 +35,25 @@ def see(model, params, images) -> Seen:
       images: jaxrl.types.Images of the rows.
     """
     cfg, params = model.config.vision, params["vision"]
+    assert (images.windows is not None) == bool(cfg.window), "rows of images are those of another tower"
     acc = jnp.promote_types(model.compute_dtype, jnp.float32)
-    x = residual(_patches(model, params, images.patches) + _positions(model, params, images.places))
+    tables, x = TABLES[cfg.kind], _patches(model, params, images.patches)
+    x = residual(x + _positions(model, params, images.places) if cfg.positions else x)
     quarter = cfg.head_dim // 4
     rope = Rope("axial", theta=cfg.theta, axes=(0,) * quarter + (1,) * quarter)
     rotation = rotations(rope, cfg.head_dim, images.places[..., :2], acc)
-    same = jnp.zeros_like(images.segments)
-    work = attention_work(cfg.heads, cfg.heads, cfg.head_dim, model.compute_dtype, same, images.segments, None,
-                          window=0, implementation=model.attention)
+    same, within = jnp.zeros_like(images.segments), {False: images.segments}
+    within |= {True: images.windows} if cfg.window else {}
+    work = {windowed: attention_work(cfg.heads, cfg.heads, cfg.head_dim, model.compute_dtype, same, ids, None, window=0,
+                                     implementation=model.attention) for windowed, ids in within.items()}
     taps = []
     for i, group in enumerate(cfg.groups):
-        x = _layers(model, params, i, group, x, (rotation, images.segments, work))
+        windowed = cfg.is_windowed(group[0])
+        x = _layers(model, params, i, group, x, (rotation, within[windowed], work[windowed]))
         if group[-1] in cfg.taps:
-            table = tap_rows(len(taps))
+            table = tables.of_tap(len(taps))
             taps.append(_merged(model, table, params[f"tap_{len(taps)}"], x, together=True))
-    features = _merged(model, MERGER, params["merger"], x, together=False)
+    features = _merged(model, tables.merger, params["merger"], x, together=False)
     return Seen(features, tuple(taps), images.inserts, images.rotary)
 
 
@@ -60,13 +64,13 @@ def _weights(model, table, params) -> Weights:
 def _patches(model, params, patches_BxPxn):
     """The first product, [B, P, D]: of a still image all frames are equal, so their weights are added up."""
     cfg, acc = model.config.vision, jnp.promote_types(model.compute_dtype, jnp.float32)
-    own = _weights(model, INPUT, {name: params[name] for name in ("patch", "positions")})
+    own = _weights(model, TABLES[cfg.kind].input, {"patch": params["patch"]})
     x = patches_BxPxn.reshape(*patches_BxPxn.shape[:2], cfg.channels, -1).astype(acc) * (1 / 255)
     mean, std = (jnp.asarray(values, acc)[None, None, :, None] for values in (cfg.mean, cfg.std))
     x = ((x - mean) / std).reshape(patches_BxPxn.shape).astype(model.compute_dtype)
     kernel = gathered(own.values["patch/kernel"], own.rows["patch/kernel"].axes, acc).sum(axis=1)
-    y = product(x, kernel.reshape(-1, cfg.width).astype(x.dtype), 1)
-    return y + like(own.values["patch/bias"].astype(x.dtype), y)
+    y, bias = product(x, kernel.reshape(-1, cfg.width).astype(x.dtype), 1), own.values.get("patch/bias")
+    return y if bias is None else y + like(bias.astype(x.dtype), y)
 
 
 def _positions(model, params, places_BxPx4):
@@ -92,8 +96,10 @@ def _positions(model, params, places_BxPx4):
 
 
 def _norm(own: Weights, name: str, x):
-    """Returns the layer norm over the last axis."""
+    """Returns the layer norm over the last axis; the RMS norm if there is no bias."""
     config: Any = own.config  # the tower's
+    if f"{name}/bias" not in own.values:
+        return own.norm(name, x, config.eps)
     acc = jnp.promote_types(x.dtype, jnp.float32)
     y = x.astype(acc)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -115,7 +121,7 @@ def _layers(model, params, number: int, group: range, x, shared):
 
 def _layer(model, params, x, shared):
     rotation, segments, work = shared
-    own, same = _weights(model, LAYER, params), jnp.zeros_like(segments)
+    own, same = _weights(model, TABLES[model.config.vision.kind].layer, params), jnp.zeros_like(segments)
     x = checkpoint_name(x, KEPT)
     with jax.named_scope("attention"):
         q, k, v = own.linears("attention", rows(_norm(own, "attention_norm", x)), "query", "key", "value")
@@ -124,9 +130,12 @@ def _layer(model, params, x, shared):
                               work=work)
         x = residual(x + residual(rows(own.linear("attention/out", y))))
     with jax.named_scope("mlp"):
-        y = own.linear("mlp/up", rows(_norm(own, "mlp_norm", x)))
-        y = own.linear("mlp/down", ACTIVATIONS[own.config.activation](y))
-        return residual(x + residual(rows(y)))
+        y, activation = rows(_norm(own, "mlp_norm", x)), own.config.activation
+        if "mlp/gate/kernel" in own.rows:
+            y = jax.checkpoint(GATED[activation])(*own.linears("mlp", y, "gate", "up"))
+        else:
+            y = ACTIVATIONS[activation](own.linear("mlp/up", y))
+        return residual(x + residual(rows(own.linear("mlp/down", y))))
 
 
 def _merged(model, table, params, x_BxPxD, together: bool):
