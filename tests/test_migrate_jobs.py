@@ -276,3 +276,9 @@ def test_a_key_of_the_top_level_within_a_table_is_unknown():
                                   ("skyrl", {"max_length": 64}, "optimizer_config.batch_size")):
         m = migrated(system, settings | {key: 3}, command="main_sft" if system == "skyrl" else "")
         assert [(s.key, note) for s, note in m.unknown] == [(key, f"unknown here; {key.rpartition('.')[2]} belongs at the top level")]
+
+
+def test_a_bound_that_a_loss_has_not_is_not_written():
+    """A config that names it beside another loss is refused by the checks."""
+    assert "algorithm.dual_clip" not in values(migrated("skyrl", {"trainer.algorithm.policy_loss_type": "cispo"}))
+    assert values(migrated("skyrl", {"trainer.algorithm.policy_loss_type": "regular"}))["algorithm.dual_clip"] == 0.0

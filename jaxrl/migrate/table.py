@@ -369,6 +369,9 @@ class Migration:
 
     def _check(self):
         """Gives every option its kind, and looks at choices and bounds."""
+        if self.options.get("algorithm.policy_loss", ("clip",))[0] not in ("clip", None):  # which alone has one
+            if self.options.get("algorithm.dual_clip", (1,))[0] == 0:
+                del self.options["algorithm.dual_clip"]
         if self.options.get("optimizer.schedule", ("constant",))[0] == "constant":  # what only a decay reads
             for option in ("optimizer.floor", "optimizer.decay_steps", "optimizer.decay_shape"):
                 self.options.pop(option, None)
@@ -385,7 +388,7 @@ class Migration:
         """Asks for the version where the source has keys that the assumed one has not."""
         versions, names = self.table.versions, names_of(self.table.name)
         strangers: dict[tuple[str, str], list[str]] = {}
-        place = lambda v: versions.index(v) if v in versions else len(versions) - 1  # noqa: E731  later than a job's last
+        place = lambda v: versions.index(v) if v in versions else len(versions) - 1  # noqa: E731
         for s in (s for found in self.owned.values() for s in found):
             span = names.keys.get(s.key)
             if span and not place(span[0]) <= place(self.version) <= place(span[1]):
