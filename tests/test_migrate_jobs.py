@@ -6,7 +6,7 @@ from test_migrate import migrated, run, values
 
 from jaxrl.config.load import load_config
 from jaxrl.migrate.read import read
-from jaxrl.migrate.source import Setting, merge
+from jaxrl.migrate.source import Setting, Unreadable, merge
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.table import Migration
 from jaxrl.resolve.checks.common import check
@@ -162,7 +162,7 @@ def test_what_a_job_of_rows_loses_is_said():
     assert any(text.startswith("data.prompts_per_step=64: with packing") for text in packed.needs_you)
     dft = migrated("trl", {"packing": False, "loss_type": "dft", "dataset_name": "a/b", "num_processes": 8})
     assert dft.outcome(False) == "refused"
-    adaptive = migrated("roll", {"kd_objective": "adaptive_kl", "student.device_mapping": "[0]"})
+    adaptive = migrated("roll", {"kd_objective": "adaptive_kl", "student.device_mapping": "[0]", "sequence_length": 64})
     assert adaptive.outcome(False) == "refused"
     many = migrated("roll", {"student_train.device_mapping": "[0]", "teacher.one.model_args.model_name_or_path": "a"}, gpus=1)
     assert many.outcome(False) == "refused"
@@ -185,3 +185,100 @@ def test_a_group_of_configs_stands_beside_its_options(tmp_path):
     assert {k: s.value for k, s in into.items()} == {"engine.a": 1, "engine": "megatron", "engine.b": 2}
     merge(into, [Setting("other", 1, ""), Setting("other.a", 2, "")], ("engine",))
     assert "other" not in into
+
+
+ROWS = {"dataset_name": "a/b", "model_name_or_path": "a/c", "num_processes": 8}
+STUDENT = {"student.device_mapping": "[0]", "student_pretrain": "a/b", "teacher_pretrain": "a/t", "sequence_length": 64}
+PAIRS = {"chosen_key": "c", "pretrain": "a/b", "actor_train.device_mapping": "list(range(0,8))", "sequence_length": 64}
+OWN = {"actor_train.model_args.model_name_or_path": "a/mine"}
+SMALL = {"train_dataset.type": "sft", "train_dataset.path": "openai/gsm8k", "train_dataset.batch_size": 8}
+
+
+@pytest.mark.parametrize("system, settings, version, command, want", [
+    ("trl", ROWS, "0.17", "dpo.py", {"data.max_prompt_tokens": 512, "data.overlong_prompt": "truncate_left", "log.every_steps": 500}),
+    ("trl", ROWS, "1.0", "dpo.py", {"data.max_prompt_tokens": 1023, "log.every_steps": 10}),
+    ("trl", ROWS | {"max_prompt_length": 300, "max_completion_length": 200}, "0.17", "orpo.py",
+     {"data.max_prompt_tokens": 1023, "rollout.max_new_tokens": 1023}),
+    ("trl", ROWS | {"loss_type": "exo_pair"}, "0.17", "dpo.py", {"preference.label_smoothing": 1e-3}),
+    ("trl", ROWS, "0.23", "reward_modeling.py", {"optimizer.lr": 5e-5}),
+    ("trl", ROWS, "0.26", "reward_modeling.py", {"optimizer.lr": 1e-4}),
+    ("trl", ROWS, "1.9", "sft.py", {"data.drop_last": False}),
+    ("trl", ROWS | {"dataloader_drop_last": True}, "1.9", "sft.py", {"data.drop_last": True}),
+    ("trl", ROWS | {"mixed_precision": "'fp16'"}, "0.17", "sft.py", {"train.compute_dtype": "fp16"}),
+    ("trl", ROWS | {"mixed_precision": "fp16"}, "1.9", "sft.py", {"train.compute_dtype": "bf16"}),
+    ("verl", {"data.train_files": "a", "engine": "fsdp"}, "0.6", "sft_trainer", {"data.overlong_completion": "truncate"}),
+    ("verl", {"data.train_files": "a", "engine": "fsdp"}, "0.7", "sft_trainer", {"data.overlong_completion": "filter"}),
+    ("areal", SMALL | {"model.backend": "megatron", "allocation_mode": "d2p2t2", "model.path": "a/b"}, "0.3", "", {"mesh.tp": 2}),
+    ("roll", STUDENT | {"kd_temperature": 2, "teacher_temperature": 3}, "", "", {"distill.teacher_temperature": 6.0, "distill.temperature": 2.0}),
+    ("roll", STUDENT, "", "", {"optimizer.max_grad_norm": 0.0}),
+    ("roll", PAIRS, "", "", {"optimizer.max_grad_norm": 1.0, "data.epochs": 1}),
+    ("roll", PAIRS | {"sequence_length": None, "response_length": 100}, "", "", {"train.max_sequence_tokens": 1124}),
+    ("roll", PAIRS | OWN, "", "", {"model.path": "a/b"}),
+    ("roll", PAIRS | OWN | {"reference.model_args.model_name_or_path": "a/ref"}, "", "", {"model.path": "a/mine", "reference.path": "a/ref"}),
+    ("roll", {"sft_train.model_args.model_name_or_path": "a/mine", "pretrain": "a/b", "sft_train.device_mapping": "[0]", "sequence_length": 9},
+     "", "", {"model.path": "a/b"}),
+    ("skyrl", {"num_epochs": 2, "max_length": 64}, "", "main_sft", {"data.epochs": 2, "data.drop_last": False, "model.path": "Qwen/Qwen3-0.6B"}),
+    ("verl", {"data.train_files": "a"}, "0.3", "fsdp_sft_trainer", {"model.remat": "none", "log.wandb": False}),
+])
+def test_a_default_or_a_key_means_what_the_sources_code_makes_of_it(system, settings, version, command, want):
+    """Defaults of a version, keys that others outrank, and keys that only one trainer reads."""
+    found = values(migrated(system, settings, version, command))
+    assert {option: found[option] for option in want} == want
+
+
+def test_what_a_source_does_other_than_its_keys_say_is_said():
+    smoothed = migrated("roll", PAIRS | {"beta": 0.2, "actor_train.training_args.lr_scheduler_type": "cosine"})
+    assert any("does not hand them to its loss" in text for text in smoothed.different)
+    assert any("divides max_steps by the data-parallel ranks" in text for text in smoothed.different)
+    assert not any("hand them" in text or "max_steps" in text for text in migrated(
+        "roll", PAIRS | {"actor_train.training_args.lr_scheduler_type": "constant"}).different)
+    epochs = {"num_epochs": 2, "max_length": 64, "optimizer_config.scheduler": "cosine"}
+    assert any("tells its schedule" in text for text in migrated("skyrl", epochs, command="main_sft").different)
+    assert not any("tells its schedule" in text for text in migrated("skyrl", epochs | {"max_training_steps": 9}, command="main_sft").different)
+    with pytest.raises(Unreadable, match="label_smoothing"):
+        migrated("trl", ROWS | {"loss_type": "exo_pair"}, "1.9", "dpo.py")
+    clipped = migrated("roll", STUDENT | {"student.strategy_args.strategy_name": "fsdp2_train"})
+    assert any(text.startswith("max_grad_norm is 0") for text in clipped.needs_you)
+
+
+def test_a_flag_that_is_on_is_turned_off_by_no(tmp_path):
+    text = "python dpo.py --dataset_name a/b --model_name_or_path a/c --num_processes 8"
+    text += " --no_gradient_checkpointing --no_remove_unused_columns --no_sense\n"
+    _, report, _ = run(tmp_path, text, name="j.sh", system="trl")
+    kinds = {k["key"]: (k["value"], k["kind"]) for k in report["keys"]}
+    assert kinds["gradient_checkpointing"] == (False, "equivalent") and kinds["remove_unused_columns"] == (False, "automatic")
+    assert kinds["no_sense"] == (True, "unknown")
+
+
+@pytest.mark.parametrize("system, settings, command", [
+    ("skyrl", {"megatron_config.freeze_moe_router": True, "max_length": 64}, "main_sft"),
+    ("skyrl", {"megatron_config.transformer_config_kwargs.moe_aux_loss_coeff": 0.01, "max_length": 64}, "main_sft"),
+    ("skyrl", {"fsdp_config.mixed_precision.param_dtype": "fp32", "max_length": 64}, "main_sft"),
+    ("skyrl", {"trainer.policy.megatron_config.moe_aux_loss_coeff": 0.01}, ""),
+    ("roll", STUDENT | {"teacher.model_args.adapter_name_or_path": "a/adapter"}, ""),
+    ("roll", PAIRS | {"reference.model_args.adapter_name_or_path": "a/adapter"}, ""),
+])
+def test_a_key_of_a_backend_that_changes_what_is_learnt_is_said(system, settings, command):
+    said = migrated(system, settings, command=command)
+    assert {key for key, *_ in said.lacking} & set(settings)
+
+
+def test_the_version_is_asked_for_within_those_of_the_job(tmp_path):
+    """verl's first trainer ended before the newest version: keys that later versions have, too, end in no trace."""
+    text = "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet model.partial_pretrain=a/b data.micro_batch_size_per_gpu=8"
+    text += " optim.lr=1e-4 data.max_length=64 trainer.device=npu trainer.checkpoint.mbridge_config=1\n"
+    status, report, _ = run(tmp_path, text, name="j.sh", system="verl")
+    assert status == 0 and report["job"] == "first_sft"
+
+
+def test_a_key_of_the_top_level_within_a_table_is_unknown():
+    for system, settings, key in (("roll", PAIRS, "reference.ipo"), ("roll", STUDENT, "teacher.kd_objective"),
+                                  ("skyrl", {"max_length": 64}, "optimizer_config.batch_size")):
+        m = migrated(system, settings | {key: 3}, command="main_sft" if system == "skyrl" else "")
+        assert [(s.key, note) for s, note in m.unknown] == [(key, f"unknown here; {key.rpartition('.')[2]} belongs at the top level")]
+
+
+def test_a_bound_that_a_loss_has_not_is_not_written():
+    """A config that names it beside another loss is refused by the checks."""
+    assert "algorithm.dual_clip" not in values(migrated("skyrl", {"trainer.algorithm.policy_loss_type": "cispo"}))
+    assert values(migrated("skyrl", {"trainer.algorithm.policy_loss_type": "regular"}))["algorithm.dual_clip"] == 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxrl.migrate import shell
 from jaxrl.migrate.python_files import read_python
 from jaxrl.migrate.source import Setting, Source, Unreadable, interpolate, leaves, merge, override, scalar
-from jaxrl.migrate.table import Table
+from jaxrl.migrate.table import Table, names_of
 from jaxrl.migrate.yaml_files import YamlReader, read_toml
 
 _NAME = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.S)
@@ -91,6 +91,7 @@ def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool
     words = command.words
     folder, configs = "", []
     known = {name for key in table.keys() for name in key.names()}
+    named_keys = known.union(names_of(table.name).keys)
     i = 0
     while i < len(words):
         text, line = words[i]
@@ -111,9 +112,12 @@ def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool
                 i += 1
                 values.append(words[i][0])
             value = [scalar(v) for v in values]
-            out.append(
-                Setting(flag[1].replace("-", "_"), True if not value else value[0] if len(value) == 1 else value, where)
-            )
+            name = flag[1].replace("-", "_")
+            off = name.removeprefix("no_")
+            if not value and name != off and name not in named_keys and off in named_keys:  # of a flag that is on
+                out.append(Setting(off, False, where))
+            else:
+                out.append(Setting(name, True if not value else value[0] if len(value) == 1 else value, where))
         elif not text.startswith("--"):
             mine = fits and not _NAME.fullmatch(text)
             out += [s for s in override(text, where) if "." in s.key or len(out) or mine or s.key in known]

@@ -158,16 +158,17 @@ class Migration:
         carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
         names = names_of(self.table.name)
         tables = names.tables | {n.split(".")[0] for n in exact}
+        tops = {n for n in carried if "." not in n}  # in a table they are misplaced, if no version has them there
         for s in settings.values():
             owner, name = "", s.key
             for name in (s.key, *(p + s.key for p in self.table.prefixes)):
                 owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), "")
                 if owner:
                     break
-            if owner and (name in exact or names.has(name)):
+            above, _, leaf = s.key.rpartition(".")
+            if owner and (name in exact or names.has(name, loose=not (above and leaf in tops))):
                 self.owned.setdefault(owner, []).append(s)
                 continue
-            leaf = s.key.rpartition(".")[2]
             homes = [n for n in (*carried, *exact, *names.keys) if n.rpartition(".")[2] == leaf and "*" not in n]
             row = self._known[owner] if owner else None
             passes = row and row.kind in ("automatic", "inert")
@@ -368,6 +369,9 @@ class Migration:
 
     def _check(self):
         """Gives every option its kind, and looks at choices and bounds."""
+        if self.options.get("algorithm.policy_loss", ("clip",))[0] not in ("clip", None):  # which alone has one
+            if self.options.get("algorithm.dual_clip", (1,))[0] == 0:
+                del self.options["algorithm.dual_clip"]
         if self.options.get("optimizer.schedule", ("constant",))[0] == "constant":  # what only a decay reads
             for option in ("optimizer.floor", "optimizer.decay_steps", "optimizer.decay_shape"):
                 self.options.pop(option, None)
@@ -384,9 +388,10 @@ class Migration:
         """Asks for the version where the source has keys that the assumed one has not."""
         versions, names = self.table.versions, names_of(self.table.name)
         strangers: dict[tuple[str, str], list[str]] = {}
+        place = lambda v: versions.index(v) if v in versions else len(versions) - 1  # noqa: E731
         for s in (s for found in self.owned.values() for s in found):
             span = names.keys.get(s.key)
-            if span and not versions.index(span[0]) <= versions.index(self.version) <= versions.index(span[1]):
+            if span and not place(span[0]) <= place(self.version) <= place(span[1]):
                 strangers.setdefault(span, []).append(s.key)
         if strangers:
             first, last = max(strangers, key=lambda span: len(strangers[span]))
@@ -454,13 +459,15 @@ class Names(NamedTuple):
     def leaves(self) -> frozenset[str]:
         return self.loose.union(n.rpartition(".")[2] for n in self.keys)
 
-    def has(self, key: str) -> bool:
-        """Whether some version has the key, or its table takes keys of any name."""
+    def has(self, key: str, loose: bool = True) -> bool:
+        """Whether some version has the key, or its table takes keys of any name. loose: or has one of its last part,
+        whose table is not known."""
         *above, leaf = key.split(".")
         return (
             key in self.keys
             or key in self.parents
-            or leaf in self.loose
+            or loose
+            and leaf in self.loose
             or leaf.isdigit()
             or any(map(ANYBODYS.search, above))
             or any(pattern.fullmatch(key) for pattern in self.patterns)

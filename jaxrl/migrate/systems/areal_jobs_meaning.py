@@ -23,14 +23,16 @@ def batch(m: Migration):
 
 
 def layout(m: Migration):
-    key = ACTOR + "backend" if m.text(ACTOR + "backend") else "allocation_mode"
+    named = re.search(r"\d", m.text(ACTOR + "backend"))  # a backend's name alone (to 0.3) has its sizes elsewhere
+    key = ACTOR + "backend" if named or not m.text("allocation_mode") else "allocation_mode"
     text = m.text(key)
     a = allocation(text)
     count = a["d"] * a["t"] * a["p"] * a["c"]
     m.gpus = m.gpus or count
     m.facts["layout"] = text or "unset"
     devices.mesh(m, (key,), (key,), tp=a["t"], pp=a["p"], cp=a["c"], ep=a["e"], gpus=count if text else m.gpus)
-    fsdp = a["p"] == 1 and not re.match(r"megatron|archon", text)
+    others = any(re.match(r"megatron|archon", m.text(k)) for k in (ACTOR + "backend", "allocation_mode"))
+    fsdp = a["p"] == 1 and not others
     if fsdp and common.DTYPES.get(m.text(ACTOR + "dtype")) == "bf16":
         m.differs(
             "AReaL's FSDP engine keeps the weights that are trained and Adam's moments in bfloat16 (actor.dtype); here "

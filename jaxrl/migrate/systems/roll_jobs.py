@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxrl.migrate.derived import derived, renamed, selected
+from jaxrl.migrate.derived import defaults, derived, renamed, selected
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import roll_jobs_meaning as meaning
 from jaxrl.migrate.systems.roll import EIGHT, MEGA, TABLE
@@ -36,13 +36,17 @@ DIFFERS = ("weight decay spares norms, biases and other vectors; with FSDP2 and 
 SHUFFLED = ("the order of the data is drawn from another generator",)
 
 
-def rules(evaluated: bool, *data: Joint) -> tuple:
-    """Returns the rules that all of them have, under the role's name in reinforcement learning."""
+def rules(evaluated: bool, *data: Joint, pair: str = "") -> tuple:
+    """Returns the rules that all of them have, under the role's name in reinforcement learning. pair: the other role, beside whose
+    own model the trained role has one of its own."""
     def some(value):
         return value if evaluated else None
 
     return (
-        Joint("lengths", (K("sequence_length", "equivalent", default=1024, other=700),), meaning.lengths),
+        Joint("lengths", (
+            K("sequence_length", "equivalent", other=700),
+            K("prompt_length", "equivalent", default=1024),
+            K("response_length", "equivalent")), meaning.lengths),
         Joint("layout", (
             K(TRAIN + "device_mapping", "equivalent", other="list(range(0,8))"),
             K(STRATEGY, "equivalent", default="fsdp2_train"),
@@ -57,14 +61,15 @@ def rules(evaluated: bool, *data: Joint) -> tuple:
               beside={TRAIN + "use_dynamic_batching_in_train": True})), meaning.batch),
         *data,
         Joint("length of the run", (
-            K(TRAIN + ARGS + "num_train_epochs", "equivalent", default=3, other=2),
+            K(TRAIN + ARGS + "num_train_epochs", "equivalent", default=1, other=2),
             K("max_steps", "equivalent", default=500 if evaluated else -1, other=some(100))), meaning.length_of_run),
         Joint("evaluation", (
             K(VALID + DATA + "file_name", "equivalent", other=some(["b.json"])),
             K("eval_steps", "equivalent", default=10, other=some(5), beside=HELD if evaluated else {})), meaning.evaluation),
         Joint("model", (
             K("pretrain", "equivalent", other="a/model", also=("student_pretrain",)),
-            K(TRAIN + "model_args.model_name_or_path", "equivalent", other="another/model")), meaning.model),
+            K(TRAIN + meaning.NAME, "equivalent", other="another/model" if pair else None,
+              beside={pair + meaning.NAME: "a/second"} if pair else {})), meaning.model),
         *selected(TABLE, *SHARED),
         K(TRAIN + "strategy_args.strategy_config.offload_policy", "unsupported", fine=(False,),
           why="mesh.roles.policy={'rest': 'streamed'} keeps parameters and optimizer state on the host"),
@@ -89,6 +94,7 @@ def of_role(role: str) -> Table:
     return replace(TABLE, rules=renamed(TABLE.rules, {TRAIN: role}))
 
 
+LONG = {"sequence_length": 1024}
 GPUS = K("num_gpus_per_node", "automatic", why="counted from the devices")
 
 SFT = derived(of_role("sft_train."), "sft", (
@@ -97,31 +103,35 @@ SFT = derived(of_role("sft_train."), "sft", (
         ("prompt_key", "instruction", "q"), ("response_key", "output", "a"), ("query_key", None, None), ("system_key", None, None))),
         meaning.sft_data)), {TRAIN: "sft_train."}),
     K("sft_train.infer_batch_size", "automatic", why="there is no loss on held-out rows"), GPUS,
-), differs=DIFFERS)
+), required=LONG, differs=DIFFERS)
 
 PREFERENCE = derived(TABLE, "preference", (
     recipe("preference"),
-    *rules(True, Joint("data", files(*keys(("chosen_key", "chosen", "c"), ("rejected_key", "rejected", "r"))), meaning.pair_data)),
+    *rules(True, Joint("data", files(*keys(("chosen_key", "chosen", "c"), ("rejected_key", "rejected", "r"))), meaning.pair_data), pair=REF),
     Joint("loss", keys(
-        ("ipo", False, True), ("beta", 0.1, 0.2), ("label_smoothing", 0.0, 0.1), (REF + "model_args.model_name_or_path", None, "a/reference")),
+        ("ipo", False, True), ("beta", 0.1, 0.2), ("label_smoothing", 0.0, 0.1),
+        (REF + meaning.NAME, None, "a/reference", {"beside": {TRAIN + meaning.NAME: "a/b"}})),
         meaning.preference),
+    K(REF + "model_args.adapter_name_or_path", "unsupported", refuse=True, why="a reference is a whole model: merge its adapter"),
     K(TRAIN + "infer_batch_size", "automatic", why="train.score_tokens_per_microbatch; the update's own rows by default"), GPUS,
-), differs=(*DIFFERS, *SHUFFLED))
+), required=LONG, differs=(*DIFFERS, *SHUFFLED))
 
 DISTILL = derived(of_role("student."), "distill", (
     recipe("distill"),
-    *renamed(rules(False, Joint("data", files(*keys(
+    *renamed(defaults(rules(False, Joint("data", files(*keys(
         ("question_key", "question", "q"), ("answer_key", "answer", "a"), ("prompt_key", None, None), ("system_key", None, None))),
-        meaning.distill_data)), {TRAIN: "student.", "pretrain": "student_pretrain", "student_pretrain": "pretrain"}),
+        meaning.distill_data), pair="teacher."), {"max_grad_norm": 0.0}),
+        {TRAIN: "student.", "pretrain": "student_pretrain", "student_pretrain": "pretrain"}),
     Joint("distillation", keys(
-        ("teacher_pretrain", None, "a/teacher"), ("teacher.model_args.model_name_or_path", None, "another/teacher"),
+        ("teacher_pretrain", None, "a/teacher"), ("teacher." + meaning.NAME, None, "another/teacher", {"beside": {"student." + meaning.NAME: "a/b"}}),
         ("kd_objective", "forward_kl", "reverse_kl"), ("logits_topk", 64, 0), ("distill_loss_weight", 0.5, 0.85),
         ("kd_temperature", 1, 2), ("teacher_temperature", 1, 2), ("distill_on_prompt", False, True)), meaning.distillation),
     K("adaptive_kl_alpha", "inert", why="read with kd_objective=adaptive_kl alone", also=("skew_lambda",)),
     K("logits_transfer_backend", "automatic", why="teacher and student share devices, in turns"),
     K("student.infer_batch_size", "automatic", why="there is no loss on held-out rows"), GPUS,
+    K("teacher.model_args.adapter_name_or_path", "unsupported", refuse=True, why="a teacher is a whole model: merge its adapter"),
     K("teacher.**", "automatic", why="the teacher is sharded as the student (mesh.roles.teacher)"),
-), differs=(*DIFFERS, *SHUFFLED))
+), required=LONG, differs=(*DIFFERS, *SHUFFLED))
 
 OF_REWARDS = ("advantage", "KL", "masks", "critic's optimizer")  # what is made of them has no part in it
 

@@ -23,8 +23,13 @@ from jaxrl.migrate.table import Migration
 
 
 def lengths(m: Migration):
-    sft = m.options["run.recipe"][0] == "sft"
-    supervised.sequence(m, m.integer("sequence_length"), "sequence_length", cut="truncate" if sft else "")
+    sft, key = m.options["run.recipe"][0] == "sft", "sequence_length"
+    longest, keys = m.integer(key), (key,)
+    if longest is None and m.integer("response_length"):
+        longest, keys = m.integer("response_length") + m.integer("prompt_length"), ("response_length", "prompt_length")
+    if not longest:
+        raise m.wrong(key, "a length: ROLL asks for sequence_length or response_length")
+    supervised.sequence(m, longest, *keys, cut="truncate" if sft else "")
 
 
 def layout(m: Migration):
@@ -100,9 +105,8 @@ def distill_data(m: Migration):
 
 def length_of_run(m: Migration):
     epochs, steps = m.number(TRAIN + ARGS + "num_train_epochs"), m.integer("max_steps")
-    if epochs != int(epochs):
-        m.lacks(TRAIN + ARGS + "num_train_epochs", "passes over the data are whole here: rounded up")
-        epochs += 1
+    if epochs != int(epochs) and m.options["run.recipe"][0] != "preference":
+        raise m.wrong(TRAIN + ARGS + "num_train_epochs", "a whole number, as this pipeline of ROLL does")
     m.set("data.epochs", int(epochs), TRAIN + ARGS + "num_train_epochs")
     if m.options["run.recipe"][0] == "preference" and steps and steps > 0:
         m.set("train.steps", steps, "max_steps")
@@ -137,9 +141,19 @@ def preference(m: Migration):
         m.mark("label_smoothing", "inert", "read without ipo alone")
     else:
         m.set("preference.label_smoothing", float(m.number("label_smoothing")), "label_smoothing")
-    path = m.text(REF + "model_args.model_name_or_path")
-    if path and path != m.text("pretrain"):
-        m.set("reference.path", path, REF + "model_args.model_name_or_path")
+    if _own_names(m, TRAIN, REF) and m.text(REF + NAME) != m.text(TRAIN + NAME):
+        m.set("reference.path", m.text(REF + NAME), REF + NAME)
+    if ipo or m.number("beta") != 0.1 or m.number("label_smoothing"):
+        m.differs(
+            "the loss is what ipo, beta and label_smoothing say; ROLL's pipeline does not hand them to its loss, which "
+            "is the sigmoid's with beta 0.1 and no smoothing whatever they are"
+        )
+    decays = m.text(TRAIN + ARGS + "lr_scheduler_type") not in ("constant", "constant_with_warmup")
+    if decays or not m.number(TRAIN + ARGS + "warmup_steps") and m.number(TRAIN + ARGS + "warmup_ratio"):
+        m.differs(
+            "the learning rate is scheduled over all steps; ROLL's DPO divides max_steps by the data-parallel ranks, "
+            "so that it ends that much earlier there (optimizer.decay_steps)"
+        )
     m.facts["loss"] = f"{'ipo' if ipo else 'dpo'}, beta {m['beta']}"
 
 
@@ -159,7 +173,8 @@ def distillation(m: Migration):
     m.set("distill.ce", round(1 - share, 12), "distill_loss_weight")
     m.set("distill.top_k", top_k, "logits_topk")
     m.set("distill.temperature", float(m.number("kd_temperature")), "kd_temperature")
-    m.set("distill.teacher_temperature", float(m.number("teacher_temperature")), "teacher_temperature")
+    both = float(m.number("kd_temperature") * m.number("teacher_temperature"))  # the teacher's logits are divided by
+    m.set("distill.teacher_temperature", both, "teacher_temperature", "kd_temperature")
     m.set("distill.on_prompt", m.flag("distill_on_prompt"), "distill_on_prompt")
     if m.flag("distill_on_prompt") and share < 1:
         m.differs("the likelihood is of completions here; there of prompts, too")
@@ -171,12 +186,10 @@ def distillation(m: Migration):
             "further category (distill.tail)"
             + ("" if kind == "forward_kl" else ", and the tokens are the student's most probable")
         )
-    path = m.text("teacher.model_args.model_name_or_path") or m.text("teacher_pretrain")
-    key = (
-        "teacher.model_args.model_name_or_path"
-        if m.text("teacher.model_args.model_name_or_path")
-        else "teacher_pretrain"
-    )
+    if not m.number("max_grad_norm") and "fsdp" in m.text("student.strategy_args.strategy_name"):
+        m.needs("max_grad_norm is 0, at which ROLL's FSDP clips every gradient to 0; here it is off: give a norm")
+    key = _name_of("teacher.", "teacher_pretrain", _own_names(m, "student.", "teacher."))
+    path = m.text(key)
     m.set("teacher.path", path, key)
     if not path:
         m.needs("teacher.path: teacher_pretrain is not set")
@@ -247,6 +260,23 @@ def on_policy(m: Migration):
     m.differs("rewards are metrics; what is made of them, KL and entropy beside the teacher do nothing, as there")
 
 
+NAME = "model_args.model_name_or_path"
+
+
+def _own_names(m: Migration, *roles: str) -> bool:
+    """Whether ROLL takes the roles' own names of models: where one of them has none, all are of `pretrain`."""
+    return all(m.text(role + NAME) for role in roles)
+
+
+def _name_of(role: str, pretrain: str, own: bool) -> str:
+    return role + NAME if own else pretrain
+
+
 def model(m: Migration):
-    own = TRAIN + "model_args.model_name_or_path"
-    supervised.model_path(m, own if m.text(own) else "pretrain")
+    """SFT's model is `pretrain` alone; a pair of roles has names of its own only where both have."""
+    other = {"preference": REF, "distill": "teacher."}.get(m.options["run.recipe"][0])
+    own = bool(other) and _own_names(m, TRAIN, other)
+    key = _name_of(TRAIN, "pretrain", own)
+    if not own and m.given(TRAIN + NAME) and m.text(TRAIN + NAME) != m.text("pretrain"):
+        m.mark(TRAIN + NAME, "inert", "ROLL takes pretrain's here")
+    supervised.model_path(m, key)

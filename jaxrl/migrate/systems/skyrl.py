@@ -30,6 +30,21 @@ JOBS = (
     Job("main_generate, which samples and scores without training,", EVAL, r"\bmain_generate\b"),
 )
 
+
+
+def changes_training(policy: str) -> tuple[Key, ...]:
+    """Returns the rows of the backends' tables that change what is learnt, below the policy's table."""
+    mega, router = policy + "megatron_config.", "set train.router_balance by hand: its scale is another"
+    return (
+        K(mega + "moe_aux_loss_coeff", "unsupported", fine=(0, 0.0), why=router, also=(mega + "transformer_config_kwargs.moe_aux_loss_coeff",)),
+        K(mega + "freeze_moe_router", "unsupported", fine=(False,), why="name the routers in model.frozen"),
+        K(mega + "mtp_num_layers", "unsupported", fine=(0,), why="multi-token prediction is not trained"),
+        K(mega + "model_config_kwargs.**", "unsupported", fine=(None, {}), why="write it into model.config", also=(mega + "model_config_kwargs",)),
+        K(mega + "transformer_config_kwargs.rope_**", "ask", why="write it into model.config"),
+        K(policy + "fsdp_config.mixed_precision.param_dtype", "unsupported", fine=("bf16", "bfloat16"), why="set train.compute_dtype by hand"),
+    )
+
+
 TABLE = Table(
     name="skyrl", title="SkyRL", command=r"skyrl|main_base|main_fully_async|main_dapo|-m examples\.",
     versions=("docs", "train-0.1", "train-0.2", "train-0.3", "train-0.4", "0.1", "0.2", "0.3"),
@@ -266,6 +281,7 @@ TABLE = Table(
         K(GEN + "chat_template_kwargs", "automatic", why="empty"),
         K(ENGINE + "speculative_config.**", "unsupported", why="speculative decoding"),
         K("trainer.mtp.**", "unsupported", fine=(None, {}, False, 0), why="multi-token prediction is not trained"),
+        *changes_training(POLICY),
         K(ENGINE + "speculative_config", "unsupported", why="speculative decoding"),
         K("trainer.policy.language_model_only", "automatic", also=("trainer.ref.language_model_only",), why="only text is read"),
         K(GEN + "vision_language_generator", "unsupported", fine=(False,), refuse=True, why="only text is supported"),

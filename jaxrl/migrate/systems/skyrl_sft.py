@@ -5,11 +5,11 @@ Read from its code at the tags v0.2.0, v0.3.0 and at a956457 (several data sets)
 
 from __future__ import annotations
 
-from jaxrl.migrate.derived import derived, renamed, selected
+from jaxrl.migrate.derived import defaults, derived, renamed, selected
 from jaxrl.migrate.devices import MEGATRON
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import skyrl_sft_meaning as meaning
-from jaxrl.migrate.systems.skyrl import TABLE
+from jaxrl.migrate.systems.skyrl import TABLE, changes_training
 from jaxrl.migrate.table import Joint, Key, Since
 
 K = Key
@@ -58,8 +58,9 @@ SFT = derived(TABLE, "sft", (
         K("sequence_parallel_size", "equivalent", default=1, other=2, beside=FSDP),
         K("fsdp_config.fsdp_size", "equivalent", default=-1, other=2, beside=FSDP),
         K("fsdp_config.cpu_offload", "equivalent", default=False, other=True, beside=FSDP)), meaning.layout),
-    *renamed(selected(TABLE, "optimizer", OPTIMIZER + "weight_decay", OPTIMIZER + "max_grad_norm", OPTIMIZER + "offload_after_step",
-                      "trainer.policy.model.path", "adapters", "trainer.policy.model.lora.*"), {"trainer.policy.": "", "trainer.": ""}),
+    *renamed(defaults(selected(TABLE, "optimizer", OPTIMIZER + "weight_decay", OPTIMIZER + "max_grad_norm", OPTIMIZER + "offload_after_step",
+                      "trainer.policy.model.path", "adapters", "trainer.policy.model.lora.*"),
+              {"trainer.policy.model.path": "Qwen/Qwen3-0.6B"}), {"trainer.policy.": "", "trainer.": ""}),
     *renamed(selected(TABLE, "trainer.seed"), {"trainer.": ""}),
     Joint("loggers", (
         K("logger", "equivalent", default="console", other="wandb"),
@@ -74,6 +75,7 @@ SFT = derived(TABLE, "sft", (
     K("dummy_run_full_ctx", "unsupported", fine=(False,), refuse=True, why="a run on made-up rows: run.mode=plan says what fits"),
     K("dummy_run_max_steps", "inert", why="read with dummy_run_full_ctx alone"),
     K("model_config_kwargs.**", "unsupported", fine=(None, {}), why="write it into model.config", also=("model_config_kwargs",)),
+    *changes_training(""),
     K("model.fake_int4_qat.*", "unsupported", fine=(None, False), why="training against int4 experts"),
     *(K(name, "automatic", why=why, also=also) for name, why, also in (
         ("remove_microbatch_padding", "rows are always packed", ("use_sample_packing",)),
@@ -88,5 +90,5 @@ SFT = derived(TABLE, "sft", (
 ), command=r"main_sft|sft", prefixes=(), differs=(
     "weight decay spares norms, biases and other vectors",
     "the order of the data is drawn from another generator",
-    "a last batch that is smaller is trained on there; here it is filled by the next pass, or left out (data.drop_last)",
+    "batches run on over the end of a pass; SkyRL's last batch of each pass has the rows that are left",
 ))

@@ -35,6 +35,12 @@ def length_of_run(m: Migration):
         m.mark("num_epochs", "inert", "num_steps wins")
         return
     m.set("data.epochs", epochs, "num_epochs")
+    m.set("data.drop_last", False, "num_epochs")
+    if not most and m.text("optimizer_config.scheduler") not in ("", "constant", "constant_with_warmup"):
+        m.differs(
+            "the learning rate falls over all updates; SkyRL tells its schedule their number with num_steps or "
+            "max_training_steps alone, not with num_epochs"
+        )
     if most:
         m.set("train.steps", most, "max_training_steps")
 

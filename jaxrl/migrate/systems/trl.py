@@ -70,7 +70,7 @@ AUTOMATIC = (  # key, what jaxrl does, further keys of which the same holds
     ("use_cpu", "JAX_PLATFORMS=cpu in the environment", "no_cuda"),
     ("tpu_*", "jaxrl runs on the devices that JAX finds"),
     ("enable_cpu_affinity", "left to the operating system"),
-    ("mixed_precision", "train.compute_dtype", "bf16_full_eval", "fp16_full_eval", "downcast_bf16"),
+    ("bf16_full_eval", "train.compute_dtype", "fp16_full_eval", "downcast_bf16"),
     ("dynamo_*", "every program is compiled", "torch_compile", "torch_compile_*", "jit_mode_eval"),
     ("deepspeed", "mesh.fsdp shards parameters, gradients and optimizer state", "deepspeed_config.**", "fsdp", "fsdp_config.**",
      "fsdp_config", "ddp_*"),
@@ -250,6 +250,7 @@ TABLE = Table(
             K("dtype", "equivalent", other="bfloat16", also=("torch_dtype",)),
             K("bf16", "equivalent", other=False),
             K("fp16", "equivalent", default=False, other=True),
+            K("mixed_precision", "equivalent"),  # of accelerate
             K("chat_template_path", "equivalent", other="t.jinja"),
             K("chat_template", "equivalent", other="{{ messages }}")), meaning.model),
         K("trust_remote_code", to="model.trust_remote_code", default=False, other=True),

@@ -17,7 +17,7 @@ EVAL = {"eval_strategy": "steps", "eval_steps": 10}
 TRAINING = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "saving", "model_name_or_path", "model",
             "trust_remote_code", "gradient_checkpointing", "adapters", "lora_*", "loggers", "seed", "data_seed", "chat_template_kwargs.*",
             "load_best_model_at_end", "benchmarks", "callbacks", "model_init_kwargs.**", "length of the run")
-LOG = Joint("log", (K("logging_steps", "equivalent", default=10, other=5),), meaning.logging)
+LOG = Joint("log", (K("logging_steps", "equivalent", default=Since(("0.17", 500), ("0.19", 10)), other=5),), meaning.logging)
 NO_LOG = K("logging_steps", "automatic", why="every step is a line of metrics")
 OTHERS = (
     K("neftune_noise_alpha", "unsupported", fine=(0, 0.0), why="no noise is added to embeddings"),
@@ -38,7 +38,7 @@ OTHERS = (
 )
 
 
-def rules(rate: float, log: Joint | Key, evaluated: bool) -> tuple:
+def rules(rate: float | Since, log: Joint | Key, evaluated: bool) -> tuple:
     """Returns the rules that all trainers have. rate: default of the learning rate. evaluated: whether rows that are
     held out are evaluated here."""
     beside, other = (EVAL, lambda value: value) if evaluated else ({}, lambda value: None)
@@ -48,7 +48,8 @@ def rules(rate: float, log: Joint | Key, evaluated: bool) -> tuple:
             K("per_device_train_batch_size", "equivalent", default=8, other=16),
             K("gradient_accumulation_steps", "equivalent", default=1, other=4),
             K("num_processes", "equivalent", default=MISSING, other=2, also=("num_gpus", "nproc_per_node")),
-            K("packing", "equivalent", default=False)), meaning.batch),
+            K("packing", "equivalent", default=False),
+            K("dataloader_drop_last", "equivalent", default=False, other=True)), meaning.batch),
         Joint("data", (
             K("dataset_name", "equivalent", other="a/b"),
             K("dataset_config", "equivalent", other="main", also=("dataset_config_name",), beside=named),
@@ -112,7 +113,8 @@ PREFERENCE = derived(TABLE, "preference", (
         K("simpo_gamma", "equivalent", default=0.5, other=0.3, beside=CPO),
         K("rpo_alpha", "equivalent", other=0.5),
         K("sync_ref_model", "equivalent", default=False)), meaning.preference),
-    K("ref_model_*", "inert", why="read with sync_ref_model, or where the reference is another model"),
+    K("ref_model_*", "inert", why="read with sync_ref_model, or where the reference is another model", also=(
+        "ref_model_mixup_alpha", "ref_model_sync_steps")),
     K("f_divergence_type", "unsupported", fine=("reverse_kl", "FDivergenceType.REVERSE_KL"), refuse=True, why="the divergence is the reverse KL"),
     K("f_alpha_divergence_coef", "inert", why="read with another f_divergence_type alone"),
     K("use_weighting", "unsupported", fine=(False,), refuse=True, why="pairs are not weighed (WPO)"),
@@ -132,7 +134,7 @@ PREFERENCE = derived(TABLE, "preference", (
 REWARD = derived(TABLE, "reward_model", (
     recipe("reward_model"),
     Joint("lengths", length(), meaning.pair_lengths),
-    *rules(1e-4, NO_LOG, evaluated=True),
+    *rules(Since(("0.17", 5e-5), ("0.26", 1e-4)), NO_LOG, evaluated=True),
     Joint("loss", (K("center_rewards_coefficient", "equivalent", other=0.01),), meaning.reward_model),
 ), command=r"reward", required=REQUIRED, differs=(
     "no weight decay on norms, biases and other vectors (as transformers)",

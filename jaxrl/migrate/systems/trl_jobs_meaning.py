@@ -23,23 +23,30 @@ def lengths(m: Migration):
 
 def pair_lengths(m: Migration):
     supervised.sequence(m, m.integer("max_length"), "max_length")
-    prompt = m.integer("max_prompt_length")
-    if prompt and m.given("max_prompt_length"):
+    if m.options["run.recipe"][0] != "preference":
+        return
+    m.differs("a pair with a completion that is too long is left out and counted; TRL cuts it to max_length")
+    prompt, completion = m.integer("max_prompt_length"), m.integer("max_completion_length")
+    if trainer(m) != "dpo":  # they cut a prompt only where it and the longer completion exceed max_length
+        m.mark("max_prompt_length", "inert", "a pair beyond max_length is left out; others keep their prompts whole")
+        m.mark("max_completion_length", "inert", "read for encoder-decoders alone")
+        return
+    if prompt:
         m.options.pop("data.max_prompt_tokens")
         m.set("data.max_prompt_tokens", prompt, "max_prompt_length")
         m.set("data.overlong_prompt", "truncate_left", "max_prompt_length")
-    completion = m.integer("max_completion_length")
     if completion:
         m.options.pop("rollout.max_new_tokens")
         m.set("rollout.max_new_tokens", completion, "max_completion_length")
-    if m.options["run.recipe"][0] == "preference":
-        m.differs("a pair with a completion that is too long is left out and counted; TRL cuts it to max_length")
 
 
 def batch(m: Migration):
     """Rows of an optimizer step: per process x accumulation x processes."""
     per, accumulated = m.integer("per_device_train_batch_size"), m.integer("gradient_accumulation_steps")
     count = per * accumulated * trl.processes(m)
+    m.set("data.drop_last", m.flag("dataloader_drop_last"), "dataloader_drop_last")
+    if not m.flag("dataloader_drop_last"):
+        m.differs("batches run on over the end of a pass; TRL's last batch of each pass has the rows that are left")
     pairs = m.options["run.recipe"][0] in ("preference", "reward_model")
     supervised.rows(m, count, "pairs" if pairs else "rows", *BATCH)
     supervised.memory(m, per * (1 + pairs), "per_device_train_batch_size", "max_length")
@@ -188,6 +195,11 @@ KIN = {  # trainer -> loss_type there -> ours
 SMOOTHED = ("robust", "exo", "aot", "aot_unpaired", "cpo", "simpo")
 
 
+def before(m: Migration, version: str) -> bool:
+    """Whether the version is older than this one."""
+    return m.table.versions.index(m.version) < m.table.versions.index(version)
+
+
 def trainer(m: Migration) -> str:
     """dpo, kto, orpo or cpo: by the command, else by keys of one alone."""
     if found := re.search(r"\b(?:trl )?(kto|orpo|cpo|dpo)\w*(?:\.py)?\b", m.command):
@@ -216,8 +228,11 @@ def preference(m: Migration):
     if weights and kind == "dpo":
         m.set("preference.loss_weights", tuple(float(w) for w in weights), "loss_weights")
     m.set("preference.beta", float(m.number("beta")), "beta")
-    smoothing = m.number("label_smoothing")
-    old = m.table.versions.index(m.version) < m.table.versions.index("1.0")
+    smoothing, old = m.number("label_smoothing"), before(m, "1.0")
+    if "exo" in losses and not smoothing:
+        if not old:
+            raise m.wrong("label_smoothing", "a share above 0 beside exo_pair, as TRL asks for")
+        smoothing = 1e-3  # it sets so itself
     if smoothing and (set(losses) & set(SMOOTHED) or old and "dpo" in losses):
         m.set("preference.label_smoothing", float(smoothing), "label_smoothing")
     elif smoothing:
@@ -233,6 +248,7 @@ def _of_one_loss(m: Migration, kind: str, losses: list[str]):
         for name in ("desirable_weight", "undesirable_weight"):
             m.set(f"preference.{name}", float(m.number(name)), name)
         m.differs("KTO's z0 is of the whole step; TRL's of a micro-batch")
+        m.differs("a row with `chosen` and `rejected` is one of data.prompts_per_step here; TRL makes two of it")
     elif kind == "cpo":
         m.set("preference.rpo_alpha", float(m.number("cpo_alpha")), "cpo_alpha")
         if "simpo" in losses:

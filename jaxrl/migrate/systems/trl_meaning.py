@@ -382,7 +382,12 @@ def model(m: Migration):
     fp16 = m.flag("fp16")
     old = m.table.versions.index(m.version) < m.table.versions.index("0.19")
     bf16 = (not old and not fp16) if bf16 is None else m.flag("bf16")
-    m.set("train.compute_dtype", "fp16" if fp16 else "bf16" if bf16 else "fp32", "bf16", "fp16")
+    compute = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    launched = m.text("mixed_precision").strip("'\"")
+    if compute == "fp32" and launched in ("fp16", "bf16"):  # where the trainer has none accelerate's counts
+        m.set("train.compute_dtype", launched, "mixed_precision", "bf16", "fp16")
+    else:
+        m.set("train.compute_dtype", compute, "bf16", "fp16")
     revision = m.text("model_revision")
     if revision and revision != "main":
         m.set("model.revision", revision, "model_revision")

@@ -41,14 +41,15 @@ def trainer(gpus: int, *more: Key | Joint) -> tuple:
             K(TRAINER + "total_epochs", "equivalent", default=4, other=2),
             K(TRAINER + "total_training_steps", "equivalent", other=9)), meaning.length_of_run),
         Joint("loggers", (
-            K(TRAINER + "logger", "equivalent", default=["console", "wandb"], other="console"),
+            K(TRAINER + "logger", "equivalent", default=Since(("0.3", ["console"]), ("0.4", ["console", "wandb"])), other="console"),
             K(TRAINER + "project_name", "equivalent", default="gsm8k-sft", other="mine"),
             K(TRAINER + "experiment_name", "equivalent", default="test", other="mine")), next(
                 r for r in TABLE.rules if getattr(r, "title", "") == "loggers").by),
         K(TRAINER + "seed", to="run.seed", default=1, other=7),
         K("optim.weight_decay", to="optimizer.weight_decay", default=0.01, other=0.1),
         K("model.trust_remote_code", to="model.trust_remote_code", default=False, other=True),
-        K("model.enable_gradient_checkpointing", "equivalent", "model.remat", lambda on: "full" if on else "none", default=True, other=False),
+        K("model.enable_gradient_checkpointing", "equivalent", "model.remat", lambda on: "full" if on else "none",
+          default=Since(("0.3", False), ("0.4", True)), other=False),
         K(TRAINER + "checkpoint.**", "automatic", why="a checkpoint is whole; export is checkpoint.export_*", also=("checkpoint.**",)),
         K(TRAINER + "default_hdfs_dir", "unsupported", fine=("",), why="name the place in checkpoint.upload.to"),
         K(DATA + "enable_thinking_key", "automatic", why="data.chat_template_kwargs", also=(DATA + "tools_key", DATA + "multiturn.tools_key",

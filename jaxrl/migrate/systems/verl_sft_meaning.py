@@ -20,15 +20,16 @@ def first(m: Migration) -> bool:
 
 def lengths(m: Migration):
     kind = m.text(DATA + "truncation")
-    right = kind == "right" or kind == "left" and m.text(DATA + "pad_mode") == "no_padding"
+    unpadded = not first(m) and m.text(DATA + "pad_mode") == "no_padding"
+    right = kind == "right" or unpadded and (kind == "left" or kind == "error" and m.version == "0.6")
     keys = (DATA + "max_length", DATA + "truncation")
     supervised.sequence(m, m.integer(keys[0]), *keys, cut="truncate" if right else "filter")
-    if kind == "error":
+    if kind not in ("error", "left", "right"):
+        raise m.wrong(DATA + "truncation", "error, left or right")
+    if kind == "error" and not right:
         m.differs("a row of more than data.max_length tokens is an error in verl; here it is left out and counted")
     elif kind == "left" and not right:
         m.lacks(DATA + "truncation", "a row that is too long loses its beginning there; here it is left out")
-    elif kind not in ("left", "right"):
-        raise m.wrong(DATA + "truncation", "error, left or right")
 
 
 def batch(m: Migration):
