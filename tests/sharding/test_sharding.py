@@ -155,7 +155,7 @@ def test_biases_and_sinks_on_meshes(tmp_path):
 
 
 @pytest.mark.slow
-@first_cases(1, "case, arrays", [("hybrid", 13), ("mamba", 14)])
+@first_cases(1, "case, arrays", [("hybrid", 13), ("mamba", 16)])
 def test_recurrent_layers_on_meshes(tmp_path, case, arrays):
     """As one device: rows with shared prompts, heads over tp, experts over ep."""
     meshes = ("1,1,1,1", "1,2,2,2", "2,1,1,4")
@@ -164,7 +164,7 @@ def test_recurrent_layers_on_meshes(tmp_path, case, arrays):
     for kind, bound in (("", 1e-5), (".float64", 1e-12)):
         whole, *others = (dict(np.load(tmp_path / f"{m}{kind}.npz")) for m in meshes)
         assert sum("recurrent" in name for name in whole) == arrays
-        for name in whole:
+        for name in whole.keys() - {"layer_1/mlp/router/correction"}:  # which is fixed
             far = {mesh: relative(other[name], whole[name]) for mesh, other in zip(meshes[1:], others, strict=True)}
             assert np.linalg.norm(whole[name]) and max(far.values()) < bound, (name, far)
 
