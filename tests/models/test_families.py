@@ -34,7 +34,7 @@ ROWS = [  # of helpers.tiny_models, one or more of each family
     "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe",
     "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     "nemotron_h", "nemotron_h_dense", "granite4", "granite4_dense", "falcon_h1", "falcon_h1_plain"]
-PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them
+PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them (granite-4.0-h-tiny.json: from memory)
     "Kimi-K2-Instruct": 1026.4, "MiMo-7B-RL": 7.6, "Seed-OSS-36B-Instruct": 36.2, "gemma-7b-it": 8.5,
     "OLMo-2-1124-7B-Instruct": 7.3, "Olmo-3-7B-Instruct": 7.3, "SmolLM3-3B": 3.1, "Ministral-3-8B-Instruct-2512-BF16": 8.5,
     "GLM-4-9B-0414": 9.4, "glm-4-9b-chat-hf": 9.4, "phi-4": 14.7, "Phi-4-mini-instruct": 3.8,
