@@ -63,7 +63,8 @@ def reward(m: Migration):
             ACTOR + "overlong_penalty_factor",
             ACTOR + "reward_scaling",
         )
-    counted, longest = m.integer(ACTOR + "max_new_tokens"), m.integer(GCONFIG + "max_new_tokens")
+    longest, own = m.integer(GCONFIG + "max_new_tokens"), ACTOR + "max_new_tokens"
+    counted = longest if m[own] == "${gconfig.max_new_tokens}" else m.integer(own)  # refers to what is not set
     if counted != longest and m.flag(ACTOR + "overlong_reward_penalty"):
         m.lacks(
             ACTOR + "max_new_tokens",

@@ -23,7 +23,11 @@ PARSERS = {"hermes": "hermes", "llama3_json": "llama", "mistral": "mistral", "qw
 def turns(m: Migration):
     """Tools are a YAML of Python classes there: the episode that uses them is to be written."""
     if not m.flag(T + "enable"):
-        bounds = [s.key for s in m.singles.values() if s.key.startswith(T) and s.value not in (None, 1, False)]
+        bounds = [
+            s.key
+            for s in m.singles.values()
+            if s.key.startswith(T) and s.value not in (None, 1, False) and s.key != T + "format"
+        ]
         if bounds and not m.given(T + "enable"):
             m.needs(
                 f"{bounds[0]} is read with multi_turn.enable alone, which this file does not set: if the config that "
