@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jaxrl.config.help import GROUPS, conditions
+from jaxrl.config.help import GROUPS, by_preset, conditions, joined
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema import SCHEMA, options
 from jaxrl.resolve.checks.unread import SELECTORS, owned
@@ -76,7 +76,8 @@ def options_page() -> str:
                 if name == "optimizer.lr":
                     meaning += "; `None`: by recipe, " + ", ".join(f"{r} {row.lr}" for r, row in RECIPES.items()) + "; with adapters ten times that"
                 needs = [*further.get(name, ()), *chosen_rows(name)]
-                meaning += f". Needs {' and '.join(map(code, needs))}" if needs else ""
+                meaning += by_preset(name).replace("None = by preset", "`None` = by preset")
+                meaning += f". Needs {joined([code(clause) for clause in needs])}" if needs else ""
                 out.append(f"| `{name}` | {code(repr(option.default))} | {values(option)} | {meaning} |")
     return "\n".join(out) + "\n"
 

@@ -49,6 +49,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 from common import RESULTS, commit, record, table  # noqa: E402
 from migrate_rules import RULES, Keys  # noqa: E402
+from migrate_rules_jobs import JOBS  # noqa: E402
 from plan_shapes import MODELS, QWEN, QWEN3  # noqa: E402
 
 from jaxrl.config.load import load_config  # noqa: E402
@@ -65,6 +66,9 @@ CORPUS = {
             "algorithms/sapo/run_sapo_qwen3_4b_aime", "algorithms/clip_cov_kl_cov/run_clip_cov", "algorithms/maxrl/run_maxrl_gsm8k", "ppo/run_ppo",
             "megatron/run_megatron_dapo_qwen3_30b_a3b", "lora/run_qwen2_5_0.5b_gsm8k_grpo_lora", "async/async_run_gsm8k",
             "search/run_search", "geometry3k/run_geometry3k", "tis_correction/run_dapo_tis")]),
+        ("NovaSky-AI/SkyRL", "a956457", "0.3", [f"examples/train/sft/{n}.sh" for n in (
+            "run_sft_fsdp", "run_sft_lora", "run_sft_megatron", "run_sft_megatron_multi_dataset", "run_sft_megatron_tulu3_50k",
+            "run_sft_megatron_tulu3_50k_packed", "run_sft_dummy_fsdp")]),
         ("NovaSky-AI/SkyRL", "skyrl_train-v0.1.0", "train-0.1", [f"skyrl-train/examples/{n}.sh" for n in (
             "gsm8k/run_gsm8k", "ppo/run_ppo", "text_to_sql/run_skyrl_sql")]),
     ],
@@ -87,12 +91,16 @@ CORPUS = {
             "rollout_correction/run_qwen2_5_7b_fsdp", "rollout_correction/run_qwen2_5_7b_fsdp_multi_rs",
             "on_policy_distillation_trainer/run_qwen3_8b_fsdp", "on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp",
             "on_policy_distillation_trainer/run_qwen3_8b_megatron",
-            "ascend_extras/grpo_trainer/run_qwen3_30b_a3b_mindspeed", "generation/run_deepseek_llm_7b")])],
+            "ascend_extras/grpo_trainer/run_qwen3_30b_a3b_mindspeed", "generation/run_deepseek_llm_7b",
+            "sft/gsm8k/run_qwen3_5_397b_a17b_megatron", "sft/gsm8k/run_qwen_megatron_fsdp")]),
+        ("verl-project/verl", "v0.7.1", "0.7", ["examples/sft/gsm8k/run_qwen3_5_megatron.sh"])],
     "trl": [
         ("huggingface/open-r1", "1416fa0", "0.18", [f"recipes/{n}.yaml" for n in (
             "Qwen2.5-1.5B-Instruct/grpo/config_demo", "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo",
             "Qwen2.5-1.5B-Instruct/grpo/config_demo_code", "Qwen2.5-Coder-7B-Instruct/grpo/config_codeforces",
             "Qwen2.5-1.5B-Instruct/grpo/config_demo_code_ioi")]),
+        ("huggingface/open-r1", "1416fa0", "0.18", [f"recipes/{n}.yaml" for n in (
+            "OpenR1-Distill-7B/sft/config_distill", "OlympicCoder-7B/sft/config_v00.00", "OlympicCoder-32B/sft/config_v00.00")]),
         ("huggingface/trl", "f2cd577", "1.9", ["examples/cli_configs/example_config.yaml"]),
     ],
     "areal": [
@@ -101,6 +109,9 @@ CORPUS = {
             "math/gsm8k_sapo", "math/gsm8k_m2po", "math/gsm8k_grpo_megatron", "math/gsm8k_grpo_lora", "math/boba_grpo",
             "math/gsm8k_reinforce", "math/gsm8k_sft", "math/gsm8k_dapo_dynamic_bs", "multi_turn_math/gsm8k_grpo_mt",
             "tau2/config_30b_moe_airline", "distillation/gsm8k_grpo_distill", "vlm/clevr_count_70k_grpo")]),
+        ("inclusionAI/AReaL", "v1.0.4", "1.0", [f"examples/alignment/{n}.yaml" for n in ("hhrlhf_dpo", "hhrlhf_rw")]),
+        ("inclusionAI/AReaL", "v0.4.1", "0.4", [f"examples/math/{n}.yaml" for n in ("gsm8k_sft", "gsm8k_sft_megatron")]),
+        ("inclusionAI/AReaL", "v0.3.4", "0.3", ["examples/experimental/configs/gsm8k_sft_megatron.yaml"]),
         ("inclusionAI/AReaL", "v0.3.4", "0.3", [f"examples/{n}.yaml" for n in (
             "math/gsm8k_grpo", "math/gsm8k_ppo", "experimental/dapo/gsm8k_dapo", "experimental/dr.grpo/gsm8k_drgrpo",
             "legacy/configs/v0.3-qwen3-code/8b")]),
@@ -124,6 +135,11 @@ CORPUS = {
             *(f"docs_examples/example_{m}" for m in ("grpo", "gspo", "ppo", "raft_pp", "reinforce_pp", "topr", "total_rl_options")),
             "qwen2.5-7B-rlvr-offpolicy/rlvr_config", "qwen3-30BA3B-rlvr_fsdp2/rlvr_config", "qwen3-next-80BA3B-rlvr_megatron/rlvr_config",
             "qwen2.5-vl-7B-rlvr/rlvr_megatron", "qwen2.5-0.5B-agentic/agent_val_frozen_lake", "dpo_examples/qwen2.5-3B_dpo_megatron")]),
+        ("alibaba/ROLL", "8eb27cc", "0.3.0", [f"examples/{n}.yaml" for n in (
+            "dpo_examples/qwen3-30BA3B-dpo_megatron_80GB", "qwen2.5-7B-sft_megatron/sft_config", "qwen3.5-35BA3-sft_fsdp2/sft_config",
+            "qwen2.5-7B-distill_megatron/distill_megatron", "qwen3-8B-onpolicy-distill-megatron/onpolicy_distill_config",
+            "qwen3-8B-onpolicy-distill-megatron/multi_teacher_onpolicy_distill_config")]),
+        ("alibaba/ROLL", "v0.2.1", "0.2.1", ["examples/qwen3-8B-onpolicy-distill-megatron/onpolicy_distill_config.yaml"]),
         ("alibaba/ROLL", "v0.1.0", "0.1.0", [f"examples/{n}.yaml" for n in (
             "qwen2.5-7B-rlvr_megatron/rlvr_config", "qwen2.5-7B-rlvr_megatron/rlvr_zero3_sp2", "docs_examples/example_ppo",
             "qwen3-30BA3B-rlvr_megatron/rlvr_config_sglang")]),
@@ -280,7 +296,9 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
         os.chdir(out)
         try:
             config = load_config(report["config"])
-            wrong += differ(RULES[system](Keys(mine), config, version))
+            rules = JOBS.get((system, report["job"])) if report["job"] else RULES[system]
+            if rules:  # of Cosmos-RL's other jobs there are none yet
+                wrong += differ(rules(Keys(mine), config, version))
             report["model"] = config.model.path
             config.log.wandb = False
             config.model.path = config.model.path or "a/model"

@@ -32,7 +32,7 @@ PROGRAMS = {
     "diff": Program("jaxrl.diff", "where two runs part, and by what"),
     "doctor": Program("jaxrl.doctor.__main__", "check this machine: versions, devices, kernels, vLLM"),
     "launch": Program("jaxrl.launch", "several processes of one run on this machine"),
-    "serve": Program("jaxrl.serve", "vLLM servers of this host, for trainers elsewhere"),
+    "serve": Program("jaxrl.serve", "vLLM servers of this host; serve tinker: a training service"),
     "migrate": Program("jaxrl.migrate.__main__", "translate a config of TRL, verl, SkyRL, AReaL, ROLL ..."),
 }
 USAGE = """usage: jaxrl PROGRAM [...]

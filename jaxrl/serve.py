@@ -9,6 +9,8 @@ rollout.servers, with its URL as content; trainers read the folder at every weig
 at the same URL, up to `rollout.vllm.restarts` times. Ends on SIGTERM or Ctrl-C with status 0; with 1 if no server
 is left; with 2 for an invalid config.
 
+`jaxrl serve tinker --help` is another program: a server for training loops of the tinker SDK (jaxrl.service).
+
 Servers require the key in $VLLM_API_KEY (or rollout.vllm.api_key) everywhere but at /health. They listen on
 rollout.vllm.host: by default on loopback, for trainers on this host; for other hosts set this host's address in the
 cluster's network. They are announced under $JAXRL_SERVE_HOST, else under the address they listen on, else (listening on
@@ -125,6 +127,10 @@ def announce(folder: Path, name: str, url: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs `jaxrl serve` with these arguments (default sys.argv); returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["tinker"]:
+        from jaxrl.service import app
+
+        return app.main(argv[1:])
     if help.requested(argv) is not None:
         print((__doc__ or "").rstrip() + "\n\nIts options: jaxrl train --help=rollout.vllm")
         return 0

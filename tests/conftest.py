@@ -13,6 +13,8 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes t
 # run of the tests takes a third of the time. Runs look there anyway.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "jaxrl" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Programs compile in a third of the time without LLVM's optimisations. Sections of .ci/run test those that users run.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -124,19 +124,20 @@ def test_commands_are_such(block, place):
             check_flags(words, found.read_text())
         elif program == "python":
             module = words[words.index("-m") + 1]
-            assert module.startswith("vllm.") or importlib.util.find_spec(module), module
+            assert module.startswith(("vllm.", "tinker_cookbook.")) or importlib.util.find_spec(module), module
             if module == "jaxrl.launch":
                 check_flags(words, Path(importlib.util.find_spec(module).origin).read_text())
         elif program == "jaxrl":
             assert words[1] in PROGRAMS, words
-            check_flags(words, Path(importlib.util.find_spec(PROGRAMS[words[1]].module).origin).read_text())
+            module = "jaxrl.service.app" if words[1:3] == ["serve", "tinker"] else PROGRAMS[words[1]].module
+            check_flags(words, Path(importlib.util.find_spec(module).origin).read_text())
         elif program == "kubectl":
             assert (ROOT / words[words.index("-f") + 1]).is_file()
         elif program == "pip":
             extra = re.search(r"\[([\w,-]+)\]", words[-1])
             assert extra is None or set(extra[1].split(",")) <= set(project["project"]["optional-dependencies"]), words
         else:
-            assert program == "pytest" or program.startswith("--config."), words
+            assert program in ("pytest", "export") or program.startswith("--config."), words
 
 
 def check_flags(words: list[str], source: str) -> None:

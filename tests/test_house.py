@@ -123,6 +123,14 @@ def test_nothing_imports_planning():
     assert found <= {"jaxrl.api"}
 
 
+def test_only_the_command_imports_the_training_service():
+    """And the service imports its HTTP library in one file; no other file of jaxrl names it."""
+    assert {name for name, other in arrows() if room(other) == "service" != room(name)} == {"jaxrl.serve"}
+    http = {name for name, tree in modules().items() for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and "starlette" in (getattr(node, "module", "") or "")}
+    assert http == {"jaxrl.service.routes"}
+
+
 def test_algorithms_know_arrays_only():
     assert {(name, other) for name, other in arrows() if room(name) == "algorithms" != room(other)} == set()
 

@@ -20,12 +20,12 @@ from jaxrl.migrate.models import trained
 from jaxrl.migrate.report import because, left_out, name_of
 from jaxrl.migrate.shell import commands
 from jaxrl.migrate.source import Setting, Source, Unreadable, override
-from jaxrl.migrate.systems import SYSTEMS, table_of
+from jaxrl.migrate.systems import SYSTEMS, table_of, tables
 from jaxrl.migrate.table import ANYBODYS, KINDS, MISSING, Migration, Since, names_of
 from jaxrl.resolve.checks.common import check
 
 # Keys whose default, written down, is not what they are when left out: that is their point.
-NOT_THE_SAME = {"skyrl": ("generator.eval_sampling_params.",),
+NOT_THE_SAME = {"trl/preference": ("desirable_", "undesirable_", "cpo_alpha", "simpo_gamma"), "skyrl": ("generator.eval_sampling_params.",),
                 "areal": ("actor.reward_norm.", "actor.adv_norm.", "critic.", "eval_gconfig.", "gconfig.max_tokens", "sglang.context")}
 
 
@@ -47,7 +47,7 @@ def result(m):
 # -- every table -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", tables())
 def test_every_key_is_owned_once_and_says_why(system):
     table = table_of(system)
     names = [n for key in table.keys() for n in key.names()]
@@ -59,7 +59,7 @@ def test_every_key_is_owned_once_and_says_why(system):
         assert not isinstance(key.default, Since) or key.default.at(table.versions, table.versions[0]) is not MISSING
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", tables())
 def test_an_empty_config_is_the_table_of_defaults_and_passes_the_checks(system, tmp_path):
     for version in table_of(system).versions:
         m = migrated(system, table_of(system).required, version)
@@ -68,7 +68,7 @@ def test_an_empty_config_is_the_table_of_defaults_and_passes_the_checks(system, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", tables())
 def test_another_value_gives_another_config(system):
     """Mutation: unless its row says automatic, inert or unsupported."""
     same, base = [], {}
@@ -89,7 +89,7 @@ def test_another_value_gives_another_config(system):
     assert same == []
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", tables())
 def test_the_default_written_down_changes_nothing(system):
     """Deletion: a key that is left out is the source's default."""
     table, other = table_of(system), []
@@ -218,9 +218,9 @@ def test_experts_are_split_over_as_many_gpus_as_there_are():
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct", "/models/Qwen2-VL-2B/", "OpenGVLab/InternVL3-1B",
                                   "Qwen/Qwen3.8-Flash-Next", "microsoft/phi-2", "google/gemma-3-12b-it",
-                                  "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "ibm-granite/granite-4.0-h-tiny", "XiaomiMiMo/MiMo-V2-Flash",
+                                  "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "XiaomiMiMo/MiMo-V2-Flash",
                                   "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
-                                  "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "openbmb/MiniCPM-o-2_6", "tencent/Hy3"])
+                                  "openbmb/MiniCPM-o-2_6", "tencent/Hy3", "tiiuae/falcon-7b", "tiiuae/falcon-mamba-7b"])
 def test_models_that_are_not_trained_are_refused_by_name(name):
     m = trained(migrated("skyrl", {"trainer.policy.model.path": name}))
     assert m.outcome(False) == "refused" and name in m.lacking[0][1]
@@ -236,7 +236,8 @@ def test_models_that_are_not_trained_are_refused_by_name(name):
                                   "mistralai/Ministral-3-8B-Instruct-2512-BF16",
                                   "Qwen/Qwen3.5-9B", "/m/Qwen3-Next-80B-A3B-Instruct/",
                                   "XiaomiMiMo/MiMo-7B-RL", "ByteDance-Seed/Seed-OSS-36B-Instruct",
-                                  "meta-llama/Llama-3.2-3B",
+                                  "meta-llama/Llama-3.2-3B", "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
+                                  "ibm-granite/granite-4.0-h-tiny", "tiiuae/Falcon-H1-1.5B-Instruct",
                                   "mistralai/Mistral-7B-Instruct-v0.3", "allenai/OLMoE-1B-7B", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B-Chat"])
 def test_models_that_are_trained_are_not(name):
     assert not trained(migrated("skyrl", {"trainer.policy.model.path": name})).lacking
@@ -645,7 +646,7 @@ def test_a_config_hides_no_module_that_a_run_imports(file, name):
 
 
 @pytest.mark.full
-@first_cases(2, "system", SYSTEMS)
+@first_cases(2, "system", tables())
 def test_a_name_that_no_version_has_is_unknown(system):
     """Behind every pattern that passes keys over: a name of the system's own is passed over, an invented one is named."""
     table = table_of(system)
@@ -785,23 +786,16 @@ def test_the_note_beside_a_key_is_about_it(system, key, value, kind, note):
 
 
 JOBS = [  # system, what is not RL of a language model there, the recipe that does it
-    ("trl", {"packing": True, "max_length": 2048, "learning_rate": 2e-5}, "", "run.recipe=sft"),
-    ("trl", {"beta": 0.1, "max_length": 1024}, "trl dpo --beta", "run.recipe=preference"),
-    ("trl", {"learning_rate": 1e-5}, "accelerate launch examples/scripts/reward_modeling.py", "run.recipe=reward_model"),
-    ("trl", {"lmbda": 0.5, "temperature": 0.9}, "", "run.recipe=distill"),
-    ("areal", {"train_dataset.type": "sft", "model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
-    ("areal", {"train_dataset.type": "rw", "model.path": "a/b"}, "", "run.recipe=reward_model"),
+    ("trl", {"learning_rate": 2e-5, "teacher_model_name_or_path": "a/b"}, "trl distillation", "run.recipe=distill"),
+    ("trl", {"learning_rate": 1e-5}, "accelerate launch examples/scripts/prm.py", "run.recipe=reward_model"),
+    ("trl", {"max_length": 1024, "beta": 0.1}, "", "trl/preference"),
+    ("areal", {"model.path": "a/b", "model.optimizer.lr": 1e-5}, "", "run.recipe=sft"),
     ("areal", {"teacher.path": "a/b", "actor.path": "a/c", "rollout.backend": "sglang:d4"}, "", "run.recipe=distill"),
-    ("areal", {"agent_run_args.max_turns": 2, "export_style": "concat", "actor.path": "a/c"}, "", "environments.md"),
-    ("skyrl", {"train_datasets": ["a"], "strategy": "megatron", "num_steps": 9}, "python -m skyrl.train.main_sft", "run.recipe=sft"),
+
     ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
-    ("verl", {"optim.lr": 1e-5, "model.path": "a/b", "data.train_batch_size": 0}, "torchrun -m verl.trainer.fsdp_sft_trainer", "run.recipe=sft"),
     ("verl", {"actor_rollout_ref.model.path": "a/b"}, "python -m verl.trainer.main_generation_server", "run.mode=eval"),
-    ("roll", {"sft_train.model_args.dtype": "bf16", "sequence_length": 2048}, "", "run.recipe=sft"),
     ("rlinf", {"runner.task_type": "sft", "actor.optim.lr": 1e-5}, "", "run.recipe=sft"),
     ("cosmos_rl", {"train.train_policy.type": "sft", "train.train_policy.trainer_type": "dpo"}, "", "run.recipe=preference"),
-    ("roll", {"chosen_key": "a", "rejected_key": "b", "beta": 0.1}, "", "run.recipe=preference"),
-    ("roll", {"student.device_mapping": "list(range(0,8))", "teacher.device_mapping": "list(range(0,8))"}, "", "run.recipe=distill"),
 ]
 
 
@@ -817,7 +811,7 @@ def test_another_job_is_refused_for_its_own_reason_alone(system, settings, progr
 
 def test_words_without_a_dot_are_keys_of_the_systems_own_command(tmp_path):
     status, report, _ = run(tmp_path, "NAME=x LIMIT=3 python -m skyrl.train.main_sft strategy=fsdp num_steps=10 optimizer_config.lr=1e-6\n")
-    assert status == 3 and [k["key"] for k in report["keys"]] == ["num_steps", "optimizer_config.lr", "strategy"]
+    assert status == 0 and [k["key"] for k in report["keys"]] == ["num_steps", "optimizer_config.lr", "strategy"]
 
 
 def test_a_config_that_logs_to_wandb_says_the_package(tmp_path, capsys, monkeypatch):
@@ -827,6 +821,20 @@ def test_a_config_that_logs_to_wandb_says_the_package(tmp_path, capsys, monkeypa
         _, report, out = run(tmp_path, script.format(logger))
         assert ("not installed: wandb, by log.wandb=True: pip install 'jaxrl[wandb]'" in capsys.readouterr().out) is named
         assert bool(report["packages"]) is ("## Packages" in (out / "report.md").read_text()) is named
+        assert all(("--config.log.wandb=false" in line) is named for line in report["commands"].values())  # they run as printed
+
+
+def test_the_report_says_the_outcome_first(tmp_path, capsys):
+    """What runs, what you must do, what is lost and what differs, before any table of keys."""
+    script = "python -m skyrl.train.entrypoints.main_base trainer.logger=console environment.env_class=search generator.max_turns=3 trainer.warp=1\n"
+    _, report, out = run(tmp_path, script)
+    text = (out / "report.md").read_text()
+    said = f"The config is written: {len(report['needs_you'])} to be done by you, 1 unknown; {len(report['differs'])} known differences."
+    assert f"Outcome: **partial**. {said}" in text and f"partial: {said}" in capsys.readouterr().out
+    order = [text.index(part) for part in ("Outcome:", "```bash", "## Needs you", "## Known differences", "## Equivalent", "## Unknown")]
+    assert order == sorted(order)
+    _, report, out = run(tmp_path, "python -m skyrl.train.entrypoints.main_generate data.val_data=['v']\n")
+    assert "No config is written" in (out / "report.md").read_text()
 
 
 def test_what_decides_a_branch_is_named(tmp_path, capsys):
@@ -915,8 +923,8 @@ def test_a_key_has_one_answer():
 
 
 def test_a_program_in_python_is_refused_with_the_page(tmp_path, capsys):
-    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="trl")[0] == 2
-    assert "train.py: a program in Python is not read: docs/guides/from_trl.md says" in capsys.readouterr().err
+    assert run(tmp_path, "GRPOConfig()\n", name="train.py", system="areal")[0] == 2
+    assert "train.py: a program in Python is not read: docs/guides/from_areal.md says" in capsys.readouterr().err
 
 
 def test_trls_defaults_of_1_10_and_1_14():
@@ -934,3 +942,23 @@ def test_the_terminal_shows_twenty_unknown_keys(tmp_path, capsys):
     run(tmp_path, "trainer: {seed: 1}\n" + "".join(f"zz_{i}: 1\n" for i in range(30)), name="job.yaml", system="verl")
     out = capsys.readouterr().out
     assert out.count("  unknown zz_") == 20 and "10 further unknown keys; is job.yaml a config of verl?" in out
+
+
+def test_named_rewards_of_trl_and_open_r1_are_built_in():
+    base = {"num_processes": 8, "num_generations": 8}
+    m = migrated("trl", base | {"reward_funcs": ["accuracy", "format", "tag_count", "cosine", "repetition_penalty", "length"],
+                                "reward_weights": [1, 1, 1, 2, 1, 0.5], "cosine_max_len": 4096, "repetition_n_grams": 4})
+    v = values(m)
+    assert v["reward.functions"] == ("math", "answer_format", "tag_count", "cosine", "repetition", "length_ranked") and not m.files
+    assert v["reward.arguments.cosine"] == {"unit": "characters", "bounded": False, "max_length": 4096, "wrong": [0.0, -0.5], "right": [0.5, 1.0]}
+    assert v["reward.arguments.repetition"] == {"size": 4, "penalty": -1.0} and v["reward.weights"] == (1, 1, 1, 2, 1, 0.5)
+    assert not m.lacking and not m.needs_you[1:]
+
+
+def test_areals_norm_of_advantages_by_group_over_tokens():
+    base = AREAL | {"actor.kl_ctl": 0.0}
+    for mean, std, want in (("group", "group", ("group", "group")), ("group", None, ("group", "none")), ("batch", "batch", ("step", "step"))):
+        v = values(migrated("areal", base | {"actor.adv_norm.mean_level": mean, "actor.adv_norm.std_level": std, "actor.adv_norm.group_size": 4}))
+        assert v["algorithm.whiten"] and (v["algorithm.whiten_mean"], v["algorithm.whiten_std"]) == want
+    other = migrated("areal", base | {"actor.adv_norm.mean_level": "group", "actor.adv_norm.group_size": 3})
+    assert [key for key, *_ in other.lacking] == ["actor.adv_norm.group_size"]

@@ -139,7 +139,7 @@ def test_a_teacher():
 
 @pytest.mark.parametrize("settings", [{"policy.is_diffusers": True}, {"vla.num_envs": 8}, {"policy.diffusers.is_video": True},
                                       {T + "non_text": True}, {"trainer.max_iter": 5}, {R + "backend": "vla"}, {R + "n_generation": 1},
-                                      {"rollout.multi_turn_config.enable": True}, {P + "bypass_reward": True}])
+                                      {P + "bypass_reward": True}])
 def test_what_would_be_another_job_is_refused_by_name(settings):
     m = of(settings)
     assert m.outcome(False) == "refused" and any(key == name and refuse for key, _, refuse in m.lacking for name in settings)

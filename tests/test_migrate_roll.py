@@ -181,3 +181,28 @@ def test_a_config_with_relative_includes_passes_the_checks(tmp_path):
     assert "0.1 < scores.mean() < 0.95" in text
     c.run.mode, c.plan.target = "plan", "h100:16"
     check(c)
+
+
+def test_domains_are_sources_with_rewards_of_their_own_and_a_judge(tmp_path):
+    """Shares are weights, tags choose the rows, and the file that is written scores by published rules."""
+    rows = {f"rewards.{d}.worker_cls": f"roll.rewards.{c}" for d, c in (
+        ("math_rule", "MathRuleRewardWorker"), ("ifeval", "GeneralRuleRewardWorker"), ("cross", "CrossThinkQARuleRewardWorker"),
+        ("judged", "LLMJudgeRewardWorker"))}
+    rows |= {f"rewards.{d}.tag_included": [f"tag_{d}"] for d in ("math_rule", "ifeval", "cross", "judged")}
+    shares = {f"actor_train.data_args.domain_interleave_probs.{d}": s for d, s in (
+        ("math_rule", 0.4), ("ifeval", 0.3), ("cross", 0.2), ("judged", 0.1))}
+    judge = {"rewards.judged.judge_model_type": "inference", "rewards.judged.model_args.model_name_or_path": "a/judge",
+             "rewards.judged.generating_args.max_new_tokens": 100, "rewards.cross.reward_type": "loose"}
+    m = migrated(rows | shares | judge | {"actor_train.data_args.file_name": ["a.jsonl", "b.jsonl"]})
+    v = values(m)
+    assert v["data.sources.ifeval"] == {"path": ("a.jsonl", "b.jsonl"), "weight": 0.3, "where": {"tag": ["tag_ifeval"]}, "rewards": ["score"]}
+    assert v["data.sources.judged"]["rewards"] == ["judge"] and "data.path" not in v
+    assert v["reward.judge.model"] == "a/judge" and v["reward.judge.words"] == {"yes": 1, "no": 0} and v["reward.judge.max_new_tokens"] == 100
+    space: dict = {}
+    exec(m.files["job_reward.py"], space)
+    score = space["score"]
+    text = "no comma here no comma here no comma here"
+    repeated = -0.5 * (1 - 3 / 7)  # 7 3-grams, 3 of them different
+    assert score("q", text, '{"func_name": "validate_no_commas"}', tag="tag_ifeval") == pytest.approx(1 + repeated)
+    assert score("q", "the answer is B", "B", tag="tag_cross") == pytest.approx(1.0) and score("q", r"\boxed{2}", "2", tag="other") == 1.0
+    assert score("q", "x", "2", tag="tag_judged") is None

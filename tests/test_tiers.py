@@ -53,6 +53,7 @@ MECHANISMS = {
     "meshes": "sharding/test_sharding.py::test_experts_on_meshes",
     "processes": "processes/test_hosts.py::test_processes_that_disagree_are_named_and_do_not_hang",
     "checkpoints on other meshes": "test_checkpoint.py::test_restored_on_any_number_of_devices",
+    "the training service": "service/test_protocol.py::test_a_loop_learns_saves_and_samples",
     "plans": "planning/test_plan.py::test_what_is_counted_is_what_the_programs_hold",
 }
 

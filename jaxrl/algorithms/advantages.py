@@ -241,17 +241,39 @@ def adaptive_lambda(lengths_N, alpha: float):
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(np.asarray(lengths_N, np.float64), 1e-300)))
 
 
-def whiten(advantages_T, mask_T):
-    """Returns (A - mean) / sqrt(var + 1e-8) over all loss tokens, var with ddof 1; 0 on the others [T].
+def whiten(advantages_T, mask_T, groups_T=None, mean="step", std="step"):
+    """Returns (A - mean) / sqrt(var + 1e-8) over the loss tokens, var about that mean with ddof 1; 0 on the others [T].
 
     As in REINFORCE++ (arXiv 2501.03262) and in PPO's implementations. Call it with the whole optimizer batch: the
-    statistics are global, never of a microbatch or host. With fewer than two loss tokens the result is 0.
+    statistics are global, never of a microbatch or host. Fewer than two loss tokens have no deviation: the result is 0.
+
+    Args:
+      groups_T: prompt group of each token, for the level "group".
+      mean, std: of which tokens: "step", "group", or "none" (0 and 1).
     """
     mask = np.asarray(mask_T, bool)
     values = np.asarray(advantages_T, np.float64)[mask]
     out = np.zeros(len(mask))
-    if len(values) > 1:
+    if len(values) > 1 and mean == std == "step":
         out[mask] = (values - values.mean()) / np.sqrt(values.var(ddof=1) + VARIANCE_EPS)
+        return out
+    of_group = np.zeros(len(values), np.int64)
+    if "group" in (mean, std):
+        of_group = np.unique(np.asarray(groups_T)[mask], return_inverse=True)[1].reshape(-1)
+
+    def sums(numbers, level):
+        """Returns (sum, count) of the tokens of each token's level."""
+        of = of_group if level == "group" else np.zeros(len(numbers), np.int64)
+        return np.bincount(of, numbers)[of], np.bincount(of)[of]
+
+    if mean != "none" and len(values):
+        total, count = sums(values, mean)
+        values = values - total / count
+    if std != "none" and len(values):
+        total, count = sums(values**2, std)
+        scaled = values / np.sqrt(total / np.maximum(count - 1, 1) + VARIANCE_EPS)
+        values = np.where(count > 1, scaled, 0.0)
+    out[mask] = values
     return out
 
 

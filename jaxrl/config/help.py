@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import re
+import runpy
 import shutil
 import textwrap
 from collections import Counter
 
 from jaxrl.config.load import shipped_configs
-from jaxrl.config.option import Option
+from jaxrl.config.option import ROOT, Option
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema import SCHEMA, options
+from jaxrl.config.suggest import ELSEWHERE
 from jaxrl.errors import ConfigError
 
 USAGE = """usage: jaxrl {command} --config=FILE[:ARG] [--config.GROUP.OPTION=VALUE ...]
@@ -26,6 +30,8 @@ example: jaxrl {command} --config=grpo --config.optimizer.lr=1e-5
 
   --help=GROUP    options of a group with default and meaning: --help=rollout
   --help=OPTION   one option: --help=optimizer.lr, --help=lr
+  --help=WORD     options whose text has the word, or what the key of another
+                  system is called here: --help=num_generations
   --help=metrics  every metric
   --help=all      everything
 
@@ -78,8 +84,8 @@ def requested(argv: list[str]) -> str | None:
 
 
 def page(topic: str, command: str, metrics: str) -> str:
-    """Returns the text of a topic: "" (overview), all, metrics, a group (rollout, rollout.vllm), an option, or the last
-    part of an option's name.
+    """Returns the text of a topic: "" (overview), all, metrics, a group (rollout, rollout.vllm), an option, the last
+    part of an option's name, a key of another system, or a word of names and meanings.
 
     metrics: the table of metrics. Raises ConfigError for another topic.
     """
@@ -99,15 +105,38 @@ def page(topic: str, command: str, metrics: str) -> str:
     if topic == "user":
         return "user: " + GROUPS["user"] + ", e.g. --config.user.name=value"
     if not shown:
-        groups = dict.fromkeys(name.rpartition(".")[0] for name in known)
-        near = difflib.get_close_matches(topic, [*SCHEMA, *groups, "all", "metrics", *known], n=1)
-        hint = f"did you mean --help={near[0]}?" if near else "--help lists the groups"
-        raise ConfigError(f"--help={topic}: no group or option of this name; {hint}")
+        return _found(topic)
     head = f"{topic}: {GROUPS[topic]} ({len(shown)} options)\n" if topic in GROUPS else ""
     for clause, without in conditions(topic)[0].items() if head else ():
         head += _wrapped(f"All{' but ' * bool(without)}{', '.join(without)} need {clause}", "") + "\n"
     head += "\n" * bool(head)
     return head + option_lines(shown)
+
+
+def _found(word: str) -> str:
+    """Returns the options that a word finds which names no group or option: those that a key of this name in another
+    system stands for, else those whose name or meaning has the word.
+
+    Raises ConfigError, with the nearest name, where it finds none.
+    """
+    known = options()
+    from jaxrl.migrate.counterparts import counterparts  # the tables of seven systems: only when a name is unknown
+
+    rows = [row for row in counterparts(word) if row.whole]
+    theirs = {row.options[0]: f"{row.key} in {row.system}" for row in reversed(rows) if row.options}
+    theirs = theirs or {ELSEWHERE[w]: f"{w} in other systems" for w in (word,) if w in ELSEWHERE}
+    if theirs:
+        shown = dict.fromkeys(reversed(theirs))
+        head = f"{word} is no option here; {'; '.join(reversed(theirs.values()))}:"
+        return f"{_wrapped(head, '')}\n\n{option_lines({name: known[name] for name in shown if name in known})}"
+    groups = dict.fromkeys(name.rpartition(".")[0] for name in known)
+    near = difflib.get_close_matches(word, [*SCHEMA, *groups, "all", "metrics", *known], n=1)
+    pattern = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
+    shown = {name: opt for name, opt in known.items() if pattern.search(f"{name.replace('_', ' ')} {opt.doc}")}
+    if near or not shown:
+        hint = f"did you mean --help={near[0]}?" if near else "--help lists the groups"
+        raise ConfigError(f"--help={word}: no group or option of this name; {hint}")
+    return f"{word}: no group or option of this name; {len(shown)} options have the word:\n\n{option_lines(shown)}"
 
 
 MOST_WITHOUT = 8  # options of a group that a condition of all the others is written without
@@ -124,7 +153,9 @@ def conditions(group: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     for name, option in options().items():
         if name.startswith(f"{group}."):
             read_by = [f"run.recipe={'|'.join(option.read_by)}"] * bool(option.read_by)
-            clauses[name] = [*read_by, *filter(None, option.needs.split(" and "))]
+            needs = [*filter(None, option.needs.split(" and "))]
+            named = any("run.recipe=" in clause for clause in needs)  # a condition that names recipes says more
+            clauses[name] = needs if named else [*read_by, *needs]
     counts = Counter(clause for own in clauses.values() for clause in own)
     common = {clause: [name for name, own in clauses.items() if clause not in own]
               for clause, count in counts.items() if count > len(clauses) / 2 and count >= len(clauses) - MOST_WITHOUT}
@@ -138,14 +169,45 @@ def option_lines(shown: dict[str, Option]) -> str:
     for name, opt in shown.items():
         recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
         by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
-        needs = f". Needs {' and '.join(further[name])}" if further.get(name) else ""
+        needs = f". Needs {joined(further[name])}" if further.get(name) else ""
         first = f"  --config.{name}={opt.default!r}"
         choices = f"({' | '.join(map(str, opt.choices))})" if opt.choices else ""
         beside = len(first) + len(choices) < columns()
         lines.append(f"{first} {choices}".rstrip() if beside else first)
         lines += [] if beside else [_wrapped(choices, " " * 6)]
-        lines.append(_wrapped(opt.doc + by_recipe + needs, " " * 6))
+        lines.append(_wrapped(opt.doc + by_recipe + by_preset(name) + needs, " " * 6))
     return "\n".join(lines)
+
+
+def joined(clauses: list[str]) -> str:
+    """Returns clauses of a condition as one, brackets around those that are alternatives."""
+    alone = len(clauses) == 1
+    return " and ".join(c if alone or " or " not in c else f"({c})" for c in clauses)
+
+
+def by_preset(name: str) -> str:
+    """Returns what an option of `algorithm` is where it is None: most presets' value and those that differ; "" for
+    other options.
+    """
+    leaf = name.removeprefix("algorithm.")
+    values = {preset: row[leaf] for preset, row in _presets().items() if leaf in row and name != leaf}
+    if not values:
+        return ""
+    most = Counter(map(repr, values.values())).most_common(1)[0][0]
+    others: dict[str, list[str]] = {}
+    for preset, value in values.items():
+        if repr(value) != most:
+            others.setdefault(str(value), []).append(preset)
+    apart = "".join(f"; {value} with {', '.join(presets)}" for value, presets in others.items())
+    if most == "None":
+        return f". By preset: {apart.removeprefix('; ')}" * bool(apart)
+    return f". None = by preset: {most.strip(chr(39))}{apart}"
+
+
+@functools.cache
+def _presets() -> dict[str, dict]:
+    """The table of presets, run as a file: the import of its package takes seconds (jax)."""
+    return dict(runpy.run_path(str(ROOT / "algorithms" / "presets.py"))["PRESETS"])
 
 
 def columns() -> int:

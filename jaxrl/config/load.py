@@ -302,7 +302,8 @@ _HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|thin
                        r"boi|eoi|boa|eoa|fim|tool|"
                        r"prefix|suffix|middle|special|decoder_start|per|max|min|num|last|first|next|new)_token"
                        r"|(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|"
-                       r"text|data|dataset|metric|score|"
+                       r"text|data|dataset|metric|score|chosen|rejected|question|response|query|system|tools|"
+                       r"enable_thinking|"
                        r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition)_key")
 # what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
 _IN_TEXT = (

@@ -301,10 +301,12 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "processes": O(64, "processes of a program at once", bound=">0", needs="sandbox.backend!=remote or sandbox.api!=fusion"),
     },
     "reward": {
-        "functions": O(("math",), "names (math exact boxed choice format code remote judge), package.module:function or ./file.py:function"),
+        "functions": O(("math",), "names (math exact boxed choice format code remote judge; more: docs/guides/rewards.md), package.module:function"
+                              " or ./file.py:function"),
         "weights": O((), "one weight per function; empty = all 1"),
         "column": O("", "data column that names the function per row; empty = all functions for all rows"),
         "format_pattern": O("", "regex the whole completion must match (reward `format`)"),
+        "arguments": O({}, "arguments of reward functions by their names, beside the row's columns: {'cosine': {'max_length': 4096}}"),
         "code_score": O("all", "reward `code`: 1 where every unit test is passed, or the share that is", choices=("all", "fraction")),
         "pass_mark": O(1.0, "a row counts as accurate from this score of its named reward"),
         "workers": O(2, "worker processes", bound=">0"),

@@ -31,6 +31,10 @@ ALGORITHM = shared({
     "advantage_std": O(None, "scale of the score: standard deviation (ddof 1; group_population: ddof 0) of the group or batch, the mean of"
                             " the group (MaxRL), or none", str, ("none", "group", "batch", "group_population", "group_mean")),
     "whiten": O(None, "bring advantages to mean 0 and variance 1 over all loss tokens of the step", bool),
+    "whiten_mean": O("step", "whose mean is subtracted: that of the loss tokens of the step, of the prompt's group, or none",
+                     choices=("step", "group", "none"), needs="algorithm.whiten"),
+    "whiten_std": O("step", "whose root mean square about that (ddof 1) is divided by, likewise", choices=("step", "group", "none"),
+                    needs="algorithm.whiten"),
     "advantage_low": O(None, "advantages are clipped below this", float),
     "advantage_high": O(None, "advantages are clipped above this", float),
     "gamma": O(None, "discount per token of returns and gae", float, bound="0..1", needs="algorithm.advantage=returns|gae"),

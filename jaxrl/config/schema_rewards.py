@@ -47,6 +47,7 @@ JUDGE = {
     "rubric_column": O("", "data column of {rubric}, for rows that have one"),
     "pattern": O(r"(?i)score(?:[^\w-]|-(?=\s)){0,4}(-?\d++(?:\.\d++)?+)(?![\w.]*\d)",
                  "regex whose group 1 is the score; its last match in a reply counts"),
+    "words": O({}, "words that pattern's group 1 may be, and the scores that they stand for: {'yes': 1, 'no': 0}; case does not count"),
     "lowest": O(0.0, "lowest score that may be given: reward 0; beyond it a reply is unreadable"),
     "highest": O(10.0, "highest score: reward 1"),
     "max_new_tokens": O(512, "longest reply of the judge, in tokens", bound=">0"),

@@ -297,6 +297,7 @@ class Reward_Judge(Group):
     rubric: str
     rubric_column: str
     pattern: str
+    words: Any
     lowest: float
     highest: float
     max_new_tokens: int
@@ -316,6 +317,7 @@ class Reward(Group):
     weights: tuple[float, ...]
     column: str
     format_pattern: str
+    arguments: Any
     code_score: str
     pass_mark: float
     workers: int
@@ -373,6 +375,8 @@ class Algorithm(Group):
     advantage_mean: str
     advantage_std: str
     whiten: bool
+    whiten_mean: str
+    whiten_std: str
     advantage_low: float
     advantage_high: float
     gamma: float

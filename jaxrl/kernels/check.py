@@ -164,24 +164,26 @@ def gated(gate, up):
 
 
 class Experts(NamedTuple):
-    """Of a layer: hidden size, an expert's width, its gate and what that is called, whether products have biases."""
+    """Of a layer: hidden size, an expert's width, its activation and what that is called, whether products have biases,
+    whether experts have a gate."""
 
     size: int = 64
     width: int = 64
     activation: Callable = gated
     called: str = "silu"
     biases: bool = False
+    gate: bool = True
 
 
 def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
     """Checks a layer of four experts, two for a token, of which one has several blocks of rows and one has none, and
     its gradients."""
-    tokens, count, (size, width, activation, _, biases) = 200, 4, layer
+    tokens, count, (size, width, activation, _, biases, gate) = 200, 4, layer
     x, draw = _normal(0, tokens, size, dtype=dtype), np.random.default_rng(5)
     other = np.where(np.arange(tokens) < 20, 1, np.where(np.arange(tokens) < 150, 3, -1))
     ids = jnp.asarray(np.stack([np.zeros(tokens), other], axis=1), jnp.int32)
     gates = jnp.asarray(draw.uniform(size=(tokens, 2)), jnp.float32)
-    shapes = ((count, size, width), (count, size, width), (count, width, size))
+    shapes = ((count, size, width),) * (1 + gate) + ((count, width, size),)
     weights = [(_normal(i, *shape, dtype=jnp.float32) / shape[1] ** 0.5).astype(dtype)
                for i, shape in enumerate(shapes, 1)]
     weights += [_normal(i, count, shape[2], dtype=dtype) for i, shape in enumerate(shapes, 4) if biases]
@@ -189,6 +191,7 @@ def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
 
     def run(implementation, x, gates, *weights):
         def call(x, gates, *w):
+            w = w if gate else (None, *w)
             return experts.experts(x, ids, gates, *w[:3], activation=activation, biases=w[3:],
                                    implementation=implementation)
 
@@ -240,7 +243,7 @@ WIDEST = 2048  # of the experts that are looked at
 def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> dict[str, str]:
     """Does the same for the kernels of experts, for this layer's sizes."""
     layer = layer._replace(width=min(layer.width, WIDEST))
-    case = dtype, layer.size, layer.width, layer.called, layer.biases
+    case = dtype, layer.size, layer.width, layer.called, layer.biases, layer.gate
     names = experts.ORDERS[platform()][:-1]
     return _first_use("experts", names, lambda name: [expert_layer(name, dtype, layer)], (attention_op, experts_op),
                       case, memory)

@@ -5,10 +5,13 @@ No jax is imported: a config is read in less than a second. The files, in the or
     source.py       what a reader gives: settings (key, value, place), overrides, ${interpolation}
     yaml_files.py   YAML with hydra's defaults lists, TOML
     shell.py        bash scripts, parsed and never executed
+    python_files.py programs in Python: literals of config classes, by `ast`
+    episodes.py     jobs of several turns: options of the environment, a stub of the episode
     read.py         a file of any kind, the command that it starts, trailing overrides -> Source
     table.py        Key, Joint, Since, Table: what a table consists of; Migration: its application
     common.py       meanings that systems share: batches, KL, schedules, checkpoints, loggers ...
     devices.py      the same of devices: mesh, engines, placement
+    jobs.py         jobs of another kind than a table is about; derived.py and supervised.py: their tables and meanings
     models.py       models that are not trained here, by the names of their checkpoints
     counterparts.py the options that a key stands for, for an unknown name in a config of ours
     systems/        one file per system, each with its TABLE (and <name>_meaning.py with its joint rules)
@@ -50,8 +53,10 @@ How to write a table
    Rules run in the order of the table; `m.options["rollout.max_new_tokens"][0]` is what an earlier one has set. An
    option is set once: two rules that give it different values are an error. Set what our checks refuse without effect
    (a KL's estimator, a critic's option) only where it acts. `common.py` has what most systems need.
-4. A job that is not carried over at all (supervised, preferences, agents ...) is a `Job` of TABLE.jobs: how to
-   recognise it, and the recipe that does it here. `names/<name>.txt` has every key of the versions' config classes and
+4. A job of another kind (supervised, preferences, agents ...) is a `Job` of TABLE.jobs (jobs.py): how to recognise
+   it, and either the table that reads it (`table="trl_jobs:SFT"`; `derived.py` makes one of this table's rules, under
+   other names where they stand elsewhere, `supervised.py` has their meanings) or the recipe that does it here, where
+   it is not carried over. `names/<name>.txt` has every key of the versions' config classes and
    example files: `a.b` on a line, `a.b FIRST..LAST` where not every version has it, `*.b` where the table of b is not
    known. A pattern passes no other key over, and a key that TABLE.versions' last one lacks asks for the version.
 5. For the tests, `other` is another legal value of a key, and `beside` the settings under which it matters:

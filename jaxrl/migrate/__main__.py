@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxrl.__main__ import run
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.read import read
-from jaxrl.migrate.report import name_of, shown, write
+from jaxrl.migrate.report import name_of, shown, summary, write
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
 from jaxrl.migrate.table import Migration, Table
@@ -23,7 +23,8 @@ MOST_UNKNOWN = 20  # unknown keys that the terminal shows
 USAGE = """usage: jaxrl migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
            [--strict] [--out=DIR]
 
-SYSTEM is one of: {systems}. FILE is a config of it: a script (.sh),
+SYSTEM is one of: {systems}; with the job
+behind it (trl/sft, trl/preference ...) where FILE does not tell it. FILE is a config of it: a script (.sh),
 YAML or TOML, or a dump of a resolved config.
 Trailing key=value win over FILE, as on that system's own command line; NAME=value in capitals sets a variable of a
 script or of the environment. Writes DIR (default: migrated)/<name>.py, report.md and report.json.
@@ -107,10 +108,12 @@ def say(data: dict, out: Path) -> int:
     counts: dict[str, int] = {}
     for key in data["keys"]:
         counts[key["kind"]] = counts.get(key["kind"], 0) + 1
-    print(
-        f"{data['outcome']}: {len(data['keys'])} keys ({', '.join(f'{n} {k}' for k, n in counts.items())}), "
-        f"{len(data['defaults_written'])} defaults written; see {out / 'report.md'}"
-    )
+    kinds = ", ".join(f"{n} {k}" for k, n in counts.items())
+    print(f"{data['outcome']}: {summary(data)}")
+    written = len(data["defaults_written"])
+    print(f"  {len(data['keys'])} keys ({kinds}), {written} defaults written; see {out / 'report.md'}")
+    for text in data["needs_you"]:
+        print(f"  needs you: {text}")
     for entry in data["lacks"]:
         print(f"  lacks {entry['key']}: {entry['why']}")
     unknown = [key for key in data["keys"] if key["kind"] == "unknown"]
@@ -118,8 +121,6 @@ def say(data: dict, out: Path) -> int:
         print(f"  unknown {shown(key['key'])}: {key['note']}")
     if len(unknown) > MOST_UNKNOWN:
         print(f"  {len(unknown) - MOST_UNKNOWN} further unknown keys; is {data['file']} a config of {data['system']}?")
-    for text in data["needs_you"]:
-        print(f"  needs you: {text}")
     for text in data["packages"] if data["config"] else ():
         if importlib.util.find_spec(text.partition(",")[0]) is None:
             print(f"  not installed: {text}")

@@ -223,7 +223,9 @@ def lora(
         m.set("lora.exclude", tuple(exclude if isinstance(exclude, list) else [str(exclude)]), *keys)
     if init not in ("kaiming", "true", "True", "", "default"):
         m.set("lora.init", init, *keys)
-    if dropout:
+    if dropout and m.options.get("run.recipe", ("",))[0] == "sft":
+        m.set("lora.dropout", float(dropout), keys[-1])
+    elif dropout:
         m.lacks(keys[-1], "dropout of adapters is for SFT alone here")
 
 

@@ -16,7 +16,7 @@ NOT_TRAINED = (
     (r"(gemma-3-(4|12|27)b|gemma-?3n|gemma-?4|llama-3\.2-(11|90)b|llama-4|mistral-small-3\.|kimi-k2\.5).*", _VISION),
     (r"qwen-?3\.8-flash-next.*", "is of the family qwen4_exp, which is not trained here"),
     (
-        r"(.*mamba|jamba|.*nemotron-(h|3)|falcon-h|bamba|granite-4|kimi-linear|lfm2|recurrentgemma|olmo-hybrid"
+        r"(.*mamba|jamba|bamba|kimi-linear|lfm2|recurrentgemma|olmo-hybrid"
         r"|minimax-(text|m1)).*",
         "has layers that are no attention",
     ),
@@ -24,7 +24,7 @@ NOT_TRAINED = (
     (r"deepseek-(v2|coder-v2|v3\.2|v4).*", "is of another deepseek family than deepseek_v3"),
     (
         r"(chatglm|glm-4-9b-chat(-1m)?$|glm-4-9b$|glm-5|baichuan|internlm"
-        r"|gpt2|gpt-?j|gpt-neo|pythia|opt-\d|bloom|falcon|starcoder|command-"
+        r"|gpt2|gpt-?j|gpt-neo|pythia|opt-\d|bloom|falcon(?!-h1)|starcoder|command-"
         r"|c4ai|olmo-\d+b|minicpm|stablelm|dbrx|grok|arctic|ernie-4\.5-(21|300)b|hunyuan-(a13b|large)"
         r"|hy\d|exaone|minimax-(?!m2)|kimi-k3|bailing|ling-|ring-|mimo-v2).*",
         "is of a family that is not trained here",

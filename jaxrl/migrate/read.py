@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from jaxrl.migrate import shell
+from jaxrl.migrate.python_files import read_python
 from jaxrl.migrate.source import Setting, Source, Unreadable, interpolate, leaves, merge, override, scalar
-from jaxrl.migrate.table import Table
+from jaxrl.migrate.table import Table, names_of
 from jaxrl.migrate.yaml_files import YamlReader, read_toml
 
 _NAME = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.S)
@@ -19,16 +20,19 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
     notes: list[str] = []
     environment = {m[1]: m[2] for o in overrides if (m := _NAME.fullmatch(o))}
     settings: dict[str, Setting] = {}
-    command = ""
+    command, asked = "", []
     if not path.is_file():
         raise Unreadable(str(path), "", "no such file")
     if path.suffix in (".yaml", ".yml", ".json"):
         merge(settings, YamlReader(notes).file(path))
     elif path.suffix == ".toml":
         merge(settings, read_toml(path))
+    elif path.suffix == ".py" and table.calls:
+        command, found, asked = read_python(path, table.calls)
+        merge(settings, found, table.groups)
     elif path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
         command, found = _script(table, path, environment, notes)
-        merge(settings, found)
+        merge(settings, found, table.groups)
     else:
         page = f"docs/guides/from_{table.name}.md"
         python = f"a program in Python is not read: {page} says what becomes of it, and what to write down as a config"
@@ -40,7 +44,9 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         new = override(text, "the command line") or (_flag(text) if table.flags else [])
         if not new:
             raise Unreadable("the command line", text[:80], "expected key=value")
-        merge(settings, new)
+        merge(settings, new, table.groups)
+    if not settings and asked:
+        raise Unreadable(path.name, "", asked[0])
     if not settings:
         raise Unreadable(path.name, "", f"holds no key of {table.title}")
     try:
@@ -49,8 +55,9 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         raise e if isinstance(e, Unreadable) else Unreadable(path.name, "", str(e)) from None
     flat: dict[str, Setting] = {}
     for s in settings.values():  # a key that named a table
-        merge(flat, [x for x in leaves(s.key, s.value, s.where)])
-    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command)
+        merge(flat, [x for x in leaves(s.key, s.value, s.where)], table.groups)
+    asked = [text for text in asked if text.partition("=")[0] not in flat]
+    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command, tuple(asked))
 
 
 def _flag(text: str) -> list[Setting]:
@@ -63,7 +70,7 @@ def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Set
     one with most keys."""
     found = []
     for command in shell.commands(path, environment, notes):
-        line = " ".join(text for text, _ in command.words if not re.match(r"(?!--config)[\w.+~/-]+=", text))
+        line = " ".join(text for text, _ in command.words if not re.match(r"(?!--(config|nproc))[\w.+~/-]+=", text))
         fits = bool(re.search(table.command, line))
         settings = _command(table, command, path, notes, fits)
         if settings:
@@ -84,6 +91,7 @@ def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool
     words = command.words
     folder, configs = "", []
     known = {name for key in table.keys() for name in key.names()}
+    named_keys = known.union(names_of(table.name).keys)
     i = 0
     while i < len(words):
         text, line = words[i]
@@ -104,9 +112,12 @@ def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool
                 i += 1
                 values.append(words[i][0])
             value = [scalar(v) for v in values]
-            out.append(
-                Setting(flag[1].replace("-", "_"), True if not value else value[0] if len(value) == 1 else value, where)
-            )
+            name = flag[1].replace("-", "_")
+            off = name.removeprefix("no_")
+            if not value and name != off and name not in named_keys and off in named_keys:  # of a flag that is on
+                out.append(Setting(off, False, where))
+            else:
+                out.append(Setting(name, True if not value else value[0] if len(value) == 1 else value, where))
         elif not text.startswith("--"):
             mine = fits and not _NAME.fullmatch(text)
             out += [s for s in override(text, where) if "." in s.key or len(out) or mine or s.key in known]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 import shlex
@@ -141,17 +142,19 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
         else:
             parts.append(f"{key}={shown(m.default(key), 60)} is {m.table.title}'s default")
     text = ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else "")
-    return text[:157] + "..." if len(text) > 160 else text or f"{m.table.title}'s default"
+    of_job = f"{m.told}: {m.job.what}" if m.job and not keys else ""
+    return text[:157] + "..." if len(text) > 160 else text or of_job or f"{m.table.title}'s default"
 
 
 def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
     """Returns the report as plain data. Its commands are for the folder from which `out` is named."""
     target = f"h100:{m.trained_on or m.gpus or 8}"  # a plan is of the policy's devices
-    run = f"python -m jaxrl.main --config={shlex.quote(str(out / name) + '.py')}"
+    run = f"python -m jaxrl.main --config={shlex.quote(str(out / name) + '.py')}{without(m)}"
     written = m.written()
     refused = outcome == "refused"
     return {
         "system": m.table.name,
+        "job": m.table.job,
         "version": m.version,
         "file": file,
         "outcome": outcome,
@@ -192,6 +195,12 @@ def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
     }
 
 
+def without(m: Migration) -> str:
+    """Returns the flags that leave out what this installation has no package for, so that the commands run."""
+    logs = m.options.get("log.wandb", (False,))[0] and importlib.util.find_spec("wandb") is None
+    return " --config.log.wandb=false" if logs else ""
+
+
 def packages(m: Migration) -> list[str]:
     """Returns packages beyond a plain install that a run of the config imports, and how to do without."""
     if m.options.get("log.wandb", (False,))[0]:
@@ -223,9 +232,29 @@ HEADINGS = {
 }
 
 
+def summary(data: dict) -> str:
+    """Returns the outcome in a sentence or two: what runs, what you must do, what is lost, what differs."""
+    if data["outcome"] == "refused":
+        return "No config is written: without what lacks it would be another job."
+    unknown = sum(key["kind"] == "unknown" for key in data["keys"])
+    counts = (
+        (len(data["needs_you"]), "to be done by you"),
+        (len(data["lacks"]), "not carried over"),
+        (unknown, "unknown"),
+    )
+    parts = [f"{n} {what}" for n, what in counts if n]
+    whole = "every key is carried over" if not parts else ", ".join(parts)
+    return f"The config is written: {whole}; {len(data['differs'])} known differences."
+
+
 def markdown(data: dict) -> str:
     """Returns the report for people."""
-    out = [f"# {data['file']}: from {data['system']} {data['version']}", "", f"Outcome: **{data['outcome']}**.", ""]
+    out = [
+        f"# {data['file']}: from {data['system']} {data['version']}",
+        "",
+        f"Outcome: **{data['outcome']}**. {summary(data)}",
+        "",
+    ]
     if data["facts"]:
         out += [
             "| what comes of the keys | |",
@@ -236,8 +265,9 @@ def markdown(data: dict) -> str:
     if data["commands"]:
         out += ["```bash", *sorted(data["commands"].values(), key=len, reverse=True), "```", ""]
     for title, items in (
-        ("Lacks", [f"`{e['key']}`: {e['why']}" for e in data["lacks"]]),
         ("Needs you", data["needs_you"]),
+        ("Lacks", [f"`{e['key']}`: {e['why']}" for e in data["lacks"]]),
+        ("Known differences", data["differs"]),
         ("Packages", data["packages"] if data["config"] else []),
         ("Not followed", data["notes"]),
     ):
@@ -267,8 +297,6 @@ def markdown(data: dict) -> str:
             f"| {o}={_cell(shown(e['value'], 60))} | {_cell(e['from'])} |" for o, e in data["defaults_written"].items()
         ]
         out.append("")
-    if data["differs"]:
-        out += ["## Known differences", "", *(f"- {_cell(i)}" for i in data["differs"]), ""]
     return "\n".join(out)
 
 

@@ -39,11 +39,12 @@ class Setting(NamedTuple):
 class Source(NamedTuple):
     """What was read. settings: by key, in the order of the source, the last of several wins. notes: what was not
     followed (branches of a script, commands in its values, included files that are not at hand). command: the words
-    of a script's command that are no settings."""
+    of a script's command that are no settings. asked: values that a program computes."""
 
     settings: dict[str, Setting]
     notes: list[str]
     command: str = ""
+    asked: tuple[str, ...] = ()
 
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?")
@@ -144,14 +145,14 @@ def leaves(key: str, value: Any, where: str, depth: int = 0):
         yield Setting(key, value, where)
 
 
-def merge(into: dict[str, Setting], new: list[Setting]) -> None:
+def merge(into: dict[str, Setting], new: list[Setting], groups: tuple[str, ...] = ()) -> None:
     """Merges settings; later ones win, and one that replaces a table, or a part of what was a leaf, takes the other's
-    place away."""
+    place away. groups: hydra's groups of configs, whose name (`engine=megatron`) stands beside what is below them."""
     for setting in new:
         key = setting.key
-        for other in [k for k in into if k.startswith(key + ".")]:
+        for other in [k for k in into if k.startswith(key + ".") and key not in groups]:
             del into[other]
-        for stop in (i for i, c in enumerate(key) if c == "."):
+        for stop in (i for i, c in enumerate(key) if c == "." and key[:i] not in groups):
             into.pop(key[:stop], None)
         into.pop(key, None)
         into[key] = setting

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from jaxrl.config.option import BOUNDS, not_chosen
 from jaxrl.config.schema import element_kind, free_tables, options
 from jaxrl.errors import ConfigError
-from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, scalar
+from jaxrl.migrate.jobs import Job, job_of, pattern_of
+from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, override_value, scalar
 
 KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
 ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_|$)|(^|_)environment|overrides?$|labels$")  # tables of anybody's keys
@@ -76,34 +77,12 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A job that a table does not carry over, and what does it here. It is recognised by a pattern of the command, or
-    by one of some keys (`a.b`, `a.**`, or `a.b=value`) where none of `unless` is set; if `file`, in a source without a
-    command. Its config is refused for this reason alone: no rule is run.
-    """
-
-    what: str
-    ours: str
-    command: str = ""
-    keys: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()
-    file: bool = False
-
-
-SFT = "run.recipe=sft (configs/sft_chat.py)"
-PREFERENCE = "run.recipe=preference (configs/dpo.py, docs/guides/preferences.md)"
-REWARD_MODEL = "run.recipe=reward_model (configs/reward_model.py, docs/guides/reward_models.md)"
-DISTILL = "run.recipe=distill (configs/distill.py, docs/guides/distillation.md)"
-EVAL = "run.mode=eval, with eval.sets and model.path"
-EPISODES = "an environment (configs/env.py, docs/guides/environments.md)"
-
-
-@dataclass(frozen=True)
 class Table:
     """A system.
 
-    versions: oldest first, the last is assumed. command: pattern of the command, in a script, that starts a job.
-    jobs: those that are refused as a whole. prefixes: put before keys that are not known, as in excerpts of the
+    job: of a table that reads one of another's jobs, its name (jobs.py). versions: oldest first, the last is
+    assumed. command: pattern of the command, in a script, that starts a job.
+    jobs: those of another kind. prefixes: put before keys that are not known, as in excerpts of the
     documentation. differs: what is otherwise whatever the keys say. required: settings without which the source does
     not run, each with a legal value, for looking at one key by itself (tests, counterparts.py).
     """
@@ -118,7 +97,10 @@ class Table:
     differs: tuple[str, ...] = ()
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
     flags: bool = False  # whether a command's --name value are keys
+    groups: tuple[str, ...] = ()  # hydra's groups of configs: `engine=megatron` beside `engine.a=1`
     required: Mapping[str, Any] = field(default_factory=dict)
+    calls: Any = None  # python_files.Calls: what a program in Python is read for
+    job: str = ""
 
     def keys(self) -> list[Key]:
         return [key for rule in self.rules for key in (rule.keys if isinstance(rule, Joint) else (rule,))]
@@ -128,7 +110,7 @@ class Table:
         """Returns (name of a key -> its row's, [(pattern of names, its row's)])."""
         names = [(n, key.name) for key in self.keys() for n in key.names()]
         exact = {n: own for n, own in names if "*" not in n}
-        return exact, [(re.compile(_pattern(n)), own) for n, own in names if "*" in n]
+        return exact, [(re.compile(pattern_of(n)), own) for n, own in names if "*" in n]
 
 
 class Record(NamedTuple):
@@ -148,17 +130,20 @@ class Migration:
     m.needs(text), m.differs(text)."""
 
     def __init__(self, table: Table, source: Source, version: str, gpus: int = 0, name: str = "job"):
-        self.name, self.table, self.version, self.gpus = name, table, version, gpus
+        self.told, self.job = job_of(table.jobs, source) or ("", None)  # another job than the table's: what says so
+        table = self.job.reader() if self.job and self.job.table else table
+        self.version = version if version in table.versions else table.versions[-1]
+        self.name, self.table, self.gpus = name, table, gpus
         self.notes, self.command = list(source.notes), source.command
         self.trained_on = 0  # GPUs of the policy, where a rule says it
-        self.other = ""  # what makes it a job that is refused as a whole
+        self.refused = bool(self.job and not self.job.table)  # whole, as a job of another kind
         self.elsewhere = False  # whether the engine has hosts of its own, whose servers you name
         self.unknown: list[tuple[Setting, str]] = []  # with what the report says of it
         self.owned: dict[str, list[Setting]] = {}  # name in the table -> what the source sets
         self.options: dict[str, tuple[Any, tuple[str, ...]]] = {}
         self.marks: dict[str, tuple[str, str]] = {}
         self.lacking: list[tuple[str, str, bool]] = []
-        self.needs_you: list[str] = []
+        self.needs_you: list[str] = list(source.asked)
         self.different: list[str] = list(table.differs)
         self.files: dict[str, str] = {}
         self.facts: dict[str, Any] = {}
@@ -173,16 +158,17 @@ class Migration:
         carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
         names = names_of(self.table.name)
         tables = names.tables | {n.split(".")[0] for n in exact}
+        tops = {n for n in carried if "." not in n}  # in a table they are misplaced, if no version has them there
         for s in settings.values():
             owner, name = "", s.key
             for name in (s.key, *(p + s.key for p in self.table.prefixes)):
                 owner = exact.get(name) or next((own for pattern, own in wild if pattern.fullmatch(name)), "")
                 if owner:
                     break
-            if owner and (name in exact or names.has(name)):
+            above, _, leaf = s.key.rpartition(".")
+            if owner and (name in exact or names.has(name, loose=not (above and leaf in tops))):
                 self.owned.setdefault(owner, []).append(s)
                 continue
-            leaf = s.key.rpartition(".")[2]
             homes = [n for n in (*carried, *exact, *names.keys) if n.rpartition(".")[2] == leaf and "*" not in n]
             row = self._known[owner] if owner else None
             passes = row and row.kind in ("automatic", "inert")
@@ -300,6 +286,8 @@ class Migration:
 
     def list(self, name: str) -> list:
         value = self[name]
+        if isinstance(value, str) and value[:1] == "[" and value[-1:] == "]":  # a list in quotes
+            value = override_value(value)
         return value if isinstance(value, list) else [] if value is None else [value]
 
     # -- saying --------------------------------------------------------------------------------------------------------
@@ -337,31 +325,11 @@ class Migration:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def _other_job(self) -> tuple[str, Job] | None:
-        """Returns the job of the table's `jobs` that the source describes, and the key or command that says so."""
-        for job in self.table.jobs:
-            if job.command and (found := re.search(job.command, self.command)):
-                return found[0].strip(), job
-            if job.file and self.command or any(self._set(key) for key in job.unless):
-                continue
-            for key in job.keys:
-                if found := self._set(key):
-                    return found.key, job
-        return None
-
-    def _set(self, key: str) -> Setting | None:
-        """Returns the first setting that `a.b`, `a.**` or `a.b=value` is of, other than null, false and an empty
-        table."""
-        name, eq, value = key.partition("=")
-        pattern = re.compile(_pattern(name))
-        of = (s for s in self.singles.values() if pattern.fullmatch(s.key) and s.value not in (None, False, {}, ""))
-        return next((s for s in of if not eq or str(s.value) == value), None)
-
     def run(self) -> Migration:
-        if other := self._other_job():
-            key, job = other
-            self.lacking.append((key, f"{job.what} is not carried over; {job.ours} does it", True))
-            self.other, self.facts["job"] = key, job.what
+        if self.job:
+            self.facts["job"] = self.job.what
+        if self.refused:
+            self.lacking.append((self.told, f"{self.job.what} is not carried over; {self.job.ours} does it", True))
             self.different, self.unknown = [], []
             return self
         for rule in self.table.rules:
@@ -401,6 +369,9 @@ class Migration:
 
     def _check(self):
         """Gives every option its kind, and looks at choices and bounds."""
+        if self.options.get("algorithm.policy_loss", ("clip",))[0] not in ("clip", None):  # which alone has one
+            if self.options.get("algorithm.dual_clip", (1,))[0] == 0:
+                del self.options["algorithm.dual_clip"]
         if self.options.get("optimizer.schedule", ("constant",))[0] == "constant":  # what only a decay reads
             for option in ("optimizer.floor", "optimizer.decay_steps", "optimizer.decay_shape"):
                 self.options.pop(option, None)
@@ -417,9 +388,10 @@ class Migration:
         """Asks for the version where the source has keys that the assumed one has not."""
         versions, names = self.table.versions, names_of(self.table.name)
         strangers: dict[tuple[str, str], list[str]] = {}
+        place = lambda v: versions.index(v) if v in versions else len(versions) - 1  # noqa: E731
         for s in (s for found in self.owned.values() for s in found):
             span = names.keys.get(s.key)
-            if span and not versions.index(span[0]) <= versions.index(self.version) <= versions.index(span[1]):
+            if span and not place(span[0]) <= place(self.version) <= place(span[1]):
                 strangers.setdefault(span, []).append(s.key)
         if strangers:
             first, last = max(strangers, key=lambda span: len(strangers[span]))
@@ -445,7 +417,7 @@ class Migration:
 
     def records(self) -> list[Record]:
         """Returns one record per key of the source, in its order."""
-        if self.other:
+        if self.refused:
             note = {key: why for key, why, _ in self.lacking}
             rows = sorted(self.singles.values(), key=lambda s: s.key)
             return [Record(s.key, s.value, s.where, "unsupported", {}, note.get(s.key, "of that job")) for s in rows]
@@ -487,13 +459,15 @@ class Names(NamedTuple):
     def leaves(self) -> frozenset[str]:
         return self.loose.union(n.rpartition(".")[2] for n in self.keys)
 
-    def has(self, key: str) -> bool:
-        """Whether some version has the key, or its table takes keys of any name."""
+    def has(self, key: str, loose: bool = True) -> bool:
+        """Whether some version has the key, or its table takes keys of any name. loose: or has one of its last part,
+        whose table is not known."""
         *above, leaf = key.split(".")
         return (
             key in self.keys
             or key in self.parents
-            or leaf in self.loose
+            or loose
+            and leaf in self.loose
             or leaf.isdigit()
             or any(map(ANYBODYS.search, above))
             or any(pattern.fullmatch(key) for pattern in self.patterns)
@@ -514,7 +488,7 @@ def names_of(system: str) -> Names:
             first, _, last = versions.partition("..")
             keys[name] = (first, last) if last else None
     parents = {name[:i] for name in keys for i, c in enumerate(name) if c == "."}
-    patterns = tuple(re.compile(_pattern(name)) for name in keys if "*" in name)
+    patterns = tuple(re.compile(pattern_of(name)) for name in keys if "*" in name)
     tables = frozenset(name.partition(".")[0] for name in keys)
     return Names(keys, tables, frozenset(parents), patterns, frozenset(loose))
 
@@ -522,10 +496,6 @@ def names_of(system: str) -> Names:
 def _shared(a: str, b: str) -> int:
     """Tables that two dotted names have in common, from the first on."""
     return len(os.path.commonprefix([a.split(".")[:-1], b.split(".")[:-1]]))
-
-
-def _pattern(name: str) -> str:
-    return re.escape(name).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
 
 
 def _short(value) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import (
@@ -19,12 +20,10 @@ from jaxrl.models.families import (
     text_part,
 )
 from jaxrl.models.io import scaled
-from jaxrl.models.layer_config import Layer, expert_count, layers_of, prefix_of
+from jaxrl.models.layer_config import Layer, expert_count, layers_of, listed_parts, prefix_of
 from jaxrl.models.rope import Rope, score_factor
 from jaxrl.models.rope_config import rotary_size
 from jaxrl.models.vision.config import VisionConfig, vision_config
-
-RECURRENT = ("gated_delta", "gated_delta_by_head")  # mixers that carry a state from token to token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ class ModelConfig:
     @property
     def num_expert_layers(self) -> int:
         """Number of layers with experts."""
-        return sum(layer.feed_forward != "mlp" for layer in self.layers) if self.num_experts else 0
+        return sum(layer.has_experts for layer in self.layers) if self.num_experts else 0
 
     @property
     def experts_share(self) -> float:
@@ -105,16 +104,49 @@ class ModelConfig:
     linear_key_size: int = 0
     linear_value_size: int = 0
     linear_taps: int = 0          # tokens that their convolution reads
+    is_mamba: bool = False        # Mamba-2, no delta rule
+    convolution_bias: bool = False
+    recurrent_in_bias: bool = False   # of the maps of the hidden states, and of the map of the output
+    recurrent_out_bias: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)  # of Mamba-2's steps
+    recurrent_norm: bool = True   # Mamba-2's output is normed,
+    norm_then_gate: bool = False  # before it is gated
+    # factors on: the hidden states that a recurrence reads, its gate, C, B, x, steps, what it returns; () = 1 each
+    recurrent_factors: tuple[float, ...] = ()
+    attention_factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # the same of attention, keys, what it returns
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # on the gate before its activation, and on what the MLP returns
+    expert_gate: bool = True      # an expert is down(activation(gate) * up), or down(activation(up))
+    expert_latent: int = 0        # numbers of a token that its experts compute with; 0 = the hidden size
+
+    @property
+    def expert_inputs(self) -> int:
+        """Numbers of a token that an expert reads and returns."""
+        return self.expert_latent or self.hidden_size
+
+    @property
+    def latent_bias(self) -> bool:
+        """Whether the maps around the experts have a bias."""
+        return bool(self.expert_latent) and self.mlp_bias
+
+    @property
+    def recurrent_heads(self) -> int:
+        """Number of heads that a mesh must divide to split recurrent layers; 0 = there are none."""
+        return self.linear_key_heads if self.linear_key_heads > 1 else self.linear_value_heads
+
+    @property
+    def linear_value_width(self) -> int:
+        """Numbers of a token's values over all heads of a recurrence."""
+        return self.linear_value_heads * self.linear_value_size
 
     @property
     def windows(self) -> tuple[int, ...]:
         """Window of each layer with attention, 0 = none."""
-        return tuple(layer.window for layer in self.layers if layer.mixer not in RECURRENT)
+        return tuple(layer.window for layer in self.layers if layer.attends)
 
     @property
     def num_recurrent(self) -> int:
-        """Number of layers with a recurrence in place of attention."""
-        return sum(layer.mixer in RECURRENT for layer in self.layers)
+        """Number of layers with a recurrence."""
+        return sum(layer.recurs for layer in self.layers)
 
     def state_bytes(self, width: int) -> int:
         """Returns the bytes that the sampler stores per sequence and recurrent layer: the state in fp32, the
@@ -195,7 +227,9 @@ class ModelConfig:
 
     def width(self, layer: Layer) -> int:
         """Returns the inner width of a layer's feed-forward per token."""
-        if layer.feed_forward == "mlp" or not self.num_experts:
+        if layer.feed_forward == "none":
+            return 0
+        if not layer.has_experts or not self.num_experts:
             return self.mlp_size
         return self.experts_per_token * self.expert_size + self.shared_expert_size
 
@@ -223,9 +257,8 @@ class ModelConfig:
                 "model.config.max_position_embeddings")
 
 
-LINEAR = {"linear_num_key_heads": "linear_key_heads", "linear_num_value_heads": "linear_value_heads",
-          "linear_key_head_dim": "linear_key_size", "linear_value_head_dim": "linear_value_size",
-          "linear_conv_kernel_dim": "linear_taps"}  # HF's fields of recurrent layers
+# sizes of recurrent layers: their key heads, value heads, key size, value size, taps; see Family.sizes
+SIZES = ("linear_key_heads", "linear_value_heads", "linear_key_size", "linear_value_size", "linear_taps")
 
 
 def model_config(hf_config: dict) -> ModelConfig:
@@ -236,9 +269,7 @@ def model_config(hf_config: dict) -> ModelConfig:
     """
     hf_config = text_part(hf_config)
     family = family_of(hf_config)
-    hf = {**family.defaults, **hf_config}
-    if family.expert_size:
-        hf[family.experts_count] = expert_count(hf_config, family)
+    hf = _with_defaults(hf_config, family)
     _check(hf, family)
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     head_dim = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"] if family.latent else hf.get("head_dim") or hidden // heads
@@ -251,13 +282,13 @@ def model_config(hf_config: dict) -> ModelConfig:
 
     layers = layers_of(hf, family)
     prefix = prefix_of(layers)
-    experts = family.expert_size and any(layer.feed_forward != "mlp" for layer in layers)
+    experts = family.expert_size and any(layer.has_experts for layer in layers)
     routed = {} if not experts else {"norm_topk": flag(family.norm_topk), **_routed(hf, family)}
     if family.latent:
         routed |= dict(latent_size=hf["kv_lora_rank"], query_rank=hf["q_lora_rank"] or 0, value_size=hf["v_head_dim"],
                        rope_interleaved=hf["rope_interleave"])
     if family.recurrent:
-        routed |= {ours: hf[theirs] for theirs, ours in LINEAR.items()}
+        routed |= _recurrent(hf, family)
     if family.clamped:
         routed |= {f"gate_{k}": float(number(hf, f"swiglu_{k}", above=0)) for k in ("alpha", "limit")}
     if family.vision and IMAGES in hf:
@@ -265,20 +296,20 @@ def model_config(hf_config: dict) -> ModelConfig:
         prefix = max(prefix, len(tower.taps))  # layers behind which features are added
     factor = lambda key: float(number(hf, key, above=0)) if key else 1.0  # noqa: E731
     query = number(hf, family.query_scalar, above=0, kind=int) if family.query_scalar else head_dim
-    rope = layers[0].rope
+    rope = next((layer.rope for layer in layers if layer.rope), None)
     query_scale = float(query) ** -0.5 * (score_factor(rope) if family.latent and rope else 1.0)
     query_scale = factor(family.attention_factor) if family.attention_factor else query_scale
 
     return ModelConfig(
         family=hf["model_type"], vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], hidden_size=hidden,
-        mlp_size=hf["intermediate_size"], num_heads=heads,
+        mlp_size=hf[family.mlp_size], num_heads=heads,
         num_kv_heads=heads if family.latent else hf.get("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers, prefix=prefix, tied=hf["tie_word_embeddings"],
         qkv_bias=flag(family.qkv_bias), out_bias=flag(family.out_bias), mlp_bias=flag(family.mlp_bias),
-        qk_norm=flag(family.qk_norm), norm_offset=1.0 if family.gemma or family.recurrent else 0.0,
-        norm_eps=number(hf, "rms_norm_eps", least=0), activation=family.activations.get(hf[family.activation], hf[family.activation]),
+        qk_norm=flag(family.qk_norm), norm_offset=1.0 if family.zero_centred else 0.0,
+        norm_eps=number(hf, family.norm_eps, least=0), activation=family.activations.get(hf[family.activation], hf[family.activation]),
         embed_scale=hidden ** 0.5 if family.gemma else factor(family.embed_factor), qk_norm_late=family.qk_norm_late,
-        residual_scale=factor(family.residual_factor), logits_divisor=factor(family.logits_divisor),
+        residual_scale=factor(family.residual_factor),
         query_scale=query_scale,
         attention_softcap=softcap(family.attention_softcap), final_softcap=softcap(family.final_softcap),
         max_positions=number(hf, "max_position_embeddings", least=1, kind=int),
@@ -286,7 +317,76 @@ def model_config(hf_config: dict) -> ModelConfig:
         rotary_size=_rotary(hf, family, head_dim), sinks=family.sinks, router_bias=family.router_bias,
         expert_bias=family.expert_bias,
         packed_qkv=family.packed_qkv, packed_mlp=family.packed_mlp,
-        next_tokens=_next_tokens(hf_config, family), **{"rope_interleaved": family.rope_interleaved, **routed})
+        next_tokens=_next_tokens(hf_config, family), **{
+            "rope_interleaved": family.rope_interleaved, "logits_divisor": factor(family.logits_divisor), **routed})
+
+
+def _with_defaults(hf_config: dict, family) -> dict:
+    newer = {new: hf_config[old] for old, new in family.renamed.items() if old in hf_config}
+    hf = {**family.defaults, **hf_config, **newer}
+    if family.expert_size:
+        hf[family.experts_count] = expert_count(hf_config, family)
+    if family.one_part:
+        hf["num_hidden_layers"] = len(listed_parts(hf))
+    if hf.get("mamba_d_head") == "auto":
+        hf["mamba_d_head"] = _inner(hf) // number(hf, "mamba_n_heads", least=1, kind=int)
+    return hf
+
+
+def _inner(hf) -> int:
+    """Returns the numbers of a token's values over all heads of Mamba-2, as Granite 4 and Falcon-H1 say it."""
+    given = hf.get("mamba_d_ssm")
+    return number(hf, "mamba_expand", least=1, kind=int) * hf["hidden_size"] if given is None else given
+
+
+def _recurrent(hf, family) -> dict:
+    """Returns the fields of ModelConfig about recurrent layers."""
+    out = {ours: hf[theirs] for ours, theirs in zip(SIZES, family.sizes, strict=True)}
+    if family.is_mamba:
+        out |= dict(is_mamba=True, convolution_bias=hf[family.convolution_bias], recurrent_in_bias=hf[family.recurrent_bias],
+                    recurrent_out_bias=hf[family.recurrent_out_bias or family.recurrent_bias],
+                    step_limits=_limits(hf, "time_step_limit"))
+        if family.scaled:
+            out |= _factors(hf)
+        if not family.one_part:
+            return out
+        out |= dict(step_limits=(float(number(hf, "time_step_min", least=0)), math.inf))
+        if _limits(hf, "time_step_limit") != NO_LIMITS:
+            raise ConfigError(f"model config: time_step_limit={hf['time_step_limit']!r} is not supported; {hf['model_type']} "
+                              "models are computed with time_step_min and no upper limit")
+    return out
+
+
+def _factors(hf) -> dict:
+    """Returns the fields of ModelConfig about Falcon-H1's factors and norm."""
+    def listed(key, count):
+        given = [1.0] * count if hf[key] is None else hf[key]
+        if not isinstance(given, list | tuple) or len(given) != count:
+            raise ConfigError(f"model config: {key}={given!r}; give {count} numbers")
+        return [float(number({key: x}, key)) for x in given]
+
+    one = lambda key: float(number(hf, key))  # noqa: E731
+    gate, x, b, c, step = listed("ssm_multipliers", 5)
+    attention = tuple(map(one, ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")))
+    return dict(recurrent_factors=(one("ssm_in_multiplier"), gate, c, b, x, step, one("ssm_out_multiplier")),
+                attention_factors=attention, mlp_factors=tuple(listed("mlp_multipliers", 2)), recurrent_norm=hf["mamba_rms_norm"],
+                norm_then_gate=hf["mamba_norm_before_gate"] and hf["mamba_rms_norm"],
+                logits_divisor=1 / float(number(hf, "lm_head_multiplier", above=0)))
+
+
+NO_LIMITS = (0.0, math.inf)
+
+
+def _limits(hf, key: str) -> tuple[float, float]:
+    """Returns two numbers, of which the upper one may be infinity, as Python or as transformers 5 writes it."""
+    given = hf.get(key)
+    if given is None:
+        return NO_LIMITS
+    ends = [math.inf if end == {"__float__": "Infinity"} else end for end in given] if isinstance(given, list | tuple) else []
+    if len(ends) != 2 or not all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends) or not (
+            0 <= ends[0] < ends[1]):
+        raise ConfigError(f"model config: {key}={given!r}; give two numbers, from 0, the second one above the first")
+    return float(ends[0]), float(ends[1])
 
 
 def _rotary(hf, family, head_dim: int) -> int:
@@ -305,6 +405,10 @@ def _routed(hf, family) -> dict:
     out = dict(num_experts=hf[family.experts_count], experts_per_token=hf["num_experts_per_tok"], expert_size=size)
     if family.shared_expert_size:
         out["shared_expert_size"] = hf[family.shared_expert_size]
+    if hf.get("moe_latent_size") is not None:
+        out["expert_latent"] = number(hf, "moe_latent_size", least=1, kind=int)
+    out |= {} if family.shared_gate else {"shared_gate": False}
+    out |= {"expert_gate": False} if family.one_part else {}
     if family.shared_experts:
         out |= {"shared_expert_size": size * hf[family.shared_experts], "shared_gate": False}
     if family.router == "sigmoid":
@@ -327,7 +431,7 @@ def _check(hf, family):
             raise ConfigError(f"model config: {key}={hf[key]!r}; give true or false")
     _check_heads(hf, family)
     if family.recurrent:
-        _check_recurrent(hf)
+        _check_recurrent(hf, family)
     activation = hf[family.activation]
     if activation not in (*ACTIVATIONS, *family.activations):
         raise ConfigError(f"model config: {family.activation}={activation!r}; choose {', '.join(ACTIVATIONS)}")
@@ -362,19 +466,23 @@ def _check_latent(hf, family):
                               "leave it out")
 
 
-def _check_recurrent(hf):
+def _check_recurrent(hf, family):
     """Raises ConfigError for bad sizes of recurrent layers and for fields whose other values mean another function."""
-    for key in LINEAR:
+    for key in family.sizes:
         number(hf, key, least=1, kind=int)
-    keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
-    if values % keys:
-        raise ConfigError(f"model config: linear_num_value_heads={values} is not a multiple of linear_num_key_heads="
-                          f"{keys}; change one of them")
+    keys, values, _, size, _ = family.sizes
+    if hf[values] % hf[keys]:
+        raise ConfigError(f"model config: {values}={hf[values]} is not a multiple of {keys}={hf[keys]}; change one of "
+                          "them")
+    if "mamba_expand" in family.defaults and hf[values] * hf[size] != (inner := _inner(hf)):
+        raise ConfigError(f"model config: {size}={hf[size]} times {values}={hf[values]} is not {inner}, the inner size of "
+                          "the model; leave it out")
     if hf.get("sliding_window") is not None and hf.get("use_sliding_window") is not False:
         raise ConfigError(f"model config: sliding_window={hf['sliding_window']!r}, but a {hf['model_type']} model has no "
                           "windows; leave it out")
-    for key, wanted in (("attn_output_gate", True), ("output_gate_type", "silu"), ("hidden_act", "silu"),
-                        ("mamba_ssm_dtype", "float32")):
+    own = ("hidden_act", "silu") if family.activation == "hidden_act" else ("mamba_hidden_act", "silu")
+    for key, wanted in (own, ("attn_output_gate", True), ("output_gate_type", "silu"),
+                        ("mamba_ssm_dtype", "float32"), ("mamba_ssm_cache_dtype", "float32")):
         if hf.get(key) not in (None, wanted):
             raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; {hf['model_type']} models are computed "
                               f"with {wanted!r}")
@@ -397,10 +505,13 @@ def _check_heads(hf, family):
         remedy = "" if family.divides else " or give head_dim"
         raise ConfigError(f"model config: hidden_size={hidden} is not a multiple of num_attention_heads={heads}; "
                           f"change one of them{remedy}")
+    if hf.get("attention_head_dim") not in (None, head_dim):
+        raise ConfigError(f"model config: attention_head_dim={hf['attention_head_dim']!r} beside head_dim={head_dim}, which "
+                          "transformers reads; make them equal")
     if family.mrope == "runs" and head_dim != hidden // heads:
         raise ConfigError(f"model config: head_dim={head_dim}, but heads of a {hf['model_type']} model are hidden_size / "
                           f"num_attention_heads = {hidden // heads} wide whatever it says; leave it out")
-    if head_dim % 2:
+    if head_dim % 2 and not family.one_part:
         raise ConfigError(f"model config: head_dim={head_dim}; rotary embeddings need an even head size")
 
 
@@ -422,10 +533,6 @@ def _refuse_foreign(hf, family):
     own |= {"experts_per_token"} if hf.get("experts_per_token") == hf.get("num_experts_per_tok") else set()
     own |= {family.experts_count, "num_local_experts", *family.defaults} if family.expert_size else set()
     own |= {*family.defaults, "attn_output_gate", "full_attention_interval"} if family.recurrent else set()
-    for key, value in family.says.items():
-        if hf.get(key) not in (None, value):
-            raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; {hf['model_type']} models are computed "
-                              f"with {value!r}")
     for what, keys in FOREIGN.items():
         for key in keys:
             if hf.get(key) and key not in own and not (key in UNSCALED and hf[key] == 1):
@@ -435,6 +542,6 @@ def _refuse_foreign(hf, family):
         if hf.get(key) not in (None, family.router):
             raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; the routers of {hf['model_type']} "
                               f"models are {family.router} over all experts")
-    if hf.get("position_embedding_type") not in (None, "rope", "rotary"):
+    if hf.get("position_embedding_type") not in (None, "rope", *(("nope",) if family.may_turn else ("rotary",))):
         raise ConfigError(f"model config: position_embedding_type={hf['position_embedding_type']!r} is not supported; "
                           "the families here have rotary embeddings")

@@ -27,7 +27,7 @@ from jaxrl.models import latent, parameters, recurrent
 from jaxrl.models.adapters import dropped, quantized, stretch
 from jaxrl.models.adapters.adapter_set import scale_columns
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.feed_forward import FEED_FORWARDS, ROUTES, STACKED, Part
+from jaxrl.models.feed_forward import FEED_FORWARDS, NOTHING, ROUTES, STACKED, Part
 from jaxrl.models.layer_config import Layer
 from jaxrl.models.placement import (
     RowChunks,
@@ -44,7 +44,7 @@ from jaxrl.models.placement import (
     sharded_cached_attention,
     write,
 )
-from jaxrl.models.product import product
+from jaxrl.models.product import product, times
 from jaxrl.models.rope import growth, rotate, rotations
 from jaxrl.models.vision.rows import entries as vision_entries
 from jaxrl.sharding.memory import HOST, fetched
@@ -211,7 +211,10 @@ class Shared(NamedTuple):
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
     """Computes self-attention over packed rows, or of one or more new tokens per slot over the cache."""
     cfg = own.config
+    into, of_keys, of_out = cfg.attention_factors
+    x_BxLxD = times(x_BxLxD, into)
     q, k, v = own.linears("attention", x_BxLxD, "query", "key", "value")
+    k = times(k, of_keys)
     if cfg.qk_norm:
         q, k = own.norm("attention/query_norm", q), own.norm("attention/key_norm", k)
     elif cfg.qk_norm_whole:
@@ -239,18 +242,31 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     if "attention/gate/kernel" in own.rows:
         gate = jax.nn.sigmoid(own.linear("attention/gate", x_BxLxD).astype(jnp.promote_types(out.dtype, jnp.float32)))
         out = (out * gate).astype(out.dtype)
-    return own.linear("attention/out", out), kv
+    return times(own.linear("attention/out", out), of_out), kv
+
+
+def beside(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
+    """Computes attention and a Mamba-2 of the same hidden states, added up; its cache is that of both."""
+    arguments = own, layer, implementation, x_BxLxD, shared, cache, index
+    (y, states), (z, kv) = recurrent.mamba2(*arguments), attention(*arguments)
+    return y + z, {**states, **kv}
 
 
 MIXERS = {"attention": Part(parameters.ATTENTION, attention),
           "latent_attention": Part(parameters.LATENT_ATTENTION, latent.attention),
           "gated_attention": Part(parameters.GATED_ATTENTION, attention),
           "gated_delta": Part(parameters.GATED_DELTA, recurrent.gated_delta),
-          "gated_delta_by_head": Part(parameters.GATED_DELTA_BY_HEAD, recurrent.gated_delta)}
+          "gated_delta_by_head": Part(parameters.GATED_DELTA_BY_HEAD, recurrent.gated_delta),
+          "falcon_h1": Part(parameters.FALCON_H1, beside),
+          "mamba2": Part(parameters.MAMBA2, recurrent.mamba2),
+          "nemotron_attention": Part(parameters.NEMOTRON_ATTENTION, attention),
+          "nemotron_mamba2": Part(parameters.NEMOTRON_MAMBA2, recurrent.mamba2)}
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
-    return parameters.NORMS[layer.norms] + MIXERS[layer.mixer].rows + FEED_FORWARDS[layer.feed_forward].rows
+    """Returns the rows of a layer. A layer may be a mixer or a feed-forward alone: the other one is "none"."""
+    mixer, feed_forward = MIXERS.get(layer.mixer, NOTHING), FEED_FORWARDS.get(layer.feed_forward, NOTHING)
+    return parameters.NORMS[layer.norms] + mixer.rows + feed_forward.rows
 
 
 def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
@@ -389,13 +405,17 @@ def _layer(model, layer: Layer, params, x, shared, cache, index):
             y = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) * cfg.residual_scale).astype(y.dtype)
         return residual(x + y)
 
-    with jax.named_scope(layer.mixer):
-        y, kv = MIXERS[layer.mixer].apply(
-            own, layer, model.attention, rows(normed("attention_norm", x)), shared, cache, index)
-        x = added(x, "attention_post_norm", y)
-    with jax.named_scope(layer.feed_forward):
-        y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(normed("mlp_norm", x)))
-        return added(x, "mlp_post_norm", y), kv, auxiliary
+    kv, auxiliary = {}, {}
+    if layer.mixer != "none":
+        with jax.named_scope(layer.mixer):
+            y, kv = MIXERS[layer.mixer].apply(
+                own, layer, model.attention, rows(normed("attention_norm", x)), shared, cache, index)
+            x = added(x, "attention_post_norm", y)
+    if layer.feed_forward != "none":
+        with jax.named_scope(layer.feed_forward):
+            y, auxiliary = FEED_FORWARDS[layer.feed_forward].apply(own, rows(normed("mlp_norm", x)))
+            x = added(x, "mlp_post_norm", y)
+    return x, kv, auxiliary
 
 
 _layer_of_kind = jax.jit(_layer, static_argnums=(0, 1))  # layers of one kind are traced once, and so are their kernels

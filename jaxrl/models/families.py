@@ -64,16 +64,39 @@ class Family:
     router_bias: bool = False            # ModelConfig.router_bias
     expert_bias: bool = False            # ModelConfig.expert_bias
     clamped: bool = False                # gates by swiglu_alpha and swiglu_limit, whatever hidden_act says
-    interleaved: bool = False            # experts lie on a disk as models.io.fused says, and in no other way
+    interleaved: bool = False            # gate and up take turns there, see models.io.fused
     transposed: bool = False             # or they may lie transposed there
     recurrent: str = ""                  # mixer of the layers that full_attention_interval or layer_types leave without attention
+    is_mamba: bool = False               # and it is Mamba-2, with these flags:
+    convolution_bias: str = ""
+    recurrent_bias: str = ""             # of the maps of the hidden states, and of the output where this names no other:
+    recurrent_out_bias: str = ""
+    scaled: bool = False                 # and Falcon-H1's factors, see config._factors
+    may_turn: bool = False               # attention sees positions by position_embedding_type=rope alone
+    sizes: tuple[str, ...] = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+                              "linear_conv_kernel_dim")  # of recurrent layers, in the order of config.SIZES
+    mlp_size: str = "intermediate_size"
+    dense: str = ""                      # feed-forward where the number of experts is 0; empty = there must be some
+    shared_gate: bool = True             # ModelConfig.shared_gate
+    fused_in: str = "mlp.experts"        # HF's module of the tensors of all experts, see models.io.fused
+    fused_only: bool = False             # and experts lie on a disk so, and in no other way
+    one_part: bool = False               # a layer is a mixer or a feed-forward, by layer_config.listed_parts, and sees no positions
+    norm_eps: str = "rms_norm_eps"
+    renamed: dict = dataclasses.field(default_factory=dict)  # older names of fields
+    spelled: tuple = ()                  # (beginning of a tensor's name on disk, ours)
     vision: str = ""                     # tower for images beside it on disk, a row of models.vision.rows.TABLES; read where asked for
     mrope: str = ""                      # a token has three positions (Rope.axes), which frequencies read in "turns" or in "runs"
     within: tuple = (("model.language_model.", "model."),)  # names in a model of several parts begin so, and so alone
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
     unwritten: str = ""                  # and of those among them that an export leaves out
+    vllm_lacks: str = ""                 # why vLLM does not serve it
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether norms scale by 1 + weight."""
+        return self.gemma or bool(self.recurrent) and not self.is_mamba
 
     @property
     def merged_only(self) -> str:
@@ -102,6 +125,10 @@ _DEEPSEEK: dict[str, Any] = dict(feed_forward="deepseek_experts", expert_size="m
 _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
            "linear_conv_kernel_dim": 4}
+_MAMBA = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
+          "mamba_conv_bias": True, "mamba_proj_bias": False}
+_MAMBA_SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
+_IN_VLLM = "vLLM holds -exp(A_log) in place of A_log, which the check of published weights cannot compare yet"
 _MTP = r"model\.mtp_layers\..*"  # MiMo's
 TOWER = r"(model\.)?visual\..*"
 _BESIDE = r"mtp\..*|" + TOWER
@@ -257,13 +284,54 @@ FAMILIES = {
                               "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         qkv_bias="attention_bias", out_bias="attention_bias", windows="pattern", feed_forward="gpt_oss_experts",
         expert_size="intermediate_size", experts_count="num_local_experts", norm_topk=True, sinks=True, router_bias=True,
-        expert_bias=True, clamped=True, interleaved=True, few_bits="mxfp4",
+        expert_bias=True, clamped=True, interleaved=True, fused_only=True, few_bits="mxfp4",
         vllm_assumes={"rms_norm_eps": 1e-5, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True, "tie_word_embeddings": False,
                       "layer_types": ("sliding_attention", "full_attention")}),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", {**_SHARED, **_HYBRID, "num_key_value_heads": 4}, qkv_bias="attention_bias", out_bias="attention_bias",
         qk_norm=True, recurrent="gated_delta", partial_rotary=True, unread=_BESIDE,
         vllm_assumes={"attention_bias": False}, classifier_name="Qwen3_5TextForSequenceClassification"),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM", {
+            **{k: v for k, v in _SHARED.items() if k not in ("hidden_act", "rms_norm_eps", "rope_theta")}, **_SIGMOID,
+            "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "max_position_embeddings": 4096, "intermediate_size": 21504, "head_dim": 128,
+            "num_key_value_heads": 8, "mlp_bias": False, "use_bias": False, "use_conv_bias": True, "n_groups": 8, "mamba_num_heads": 128,
+            "ssm_state_size": 128, "mamba_head_dim": 64, "conv_kernel": 4, "time_step_min": 0.001, "n_routed_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 1.0, "moe_latent_size": None, "num_nextn_predict_layers": 0},
+        mlp_bias="mlp_bias", activation="mlp_hidden_act", activations={"relu2": "relu2"}, norm_eps="layer_norm_epsilon", one_part=True,
+        recurrent="nemotron_mamba2", is_mamba=True, convolution_bias="use_conv_bias", recurrent_bias="use_bias",
+        sizes=("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"), fused_in="mixer.experts", shared_gate=False,
+        feed_forward="nemotron_experts", expert_size="moe_intermediate_size", experts_count="n_routed_experts",
+        shared_expert_size="moe_shared_expert_intermediate_size", norm_topk="norm_topk_prob", router="sigmoid",
+        says={"attention_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False, "tie_word_embeddings": False,
+              "n_shared_experts": 1},
+        renamed={"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_dt_min": "time_step_min",
+                 "mamba_dt_limit": "time_step_limit"},
+        within=(("backbone.", "model."), ("model.", "model.")), unread=r"mtp\..*", classifies=False,
+        vllm_lacks=_IN_VLLM,
+        spelled=(("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM", {
+            **_SHARED, **_MAMBA, "max_position_embeddings": 2048, "attention_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+            "residual_multiplier": 1.0, "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024, "position_embedding_type": None},
+        qkv_bias="attention_bias", out_bias="attention_bias", embed_factor="embedding_multiplier", residual_factor="residual_multiplier",
+        attention_factor="attention_multiplier", logits_divisor="logits_scaling", divides=True, recurrent="mamba2", is_mamba=True,
+        convolution_bias="mamba_conv_bias", recurrent_bias="mamba_proj_bias", may_turn=True, sizes=_MAMBA_SIZES,
+        mlp_size="shared_intermediate_size", dense="granite_mlp", feed_forward="granite_experts", expert_size="intermediate_size",
+        experts_count="num_local_experts", shared_expert_size="shared_intermediate_size", shared_gate=False, norm_topk=True,
+        fused_in="block_sparse_moe", fused_only=True, classifies=False, vllm_lacks=_IN_VLLM),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM", {
+            **_SHARED, **_MAMBA, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8, "attention_bias": False,
+            "mlp_bias": False, "projectors_bias": False, "mamba_d_ssm": 1024, "mamba_norm_before_gate": True, "mamba_rms_norm": False,
+            "embedding_multiplier": 1.0, "lm_head_multiplier": 1.0, "key_multiplier": 1.0, "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0, "ssm_multipliers": None, "mlp_multipliers": None},
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", embed_factor="embedding_multiplier", norms="falcon_h1",
+        feed_forward="falcon_mlp", recurrent="falcon_h1", is_mamba=True, convolution_bias="mamba_conv_bias", recurrent_bias="mamba_proj_bias",
+        recurrent_out_bias="projectors_bias", scaled=True, sizes=_MAMBA_SIZES, classifies=False, within=(("model.", "model."),),
+        spelled=(("model.final_layernorm.", "model.norm."),), vllm_lacks=_IN_VLLM),
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},
@@ -339,6 +407,7 @@ FOREIGN = {
     "other layers": ("linear_num_key_heads", "mamba_d_state", "ssm_cfg", "layer_group_size", "full_attention_interval",
                      "hidden_size_per_layer_input", "vocab_size_per_layer_input", "altup_num_inputs", "laurel_rank",
                      "activation_sparsity_pattern", "num_nextn_predict_layers", "num_mtp_layers", "per_layer_config", "block_configs",
+                     "attn_layer_indices",
                      "use_double_wide_mlp", "layer_scale", "use_layer_scale", "is_encoder_decoder"),
     "a factor": ("logit_scale", "logits_scaling", "logits_scale", "output_multiplier_scale", "lm_head_multiplier",
                  "embedding_multiplier", "embedding_multiplier_scale", "embedding_scale", "scale_emb", "residual_multiplier",

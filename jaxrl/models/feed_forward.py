@@ -31,11 +31,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import parameters
 from jaxrl.models.placement import gathered, of_each_token, routed
+from jaxrl.models.product import times
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu2": lambda x: jnp.square(jnp.maximum(x, 0)),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 ROUTES = "expert_ids"  # never computed again in the backward pass: a tie that falls otherwise is another function
@@ -51,6 +53,9 @@ class Part(NamedTuple):
 
     rows: tuple[parameters.Row, ...]
     apply: Callable
+
+
+NOTHING = Part((), lambda *_: ({}, {}))
 
 
 def _gated(activation):
@@ -73,18 +78,24 @@ def clamped(alpha: float, limit: float) -> Callable:
 
 
 def mlp(own, x):
-    """Returns (down(activation(gate) * up), {})."""
+    """Returns (down(activation(gate) * up), {}), or (down(activation(up)), {}) without a gate."""
     return _dense(own, "mlp", x), {}
 
 
-def gate_of(cfg) -> Callable:
-    """Returns the activation of a model's experts: (gate, up) -> hidden."""
+def activation_of(cfg) -> Callable:
+    """Returns the activation of a model's experts: (gate, up) -> hidden, or up -> hidden where they have no gate."""
+    if not cfg.expert_gate:
+        return ACTIVATIONS[cfg.activation]
     return clamped(cfg.gate_alpha, cfg.gate_limit) if cfg.gate_limit else GATED[cfg.activation]
 
 
 def _dense(own, module, x):
-    gated = jax.checkpoint(GATED[own.config.activation])  # the backward pass keeps gate and up only
-    return own.linear(f"{module}/down", gated(*own.linears(module, x, "gate", "up")))
+    if f"{module}/gate/kernel" not in own.rows:
+        activation = jax.checkpoint(ACTIVATIONS[own.config.activation])  # the backward pass keeps up only
+        return own.linear(f"{module}/down", activation(own.linear(f"{module}/up", x)))
+    gated, (of_gate, of_down) = jax.checkpoint(GATED[own.config.activation]), own.config.mlp_factors
+    gate, up = own.linears(module, x, "gate", "up")  # the backward pass keeps these only
+    return times(own.linear(f"{module}/down", gated(times(gate, of_gate), up)), of_down)
 
 
 class Routing(NamedTuple):
@@ -153,16 +164,19 @@ def _log_probabilities(cfg, logits):
 
 def experts(own, x):
     """Computes the sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output,
-    times its own sigmoid gate if it has one. Padding reaches no expert.
+    times its own sigmoid gate if it has one. Padding reaches no expert. Experts may have no gate (see mlp), and may
+    work on fewer numbers than a token has, between two linear maps.
     """
     cfg, (ids, gates, chosen, logits) = own.config, route(own, x)
     of_all = lambda leaf: tuple(  # noqa: E731
         gathered(own.values[path], own.rows[path].axes, x.dtype)
         for path in (f"mlp/experts/{name}/{leaf}" for name in ("gate", "up", "down")) if path in own.rows)
-    gate = gate_of(cfg)
     computed = ids if own.real is None else jnp.where(own.real[..., None], ids, cfg.num_experts)
-    y = routed(x, computed, gates, *of_all("kernel"), activation=gate, matmul=own.matmul, biases=of_all("bias"),
-               implementation=own.experts)
+    kernels = of_all("kernel") if cfg.expert_gate else (None, *of_all("kernel"))
+    inside = own.linear("mlp/latent_down", x) if cfg.expert_latent else x
+    y = routed(inside, computed, gates, *kernels, activation=activation_of(cfg), matmul=own.matmul,
+               biases=of_all("bias"), implementation=own.experts)
+    y = own.linear("mlp/latent_up", y) if cfg.expert_latent else y
     if cfg.shared_expert_size:
         beside = _dense(own, "mlp/shared", x)
         y += jax.nn.sigmoid(own.linear("mlp/shared_gate", x)) * beside if cfg.shared_gate else beside
@@ -196,4 +210,9 @@ FEED_FORWARDS = {
     "mixtral_experts": Part(parameters.MIXTRAL_EXPERTS, experts),
     "minimax_experts": Part(parameters.MINIMAX_EXPERTS, experts),
     "gpt_oss_experts": Part(parameters.GPT_OSS_EXPERTS, experts),
+    "falcon_mlp": Part(parameters.FALCON_MLP, mlp),
+    "granite_mlp": Part(parameters.GRANITE_MLP, mlp),
+    "granite_experts": Part(parameters.GRANITE_EXPERTS, experts),
+    "nemotron_mlp": Part(parameters.NEMOTRON_MLP, mlp),
+    "nemotron_experts": Part(parameters.NEMOTRON_EXPERTS, experts),
 }

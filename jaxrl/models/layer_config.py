@@ -9,6 +9,10 @@ from jaxrl.models.families import number
 from jaxrl.models.rope import Rope
 from jaxrl.models.rope_config import ropes
 
+BESIDE = "falcon_h1"  # a recurrence and attention side by side
+RECURRENT = ("gated_delta", "gated_delta_by_head", "mamba2", "nemotron_mamba2", BESIDE)  # mixers that carry a state
+DENSE = ("mlp", "falcon_mlp", "granite_mlp", "nemotron_mlp", "none")  # feed-forwards without experts
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -20,19 +24,65 @@ class Layer:
     feed_forward: str = "mlp"
     norms: str = "pre"         # row of models.parameters.NORMS
 
+    @property
+    def recurs(self) -> bool:
+        """Whether its mixer carries a state from token to token."""
+        return self.mixer in RECURRENT
+
+    @property
+    def attends(self) -> bool:
+        """Whether its mixer has keys and values."""
+        return self.mixer == BESIDE or self.mixer not in (*RECURRENT, "none")
+
+    @property
+    def has_experts(self) -> bool:
+        return self.feed_forward not in DENSE
+
 
 def layers_of(hf, family) -> tuple[Layer, ...]:
     """Returns the layers of a config, in order. Raises ConfigError naming a field that contradicts another."""
+    if family.one_part:
+        listed = listed_parts(hf)
+        if "moe" in listed:
+            _feed_forwards(hf, family)  # which checks the sizes of experts
+        return tuple(_PARTS[kind] for kind in listed)
     kinds = _feed_forwards(hf, family)
     if family.recurrent:
-        rope, _ = ropes(hf, family)
-        return tuple(Layer(rope, 0, "gated_attention" if full else family.recurrent, kind, family.norms)
-                     for full, kind in zip(_full(hf), kinds, strict=True))
+        turns = not family.may_turn or hf.get("position_embedding_type") == "rope"
+        rope, attention = ropes(hf, family)[0] if turns else None, "attention" if family.is_mamba else "gated_attention"
+        return tuple(Layer(rope, 0, attention if full else family.recurrent, kind, family.norms)
+                     for full, kind in zip(_full(hf, family), kinds, strict=True))
     sliding, window = _windows(hf, family)
     full, local = ropes(hf, family)
     mixer, turning = "latent_attention" if family.latent else "attention", _turning(hf, family)
     return tuple(Layer((local if windowed else full) if turns else None, window * windowed, mixer, kind, family.norms)
                  for windowed, turns, kind in zip(sliding, turning, kinds, strict=True))
+
+
+_PARTS = {  # layers of one part, which see no positions; by transformers' name and by the letter of a pattern
+    "linear_attention": Layer(None, mixer="nemotron_mamba2", feed_forward="none", norms="mixer"),
+    "full_attention": Layer(None, mixer="nemotron_attention", feed_forward="none", norms="mixer"),
+    "moe": Layer(None, mixer="none", feed_forward="nemotron_experts", norms="feed_forward"),
+    "mlp": Layer(None, mixer="none", feed_forward="nemotron_mlp", norms="feed_forward")}
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def listed_parts(hf) -> list[str]:
+    """Returns what each layer of a model whose layers are one part is, from `layers_block_type` (or `layer_types`) or
+    `hybrid_override_pattern`. Raises ConfigError for other names and letters, and for lists of another length than
+    num_hidden_layers.
+    """
+    pattern = "hybrid_override_pattern"
+    key = next((key for key in ("layers_block_type", "layer_types") if hf.get(key) is not None), pattern)
+    given, known = hf.get(key), _LETTERS if key == pattern else {**_OLD_NAMES, **dict.fromkeys(_PARTS)}
+    wanted = str if known is _LETTERS else list | tuple
+    if not isinstance(given, wanted) or not given or set(given) - known.keys():
+        raise ConfigError(f"model config: {key}={given!r}; give one of {', '.join(known)} for each layer")
+    if hf.get("num_hidden_layers") not in (None, len(given)):
+        raise ConfigError(f"model config: num_hidden_layers={hf['num_hidden_layers']!r}, but {key} has {len(given)} "
+                          "layers; leave num_hidden_layers out")
+    return [known[kind] or kind for kind in given]
 
 
 def _turning(hf, family) -> list[bool]:
@@ -49,9 +99,13 @@ def _turning(hf, family) -> list[bool]:
     return [bool(turns) for turns in given]
 
 
-def _full(hf) -> list[bool]:
-    """Returns which layers of a model with recurrent ones have attention: by `layer_types`, else by an interval."""
+def _full(hf, family) -> list[bool]:
+    """Returns which layers of a model with recurrent ones have attention: by `layer_types`, an interval, or none."""
     count, kinds = hf["num_hidden_layers"], hf.get("layer_types")
+    if family.is_mamba:
+        kinds = hf.get("layers_block_type") if kinds is None else kinds
+        kinds = [_OLD_NAMES.get(kind, kind) for kind in kinds] if isinstance(kinds, list | tuple) else kinds
+        kinds = ["linear_attention"] * count if kinds is None else kinds
     if kinds is None:
         every = number(hf, "full_attention_interval", least=1, kind=int)
         return [(i + 1) % every == 0 for i in range(count)]
@@ -66,7 +120,7 @@ def prefix_of(layers) -> int:
     """Returns the number of first layers outside the repetition: dense ones before the first expert layer, if the
     others then have a shorter period.
     """
-    dense = next((i for i, layer in enumerate(layers) if layer.feed_forward != "mlp"), 0)
+    dense = next((i for i, layer in enumerate(layers) if layer.has_experts), 0)
     period = lambda rest: next((n for n in range(1, len(rest)) if all(  # noqa: E731
         layer == rest[i % n] for i, layer in enumerate(rest))), len(rest))
     return dense if period(layers[dense:]) < period(layers) else 0
@@ -90,16 +144,17 @@ def _feed_forwards(hf, family) -> list[str]:
     for key in filter(None, (family.expert_size, family.shared_expert_size, family.shared_experts)):
         number(hf, key, least=1, kind=int)
     name = family.experts_count
-    experts, chosen = (number(hf, key, least=least, kind=int) for key, least in ((name, 0), ("num_experts_per_tok", 1)))
+    experts = number(hf, name, least=0, kind=int)
+    chosen = number(hf, "num_experts_per_tok", least=0 if family.dense and not experts else 1, kind=int)
     step = number(hf, "decoder_sparse_step", least=1, kind=int) if "decoder_sparse_step" in family.defaults else 1
     dense = hf.get("mlp_only_layers") or [] if "mlp_only_layers" in family.defaults else []
     first = number(hf, family.dense_first, least=0, kind=int) if family.dense_first else 0
     dense = _listed_dense(hf, family, layers) if family.listed_kinds else dense
     if not isinstance(dense, list | tuple) or not all(type(i) is int for i in dense):
         raise ConfigError(f"model config: mlp_only_layers={dense!r}; give a list of layers' numbers from 0")
-    kinds = [family.feed_forward if experts and i >= first and i not in dense and (i + 1) % step == 0 else "mlp"
-             for i in range(layers)]
-    if "decoder_sparse_step" not in family.defaults and not experts:
+    kinds = [family.feed_forward if experts and i >= first and i not in dense and (i + 1) % step == 0 else
+             family.dense or "mlp" for i in range(layers)]
+    if "decoder_sparse_step" not in family.defaults and not experts and not family.dense:
         raise ConfigError(f"model config: {name}=0, but a {hf['model_type']} model has nothing beside experts")
     if experts and chosen > experts:
         raise ConfigError(f"model config: num_experts_per_tok={chosen} is more than {name}={experts}")

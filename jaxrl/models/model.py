@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder, parameters, recurrent, unstacked
 from jaxrl.models.adapters import adapter_set
-from jaxrl.models.config import RECURRENT, ModelConfig, model_config
+from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.models.vision import tower
 from jaxrl.models.vision.rows import multiplied_by_patch
@@ -151,8 +151,8 @@ class Model:
         constants = {"one": 1.0 - self.config.norm_offset, "zero": 0.0, "unit": 1.0}
 
         def values(entry):
-            if entry.row.init == "log_uniform":
-                return recurrent.initial_rates(key, entry)
+            if entry.row.init in recurrent.INITIAL:
+                return recurrent.INITIAL[entry.row.init](key, entry)
             if entry.row.init in constants:
                 return jnp.full(entry.shape, constants[entry.row.init], jnp.float32)
             arrays = [drawn[name] * self.config.init_std for name in entry.hf_names]
@@ -203,20 +203,24 @@ class Model:
         """Returns a zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), or the states
         of a recurrence (models.recurrent), with the repetitions in front if scanned.
 
-        Raises ConfigError for a model without attention.
+        A layer that is a feed-forward alone has nothing. Raises ConfigError for a model without attention.
         """
         self.check_length(length)
         cfg = self.config
         if not cfg.windows:
-            raise ConfigError("model config: every layer is a recurrence; the sampler needs a layer of attention: "
-                              "lower full_attention_interval")
+            raise ConfigError("model config: no layer has attention; the sampler needs one: lower "
+                              "full_attention_interval, or change the list of layers")
         before, repeats, behind = decoder.spans(cfg, self.scan_layers)
 
         def layer(number, *lead):
-            if cfg.layers[number].mixer in RECURRENT:
+            own, out = cfg.layers[number], {}
+            if own.recurs:
                 shapes = recurrent.leaf_shapes(cfg, dtype)
-                return {name: jnp.zeros((*lead, slots, *shape), kind) for name, (shape, kind) in shapes.items()}
-            return {name: jnp.zeros((*lead, slots, length, width), dtype) for name, width in cfg.cache_widths.items()}
+                out |= {name: jnp.zeros((*lead, slots, *shape), kind) for name, (shape, kind) in shapes.items()}
+            if own.attends:
+                widths = cfg.cache_widths
+                out |= {name: jnp.zeros((*lead, slots, length, width), dtype) for name, width in widths.items()}
+            return out
 
         cache: dict[str, dict] = {f"layer_{i}": layer(i) for i in (*before, *behind)}
         if repeats:

@@ -35,7 +35,7 @@ class Row:
     hf: str                       # HF's name, in a layer behind its number; {} = number on a stacked axis; "" = none;
                                   # of a part, its place in brackets follows in Entry.hf_names
     inputs: int = 0               # axes that a linear map contracts, first after the stacked ones; 0 = no linear map
-    init: str = "normal"          # normal (times init_std) | zero | one (norms then scale by one) | unit | log_uniform
+    init: str = "normal"          # normal (times init_std) | zero | one (norms then scale by one) | unit | rates | steps
     sizes: tuple[int | str, ...] = ()  # numbers, or fields of ModelConfig
     when: str = ""                # flag of ModelConfig that a model must have, or "not" and one it must not have
     stacked: int = 0              # leading axes along which HF has tensors of their own (experts)
@@ -85,6 +85,8 @@ NORMS = {  # Layer.norms: before attention and MLP, behind both, or both; HF's n
     "glm4": _norms(attention_norm="input_layernorm", attention_post_norm="post_self_attn_layernorm",
                    mlp_norm="post_attention_layernorm", mlp_post_norm="post_mlp_layernorm"),
     "post": _norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    "falcon_h1": _norms(attention_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
+    "mixer": _norms(attention_norm="norm"), "feed_forward": _norms(mlp_norm="norm"),  # of layers of one part
 }
 ATTENTION = (
     Row("attention/query/kernel", _Q, "self_attn.q_proj.weight", 1),
@@ -149,7 +151,7 @@ def _gated_delta(names: dict[str, tuple[str, int | str, int]]) -> tuple[Row, ...
     return (*(of_hidden(name, sizes, heads) for name, sizes in (("query", _KEYS), ("key", _KEYS), ("value", _VALUES), ("gate", _VALUES))),
             *(of_hidden(name, each, ("heads",)) for name in ("beta", "decay")),
             taps("query", _KEYS, 0), taps("key", _KEYS, 1), taps("value", _VALUES, 2),
-            Row("recurrent/rate", ("heads",), "linear_attn.A_log", init="log_uniform", sizes=each, wide=True),
+            Row("recurrent/rate", ("heads",), "linear_attn.A_log", init="rates", sizes=each, wide=True),
             Row("recurrent/shift", ("heads",), "linear_attn.dt_bias", init="unit", sizes=each),
             Row("recurrent/norm/scale", ("norm",), "linear_attn.norm.weight", init="unit", sizes=("linear_value_size",)),
             Row("recurrent/out/kernel", _OUT, "linear_attn.out_proj.weight", 2, sizes=(*_VALUES, "hidden_size")))
@@ -161,6 +163,46 @@ GATED_DELTA = _gated_delta({
 GATED_DELTA_BY_HEAD = _gated_delta({  # Qwen3-Next: by key head
     **{name: ("in_proj_qkvz", "linear_key_heads", i) for i, name in enumerate(("query", "key", "value", "gate"))},
     **{name: ("in_proj_ba", "linear_key_heads", i) for i, name in enumerate(("beta", "decay"))}})
+
+
+def _mamba2(module: str, adapts_out: bool = True) -> tuple[Row, ...]:
+    """Returns the rows of models.recurrent.mamba2, by HF's name of the module. Its maps of the hidden states are one
+    tensor, and its convolution is another. adapts_out: whether PEFT has adapters on the map of the output."""
+    each, hf = ("linear_value_heads",), f"{module}.in_proj"
+    parts = {"gate": _VALUES, "value": _VALUES, "key": _KEYS, "query": _KEYS, "step": each}
+
+    def of_hidden(place, name, sizes):
+        axes = ("heads", "head_dim")[:len(sizes)]
+        kernel = Row(f"recurrent/{name}/kernel", ("embed", *axes), f"{hf}.weight", 1, sizes=("hidden_size", *sizes), exact=len(axes) == 1)
+        bias = Row(f"recurrent/{name}/bias", axes, f"{hf}.bias", init="zero", sizes=sizes, when="recurrent_in_bias")
+        return _part(kernel, 1, place), _part(bias, 1, place)
+
+    def taps(place, name):
+        weight = Row(f"recurrent/{name}_taps/weight", ("heads", "head_dim", None), f"{module}.conv1d.weight", sizes=(*parts[name], "linear_taps"))
+        bias = Row(f"recurrent/{name}_taps/bias", ("heads", "head_dim"), f"{module}.conv1d.bias", init="zero", sizes=parts[name],
+                   when="convolution_bias")
+        return _part(weight, 1, place), _part(bias, 1, place)
+
+    return (*(row for place, part in enumerate(parts.items()) for row in of_hidden(place, *part)),
+            *(row for place, name in enumerate(("value", "key", "query")) for row in taps(place, name)),
+            Row("recurrent/rate", ("heads",), f"{module}.A_log", init="rates", sizes=each, wide=True),
+            Row("recurrent/shift", ("heads",), f"{module}.dt_bias", init="steps", sizes=each),
+            Row("recurrent/skip", ("heads",), f"{module}.D", init="unit", sizes=each),
+            Row("recurrent/norm/scale", ("norm",), f"{module}.norm.weight", init="unit", sizes=("linear_value_width",),
+                when="recurrent_norm"),
+            Row("recurrent/out/kernel", _OUT, f"{module}.out_proj.weight", 2, sizes=(*_VALUES, "hidden_size"),
+                by_name=not adapts_out),
+            Row("recurrent/out/bias", ("norm",), f"{module}.out_proj.bias", init="zero", when="recurrent_out_bias"))
+
+
+def _renamed(rows: tuple[Row, ...], old: str, new: str) -> tuple[Row, ...]:
+    """Returns the rows with another HF name of their module."""
+    return tuple(dataclasses.replace(row, hf=row.hf.replace(f"{old}.", f"{new}.", 1)) for row in rows)
+
+
+MAMBA2, NEMOTRON_MAMBA2 = _mamba2("mamba"), _mamba2("mixer", adapts_out=False)
+FALCON_H1 = ATTENTION + _mamba2("mamba", adapts_out=False)
+NEMOTRON_ATTENTION = _renamed(ATTENTION, "self_attn", "mixer")
 _UP = ("embed", "heads", "head_dim")  # the few numbers that it reads are split as the hidden ones are
 LATENT_ATTENTION = (  # models.latent
     Row("attention/query/kernel", _Q, "self_attn.q_proj.weight", 1, when="not query_rank"),
@@ -183,6 +225,8 @@ MLP = (
     Row("mlp/down/kernel", ("mlp", "embed"), "mlp.down_proj.weight", 1),
     Row("mlp/down/bias", ("norm",), "mlp.down_proj.bias", init="zero", when="mlp_bias"),
 )
+FALCON_MLP = _renamed(MLP, "mlp", "feed_forward")
+NEMOTRON_MLP = _renamed(tuple(row for row in MLP if "/gate/" not in row.path), "mlp", "mixer")
 MLP = _packed(MLP, "packed_mlp", "mlp.gate_up_proj.weight", "mlp/gate/kernel", "mlp/up/kernel")
 JOINED = {  # linear maps of one input -> the name of the one that gives all their outputs (models.unstacked)
     ("query", "key", "value"): "query_key_value",
@@ -193,16 +237,16 @@ ROUTER, ROUTER_BIAS = "mlp/router/kernel", "mlp/router/bias"
 
 
 def _experts(module: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[Row, ...]:
-    """Returns the rows of a layer of experts, by HF's name of the module and of an expert's three matrices. Those of
-    all experts are one array; the router stays whole over tp and, like vectors, in full precision where it is used.
+    """Returns the rows of a layer of experts, by HF's name of the module and of an expert's matrices (gate: "" = there
+    is none). Those of all experts are one array; the router stays whole over tp and, like vectors, in full precision where it is used.
     """
     def one(path, axes, sizes, name):
         return Row(f"mlp/experts/{path}/kernel", ("expert", *axes), f"{module}.experts.{{}}.{name}.weight", 1,
                    sizes=("num_experts", *sizes), stacked=1, share="experts_share", adapts=False)
 
-    into, out = (("expert_embed", "mlp"), ("hidden_size", "expert_size")), (("mlp", "expert_embed"), ("expert_size", "hidden_size"))
+    into, out = (("expert_embed", "mlp"), ("expert_inputs", "expert_size")), (("mlp", "expert_embed"), ("expert_size", "expert_inputs"))
     return (Row(ROUTER, ("embed", None), f"{module}.{router}.weight", 1, sizes=("hidden_size", "num_experts"), adapts=False),
-            one("gate", *into, gate), one("up", *into, up), one("down", *out, down))
+            *((one("gate", *into, gate),) if gate else ()), one("up", *into, up), one("down", *out, down))
 
 
 def _shared(module: str) -> tuple[Row, ...]:
@@ -231,6 +275,38 @@ MINIMAX_EXPERTS = (
     *MIXTRAL_EXPERTS,
     Row(CORRECTION, (None,), "block_sparse_moe.e_score_correction_bias", init="zero", sizes=("num_experts",), fixed=True),
 )
+
+
+def _granite(module: str, size: str) -> tuple[Row, ...]:
+    """Returns the rows of Granite 4's dense feed-forward, which is that of all tokens where there are experts, too."""
+    up, down = "shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"
+    into = dict(sizes=("hidden_size", size))
+    return (_part(Row(f"{module}/gate/kernel", ("embed", "mlp"), up, 1, **into), 1, 0),
+            _part(Row(f"{module}/up/kernel", ("embed", "mlp"), up, 1, **into), 1, 1),
+            Row(f"{module}/down/kernel", ("mlp", "embed"), down, 1, sizes=(size, "hidden_size")))
+
+
+GRANITE_MLP = _granite("mlp", "mlp_size")
+GRANITE_EXPERTS = (  # on a disk experts lie together, see models.io.fused
+    *_experts("block_sparse_moe", "gate_proj", "up_proj", "down_proj", router="router.layer"), *_granite("mlp/shared", "shared_expert_size"))
+
+
+def _nemotron_experts() -> tuple[Row, ...]:
+    """Returns the rows of experts without a gate, which may work on fewer numbers than the hidden size."""
+    few = "hidden_size", "expert_latent"
+    up, down = (Row(f"mlp/{name}/kernel", axes, f"mixer.{hf}.weight", 1, sizes=sizes, when="expert_latent") for name, hf, axes, sizes in (
+        ("latent_down", "fc1_latent_proj", ("embed", None), few), ("latent_up", "fc2_latent_proj", (None, "embed"), few[::-1])))
+    shared = [row for row in _shared("mixer.shared_experts") if "/gate/" not in row.path]
+    biases = [Row(f"mlp/{name}/bias", (axis,), f"mixer.{hf}.bias", init="zero", sizes=(size,), when=when) for name, hf, axis, size, when in (
+        ("shared/up", "shared_experts.up_proj", "mlp", "shared_expert_size", "mlp_bias"),
+        ("shared/down", "shared_experts.down_proj", "norm", "hidden_size", "mlp_bias"),
+        ("latent_down", "fc1_latent_proj", None, "expert_latent", "latent_bias"),
+        ("latent_up", "fc2_latent_proj", "norm", "hidden_size", "latent_bias"))]
+    correction = Row(CORRECTION, (None,), "mixer.gate.e_score_correction_bias", init="zero", sizes=("num_experts",), fixed=True)
+    return (*_experts("mixer", "", "up_proj", "down_proj"), correction, *shared, up, down, *biases)
+
+
+NEMOTRON_EXPERTS = _nemotron_experts()
 
 
 def _expert_bias(name: str, axis: str, size: str) -> Row:

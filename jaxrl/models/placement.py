@@ -287,6 +287,9 @@ _moved.defvjp(lambda x, order, place: (_moved(x, order, place), (order, place)),
               lambda moves, g: (_moved(g, *moves[::-1]), None, None))
 
 
+WINDOWS = 3  # queries, keys and values of a recurrence have a convolution, and so last inputs
+
+
 def by_rows_and_heads(function, heads: int, chunks: RowChunks, tokens: tuple, state, windows: tuple, parameters: tuple):
     """Runs function(chunks, ...) -> ([B, L, heads, ...], state, windows), each device for its own rows and heads.
 
@@ -294,11 +297,19 @@ def by_rows_and_heads(function, heads: int, chunks: RowChunks, tokens: tuple, st
 
     Args:
       heads: the number that tp, and cp where rows are split, must divide to split any of them.
-      chunks: of row_chunks. tokens, windows: arrays [B, L, heads, ...]. state: [B, heads, ...] or None.
-      parameters: arrays [heads, ...].
+      chunks: of row_chunks. tokens: arrays [B, L, heads, ...]. state: [B, heads, ...] or None. windows: of the first of
+        the tokens, or (), but the function returns them. parameters: arrays [heads, ...].
+      An array that has one head where there are several is whole on every device.
     """
+    def shared(x, at: int) -> bool:
+        return x.shape[at] == 1 < heads
+
     def exchanged(rows, tokens, state, windows, parameters):
-        whole = functools.partial(jax.lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True)
+        def whole(x):
+            if shared(x, 2):
+                return jax.lax.all_gather(x, axis, axis=1, tiled=True)
+            return jax.lax.all_to_all(x, axis_name=axis, split_axis=2, concat_axis=1, tiled=True)
+
         there = (rows.order, rows.place)
         tokens = tuple(_moved(whole(x), *there) for x in tokens)
         out, state, windows = function(rows.chunks, tokens, state, windows, parameters)
@@ -314,9 +325,11 @@ def by_rows_and_heads(function, heads: int, chunks: RowChunks, tokens: tuple, st
     (batch, length), tp = tokens[0].shape[:2], _head_axis(mesh, heads)
     data, axis = _data_axes(mesh, batch), _tokens_axis(mesh, length)
     split = tuple(name for name in (tp, axis) if name) or None
-    by_token, by_state, by_window = P(data, axis, tp), P(data, split), P(data, None, split)
-    return jax.shard_map(local, in_specs=(P(data), by_token, by_state, by_window, P(split)),
-                         out_specs=(by_token, by_state, by_window), check_vma=False)(*arguments)
+    of_windows = tuple(P(data) if shared(x, 2) else P(data, None, split) for x in tokens[:WINDOWS])
+    specs = (P(data), tuple(P(data, axis, None if shared(x, 2) else tp) for x in tokens), P(data, split),
+             of_windows[:len(windows)], tuple(P() if shared(x, 0) else P(split) for x in parameters))
+    return jax.shard_map(local, in_specs=specs, out_specs=(P(data, axis, tp), P(data, split), of_windows),
+                         check_vma=False)(*arguments)
 
 
 def of_each_token(function, x_BxLxn):
@@ -339,7 +352,7 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
         if biases and width:  # what the devices of tp sum up holds the bias of the output once
             biases = *biases[:2], biases[2] * (jax.lax.axis_index(width) == 0)
         if expert and not rows:  # all rows are here: nothing is sent, only summed
-            ids = ids - jax.lax.axis_index(expert) * len(gate)
+            ids = ids - jax.lax.axis_index(expert) * len(up)
         flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, gates))
         axis = expert if rows else None
         y = experts(*flat, gate, up, down, activation=activation, axis=axis, matmul=matmul, biases=biases,
@@ -353,11 +366,11 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
         rows = expert = width = None
         return local(*arguments)
     rows, (ep, tp) = _data_axes(mesh, x_BxLxD.shape[0]), (mesh.shape[a] for a in ("ep", "tp"))
-    expert = "ep" if ep > 1 and len(gate) % ep == 0 else None
-    width = "tp" if tp > 1 and gate.shape[2] % tp == 0 else None
+    expert = "ep" if ep > 1 and len(up) % ep == 0 else None
+    width = "tp" if tp > 1 and up.shape[2] % tp == 0 else None
     into, of_biases = P(expert, None, width), (P(expert, width), P(expert, width), P(expert))
     own = _by_token(mesh, x_BxLxD.shape)
-    specs = own, own, own, into, into, P(expert, width), *of_biases[:len(biases)]
+    specs = own, own, own, None if gate is None else into, into, P(expert, width), *of_biases[:len(biases)]
     return jax.shard_map(local, in_specs=specs, out_specs=own, check_vma=False)(*arguments)
 
 

@@ -83,3 +83,8 @@ def _low_backward(inputs, scheme, saved, g):
 
 
 _low.defvjp(_low_forward, _low_backward)
+
+
+def times(x, factor: float):
+    """Returns x times a number of a config, which for most models is 1."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)

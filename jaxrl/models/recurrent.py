@@ -1,32 +1,69 @@
-"""The gated delta rule as a mixer (Gated DeltaNet, arXiv 2412.06464, figure 1): a short convolution over queries, keys
-and values, kernels.recurrence, and a gated norm of its output.
+"""Recurrences as mixers: a short convolution over queries, keys and values, kernels.recurrence, and a gated norm of its
+output. Two kinds of them:
+
+    gated delta   Gated DeltaNet (arXiv 2412.06464, figure 1)
+    Mamba-2       a state space (arXiv 2405.21060, figure 6), whose C, B and x are queries, keys and values here, and
+                  whose step Delta decides both what is forgotten and what is written
 
 Legend: B rows, L tokens per row, D hidden size, H key heads, G value heads, K key size, V value size.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import zlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.recurrence import convolution, flops, recurrence, step
 from jaxrl.models.placement import by_rows_and_heads, gathered
+from jaxrl.models.product import times
 
 NAMES = ("query", "key", "value")
 LEAVES = ("state", "window_query", "window_key", "window_value")  # of a cache, by slot
 EPS = 1e-6           # of the length of queries and keys
 RATES = (1e-2, 16.0)  # between which decay rates begin
+STEPS = (1e-3, 1e-1)  # and Mamba-2's steps
+NO_LIMITS = (0.0, math.inf)
 
 
 def initial_rates(key, entry):
     """Returns the log of rates drawn evenly between RATES, fp32; the same for scanned and unrolled layers."""
+    return jnp.log(_drawn(key, entry, *RATES))
+
+
+def initial_steps(key, entry):
+    """Returns the numbers whose softplus is between STEPS, drawn evenly on a log scale, fp32."""
+    step = jnp.exp(_drawn(key, entry, *map(math.log, STEPS)))
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+INITIAL = {"rates": initial_rates, "steps": initial_steps}  # by parameters.Row.init
+
+
+def _drawn(key, entry, least: float, most: float):
     draw = lambda name: jax.random.uniform(  # noqa: E731
-        jax.random.fold_in(key, zlib.crc32(name.encode())), entry.kind[0], jnp.float32, *RATES)
-    return jnp.log(jnp.stack([draw(name) for name in entry.hf_names]).reshape(entry.shape))
+        jax.random.fold_in(key, zlib.crc32(name.encode())), entry.kind[0], jnp.float32, least, most)
+    return jnp.stack([draw(name) for name in entry.hf_names]).reshape(entry.shape)
+
+
+class Kind(NamedTuple):
+    """What tells one kind of recurrence from another.
+
+    gates: maps of the hidden states to numbers of each value head. of_heads: parameters of each value head.
+    inputs(config, q, k, v, gates, of_heads) -> (q, k, log of the decay, what is written) of kernels.recurrence, from
+    what the convolution returns. delta: see there. A `skip` among of_heads is what v is multiplied with and added.
+    """
+
+    gates: tuple[str, ...]
+    of_heads: tuple[str, ...]
+    inputs: Callable
+    delta: bool
 
 
 def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
@@ -36,23 +73,39 @@ def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
     and values, `window_*` [B, T - 1, heads, size].
     """
     del layer, implementation
+    return _mixed(DELTA, _norm_then_gate, own, x_BxLxD, shared, cache, index)
+
+
+def mamba2(own, layer, implementation: str, x_BxLxD, shared, cache, index):
+    """Computes a Mamba-2 state space, with the cache of `gated_delta`."""
+    del layer, implementation
+    return _mixed(MAMBA2, _mamba2_norm, own, x_BxLxD, shared, cache, index)
+
+
+def _mixed(kind: Kind, gated_norm: Callable, own, x_BxLxD, shared, cache, index):
     dtype, cfg = x_BxLxD.dtype, own.config
+    into, of_gate, *of_tokens, of_out = cfg.recurrent_factors or (1.0,) * (len(NAMES) + len(kind.gates) + 3)
+    x_BxLxD = times(x_BxLxD, into)
     tokens = tuple(own.linears("recurrent", x_BxLxD, *NAMES))
-    tokens += tuple(own.linear(f"recurrent/{name}", x_BxLxD) for name in ("decay", "beta"))
+    tokens += tuple(own.linear(f"recurrent/{name}", x_BxLxD) for name in kind.gates)
+    tokens = tuple(map(times, tokens, of_tokens))
     of_heads = tuple(_parameter(own, f"{name}_taps/weight", dtype) for name in NAMES)
-    of_heads += tuple(_parameter(own, name, _wide(dtype)) for name in ("rate", "shift"))
+    of_heads += tuple(_parameter(own, name, _wide(dtype)) for name in kind.of_heads)
+    of_heads += tuple(_parameter(own, f"{name}_taps/bias", dtype) for name in NAMES * cfg.convolution_bias)
     old = {name: None for name in LEAVES} if cache is None else {
         name: cache[name] if index is None else cache[name][index] for name in LEAVES}
     rule = _step if cache is not None and x_BxLxD.shape[1] == 1 else _rule
     windows = () if cache is None else tuple(old[name] for name in LEAVES[1:])
+    rule = functools.partial(rule, kind, cfg)
     out, state, windows = by_rows_and_heads(
-        rule, cfg.linear_key_heads, shared.chunks, tokens, old["state"], windows, of_heads)
+        rule, cfg.recurrent_heads, shared.chunks, tokens, old["state"], windows, of_heads)
     new = dict(zip(LEAVES, (state, *windows), strict=True))
     if cache is not None:
         new = {name: x.astype(cache[name].dtype) for name, x in new.items()}
     if cache is not None and index is not None:
         new = {name: cache[name].at[index].set(x) for name, x in new.items()}
-    return own.linear("recurrent/out", _gated_norm(own, out, own.linear("recurrent/gate", x_BxLxD))), new
+    gate = times(own.linear("recurrent/gate", x_BxLxD), of_gate)
+    return times(own.linear("recurrent/out", gated_norm(own, out, gate)), of_out), new
 
 
 def rule_flops(config) -> int:
@@ -61,7 +114,7 @@ def rule_flops(config) -> int:
         return 0
     keys, values = (heads * size for heads, size in (
         (config.linear_key_heads, config.linear_key_size), (config.linear_value_heads, config.linear_value_size)))
-    rule = flops(config.linear_value_heads, config.linear_key_size, config.linear_value_size)
+    rule = flops(config.linear_value_heads, config.linear_key_size, config.linear_value_size, delta=not config.is_mamba)
     return config.num_recurrent * (rule + 2 * config.linear_taps * (2 * keys + values))
 
 
@@ -99,35 +152,51 @@ def _parameter(own, name: str, dtype):
     return gathered(own.values[path], own.rows[path].axes, dtype)
 
 
-def _rule(chunks, tokens, state, windows, of_heads):
+def _rule(kind: Kind, cfg, chunks, tokens, state, windows, of_heads):
     """Returns (out [B, L, G, V], state, windows) of rows.
 
-    The inputs are queries, keys and values before the convolution, decay and beta before their gates. state, windows:
-    before the rows, or None and (); the results are those after the tokens that enter them.
+    The inputs are queries, keys and values before the convolution, and what gates are made of. state, windows: before
+    the rows, or None and (); the results are those after the tokens that enter them.
     """
-    (*raw, decay, beta), (*taps, rate, shift) = tokens, of_heads
+    raw, gates, taps, of_heads, bias = _sorted_out(kind, tokens, of_heads)
     joined, weight = _joined(raw), jnp.concatenate([w.reshape(-1, w.shape[-1]) for w in taps])
     before = _joined(windows) if windows else None
-    q, k, v = _split(jax.nn.silu(convolution(joined, weight, chunks, before)), raw)
-    g, beta = gates(decay, beta, rate, shift)
-    out, state = recurrence(unit(q) * q.shape[-1] ** -0.5, unit(k), v, g, beta, chunks, state)
+    q, k, v = _split(jax.nn.silu(convolution(joined, weight, chunks, before, bias)), raw)
+    q, k, g, written = kind.inputs(cfg, q, k, gates, of_heads)
+    out, state = recurrence(q, k, v, g, written, chunks, state, delta=kind.delta)
+    out = _with_skip(kind, out, v, of_heads)
     return out, state, tuple(_split(_last(joined, before, chunks.enters, weight.shape[-1] - 1), raw))
 
 
-def _step(chunks, tokens, state, windows, of_heads):
+def _step(kind: Kind, cfg, chunks, tokens, state, windows, of_heads):
     """Runs `_rule` for one token of each slot. A slot whose token is padding keeps its state."""
-    (*raw, decay, beta), (*taps, rate, shift) = tokens, of_heads
+    raw, gates, taps, of_heads, bias = _sorted_out(kind, tokens, of_heads)
     wide = jnp.concatenate([_joined(windows), _joined(raw).astype(windows[0].dtype)], axis=1)
-    acc, dtype = rate.dtype, raw[0].dtype
+    acc, dtype = of_heads[0].dtype, raw[0].dtype
     weight = jnp.concatenate([w.reshape(-1, w.shape[-1]) for w in taps]).astype(acc)
-    mixed = jnp.sum(wide.astype(dtype).astype(acc) * weight.T[None], axis=1, keepdims=True).astype(dtype)
-    q, k, v = _split(jax.nn.silu(mixed), raw)
-    g, beta = gates(decay, beta, rate, shift)
-    out, after = step((unit(q) * q.shape[-1] ** -0.5)[:, 0], unit(k)[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+    mixed = jnp.sum(wide.astype(dtype).astype(acc) * weight.T[None], axis=1, keepdims=True)
+    mixed = mixed if bias is None else mixed + bias.astype(acc)[None, None]
+    q, k, v = _split(jax.nn.silu(mixed.astype(dtype)), raw)
+    q, k, g, written = kind.inputs(cfg, q, k, gates, of_heads)
+    out, after = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], written[:, 0], state, kind.delta)
     real = chunks.real[:, 0]
     state = jnp.where(real.reshape(-1, 1, 1, 1), after, state)
     window = jnp.where(real.reshape(-1, 1, 1), wide[:, 1:], wide[:, :-1])
-    return out[:, None], state, tuple(_split(window, raw))
+    return _with_skip(kind, out[:, None], v, of_heads), state, tuple(_split(window, raw))
+
+
+def _sorted_out(kind: Kind, tokens, of_heads):
+    """Returns (queries, keys and values; gates; their taps; parameters of heads; the convolution's bias or None)."""
+    count, last = len(NAMES), len(NAMES) + len(kind.of_heads)
+    bias = jnp.concatenate([b.reshape(-1) for b in of_heads[last:]]) if of_heads[last:] else None
+    return tokens[:count], tokens[count:], of_heads[:count], of_heads[count:last], bias
+
+
+def _with_skip(kind: Kind, out, v, of_heads):
+    if "skip" not in kind.of_heads:
+        return out
+    skip = of_heads[kind.of_heads.index("skip")]
+    return (out.astype(skip.dtype) + skip[None, None, :, None] * v.astype(skip.dtype)).astype(out.dtype)
 
 
 def _joined(arrays):
@@ -157,16 +226,49 @@ def gates(decay_BxLxG, beta_BxLxG, rate_G, shift_G):
     return -jnp.exp(wide(rate_G)) * decay, jax.nn.sigmoid(beta_BxLxG.astype(acc))
 
 
+def _delta_inputs(cfg, q, k, gates_of_tokens, of_heads):
+    del cfg
+    g, beta = gates(*gates_of_tokens, *of_heads)
+    return unit(q) * q.shape[-1] ** -0.5, unit(k), g, beta
+
+
+def _mamba2_inputs(cfg, q, k, gates_of_tokens, of_heads):
+    (step,), (rate, shift, _) = gates_of_tokens, of_heads
+    wide = lambda x: jax.lax.broadcast_to_rank(x, step.ndim)  # noqa: E731
+    step = jax.nn.softplus(step.astype(rate.dtype) + wide(shift))
+    if cfg.step_limits != NO_LIMITS:
+        step = jnp.clip(step, *cfg.step_limits)
+    return q, k, -jnp.exp(wide(rate)) * step, step
+
+
+DELTA = Kind(("decay", "beta"), ("rate", "shift"), _delta_inputs, True)
+MAMBA2 = Kind(("step",), ("rate", "shift", "skip"), _mamba2_inputs, False)
+
+
 def unit(x):
     """Returns x divided by its length over the last axis, in fp32 or better."""
     x = x.astype(_wide(x.dtype))
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPS)
 
 
-def _gated_norm(own, x, gate):
+def _norm_then_gate(own, x, gate):
     """Returns the RMS norm of each value head, times its scale (without the model's norm_offset) and silu(gate)."""
     acc = _wide(x.dtype)
     scale = jax.lax.broadcast_to_rank(own.values["recurrent/norm/scale"].astype(acc), x.ndim)
     y = x.astype(acc)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + own.config.norm_eps)
     return (y * scale * jax.nn.silu(gate.astype(acc))).astype(x.dtype)
+
+
+def _mamba2_norm(own, x, gate):
+    """Returns x * silu(gate), normed over each of config.linear_key_heads groups of heads and scaled; or x normed, then
+    times silu(gate), by config.norm_then_gate; or not normed, by config.recurrent_norm."""
+    cfg, acc = own.config, _wide(x.dtype)
+    y, gate = x.astype(acc), jax.nn.silu(gate.astype(acc))
+    y = y if cfg.norm_then_gate else y * gate
+    if cfg.recurrent_norm:
+        scale = own.values["recurrent/norm/scale"].astype(acc).reshape(1, 1, *x.shape[2:])
+        grouped = y.reshape(*y.shape[:2], cfg.linear_key_heads, -1)
+        grouped = grouped * jax.lax.rsqrt(jnp.mean(jnp.square(grouped), axis=-1, keepdims=True) + cfg.norm_eps)
+        y = grouped.reshape(y.shape) * scale
+    return (y * gate if cfg.norm_then_gate else y).astype(x.dtype)

@@ -164,7 +164,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
     model = with_kernels(model or _model(spec, hf_config), target)
     mesh = dict(zip(AXES, sharding.mesh_shape(spec.mesh, target.count), strict=True))
     sharding.check_experts(mesh["ep"], model.config.num_experts)
-    sharding.check_recurrent(mesh, model.config.linear_key_heads)
+    sharding.check_recurrent(mesh, model.config.recurrent_heads)
     whole, usable = device_memory(spec, target)
     turns = target.kind == "gpu" and not alone(spec) and shared_gpus(spec) == "turns"
     lent = memory_fraction(spec) * whole if turns else 0.0

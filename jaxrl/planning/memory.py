@@ -323,7 +323,7 @@ def _mean_width(cfg) -> float:
     """Returns the mean width of the layers' feed-forwards. Experts save nothing but their input; a shared
     expert beside them counts.
     """
-    kept = [cfg.mlp_size if layer.feed_forward == "mlp" else cfg.shared_expert_size for layer in cfg.layers]
+    kept = [cfg.shared_expert_size if layer.has_experts else cfg.width(layer) for layer in cfg.layers]
     return sum(kept) / len(kept)
 
 
@@ -339,12 +339,12 @@ def dispatch(model, t: float, mesh: dict, learns: bool, device: str = "cpu") -> 
     chunk = min(whole, chunk_of_experts(model, mesh, device))
     block = tuned.block_of(device, model.experts)
     rows = blocks_of(int(chunk), cfg.experts_per_token, cfg.num_experts // ep, block) * block
-    of_a_row = 4 * cfg.hidden_size * (2 if learns else 1)
+    of_a_row = 4 * cfg.expert_inputs * (2 if learns else 1)
     if device != "cpu" and model.experts not in ("blocks", "reference"):
         inside = cfg.expert_size / mesh["tp"] * (3 if learns else 1)
-        of_a_row = act * (cfg.hidden_size * (2 if learns else 1) + inside) + 4 * cfg.hidden_size
-    sent = chunk * (4 + act) * cfg.hidden_size if ep > 1 else 0  # the tokens, and what goes back to them
-    sums = 3 * cfg.num_experts * cfg.hidden_size * cfg.expert_size / (ep * mesh["tp"]) * learns
+        of_a_row = act * (cfg.expert_inputs * (2 if learns else 1) + inside) + 4 * cfg.expert_inputs
+    sent = chunk * (4 + act) * cfg.expert_inputs if ep > 1 else 0  # the tokens, and what goes back to them
+    sums = 3 * cfg.num_experts * cfg.expert_inputs * cfg.expert_size / (ep * mesh["tp"]) * learns
     sums *= act if tuned.room_of(device, model.experts) and chunk == whole else 4
     return rows * of_a_row + sent * (2 if learns else 1) + 4 * t * cfg.num_experts * 4 + sums
 

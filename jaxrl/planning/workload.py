@@ -212,7 +212,7 @@ def chunk_of_experts(model, mesh: dict, device: str) -> int:
     """Returns the most tokens of a chunk."""
     cfg, ep = model.config, mesh["ep"]
     return tuned.chunk(cfg.experts_per_token, cfg.num_experts, tuned.room_of(device, model.experts),
-                       cfg.num_experts // ep, cfg.hidden_size, cfg.expert_size // mesh["tp"],
+                       cfg.num_experts // ep, cfg.expert_inputs, cfg.expert_size // mesh["tp"],
                        model.compute_dtype.itemsize)
 
 

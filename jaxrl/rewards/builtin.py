@@ -1,4 +1,4 @@
-"""Registry of reward functions, and the built-in ones: math, exact, boxed, choice, format, code.
+"""Registry of reward functions, and the built-in ones: math, exact, boxed, choice, format, code; published.py has more.
 
 Each built-in gives 1.0 or 0.0 (code also shares), or None without a reference answer. Standard library only, except
 `math`, which loads math-verify (and sympy) in the workers that use it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import re
 import signal
 import threading
@@ -48,7 +49,8 @@ def register_reward(name: str):
 
 
 def registered_rewards() -> dict[str, Callable]:
-    """Returns name -> function of the built-in rewards and those registered in this process."""
+    """Returns name -> function of the built-in rewards (published.py, too) and those registered in this process."""
+    importlib.import_module("jaxrl.rewards.published")
     return dict(_FUNCTIONS)
 
 

@@ -84,6 +84,9 @@ class Call:
             plain = [p for p in plain if p not in parameters[:2]]
         self.named = {p.name: p.default is p.empty for p in plain if p.name not in self.first}
         self.wants_prompt = self.first[0] in names or self.takes_all
+        self.own = setup.get("arguments", {}).get(name, {})  # reward.arguments
+        if unknown := sorted(set(self.own) - set(names)):
+            raise LoadError(f"reward.arguments: {name} has no argument {unknown[0]!r}; it has {', '.join(names)}")
 
     def traits(self) -> dict:
         """Returns what the parent process knows of the function."""
@@ -93,7 +96,7 @@ class Call:
     def arguments(self, prompt, completion, columns: dict, extras: dict, shared: dict):
         """Returns (args, kwargs) of a call. Raises TypeError naming an argument that is not available."""
         kwargs = {k: v for k, v in columns.items() if k not in self.first} if self.takes_all else {}
-        available = {**columns, **extras, **shared}
+        available = {**columns, **extras, **shared, **self.own}
         for name, required in self.named.items():
             if name in available:
                 kwargs[name] = available[name]

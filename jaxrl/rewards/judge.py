@@ -99,8 +99,9 @@ class Judge(Service):
     def read(self, text: str) -> float | None:
         """Returns the last score in a reply as a share of the scale; None if there is none or it is out of range."""
         matches = [m[1] for m in self._pattern.finditer(text)]
+        words = {str(word).lower(): score for word, score in self.o["words"].items()}
         try:
-            score = float(matches[-1]) if matches else None
+            score = float(words.get(matches[-1].lower(), matches[-1])) if matches and matches[-1] else None
         except (TypeError, ValueError):
             return None
         lowest, highest = self.o["lowest"], self.o["highest"]

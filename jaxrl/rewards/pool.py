@@ -74,7 +74,8 @@ class RewardPool:
         shared = {"user": json.loads(config.user.to_json_best_effort()), "format_pattern": reward.format_pattern,
                   "code_score": reward.code_score}
         setup = {"functions": list(zip(self.specs, self.names, strict=True)), "limit": reward.timeout_seconds,
-                 "shared": shared, "sandbox": config.sandbox.to_dict(), "services": options}
+                 "shared": shared, "sandbox": config.sandbox.to_dict(), "services": options,
+                 "arguments": {name: dict(value) for name, value in reward.arguments.items()}}
         named = [[name, spec.rpartition("/")[2]] for name, spec in zip(self.names, self.specs, strict=True)]
         decides = {**setup, "functions": named, "column": reward.column, "env": sorted(reward.env),
                    "memory_gb": reward.memory_gb}

@@ -14,7 +14,7 @@ from jaxrl.rewards.builtin import registered_rewards
 from jaxrl.rewards.services import service_options
 from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
 
-BUILTIN = "jaxrl.rewards.builtin"
+BUILTIN = ("jaxrl.rewards.builtin", "jaxrl.rewards.published")
 
 
 def to_spec(function, folder: FunctionFolder, services=()) -> str:
@@ -26,7 +26,7 @@ def to_spec(function, folder: FunctionFolder, services=()) -> str:
             return function
         if ":" not in function and function in registered_rewards():
             fn = registered_rewards()[function]
-            return function if fn.__module__ == BUILTIN else to_spec(fn, folder)
+            return function if fn.__module__ in BUILTIN else to_spec(fn, folder)
         return file_spec(function)
     if not inspect.isfunction(function):
         raise ConfigError(f"reward {function!r}: pass a plain function (def ...), its name, or "
@@ -67,6 +67,10 @@ def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, 
             re.compile(r.format_pattern)
         except re.error as e:
             raise ConfigError(f"reward.format_pattern={r.format_pattern!r} is not a valid regex: {e}") from None
+    unnamed = [name for name in r.arguments if name not in (*names, *short_names(r.functions, list(r.functions)))]
+    if unnamed:
+        raise ConfigError(f"reward.arguments: {unnamed[0]!r} is none of the reward functions {', '.join(names)}; leave "
+                          "it out, or name the function in reward.functions")
     accuracy = config.eval.accuracy_from
     if config.env.function or config.env.program:
         names = [*names, "env"]  # the part that episodes give

@@ -57,7 +57,7 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
         dpo      of the best and the worst of a group, the advantages whose gradient is DPO's; the KL (k1) is its
                  log-ratios
 
-    The result is whitened over all tokens of sequences with a score, then clipped.
+    The result is whitened over the tokens of sequences with a score (whiten_mean, whiten_std), then clipped.
 
     Args:
       options: the group `algorithm` of a Spec.
@@ -82,7 +82,7 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
     present = inputs.present
     tokens = np.where(present, result.tokens, 0.0)
     if options.whiten:
-        tokens = whiten(tokens, present)
+        tokens = whiten(tokens, present, traj.spread(traj.group), options.whiten_mean, options.whiten_std)
     if (options.advantage_low, options.advantage_high) != (None, None):
         tokens = clip_advantages(tokens, options.advantage_low, options.advantage_high)
     return result._replace(tokens=np.where(present, tokens, 0.0))

@@ -6,9 +6,11 @@ eval.rewards; nothing here trains.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -205,12 +207,21 @@ def _rewards(result) -> dict[str, float]:
     return means | {name.removeprefix("reward/"): value for name, value in result.metrics.items()}
 
 
-def write_records(run_dir, step: int, rows: dict[str, list[dict]]) -> None:
-    """Writes completions and scores per row to <run_dir>/eval/step_<step>_<set>.jsonl, each file atomically."""
-    folder = run_dir / "eval"
+def write_records(run_dir, step: int, rows: dict[str, list[dict]], keep: bool = False) -> list[Path]:
+    """Writes completions and scores per row to <run_dir>/eval/step_<step>_<set>.jsonl, each file atomically.
+
+    keep: a file that is there with other content stays; the new one is <set>_2, or the next number that is free.
+    Returns the files.
+    """
+    files = []
     for name, records_ in rows.items():
         text = "".join(dumps(r) + "\n" for r in records_)
-        write_atomic(folder / f"step_{step:08d}_{name}.jsonl", text)
+        stems = (f"step_{step:08d}_{name}{f'_{n}' * (n > 1)}" for n in itertools.count(1))
+        paths = (run_dir / "eval" / f"{stem}.jsonl" for stem in stems)
+        path = next(p for p in paths if not (keep and p.exists() and p.read_text("utf-8") != text))
+        write_atomic(path, text)
+        files.append(path)
+    return files
 
 
 def summary(metrics: dict[str, float]) -> dict:
@@ -260,11 +271,11 @@ def evaluate_only(s, job) -> dict:
     _, where = publish_latest(s, job)
     s.console.start("eval")
     metrics, rows = evaluate(s, job)
-    if s.peers.first:
-        write_records(s.run_dir, s.step, rows)
+    files = write_records(s.run_dir, s.step, rows, keep=True) if s.peers.first else []
     s.telemetry.samples(s.step, rows)
     note = "" if s.step else f" ({s.run_dir / 'checkpoints'} holds no checkpoint)"
     s.say(f"evaluation of {where}{note}\n" + "\n".join(f"  {k:40s} {v:.4f}" for k, v in sorted(metrics.items())))
+    s.say("".join(f"completions and scores: {path}\n" for path in files).rstrip())
     out = {"evaluated": str(where), "eval": summary(metrics)}
     s.telemetry.summary(out)
     return out

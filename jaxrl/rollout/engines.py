@@ -136,6 +136,9 @@ def check_served(config, hf_config: dict, family) -> None:
         raise ConfigError(f"algorithm.routes=sampled with model_type={hf_config['model_type']}: vLLM keeps the experts "
                           "of its tokens with the prefix cache, which is off for models with recurrent layers; set "
                           "scored, or rollout.engine=jax")
+    if family.vllm_lacks:
+        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
+                          f"of this family are not handed to vLLM ({family.vllm_lacks}); set rollout.engine=jax")
     if family.vision:
         raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
                           "with a tower for images are not handed to vLLM yet; set rollout.engine=jax")

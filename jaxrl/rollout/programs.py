@@ -132,8 +132,9 @@ def cache_shardings(model, mesh, cache):
 
     def one(path, a):
         if recurrent.is_by_slot(path):  # [slots, heads, ...] of a state, [slots, tokens, heads, ...] of a window
-            heads = ("tp",) if path[-1].key == "state" else (None, "tp")
             stacked = "layers" in [getattr(key, "key", None) for key in path]
+            of_slot = a.shape[stacked + 1:]
+            heads = ("tp",) if path[-1].key == "state" else (None, "tp" if of_slot[1] > 1 else None)
             return NamedSharding(mesh, P(*(None,) * stacked, DATA_AXES, *heads))
         return NamedSharding(mesh, P(*(None,) * (a.ndim - 3), DATA_AXES, None, tp))
 

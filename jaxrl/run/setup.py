@@ -29,7 +29,7 @@ from jaxrl.kernels.attention.packed.api import ORDERS, XLA
 from jaxrl.kernels.fallback import distrust
 from jaxrl.kernels.platform import platform
 from jaxrl.models import adapters
-from jaxrl.models.feed_forward import gate_of
+from jaxrl.models.feed_forward import activation_of
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.processes.exchange import put
@@ -305,8 +305,8 @@ def check_kernels(s, job) -> None:
     if kernels and c.num_experts and job.config.model.experts == "auto":
         tp = job.mesh.shape["tp"]
         width = c.expert_size // tp if c.expert_size % tp == 0 else c.expert_size
-        layer = check.Experts(c.hidden_size, width, gate_of(c), f"{c.activation} {c.gate_alpha} {c.gate_limit}",
-                              c.expert_bias)
+        layer = check.Experts(c.expert_inputs, width, activation_of(c), f"{c.activation} {c.gate_alpha} {c.gate_limit}",
+                              c.expert_bias, c.expert_gate)
         found = check.first_use_of_experts(job.compute_dtype, layer, KERNELS)
         for disagreeing in s.peers.all_gather("kernels of experts", found):
             wrong["experts"] |= disagreeing
@@ -407,7 +407,7 @@ def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
                               for role in sorted(set(meshes) & {"reference", "sampler"})}
     for where, one in named.items():
         sharding.check_experts(one.shape["ep"], model.config.num_experts, f"{where}.ep")
-        sharding.check_recurrent(one.shape, model.config.linear_key_heads, where)
+        sharding.check_recurrent(one.shape, model.config.recurrent_heads, where)
     if beyond := model.config.beyond(spec.longest, made_of(spec)):
         if spec.recipe.samples and not engine_row(spec).beyond_context:
             raise ConfigError(f"{beyond}; {engine_row(spec).title} does not serve such sequences")

@@ -96,7 +96,8 @@ def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
 def check_recurrent(sizes, heads: int, where: str = "mesh") -> None:
     """Raises ConfigError where a mesh of these sizes, by axis, cannot split recurrent layers.
 
-    heads: their key heads, of which the value heads are a multiple; 0: the model has no such layers.
+    heads: their key heads, of which the value heads are a multiple, or these where one key head serves all; 0: the
+    model has no such layers.
     """
     if not heads:
         return
@@ -104,7 +105,7 @@ def check_recurrent(sizes, heads: int, where: str = "mesh") -> None:
         fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         which, of = (f"{where}.tp={sizes['tp']}", "it") if sizes["cp"] == 1 else (
             f"{where}.cp={sizes['cp']} times {where}.tp={sizes['tp']}", "their product")
-        raise ConfigError(f"{which} does not divide the model's {heads} key heads of recurrent layers; make {of} one "
+        raise ConfigError(f"{which} does not divide the model's {heads} heads of recurrent layers; make {of} one "
                           f"of {fit}, and give the other devices to {where}.fsdp")
 
 

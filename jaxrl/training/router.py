@@ -79,7 +79,7 @@ def _arrays_by_path(model, name, values_nx) -> dict:
     """Returns {flat path of `name` in each layer with experts: its array, stacked if the layers are}."""
     config, flat = model.config, {}
     number = {layer: i for i, layer in enumerate(
-        i for i, layer in enumerate(config.layers) if layer.feed_forward != "mlp")}
+        i for i, layer in enumerate(config.layers) if layer.has_experts)}
     before, repeats, behind = decoder.spans(config, model.scan_layers)
     flat |= {f"layer_{i}/{name}": values_nx[number[i]] for i in (*before, *behind) if i in number}
     for j in range(config.period if repeats else 0):

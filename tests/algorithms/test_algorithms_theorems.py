@@ -431,6 +431,29 @@ def test_clip_and_whiten():
     assert (alg.whiten([3.0, 4.0], [False, True]) == 0).all() and (alg.whiten([3.0], [False]) == 0).all()
 
 
+@pytest.mark.parametrize("mean", ["step", "group", "none"])
+@pytest.mark.parametrize("std", ["step", "group", "none"])
+def test_whitening_by_group_and_by_step(mean, std):
+    """Written out token by token: the mean of the level, then the root of the sum of squares about it over n - 1 of the level."""
+    a, mask, groups = RNG.normal(size=60) + 2, RNG.random(60) < 0.7, RNG.integers(5, 9, size=60)
+    mask[groups == 5], groups[0], mask[0] = False, 5, True  # a group of one token: no deviation of its own
+    tokens = {"step": lambda t: np.flatnonzero(mask), "group": lambda t: np.flatnonzero(mask & (groups == groups[t]))}
+    centre = {t: a[t] - (a[tokens[mean](t)].mean() if mean != "none" else 0.0) for t in np.flatnonzero(mask)}
+    want = np.zeros(60)
+    for t, x in centre.items():
+        of = tokens[std](t) if std != "none" else ()
+        rms = np.sqrt(sum(centre[u] ** 2 for u in of) / max(len(of) - 1, 1) + 1e-8) if std != "none" else 1.0
+        want[t] = 0.0 if len(of) == 1 else x / rms
+    found = alg.whiten(a, mask, groups, mean, std)
+    np.testing.assert_allclose(found, want, atol=1e-12)
+    if mean == "group":  # what is added to a whole group goes
+        np.testing.assert_allclose(alg.whiten(a + groups, mask, groups, mean, std), found, atol=1e-9)
+    if mean == std == "group":  # and what a group is multiplied with
+        np.testing.assert_allclose(alg.whiten(a * groups, mask, groups, mean, std), found, atol=1e-6)
+    if mean == std == "step":
+        np.testing.assert_array_equal(found, alg.whiten(a, mask))
+
+
 # -- laws of token returns -----------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,19 @@ BASE = {
     "qwen3_vl_moe_text": {**EXPERTS, "head_dim": 8, "rope_theta": 10000.0},
     **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
                                                            "rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", **SECTIONS}}),
+    "nemotron_h": {
+        **{k: v for k, v in SIGMOID.items() if k != "first_k_dense_replace"}, "hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5,
+        "layer_norm_epsilon": 1e-2, "head_dim": 10, "mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 5, "mamba_head_dim": 7,
+        "conv_kernel": 3, "time_step_min": 0.3, "moe_shared_expert_intermediate_size": 20},
+    "granitemoehybrid": {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "shared_intermediate_size": 20, "rms_norm_eps": 1e-2,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 5,
+        "mamba_d_conv": 3, "attention_multiplier": 0.3},
+    "falcon_h1": {
+        "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_d_ssm": 42, "rms_norm_eps": 1e-2,
+        "mamba_rms_norm": True, "mamba_norm_before_gate": False, "key_multiplier": 0.3, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7]},
 }
+WITHOUT_POSITIONS = ("nemotron_h",)  # no rotary embedding is read
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}  # both ends of its ramp within the head
@@ -264,6 +276,16 @@ MOVES |= {
 }
 MOVES["qwen3_vl_text"] = [*ROPES[5::8], {"rope_theta": 77.0}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
                           {"num_key_value_heads": 4}, {"head_dim": 12}, {"tie_word_embeddings": True}]
+NEMOTRON = [{"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)} for pattern in ("M*-EM", "MM*E", "E-*M-M", "-", "M")]
+MOVES["nemotron_h"] = [
+    *NEMOTRON, {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "attention", "moe", "linear_attention", "mlp"]},
+    {"layer_types": [RECURRENT, FULL, "mlp", "moe", RECURRENT]}, {"hybrid_override_pattern": "ME*-MM*E", "num_hidden_layers": None},
+    {"mamba_num_heads": 9}, {"n_groups": 1}, {"n_groups": 6}, {"mamba_n_groups": 2}, {"ssm_state_size": 8}, {"mamba_head_dim": 4},
+    {"conv_kernel": 2}, {"mamba_d_conv": 4}, {"use_conv_bias": False}, {"mamba_conv_bias": False}, {"use_bias": True}, {"mlp_bias": True},
+    {"mlp_bias": True, "moe_latent_size": 12}, {"moe_latent_size": 12}, {"time_step_min": 0.001}, {"mamba_dt_min": 1.5}, {"layer_norm_epsilon": 0.5},
+    {"mlp_hidden_act": "gelu"}, {"mlp_hidden_act": "silu"}, {"head_dim": 12}, {"head_dim": 7}, {"num_key_value_heads": 1}, {"n_routed_experts": 12},
+    {"num_experts_per_tok": 3}, {"n_group": 2}, {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"norm_topk_prob": False},
+    {"routed_scaling_factor": 3.5}, {"moe_intermediate_size": 20}, {"moe_shared_expert_intermediate_size": 12}]
 MOVES["qwen3_vl_moe_text"] = [*ROPES[6::8], {"rope_theta": 77.0}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
                               {"num_key_value_heads": 4}, {"head_dim": 12}, {"tie_word_embeddings": False}, {"num_experts": 4},
                               {"num_experts_per_tok": 3}, {"moe_intermediate_size": 12}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2]}]
@@ -278,6 +300,27 @@ RUNS = ("qwen2_5_vl_text", "qwen2_vl_text")
 MOVES |= dict.fromkeys(RUNS, [
     *sectioned(ROPES[1::6]), {"rope_theta": 77.0},
     *(e for e in MOVES["qwen2"] if not {"rope_parameters", "rope_scaling", "rope_theta", "head_dim"} & set(e))])
+MOVES["falcon_h1"] = [
+    *ROPES[2::8], *COMMON, {"mamba_n_heads": 2}, {"mamba_n_groups": 1}, {"mamba_n_groups": 6}, {"mamba_d_state": 8}, {"mamba_d_conv": 2},
+    {"mamba_d_ssm": 30}, {"mamba_d_ssm": None, "mamba_n_heads": 8}, {"mamba_d_ssm": None, "mamba_expand": 3},
+    {"mamba_d_head": 21, "mamba_n_heads": 2},
+    {"mamba_conv_bias": False}, {"mamba_proj_bias": True}, {"projectors_bias": True}, {"attention_bias": True}, {"mlp_bias": True},
+    {"mamba_norm_before_gate": True}, {"mamba_rms_norm": False}, {"mamba_rms_norm": False, "mamba_norm_before_gate": True},
+    {"time_step_limit": [0.0, 0.5]}, {"time_step_limit": [0.4, {"__float__": "Infinity"}]}, {"embedding_multiplier": 5.0},
+    {"lm_head_multiplier": 0.04},
+    {"key_multiplier": 1.0}, {"attention_in_multiplier": 1.7}, {"attention_out_multiplier": 0.4}, {"ssm_in_multiplier": 1.4},
+    {"ssm_out_multiplier": 0.3}, {"ssm_multipliers": None}, *({"ssm_multipliers": [2.0 if i == j else 1.0 for j in range(5)]} for i in range(5)),
+    {"mlp_multipliers": [0.5, 1.0]}, {"mlp_multipliers": [1.0, 0.3]}, {"head_dim": 12}, {"tie_word_embeddings": True}]
+TURNS = {"position_embedding_type": "rope"}
+MOVES["granitemoehybrid"] = [
+    *({**TURNS, **entries} for entries in (ROPES[0], *ROPES[3::8])), TURNS, *COMMON, {"layer_types": None}, {"layer_types": [FULL] * LAYERS},
+    {"layer_types": None, "layers_block_type": [RECURRENT, "mamba", "attention", FULL]}, {"mamba_n_heads": 4}, {"mamba_n_groups": 1},
+    {"mamba_n_groups": 8}, {"mamba_d_state": 8}, {"mamba_d_conv": 2}, {"mamba_expand": 3}, {"mamba_n_heads": 16, "mamba_d_head": 4},
+    {"mamba_conv_bias": False}, {"mamba_proj_bias": True}, {"time_step_limit": [0.4, float("inf")]}, {"time_step_limit": [0.0, 0.5]},
+    {"time_step_limit": [0.4, {"__float__": "Infinity"}]}, {"num_local_experts": 0}, {"num_local_experts": 0, "num_experts_per_tok": 0},
+    {"num_local_experts": 4}, {"num_experts_per_tok": 3}, {"intermediate_size": 12}, {"shared_intermediate_size": 12},
+    {"embedding_multiplier": 12.0}, {"logits_scaling": 8.0}, {"residual_multiplier": 0.22}, {"attention_multiplier": 0.7}, {"attention_bias": True},
+    {"tie_word_embeddings": True}, {"head_dim": 12}]
 UNUSED = [{"num_experts": 0}, {"kv_lora_rank": None}, {"logit_scale": 1.0}, {"residual_multiplier": 1}, {"use_mrope": False},
           {"partial_rotary_factor": 1.0}, {"attention_dropout": 0.3}, {"rope_scaling": None}, {"rope_parameters": None},
           {"original_max_position_embeddings": 16}, {"use_cache": False}, {"some_field_of_tomorrow": "text"}]
@@ -330,11 +373,28 @@ SAID_OF_HYBRIDS = [
     {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [1, 0, 0]}}]
 IGNORED |= {"qwen3_5_text": SAID_OF_HYBRIDS, "qwen3_5_moe_text": [*SAID_OF_HYBRIDS[1:], *TRAINING], "qwen3_next": [*SAID_OF_HYBRIDS[1:], *TRAINING]}
 IGNORED["qwen3_vl_text"] = [*UNUSED, {"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}]
+IGNORED["nemotron_h"] = [
+    *(e for e in UNUSED if not {"use_mrope", "num_experts"} & set(e)), *TRAINING, {"rope_theta": 77.0}, {"partial_rotary_factor": 0.5},
+    {"rms_norm_eps": 0.5}, {"norm_eps": 1e-5}, {"num_hidden_layers": None}, {"num_nextn_predict_layers": 1, "mtp_layers_block_type": [FULL, "moe"]},
+    {"mtp_hybrid_override_pattern": "*E"}, {"sliding_window": None}, {"expand": 3}, {"chunk_size": 16}, {"mamba_chunk_size": 8},
+    {"time_step_max": 0.2}, {"time_step_floor": 0.1}, {"time_step_limit": [0.0, float("inf")]}, {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
+    {"mamba_hidden_act": "silu"}, {"mamba_proj_bias": False}, {"attention_bias": False}, {"mamba_ssm_cache_dtype": "float32"},
+    {"n_shared_experts": 1}, {"moe_shared_expert_overlap": False}, {"residual_in_fp32": False}, {"hidden_dropout": 0.3},
+    {"rescale_prenorm_residual": False}, {"use_mamba_kernels": False}, {"num_logits_to_keep": 2}, {"hidden_act": "gelu"},
+    {"tie_word_embeddings": False}, {"layers_block_type": [RECURRENT, "moe", FULL, "mlp", RECURRENT]}]
 IGNORED["qwen3_vl_moe_text"] = [*UNUSED[1:], *TRAINING, *IGNORED["qwen3_vl_text"][-1:], {"norm_topk_prob": True}, {"use_qk_norm": True}]
 IGNORED |= dict.fromkeys(RUNS, [
     *(e for e in UNUSED if not {"rope_parameters", "original_max_position_embeddings"} & set(e)), {"attention_bias": False},
     {"rope_parameters": {"rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]}},
     {"rope_scaling": {"type": "mrope", **SECTIONS}}, {"head_dim": 8}])
+IGNORED["granitemoehybrid"] = [
+    *(e for e in UNUSED[1:] if "residual_multiplier" not in e), *TRAINING, {"position_embedding_type": "nope"}, {"rope_theta": 77.0},
+    {"mamba_d_head": 8}, {"mamba_d_head": "auto"}, {"mamba_chunk_size": 8}, {"time_step_limit": None}, {"time_step_limit": [0.0, float("inf")]},
+    {"shared_intermediate_size": 20}, {"hidden_act": "silu"}, {"max_position_embeddings": 128}]
+IGNORED["falcon_h1"] = [
+    *(e for e in UNUSED if "num_experts" not in e), {"mamba_d_head": 7}, {"mamba_d_head": "auto"}, {"mamba_chunk_size": 8}, {"mamba_expand": 3},
+    {"time_step_limit": None}, {"mlp_multipliers": None}, {"mlp_multipliers": [1.0, 1.0]}, {"num_logits_to_keep": 2}, {"hidden_act": "silu"},
+    {"mamba_use_mlp": True}, {"max_position_embeddings": 128}]
 FOREIGN = [
     {"num_experts": 8}, {"num_local_experts": 4}, {"n_routed_experts": 64}, {"moe_intermediate_size": 16}, {"kv_lora_rank": 8},
     {"q_lora_rank": 8}, {"attention_sinks": True}, {"attention_chunk_size": 8}, {"clip_qkv": 6.0}, {"use_parallel_residual": True},
@@ -423,6 +483,36 @@ REFUSED |= {
     "qwen3_5_moe_text": [e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)],
     "qwen3_next": [*(e for e in NO_HYBRID if not {"num_experts", "num_local_experts", "moe_intermediate_size"} & set(e)), {"norm_topk_prob": 1}],
 }
+REFUSED["nemotron_h"] = [
+    *(e for e in FOREIGN if not {"n_routed_experts", "num_local_experts", "num_experts", "moe_intermediate_size", "rms_norm_eps", "layer_types",
+                                 "full_attention_interval"} & set(e)), *NO_CAPS,
+    {"hybrid_override_pattern": "MEX"}, {"hybrid_override_pattern": None}, {"hybrid_override_pattern": ["M", "E"]}, {"hybrid_override_pattern": ""},
+    {"layers_block_type": ["mamba", "conv"]}, {"layer_types": ["mamba"]*3 + ["sliding_attention"]}, {"num_hidden_layers": 4},
+    {"layer_norm_epsilon": None}, {"mamba_num_heads": 7}, {"n_groups": 0}, {"ssm_state_size": None}, {"conv_kernel": 0},
+    {"mamba_hidden_act": "gelu"},
+    {"mamba_proj_bias": True}, {"attention_bias": True}, {"residual_in_fp32": True}, {"tie_word_embeddings": True}, {"n_shared_experts": 2},
+    {"n_shared_experts": 0}, {"time_step_limit": [0.001, 0.1]}, {"time_step_limit": [0.1]}, {"time_step_min": None},
+    {"mamba_ssm_cache_dtype": "bfloat16"}, {"attention_head_dim": 8},
+    {"sliding_window": 4}, {"mlp_hidden_act": "relu"}, {"use_bias": 1}, {"use_conv_bias": None}, {"moe_latent_size": 0},
+    {"moe_shared_expert_intermediate_size": 0}, {"n_routed_experts": 0}, {"num_experts_per_tok": 7}, {"n_group": 4}, {"topk_group": 4},
+    {"scoring_func": "softmax"}, {"layer_scale": True}, {"intermediate_size": [48, 32]}, {"time_step_limit": None, "mamba_dt_limit": [0.0, 1.0]}]
+FACTORS = {"logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier"}
+REFUSED["granitemoehybrid"] = [
+    *(e for e in NO_EXPERTS if not (FACTORS | {"position_embedding_type", "full_attention_interval"}) & set(e)
+      and e != {"layer_types": ["linear_attention"] * LAYERS}),
+    *NO_CAPS, {"logits_scaling": 0}, {"embedding_multiplier": None}, {"residual_multiplier": -1.0}, {"attention_multiplier": "1"},
+    {"layer_types": ["mamba", "sliding_attention", "mamba", "mamba"]}, {"layer_types": ["mamba"]}, {"mamba_n_heads": 7}, {"mamba_n_groups": 3},
+    {"mamba_d_head": 9}, {"mamba_d_state": 0}, {"mamba_d_conv": None}, {"mamba_expand": 0}, {"mamba_conv_bias": None}, {"mamba_proj_bias": 1},
+    {"time_step_limit": [0.5]}, {"time_step_limit": [0.5, 0.1]}, {"time_step_limit": "auto"}, {"hidden_act": "gelu"}, {"num_experts_per_tok": 6},
+    {"num_experts_per_tok": 0}, {"shared_intermediate_size": 0}, {"sliding_window": 4}, {"position_embedding_type": "alibi"}, {"use_qk_norm": True}]
+REFUSED["falcon_h1"] = [
+    *(e for e in FOREIGN if "embedding_multiplier" not in e and "layer_types" not in e and "full_attention_interval" not in e), *NO_CAPS,
+    {"mamba_n_heads": 5}, {"mamba_n_groups": 4}, {"mamba_d_head": 9}, {"mamba_d_state": 0}, {"mamba_d_conv": None}, {"mamba_conv_bias": None},
+    {"mamba_proj_bias": 1}, {"projectors_bias": None}, {"mamba_rms_norm": None}, {"mamba_norm_before_gate": 1}, {"time_step_limit": [0.5]},
+    {"hidden_act": "gelu"}, {"sliding_window": 4}, {"embedding_multiplier": 0}, {"lm_head_multiplier": 0}, {"key_multiplier": None},
+    {"attention_in_multiplier": "1"}, {"attention_out_multiplier": None}, {"ssm_in_multiplier": None}, {"ssm_out_multiplier": True},
+    {"ssm_multipliers": [1.0] * 4}, {"ssm_multipliers": [1.0, 1.0, None, 1.0, 1.0]}, {"mlp_multipliers": [1.0]}, {"mlp_multipliers": 0.5},
+    {"use_qk_norm": True}, {"mlp_bias": None}, {"logits_scaling": 2.0}, {"attn_layer_indices": [1]}]
 GEMMA3_ROPES_REFUSED = [
     ({"rope_theta": None}, "rope_theta=None"), (new(LINEAR), "rope_type"), (new({}), "rope_theta"),
     (old({"type": "linear", "factor": 8.0}), "type='linear'"), (layered({**LINEAR, "factor": 0}), "factor=0"),
@@ -457,8 +547,12 @@ def refused():
     yield "qwen3_vl_text", new({"mrope_interleaved": False}), "mrope_interleaved=False"
     yield "qwen2_5_vl_text", new({**SECTIONS, "mrope_interleaved": True}), "mrope_interleaved=True"
     for family, cases in REFUSED.items():
+        if family in WITHOUT_POSITIONS:
+            yield from ((family, entries, next(iter(entries))) for entries in cases)
+            continue
         ropes = PHI3_ROPES_REFUSED if family == "phi3" else GEMMA3_ROPES_REFUSED if family in ("gemma3_text", "olmo3") else ROPES_REFUSED
-        yield from ((family, entries, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
+        beside = TURNS if family == "granitemoehybrid" else {}  # without which it reads no rotary table
+        yield from ((family, {**entries, **beside}, name) for entries, name in ropes if (family not in PARTIAL or name != "partial_rotary_factor")
                    and (family != "ministral3" or list(entries) != ["rope_theta"])  # which its table has
                    and (family not in RUNS or name != "rope_type='mrope'"))
         yield from ((family, entries, next(iter(entries))) for entries in cases)

@@ -1,7 +1,7 @@
 # ruff: noqa: E402, I001
 """What test_sharding.py asks of eight simulated devices; prints one JSON line per mesh.
 
-Usage: sharded_layouts.py numbers|experts|gpt_oss|hybrid|cut|cut_latent|cut_hybrid|cut_recurrent|piled|memory|logprob|steps FOLDER
+Usage: sharded_layouts.py numbers|experts|gpt_oss|hybrid|cut|cut_latent|cut_hybrid|cut_recurrent|mamba|cut_mamba|piled|memory|logprob|steps FOLDER
                           dp,fsdp,tp or dp,fsdp,ep,tp or dp,fsdp,cp,ep,tp ...
   numbers: log-probs and gradients of one batch, into FOLDER/<dp,fsdp,tp>.npz, and the share of the state on one device.
   experts: numbers of a model of experts; and its gradients in float64, into FOLDER/<mesh>.float64.npz.
@@ -10,6 +10,7 @@ Usage: sharded_layouts.py numbers|experts|gpt_oss|hybrid|cut|cut_latent|cut_hybr
   cut:     rows with shared prompts over cp, of a model with windows, sinks and experts; in fp32 and float64, as above.
   cut_latent, cut_hybrid: the same of latent attention, and of one with recurrent layers and experts.
   cut_recurrent: log-probs and gradients alone of one with recurrent layers, without experts.
+  mamba, cut_mamba: hybrid of Nemotron's layers; cut_recurrent of Falcon-H1's, with one key head.
   piled:   the kernel of experts where all tokens go to two of them.
   memory:  compiled temporaries of a deep model's gradient.
   logprob: the log-prob kernel against its reference.
@@ -68,6 +69,11 @@ HYBRID = HF | {"model_type": "qwen3_next", "num_experts": 8, "num_experts_per_to
                "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
 RECURRENT = {k: x for k, x in HYBRID.items() if "expert" not in k and k not in ("mlp_only_layers", "moe_intermediate_size")} | {
     "model_type": "qwen3_5_text"}
+MAMBA = HF | {"model_type": "nemotron_h", "hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "n_routed_experts": 8, "num_experts_per_tok": 3,
+              "moe_intermediate_size": 32, "moe_latent_size": 32, "moe_shared_expert_intermediate_size": 32, "n_groups": 4, "mamba_num_heads": 8,
+              "mamba_head_dim": 16, "ssm_state_size": 8}
+MAMBA_CUT = {k: x for k, x in HF.items() if k != "head_dim"} | {
+    "model_type": "falcon_h1", "num_hidden_layers": 2, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_rms_norm": True}
 NAMES = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "ep", "tp"), 5: AXES}
 LOSS = policy_objective(old="column", kl_coef=0.1, chunk=64)
 ROWS, LENGTH = 8, 64
@@ -123,6 +129,7 @@ def experts(folder, shape, hf=EXPERTS):
 
 gpt_oss = functools.partial(experts, hf=GPT_OSS)
 hybrid = functools.partial(experts, hf=HYBRID)
+mamba = functools.partial(experts, hf=MAMBA)
 
 
 def cut(folder, shape, hf=GPT_OSS, ring=False):
@@ -169,14 +176,14 @@ cut_latent = functools.partial(cut, hf=LATENT)
 cut_hybrid = functools.partial(cut, hf=HYBRID)
 
 
-def cut_recurrent(folder, shape):
+def cut_recurrent(folder, shape, hf=RECURRENT):
     """Log-probs by the tokens of the batch, loss and gradients of long rows with shared prompts, in float64; of one recurrent layer
     and one of attention, without experts."""
     mesh = mesh_of(shape)
     traj, columns = batch_of_groups(groups=4, size=3, max_prompt=40, max_answer=50, seed=1)
     put = lambda b: jax.device_put(b, sharding.batch_sharding(mesh))  # noqa: E731
     with jax.enable_x64(True):
-        model = models.build(RECURRENT, compute_dtype=np.float64, scan_layers=False)
+        model = models.build(hf, compute_dtype=np.float64, scan_layers=False)
         params = jax.tree.map(lambda x: x.astype(np.float64), model.init(jax.random.key(0)))
         params = jax.device_put(params, sharding.param_shardings(mesh, model.logical_axes(), params))
         layout = training.make_layout(traj.sizes, RowShapes((256,), ((4,),), 1, mesh.shape["cp"], model.config.windows, True))
@@ -187,6 +194,9 @@ def cut_recurrent(folder, shape):
         grads, metrics = training.make_update(model, optimizer, lambda i: 1.0, LOSS).gradients(state, batches)
         np.savez(f"{folder}/{','.join(map(str, shape))}.npz", logp=logp, loss=metrics["loss"], **jax.device_get(grads))
     return {"segments": int(np.asarray(batches[0].segments).max())}
+
+
+cut_mamba = functools.partial(cut_recurrent, hf=MAMBA_CUT)
 cut_ring = functools.partial(cut, ring=True)
 
 

@@ -18,6 +18,12 @@ MODEL = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+MAMBA = {  # a recurrence, experts, attention, an MLP: each a layer
+    "model_type": "nemotron_h", "vocab_size": 192, "hidden_size": 32, "intermediate_size": 64, "hybrid_override_pattern": "ME*M-",
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2,
+    "ssm_state_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "max_position_embeddings": 512,
+}
 HYBRID = {
     "model_type": "qwen3_5_text",
     "vocab_size": 192,

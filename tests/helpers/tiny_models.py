@@ -82,6 +82,16 @@ EXPERTS = {
 }
 LINEAR = {"head_dim": 16, "linear_num_key_heads": 3, "linear_value_head_dim": 7, "linear_key_head_dim": 5, "rms_norm_eps": 1e-2}
 SPARSE = {**FEW, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+MAMBA = {"mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 5, "mamba_head_dim": 7, "conv_kernel": 3, "layer_norm_epsilon": 1e-2,
+         "time_step_min": 0.3, "num_hidden_layers": None, "rms_norm_eps": None, "tie_word_embeddings": False}
+BAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 5, "mamba_d_conv": 3, "rms_norm_eps": 1e-2, "intermediate_size": 24,
+         "shared_intermediate_size": 40, "embedding_multiplier": 3.0, "logits_scaling": 1.7, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+FALCON = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_d_ssm": 42, "mamba_d_head": 7, "rms_norm_eps": 1e-2,
+          "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.3, "attention_in_multiplier": 1.3,
+          "attention_out_multiplier": 0.7,
+          "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7], "mlp_multipliers": [0.9, 0.4],
+          "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}
+UNGATED = {**GROUPS, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 40}
 # The same of models with recurrent layers.
 HYBRIDS = {
     "qwen3_5": ("qwen3_5_text", {**LINEAR, "num_hidden_layers": 7, "full_attention_interval": 3, "linear_num_value_heads": 9,
@@ -89,6 +99,18 @@ HYBRIDS = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {**LINEAR, **SPARSE, "num_hidden_layers": 5, "full_attention_interval": 4, "linear_num_value_heads": 3}),
     "qwen3_next": ("qwen3_next", {**LINEAR, **SPARSE, "num_hidden_layers": 4, "full_attention_interval": 2, "linear_num_value_heads": 6,
                                   "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "nemotron_h": ("nemotron_h", {**MAMBA, **UNGATED, "hybrid_override_pattern": "ME*-MEM*-", "head_dim": 10, "moe_latent_size": 20}),
+    "nemotron_h_dense": ("nemotron_h", {**MAMBA, "hybrid_override_pattern": "M-*M-*M", "head_dim": 12, "use_bias": True, "mlp_bias": True,
+                                        "use_conv_bias": False, "n_groups": 1}),
+    "granite4": ("granitemoehybrid", {**BAMBA, "num_local_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 5,
+                                      "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"], "tie_word_embeddings": True}),
+    "falcon_h1": ("falcon_h1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "num_hidden_layers": 3, "head_dim": 12}),
+    "falcon_h1_plain": ("falcon_h1", {**FALCON, "mamba_n_groups": 1, "projectors_bias": True, "attention_bias": True, "mlp_bias": True,
+                                      "mamba_proj_bias": True, "mamba_conv_bias": False, "tie_word_embeddings": True}),
+    "granite4_dense": ("granitemoehybrid", {**BAMBA, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_proj_bias": True,
+                                            "num_hidden_layers": 6,
+                                            "layer_types": ["mamba", "attention", "mamba"] * 2, "mamba_n_groups": 1, "mamba_conv_bias": False,
+                                            "position_embedding_type": "rope", "time_step_limit": [0.3, 1.5]}),
 }
 
 

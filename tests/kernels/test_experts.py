@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxrl.kernels.experts import api, experts, tuned
 from jaxrl.kernels.experts import layout as layout_module
 from jaxrl.kernels.experts.layout import blocks_of, layout
-from jaxrl.models.feed_forward import clamped
+from jaxrl.models.feed_forward import ACTIVATIONS, clamped
 
 NAMES = ("x", "gates", "gate", "up", "down")
 
@@ -140,6 +140,36 @@ def test_biases_and_clamped_gates(small):
         close(y, want, 1e-12)
         with pytest.raises(ValueError, match="biases of shapes"):
             experts(*(arrays[n] for n in ("x",)), ids, *(arrays[n] for n in NAMES[1:]), activation=gate_of, biases=biases[:2])
+
+
+@pytest.mark.parametrize("name", ["blocks", "tpu"])
+def test_experts_without_a_gate(monkeypatch, name):
+    """down(activation(up)), for every routing: forward and gradients of both implementations against the reference, float64, and that
+    against the definition."""
+    monkeypatch.setattr(tuned, "BLOCK", 4)
+    monkeypatch.setattr(tuned, "KERNEL_BLOCK", 8)
+    monkeypatch.setattr(tuned, "chunk", lambda *_: 17)
+    relu2 = ACTIVATIONS["relu2"]
+    with jax.enable_x64(True):
+        arrays, dy = inputs(size=64, width=128)
+        del arrays["gate"]
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(name, ids, arrays):
+            y, back = jax.vjp(lambda a: experts(a["x"], ids, a["gates"], None, a["up"], a["down"], activation=relu2, implementation=name), arrays)
+            return y, back(dy)[0]
+
+        for kind in ROUTES:
+            ids = routes(kind)
+            (y, got), (want, wanted) = run(name, ids, arrays), run("reference", ids, arrays)
+            close(y, want, 1e-12, kind)
+            for key in arrays:
+                close(got[key], wanted[key], 1e-12, (kind, key))
+        x, gates, up, down = (np.asarray(arrays[key]) for key in ("x", "gates", "up", "down"))
+        ids, want = routes("random"), np.zeros_like(x)
+        for t, k in np.ndindex(ids.shape):
+            want[t] += gates[t, k] * np.maximum(x[t] @ up[ids[t, k]], 0) ** 2 @ down[ids[t, k]]
+        close(run("reference", ids, arrays)[0], want, 1e-12)
 
 
 def test_the_tpu_kernels_equal_the_reference_in_float64(monkeypatch):

@@ -51,7 +51,7 @@ def sequences(rows=ROWS):
             yield r, np.concatenate([begun[prefix], own]) if prefix else own, tokens
 
 
-def oracle(arrays, at):
+def oracle(arrays, at, delta=True):
     """[len(at), G, V] by the docstring of api.recurrence, of the tokens `at` of one row."""
     q, k, v, g, beta = (np.asarray(arrays[n], np.float64)[at] for n in NAMES)
     repeats = v.shape[1] // k.shape[1]
@@ -59,41 +59,47 @@ def oracle(arrays, at):
     state, out = np.zeros((v.shape[1], k.shape[2], v.shape[2])), []
     for t in range(len(at)):
         state = np.exp(g[t])[:, None, None] * state
-        state += k[t][:, :, None] * (beta[t][:, None] * (v[t] - np.einsum("gk,gkv->gv", k[t], state)))[:, None]
+        state += k[t][:, :, None] * (beta[t][:, None] * (v[t] - delta * np.einsum("gk,gkv->gv", k[t], state)))[:, None]
         out.append(np.einsum("gk,gkv->gv", q[t], state))
     return np.array(out)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def run(arrays, segments, prefixes, implementation="xla"):
-    return recurrence(*(arrays[n] for n in NAMES), chunks_of(segments, prefixes), implementation=implementation)[0]
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def run(arrays, segments, prefixes, implementation="xla", delta=True):
+    return recurrence(*(arrays[n] for n in NAMES), chunks_of(segments, prefixes), implementation=implementation, delta=delta)[0]
 
 
-def test_every_sequence_is_its_own_and_its_prompts():
+DELTA = pytest.mark.parametrize("delta", [True, False])
+
+
+@DELTA
+def test_every_sequence_is_its_own_and_its_prompts(delta):
     """Both implementations against the definition, float64, relative to outputs of 1."""
     with jax.enable_x64(True):
         arrays, (segments, prefixes) = inputs(), ids()
         for name in ("xla", "reference"):
-            out = np.asarray(run(arrays, segments, prefixes, name))
+            out = np.asarray(run(arrays, segments, prefixes, name, delta))
             for r, at, own in sequences():
-                want = oracle({n: a[r] for n, a in arrays.items()}, at)[-own:]
+                want = oracle({n: a[r] for n, a in arrays.items()}, at, delta)[-own:]
                 np.testing.assert_allclose(out[r, at[-own:]], want, rtol=0, atol=1e-13 * np.abs(want).max())
             assert not out[segments == 0].any()
 
 
 @pytest.mark.full
-def test_gradients():
+@DELTA
+def test_gradients(delta):
     """Of the chunked form against automatic differentiation of the token-by-token one, float64, every input."""
     with jax.enable_x64(True):
         arrays, (segments, prefixes) = inputs(), ids()
         weight = jnp.asarray(np.random.default_rng(1).normal(size=(2, LENGTH, 9, 7)))
-        loss = lambda a, name: jnp.sum(weight * run(a, segments, prefixes, name))  # noqa: E731
+        loss = lambda a, name: jnp.sum(weight * run(a, segments, prefixes, name, delta))  # noqa: E731
         got, want = (jax.jit(jax.grad(functools.partial(loss, name=name)))(arrays) for name in ("xla", "reference"))
         for n in NAMES:
             assert np.linalg.norm(got[n] - want[n]) < 1e-12 * np.linalg.norm(want[n]), n
 
 
-def test_neighbours_change_no_bit():
+@DELTA
+def test_neighbours_change_no_bit(delta):
     """fp32, one program: outputs and gradients of each sequence are the same bits whatever lies beside it, and those of
     a completion the same with a prompt that it shares and with its own copy."""
     arrays = inputs(dtype=np.float32)
@@ -101,7 +107,7 @@ def test_neighbours_change_no_bit():
 
     @jax.jit
     def both(arrays, segments, prefixes, weight):
-        out, pull = jax.vjp(lambda a: recurrence(*(a[n] for n in NAMES), chunks_of(segments, prefixes))[0], arrays)
+        out, pull = jax.vjp(lambda a: recurrence(*(a[n] for n in NAMES), chunks_of(segments, prefixes), delta=delta)[0], arrays)
         return out, pull(weight)[0]
 
     def placed(at, own, row):
@@ -175,28 +181,30 @@ def test_rows_that_do_not_fit_are_nan():
 
 
 @pytest.mark.full
-def test_a_state_goes_on():
+@DELTA
+def test_a_state_goes_on(delta):
     """Rows in two pieces, the second from the first's state; tokens that do not enter it are read again; then step by
     step. float64 against the whole."""
     with jax.enable_x64(True):
         arrays, length = inputs(), 50
-        whole = np.asarray(run(arrays, np.ones((2, LENGTH), np.int32), None))
+        whole = np.asarray(run(arrays, np.ones((2, LENGTH), np.int32), None, "xla", delta))
         part = lambda a, b: [arrays[n][:, a:b] for n in NAMES]  # noqa: E731
         ones = np.ones((2, length), np.int32)
         ends = np.array([[length - 1], [length - 4]])
         first = chunks_of(np.where(np.arange(length) <= ends, ones, 0), enters_BxL=np.arange(length) < ends)
-        out, state = jax.jit(recurrence)(*part(0, length), first)
+        rule, one = (jax.jit(functools.partial(f, delta=delta)) for f in (recurrence, step))
+        out, state = rule(*part(0, length), first)
         for r in range(2):
             np.testing.assert_allclose(out[r, :ends[r, 0] + 1], whole[r, :ends[r, 0] + 1], atol=1e-12)
         assert state.dtype == np.float64
         begin = min(ends)[0]
         rows = np.arange(2)[:, None], ends - begin + begin + np.arange(30)
         second = [arrays[n][rows] for n in NAMES]
-        out, state = jax.jit(recurrence)(*second, chunks_of(np.ones((2, 30), np.int32), continues=True), state)
+        out, state = rule(*second, chunks_of(np.ones((2, 30), np.int32), continues=True), state)
         np.testing.assert_allclose(out, whole[rows], atol=1e-12)
         for t in range(5):
             at = np.arange(2), ends[:, 0] + 30 + t
-            out, state = jax.jit(step)(*(arrays[n][at] for n in NAMES), state)
+            out, state = one(*(arrays[n][at] for n in NAMES), state)
             np.testing.assert_allclose(out, whole[at], atol=1e-12)
 
 
@@ -218,7 +226,9 @@ def test_convolution(taps=4):
             return out
 
         poisoned = jnp.where((segments == 0)[:, :, None, None], jnp.nan, x)
+        bias = jnp.asarray(rng.normal(size=(3, 2)))
         got, real = jax.jit(convolution)(poisoned, weight, table), (segments > 0)[:, :, None, None]
+        np.testing.assert_allclose(jax.jit(convolution)(x, weight, table, None, bias) * real, (got + bias[None, None]) * real, atol=1e-14)
         np.testing.assert_allclose(got * real, jax.jit(want)(x, weight) * real, atol=1e-14)
         grads = [jax.jit(jax.grad(lambda x, w, f=f: jnp.sum(ask * f(x, w)), (0, 1)))(x, weight)
                  for f in (lambda x, w: convolution(x, w, table), want)]

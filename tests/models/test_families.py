@@ -32,11 +32,13 @@ ROWS = [  # of helpers.tiny_models, one or more of each family
     "seed_oss", "gemma", "olmo2", "olmo3", "smollm3", "ministral3", "glm", "glm4", "phi3", "phi4_mini",
     "granite", "ernie4_5", "hunyuan", "minimax_m2",
     "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe",
-    "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
-PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them
+    "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "nemotron_h", "nemotron_h_dense", "granite4", "granite4_dense", "falcon_h1", "falcon_h1_plain"]
+PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them (granite-4.0-h-tiny.json: from memory)
     "Kimi-K2-Instruct": 1026.4, "MiMo-7B-RL": 7.6, "Seed-OSS-36B-Instruct": 36.2, "gemma-7b-it": 8.5,
     "OLMo-2-1124-7B-Instruct": 7.3, "Olmo-3-7B-Instruct": 7.3, "SmolLM3-3B": 3.1, "Ministral-3-8B-Instruct-2512-BF16": 8.5,
     "GLM-4-9B-0414": 9.4, "glm-4-9b-chat-hf": 9.4, "phi-4": 14.7, "Phi-4-mini-instruct": 3.8,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "NVIDIA-Nemotron-3-Nano-4B-BF16": 4.0, "granite-4.0-h-tiny": 6.9, "Falcon-H1-0.5B-Instruct": 0.5,
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
     "Qwen2.5-VL-7B-Instruct": 7.6, "Qwen3-VL-30B-A3B-Instruct": 30.5,
 }
@@ -149,9 +151,12 @@ def test_an_adapter_is_the_matrix_it_is_merged_into(name):
 @pytest.mark.parametrize("name, options, said", [
     ("phi3", {"lora__rank": 4, "lora__publish": "adapter", "rollout__engine": "vllm"},
      "lora.publish=adapter with matrices that share one tensor"),
+    ("nemotron_h", {"rollout__engine": "vllm"}, "model_type=nemotron_h: models of this family are not handed to vLLM"),
+    ("falcon_h1", {"rollout__engine": "vllm"}, "model_type=falcon_h1: models of this family are not handed to vLLM"),
+    ("granite4", {"rollout__engine": "vllm"}, "model_type=granitemoehybrid: models of this family are not handed to vLLM"),
     ("phi4_mini", {"data__max_prompt_tokens": 80}, "rope_type=longrope: sequences of .* beyond 64 tokens other factors hold")])
 def test_what_is_not_built_for_a_family_is_refused(name, options, said):
-    c, (kind, entries) = tiny_job.get_config(), ARCHITECTURES[name]
+    c, (kind, entries) = tiny_job.get_config(), (ARCHITECTURES | HYBRIDS)[name]
     c.model.config = {**c.model.config.to_dict(), **SIZES, **entries, "model_type": kind}
     for option, value in options.items():
         group, _, leaf = option.partition("__")

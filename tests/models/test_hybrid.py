@@ -80,11 +80,46 @@ def test_export_is_the_folder_that_was_read(folder, tmp_path, name):
     same_tensors(tmp_path / "in", tmp_path / "out")
 
 
+@pytest.mark.parametrize("pattern", [{"hybrid_override_pattern": "M-M"}])
+def test_a_completion_is_its_own_to_the_bit(pattern):
+    """fp32, one program, no attention: log-probs of completions of a shared prompt, packed behind another prompt, are the same bits when
+    the neighbours hold other tokens, and those that they have behind a copy of the prompt of their own."""
+    kind, entries = HYBRIDS["nemotron_h_dense"]
+    model = build({**SIZES, **entries, **pattern, "model_type": kind}, compute_dtype=jnp.float32, scan_layers=False)
+    params, rng = jax.jit(model.init)(jax.random.key(0)), np.random.default_rng(0)
+    prompt, completions, length = rng.integers(3, 90, 19), [rng.integers(3, 90, n) for n in (21, 5, 16)], 96
+
+    @jax.jit
+    def scores(tokens, positions, segments, prefixes):
+        return jax.nn.log_softmax(model.logits(params, model.hidden(params, tokens, positions, segments, prefixes)))
+
+    def packed(pieces):
+        """pieces: (tokens, segment, prefix, first position). Returns each piece's log-probs."""
+        arrays, at, where = np.zeros((4, 1, length), np.int32), 0, []
+        for tokens, segment, prefix, first in pieces:
+            own = slice(at, at + len(tokens))
+            arrays[:, 0, own] = tokens, first + np.arange(len(tokens)), np.full(len(tokens), segment), np.full(len(tokens), prefix)
+            where, at = [*where, own], at + len(tokens)
+        out = np.asarray(scores(*arrays))[0]
+        return [out[own] for own in where]
+
+    other = [rng.integers(3, 90, 11), rng.integers(3, 90, 11)]
+    shared = [(prompt, 2, 0, 0), *((c, 3 + i, 2, 19) for i, c in enumerate(completions))]
+    one, two = (packed([(o, 1, 0, 0), *shared])[1:] for o in other)
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for i, c in enumerate(completions):
+        alone = packed([(prompt, 1, 0, 0), (c, 2, 1, 19)])
+        np.testing.assert_array_equal(alone[1], one[1 + i])
+        np.testing.assert_array_equal(alone[0], one[0])
+
+
 @pytest.mark.full
-def test_decoding_and_extending_are_the_forward_pass(folder):
+@first_cases(1, "name", ["qwen3_5", "nemotron_h"])
+def test_decoding_and_extending_are_the_forward_pass(folder, name):
     """Two rows prefilled and decoded beside an idle slot against transformers; then the same tokens extended in pieces,
     beside padding, and decoded again: what an idle slot holds does not change by a bit."""
-    path = folder("qwen3_5")
+    path = folder(name)
     want, (model, params) = model_cases.reference(path), model_cases.ours(path, True)
     rows = model_cases.batch()[0][0][:2]
     for row, prompt, logits in zip(rows, model_cases.PROMPTS, np.asarray(model_cases.decoded(model, params, rows)), strict=True):
@@ -117,7 +152,12 @@ def test_weight_decay_takes_matrices_only():
     model = build({"model_type": "qwen3_5_text", **SIZES, **HYBRIDS["qwen3_5"][1]}, compute_dtype=jnp.float32, scan_layers=True)
     names = {"/".join(e.path): e.axes for e in model.entries if "recurrent" in e.path}
     skipped = {name.split("recurrent/")[1] for name, axes in names.items() if not decays(name, axes)}
-    assert skipped == {"rate", "shift", "norm/scale", "query_taps/weight", "key_taps/weight", "value_taps/weight"}
+    taps = {"query_taps/weight", "key_taps/weight", "value_taps/weight"}
+    assert skipped == {"rate", "shift", "norm/scale", *taps}
+    model = build({"model_type": "nemotron_h", **SIZES, **HYBRIDS["nemotron_h"][1]}, compute_dtype=jnp.float32, scan_layers=True)
+    names = {"/".join(e.path): e.axes for e in model.entries if "recurrent" in e.path}
+    skipped = {name.split("recurrent/")[1] for name, axes in names.items() if not decays(name, axes)}
+    assert skipped == {"rate", "shift", "skip", "norm/scale", *taps, *(t.replace("weight", "bias") for t in taps)}
 
 
 def same_tensors(a, b):

@@ -22,6 +22,9 @@ pytestmark = pytest.mark.torch
 NAMES = {"qwen3_5": {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
          "qwen3_next": {"in_proj_qkvz", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
                         "shared_expert_gate"},
+         "nemotron_h_dense": {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"},
+         "granite4_dense": {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"},
+         "falcon_h1": {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
          "phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
          "glm4": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}}
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -29,16 +32,19 @@ DECIDE = {"qwen3_5": ("in_proj_a", "in_proj_b"), "qwen3_next": ("in_proj_ba",)}
 
 
 @pytest.mark.full
-@first_cases(1, "name, dora", [("qwen3_next", False), ("qwen3_5", True), ("phi3", False), ("glm4", True)])
+@first_cases(1, "name, dora", [("qwen3_next", False), ("qwen3_5", True), ("phi3", False), ("glm4", True),
+                                          ("nemotron_h_dense", True), ("granite4_dense", False), ("falcon_h1", False)])
 def test_outputs_a_step_and_files_are_pefts(folder, tmp_path, name, dora):
     """all-linear and the two maps that it leaves out; the packed modules are one adapter each."""
     targets = (*(n for n in NAMES[name] if n not in MLP), *DECIDE.get(name, ()))  # of a model with experts PEFT takes an MLP's for theirs
-    packed = "gate_up_proj" if name in ("phi3", "glm4") else "in_proj_qkv.*"
+    packed = "gate_up_proj" if name in ("phi3", "glm4") else "in_proj_qkv.*" if name in DECIDE else "in_proj"
     given = cases.options(targets=targets, dora=dora, rank_pattern=(f"{packed}=3", "o_proj=2"))
     config = cases.lora_config(target_modules=list(targets), use_dora=dora, rank_pattern={packed: 3, "o_proj": 2})
     other = cases.wrapped(cases.torch_model(folder(name)), config)
     saved = cases.save(other, tmp_path / "theirs")
     model, base = cases.our_model(folder(name), given)
+    whole = cases.our_model(folder(name), cases.options())[0].adapter  # all-linear
+    assert {t.name.rpartition(".")[2] for t in whole.targets} == NAMES[name]
     adapter, leaves = peft.read(saved, model)
     assert adapter == model.adapter
     assert {t.name: (t.rank, t.scale) for t in adapter.targets} == cases.chosen(other)

@@ -253,6 +253,7 @@ def test_defaults_are_those_of_transformers(family):
                 "num_attention_heads": 8}
     if family in ("qwen2_5_vl_text", "qwen2_vl_text"):  # whose default sections are those of heads of 128
         required["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 0, 1]}
+    required |= {"nemotron_h": {"hybrid_override_pattern": "M-*EM-*E"}, "granitemoehybrid": {"mamba_n_heads": 8}}.get(family, {})
     theirs = AutoConfig.for_model(family, **copy.deepcopy(required)).to_dict()
     if family == "qwen2":  # transformers' own default is its 32 heads, whatever num_attention_heads says
         required["num_key_value_heads"] = theirs["num_key_value_heads"] = 8

@@ -34,6 +34,7 @@ def theirs(config, folder):
     if config["model_type"] in vision_cases.TEXTS:  # which transformers has within the model of images alone
         given, kind = vision_cases.around(given.to_dict()), AutoModelForImageTextToText
     model = kind.from_config(given, attn_implementation="eager", dtype=torch.float32)
+    torch.manual_seed(0)  # the fields of initial values draw more or fewer numbers
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             weight.normal_(0.0, 0.3 if weight.ndim == 1 else 0.2)
@@ -58,6 +59,11 @@ def ours(config, model):
 
 def converted(own, tensors):
     tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+    held = {f"block_sparse_moe.{a}": f"block_sparse_moe.{b}" for a, b in (  # Granite 4's in memory and on a disk
+        ("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"), ("router.weight", "router.layer.weight"))}
+    pairs = (*FAMILIES[own.config.family].spelled, *(held.items() if own.config.family == "granitemoehybrid" else ()))
+    for there, here in pairs:
+        tensors = {name.replace(there, here): tensor for name, tensor in tensors.items()}
 
     def array(entry):
         arrays = [entry.from_hf(tensors[name]) for name in entry.hf_names]

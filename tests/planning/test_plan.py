@@ -563,11 +563,17 @@ QWEN3_5_35B = QWEN3_5 | {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, 
                          "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
 
-@pytest.mark.parametrize("hf, target, changes, size, state, tokens", [
-    (QWEN3_5_4B, "h200:1", {}, 4.2e9, 24 * (2**21 + 3 * 8192 * 2), 1572),
-    (QWEN3_5_35B, "h100:16", {"mesh.ep": 8}, 34.7e9, 30 * (2**21 + 3 * 8192 * 2), 3144),
+NEMOTRON = Path(__file__).parents[1] / "models" / "published" / "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json"
+GATED_DELTA = 32 * (2 * 64 * 5 * 128 + 6 * 128 * 128 + 2 * 64 * 64 // 3) + 2 * 4 * 8192
+MAMBA2 = 64 * (2 * 64 * (128 + 64) + 4 * 128 * 64) + 2 * 4 * 6144
+
+
+@pytest.mark.parametrize("hf, target, changes, size, state, tokens, rule", [
+    (QWEN3_5_4B, "h200:1", {}, 4.2e9, 24 * (2**21 + 3 * 8192 * 2), 1572, GATED_DELTA),
+    (QWEN3_5_35B, "h100:16", {"mesh.ep": 8}, 34.7e9, 30 * (2**21 + 3 * 8192 * 2), 3144, GATED_DELTA),
+    (json.loads(NEMOTRON.read_text()), "h100:16", {"mesh.ep": 8}, 31.6e9, 23 * (2**21 + 3 * 6144 * 2), 7989, MAMBA2),
 ])
-def test_states_and_rule_of_real_hybrids(hf, target, changes, size, state, tokens):
+def test_states_and_rule_of_real_hybrids(hf, target, changes, size, state, tokens, rule):
     """Published sizes: a slot's states in fp32 beside the convolution's inputs in bf16, how many tokens of keys and values they are,
     and both in what the sampler and the update hold."""
     c = load_config("grpo_gsm8k", {"run.mode": "plan", "plan.target": target, "rollout.engine": "jax", "algorithm.kl.coef": 0.0} | changes)
@@ -580,8 +586,7 @@ def test_states_and_rule_of_real_hybrids(hf, target, changes, size, state, token
                             * width * shapes.cache_lengths[-1])
     assert memory.cache_bytes(case.model, case.rollout[0], shapes.slots, shapes.cache_lengths[-1], width) * workload.data_shards(
         case.rollout[0]) == slots
-    head = 2 * 64 * 5 * 128 + 6 * 128 * 128 + 2 * 64 * 64 // 3
-    assert found["rule_flops_per_token"] == found["layers"] * (32 * head + 2 * 4 * 8192)
+    assert found["rule_flops_per_token"] == found["layers"] * rule
     assert 0.01 < found["rule_share"] < 0.04 and found["workspace_bytes"] > 2**30
     assert plan.counted_peak(case, {}) > memory.standing(case.config, case.model, case.mesh)["update_params"] + found["workspace_bytes"]
 

@@ -29,7 +29,7 @@ def test_killed_and_resumed_is_bitwise_an_unbroken_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, changes", [
-    ("ppo:tiny", DIGITS), ("dpo:tiny", {}), ("reward_model:tiny", {}),
+    ("ppo:tiny", DIGITS), ("ppo:tiny", DIGITS | {"model.config": tiny_job.MAMBA, "train.steps": 2}), ("dpo:tiny", {}), ("reward_model:tiny", {}),
     ("env:calc", {"train.steps": 2, "data.prompts_per_step": 4, "rollout.slots": 16, "eval.max_rows": 4, "data.max_rows": 16} | DIGITS),
 ])
 def test_every_kind_of_job_runs(tmp_path, name, changes):

@@ -17,7 +17,7 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.main import main
 from jaxrl.recipes import rl
 from jaxrl.resolve.spec import resolve
-from jaxrl.rl.evaluation import pass_at_k
+from jaxrl.rl.evaluation import pass_at_k, write_records
 from jaxrl.run import setup
 from jaxrl.run.session import Session
 from jaxrl.telemetry import console
@@ -179,14 +179,23 @@ def test_what_would_change_the_past_is_refused_on_resume(finished):
         jaxrl.train(again)
 
 
+def test_an_evaluation_alone_keeps_the_files_that_are_there(tmp_path):
+    names = ["step_00000003_a.jsonl", "step_00000003_a_2.jsonl", "step_00000003_a_3.jsonl"]
+    for value, name in ((1, names[0]), (2, names[1]), (1, names[0]), (3, names[2]), (2, names[1])):
+        assert write_records(tmp_path, 3, {"a": [{"x": value}]}, keep=True) == [tmp_path / "eval" / name]
+    write_records(tmp_path, 3, {"a": [{"x": 4}]})  # of a run, which may come to a step again
+    assert [json.loads((tmp_path / "eval" / name).read_text())["x"] for name in names] == [4, 2, 3]
+
+
 @pytest.mark.full
 def test_evaluation_alone_reads_the_checkpoint(finished):
     folder, _ = finished
     c = tiny_job.get_config()
     c.run.dir, c.run.mode, c.log.console = str(folder), "eval", "off"
     c.eval.samples, c.eval.temperature = 4, 1.0
-    before = (folder / "metrics.jsonl").read_bytes()
+    before, files = (folder / "metrics.jsonl").read_bytes(), {p: p.read_text() for p in (folder / "eval").iterdir()}
     out = jaxrl.train(c)
+    assert files.items() < {p: p.read_text() for p in (folder / "eval").iterdir()}.items()  # beside the run's own
     assert {"accuracy", "mean@4", "pass@2", "pass@4"} <= set(out["eval"])
     assert out["eval"]["pass@4"] >= out["eval"]["pass@2"] >= out["eval"]["accuracy"]
     assert (folder / "metrics.jsonl").read_bytes() == before

@@ -270,6 +270,13 @@ def test_what_a_judge_may_answer(said, score):
     assert read is None if score is None else read == pytest.approx(score)
 
 
+def test_a_judge_may_answer_in_words():
+    options = {name: option.default for name, option in SCHEMA["reward"]["judge"].items()}
+    judge = Judge(options | {"highest": 1.0, "pattern": r"(?i)\b(yes|no|maybe)\b", "words": {"yes": 1, "No": 0}},
+                  {"urls": [], "key_env": "", "cache": ""})
+    assert [judge.read(text) for text in ("YES", "no, yes, no", "maybe", "")] == [1.0, 0.0, None, None]
+
+
 def test_what_is_judged_cannot_pass_for_the_frame():
     """It ends where the judge is told that it ends, and holds no control token, whatever it says."""
     seen = []

@@ -34,12 +34,14 @@ GEMMA = dict(model_type="gemma2", vocab_size=VOCAB, hidden_size=32, intermediate
 HYBRID = dict(model_type="qwen3_5_text", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
               num_key_value_heads=2, head_dim=16, full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4,
               linear_key_head_dim=8, linear_value_head_dim=6)
+MAMBA = dict(model_type="falcon_h1", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, mamba_d_ssm=24, mamba_n_heads=4, mamba_d_state=8, mamba_rms_norm=True)
 TURNS = (3, 9, 30, 1, 17)  # new tokens of each conversation's turns: less than a call of 8 holds, more, and 1
 
 
 @functools.cache
 def built(hf="plain", scan=False):
-    return models.build({"plain": HF, "windows": GEMMA, "hybrid": HYBRID}[hf], compute_dtype=jnp.float32, scan_layers=scan)
+    return models.build({"plain": HF, "windows": GEMMA, "hybrid": HYBRID, "mamba": MAMBA}[hf], compute_dtype=jnp.float32, scan_layers=scan)
 
 
 @functools.cache
@@ -105,7 +107,7 @@ def new_tokens(said):
                for (p, r), (q, _) in zip(before, now, strict=True))
 
 
-@first_cases(1, "hf,scan", [("plain", False), ("windows", False), ("hybrid", False),
+@first_cases(1, "hf,scan", [("plain", False), ("windows", False), ("hybrid", False), ("mamba", False),
                                      pytest.param("windows", True, marks=pytest.mark.slow)])
 def test_a_conversation_is_what_prefilling_every_turn_gives(hf, scan):
     """Tokens, log-probs, the trainer's recomputation of them; and only new tokens are run."""

@@ -22,6 +22,7 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
             axis=None, matmul=DEFAULT, biases=()):
     """Returns the output of a layer of experts: y[t] = sum over k of gates[t, k] * activation(x[t] @ gate[e], x[t] @
     up[e]) @ down[e] with e = ids[t, k]; each of the three products plus a bias of the expert where there are some.
+    Without gate weights the activation is of x[t] @ up[e] alone.
 
     Products are summed in fp32 (float64 where x is), the activation is computed in it and rounded to x's dtype, and
     what experts return is weighted and added in it in the order of slots. No token is dropped, whatever the routing,
@@ -39,15 +40,16 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       ids_TxK: integers, different within a token, in the order of slots. One outside 0 <= id < E is an empty slot (an
         expert of another device, padding), which adds 0, is never computed, and whose gate gets gradient 0.
       gates_TxK: fp32 or float64; the weight of each slot.
-      gate_ExDxF, up_ExDxF, down_ExFxD: in x's dtype; as are their gradients, summed in fp32 or better.
-      activation: (gate, up) -> hidden, elementwise; a function of a module, since it is compared by identity.
+      gate_ExDxF (or None), up_ExDxF, down_ExFxD: in x's dtype; as are their gradients, summed in fp32 or better.
+      activation: (gate, up) -> hidden, or up -> hidden without a gate, elementwise; a function of a module, since it is
+        compared by identity.
       matmul: the scheme that rounds what is multiplied (kernels.low_precision), but for the weights' gradients. Scales
         of whole arrays are of an expert's weights and of a block of tokens here.
       implementation: auto (the first of the platform's ORDERS that serves the call), reference (every expert on every
         token), or a name in IMPLEMENTATIONS: blocks (sorted, in XLA), tpu or gpu (kernels), behind which stands blocks
         where they cannot serve the call. A refusal is logged once.
       axis: name of the mesh axis of the experts; None: all of them are here.
-      biases: () or those of gate [E, F], up [E, F] and down [E, D], in x's dtype; never rounded.
+      biases: () or, with a gate, those of gate [E, F], up [E, F] and down [E, D], in x's dtype; never rounded.
 
     Returns:
       y_TxD in x's dtype; 0 for a token without a slot. NaN where ids repeat within tokens so that they need more rows
@@ -57,6 +59,7 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       ValueError: unknown implementation; shapes or dtypes that do not fit.
     """
     weights = {"gate": gate_ExDxF, "up": up_ExDxF, "down": down_ExFxD}
+    weights = {name: w for name, w in weights.items() if w is not None}
     check(x_TxD, ids_TxK, gates_TxK, weights, biases)
     names = order(implementation)
     if not ids_TxK.size or not x_TxD.size:
@@ -67,7 +70,7 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
         return reference.experts(*arrays, weights, activation, exchange, matmul)
     run, block = first_that_serves("experts", names, lambda name: IMPLEMENTATIONS[name](
         x_TxD, weights, matmul=matmul, activation=activation))
-    own, size, width = gate_ExDxF.shape
+    own, size, width = up_ExDxF.shape
     chunk = tuned.chunk(ids_TxK.shape[1], own * exchange.size, run.room, own, size, width, x_TxD.dtype.itemsize)
     return walk.experts(walk.Call(run, activation, block, chunk, exchange, matmul), *arrays, *weights)
 
@@ -101,7 +104,7 @@ def check(x, ids, gates, weights, biases=()) -> None:
         if w.dtype != x.dtype:
             refuse(name, w, f"cast it to x's {x.dtype}")
     wanted = [(count, width), (count, width), (count, x.shape[1])]
-    if biases and [b.shape for b in biases] != wanted:
+    if biases and ([b.shape for b in biases] != wanted or "gate" not in weights):
         raise ValueError(f"experts: biases of shapes {[b.shape for b in biases]}; give those of gate, up and down, "
                          f"{wanted}")
     for name, b in zip(weights, biases, strict=False):

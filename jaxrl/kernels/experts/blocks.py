@@ -8,11 +8,14 @@ Legend: D hidden size, F an expert's width, R rows of a chunk's blocks, b rows o
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.experts import tuned
-from jaxrl.kernels.experts.walk import Implementation, accumulator
+from jaxrl.kernels.experts.walk import Implementation, accumulator, sorted_out
 from jaxrl.kernels.low_precision import DEFAULT, GRADIENT, INPUT, WEIGHT, contracted
 
 
@@ -26,12 +29,12 @@ def product(a, b, over_a, over_b, matmul=DEFAULT, role=INPUT):
 def forward(call, lay, x, *weights):
     """See walk.Implementation."""
     def group(expert, blocks, out):
-        gate, up, down, *biases = (_of(w, expert) for w in weights)
+        into, down, biases = sorted_out([_of(w, expert) for w in weights])
 
         def block(n, out):
             own = x.at(n * call.block, call.block)
-            a, b = _raised([product(own, w, 1, 0, call.matmul) for w in (gate, up)], biases[:2])
-            hidden = call.activation(a, b).astype(own.dtype)
+            inner = _raised([product(own, w, 1, 0, call.matmul) for w in into], biases[:2])
+            hidden = call.activation(*inner).astype(own.dtype)
             y, = _raised([product(hidden, down, 1, 0, call.matmul)], biases[2:])
             return _put(out, y, n * call.block)
 
@@ -46,7 +49,7 @@ def backward(call, lay, x, dy, gates_R, weights, sums):
     acc, dtype = accumulator(x.tokens.dtype), x.tokens.dtype
 
     def group(expert, blocks, state):
-        gate, up, down, *biases = (_of(w, expert) for w in weights)
+        into, down, biases = sorted_out([_of(w, expert) for w in weights])
         dx, dgates, sums = state
 
         def block(n, state):
@@ -54,20 +57,20 @@ def backward(call, lay, x, dy, gates_R, weights, sums):
             start = n * call.block
             x_b, dy_b = x.at(start, call.block), dy.at(start, call.block)
             gates = jax.lax.dynamic_slice(gates_R, (start,), (call.block,))[:, None]
-            inner = _raised([product(x_b, w, 1, 0, call.matmul) for w in (gate, up)], biases[:2])
+            inner = _raised([product(x_b, w, 1, 0, call.matmul) for w in into], biases[:2])
             hidden, back = jax.vjp(call.activation, *inner)
             hidden = hidden.astype(dtype).astype(acc)
             d_hidden = product(dy_b, down, 1, 1, call.matmul, GRADIENT)
             d_gates = jnp.sum(d_hidden * hidden, axis=1)
             for bias in biases[2:]:
                 d_gates += product(dy_b, bias[:, None], 1, 0)[:, 0]
-            da, db = (d.astype(dtype) for d in back(gates * d_hidden))
-            da_x, db_x = (product(d, w, 1, 1, call.matmul, GRADIENT) for d, w in ((da, gate), (db, up)))
-            dx_b = da_x + db_x
+            d_inner = [d.astype(dtype) for d in back(gates * d_hidden)]
+            of_x = [product(d, w, 1, 1, call.matmul, GRADIENT) for d, w in zip(d_inner, into, strict=True)]
+            dx_b = functools.reduce(operator.add, of_x)
             if own:
-                pairs = (x_b, da), (x_b, db), ((gates * hidden).astype(dtype), dy_b)
+                pairs = *((x_b, d) for d in d_inner), ((gates * hidden).astype(dtype), dy_b)
                 more = [product(*pair, 0, 0) for pair in pairs]
-                more += [jnp.sum(d.astype(acc), axis=0) for d in (da, db, gates * dy_b)[:len(biases)]]
+                more += [jnp.sum(d.astype(acc), axis=0) for d in (*d_inner, gates * dy_b)[:len(biases)]]
                 own = tuple(s + m for s, m in zip(own, more, strict=True))
             return _put(dx, dx_b, start), jax.lax.dynamic_update_slice(dgates, d_gates, (start,)), own
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.experts.walk import Implementation, accumulator
+from jaxrl.kernels.experts.walk import Implementation, accumulator, sorted_out
 
 ROW_SUM = "row sum"  # an output that is summed over its columns
 ONES = 128           # columns of ones whose products sum up rows
@@ -69,9 +69,10 @@ def implementation(kernels: Kernels) -> Implementation:
     return Implementation(functools.partial(forward, kernels), functools.partial(backward, kernels), kernels.fresh)
 
 
-def forward(kernels, call, lay, x, gate, up, down, *biases):
+def forward(kernels, call, lay, x, *weights):
     """See walk.Implementation."""
     dtype, acc = x.tokens.dtype, accumulator(x.tokens.dtype)
+    into, down, biases = sorted_out(weights)
 
     def activated(sums, biases, _):
         return [call.activation(*_raised(sums, biases)).astype(dtype)]
@@ -79,8 +80,8 @@ def forward(kernels, call, lay, x, gate, up, down, *biases):
     def raised(sums, biases, _):
         return _raised(sums, biases)
 
-    into = Task("hidden", (Product(0, 0, False, 0), Product(0, 1, False, 1)), activated, (dtype,))
-    hidden, = kernels.rows(call, lay, into, (x.all(),), (gate, up), biases[:2])
+    inner = Task("hidden", tuple(Product(0, i, False, i) for i in range(len(into))), activated, (dtype,))
+    hidden, = kernels.rows(call, lay, inner, (x.all(),), into, biases[:2])
     out = Task("out", (Product(0, 0, False, 0),), raised, (acc,))
     return kernels.rows(call, lay, out, (hidden,), (down,), biases[2:])[0]
 
@@ -88,30 +89,31 @@ def forward(kernels, call, lay, x, gate, up, down, *biases):
 def backward(kernels, call, lay, x, dy, gates_R, weights, sums):
     """See walk.Implementation."""
     dtype, acc = x.tokens.dtype, accumulator(x.tokens.dtype)
-    (gate, up, down), biases = weights[:3], weights[3:]
+    into, down, biases = sorted_out(tuple(weights))
+    count = len(into)
     x_R, dy_R = x.all(), dy.all()
 
     def derived(sums, biases, gates):
         *inner, d_hidden = sums
         hidden, back = jax.vjp(call.activation, *_raised(inner, biases))
         hidden = hidden.astype(dtype).astype(acc)
-        da, db = back(gates * d_hidden)
-        return [da.astype(dtype), db.astype(dtype), (gates * hidden).astype(dtype), d_hidden * hidden]
+        d_inner = [d.astype(dtype) for d in back(gates * d_hidden)]
+        return [*d_inner, (gates * hidden).astype(dtype), d_hidden * hidden]
 
-    inner = Task("inner", (Product(0, 0, False, 0), Product(0, 1, False, 1), Product(1, 2, True, 2)), derived,
-                 (dtype, dtype, dtype, ROW_SUM))
-    da, db, weighed, d_gates = kernels.rows(call, lay, inner, (x_R, dy_R), (gate, up, down), biases[:2], gates_R)
+    inner = Task("inner", (*(Product(0, i, False, i) for i in range(count)), Product(1, count, True, count)), derived,
+                 (dtype,) * (count + 1) + (ROW_SUM,))
+    *d_inner, weighed, d_gates = kernels.rows(call, lay, inner, (x_R, dy_R), (*into, down), biases[:2], gates_R)
     if biases:
         of_block = biases[2][lay.experts].astype(acc)
         in_blocks = dy_R.astype(acc).reshape(len(of_block), call.block, -1)
         d_gates += jnp.einsum("nbd,nd->nb", in_blocks, of_block, precision="highest").reshape(-1)
-    back = Task("dx", (Product(0, 0, True, 0), Product(1, 1, True, 0)), lambda sums, *_: sums, (acc,))
-    dx, = kernels.rows(call, lay, back, (da, db), (gate, up))
+    back = Task("dx", tuple(Product(i, i, True, 0) for i in range(count)), lambda sums, *_: sums, (acc,))
+    dx, = kernels.rows(call, lay, back, tuple(d_inner), into)
     if sums:
-        pairs = (x_R, da), (x_R, db), (weighed, dy_R)
-        added = [kernels.sums(call, lay, *pair, s) for pair, s in zip(pairs, sums[:3], strict=True)]
+        pairs = *((x_R, d) for d in d_inner), (weighed, dy_R)
+        added = [kernels.sums(call, lay, *pair, s) for pair, s in zip(pairs, sums[:count + 1], strict=True)]
         ones = jnp.ones((len(x_R), ONES), dtype)
-        for d, s in zip((da, db, (gates_R[:, None] * dy_R).astype(dtype)), sums[3:], strict=False):
+        for d, s in zip((*d_inner, (gates_R[:, None] * dy_R).astype(dtype)), sums[count + 1:], strict=False):
             fresh = isinstance(s, jax.ShapeDtypeStruct)
             none = jax.ShapeDtypeStruct if kernels.fresh else jnp.zeros
             more = kernels.sums(call, lay, ones, d, none((s.shape[0], ONES, s.shape[1]), acc))[:, 0]

@@ -17,10 +17,10 @@ KNOWN = {
 
 
 @functools.cache
-def unknown_of(activation) -> list[str]:
-    """Returns what an activation and its derivative compute beside what is KNOWN."""
-    def both(a, b, d):
-        out, back = jax.vjp(activation, a, b)
+def unknown_of(activation, inputs: int = 2) -> list[str]:
+    """Returns what an activation of so many inputs and its derivative compute beside what is KNOWN."""
+    def both(d, *inner):
+        out, back = jax.vjp(activation, *inner)
         return out, back(d)
 
     def names(jaxpr):
@@ -29,7 +29,7 @@ def unknown_of(activation) -> list[str]:
             yield from [name for j in inner for name in names(j)] if inner else [eqn.primitive.name]
 
     tile = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    return sorted(set(names(jax.make_jaxpr(both)(tile, tile, tile).jaxpr)) - KNOWN)
+    return sorted(set(names(jax.make_jaxpr(both)(*(tile,) * (inputs + 1)).jaxpr)) - KNOWN)
 
 
 def laid_open(function, *arguments):

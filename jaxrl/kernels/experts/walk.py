@@ -36,11 +36,11 @@ class Implementation(NamedTuple):
     forward(call, layout, x_RxD, *weights) -> out_RxD.
     backward(call, layout, x_RxD, dy_RxD, gates_R, weights, sums) -> (dx_RxD, dgates_R, sums).
 
-    weights: gate, up and down, and perhaps a bias of each. x and dy are Rows; results are fp32 or better, and rows
-    without a slot mean nothing in them. sums: the weights' gradients so far, fp32 or better, to which the chunk's are
-    added, or () where nobody asks for them. Where tokens are a single chunk, an implementation with `fresh` is given
-    ShapeDtypeStructs of the weights instead, and returns the chunk's own sums, rounded to the weights' dtype: nothing
-    is read, and half as much is written. room: of tuned.chunk.
+    weights: gate, up and down, and perhaps a bias of each, or up and down. x and dy are Rows; results are fp32 or
+    better, and rows without a slot mean nothing in them. sums: the weights' gradients so far, fp32 or better, to which
+    the chunk's are added, or () where nobody asks for them. Where tokens are a single chunk, an implementation with
+    `fresh` is given ShapeDtypeStructs of the weights instead, and returns the chunk's own sums, rounded to the weights'
+    dtype: nothing is read, and half as much is written. room: of tuned.chunk.
     """
 
     forward: Callable
@@ -77,6 +77,12 @@ class Rows(NamedTuple):
     def _taken(self, slots):
         token = slots // self.each  # past the last one where there is no slot
         return self.tokens.at[token].get(mode="fill", fill_value=0)
+
+
+def sorted_out(weights):
+    """Returns (weights of the products with x, weights of the last product, biases)."""
+    count = min(len(weights), 3) - 1
+    return weights[:count], weights[count], weights[count + 1:]
 
 
 def accumulator(dtype):

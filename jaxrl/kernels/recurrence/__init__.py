@@ -1,4 +1,4 @@
-"""Gated delta rule over packed rows, with gradients, and one token at a time."""
+"""Gated delta rule, and Mamba-2's recurrence, over packed rows, with gradients, and one token at a time."""
 
 from jaxrl.kernels.recurrence.api import recurrence
 from jaxrl.kernels.recurrence.chunks import (

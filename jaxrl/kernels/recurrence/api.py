@@ -1,4 +1,5 @@
-"""Public entry of the op: the gated delta rule (Gated DeltaNet, arXiv 2412.06464, eq. 10) over packed rows.
+"""Public entry of the op: the gated delta rule (Gated DeltaNet, arXiv 2412.06464, eq. 10) and, without the delta, the
+state space of Mamba-2 (arXiv 2405.21060, eq. 1 and 16) over packed rows.
 
 Legend: B rows, L tokens per row, H key heads, G value heads, K key size, V value size.
 """
@@ -15,10 +16,12 @@ ORDERS = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
 
 
 def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chunks, state_BxGxKxV=None,
-               implementation="auto"):
+               implementation="auto", delta: bool = True):
     """Per value head, token after token of a sequence, from the state S [K, V] before it:
 
         S <- exp(g) S;  S <- S + k (beta (v - k S))^T;  out = q S
+
+    and without `delta` S <- exp(g) S + k (beta v)^T, which is Mamba-2 with k = B, q = C, v = x and beta = Delta.
 
     A sequence begins with zeros; a completion of a shared prompt begins with the state behind the prompt; the first
     token of a row that continues (chunks_of) with `state`. A token's output depends on its own sequence alone, to the
@@ -28,10 +31,11 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
       q_BxLxHxK, k_BxLxHxK: queries and keys, as they are multiplied (normalised and scaled); value head i reads key
         head i // (G / H).
       v_BxLxGxV: values.
-      g_BxLxG: log of the decay, at most 0, fp32 or better. beta_BxLxG: share that is written, fp32 or better.
+      g_BxLxG: log of the decay, at most 0, fp32 or better. beta_BxLxG: factor on what is written, fp32 or better.
       chunks: of chunks_of, for these rows.
       state_BxGxKxV: where rows that continue begin; None = zeros.
       implementation: "auto" or a name in IMPLEMENTATIONS.
+      delta: whether what the state returns for a token's key is taken off before its value is written.
 
     Returns:
       out_BxLxGxV in v's dtype; state_BxGxKxV in fp32 or better, behind the last token of each row that enters it.
@@ -44,7 +48,8 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
         raise ValueError(f"recurrence: {heads} value heads are not a multiple of {groups} key heads")
 
     def ask(name):
-        return IMPLEMENTATIONS[name](q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks, state_BxGxKxV)
+        return IMPLEMENTATIONS[name](q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks, state_BxGxKxV,
+                                     delta=delta)
 
     return first_that_serves("recurrence", order(implementation), ask)
 

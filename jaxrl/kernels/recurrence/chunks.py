@@ -33,8 +33,10 @@ def room(length: int) -> int:
     return -(-length // min(tokens_per_room(length), max(length, 1))) + 2
 
 
-def flops(heads: int, key: int, value: int, size: int = 64) -> int:
+def flops(heads: int, key: int, value: int, size: int = 64, delta: bool = True) -> int:
     """Returns the operations of the rule for one token, in chunks of `size` tokens, of so many value heads."""
+    if not delta:  # pairs of queries and keys, and their sum
+        return heads * (2 * size * (key + value) + 4 * key * value)
     within = 2 * size * (3 * key + 2 * value)  # pairs of keys, of queries and keys, two solved systems, their sum
     return heads * (within + 6 * key * value + 2 * size * size // 3)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrl.kernels.recurrence.chunks import PROMPT, Chunks
 
 
-def convolution(x_BxLx, weight_xT, chunks: Chunks, window_BxTx=None):
+def convolution(x_BxLx, weight_xT, chunks: Chunks, window_BxTx=None, bias_x=None):
     """out[t] = sum over j of weight[..., T - 1 - j] * x[j tokens before t in its sequence], 0 before it begins.
 
     A completion's tokens go on from those of its shared prompt; tokens of other sequences and padding are not read.
@@ -21,6 +21,7 @@ def convolution(x_BxLx, weight_xT, chunks: Chunks, window_BxTx=None):
       weight_xT: [*channels, T], in x's dtype.
       chunks: of chunks_of, for these rows.
       window_BxTx: [B, T - 1, *channels] before the first token of rows that continue, else None.
+      bias_x: [*channels], added to every token, or None.
 
     Returns [B, L, *channels] in x's dtype; sums are fp32 or better. At padding: finite where x is.
     """
@@ -41,6 +42,7 @@ def convolution(x_BxLx, weight_xT, chunks: Chunks, window_BxTx=None):
         out += weight[..., taps - 1 - j] * jnp.where(over(reach(j)), before, 0).astype(acc)
     if window_BxTx is None and lead:
         out = _with_prompts(out, x, weight, chunks)
+    out = out if bias_x is None else out + bias_x.astype(acc)[None, None]
     return out.astype(x_BxLx.dtype)
 
 

@@ -13,18 +13,20 @@ from jaxrl.kernels.recurrence.chunks import GIVEN, PROMPT, ZERO, Chunks
 EXACT = jax.lax.Precision.HIGHEST
 
 
-def step(q_BxHxK, k_BxHxK, v_BxGxV, g_BxG, beta_BxG, state_BxGxKxV):
+def step(q_BxHxK, k_BxHxK, v_BxGxV, g_BxG, beta_BxG, state_BxGxKxV, delta: bool = True):
     """One token of each row: (out_BxGxV in v's dtype, state behind it); see api.recurrence."""
     acc, repeats = state_BxGxKxV.dtype, v_BxGxV.shape[1] // k_BxHxK.shape[1]
     q, k = (jnp.repeat(x.astype(acc), repeats, axis=1) for x in (q_BxHxK, k_BxHxK))
     state = state_BxGxKxV * jnp.exp(g_BxG.astype(acc))[..., None, None]
-    read = jnp.einsum("bgk,bgkv->bgv", k, state, precision=EXACT)
-    written = beta_BxG.astype(acc)[..., None] * (v_BxGxV.astype(acc) - read)
+    value = v_BxGxV.astype(acc)
+    if delta:
+        value = value - jnp.einsum("bgk,bgkv->bgv", k, state, precision=EXACT)
+    written = beta_BxG.astype(acc)[..., None] * value
     state = state + k[..., None] * written[..., None, :]
     return jnp.einsum("bgk,bgkv->bgv", q, state, precision=EXACT).astype(v_BxGxV.dtype), state
 
 
-def recurrence(q, k, v, g, beta, chunks: Chunks, state=None):
+def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
     """See api.recurrence."""
     acc = jnp.promote_types(v.dtype, jnp.float32)
     shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
@@ -37,7 +39,7 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None):
         start = of_rows(begins, now)
         start = jnp.select([start == ZERO, start == PROMPT, start == GIVEN], [jnp.zeros_like(now), prompt, given], now)
         arrays = [jnp.where(of_rows(real, x), x, 0) for x in arrays]
-        out, after = step(*arrays, start)
+        out, after = step(*arrays, start, delta)
         now = jnp.where(of_rows(real & enters, now), after, jnp.where(of_rows(real, now), start, now))
         return (now, jnp.where(of_rows(saves, now), now, prompt)), jnp.where(of_rows(real, out), out, 0)
 

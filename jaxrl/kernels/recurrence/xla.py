@@ -7,6 +7,8 @@ Within a chunk with state S before it, G the cumulative sum of g and rows i, j o
     out = (e^G q) S + lower (q_i.k_j e^(G_i - G_j)) U
     S <- e^G_end S + (e^(G_end - G) k)^T U
 
+Without the delta U = beta v: nothing is solved (Mamba-2, arXiv 2405.21060, section 6).
+
 The backward pass runs STRETCH chunks forward again from the state before them, so nothing but the inputs and one pair
 of states per stretch is kept. Sums over the completions of a prompt run in the order of the row.
 
@@ -14,6 +16,8 @@ Legend: N chunks of a stretch, B rows, C tokens per chunk, h key heads, r value 
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +28,7 @@ EXACT = jax.lax.Precision.HIGHEST
 BASE = 16  # rows of an inverse by substitution; larger ones are merged of these
 
 
-def recurrence(q, k, v, g, beta, chunks: Chunks, state=None):
+def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
     """See api.recurrence."""
     acc = jnp.promote_types(v.dtype, jnp.float32)
     batch, length, heads, key = k.shape
@@ -49,7 +53,7 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None):
     def stretch(carry, this):
         own, used = this
         blank = jnp.zeros((*own[0][2].shape[:3], heads, repeats, value), v.dtype)
-        return jax.lax.cond(used, _stretch, lambda carry, given, own: (carry, blank), carry, given, own)
+        return jax.lax.cond(used, _STRETCHES[delta], lambda carry, given, own: (carry, blank), carry, given, own)
 
     stretch = jax.checkpoint(stretch, prevent_cse=False)
     (now, _), out = jax.lax.scan(stretch, (given, jnp.zeros_like(given)), (stretches, used))
@@ -58,7 +62,7 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None):
     return bad(out), bad(now.reshape(batch, heads * repeats, key, value))
 
 
-def _stretch(carry, given, own):
+def _stretch(delta, carry, given, own):
     """(states behind N chunks, their outputs [N, B, C, h, r, V])."""
     (q, k, v, g, beta, enters), (start, saves) = own
     acc, dtype = carry[0].dtype, v.dtype
@@ -72,15 +76,16 @@ def _stretch(carry, given, own):
     decay = jnp.where(lower, jnp.exp(jnp.where(lower, gap, 0)), 0)
     pairs = lambda a, b: jnp.einsum(  # noqa: E731
         "nbihk,nbjhk->nbhij", a, b, preferred_element_type=acc, precision=EXACT)[:, :, :, None]
-    system = jnp.where(strictly, pairs(k, k) * decay * beta[..., None], 0)
-    solved = inverse(system)
+    system = jnp.where(strictly, pairs(k, k) * decay * beta[..., None], 0) if delta else None
+    solved = inverse(system) if delta else None
     attended = pairs(q, k) * decay
     q, k, v = (x.astype(acc) for x in (q, k, v))
     q, k = (jnp.moveaxis(x, 2, 3)[:, :, :, None] for x in (q, k))  # [N, B, h, 1, C, K]
     v = jnp.moveaxis(v, 2, 4)                                      # [N, B, h, r, C, V]
     product = lambda a, b: jnp.matmul(a, b, precision=EXACT)  # noqa: E731
     faded = jnp.exp(total)[..., None]
-    reads, writes = product(solved, beta[..., None] * faded * k), product(solved, beta[..., None] * v)
+    reads, writes = (product(solved, beta[..., None] * faded * k), product(solved, beta[..., None] * v)) if delta else (
+        None, beta[..., None] * v)
     end = jnp.sum(jnp.where(enters[:, :, None, None], by_head(g), 0), axis=-1)[..., None, None]
     kept = jnp.where(enters[:, :, None, None, :, None], jnp.exp(jnp.minimum(end - total[..., None], 0)) * k, 0)
     asked = faded * q
@@ -90,13 +95,16 @@ def _stretch(carry, given, own):
         start, saves, reads, writes, attended, asked, kept, end = this
         start = start.reshape(-1, 1, 1, 1, 1)
         now = jnp.select([start == ZERO, start == PROMPT, start == GIVEN], [jnp.zeros_like(now), prompt, given], now)
-        update = writes - product(reads, now)
+        update = writes - product(reads, now) if delta else writes
         out = product(asked, now) + product(attended, update)
         now = jnp.exp(end) * now + product(jnp.swapaxes(kept, -1, -2), update)
         return (now, jnp.where(saves.reshape(start.shape), now, prompt)), out.astype(dtype)
 
     carry, out = jax.lax.scan(one, carry, (start, saves, reads, writes, attended, asked, kept, end))
     return carry, jnp.moveaxis(out, 4, 2)
+
+
+_STRETCHES = {delta: functools.partial(_stretch, delta) for delta in (True, False)}  # traced once each
 
 
 @jax.custom_vjp

@@ -7,9 +7,11 @@ read. Its reward is (r + bias) x scale within +-20, its KL 0.1 in the reward whe
 from __future__ import annotations
 
 from jaxrl.migrate import common
+from jaxrl.migrate.jobs import DISTILL, SFT, Job
 from jaxrl.migrate.systems import areal_meaning as meaning
+from jaxrl.migrate.systems import areal_turns
 from jaxrl.migrate.systems.areal_meaning import ACTOR, CRITIC, DATA, EVAL, GCONFIG, OPTIM, REJECT
-from jaxrl.migrate.table import DISTILL, EPISODES, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 NORM, ADV = ACTOR + "reward_norm.", ACTOR + "adv_norm."
@@ -21,14 +23,11 @@ RECOVER, WANDB = {"recover.mode": "auto"}, {"stats_logger.wandb.mode": "online"}
 
 JOBS = (
     Job("a config of AReaL before AReaL-lite", "run.recipe=rl (configs/grpo.py)", keys=("ppo.**", "exp_ctrl.**", "actor_train.**")),
-    Job("training of a reward model", REWARD_MODEL, keys=("train_dataset.type=rw",)),
-    Job("preference training", PREFERENCE, keys=("train_dataset.type=dpo",)),
-    Job("supervised fine-tuning", SFT, r"\bsft\w*\.py\b|_sft\.py\b", ("train_dataset.type=sft",)),
-    Job("supervised fine-tuning or a reward model", f"{SFT} or {REWARD_MODEL}", keys=("model.**",), unless=("actor.**",)),
+    Job("training of a reward model", keys=("train_dataset.type=rw",), table="areal_jobs:REWARD"),
+    Job("preference training", keys=("train_dataset.type=dpo",), table="areal_jobs:PREFERENCE"),
+    Job("supervised fine-tuning", command=r"\bsft\w*\.py\b|_sft\.py\b", keys=("train_dataset.type=sft",), table="areal_jobs:SFT"),
+    Job("supervised fine-tuning or a reward model (train_dataset.type=sft or rw says which)", SFT, keys=("model.**",), unless=("actor.**",)),
     Job("distillation from a teacher beside the reward", DISTILL, keys=("teacher.**",)),
-    Job("an agent or workflow of several turns, which is Python,", EPISODES, keys=(
-        "agent_run_args.**", "max_turns", "econfig.**", "n_trajs", "max_tokens_per_trajectory", "max_llm_calls_per_run", "judge_engine.**", "tir.**",
-        "agent_builder_path", "workflow")),
 )
 
 TABLE = Table(
@@ -60,7 +59,7 @@ TABLE = Table(
             K(GCONFIG + "n_samples", "equivalent", default=1, other=8),
             K(ACTOR + "ppo_n_minibatches", "equivalent", default=4, other=2),
             K(CRITIC + "ppo_n_minibatches", "equivalent", default=4, other=2, beside=VALUES)), meaning.batch),
-        K(ACTOR + "group_size", "automatic", why="gconfig.n_samples is the group", also=(NORM + "group_size", ADV + "group_size")),
+        K(ACTOR + "group_size", "automatic", why="gconfig.n_samples is the group", also=(NORM + "group_size",)),
         Joint("reward", (
             K(ACTOR + "reward_scaling", "equivalent", default=1.0, other=10.0, beside={ACTOR + "reward_bias": -0.5}),
             K(ACTOR + "reward_bias", "equivalent", default=0.0, other=-0.5),
@@ -85,8 +84,9 @@ TABLE = Table(
             K(CRITIC + "path", "equivalent", other="a/critic"),
             K(CRITIC + "eps_clip", "equivalent", default=0.5, other=0.2, beside=VALUES),
             K(CRITIC + "optimizer.lr", "equivalent", default=Since(("0.3", 2e-5), ("0.4", 1e-3)), other=1e-5, beside=VALUES),
-            K(ADV + "mean_level", "equivalent", default="batch"),
-            K(ADV + "std_level", "equivalent", default="batch", other="batch")), meaning.advantage),
+            K(ADV + "mean_level", "equivalent", default="batch", other="group", beside={ADV + "std_level": "group"}),
+            K(ADV + "std_level", "equivalent", default="batch", other="group", beside={ADV + "mean_level": "group"}),
+            K(ADV + "group_size", "equivalent", default=1)), meaning.advantage),
         Joint("KL", (
             K(ACTOR + "kl_ctl", "equivalent", default=0.1, other=0.0),
             K(ACTOR + "kl_estimator", "equivalent", default="k1", other="k2"),
@@ -224,6 +224,9 @@ TABLE = Table(
         K("rollout.request_timeout", to="rollout.timeout_seconds", default=3600, other=900),
         K("rollout.request_retries", to="rollout.vllm.retries", default=3, other=5),
         K(ACTOR + "enable_tree_training", "automatic", why="completions of a group share one copy of their prompt (train.share_prompts)"),
+        Joint("turns", (
+            *(K(name, "equivalent", other=4) for name in areal_turns.BOUNDS),
+            *(K(name, "equivalent") for name in areal_turns.SAID)), areal_turns.turns),
         K("server_only", "unsupported", fine=(False,), refuse=True, why="servers without training: `vllm serve`"),
         K("rollout.return_routed_experts", "unsupported", fine=(False,), why="set algorithm.routes=sampled by hand"),
         K("model", "inert", why="read by its supervised and reward-model trainers alone"),

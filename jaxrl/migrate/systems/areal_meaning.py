@@ -131,15 +131,20 @@ def advantage(m: Migration):
         m.set("algorithm.gamma", gamma * lam, ACTOR + "discount", ACTOR + "gae_lambda")
     n = ACTOR + "adv_norm."
     levels = [m.text(n + f"{k}_level") or "none" for k in ("mean", "std")] if has(m, n) else ["none", "none"]
-    if levels not in (["batch", "batch"], ["none", "none"]):
-        m.lacks(
-            n + "mean_level",
-            f"advantages are whitened over the step's tokens or not at all, not by {levels}",
-            refuse=True,
-        )
-    m.set("algorithm.whiten", levels == ["batch", "batch"], n + "mean_level", n + "std_level")
+    known = {"batch": "step", "group": "group", "none": "none"}
+    if unknown := [level for level in levels if level not in known]:
+        m.lacks(n + "mean_level", f"levels are batch, group and null, not {unknown[0]!r}", refuse=True)
+        return
+    m.set("algorithm.whiten", levels != ["none", "none"], n + "mean_level", n + "std_level")
+    if levels != ["none", "none"]:
+        m.set("algorithm.whiten_mean", known[levels[0]], n + "mean_level")
+        m.set("algorithm.whiten_std", known[levels[1]], n + "std_level")
+    group = m.options["rollout.group_size"][0]
+    size = m.integer(n + "group_size") if str(m[n + "group_size"] or "").isdigit() else group
+    if "group" in levels and size != group:
+        m.lacks(n + "group_size", f"groups of {size} sequences: a group is the completions of a prompt here")
     m.facts["advantage"] = ("GAE" if has(m, CRITIC) else "reward to go") + (
-        ", whitened" if levels[0] == "batch" else ""
+        f", tokens normed by {levels[0]} and {levels[1]}" if m.options["algorithm.whiten"][0] else ""
     )
 
 
@@ -488,6 +493,18 @@ def memory(m: Migration):
             m.set("train.score_tokens_per_microbatch", max(ref, longest), "ref.mb_spec.max_tokens_per_mb")
 
 
+ANY_SOLUTION = '''"""AReaL's reward of boba's rows: 1 if a completion is one of the solutions."""
+
+from jaxrl.rewards.builtin import load_math_verify, math_reward
+
+
+def score(prompt, completion, answer=(), **columns):
+    solutions = [answer] if isinstance(answer, str) else answer
+    return max((math_reward(prompt, completion, str(solution)) for solution in solutions), default=0.0)
+
+
+score.prepare = load_math_verify
+'''
 BOXED = "Please put your final answer within \\boxed{}."
 
 
@@ -503,6 +520,14 @@ def data(m: Migration):
         m.differs(
             'AReaL\'s loader of GSM8K puts "Please put your final answer within \\boxed{}." behind questions; here it'
             " is the system prompt"
+        )
+    elif "boba" in path.lower():  # the rows of its example boba_grpo
+        m.set("data.prompt_column", "prompt", DATA + "path")
+        m.set("data.answer_column", "solutions", DATA + "path")
+        common.reward_file(m, ANY_SOLUTION, DATA + "path")
+        m.differs(
+            "prompts of boba's rows keep the marks of their template (<｜User｜>, <think>), which AReaL's example takes "
+            "out: write them without, or set data.chat=false"
         )
     else:
         common.reward_stub(m, "the run", f"the training script of {path}", DATA + "path")

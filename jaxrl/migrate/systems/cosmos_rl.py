@@ -7,11 +7,12 @@ robots is refused by name.
 
 from __future__ import annotations
 
+from jaxrl.migrate.jobs import PREFERENCE, Job
 from jaxrl.migrate.systems import cosmos_rl_jobs as jobs
 from jaxrl.migrate.systems import cosmos_rl_meaning as meaning
 from jaxrl.migrate.systems import cosmos_rl_rewards as scores
 from jaxrl.migrate.systems.cosmos_rl_meaning import DISTILL, POLICY, REMOTE, ROLL, TRAIN, VALID, P
-from jaxrl.migrate.table import PREFERENCE, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 PAR, RPAR, LORA, SUB, TURN = (POLICY + "parallelism.", ROLL + "parallelism.", POLICY + "lora.", "profiler.sub_profiler_config.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.migrate import common, devices
+from jaxrl.migrate import common, devices, episodes
 from jaxrl.migrate.systems.cosmos_rl_meaning import DISTILL, POLICY, ROLL, TRAIN, P, dense, recipe, sizes
 from jaxrl.migrate.table import Migration
 
@@ -278,13 +278,9 @@ def turns(m: Migration):
     t = ROLL + "multi_turn_config."
     if recipe(m) == "sft" or not m.flag(t + "enable"):
         return
-    m.lacks(
-        t + "enable",
-        "several turns: tools of the launcher's script become functions in env.tools, other episodes "
-        "env.function (docs/guides/from_cosmos_rl.md, docs/guides/environments.md)",
-        refuse=True,
-    )
-    m.set("env.max_turns", m.integer(t + "max_assistant_turns"), t + "max_assistant_turns")
+    said = [f"{s.key}={s.value}" for s in m.singles.values() if s.key.startswith(t)]
+    turns = m.integer(t + "max_assistant_turns")
+    episodes.episode(m, "the launcher's script", said, turns, t + "enable", t + "max_assistant_turns")
     if m.flag(t + "enable_thinking"):
         m.set("data.chat_template_kwargs.enable_thinking", True, t + "enable_thinking")
     if m.text(t + "custom_chat_template_path"):

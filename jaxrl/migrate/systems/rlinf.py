@@ -6,6 +6,7 @@ configs are whole: few keys have a default in its code.
 
 from __future__ import annotations
 
+from jaxrl.migrate.jobs import EVAL, SFT, Job
 from jaxrl.migrate.systems import rlinf_meaning as meaning
 from jaxrl.migrate.systems.rlinf_meaning import (
     ACTOR,
@@ -22,7 +23,7 @@ from jaxrl.migrate.systems.rlinf_meaning import (
     SAMPLE,
     SCHED,
 )
-from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 GAE, REINPP, FIX = {ALGO + "adv_type": "gae"}, {ALGO + "adv_type": "reinpp"}, {ALGO + "importance_sampling_fix": True}

@@ -1,4 +1,4 @@
-"""ROLL's RLVR pipeline (its agentic, distillation, DPO and SFT pipelines are refused): what its keys mean here.
+"""ROLL's RLVR pipeline (roll_jobs.py has its SFT, DPO and distillation): what its keys mean here.
 
 Read from its code and example configs at the tags v0.1.0, v0.1.1, v0.1.3, v0.2.0, v0.2.1, v0.3.0. A batch is counted in
 prompts; a mini-batch is sequences per device x accumulation x data-parallel ranks.
@@ -7,8 +7,10 @@ prompts; a mini-batch is sequences per device x accumulation x data-parallel ran
 from __future__ import annotations
 
 from jaxrl.migrate import common
+from jaxrl.migrate.jobs import EPISODES, Job
 from jaxrl.migrate.systems import roll_layout as places_
 from jaxrl.migrate.systems import roll_meaning as meaning
+from jaxrl.migrate.systems import roll_rewards_meaning as scores
 from jaxrl.migrate.systems.roll_layout import (
          ARGS,
          CONFIG,
@@ -24,7 +26,7 @@ from jaxrl.migrate.systems.roll_layout import (
          VALID,
          WORKER,
 )
-from jaxrl.migrate.table import DISTILL, EPISODES, PREFERENCE, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 GAE, KL_REWARD, KL_LOSS = {"adv_estimator": "gae"}, {"add_token_level_kl": True}, {"use_kl_loss": True, "kl_loss_coef": 0.001}
@@ -103,10 +105,13 @@ OTHER = (
 JOBS = (
     Job("the agentic pipeline", EPISODES, r"\bstart_agentic\w*", ("custom_envs.**", "train_env_manager.**", "val_env_manager.**", "env_manager.**",
                                                               "env_config.**", "custom_env.**", "env_manager_cls")),
-    Job("distillation", DISTILL, r"\bstart_\w*distill\w*", (
-        "student.**", "student_train.**", "student_infer.**", "teacher.**", "use_opd", "is_pure_opd")),
-    Job("supervised fine-tuning", SFT, r"\bstart_sft\w*", ("sft_train.**",)),
-    Job("preference training (DPO)", PREFERENCE, r"\bstart_dpo\w*", ("chosen_key", "rejected_key", "ipo")),
+    Job("on-policy distillation", command=r"\bstart_onpolicy_distill\w*", keys=("student_train.**", "student_infer.**", "use_opd", "is_pure_opd"),
+        table="roll_jobs:ON_POLICY"),
+    Job("distillation", command=r"\bstart_distill_pipeline\w*", keys=("student.**", "kd_objective", "distill_loss_weight"),
+        table="roll_jobs:DISTILL"),
+    Job("distillation of a model of images and text", "run.recipe=distill of text", r"\bstart_distill_vl\w*"),
+    Job("supervised fine-tuning", command=r"\bstart_sft\w*", keys=("sft_train.**",), table="roll_jobs:SFT"),
+    Job("preference training (DPO)", command=r"\bstart_dpo\w*", keys=("chosen_key", "rejected_key", "ipo"), table="roll_jobs:PREFERENCE"),
 )
 
 TABLE = Table(
@@ -138,8 +143,7 @@ TABLE = Table(
             K(TRAIN + DATA + "prompt", "equivalent", other="instruction"),
             K(TRAIN + DATA + "messages", "equivalent", other="chat"),
             K(TRAIN + DATA + "template", "equivalent", default="native"),
-            K("global_template", "equivalent"),
-            K(TRAIN + DATA + "domain_interleave_probs.*", "ask", fine=(1, 1.0), why="a weight of data.sources")), meaning.data),
+            K("global_template", "equivalent")), meaning.data),
         Joint("advantage", (
             K("adv_estimator", "equivalent", default="gae", other="grpo", beside={"num_return_sequences_in_group": 8}),
             K("norm_mean_type", "equivalent", other="group", beside=GROUPS),
@@ -299,9 +303,11 @@ TABLE = Table(
         K(VALID + "eval_steps", "inert", why="the eval_steps above it counts"),
         Joint("reward", (
             K("rewards.*.worker_cls", "equivalent"),
-            K("rewards.*.tag_included", "equivalent")), meaning.reward),
+            K("rewards.*.tag_included", "equivalent"),
+            K("rewards.*.reward_type", "equivalent"),
+            K("rewards.*.judge_*", "equivalent"),
+            K(TRAIN + DATA + "domain_interleave_probs.*", "equivalent")), scores.reward),
         K("rewards.*.response_length_penalty_coef", "unsupported", fine=(0, 0.0), why="write it into the reward's function"),
-        K("rewards.*.judge_*", "ask", fine=("inference",), why="a judge of ours is reward.judge (docs/guides/rewards.md)"),
         K("rewards.*.format_pattern", "ask", why="set reward.format_pattern and add format to reward.functions"),
         K("rewards.*.**", "automatic", why="rewards run in worker processes (reward.workers)"),
         K("reward_model.**", "ask", fine=(False, 1, "bf16"), why="a judge of ours is reward.judge, with GPUs of its own in reward.judge.devices"),

@@ -106,13 +106,6 @@ def data(m: Migration):
             f"prompts are rendered by the tokenizer's own chat template; ROLL's ({', '.join(sorted(names))}) may "
             "add another system message: compare log.print_samples, or name a file in model.chat_template"
         )
-    shares = m.all(TRAIN + DATA + "domain_interleave_probs.*")
-    if len(shares) > 1:
-        said = ", ".join(f"{s.key.rsplit('.', 1)[1]} {s.value}" for s in shares)
-        m.needs(
-            f"domain_interleave_probs ({said}): rows are drawn evenly here; give each domain a file and name it in "
-            "data.sources with this weight"
-        )
 
 
 OLD_NORM = ("reward_norm", "reward_shift", "reward_scale")
@@ -515,52 +508,6 @@ def adapters(m: Migration):
             m.set("lora.modules_to_save", tuple(t.strip() for t in more.split(",")), a + "additional_target")
     if m.text(a + "adapter_name_or_path"):
         m.set("lora.path", m.text(a + "adapter_name_or_path"), a + "adapter_name_or_path")
-
-
-REWARDS = '''"""ROLL's rewards by domain: the domain is a row's column `domain`, else that of its column `tag`.
-
-A domain without a rule here stops the run: write its reward.
-"""
-
-from jaxrl.rewards.builtin import math_reward
-
-DOMAINS = {tags}
-MATH = {math}
-WORKERS = {workers}
-
-
-def score(prompt, completion, answer=None, domain=None, tag=None, **columns):
-    name = domain or DOMAINS.get(tag, "math_rule")
-    if name in MATH:
-        return math_reward(prompt, completion, answer)
-    if name not in WORKERS:
-        raise RuntimeError(f"{{name}} (the row's tag: {{tag}}) is no domain of `rewards`: {{', '.join(WORKERS)}}")
-    raise RuntimeError(f"{{name}}: this reward has to be written; in ROLL it was {{WORKERS[name]}}")
-'''
-
-
-def reward(m: Migration):
-    workers = {s.key.split(".")[1]: str(s.value) for s in m.all("rewards.*.worker_cls")}
-    tags = {str(t): s.key.split(".")[1] for s in m.all("rewards.*.tag_included") for t in (s.value or [])}
-    math_domains = tuple(sorted(d for d, w in workers.items() if w.endswith("MathRuleRewardWorker")))
-    m.set("data.answer_column", "ground_truth", "rewards.*.worker_cls")
-    if not workers:
-        m.set("reward.functions", ("math",), "rewards.*.worker_cls")
-        m.needs("rewards names no worker: reward.functions=math stands for it; name your own")
-        return
-    m.differs("math is judged by math-verify as in ROLL; what it parses is jaxrl's choice (docs/guides/rewards.md)")
-    if set(workers) == set(math_domains):
-        m.set("reward.functions", ("math",), "rewards.*.worker_cls")
-        return
-    text = REWARDS.format(tags=_table(tags), math=repr(math_domains), workers=_table(workers))
-    file = common.reward_file(m, text, "rewards.*.worker_cls")
-    m.set("reward.functions", (f"./{file}:score",), "rewards.*.tag_included")
-    others = sorted(set(workers) - set(math_domains))
-    m.needs(f"{file}: write the rewards of {', '.join(others)}; until then a row of theirs stops the run")
-
-
-def _table(pairs: dict) -> str:
-    return "{" + ", ".join(f"{ascii(k)}: {ascii(v)}" for k, v in pairs.items()) + "}"
 
 
 def places(m: Migration):

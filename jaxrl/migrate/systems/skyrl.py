@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
+from jaxrl.migrate.jobs import EVAL, Job
 from jaxrl.migrate.systems import skyrl_meaning as meaning
 from jaxrl.migrate.systems.skyrl_meaning import ALGO, ENGINE, GEN, MEGATRON, POLICY
-from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 
@@ -25,9 +26,24 @@ _EVAL, _SAMPLE = GEN + "eval_sampling_params.", GEN + "sampling_params."
 NO_CHOICE = "one backend, jit over a mesh"
 
 JOBS = (
-    Job("supervised fine-tuning", SFT, r"\bmain_sft\w*|\bsft_trainer\b", ("train_datasets", "num_steps")),
+    Job("supervised fine-tuning", command=r"\bmain_sft\w*|\bsft_trainer\b", keys=("train_datasets", "num_steps"), table="skyrl_sft:SFT"),
     Job("main_generate, which samples and scores without training,", EVAL, r"\bmain_generate\b"),
 )
+
+
+
+def changes_training(policy: str) -> tuple[Key, ...]:
+    """Returns the rows of the backends' tables that change what is learnt, below the policy's table."""
+    mega, router = policy + "megatron_config.", "set train.router_balance by hand: its scale is another"
+    return (
+        K(mega + "moe_aux_loss_coeff", "unsupported", fine=(0, 0.0), why=router, also=(mega + "transformer_config_kwargs.moe_aux_loss_coeff",)),
+        K(mega + "freeze_moe_router", "unsupported", fine=(False,), why="name the routers in model.frozen"),
+        K(mega + "mtp_num_layers", "unsupported", fine=(0,), why="multi-token prediction is not trained"),
+        K(mega + "model_config_kwargs.**", "unsupported", fine=(None, {}), why="write it into model.config", also=(mega + "model_config_kwargs",)),
+        K(mega + "transformer_config_kwargs.rope_**", "ask", why="write it into model.config"),
+        K(policy + "fsdp_config.mixed_precision.param_dtype", "unsupported", fine=("bf16", "bfloat16"), why="set train.compute_dtype by hand"),
+    )
+
 
 TABLE = Table(
     name="skyrl", title="SkyRL", command=r"skyrl|main_base|main_fully_async|main_dapo|-m examples\.",
@@ -265,6 +281,7 @@ TABLE = Table(
         K(GEN + "chat_template_kwargs", "automatic", why="empty"),
         K(ENGINE + "speculative_config.**", "unsupported", why="speculative decoding"),
         K("trainer.mtp.**", "unsupported", fine=(None, {}, False, 0), why="multi-token prediction is not trained"),
+        *changes_training(POLICY),
         K(ENGINE + "speculative_config", "unsupported", why="speculative decoding"),
         K("trainer.policy.language_model_only", "automatic", also=("trainer.ref.language_model_only",), why="only text is read"),
         K(GEN + "vision_language_generator", "unsupported", fine=(False,), refuse=True, why="only text is supported"),

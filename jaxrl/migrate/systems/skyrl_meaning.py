@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.migrate import common, devices
+from jaxrl.migrate import common, devices, episodes
 from jaxrl.migrate.table import Migration
 
 TRAINER, ALGO, POLICY, GEN, ENGINE = (
@@ -509,16 +509,17 @@ def score(prompt, completion, answer, **columns):
 
 
 def environment(m: Migration):
-    key, turns = "environment.env_class", m.integer("generator.max_turns")
-    name = m.text(key)
+    key, turns, name = "environment.env_class", m.integer("generator.max_turns"), m.text("environment.env_class")
     m.set("data.answer_column", "reward_model.ground_truth" if name == "aime" else "reward_spec.ground_truth", key)
     if turns > 1:
-        m.lacks(
-            "generator.max_turns",
-            f"the environment {name!r} of {turns} turns: write it as a class with reset and step or "
-            "as a function (docs/guides/environments.md), and set env.function and env.max_turns",
-            refuse=True,
-        )
+        m.set("reward.functions", (), key)
+        tables = ("environment.", "generator.max_turns")
+        said = (f"{s.key}={s.value}" for s in m.singles.values() if s.key.startswith(tables))
+        episodes.episode(m, f"SkyRL's environment {ascii(name)}", said, turns, "generator.max_turns", key)
+        longest = m.integer("generator.max_input_length")
+        if longest:
+            m.set("env.max_input_tokens", longest, "generator.max_input_length")
+            episodes.longest(m, longest + m.options["rollout.max_new_tokens"][0], "generator.max_input_length")
     elif name in ("gsm8k", "aime"):
         common.reward_file(m, GSM8K if name == "gsm8k" else MINERVA, key)
     else:

@@ -6,24 +6,56 @@ process, so that the number of processes must be known. A step is an optimizer s
 
 from __future__ import annotations
 
+from jaxrl.migrate.jobs import DISTILL, PREFERENCE, Job
+from jaxrl.migrate.python_files import Calls
 from jaxrl.migrate.systems import trl_meaning as meaning
-from jaxrl.migrate.table import DISTILL, MISSING, PREFERENCE, REWARD_MODEL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.systems import trl_rewards_meaning as named
+from jaxrl.migrate.table import MISSING, Joint, Key, Since, Table
 
 K = Key
+COSINE, REPEATED, OVERLONG = ({"reward_funcs": [name]} for name in ("cosine", "repetition_penalty", "soft_overlong_punishment"))
 IS = "vllm_importance_sampling_"
 VLLM, SERVER, PEFT, EVAL = {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "server"}, {"use_peft": True}, {
     "eval_strategy": "steps", "eval_steps": 10}
 GRPO = ("num_generations", "max_completion_length", "epsilon", "epsilon_high", "scale_rewards", "num_iterations", "generation_batch_size",
         "steps_per_generation", "use_vllm", "vllm_mode", "reward_funcs")
+TRAINER = {"model": "model_name_or_path", "reward_funcs": "reward_funcs", "tools": "TOOLS", "rollout_func": "ROLLOUT_FUNC",
+           "environment_factory": "ENVIRONMENT_FACTORY", "formatting_func": "FORMATTING_FUNC", "data_collator": "DATA_COLLATOR",
+           "ref_model": "REF_MODEL", "callbacks": "CALLBACKS", "compute_loss_func": "COMPUTE_LOSS_FUNC", "optimizers": "OPTIMIZERS"}
+LORA_CONFIG = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save", "task_type": "lora_task_type"}
+JOB_OF = {"GRPO": "grpo", "SFT": "sft", "DPO": "dpo", "KTO": "kto", "CPO": "cpo", "ORPO": "orpo", "Reward": "reward", "GKD": "gkd", "RLOO": "rloo",
+          "GOLD": "gold", "Distillation": "distillation", "MiniLLM": "minillm", "OnlineDPO": "online_dpo", "NashMD": "nash_md", "XPO": "xpo",
+          "BCO": "bco", "PRM": "prm", "PPO": "ppo", "AsyncGRPO": "async_grpo", "SDPO": "sdpo", "SDFT": "sdft", "TPO": "tpo", "SSD": "ssd"}
+CALLS = Calls(
+    configs={**{f"{name}Config": (f"trl {job}", {}, {}) for name, job in JOB_OF.items()}, "LoraConfig": ("", LORA_CONFIG, {"use_peft": True})},
+    trainers={f"{name}Trainer": (f"trl {job}", TRAINER) for name, job in JOB_OF.items()},
+    loads={"load_dataset": (("dataset_name", "dataset_config"), {"split": "dataset_train_split", "name": "dataset_config",
+                                                                 "path": "dataset_name"})},
+    flags=("TrlParser", "HfArgumentParser"))
+PAIRS = ("desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "cpo_alpha", "simpo_gamma",
+         "loss_type=sigmoid", "loss_type=ipo", "loss_type=hinge", "loss_type=apo_zero", "loss_type=robust", "loss_type=simpo")
 JOBS = (
-    Job("distillation", DISTILL, r"\b(trl (gkd|gold|distillation|minillm)|(gkd|gold|distill)\w*\.py)\b", ("lmbda", "teacher_model_name_or_path")),
-    Job("training of a reward model", REWARD_MODEL, r"\b(trl reward|(reward_modeling|reward|prm)\.py)\b", ("center_rewards_coefficient",), GRPO),
-    Job("preference training (DPO, KTO and their kin)", PREFERENCE, r"\b(trl (dpo|kto|cpo|orpo|bco)|(dpo|kto|cpo|orpo|bco)\w*\.py)\b", (
-        "desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "loss_type=sigmoid", "loss_type=ipo",
-        "loss_type=hinge", "loss_type=apo_zero"), GRPO),
-    Job("supervised fine-tuning", SFT, r"\b(trl sft|sft\w*\.py)\b", ("packing", "assistant_only_loss", "completion_only_loss", "max_length",
-                                                                     "max_seq_length", "dataset_text_field"), GRPO),
-    Job("a file without reward_funcs or another key of GRPO alone (set num_generations if it is GRPO's): supervised fine-tuning", SFT,
+    Job("a trainer of TRL that is not read", "its page, docs/guides/from_trl.md, names what is nearest; it",
+        r"\b(trl (rloo|ppo|async_grpo|sdpo|sdft|tpo|ssd)|(rloo|ppo|async_grpo|sdpo|sdft|tpo|ssd)\w*\.py)\b"),
+    Job("generalised knowledge distillation", command=r"\b(trl gkd|gkd\w*\.py)\b", keys=("lmbda",), table="trl_jobs:GKD"),
+    Job("distillation", DISTILL, r"\b(trl (gold|distillation|minillm)|(gold|distill)\w*\.py)\b", ("teacher_model_name_or_path",)),
+    Job("training of a process reward model", "run.recipe=reward_model with reward_model.kind=steps (docs/guides/reward_models.md)",
+        r"\b(trl prm|prm\.py)\b"),
+    Job("training of a reward model", command=r"\b(trl reward|(reward_modeling|reward)\.py)\b", keys=("center_rewards_coefficient",),
+        unless=GRPO, table="trl_jobs:REWARD"),
+    Job("online preference training", "run.recipe=rl, or run.recipe=preference on pairs of a file",
+        r"\b(trl (online_dpo|nash_md|xpo)|(online_dpo|nash_md|xpo)\w*\.py)\b"),
+    Job("preference training with a classifier (BCO)", PREFERENCE, r"\b(trl bco|bco\.py)\b"),
+    Job("preference training", command=r"\b(trl (dpo|kto|cpo|orpo)|(dpo|kto|cpo|orpo)\w*\.py)\b", keys=PAIRS, unless=GRPO,
+        table="trl_jobs:PREFERENCE"),
+    Job("supervised fine-tuning", command=r"\b(trl sft|sft\w*\.py)\b", keys=(
+        "packing", "packing=False", "assistant_only_loss", "completion_only_loss", "completion_only_loss=False", "max_seq_length",
+        "dataset_text_field"), unless=(*GRPO, "beta"),
+        table="trl_jobs:SFT"),
+    Job("a job of rows that may be SFT's, DPO's or a reward model's",
+        "`jaxrl migrate trl/sft`, trl/preference or trl/reward_model, whichever it is,",
+        keys=("max_length",), unless=GRPO),
+    Job("a file without reward_funcs or another key of GRPO alone", "`jaxrl migrate trl/sft`, or num_generations in the file if it is GRPO's,",
         keys=("dataset_name", "model_name_or_path", "learning_rate"), unless=(*GRPO, "beta", "loss_type", "temperature"), file=True),
 )
 SUPERVISED = "of its other trainers, and not of GRPO (here run.recipe=sft or preference)"
@@ -38,7 +70,7 @@ AUTOMATIC = (  # key, what jaxrl does, further keys of which the same holds
     ("use_cpu", "JAX_PLATFORMS=cpu in the environment", "no_cuda"),
     ("tpu_*", "jaxrl runs on the devices that JAX finds"),
     ("enable_cpu_affinity", "left to the operating system"),
-    ("mixed_precision", "train.compute_dtype", "bf16_full_eval", "fp16_full_eval", "downcast_bf16"),
+    ("bf16_full_eval", "train.compute_dtype", "fp16_full_eval", "downcast_bf16"),
     ("dynamo_*", "every program is compiled", "torch_compile", "torch_compile_*", "jit_mode_eval"),
     ("deepspeed", "mesh.fsdp shards parameters, gradients and optimizer state", "deepspeed_config.**", "fsdp", "fsdp_config.**",
      "fsdp_config", "ddp_*"),
@@ -88,10 +120,10 @@ LACKS = (
 )
 
 TABLE = Table(
-    name="trl", title="TRL", command=r"grpo", flags=True,
+    name="trl", title="TRL", command=r"grpo|\btrl (sft|dpo|kto|cpo|orpo|reward|gkd)\b|(sft|dpo|kto|cpo|orpo|reward_modeling|gkd)\w*\.py", flags=True,
     versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9", "1.10", "1.14", "1.16"),
     required={"num_processes": 8, "num_generations": 8},
-    jobs=JOBS,
+    jobs=JOBS, calls=CALLS,
     differs=(
         "the standard deviation has 1e-6 added, TRL's 1e-4",
         "no weight decay on norms, biases and other vectors (as transformers)",
@@ -199,7 +231,17 @@ TABLE = Table(
         Joint("rewards", (
             K("reward_funcs", "equivalent", other=["accuracy_reward"]),
             K("reward_weights", "equivalent", other=[2.0], beside={"reward_funcs": ["accuracy_reward"]}),
-            K("reward_model_name_or_path", "equivalent", other="a/rm")), meaning.rewards),
+            K("cosine_min_value_wrong", "equivalent", default=0.0, other=-1.0, beside=COSINE),
+            K("cosine_max_value_wrong", "equivalent", default=-0.5, other=-0.1, beside=COSINE),
+            K("cosine_min_value_correct", "equivalent", default=0.5, other=0.2, beside=COSINE),
+            K("cosine_max_value_correct", "equivalent", default=1.0, other=2.0, beside=COSINE),
+            K("cosine_max_len", "equivalent", default=1000, other=4096, beside=COSINE),
+            K("repetition_n_grams", "equivalent", default=3, other=4, beside=REPEATED),
+            K("repetition_max_penalty", "equivalent", default=-1.0, other=-0.5, beside=REPEATED),
+            K("max_completion_len", "equivalent", default=16384, other=4096, beside=OVERLONG),
+            K("soft_punish_cache", "equivalent", default=4096, other=512, beside=OVERLONG),
+            K("code_language", "equivalent", default="python", other="cpp", beside={"reward_funcs": ["code_format"]}),
+            K("reward_model_name_or_path", "equivalent", other="a/rm")), named.rewards),
         K("multi_objective_aggregation", "unsupported", fine=("sum_then_normalize",), refuse=True,
           why="rewards are added up, then normalised"),
         K("model_name_or_path", to="model.path", other="a/model"),
@@ -208,6 +250,7 @@ TABLE = Table(
             K("dtype", "equivalent", other="bfloat16", also=("torch_dtype",)),
             K("bf16", "equivalent", other=False),
             K("fp16", "equivalent", default=False, other=True),
+            K("mixed_precision", "equivalent"),  # of accelerate
             K("chat_template_path", "equivalent", other="t.jinja"),
             K("chat_template", "equivalent", other="{{ messages }}")), meaning.model),
         K("trust_remote_code", to="model.trust_remote_code", default=False, other=True),
@@ -236,10 +279,18 @@ TABLE = Table(
         K("data_seed", to="data.seed", other=7),
         K("generation_kwargs.*", "unsupported", why="further sampling parameters"),
         K("chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
-        K("max_tool_calling_iterations", to="env.max_turns", other=4),
+        Joint("turns", (
+            K("max_tool_calling_iterations", "equivalent", other=4),
+            K("tools", "equivalent", other="[search]"),
+            K("rollout_func", "equivalent", other="rollout"),
+            K("environment_factory", "equivalent", other="Game")), named.turns),
         K("disable_dropout", "automatic", why="the decoder has no dropout"),
         K("router_aux_loss_coef", "unsupported", default=Since(("0.17", None), ("1.6", 0.001), ("1.14", None)), fine=(0, 0.0),
           why="set train.router_balance by hand: its scale is another"),
+        K("formatting_func", "ask", why="write the rows as it makes them", also=("data_collator",)),
+        K("ref_model", "ask", fine=("None",), why="name it in reference.path"),
+        K("compute_loss_func", "unsupported", fine=("None",), refuse=True, why="a loss of its own: algorithm.policy_loss (docs/guides/extend.md)"),
+        K("optimizers", "ask", why="an optax factory in optimizer.name"),
         *(K(name, "unsupported", refuse=True, why=SUPERVISED) for name in (
             "packing", "max_length", "max_seq_length", "assistant_only_loss", "completion_only_loss", "desirable_weight", "lmbda",
             "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "missing_eos_penalty")),

@@ -217,7 +217,7 @@ def mismatch(m: Migration):
 
 def sampling(m: Migration):
     m.set("rollout.temperature", m.number("temperature"), "temperature")
-    m.set("rollout.top_p", m.number("top_p"), "top_p")
+    m.set("rollout.top_p", 1.0 if m["top_p"] is None else m.number("top_p"), "top_p")
     m.set("rollout.top_k", int(m.number("top_k") or -1), "top_k")
     m.set("rollout.min_p", m.number("min_p") or 0.0, "min_p")
     penalty = m.number("repetition_penalty")
@@ -374,78 +374,6 @@ def data(m: Migration):
     m.set("data.answer_column", "solution", "reward_funcs")
 
 
-ADAPTER = '''"""Reward functions of TRL, called as it calls them: whole batches, conversations where prompts are."""
-
-import importlib
-import os
-import sys
-
-sys.path.insert(0, os.getcwd())
-
-
-def _called(place, prompts, completions, columns):
-    module, _, name = place.rpartition(".")
-    spoken = bool(prompts) and not isinstance(prompts[0], str)
-    said = [[{"role": "assistant", "content": c}] for c in completions] if spoken else list(completions)
-    return getattr(importlib.import_module(module), name)(prompts=prompts, completions=said, **columns)
-'''
-ONE = """
-
-def {own}(prompts, completions, **columns):
-    columns.setdefault("solution", columns.get("answer"))
-    return _called({place!r}, prompts, completions, columns)
-"""
-UNKNOWN = """
-
-def {own}(prompts, completions, **columns):
-    raise RuntimeError("{own}: write this reward; it returns a number per completion")
-"""
-THINK = r"<think>(?!.*<think>)(.*?)</think>.*"  # once, at the start, and an answer behind it
-
-
-def rewards(m: Migration):
-    names = [str(n) for n in m.list("reward_funcs")]
-    weights = m.list("reward_weights")
-    text, functions = "", []
-    for name in names:
-        if name in ("accuracy_reward", "accuracy", "reasoning_accuracy_reward"):
-            functions.append("math")
-        elif name == "think_format_reward":
-            functions.append("format")
-            m.set("reward.format_pattern", "(?s)" + THINK, "reward_funcs")
-        elif name == "get_soft_overlong_punishment":
-            m.lacks(
-                "reward_funcs",
-                "get_soft_overlong_punishment is reward.overlong_buffer, which counts from max_new_tokens",
-            )
-        elif "." in name:
-            own = name.rpartition(".")[2]
-            text += ONE.format(own=own, place=name)
-            functions.append(f"./{m.name}_reward.py:{own}")
-        else:
-            own = "".join(c if c.isalnum() and c.isascii() else "_" for c in name) or "reward"
-            text += UNKNOWN.format(own=own)
-            functions.append(f"./{m.name}_reward.py:{own}")
-            m.needs(
-                f"{m.name}_reward.py: write the reward {ascii(name)}; until then the run stops at its start"
-            )
-    if text:
-        m.files[f"{m.name}_reward.py"] = ADAPTER + text
-        m.needs(
-            f"{m.name}_reward.py calls your reward functions in a process without jax, from the folder where you start"
-        )
-    if m.text("reward_model_name_or_path"):
-        m.set("reward.model.path", m.text("reward_model_name_or_path"), "reward_model_name_or_path")
-    if not names and not m.text("reward_model_name_or_path"):
-        common.reward_stub(m, "the run", "reward_funcs is not set: the script has it in Python", "reward_funcs")
-        return
-    m.set("reward.functions", tuple(functions), "reward_funcs")
-    if weights and len(weights) == len(functions):
-        m.set("reward.weights", tuple(float(w) for w in weights), "reward_weights")
-    elif weights:
-        m.lacks("reward_weights", f"{len(weights)} weights for {len(functions)} functions that are carried over")
-
-
 def model(m: Migration):
     dtype = {"float32": "fp32", "bfloat16": "bf16", "auto": "", "": "", "float16": ""}.get(m.text("dtype").lower(), "")
     if dtype:
@@ -454,7 +382,12 @@ def model(m: Migration):
     fp16 = m.flag("fp16")
     old = m.table.versions.index(m.version) < m.table.versions.index("0.19")
     bf16 = (not old and not fp16) if bf16 is None else m.flag("bf16")
-    m.set("train.compute_dtype", "fp16" if fp16 else "bf16" if bf16 else "fp32", "bf16", "fp16")
+    compute = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    launched = m.text("mixed_precision").strip("'\"")
+    if compute == "fp32" and launched in ("fp16", "bf16"):  # where the trainer has none accelerate's counts
+        m.set("train.compute_dtype", launched, "mixed_precision", "bf16", "fp16")
+    else:
+        m.set("train.compute_dtype", compute, "bf16", "fp16")
     revision = m.text("model_revision")
     if revision and revision != "main":
         m.set("model.revision", revision, "model_revision")
@@ -475,7 +408,9 @@ def adapters(m: Migration):
         m.differs(
             "lora_target_modules is not set: PEFT chooses, for Llama and Qwen q_proj, v_proj, which are written out"
         )
-    if m.number("lora_dropout"):
+    if m.options.get("run.recipe", ("",))[0] == "sft":
+        m.set("lora.dropout", float(m.number("lora_dropout") or 0), "lora_dropout")
+    elif m.number("lora_dropout"):
         m.differs("dropout of adapters is left out: it is for supervised training alone here")
     m.set("lora.rslora", m.flag("use_rslora"), "use_rslora")
     m.set("lora.dora", m.flag("use_dora"), "use_dora")

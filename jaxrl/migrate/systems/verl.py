@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
+from jaxrl.migrate.jobs import EVAL, Job
 from jaxrl.migrate.systems import verl_distill as distill
 from jaxrl.migrate.systems import verl_engine as engine
 from jaxrl.migrate.systems import verl_meaning as meaning
+from jaxrl.migrate.systems import verl_turns as turns
 from jaxrl.migrate.systems.verl_engine import ACTOR, MEGATRON, MODEL, REF, ROLLOUT, TRAINER
 from jaxrl.migrate.systems.verl_meaning import ALGO, CORRECTION, CRITIC, DATA, RM, VAL
 from jaxrl.migrate.systems.verl_optimizer import optimizer
-from jaxrl.migrate.table import EVAL, SFT, Job, Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 GAE, GRPO = {ALGO + "adv_estimator": "gae"}, {ALGO + "adv_estimator": "grpo", ROLLOUT + "n": 8}
@@ -67,13 +69,14 @@ def optimizer_rest(o: str) -> tuple[Key, ...]:
 
 JOBS = (
     Job("generation or evaluation without training", EVAL, r"\bmain_generation\w*|\bmain_eval\b|\bmain_\w*server\b"),
-    Job("supervised fine-tuning", SFT, r"\b\w*sft_trainer\w*", ("optim.**", "model.**", "engine.**", "engine"),
-        ("actor_rollout_ref.**", "algorithm.**")),
+    Job("supervised fine-tuning by its first trainer", command=r"\bfsdp_sft_trainer\b", keys=("model.partial_pretrain",), table="verl_sft:FIRST"),
+    Job("supervised fine-tuning", command=r"\b\w*sft_trainer\w*", keys=("optim.**", "model.**", "engine.**", "engine"),
+        unless=("actor_rollout_ref.**", "algorithm.**"), table="verl_sft:SFT"),
 )
 
 TABLE = Table(
     name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9"),
-    jobs=JOBS,
+    jobs=JOBS, groups=("engine", "optim", "model"),
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; verl's does not",
@@ -304,7 +307,7 @@ TABLE = Table(
         K(ROLLOUT + "max_num_batched_tokens", "equivalent", "rollout.vllm.engine_kwargs.max_num_batched_tokens", default=8192, other=4096),
         K(ROLLOUT + "enforce_eager", "equivalent", "rollout.vllm.engine_kwargs.enforce_eager",
           default=Since(("0.3", True), ("0.6", False)), other=True),
-        Joint("turns", (K(ROLLOUT + "multi_turn.enable", "equivalent", default=False),), meaning.turns),
+        Joint("turns", turns.KEYS, turns.turns),
         K(ROLLOUT + "multi_turn.**", "inert", why="read with multi_turn.enable alone"),
         K(ROLLOUT + "agent.default_agent_loop", "unsupported", fine=("single_turn_agent",), refuse=True,
           why="an agent loop of its own: write an episode (docs/guides/environments.md)"),

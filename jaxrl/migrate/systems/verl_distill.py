@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxrl.migrate import supervised
 from jaxrl.migrate.systems.verl_engine import ACTOR
 from jaxrl.migrate.table import Key, Migration
 
@@ -87,12 +88,5 @@ def _sampled(m: Migration):
 
 
 def _only(m: Migration, names: tuple[str, ...]):
-    """Leaves out what is made of rewards, and has no effect beside a teacher."""
-    for option in list(m.options):
-        table, _, name = option.partition(".")
-        if table == "critic" or table == "algorithm" and name.partition(".")[0] not in names:
-            del m.options[option]
-    m.options.pop("mesh.roles.reference", None)
-    for fact in ("advantage", "KL to the reference"):
-        m.facts.pop(fact, None)
+    supervised.without_rewards(m, names)
     m.mark(ACTOR + "entropy_coeff", "inert", "the policy's own loss is left out beside a teacher")

@@ -35,6 +35,8 @@ def since(m: Migration, version: str) -> bool:
 
 def backend(m: Migration) -> str:
     """The engine: by its own key, by the group of configs (from 0.8 on) or by the config that the command names."""
+    if m.table.job:  # of the supervised trainer
+        return m.text("engine")
     if m.given(SETTING):
         return m.text(SETTING)
     if since(m, "0.8") and m.text("model_engine") != "dp":

@@ -545,17 +545,6 @@ def context(m: Migration):
         common.context(m, longest, "rollout.vllm.max_model_len", ROLLOUT + "max_model_len")
 
 
-def turns(m: Migration):
-    t = ROLLOUT + "multi_turn."
-    if m.flag(t + "enable"):
-        m.lacks(
-            t + "enable",
-            "tools and interactions of several turns: name the tools as functions in env.tools, or write an "
-            "episode (docs/guides/environments.md)",
-            refuse=True,
-        )
-
-
 def loggers(m: Migration):
     common.loggers(
         m,

@@ -17,7 +17,7 @@ def optimizer(m: Migration):
     m.set("optimizer.lr", rate, o + "lr")
     own_clip = clip_key(m, ACTOR)
     m.set("optimizer.max_grad_norm", float(m.number(own_clip)), own_clip)
-    mine = _learning(m, o, rate)
+    mine = learning(m, o, rate)
     for option, (value, keys) in mine.items():
         m.set(f"optimizer.{option}", value, *keys)
     warm, share = mine["warmup_steps"][0], mine.get("warmup_fraction", (0,))[0]
@@ -34,14 +34,14 @@ def optimizer(m: Migration):
     own_clip = clip_key(m, CRITIC)
     if m.number(own_clip) != m.options["optimizer.max_grad_norm"][0]:
         m.set("critic.optimizer.max_grad_norm", float(m.number(own_clip)), own_clip)
-    own = _learning(m, CRITIC + "optim.", m.number(CRITIC + "optim.lr"))
+    own = learning(m, CRITIC + "optim.", m.number(CRITIC + "optim.lr"))
     for option in mine:  # the policy's alone
         own.setdefault(option, (OPTIONS()[f"optimizer.{option}"].default, (CRITIC + "optim.lr_warmup_steps_ratio",)))
     common.critics_optimizer(m, own)
 
 
 def clip_key(m: Migration, owner: str) -> str:
-    """Where a gradient's clip stands: before 0.8 FSDP's workers read it beside the optimizer's table, Megatron's in it."""
+    """Where a gradient's clip is: before 0.8 FSDP's workers read it beside the optimizer's table, Megatron's in it."""
     plain, optim = owner + "grad_clip", owner + "optim.clip_grad"
     read, other = (optim, plain) if since(m, "0.8") or backend(m) in MEGATRON else (plain, optim)
     if m.given(other):
@@ -49,7 +49,7 @@ def clip_key(m: Migration, owner: str) -> str:
     return read
 
 
-def _learning(m: Migration, o: str, rate: float) -> dict[str, tuple]:
+def learning(m: Migration, o: str, rate: float) -> dict[str, tuple]:
     """What the keys of an optimizer say of ours: option -> (value, keys). verl's schedules count its steps, ours
     optimizer steps."""
     per, engine = common.updates(m), backend(m)

@@ -4,7 +4,9 @@
     model.layers.<i>.mlp.experts.down_proj     [E, D, F]
 
 instead of the three matrices per expert that checkpoints were published with and that the parameter table names. One
-is read as the other; a folder is written as it was read.
+is read as the other; a folder is written as it was read. Nemotron's experts have no gate: `mixer.experts.up_proj`
+[E, F, D] and `down_proj`. Granite 4 has one layout alone, `block_sparse_moe.input_linear.weight` [E, 2 F, D] and
+`output_linear.weight`.
 
 gpt-oss has a layout of its own, and no other: matrices lie transposed, and gate and up take turns,
 
@@ -35,11 +37,15 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.io import tensorfile
 from jaxrl.models.parameters import CORRECTION, ROUTER
 
-NAME = re.compile(r"model\.layers\.\d+\.mlp\.experts\.gate_up_proj")
-_KINDS = {"gate_up_proj": ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
+NAME = re.compile(r"model\.layers\.\d+\.(mlp\.experts\.gate_up_proj|mixer\.experts\.up_proj)")
+_GATED = {"gate_up_proj": ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
           "down_proj": ("mlp/experts/down/kernel",),
           "gate_up_proj_bias": ("mlp/experts/gate/bias", "mlp/experts/up/bias"),
           "down_proj_bias": ("mlp/experts/down/bias",)}
+_KINDS = {  # by Family.fused_in
+    "mlp.experts": _GATED,
+    "mixer.experts": {"up_proj": ("mlp/experts/up/kernel",), "down_proj": _GATED["down_proj"]},
+    "block_sparse_moe": {"input_linear.weight": _GATED["gate_up_proj"], "output_linear.weight": _GATED["down_proj"]}}
 
 
 TRANSPOSED = "transposed"
@@ -77,6 +83,11 @@ def interleaved(model) -> bool:
     return FAMILIES[model.config.family].interleaved
 
 
+def always(model) -> bool:
+    """Whether a model's experts are stored in one layout, and that is a fused one."""
+    return FAMILIES[model.config.family].fused_only
+
+
 def is_fused(names: Iterable[str]) -> bool:
     """Whether a folder with these tensors has the other layout."""
     return any(NAME.fullmatch(name) for name in names)
@@ -94,7 +105,7 @@ def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
 
 def written_layout(model, source: bool | str) -> bool | str:
     """Returns the layout in which a model's experts are written. source: that of its source folder."""
-    return source or interleaved(model) or (TRANSPOSED if FAMILIES[model.config.family].transposed else False)
+    return source or always(model) or (TRANSPOSED if FAMILIES[model.config.family].transposed else False)
 
 
 def tensors(model) -> list[Fused]:
@@ -106,13 +117,15 @@ def tensors(model) -> list[Fused]:
                 layer = ".".join(name.split(".")[:3])  # model.layers.<i>
                 by_layer.setdefault((layer, entry.row.path), []).append(name)
     out = []
+    family = FAMILIES[model.config.family]
+    module, named = family.fused_in, _KINDS[family.fused_in]
     for layer in dict.fromkeys(layer for layer, _ in by_layer):
-        for name, kinds in _KINDS.items():
+        for name, kinds in named.items():
             if (layer, kinds[0]) in by_layer:
                 parts = zip(*(by_layer[layer, kind] for kind in kinds), strict=True)
-                out.append(Fused(f"{layer}.mlp.experts.{name}", tuple(parts)))
+                out.append(Fused(f"{layer}.{module}.{name}", tuple(parts)))
         router = by_layer.get((layer, ROUTER), [])
-        if router and router[0] != f"{layer}.mlp.gate.weight" and not interleaved(model):
+        if router and router[0] != f"{layer}.{module.removesuffix('.experts')}.gate.weight" and not always(model):
             out.append(Fused(f"{layer}.mlp.gate.weight", (tuple(router),), whole=True))
         correction = by_layer.get((layer, CORRECTION), [])
         if correction and ".block_sparse_moe." in correction[0]:
@@ -126,7 +139,7 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
     Raises ConfigError for a fused tensor of another shape, and for a folder that has the parts, too.
     """
     turns = interleaved(model)
-    if not turns and not is_fused(stored):
+    if not always(model) and not is_fused(stored):
         return stored
     out, sizes = dict(stored), {name: entry.hf_shape for entry in model.entries for name in entry.hf_names}
     for own in tensors(model):

@@ -34,7 +34,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # rows of model
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, in old Llama checkpoints
 # transformers takes no integer there
-FLOATS = ("rms_norm_eps", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")
+FLOATS = ("rms_norm_eps", "layer_norm_epsilon", "initializer_range", "attn_logit_softcapping",
+          "final_logit_softcapping")
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -82,7 +83,8 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         config = text_part(config)
         stored = tensorfile.list_folder(folder) if weights else {}
         if stored:
-            source |= {"within": nested.within(stored, _kind(config, overrides))} if source["outer"] else {}
+            kind = _kind(config, overrides)
+            source |= {"within": nested.within(stored, kind)} if source["outer"] or FAMILIES[kind].spelled else {}
             source |= {"flat": True} if nested.is_flat(stored) else {}
             stored, others = nested.split(stored, _kind(config, overrides), images)
             source |= {"folder": str(folder.absolute())} if others else {}

@@ -34,7 +34,7 @@ def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False)
       images: the tower is read, too.
     """
     unread = FAMILIES[kind].unread
-    if not unread:
+    if not unread and not FAMILIES[kind].spelled:
         return stored, {}
     others = {name: t for name, t in stored.items()
               if re.fullmatch(unread, name) and not (images and re.fullmatch(TOWER, name))}
@@ -45,8 +45,14 @@ def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False)
                 name = "model." + name.removeprefix("model.")
             else:
                 name = alone + name.removeprefix(inside) if name.startswith(inside) else name
+                name = _respelled(name, FAMILIES[kind].spelled)
             own[name] = dataclasses.replace(t, name=name)
     return own, others
+
+
+def _respelled(name: str, pairs) -> str:
+    """Returns a name whose beginning is one of `pairs` with the other beginning of that pair."""
+    return next((ours + name.removeprefix(theirs) for theirs, ours in pairs if name.startswith(theirs)), name)
 
 
 def within(names, kind: str) -> tuple[str, str]:
@@ -142,13 +148,15 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
     if any(t.name.startswith("mtp.") for t in others):
         log.warning("export: the mtp tensors are copied as they were and have not been trained: speculation with them "
                     "accepts fewer tokens of the trained model")
-    if alone or not source.get("outer"):
+    spelled, is_nested = FAMILIES[kind].spelled, bool(source.get("outer")) and not alone
+    if not is_nested and not spelled:
         return planned + others, False
     inside, begin = source.get("within") or FAMILIES[kind].within[0]
 
     def there(name: str) -> str:
         if re.fullmatch(TOWER, name):
             return name.removeprefix("model.") if source.get("flat") else name
+        name = _respelled(name, [pair[::-1] for pair in spelled])
         return inside + name.removeprefix(begin) if name.startswith(begin) else name
 
-    return [dataclasses.replace(t, name=there(t.name)) for t in planned] + others, True
+    return [dataclasses.replace(t, name=there(t.name)) for t in planned] + others, is_nested

@@ -209,7 +209,7 @@ class ExpertRouting(NamedTuple):
     @classmethod
     def of(cls, config):
         """Returns the routing of a models.config.ModelConfig."""
-        layers = tuple(i for i, layer in enumerate(config.layers) if layer.feed_forward != "mlp")
+        layers = tuple(i for i, layer in enumerate(config.layers) if layer.has_experts)
         return cls(layers, config.num_layers, config.num_experts, config.experts_per_token)
 
     def parse(self, text: str | None, tokens: int) -> np.ndarray:

@@ -1,0 +1,68 @@
+"""Jobs of several turns: the environment's options, and a stub of an episode beside the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxrl.migrate.table import Migration
+
+STUB = '''"""Episodes of {what}: write what happens between the model's turns.
+
+The source says:
+{said}
+
+As it stands an episode ends after the model's first turn, with the score 0 ({rewards}).
+Names and formats: docs/guides/environments.md.
+"""
+
+
+async def episode(task, chat):
+    """One conversation. task.row has the data row's columns, task.prompt its prompt; at most env.max_turns turns."""
+    turn = await chat.send(task.prompt)
+    # WRITE HERE: while the episode goes on, read turn.text or turn.calls, and send what the environment replies:
+    #     turn = await chat.send("the reply to " + turn.text)
+    # Tools are typed functions: chat.send(task.prompt, tools=[search]), then chat.send(await turn.run()).
+    # A reward of a turn is chat.reward(x); the score of the episode is what this function returns.
+    score = 0.0
+    chat.note(turn_characters=len(turn.text))
+    return score
+'''
+
+
+def episode(m: Migration, what: str, said: Iterable[str], turns: int | None, *keys: str) -> None:
+    """Adds an episode function to be written, and the options of its environment. said: what the source says of it, a
+    line each. turns: most turns, where the source bounds them."""
+    file = f"{m.name}_env.py"
+    lines = [" ".join(ascii(text).strip("'\"").replace('"', "'").replace("\\", "/").split())[:110] for text in said]
+    scored = m.options.get("reward.functions", (("math",), ()))[0]
+    rewards = "reward.functions of its last turn are added" if scored else "the rewards are the environment's"
+    m.files[file] = STUB.format(
+        what=what.replace('"', "").replace("\\", "/"),
+        said="\n".join(f"  {line}" for line in lines) or "  nothing of its turns",
+        rewards=rewards,
+    )
+    m.set("env.function", f"./{file}:episode", *keys)
+    if turns and turns > 0:
+        m.set("env.max_turns", turns, *keys)
+    else:
+        m.needs("env.max_turns: the source does not bound the turns of an episode; here they are 8")
+    engine = m.options.get("rollout.vllm.max_model_len", (0, ()))
+    if engine[0]:
+        longest(m, engine[0], *engine[1])
+    m.facts["episodes"] = f"{what}: {file} is to be written"
+    m.needs(
+        f"{file}: write the episode of {what} where it says WRITE HERE; as it stands the job runs, and every episode "
+        "ends "
+        "after the model's first turn"
+    )
+
+
+def longest(m: Migration, tokens: int, *keys: str) -> None:
+    """Bounds the conversation, where that is less than all turns and their replies may have."""
+    turns = m.options.get("env.max_turns", (8, ()))[0]
+    seen = m.options.get("env.max_observation_tokens", (1024, ()))[0]
+    turn, prompt = m.options["rollout.max_new_tokens"][0], m.options["data.max_prompt_tokens"][0]
+    before = m.options.get("train.max_sequence_tokens", (0, ()))[0]
+    if tokens < (before or prompt + turns * turn + (turns - 1) * seen):
+        m.options.pop("train.max_sequence_tokens", None)
+        m.set("train.max_sequence_tokens", tokens, *keys)

@@ -1,0 +1,282 @@
+"""What keys of ROLL's pipelines of rows mean together (SFT, DPO, distillation), under the names of the role
+`actor_train`. See systems/roll_jobs.py."""
+
+from __future__ import annotations
+
+from jaxrl.migrate import common, supervised
+from jaxrl.migrate.devices import mesh
+from jaxrl.migrate.systems.roll_layout import (
+    ACCUMULATION,
+    ARGS,
+    DATA,
+    MEGATRON,
+    PER_DEVICE,
+    REF,
+    STRATEGY,
+    TRAIN,
+    ULYSSES,
+    VALID,
+    devices,
+    sizes,
+)
+from jaxrl.migrate.table import Migration
+
+
+def lengths(m: Migration):
+    sft, key = m.options["run.recipe"][0] == "sft", "sequence_length"
+    longest, keys = m.integer(key), (key,)
+    if longest is None and m.integer("response_length"):
+        longest, keys = m.integer("response_length") + m.integer("prompt_length"), ("response_length", "prompt_length")
+    if not longest:
+        raise m.wrong(key, "a length: ROLL asks for sequence_length or response_length")
+    supervised.sequence(m, longest, *keys, cut="truncate" if sft else "")
+
+
+def layout(m: Migration):
+    train, (tp, pp, cp, ep) = devices(m, TRAIN), sizes(m)
+    m.gpus = len(train) or m.gpus
+    keys = (TRAIN + "device_mapping", *MEGATRON, ULYSSES)
+    mesh(m, (STRATEGY,), keys, tp=tp, pp=pp, cp=cp, ep=ep, gpus=m.gpus)
+
+
+def batch(m: Migration):
+    """Rows of an optimizer step: per device x accumulation x data-parallel ranks."""
+    tp, pp, cp, _ = sizes(m)
+    keys = (PER_DEVICE, ACCUMULATION, TRAIN + "device_mapping", *MEGATRON[:3], ULYSSES)
+    if not m.gpus:
+        m.needs(
+            "the role's device_mapping is not set: the rows of a step follow from the number of GPUs; give --gpus=N "
+            "(here it "
+            "is one)"
+        )
+    dp = (m.gpus or 1) // (tp * pp * cp)
+    if not dp or (m.gpus or 1) % (tp * pp * cp):
+        m.lacks(keys[2], f"{m.gpus} devices are no multiple of {tp} x {pp} x {cp} (tp, pp, cp)", refuse=True)
+        return
+    per, pairs = m.integer(PER_DEVICE), m.options["run.recipe"][0] == "preference"
+    supervised.rows(m, per * m.integer(ACCUMULATION) * dp, "pairs" if pairs else "rows", *keys)
+    dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
+    if m.flag(dynamic) and m.integer(most):
+        longest = m.options["train.max_sequence_tokens"][0]
+        m.set("train.tokens_per_microbatch", max(m.integer(most), longest), dynamic, most)
+    else:
+        supervised.memory(m, per * (1 + pairs), PER_DEVICE, "sequence_length")
+
+
+def files(m: Migration):
+    common.data_files(m, m.list(TRAIN + DATA + "file_name"), TRAIN + DATA + "file_name")
+    names = {m.text(k) for k in ("global_template", TRAIN + DATA + "template")} - {"", "native"}
+    if names:
+        m.differs(
+            f"rows are rendered by the tokenizer's own chat template; ROLL's ({', '.join(sorted(names))}) may add "
+            "another "
+            "system message: compare the first batch, or name a file in model.chat_template"
+        )
+
+
+def sft_data(m: Migration):
+    files(m)
+    m.set("data.prompt_column", m.text("prompt_key"), "prompt_key")
+    m.set("data.completion_column", m.text("response_key"), "response_key")
+    m.set("data.shuffle", False, TRAIN + DATA + "file_name")  # its loader reads the file in order
+    for key, what in (("query_key", "joined to the prompt by a line break"), ("system_key", "a row's system message")):
+        if m.text(key):
+            m.needs(f"{key}={m.text(key)}: {what} there; write the prompt of a row as one column, or as messages")
+
+
+def pair_data(m: Migration):
+    files(m)
+    m.set("data.prompt_column", "instruction", "chosen_key")
+    m.set("data.chosen_column", m.text("chosen_key"), "chosen_key")
+    m.set("data.rejected_column", m.text("rejected_key"), "rejected_key")
+
+
+def distill_data(m: Migration):
+    files(m)
+    m.set("data.prompt_column", m.text("question_key"), "question_key")
+    m.set("data.completion_column", m.text("answer_key"), "answer_key")
+    for key in ("prompt_key", "system_key"):
+        if m.text(key):
+            m.needs(
+                f"{key}={m.text(key)}: put before the question there; write the prompt of a row as one column, or as "
+                "messages"
+            )
+
+
+def length_of_run(m: Migration):
+    epochs, steps = m.number(TRAIN + ARGS + "num_train_epochs"), m.integer("max_steps")
+    if epochs != int(epochs) and m.options["run.recipe"][0] != "preference":
+        raise m.wrong(TRAIN + ARGS + "num_train_epochs", "a whole number, as this pipeline of ROLL does")
+    m.set("data.epochs", int(epochs), TRAIN + ARGS + "num_train_epochs")
+    if m.options["run.recipe"][0] == "preference" and steps and steps > 0:
+        m.set("train.steps", steps, "max_steps")
+    elif m.given("max_steps"):
+        m.mark("max_steps", "inert", "this pipeline counts num_train_epochs")
+
+
+def evaluation(m: Migration):
+    held, every = VALID + DATA + "file_name", m.integer("eval_steps")
+    found = [str(f) for f in m.list(held)]
+    if m.options["run.recipe"][0] == "preference" and found:
+        common.eval_sets(m, found, held)
+        common.triggers(m, "eval.every_steps", every, "eval_steps", held)
+        m.set("eval.before", every > 0, "eval_steps", held)
+        m.set("eval.after", False, "eval_steps", held)
+        return
+    m.set("eval.every_steps", 0, "eval_steps")
+    if found:
+        supervised.no_loss_of_held_out_rows(m, held, "eval_steps")
+        return
+    m.set("eval.before", False, "eval_steps")
+    m.set("eval.after", False, "eval_steps")
+
+
+def preference(m: Migration):
+    ipo = m.flag("ipo")
+    m.set("preference.loss", ("ipo" if ipo else "dpo",), "ipo")
+    if ipo:
+        m.set("preference.ipo_mean", False, "ipo")  # sums of log-probs, as the paper writes it
+    m.set("preference.beta", float(m.number("beta")), "beta")
+    if m.number("label_smoothing") and ipo:
+        m.mark("label_smoothing", "inert", "read without ipo alone")
+    else:
+        m.set("preference.label_smoothing", float(m.number("label_smoothing")), "label_smoothing")
+    if _own_names(m, TRAIN, REF) and m.text(REF + NAME) != m.text(TRAIN + NAME):
+        m.set("reference.path", m.text(REF + NAME), REF + NAME)
+    if ipo or m.number("beta") != 0.1 or m.number("label_smoothing"):
+        m.differs(
+            "the loss is what ipo, beta and label_smoothing say; ROLL's pipeline does not hand them to its loss, which "
+            "is the sigmoid's with beta 0.1 and no smoothing whatever they are"
+        )
+    decays = m.text(TRAIN + ARGS + "lr_scheduler_type") not in ("constant", "constant_with_warmup")
+    if decays or not m.number(TRAIN + ARGS + "warmup_steps") and m.number(TRAIN + ARGS + "warmup_ratio"):
+        m.differs(
+            "the learning rate is scheduled over all steps; ROLL's DPO divides max_steps by the data-parallel ranks, "
+            "so that it ends that much earlier there (optimizer.decay_steps)"
+        )
+    m.facts["loss"] = f"{'ipo' if ipo else 'dpo'}, beta {m['beta']}"
+
+
+OBJECTIVES = {"forward_kl": "forward", "reverse_kl": "reverse", "js_divergence": "jsd"}
+
+
+def distillation(m: Migration):
+    kind = m.text("kd_objective")
+    if kind not in OBJECTIVES:
+        m.lacks("kd_objective", f"{kind!r}: there are {', '.join(OBJECTIVES)} (distill.loss)", refuse=True)
+        return
+    share, top_k = float(m.number("distill_loss_weight")), m.integer("logits_topk")
+    if not 0 < share <= 1:
+        raise m.wrong("distill_loss_weight", "a share above 0; without it the job is run.recipe=sft")
+    m.set("distill.loss", OBJECTIVES[kind], "kd_objective")
+    m.set("distill.on_policy", 0.0, "answer_key")
+    m.set("distill.ce", round(1 - share, 12), "distill_loss_weight")
+    m.set("distill.top_k", top_k, "logits_topk")
+    m.set("distill.temperature", float(m.number("kd_temperature")), "kd_temperature")
+    both = float(m.number("kd_temperature") * m.number("teacher_temperature"))  # the teacher's logits are divided by
+    m.set("distill.teacher_temperature", both, "teacher_temperature", "kd_temperature")
+    m.set("distill.on_prompt", m.flag("distill_on_prompt"), "distill_on_prompt")
+    if m.flag("distill_on_prompt") and share < 1:
+        m.differs("the likelihood is of completions here; there of prompts, too")
+    m.set("reward.functions", (), "kd_objective")
+    if top_k:
+        m.differs(
+            f"over the {top_k} tokens of logits_topk both distributions are normalised anew there; here what is left "
+            "is a "
+            "further category (distill.tail)"
+            + ("" if kind == "forward_kl" else ", and the tokens are the student's most probable")
+        )
+    if not m.number("max_grad_norm") and "fsdp" in m.text("student.strategy_args.strategy_name"):
+        m.needs("max_grad_norm is 0, at which ROLL's FSDP clips every gradient to 0; here it is off: give a norm")
+    key = _name_of("teacher.", "teacher_pretrain", _own_names(m, "student.", "teacher."))
+    path = m.text(key)
+    m.set("teacher.path", path, key)
+    if not path:
+        m.needs("teacher.path: teacher_pretrain is not set")
+    m.facts["distillation"] = f"{kind}, {share:g} of the loss, {top_k or 'all'} tokens"
+
+
+SAMPLED = (
+    "aggregation",
+    "aggregation_constant",
+    "aggregation_sequences",
+    "ppo_epochs",
+    "num_minibatches",
+    "policy_loss",
+    "ratio",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "cispo_min_ratio",
+    "cispo_max_ratio",
+    "old_logprobs",
+    "mismatch",
+    "advantage_low",
+    "advantage_high",
+)
+
+
+def on_policy(m: Migration):
+    """The advantage of a token is minus the teacher's KL of it, k1 unless kl_penalty says otherwise."""
+    many = m.all(REF + "*.model_args.model_name_or_path")
+    if many:
+        m.lacks(many[-1].key, "several teachers, by the row: there is one (teacher.path)", refuse=True)
+        return
+    if m.flag("use_opd"):
+        m.lacks("use_opd", "a teacher beside rewards: run.recipe=distill has none", refuse=True)
+        return
+    if m.text("pure_opd_pipeline_type") not in ("", "rlvr"):
+        m.lacks(
+            "pure_opd_pipeline_type",
+            "its agentic pipeline: write an episode (docs/guides/environments.md)",
+            refuse=True,
+        )
+        return
+    kinds = {"kl": "k1", "abs": "abs", "mse": "k2"}
+    if m.text("kl_penalty") != "kl":
+        m.lacks(
+            "kl_penalty",
+            f"{kinds.get(m.text('kl_penalty'), '?')} as an advantage: it is the difference of log-probs",
+            refuse=True,
+        )
+    if m.flag("whiten_advantages"):
+        m.lacks("whiten_advantages", "the differences of log-probs are not whitened")
+    for key, on in (
+        ("entropy_loss_coef", m.number("entropy_loss_coef")),
+        ("max_len_mask", m.flag("max_len_mask")),
+        ("use_kl_loss", m.flag("use_kl_loss") and m.number("kl_loss_coef")),
+        ("difficulty_mask", m.flag("difficulty_mask")),
+    ):
+        if on:
+            m.lacks(key, "beside a teacher there is the loss of the sampled tokens alone")
+    supervised.without_rewards(m, SAMPLED)
+    m.set("run.recipe", "distill", "is_pure_opd")
+    m.set("distill.loss", "sampled", "is_pure_opd")
+    m.set("distill.coef", float(m.number(REF + "opd_kl_coef")), REF + "opd_kl_coef")
+    key = REF + "model_args.model_name_or_path"
+    m.set("teacher.path", m.text(key), key)
+    if not m.text(key):
+        m.needs(f"teacher.path: {key} is not set")
+    m.differs("rewards are metrics; what is made of them, KL and entropy beside the teacher do nothing, as there")
+
+
+NAME = "model_args.model_name_or_path"
+
+
+def _own_names(m: Migration, *roles: str) -> bool:
+    """Whether ROLL takes the roles' own names of models: where one of them has none, all are of `pretrain`."""
+    return all(m.text(role + NAME) for role in roles)
+
+
+def _name_of(role: str, pretrain: str, own: bool) -> str:
+    return role + NAME if own else pretrain
+
+
+def model(m: Migration):
+    """SFT's model is `pretrain` alone; a pair of roles has names of its own only where both have."""
+    other = {"preference": REF, "distill": "teacher."}.get(m.options["run.recipe"][0])
+    own = bool(other) and _own_names(m, TRAIN, other)
+    key = _name_of(TRAIN, "pretrain", own)
+    if not own and m.given(TRAIN + NAME) and m.text(TRAIN + NAME) != m.text("pretrain"):
+        m.mark(TRAIN + NAME, "inert", "ROLL takes pretrain's here")
+    supervised.model_path(m, key)

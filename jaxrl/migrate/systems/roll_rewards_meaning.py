@@ -1,0 +1,170 @@
+"""What ROLL's domains and their rewards mean: sources of rows, a file of rewards, a judge. See systems/roll.py."""
+
+from __future__ import annotations
+
+from jaxrl.migrate import common
+from jaxrl.migrate.systems.roll_layout import DATA, TRAIN
+from jaxrl.migrate.table import Migration
+
+REWARDS = '''"""ROLL's rewards by domain: the domain is a row's column `domain`, else that of its column `tag`.
+
+A domain without a rule here stops the run: write its reward.
+"""
+
+from jaxrl.rewards.builtin import math_reward
+from jaxrl.rewards.published import crossthinkqa_reward, ifeval_reward, repetition_reward
+
+DOMAINS = {tags}
+MATH = {math}
+IFEVAL = {ifeval}  # with ROLL's penalty of repeated 3-grams
+CHOICES = {choices}  # domain -> reward_type; the penalty, too
+JUDGED = {judged}  # by reward.judge, in training
+WORKERS = {workers}
+
+
+def score(prompt, completion, answer=None, domain=None, tag=None, token_ids=(), **columns):
+    name = domain or DOMAINS.get(tag, "math_rule")
+    if name in MATH:
+        return math_reward(prompt, completion, answer)
+    if name in IFEVAL:
+        return ifeval_reward(prompt, completion, answer) + repetition_reward(prompt, completion, token_ids, 3, -0.5)
+    if name in CHOICES:
+        right = crossthinkqa_reward(prompt, completion, answer, CHOICES[name])
+        return right + repetition_reward(prompt, completion, token_ids, 3, -0.5)
+    if name in JUDGED:
+        return None
+    if name not in WORKERS:
+        raise RuntimeError(f"{{name}} (the row's tag: {{tag}}) is no domain of `rewards`: {{', '.join(WORKERS)}}")
+    raise RuntimeError(f"{{name}}: this reward has to be written; in ROLL it was {{WORKERS[name]}}")
+'''
+KINDS = {  # end of a worker's class -> what judges its rows here
+    "MathRuleRewardWorker": "math",
+    "GeneralRuleRewardWorker": "ifeval",
+    "CrossThinkQARuleRewardWorker": "choices",
+    "LLMJudgeRewardWorker": "judge",
+}
+SHARES = TRAIN + DATA + "domain_interleave_probs.*"
+JUDGE_PROMPT = """Compare the final answer of a solution with the reference answer.
+
+Question:
+{prompt}
+
+Solution:
+{completion}
+
+Reference answer:
+{answer}
+
+Reply with YES if they are the same, else, or if the solution is incomplete, with NO. Reply with this word alone.
+"""
+
+
+def reward(m: Migration):
+    workers = {s.key.split(".")[1]: str(s.value) for s in m.all("rewards.*.worker_cls")}
+    tags = {str(t): s.key.split(".")[1] for s in m.all("rewards.*.tag_included") for t in (s.value or [])}
+    kinds = {domain: KINDS.get(worker.rpartition(".")[2], "") for domain, worker in workers.items()}
+    m.set("data.answer_column", "ground_truth", "rewards.*.worker_cls")
+    if not workers:
+        m.set("reward.functions", ("math",), "rewards.*.worker_cls")
+        m.needs("rewards names no worker: reward.functions=math stands for it; name your own")
+        return
+    m.differs("math is judged by math-verify as in ROLL; what it parses is jaxrl's choice (docs/guides/rewards.md)")
+    if set(kinds.values()) == {"math"}:
+        m.set("reward.functions", ("math",), "rewards.*.worker_cls")
+    else:
+        _file(m, workers, tags, kinds)
+    _sources(m, tags, kinds)
+
+
+def _file(m: Migration, workers: dict, tags: dict, kinds: dict):
+    """Writes the file of rewards by domain; a judge is a reward beside it."""
+    of = {
+        kind: tuple(sorted(d for d, k in kinds.items() if k == kind))
+        for kind in ("math", "ifeval", "choices", "judge", "")
+    }
+    types = {s.key.split(".")[1]: str(s.value) for s in m.all("rewards.*.reward_type") if s.value}
+    text = REWARDS.format(
+        tags=_table(tags),
+        math=repr(of["math"]),
+        ifeval=repr(of["ifeval"]),
+        choices=_table({d: types.get(d, "soft") for d in of["choices"]}),
+        judged=repr(of["judge"]),
+        workers=_table(workers),
+    )
+    file = common.reward_file(m, text, "rewards.*.worker_cls", "rewards.*.reward_type")
+    functions = (f"./{file}:score",) + (("judge",) if of["judge"] else ())
+    m.options["reward.functions"] = (functions, m.options["reward.functions"][1])
+    m.set("reward.functions", functions, "rewards.*.tag_included")
+    if of[""]:
+        m.needs(f"{file}: write the rewards of {', '.join(of[''])}; until then a row of theirs stops the run")
+    if of["ifeval"]:
+        m.differs("ifeval: verify_keyword_frequency counts the word of the row, ROLL's all words of the completion")
+    for domain in of["judge"]:
+        _judge(m, domain)
+        m.set("eval.rewards", (f"./{file}:score",), "rewards.*.worker_cls")
+
+
+def _judge(m: Migration, domain: str):
+    """A judge that says YES or NO; a server of the run's own, or an endpoint."""
+    at, keys = f"rewards.{domain}.", "rewards.*.judge_*"
+    found = {s.key.removeprefix(at): s.value for s in m.singles.values() if s.key.startswith(at)}
+    m.set("reward.judge.pattern", r"(?i)\b(yes|no)\b", keys)
+    m.set("reward.judge.words", {"yes": 1, "no": 0}, keys)
+    m.set("reward.judge.highest", 1.0, keys)
+    m.files[f"{m.name}_judge.txt"] = JUDGE_PROMPT
+    m.set("reward.judge.prompt_file", f"./{m.name}_judge.txt", keys)
+    if found.get("judge_model_type", "api") == "api":
+        m.set("reward.judge.servers", (str(found.get("judge_api_url") or "http://127.0.0.1:8000/v1"),), keys)
+        m.set("reward.judge.model", str(found.get("judge_model_name") or ""), keys)
+        m.needs("reward.judge: judge_api_key is not written into a config: name a variable in reward.judge.key_env")
+        if not found.get("judge_api_url"):
+            m.needs("reward.judge.servers: judge_api_url is not set")
+    else:
+        m.set("reward.judge.model", str(found.get("model_args.model_name_or_path") or ""), keys)
+        most = found.get("generating_args.max_new_tokens")
+        if isinstance(most, int):
+            m.set("reward.judge.max_new_tokens", most, keys)
+        m.needs(
+            "reward.judge.devices: GPUs of the judge's server, beside those of training (device_mapping of its worker)"
+        )
+    if found.get("judge_prompt"):
+        m.needs(
+            f"{m.name}_judge.txt: its text is jaxrl's; ROLL's is prompt_maps[{str(found['judge_prompt'])!r}] of "
+            "roll/utils/prompt.py"
+        )
+    m.differs("a judge is asked greedily and its last YES or NO counts; one that says neither has no score, in ROLL 0")
+
+
+def _sources(m: Migration, tags: dict, kinds: dict):
+    """Shares of domains as weights of sources, each with the rows of its tags."""
+    shares = {s.key.rsplit(".", 1)[1]: s.value for s in m.all(SHARES)}
+    if len(shares) < 2:
+        return
+    files = tuple(str(f) for f in m.list(TRAIN + DATA + "file_name"))
+    functions = m.options["reward.functions"][0]
+    untagged = [domain for domain in shares if domain not in tags.values()]
+    if not files or untagged:
+        said = ", ".join(f"{name} {value}" for name, value in shares.items())
+        m.needs(
+            f"domain_interleave_probs ({said}): no tags (rewards.*.tag_included) name the rows of "
+            f"{', '.join(untagged)}; "
+            "give each domain a file and name it in data.sources with this weight"
+        )
+        return
+    m.options.pop("data.path", None)
+    for domain, share in shares.items():
+        table = {"path": files, "weight": float(share), "where": {"tag": [t for t, d in tags.items() if d == domain]}}
+        if len(functions) > 1:
+            table["rewards"] = ["judge" if kinds.get(domain) == "judge" else "score"]
+        keys = (SHARES[:-1] + domain, TRAIN + DATA + "file_name", "rewards.*.tag_included")
+        m.set(f"data.sources.{domain}", table, *keys)
+    m.facts["domains"] = ", ".join(f"{domain} {share}" for domain, share in shares.items())
+    m.differs(
+        "a domain's share of a step is drawn by its weight; in ROLL it is fixed. Rows are told by their `tag`; where "
+        "yours "
+        "have a column `domain`, which wins there, change `where` of data.sources"
+    )
+
+
+def _table(pairs: dict) -> str:
+    return "{" + ", ".join(f"{ascii(k)}: {ascii(v)}" for k, v in pairs.items()) + "}"

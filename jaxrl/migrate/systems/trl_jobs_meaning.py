@@ -1,0 +1,309 @@
+"""What keys of TRL's trainers of rows mean together: SFT, DPO and its kin, reward models, GKD.
+
+See systems/trl_jobs.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jaxrl.migrate import common, supervised
+from jaxrl.migrate.systems import trl_meaning as trl
+from jaxrl.migrate.table import Migration
+
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
+
+
+def lengths(m: Migration):
+    key = "max_length"
+    supervised.sequence(m, m.integer(key), key, cut="truncate" if m.options["run.recipe"][0] == "sft" else "")
+    if m.text("truncation_mode") == "keep_end":
+        m.lacks("truncation_mode", "a row that is too long loses its end, not its beginning")
+
+
+def pair_lengths(m: Migration):
+    supervised.sequence(m, m.integer("max_length"), "max_length")
+    if m.options["run.recipe"][0] != "preference":
+        return
+    m.differs("a pair with a completion that is too long is left out and counted; TRL cuts it to max_length")
+    prompt, completion = m.integer("max_prompt_length"), m.integer("max_completion_length")
+    if trainer(m) != "dpo":  # they cut a prompt only where it and the longer completion exceed max_length
+        m.mark("max_prompt_length", "inert", "a pair beyond max_length is left out; others keep their prompts whole")
+        m.mark("max_completion_length", "inert", "read for encoder-decoders alone")
+        return
+    if prompt:
+        m.options.pop("data.max_prompt_tokens")
+        m.set("data.max_prompt_tokens", prompt, "max_prompt_length")
+        m.set("data.overlong_prompt", "truncate_left", "max_prompt_length")
+    if completion:
+        m.options.pop("rollout.max_new_tokens")
+        m.set("rollout.max_new_tokens", completion, "max_completion_length")
+
+
+def batch(m: Migration):
+    """Rows of an optimizer step: per process x accumulation x processes."""
+    per, accumulated = m.integer("per_device_train_batch_size"), m.integer("gradient_accumulation_steps")
+    count = per * accumulated * trl.processes(m)
+    m.set("data.drop_last", m.flag("dataloader_drop_last"), "dataloader_drop_last")
+    if not m.flag("dataloader_drop_last"):
+        m.differs("batches run on over the end of a pass; TRL's last batch of each pass has the rows that are left")
+    pairs = m.options["run.recipe"][0] in ("preference", "reward_model")
+    supervised.rows(m, count, "pairs" if pairs else "rows", *BATCH)
+    supervised.memory(m, per * (1 + pairs), "per_device_train_batch_size", "max_length")
+    if m.flag("packing"):
+        m.needs(
+            f"data.prompts_per_step={count}: with packing TRL counts rows of max_length={m['max_length']} tokens that "
+            "hold several examples each, and jaxrl examples (its packing changes no batch): multiply by the examples "
+            "to a row, max_length over the mean length of yours"
+        )
+        m.mark("packing", "automatic", "rows are always packed; a batch is counted in examples")
+
+
+def logging(m: Migration):
+    every = m.number("logging_steps")
+    if 0 < every < 1:
+        m.lacks("logging_steps", "a share of the run: log.every_steps counts steps")
+    else:
+        m.set("log.every_steps", max(int(every), 1), "logging_steps")
+
+
+def what_is_trained(m: Migration):
+    """Which tokens have a loss: it depends on the kind of the rows where no key says it."""
+    completions, assistant = m["completion_only_loss"], m.flag("assistant_only_loss")
+    if m.text("loss_type") not in ("", "nll", "chunked_nll"):
+        m.lacks("loss_type", f"{m.text('loss_type')!r}: the loss is the negative log-likelihood", refuse=True)
+    if assistant:
+        m.set("data.train_turns", "all", "assistant_only_loss")
+        m.set("data.assistant_mask", "template", "assistant_only_loss")
+        m.set("train.loss_on_prompt", False, "assistant_only_loss")
+    elif completions is None:
+        m.set("train.loss_on_prompt", True, "completion_only_loss")
+        m.set("data.train_turns", "all", "completion_only_loss")
+        m.needs(
+            "train.loss_on_prompt=True: completion_only_loss is not set, and TRL then trains on all tokens of rows "
+            "with "
+            "`messages` or `text`, and on completions alone of rows with `prompt` and `completion`: set it to False "
+            "for "
+            "those, or for conversations of which only the assistant's turns should be learnt"
+        )
+    else:
+        m.set("train.loss_on_prompt", not m.flag("completion_only_loss"), "completion_only_loss")
+    if m.given("dataset_text_field") and m.text("dataset_text_field") not in ("messages", "prompt"):
+        m.needs(
+            f"dataset_text_field={m.text('dataset_text_field')}: a row is a prompt and a completion here, or messages: "
+            "split your text into the two (data.prompt_column, data.completion_column)"
+        )
+
+
+def data(m: Migration):
+    """One data set, or TRL's `datasets`, which are concatenated (open-r1: `dataset_mixture`, with shares of each)."""
+    mixed = m.list("datasets") or m.list("dataset_mixture.datasets")
+    if mixed:
+        _mixture(m, mixed, "datasets" if m.list("datasets") else "dataset_mixture.datasets")
+    elif m.text("dataset_name"):
+        common.data_files(m, [m["dataset_name"]], "dataset_name")
+        m.set("data.split", (m.text("dataset_train_split"),), "dataset_train_split")
+        if m.text("dataset_config"):
+            m.set("data.subset", m.text("dataset_config"), "dataset_config")
+    else:
+        m.needs("data.path: the source names no data set (dataset_name)")
+
+
+def _mixture(m: Migration, mixed: list, key: str):
+    found = [entry for entry in mixed if isinstance(entry, dict) and (entry.get("path") or entry.get("id"))]
+    if len(found) < len(mixed):
+        raise m.wrong(key, "a list of data sets with path (or id), name, split")
+    sets = []
+    for entry in found:
+        table = {
+            "path": str(entry.get("path") or entry.get("id")),
+            "weight": 1.0,
+            "split": (str(entry.get("split") or "train"),),
+        }
+        subset = entry.get("name") or entry.get("config")
+        sets.append({**table, "subset": str(subset)} if subset else table)
+    supervised.mixture(m, sets, key)
+    shares = [e["weight"] for e in found if e.get("weight") is not None]
+    if len(found) > 1:
+        m.needs(
+            f"data.sources: the {len(found)} data sets of {key} are joined there, each as long as it is"
+            + (f" (shares of their rows: {shares})" if shares else "")
+            + "; here they are drawn by weight: give each its number of rows as weight"
+        )
+    for n in ("columns", "fraction"):
+        if any(e.get(n) for e in found):
+            m.lacks(key, f"`{n}` of an entry: choose rows and columns in a file of your own (`where` of data.sources)")
+    size = m["dataset_mixture.test_split_size"] or m["test_split_size"]
+    if size:
+        m.set("data.eval_fraction", float(size), "dataset_mixture.test_split_size", "test_split_size")
+
+
+def evaluation(m: Migration):
+    """Pairs that are held out are evaluated as those of training; of SFT there is no loss on held-out rows."""
+    kind, keys = m.text("eval_strategy") or "no", ("eval_strategy", "eval_steps")
+    if kind != "steps":
+        m.set("eval.every_steps", 0, *keys)
+    if kind == "no":
+        m.set("eval.before", False, "eval_strategy")
+        m.set("eval.after", False, "eval_strategy")
+        m.facts["evaluation"] = "none"
+        return
+    if m.options["run.recipe"][0] in ("sft", "distill"):
+        supervised.no_loss_of_held_out_rows(m, "eval_strategy")
+        return
+    every = m.number("eval_steps") or m.number("logging_steps")
+    said = "every epoch"
+    if kind == "steps":
+        said = f"every {trl._every(m, 'eval_steps', every, 'eval.every_steps', *keys)}"
+    else:
+        m.set("eval.every_epochs", 1.0, "eval_strategy")
+    m.set("eval.before", m.flag("eval_on_start"), "eval_on_start")
+    m.set("eval.after", kind == "epoch", "eval_strategy")
+    m.facts["evaluation"] = said
+    if m.text("dataset_name"):
+        m.set(
+            "eval.sets",
+            (f"test={m['dataset_name']}@{m.text('dataset_test_split')}",),
+            "dataset_name",
+            "dataset_test_split",
+        )
+
+
+LOSSES = {  # DPOTrainer's
+    "sigmoid": "dpo",
+    "hinge": "hinge",
+    "ipo": "ipo",
+    "exo_pair": "exo",
+    "nca_pair": "nca",
+    "robust": "robust",
+    "bco_pair": "bco",
+    "sppo_hard": "sppo",
+    "aot": "aot",
+    "aot_pair": "aot",
+    "aot_unpaired": "aot_unpaired",
+    "discopop": "discopop",
+    "apo_zero": "apo_zero",
+    "apo_down": "apo_down",
+    "sft": "nll",
+    "sigmoid_norm": "dpo_norm",
+}
+KIN = {  # trainer -> loss_type there -> ours
+    "kto": {"": "kto", "kto": "kto", "apo_zero_unpaired": "apo_zero_unpaired"},
+    "orpo": {"": "orpo"},
+    "cpo": {"": "cpo", "sigmoid": "cpo", "simpo": "simpo"},
+}
+SMOOTHED = ("robust", "exo", "aot", "aot_unpaired", "cpo", "simpo")
+
+
+def before(m: Migration, version: str) -> bool:
+    """Whether the version is older than this one."""
+    return m.table.versions.index(m.version) < m.table.versions.index(version)
+
+
+def trainer(m: Migration) -> str:
+    """dpo, kto, orpo or cpo: by the command, else by keys of one alone."""
+    if found := re.search(r"\b(?:trl )?(kto|orpo|cpo|dpo)\w*(?:\.py)?\b", m.command):
+        return found[1]
+    keys = (("kto", ("desirable_weight", "undesirable_weight")), ("cpo", ("cpo_alpha", "simpo_gamma")))
+    return next((name for name, own in keys if any(m.given(key) for key in own)), "dpo")
+
+
+def preference(m: Migration):
+    kind = trainer(m)
+    m.facts["trainer"] = kind.upper()
+    names = (
+        [str(n) for n in m.list("loss_type")]
+        if kind == "dpo"
+        else [m.text("loss_type") if m.given("loss_type") else ""]
+    )
+    table = LOSSES if kind == "dpo" else KIN[kind]
+    if unknown := [n for n in names if n not in table]:
+        m.lacks(
+            "loss_type", f"{', '.join(unknown)}: losses of {kind} are {', '.join(n for n in table if n)}", refuse=True
+        )
+        return
+    losses = [table[n] for n in names]
+    m.set("preference.loss", tuple(losses), "loss_type")
+    weights = m.list("loss_weights")
+    if weights and kind == "dpo":
+        m.set("preference.loss_weights", tuple(float(w) for w in weights), "loss_weights")
+    m.set("preference.beta", float(m.number("beta")), "beta")
+    smoothing, old = m.number("label_smoothing"), before(m, "1.0")
+    if "exo" in losses and not smoothing:
+        if not old:
+            raise m.wrong("label_smoothing", "a share above 0 beside exo_pair, as TRL asks for")
+        smoothing = 1e-3  # it sets so itself
+    if smoothing and (set(losses) & set(SMOOTHED) or old and "dpo" in losses):
+        m.set("preference.label_smoothing", float(smoothing), "label_smoothing")
+    elif smoothing:
+        m.mark("label_smoothing", "inert", f"{', '.join(names)} does not read it in TRL {m.version}")
+    _of_one_loss(m, kind, losses)
+    m.facts["loss"] = f"{' + '.join(losses)}, beta {m['beta']}"
+
+
+def _of_one_loss(m: Migration, kind: str, losses: list[str]):
+    if "discopop" in losses:
+        m.set("preference.discopop_tau", m.number("discopop_tau"), "discopop_tau")
+    if kind == "kto":
+        for name in ("desirable_weight", "undesirable_weight"):
+            m.set(f"preference.{name}", float(m.number(name)), name)
+        m.differs("KTO's z0 is of the whole step; TRL's of a micro-batch")
+        m.differs("a row with `chosen` and `rejected` is one of data.prompts_per_step here; TRL makes two of it")
+    elif kind == "cpo":
+        m.set("preference.rpo_alpha", float(m.number("cpo_alpha")), "cpo_alpha")
+        if "simpo" in losses:
+            m.set("preference.simpo_gamma", float(m.number("simpo_gamma")), "simpo_gamma")
+    elif m.number("rpo_alpha"):
+        m.set("preference.rpo_alpha", float(m.number("rpo_alpha")), "rpo_alpha")
+    if kind == "orpo":
+        m.differs("the likelihood in ORPO is of the chosen completions' tokens; TRL's of their prompts' too")
+    if m.flag("sync_ref_model"):
+        m.lacks("sync_ref_model", "the reference of preferences stays: its log-probs are computed once", refuse=True)
+
+
+def reward_model(m: Migration):
+    m.set("reward_model.center", float(m.number("center_rewards_coefficient") or 0), "center_rewards_coefficient")
+    m.differs("the head's bias is none and it starts at 0; TRL's starts at random numbers")
+
+
+def distillation(m: Migration):
+    """GKD: a step's prompts are completed by the student with probability lmbda there, by a share here."""
+    temperature, beta, share = m.number("temperature"), m.number("beta"), m.number("lmbda")
+    m.set("teacher.path", m.text("teacher_model_name_or_path"), "teacher_model_name_or_path")
+    if not m.text("teacher_model_name_or_path"):
+        m.needs("teacher.path: teacher_model_name_or_path is not set")
+    size = m.options["data.prompts_per_step"][0]
+    mine = round(share * size) / size
+    if mine != share:
+        m.differs(
+            f"lmbda={share:g} of {size} prompts is no whole number: {mine:g} of them are completed by the student"
+        )
+    if 0 < share < 1:
+        m.differs(
+            "in each step a share lmbda of the prompts is the student's; in TRL all of a micro-batch's, with this "
+            "probability"
+        )
+    m.set("distill.on_policy", mine, "lmbda", *BATCH)
+    m.set("distill.loss", "forward" if beta == 0 else "reverse" if beta == 1 else "jsd", "beta")
+    if 0 < beta < 1:
+        m.set("distill.beta", beta, "beta")
+    m.set("distill.temperature", temperature, "temperature")
+    m.set("distill.teacher_temperature", temperature, "temperature")
+    m.set("rollout.temperature", temperature, "temperature")
+    m.set("rollout.group_size", 1, "lmbda")
+    m.set("reward.functions", (), "lmbda")
+    completion = m.integer("max_new_tokens")
+    longest = m.options["train.max_sequence_tokens"][0]
+    if share == 1:
+        m.options.pop("rollout.max_new_tokens")
+        m.set("rollout.max_new_tokens", completion, "max_new_tokens")
+    elif completion != longest - 1:
+        m.lacks(
+            "max_new_tokens",
+            f"{completion}: rollout.max_new_tokens bounds sampled completions and those of the data alike; here it is "
+            f"{longest - 1}, by max_length",
+        )
+    m.differs(
+        "a divergence is a mean over the completion tokens of the step; with GKD's reduction batchmean of a "
+        "micro-batch too"
+    )

@@ -1,0 +1,130 @@
+"""What reward functions of TRL and open-r1 become: built-in rewards, calls of your own, stubs. See systems/trl.py."""
+
+from __future__ import annotations
+
+from jaxrl.migrate import common, episodes
+from jaxrl.migrate.table import Migration
+
+ADAPTER = '''"""Reward functions of TRL, called as it calls them: whole batches, conversations where prompts are."""
+
+import importlib
+import os
+import sys
+
+sys.path.insert(0, os.getcwd())
+
+
+def _called(place, prompts, completions, columns):
+    module, _, name = place.rpartition(".")
+    spoken = bool(prompts) and not isinstance(prompts[0], str)
+    said = [[{"role": "assistant", "content": c}] for c in completions] if spoken else list(completions)
+    return getattr(importlib.import_module(module), name)(prompts=prompts, completions=said, **columns)
+'''
+ONE = """
+
+def {own}(prompts, completions, **columns):
+    columns.setdefault("solution", columns.get("answer"))
+    return _called({place!r}, prompts, completions, columns)
+"""
+UNKNOWN = """
+
+def {own}(prompts, completions, **columns):
+    raise RuntimeError("{own}: write this reward; it returns a number per completion")
+"""
+
+CHARACTERS = {"unit": "characters"}
+NAMED = {  # name there -> (reward here, its arguments, those by keys of the source)
+    "accuracy_reward": ("math", {}, {}),
+    "accuracy": ("math", {}, {}),
+    "reasoning_accuracy_reward": ("math", {}, {}),
+    "think_format_reward": ("think_format", {}, {}),
+    "format": ("answer_format", {}, {}),
+    "tag_count": ("tag_count", {}, {}),
+    "reasoning_steps": ("reasoning_steps", {}, {}),
+    "length": ("length_ranked", CHARACTERS, {}),
+    "cosine": ("cosine", {**CHARACTERS, "bounded": False}, {"max_length": "cosine_max_len"}),
+    "repetition_penalty": ("repetition", {}, {"size": "repetition_n_grams", "penalty": "repetition_max_penalty"}),
+    "soft_overlong_punishment": (
+        "soft_overlong",
+        {},
+        {"max_length": "max_completion_len", "buffer": "soft_punish_cache"},
+    ),
+    "get_soft_overlong_punishment": ("soft_overlong", {"max_length": 1280, "buffer": 256}, {}),
+}
+CODE_FORMAT = r"<think>\n.*?\n</think>\n<answer>\n.*?```{language}.*?```.*?\n</answer>"
+
+
+def rewards(m: Migration):
+    """Names of TRL and open-r1 are built-in rewards; places of functions are called, other names are stubs."""
+    names, file = [str(n) for n in m.list("reward_funcs")], f"{m.name}_reward.py"
+    text, functions = "", []
+    for name in names:
+        if name in NAMED:
+            functions.append(_named(m, name))
+        elif name == "code_format":
+            functions.append("format")
+            pattern = CODE_FORMAT.replace("{language}", m.text("code_language"))
+            m.set("reward.format_pattern", pattern, "reward_funcs", "code_language")
+        elif "." in name:
+            own = name.rpartition(".")[2]
+            text += ONE.format(own=own, place=name)
+            functions.append(f"./{file}:{own}")
+        else:
+            own = "".join(c if c.isalnum() and c.isascii() else "_" for c in name) or "reward"
+            text += UNKNOWN.format(own=own)
+            functions.append(f"./{file}:{own}")
+            m.needs(f"{file}: write the reward {ascii(name)}; until then the run stops at its start")
+    if text:
+        m.files[file] = ADAPTER + text
+        m.needs(f"{file} calls your reward functions in a process without jax, from the folder where you start")
+    if m.text("reward_model_name_or_path"):
+        m.set("reward.model.path", m.text("reward_model_name_or_path"), "reward_model_name_or_path")
+    if not names and not m.text("reward_model_name_or_path"):
+        common.reward_stub(m, "the run", "reward_funcs is not set: the script has it in Python", "reward_funcs")
+        return
+    m.set("reward.functions", tuple(dict.fromkeys(functions)), "reward_funcs")
+    weights = m.list("reward_weights")
+    if weights and len(weights) == len(functions) == len(set(functions)):
+        m.set("reward.weights", tuple(float(w) for w in weights), "reward_weights")
+    elif weights:
+        m.lacks("reward_weights", f"{len(weights)} weights for {len(set(functions))} functions that are carried over")
+
+
+def _named(m: Migration, name: str) -> str:
+    """Returns the built-in reward of a name, with its arguments set."""
+    ours, fixed, by_key = NAMED[name]
+    found = {**fixed, **{argument: m.number(key) for argument, key in by_key.items()}}
+    keys = ("reward_funcs", *by_key.values())
+    if ours == "cosine":
+        for argument in ("wrong", "right"):
+            ends = [f"cosine_{end}_value_{'wrong' if argument == 'wrong' else 'correct'}" for end in ("min", "max")]
+            found[argument] = [float(m.number(key)) for key in ends]
+            keys = (*keys, *ends)
+    if found:
+        m.set(f"reward.arguments.{ours}", found, *keys)
+    if ours == "length_ranked":
+        m.differs("open-r1's `length` compares all completions of a call, here (as in the paper) those of a prompt")
+    if ours in ("length_ranked", "cosine"):
+        m.differs(f"{name}: an answer that cannot be read as mathematics is compared as text here, and skipped there")
+    return ours
+
+
+def turns(m: Migration):
+    """Tools, environments and loops of a script's own: the episode is to be written."""
+    found = [
+        (key, m.text(key))
+        for key in ("tools", "rollout_func", "environment_factory")
+        if m.text(key) not in ("", "None")
+    ]
+    most = m.integer("max_tool_calling_iterations")
+    if most:
+        m.set("env.max_turns", most, "max_tool_calling_iterations")
+    if not found:
+        return
+    said = [f"{key}={text}" for key, text in found]
+    if most:
+        m.options.pop("env.max_turns")
+    episodes.episode(m, f"the script's {found[0][0]}", said, most, found[0][0], "max_tool_calling_iterations")
+    m.needs(
+        "env.tools takes TRL's tools as they are, typed functions with a docstring, as module:name or ./file.py:name"
+    )

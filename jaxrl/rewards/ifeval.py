@@ -1,0 +1,189 @@
+"""Checks of instructions that a program can verify (IFEval, arXiv 2311.07911), as the rows of RLVR-IFeval name them.
+
+A check takes the text and its arguments by name; `follows` chooses it by func_name. Arguments that a check does not
+have are left out, as the rows bring all of them. A completion that breaks a check scores False; a row whose check is
+not known raises ValueError.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+CHECKS: dict[str, Callable[..., bool]] = {}
+
+
+def check(name: str):
+    """Returns a decorator that adds a check under the name that rows have."""
+
+    def add(fn):
+        CHECKS[name] = fn
+        return fn
+
+    return add
+
+
+def follows(text: str, constraint: Any) -> bool:
+    """Returns whether a text obeys a constraint: a table, or JSON of one, with func_name and arguments. Raises
+    ValueError where it names no check, or lacks an argument of it."""
+    table = json.loads(constraint) if isinstance(constraint, str) else dict(constraint)
+    name = table.get("func_name")
+    if name not in CHECKS:
+        raise ValueError(f"func_name={name!r} is none of {', '.join(CHECKS)}")
+    fn = CHECKS[name]
+    wanted = list(inspect.signature(fn).parameters)[1:]
+    if missing := [n for n in wanted if table.get(n) is None]:
+        raise ValueError(f"{name}: the constraint has no {', '.join(missing)}")
+    return bool(fn(text, **{n: table[n] for n in wanted}))
+
+
+def _compared(count: int, wanted: int, quantifier: str, around: int) -> bool:
+    """Compares a count: at least, at most, or around so much."""
+    return {"at least": count >= wanted, "at most": count <= wanted, "around": abs(count - wanted) <= around}.get(
+        quantifier, False)
+
+
+@check("verify_keywords")
+def keywords(text, keyword_list):
+    return all(str(word).lower() in text.lower() for word in keyword_list)
+
+
+@check("verify_keyword_frequency")
+def keyword_frequency(text, word, N):
+    """As IFEval: whole words, case aside. (ROLL's counts all words of the text, whatever `word` is.)"""
+    return len(re.findall(rf"\b{re.escape(str(word).lower())}\b", text.lower())) == N
+
+
+@check("validate_forbidden_words")
+def forbidden_words(text, forbidden_words):
+    return not any(str(word).lower() in text.lower() for word in forbidden_words)
+
+
+@check("verify_letter_frequency")
+def letter_frequency(text, letter, N):
+    return len(letter) == 1 and text.count(letter) == N
+
+
+@check("validate_response_language")
+def response_language(text, language):
+    """By the package langdetect, whose guess of a short text is drawn; here from one seed."""
+    from langdetect import DetectorFactory, LangDetectException, detect
+
+    DetectorFactory.seed = 0
+    try:
+        return detect(text) == language
+    except LangDetectException:
+        return False
+
+
+@check("verify_paragraph_count")
+def paragraph_count(text, N):
+    parts = "\n".join(line.strip() for line in text.splitlines()).strip().split("* * *")
+    return len(parts) == N and all(part.strip() for part in parts)
+
+
+@check("validate_word_constraint")
+def word_count(text, N, quantifier):
+    return _compared(len(text.split()), N, quantifier, max(round(N * 0.1), 1))
+
+
+@check("verify_sentence_constraint")
+def sentence_count(text, N, quantifier):
+    sentences = re.split(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?])\s", text)
+    return _compared(len(sentences), N, quantifier, 1)
+
+
+@check("validate_paragraphs")
+def paragraphs(text, N, first_word, i):
+    parts = text.split("\n\n")
+    return len(parts) == N and 1 <= i <= N and parts[i - 1].strip().startswith(first_word)
+
+
+@check("verify_postscript")
+def postscript(text, postscript_marker):
+    _, found, rest = text.partition(postscript_marker)
+    return bool(found and rest.strip())
+
+
+@check("validate_placeholders")
+def placeholders(text, N):
+    return len(re.findall(r"\[[^\]\n]*\]", text)) >= N
+
+
+@check("verify_bullet_points")
+def bullet_points(text, N):
+    return sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
+
+
+@check("validate_title")
+def title(text):
+    return re.search(r"<<[^\n]*?>>", text) is not None
+
+
+@check("validate_choice")
+def choice(text, options):
+    return any(text in str(option) for option in options)
+
+
+@check("validate_highlighted_sections")
+def highlighted_sections(text, N):
+    return len(re.findall(r"\*[^*\n]*\*", text)) >= N
+
+
+@check("validate_sections")
+def sections(text, N, section_splitter):
+    parts = text.split(section_splitter)
+    return len(parts) - (parts[0] == "") == N
+
+
+@check("validate_json_format")
+def json_format(text):
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@check("validate_repeat_prompt")
+def repeat_prompt(text, original_prompt):
+    return text.startswith(original_prompt)
+
+
+@check("validate_two_responses")
+def two_responses(text):
+    parts = [part.strip() for part in text.split("******")]
+    return len(parts) == 2 and parts[0] != parts[1]
+
+
+@check("validate_uppercase")
+def uppercase(text):
+    return text == text.upper()
+
+
+@check("validate_lowercase")
+def lowercase(text):
+    return text == text.lower()
+
+
+@check("validate_frequency_capital_words")
+def capital_words(text, N, quantifier):
+    return _compared(len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, 0)
+
+
+@check("validate_end")
+def end(text, end_phrase):
+    return text.endswith(end_phrase)
+
+
+@check("validate_quotation")
+def quotation(text):
+    return text.startswith('"') and text.endswith('"')
+
+
+@check("validate_no_commas")
+def no_commas(text):
+    return "," not in text

@@ -1,0 +1,156 @@
+"""Built-in rewards of papers and of other libraries, by name: formats, shapes of a length, repetition, IFEval, choices.
+
+Each gives 0.0 for what a completion does wrong and None without a reference answer, as those of builtin.py. Arguments
+with defaults are set by reward.arguments, {name: {argument: value}}. Standard library only, except what `math` loads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from jaxrl.rewards.builtin import load_math_verify, math_reward, register_reward
+from jaxrl.rewards.ifeval import follows
+
+UNITS = ("characters", "words", "tokens")
+
+
+def length(completion: str, token_ids, unit: str) -> int:
+    """Returns the length of a completion in characters, words or tokens. Raises ValueError for another unit."""
+    if unit not in UNITS:
+        raise ValueError(f"unit={unit!r}: choose from {', '.join(UNITS)}")
+    return len(token_ids) if unit == "tokens" else len(completion.split() if unit == "words" else completion)
+
+
+@register_reward("think_format")
+def think_format_reward(prompt, completion):
+    """Scores whether a completion begins with <think>, has it once, and closes it (TRL 1.9, think_format_reward)."""
+    head, found, rest = completion.partition("<think>")
+    return float(bool(found) and not head and "<think>" not in rest and "</think>" in rest)
+
+
+@register_reward("answer_format")
+def answer_format_reward(prompt, completion):
+    """Scores whether a completion is <think>, lines, </think>, <answer>, lines, </answer>, each tag on a line of its
+    own (open-r1's reward `format`)."""
+    head, found, rest = completion.partition("<think>\n")
+    _, closed, tail = rest.partition("\n</think>\n<answer>\n")
+    ends = re.search(r"\n</answer>(?:\n|\Z)", tail)
+    return float(bool(found and closed and ends) and not head)
+
+
+@register_reward("tag_count")
+def tag_count_reward(prompt, completion):
+    """Scores a quarter for each of the four tags of `answer_format` that is there once (open-r1's `tag_count`)."""
+    tags = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+    return sum(completion.count(tag) == 1 for tag in tags) / 4
+
+
+@register_reward("reasoning_steps")
+def reasoning_steps_reward(prompt, completion):
+    """Scores the marks of steps (`Step 1:`, a number at the very start, bullets, First, Second, Next, Finally), a third
+    each, at most 1 (open-r1's `reasoning_steps`)."""
+    marks = re.findall(r"Step \d+:|\A\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", completion)
+    return min(1.0, len(marks) / 3)
+
+
+@register_reward("length_ranked")
+def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="tokens"):
+    """Scores the length within the completions of a prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+
+    lambda = 0.5 - (length - shortest) / (longest - shortest): right completions get lambda, others min(0, lambda);
+    0 where all are as long.
+    """
+    sizes = [length(c, ids, unit) for c, ids in zip(completions, token_ids, strict=True)]
+    bounds: dict = {}
+    for g, size in zip(group, sizes, strict=True):
+        low, high = bounds.get(g, (size, size))
+        bounds[g] = min(low, size), max(high, size)
+    out = []
+    for prompt, completion, right, g, size in zip(prompts, completions, answer, group, sizes, strict=True):
+        low, high = bounds[g]
+        shape = 0.5 - (size - low) / (high - low) if high > low else 0.0
+        out.append(shape if right is None or math_reward(prompt, completion, right) else min(0.0, shape))
+    return out
+
+
+@register_reward("cosine")
+def cosine_reward(prompt, completion, answer, token_ids, max_length=1000, unit="tokens", bounded=True,
+                  wrong=(-1.0, -0.5), right=(0.5, 1.0)):
+    """Scores right completions higher the shorter, wrong ones lower the shorter (arXiv 2502.03373, appendix C.1).
+
+    b + (a - b) (1 + cos(pi length / max_length)) / 2, which is a at length 0 and b at max_length.
+
+    Args:
+      wrong: (a, b) of wrong completions; right: (b, a) of right ones, lowest first both.
+      bounded: beyond max_length the value stays; False: it goes on with the cosine, as open-r1's.
+    """
+    correct = math_reward(prompt, completion, answer)
+    if correct is None:
+        return None
+    share = length(completion, token_ids, unit) / max_length
+    at_0, at_end = (right[1], right[0]) if correct else wrong
+    shape = (1.0 + math.cos(math.pi * (min(share, 1.0) if bounded else share))) / 2
+    return at_end + (at_0 - at_end) * shape
+
+
+cosine_reward.prepare = length_ranked_reward.prepare = load_math_verify
+
+
+@register_reward("repetition")
+def repetition_reward(prompt, completion, token_ids, size=3, penalty=-1.0, unit="words"):
+    """Scores penalty x the share of n-grams that were there before (arXiv 2502.03373, appendix C.2).
+
+    unit: of lower-case words, or of tokens.
+    """
+    if unit not in ("words", "tokens"):
+        raise ValueError(f"unit={unit!r}: choose from words, tokens")
+    parts = completion.lower().split() if unit == "words" else list(token_ids)
+    grams = [tuple(parts[i : i + size]) for i in range(len(parts) - size + 1)]
+    return penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+
+
+@register_reward("soft_overlong")
+def soft_overlong_reward(prompt, completion, token_ids, max_length=16384, buffer=4096):
+    """Scores 0 up to max_length - buffer tokens, then a line down to -1 at max_length (DAPO, arXiv 2503.14476, Eq. 13).
+    """
+    over = len(token_ids) - (max_length - buffer)
+    return -min(over / buffer, 1.0) if over > 0 and buffer else -float(over > 0)
+
+
+@register_reward("ifeval")
+def ifeval_reward(prompt, completion, answer):
+    """Scores whether what follows the last </think> obeys the row's constraint (IFEval, arXiv 2311.07911).
+
+    `answer` is JSON or a table with func_name and its arguments, as in the rows of RLVR-IFeval.
+    """
+    if answer is None:
+        return None
+    return float(follows(final_part(completion), answer))
+
+
+@register_reward("crossthinkqa")
+def crossthinkqa_reward(prompt, completion, answer, kind="soft"):
+    r"""Scores the first capital letter of the last \boxed{}, else of what follows "answer is", else of all (ROLL).
+
+    Args:
+      kind: of right and boxed, right alone, boxed alone, neither: soft 1, 0.5, -0.5, -1; loose 1, 1, -1, -1; strict 1,
+        -1, -1, -1; binary 1, 0, 0, 0.
+    """
+    if answer is None:
+        return None
+    scores = {"soft": (1.0, 0.5, -0.5, -1.0), "loose": (1.0, 1.0, -1.0, -1.0), "strict": (1.0, -1.0, -1.0, -1.0),
+              "binary": (1.0, 0.0, 0.0, 0.0)}
+    if kind not in scores:
+        raise ValueError(f"kind={kind!r}: choose from {', '.join(scores)}")
+    text = final_part(completion)
+    boxes = re.findall(r"\\boxed\{([^}]+)\}", text)
+    said = boxes[-1] if boxes else text[text.lower().rfind("answer is") + 9 :] if "answer is" in text.lower() else text
+    letter = next((c for c in said if c.isupper()), "")
+    right = bool(letter) and letter == str(answer)[:1]
+    return scores[kind][2 * (not right) + (not boxes)]
+
+
+def final_part(completion: str) -> str:
+    """Returns what follows the last </think>, without line breaks before it; all of a completion without one."""
+    return completion.rpartition("</think>")[2].lstrip("\n") if "</think>" in completion else completion

@@ -1,0 +1,244 @@
+"""Serves the protocol of the `tinker` SDK on this machine: LoRA training and sampling over one base model.
+
+    jaxrl serve tinker --model=PATH [--name=NAME] [--rank=32] [--max-length=2048] [--port=8317] [--dir=runs/service]
+
+The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
+
+    export TINKER_BASE_URL=http://127.0.0.1:8317 TINKER_API_KEY=tml-local TINKER_TELEMETRY=0
+
+  --model=PATH        Hugging Face folder or hub id of the base model
+  --name=NAME         a further name of the model, for clients that ask for another one; may be given again
+  --rank=32           largest rank of an adapter: memory and time are those of this rank
+  --alpha=32          of every adapter; its scale is alpha / rank
+  --max-length=2048   most tokens of a sequence, prompt and completion; longer requests are refused, none is cut
+  --host=127.0.0.1    address to listen on; another than loopback needs keys
+  --port=8317
+  --dir=runs/service  folder of saved weights (adapters in PEFT's files, one folder for each tinker:// path) and of the
+                      journal that a restart goes on from
+  --config.X=Y        options of jaxrl that the base, the devices and the sampler have, such as
+                      --config.mesh.tp=2, --config.train.tokens_per_microbatch=8192, --config.rollout.slots=64
+
+Keys are read from $JAXRL_SERVICE_KEYS, separated by commas; clients then need one of them. Without, the server answers
+this machine alone. Needs the extra `service` (pip install 'jaxrl[service]').
+
+SIGTERM or Ctrl-C ends it with status 0 after the request at work. The same command goes on with all runs, sessions and
+results of the last hour, also after kill -9: clients wait and send again by themselves. Status 1: the disk is full; 2:
+invalid options.
+
+docs/guides/service.md walks from the installation to a trained adapter, and lists what is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl.config.load import default_config, parse_flags, put
+from jaxrl.errors import ConfigError
+
+log = logging.getLogger("jaxrl")
+KEYS = "JAXRL_SERVICE_KEYS"
+ROOM = 16  # sampling's room for end tokens of a request
+
+
+class Options(NamedTuple):
+    """The command line. config: further options by dotted name."""
+
+    model: str
+    names: tuple[str, ...] = ()
+    rank: int = 32
+    alpha: float = 32.0
+    max_length: int = 2048
+    host: str = "127.0.0.1"
+    port: int = 8317
+    dir: str = "runs/service"
+    config: dict = {}
+
+
+def parse(argv: list[str]) -> Options:
+    """Parses a command line. Raises ConfigError."""
+    found: dict = {"config": {}, "names": ()}
+    kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str}
+    for argument in argv:
+        flag, given, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not given:
+            raise ConfigError(f"{argument}: expected --NAME=VALUE; see jaxrl serve tinker --help")
+        if flag.startswith("config."):
+            found["config"] |= parse_flags([argument])[1]
+        elif flag == "name":
+            found["names"] += (value,)
+        elif flag in kinds:
+            try:
+                found[flag.replace("-", "_")] = kinds[flag](value)
+            except ValueError:
+                raise ConfigError(f"--{flag}={value}: expected a number") from None
+        else:
+            raise ConfigError(f"--{flag}: no such option; see jaxrl serve tinker --help")
+    if not found.get("model"):
+        raise ConfigError("--model is missing: name the folder or hub id of the base model, --model=PATH")
+    options = Options(**found)
+    for name, least in (("rank", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}")
+    return options
+
+
+def config_of(options: Options):
+    """Returns the config of the base, the devices and the sampler."""
+    c = default_config()
+    c.model.path, c.run.dir = options.model, options.dir
+    c.lora.rank, c.lora.publish = options.rank, "adapter"
+    length = options.max_length
+    c.data.max_prompt_tokens, c.rollout.max_new_tokens = length - 1, length - 1
+    c.eval.max_new_tokens, c.train.max_sequence_tokens = length - 1, length
+    c.train.row_lengths = tuple(sorted({-(-length // 32) * 8, -(-length // 8) * 8}))  # a quarter of the longest, and it
+    c.rollout.engine, c.rollout.slots, c.rollout.stop_token_ids = "jax", 32, (0,) * ROOM
+    for name, value in options.config.items():
+        put(c, name, value)
+    return c
+
+
+class Server(NamedTuple):
+    """A server that is built and not started. app: ASGI. worker: runs in the main thread."""
+
+    app: Any
+    worker: Any
+    names: tuple[str, ...]
+
+
+def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
+    """Loads the base and builds trainer, sampler and application. Raises ConfigError."""
+    import jax
+
+    from jaxrl import sharding, training
+    from jaxrl.models.parameters import flattened
+    from jaxrl.resolve.spec import resolve
+    from jaxrl.roles import parameters
+    from jaxrl.rollout import EngineContext, make_engine
+    from jaxrl.run.setup import check_weights, open_job, read_model_inputs, start_jax
+    from jaxrl.service.journal import Journal
+    from jaxrl.service.operations import Operations
+    from jaxrl.service.recovery import recover
+    from jaxrl.service.routes import make_app
+    from jaxrl.service.sampler import Sampler
+    from jaxrl.service.snapshots import Snapshots
+    from jaxrl.service.store import Store
+    from jaxrl.service.trainer import Trainer
+    from jaxrl.service.worker import Worker
+
+    config = config_of(options)
+    start_jax(resolve(config))
+    inputs = read_model_inputs(config)
+    check_weights(resolve(config), inputs)
+    job = open_job(resolve(config), inputs)
+    base = flattened(parameters.base_params(job))
+    places = flattened(parameters.param_shardings(job))
+    chunk = job.config.train.logprob_chunk
+    trainer = Trainer(job.model, base, places, sharding.replicated(job.mesh), job.row_shapes, job.put, options.alpha,
+                      chunk)
+    engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, (), job.hf_config))
+    read = training.make_reader(job.model, temperature=1.0, chunk=chunk, put=job.put)
+    sampler = Sampler(engine, read, job.row_shapes, trainer.params, trainer.base_leaves())
+    journal = Journal(Path(options.dir) / "journal")
+    check_folder(journal.path.parent, options, bytes(parameters.base_digest(base)).hex())
+    worker = Worker(trainer, sampler, Snapshots(journal.path.parent, trainer))
+    names = (options.names[0] if options.names else options.model, *options.names[1:],
+             *([options.model] if options.names else []))
+    operations = Operations(worker, Store(Path(options.dir)), names, job.eos_ids, options.max_length,
+                            job.model.config.vocab_size, journal=journal)
+    log.info("%d x %s, %.2f M parameters, adapters of rank 1 to %d", jax.device_count(), jax.devices()[0].device_kind,
+             job.model.base.num_parameters / 1e6, options.rank)
+    recover(operations, journal)
+    return Server(make_app(operations, keys), worker, names)
+
+
+def check_folder(folder: Path, options: Options, digest: str) -> None:
+    """Notes what the runs of a folder depend on, or raises ConfigError if it differs from what was noted.
+
+    digest: of the base's parameters.
+    """
+    file, now = folder / "base.json", {"digest": digest, "alpha": options.alpha, "rank": options.rank}
+    was = json.loads(file.read_text("utf-8")) if file.exists() else now
+    if was["digest"] != digest:
+        raise ConfigError(f"--model={options.model}: the runs in {folder} are of another base model (or of another "
+                          "dtype of it); name that one, or choose another --dir")
+    if was["alpha"] != options.alpha or was["rank"] > options.rank:
+        raise ConfigError(f"--rank={options.rank} --alpha={options.alpha:g}: the runs in {folder} were trained with "
+                          f"--rank={was['rank']} --alpha={was['alpha']:g}; set at least this rank and this alpha, or "
+                          "choose another --dir")
+    file.write_text(json.dumps(now) + "\n", "utf-8")
+
+
+def serve(server: Server, options: Options) -> None:
+    """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs."""
+    import uvicorn
+
+    http = uvicorn.Server(uvicorn.Config(server.app, options.host, options.port, log_level="warning", lifespan="off",
+                                         timeout_graceful_shutdown=2))
+    http.capture_signals = _nothing  # the worker ends first
+    thread = threading.Thread(target=http.run, name="http", daemon=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: server.worker.stop())
+    thread.start()
+    while not http.started:
+        if not thread.is_alive():
+            raise ConfigError(f"--port={options.port}: cannot listen on {options.host}:{options.port}; if another "
+                              "server runs there, choose another port")
+        thread.join(0.05)
+    port = http.servers[0].sockets[0].getsockname()[1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"export TINKER_BASE_URL=http://{host}:{port}\nexport TINKER_API_KEY=tml-local TINKER_TELEMETRY=0",
+          flush=True)
+    log.info("ready: %s at http://%s:%d, sequences of up to %d tokens", ", ".join(server.names), host, port,
+             options.max_length)
+    server.worker.serve()
+    http.should_exit = True
+    thread.join(5.0)
+
+
+def _check_keys(options: Options, keys: tuple[str, ...]) -> None:
+    if wrong := [key for key in keys if not key.startswith("tml-")]:
+        raise ConfigError(f"${KEYS}: a key of {len(wrong[0])} characters does not begin with tml-, as the SDK needs it")
+    if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(f"--host={options.host}: other machines could train and read here; set ${KEYS} to keys that "
+                          "clients must send (tml-...), or leave --host out")
+
+
+def _check_installed() -> None:
+    if missing := [name for name in ("starlette", "uvicorn", "google.protobuf") if not importlib.util.find_spec(name)]:
+        raise ConfigError(f"the package {missing[0]} is missing: pip install 'jaxrl[service]'")
+
+
+@contextlib.contextmanager
+def _nothing():
+    yield
+
+
+def main(argv: list[str]) -> int:
+    """Runs `jaxrl serve tinker`; returns its exit status."""
+    if any(argument in ("-h", "--help") for argument in argv):
+        print((__doc__ or "").rstrip())
+        return 0
+    logging.basicConfig(level=logging.WARNING, format="jaxrl.service: %(message)s")
+    log.setLevel(logging.INFO)
+    try:
+        options, keys = parse(argv), tuple(key for key in os.environ.get(KEYS, "").split(",") if key)
+        _check_keys(options, keys)
+        _check_installed()
+        server = build(options, keys)
+        serve(server, options)
+    except ConfigError as e:
+        log.error("%s", e)
+        return 2
+    except OSError as e:
+        log.error("%s: %s; free space and start the server again: it goes on without a loss", e.filename or options.dir,
+                  e.strerror or e)
+        return 1
+    return 0

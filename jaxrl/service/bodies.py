@@ -1,0 +1,297 @@
+"""Checks JSON bodies against tables of fields, and turns their parts into values of trainer and sampler.
+
+A field that is not known is refused by name, unless it is null: nothing is ignored silently but metadata.
+
+Legend: N positions of a datum, P prompt tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.algorithms.api_losses import API_LOSSES
+from jaxrl.rollout.protocol import SamplingParams
+from jaxrl.service.refusals import Refused
+from jaxrl.service.sampler import ENDS
+from jaxrl.service.trainer import COLUMNS, AdamSettings, Batch, LoraOptions
+
+TEXTS, INTEGER, NUMBER, FLAG, TABLE, LIST, ANY = (str,), (int,), (int, float), (bool,), (dict,), (list,), (object,)
+WORDS = {TEXTS: "a text", INTEGER: "a whole number", NUMBER: "a number", FLAG: "true or false", TABLE: "an object",
+         LIST: "a list"}
+MOST_SAMPLES, MOST_STOPS, MOST_STOP = 1024, 16, 256
+
+
+class Field(NamedTuple):
+    """A field of a body. default: of an absent or null one; REQUIRED = there is none."""
+
+    kind: tuple[type, ...]
+    default: Any = None
+
+
+REQUIRED = object()
+ID, SEQ = Field(TEXTS, REQUIRED), Field(INTEGER, REQUIRED)
+NOTES = {"type": Field(ANY), "user_metadata": Field(TABLE), "ttl_seconds": Field(INTEGER)}
+BODIES: dict[str, dict[str, Field]] = {
+    "client/config": {"sdk_version": Field(TEXTS, "")},
+    "create_session": {"tags": Field(LIST), "user_metadata": Field(TABLE), "sdk_version": Field(TEXTS, ""),
+                       "project_id": Field(TEXTS), "display_name": Field(TEXTS), "type": Field(ANY)},
+    "session": {"session_id": ID, "type": Field(ANY)},
+    "create_model": {"session_id": ID, "model_seq_id": SEQ, "base_model": ID, "lora_config": Field(TABLE, REQUIRED),
+                     "optimizer_config": Field(TABLE), **NOTES},
+    "lora_config": {"rank": SEQ, "seed": Field(INTEGER), "train_unembed": Field(FLAG, True),
+                    "train_mlp": Field(FLAG, True), "train_attn": Field(FLAG, True)},
+    "model": {"model_id": ID, "type": Field(ANY)},
+    "weights_info": {"tinker_path": ID},
+    "optim_step": {"model_id": ID, "seq_id": SEQ, "adam_params": Field(TABLE), "optimizer_params": Field(TABLE),
+                   "type": Field(ANY)},
+    "adam_params": {name: Field(NUMBER, default) for name, default in AdamSettings()._asdict().items()},
+    "save_weights": {"model_id": ID, "seq_id": SEQ, "path": ID, "overwrite": Field(FLAG, False), **NOTES},
+    "save_weights_for_sampler": {"model_id": ID, "seq_id": SEQ, "path": Field(TEXTS),
+                                 "sampling_session_seq_id": Field(INTEGER), "kind": Field(TEXTS, "snapshot"), **NOTES},
+    "load_weights": {"model_id": Field(TEXTS), "seq_id": Field(INTEGER), "session_id": Field(TEXTS),
+                     "model_seq_id": Field(INTEGER), "base_model": Field(TEXTS), "path": ID,
+                     "optimizer": Field(FLAG, REQUIRED), "optimizer_config": Field(TABLE), **NOTES},
+    "create_sampling_session": {"session_id": ID, "sampling_session_seq_id": SEQ, "base_model": Field(TEXTS),
+                                "model_path": Field(TEXTS), "type": Field(ANY)},
+    "asample": {"sampling_session_id": ID, "seq_id": SEQ, "num_samples": Field(INTEGER, 1),
+                "prompt": Field(TABLE, REQUIRED), "sampling_params": Field(TABLE, REQUIRED),
+                "prompt_logprobs": Field(FLAG, False), "topk_prompt_logprobs": Field(INTEGER, 0),
+                "topk_sample_logprobs": Field(INTEGER, 0), "prompt_alt_tokens_k": Field(INTEGER, 0),
+                "prompt_logprobs_last_n": Field(INTEGER), "record_stability_info": Field(FLAG, False),
+                "type": Field(ANY)},
+    "sampling_params": {"max_tokens": Field(INTEGER), "seed": Field(INTEGER), "stop": Field(ANY),
+                        "temperature": Field(NUMBER, 1.0), "top_k": Field(INTEGER, -1), "top_p": Field(NUMBER, 1.0)},
+    "retrieve_future": {"request_id": ID, "allow_metadata_only": Field(FLAG, False)},
+    "cancel_future": {"request_id": ID},
+}
+# field -> (value that asks for nothing, what to do instead), of asample
+NOT_SERVED = {"topk_prompt_logprobs": (0, "leave it out"), "topk_sample_logprobs": (0, "leave it out"),
+              "prompt_alt_tokens_k": (0, "leave it out"),
+              "record_stability_info": (False, "train with loss_fn=importance_sampling or ppo")}
+
+
+def parse(body: bytes) -> dict:
+    """Parses a JSON object. Raises Refused."""
+    try:
+        found = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as e:
+        raise Refused(400, f"the body is no JSON: {str(e)[:200]}") from None
+    if not isinstance(found, dict):
+        raise Refused(400, "the body is no JSON object")
+    return found
+
+
+def _no_number(name: str):
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def read(kind: str, body: dict, where: str = "") -> dict:
+    """Returns the fields of a body with their defaults. Raises Refused naming field, value and remedy."""
+    fields, where = BODIES[kind], where or kind
+    for name, value in body.items():
+        if name not in fields and value is not None:
+            raise Refused(422, f"{where}: the field {name!r} is not known here, and nothing is ignored; leave it out "
+                          f"(known: {', '.join(fields)})")
+    out = {}
+    for name, field in fields.items():
+        value = body.get(name)
+        if value is None:
+            if field.default is REQUIRED:
+                raise Refused(422, f"{where}.{name} is missing; send {WORDS.get(field.kind, 'a value')}")
+            out[name] = field.default
+            continue
+        wrong = isinstance(value, bool) and field.kind in (INTEGER, NUMBER) or not isinstance(value, field.kind)
+        if wrong or isinstance(value, (int, float)) and not -2.0**63 <= value < 2.0**64:
+            raise Refused(422, f"{where}.{name}={str(value)[:80]!r}: expected {WORDS[field.kind]}")
+        out[name] = value
+    return out
+
+
+def lora_options(config: dict, seed: int) -> LoraOptions:
+    """Returns the adapter that a lora_config describes. seed: where it names none."""
+    c = read("lora_config", config)
+    own = seed if c["seed"] is None else c["seed"] % 2**32
+    return LoraOptions(c["rank"], own, c["train_attn"], c["train_mlp"])
+
+
+def check_optimizer(config: dict | None) -> None:
+    """Raises Refused for an optimizer other than AdamW."""
+    if config is not None and config != {"type": "adamw"}:
+        raise Refused(422, f"optimizer_config={config!r}: this server has adamw; leave it out")
+
+
+def adam_settings(body: dict) -> AdamSettings:
+    """Returns the settings of an optim_step. Raises Refused for values out of bounds."""
+    if body["optimizer_params"] is not None:
+        raise Refused(422, f"optim_step.optimizer_params.type={body['optimizer_params'].get('type')!r}: this server "
+                      "has AdamW; send tinker.AdamParams")
+    found = AdamSettings(**read("adam_params", body["adam_params"] or {}))
+    for name, value in found._asdict().items():
+        high = 1.0 if name in ("beta1", "beta2") else math.inf
+        if not (0 <= value < high):
+            raise Refused(422, f"adam_params.{name}={value}: must be at least 0" + " and below 1" * (high == 1.0))
+    return found
+
+
+# ---- data of a loss
+
+
+def batch(data, loss_fn: str, config: dict, longest: int, vocab: int) -> Batch:
+    """Returns the data of a forward_backward as the trainer takes them. Raises Refused naming datum, field and value.
+
+    Args:
+      data: wire.Datum list. longest: most tokens of a sequence, the last target included. vocab: ids are below it.
+    """
+    loss = API_LOSSES.get(loss_fn)
+    if loss is None:
+        raise Refused(422, f"loss_fn={loss_fn!r} is not served here: choose {', '.join(API_LOSSES)}, or compute any "
+                      "loss of log-probs with forward_backward_custom")
+    bounds = dict(loss.thresholds)
+    for name, value in config.items():
+        if name not in bounds:
+            known = f"it has {', '.join(bounds)}" if bounds else "it has no options"
+            raise Refused(422, f"loss_fn_config.{name}={value!r}: not an option of {loss_fn}; {known}")
+        if isinstance(value, str) or not math.isfinite(value) or value < 0:
+            raise Refused(422, f"loss_fn_config.{name}={value!r}: must be a number of at least 0")
+        bounds[name] = value
+    if not data:
+        raise Refused(422, "data is empty: send at least one datum")
+    low, high = (*bounds.values(), 0.0, 0.0)[:2]
+    tokens, targets, columns = [], [], {name: [] for name in COLUMNS}
+    for i, datum in enumerate(data):
+        count = len(datum.tokens)
+        own = _datum(datum, f"data[{i}]", loss_fn, loss.tensors, longest, vocab)
+        tokens.append(datum.tokens)
+        targets.append(own.pop("target_tokens").astype(np.int32))
+        own = {"sampled": own.get("logprobs", np.zeros(count)), "advantage": own.get("advantages", np.zeros(count)),
+               "weight": own.get("weights", np.ones(count)), "loss": np.full(count, loss.number),
+               "low": np.full(count, low), "high": np.full(count, high)}
+        for name in COLUMNS:
+            columns[name].append(own[name])
+    return Batch(tokens, targets, columns)
+
+
+def _datum(datum, where: str, loss_fn: str, needed, longest: int, vocab: int) -> dict[str, np.ndarray]:
+    """Returns the checked tensors of one datum, [N] each."""
+    count, names = len(datum.tokens), ("target_tokens", *needed, "weights")
+    if not 1 <= count < longest:
+        raise Refused(422, f"{where}.model_input has {count} tokens: this server trains 1 to {longest - 1} and a last "
+                      "target (max_context_length); shorten it, or start the server with a larger "
+                      "--max-length")
+    _check_ids(datum.tokens, vocab, f"{where}.model_input")
+    out = {}
+    for name in datum.tensors:
+        if name not in names:
+            raise Refused(422, f"{where}.loss_fn_inputs has {name!r}: {loss_fn} reads {', '.join(names)}; leave it out")
+    for name in names:
+        own = datum.tensors.get(name)
+        if own is None:
+            if name == "weights":
+                continue
+            raise Refused(422, f"{where}.loss_fn_inputs.{name} is missing: {loss_fn} needs it")
+        if own.shape != (count,):
+            more = "; several targets a position are not served yet" * (own.ndim == 2)
+            raise Refused(422, f"{where}.loss_fn_inputs.{name} has the shape {list(own.shape)}: expected [{count}], "
+                          f"one number for each token of model_input{more}")
+        if name == "target_tokens":
+            if own.dtype.kind != "i":
+                raise Refused(422, f"{where}.loss_fn_inputs.target_tokens is {own.dtype}: send int64")
+            _check_ids(own, vocab, f"{where}.loss_fn_inputs.target_tokens")
+        elif not np.isfinite(own).all():
+            at = int(np.flatnonzero(~np.isfinite(own))[0])
+            raise Refused(422, f"{where}.loss_fn_inputs.{name}[{at}]={own[at]}: must be finite")
+        out[name] = own
+    return out
+
+
+def _check_ids(ids: np.ndarray, vocab: int, where: str) -> None:
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab))[0])
+        raise Refused(422, f"{where}[{at}]={ids[at]}: token ids are 0 to {vocab - 1}; is it another model's tokenizer?")
+
+
+# ---- sampling
+
+
+class Sample(NamedTuple):
+    """A checked asample."""
+
+    prompt: np.ndarray  # [P] int32
+    count: int
+    params: SamplingParams
+    seed: int | None
+    scores: bool
+    last: int | None
+
+
+def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_text: bool) -> Sample:
+    """Returns the sampling request of a body that `read` has checked. Raises Refused."""
+    for name, (nothing, remedy) in NOT_SERVED.items():
+        if body[name] != nothing:
+            raise Refused(422, f"asample.{name}={body[name]!r} is not served here; {remedy}")
+    prompt = prompt_tokens(body["prompt"], longest, vocab)
+    if not 1 <= body["num_samples"] <= MOST_SAMPLES:
+        raise Refused(422, f"asample.num_samples={body['num_samples']}: must be 1 to {MOST_SAMPLES}")
+    last = body["prompt_logprobs_last_n"]
+    if last is not None and not (body["prompt_logprobs"] and 1 <= last < len(prompt)):
+        raise Refused(422, f"asample.prompt_logprobs_last_n={last}: must be 1 to {len(prompt) - 1}, with "
+                      "prompt_logprobs")
+    p = read("sampling_params", body["sampling_params"])
+    room = longest - len(prompt)
+    wanted = room if p["max_tokens"] is None else p["max_tokens"]
+    if wanted < 1:
+        raise Refused(422, f"sampling_params.max_tokens={wanted}: must be at least 1")
+    texts, ids = _stops(p["stop"], eos_ids, vocab)
+    if texts and not has_text:
+        raise Refused(422, f"sampling_params.stop={list(texts)!r}: the server has no tokenizer; send token ids")
+    try:
+        params = SamplingParams(float(p["temperature"]), float(p["top_p"]), -1 if p["top_k"] == 0 else p["top_k"],
+                                max_new_tokens=min(wanted, room), stop=texts, stop_token_ids=ids)
+    except ValueError as e:
+        raise Refused(422, f"asample: {e}") from None
+    return Sample(prompt, body["num_samples"], params, p["seed"], body["prompt_logprobs"], last)
+
+
+def prompt_tokens(prompt: dict, longest: int, vocab: int) -> np.ndarray:
+    """Returns the token ids [P] of a prompt of text chunks. Raises Refused."""
+    parts = []
+    for k, chunk in enumerate(prompt.get("chunks") or []):
+        if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
+            kind = chunk.get("type") if isinstance(chunk, dict) else chunk
+            raise Refused(422, f"prompt.chunks[{k}] is of the type {kind!r}: this server takes encoded_text alone")
+        tokens = chunk.get("tokens")
+        if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
+            raise Refused(422, f"prompt.chunks[{k}].tokens: expected a list of whole numbers")
+        parts += tokens
+    if not 1 <= len(parts) < longest:
+        raise Refused(422, f"prompt has {len(parts)} tokens: this server serves 1 to {longest - 1}, so that one can be "
+                      "sampled; shorten it, or start the server with a larger --max-length")
+    _check_ids(np.array(parts, object), vocab, "prompt")
+    return np.array(parts, np.int32)
+
+
+def _stops(stop, eos_ids, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Returns (stop texts, end tokens): the model's end tokens, without any for [] (the protocol's "nothing ends")."""
+    if stop is None:
+        return (), eos_ids
+    if stop == []:
+        return (), ()
+    stops = [stop] if isinstance(stop, (str, int)) else stop
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        raise Refused(422, f"sampling_params.stop: expected at most {MOST_STOPS} texts or token ids")
+    texts = tuple(s for s in stops if isinstance(s, str) and 0 < len(s) <= MOST_STOP)
+    ids = tuple(s for s in stops if type(s) is int)
+    if len(texts) == len(stops):
+        return texts, eos_ids
+    if len(ids) == len(stops):
+        _check_ids(np.array(ids, object), vocab, "sampling_params.stop")
+        ids = tuple(dict.fromkeys((*ids, *eos_ids)))
+        if len(ids) > ENDS:
+            raise Refused(422, f"sampling_params.stop has {len(stops)} token ids: at most {ENDS - len(eos_ids)} are "
+                          "served")
+        return (), ids
+    raise Refused(422, f"sampling_params.stop: expected texts of 1 to {MOST_STOP} characters, or token ids, not both")

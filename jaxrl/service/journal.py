@@ -1,0 +1,111 @@
+"""An append-only file of what a server accepted and answered: a restart after kill -9 loses and repeats nothing.
+
+A record is a JSON header and a body, with a CRC over both. A torn or damaged record ends the file: what follows it was
+never answered, because a record is written before the answer that depends on it. `write` survives the death of the
+process; a power failure may lose what the system had not written yet.
+
+Called by service.operations (append), service.recovery (read) and service.worker (append).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxrl.errors import ConfigError
+
+log = logging.getLogger("jaxrl")
+HEAD = struct.Struct("<III")  # CRC-32 of header and body, bytes of the header, bytes of the body
+LONGEST = 1 << 30  # bytes of a record, beyond which its head is damaged
+
+
+class Record(NamedTuple):
+    """header: JSON, with the entry "kind". body: bytes."""
+
+    header: dict
+    body: bytes
+
+
+class Journal:
+    """The journal of a folder, which one process at a time may have.
+
+    Raises ConfigError if another process has it.
+    """
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self._lock = folder / "journal", threading.Lock()
+        self._held = open(folder / "lock", "w")  # noqa: SIM115 (until close)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"--dir={folder.parent}: another server works in this folder; stop it, or choose another "
+                              "--dir") from None
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close)
+        self.bytes = self.path.stat().st_size
+
+    def append(self, header: dict, body: bytes = b"") -> None:
+        """Writes a record; on return it survives the death of the process. Raises OSError, having written nothing."""
+        data = _encoded(header, body)
+        with self._lock:
+            left = memoryview(data)
+            try:
+                while left:
+                    left = left[self._file.write(left):]
+            except OSError:
+                self._file.truncate(self.bytes)  # a torn record would hide those behind it
+                raise
+            self.bytes += len(data)
+
+    def records(self) -> Iterator[Record]:
+        """Yields the records of the file, up to the first damaged one."""
+        yield from _records(self.path)
+
+    def compact(self, needed: Callable[[Record], Record | None]) -> None:
+        """Replaces the file, at once, by one with what is `needed` of each record; a damaged end is dropped."""
+        with self._lock:
+            temporary, before = self.path.with_name("journal.new"), self.bytes
+            with open(temporary, "wb") as f:
+                for record in _records(self.path):
+                    if (kept := needed(record)) is not None:
+                        f.write(_encoded(*kept))
+                f.flush()
+                os.fsync(f.fileno())
+            self._file.close()
+            os.replace(temporary, self.path)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close)
+            self.bytes = self.path.stat().st_size
+        if self.bytes < before:
+            log.info("journal: %d bytes of %d are still needed", self.bytes, before)
+
+    def close(self) -> None:
+        """Closes the file and lets another process have the folder."""
+        self._file.close()
+        self._held.close()
+
+
+def _encoded(header: dict, body: bytes) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return HEAD.pack(zlib.crc32(body, zlib.crc32(text)), len(text), len(body)) + text + body
+
+
+def _records(path: Path) -> Iterator[Record]:
+    with open(path, "rb") as f:
+        at = 0
+        while head := f.read(HEAD.size):
+            crc, text, body = HEAD.unpack(head) if len(head) == HEAD.size else (0, LONGEST, 0)
+            data = f.read(text + body) if text + body < LONGEST else b""
+            if len(data) != text + body or zlib.crc32(data) != crc:
+                log.warning("journal: %s ends with a damaged record at byte %d; it was never answered and is dropped",
+                            path, at)
+                return
+            yield Record(json.loads(data[:text]), data[text:])
+            at = f.tell()

@@ -1,0 +1,212 @@
+"""Samples from versions of the adapter, and scores prompts under them.
+
+A version is a copy of an adapter's leaves in host memory, under a name; BASE is the model without an adapter. The
+engine holds one version at a time: requests are served in their order, all that wait for a version together before the
+next one is published.
+
+Knows values only, as service.trainer. Called by service.worker, from one thread.
+
+Legend: P prompt tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from jaxrl import training
+from jaxrl.rollout.protocol import Request, SamplingParams
+from jaxrl.service.refusals import Refused
+from jaxrl.types import Trajectories
+
+BASE = ""  # name of the version without an adapter
+ENDS = 16  # end tokens that one request may have
+
+
+@dataclasses.dataclass(eq=False)
+class SampleJob:
+    """A request of several samples of one prompt.
+
+    Attributes:
+      id: unique among unfinished ones. version: name of the weights.
+      prompt: [P] int32. count: samples. params: of each; its stop_token_ids are all of the end tokens.
+      seed: decides all samples; None = drawn from the id, so that the same request gives the same samples.
+      scores: return log-probs of the prompt. last: of its last tokens alone; None = of all.
+      future: gets (samples, prompt log-probs [P] or None), or an exception.
+    """
+
+    id: str
+    version: str
+    prompt: np.ndarray
+    count: int
+    params: SamplingParams
+    seed: int | None
+    scores: bool
+    last: int | None
+    future: Any
+    samples: list = dataclasses.field(default_factory=list)
+    logprobs: np.ndarray | None = None
+    missing: int = 0
+
+
+def sample_seed(seed: int | None, job: str, index: int) -> int:
+    """Returns the seed (uint32) of one sample. The first one of a given seed has that seed itself."""
+    if seed is not None and index == 0:
+        return seed % 2**32
+    text = f"{job if seed is None else seed}\0{index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+class Sampler:
+    """Jobs in their order, the versions they need, and the engine.
+
+    Args:
+      engine: rollout.protocol.Engine made without end tokens of its own.
+      read: training.make_reader's function. row_shapes: of the rows that score prompts.
+      params: leaves of a version -> parameter tree.
+      base: leaves of BASE.
+    """
+
+    def __init__(self, engine, read, row_shapes, params, base):
+        self.engine, self.read, self.row_shapes, self.params = engine, read, row_shapes, params
+        self.versions: dict[str, dict] = {BASE: base}
+        self._waiting: deque[SampleJob] = deque()
+        self._running: dict[str, SampleJob] = {}  # by the id of the engine's request
+        self._published: str | None = None
+        self._count = 0
+        self._tree: Any = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are unfinished jobs."""
+        return bool(self._waiting or self._running)
+
+    def keep(self, name: str, leaves: dict) -> None:
+        """Adds a version, or replaces one that no job samples from at present."""
+        self.versions[name] = leaves
+        if self._published == name:
+            self._published = None
+
+    def needed(self) -> set[str]:
+        """Returns the versions that unfinished jobs sample from."""
+        return {job.version for job in (*self._waiting, *self._running.values())}
+
+    def forget(self, name: str) -> None:
+        """Drops a version."""
+        self.versions.pop(name, None)
+
+    def submit(self, job: SampleJob) -> None:
+        """Queues a job."""
+        self._waiting.append(job)
+
+    def work(self, seconds: float) -> None:
+        """Works on jobs for about so long: finishes those of the published version, then publishes the next one."""
+        self._admit()
+        for result in self.engine.poll(seconds) if self._running else ():
+            self._finish(result)
+
+    def cancel(self, job_id: str) -> None:
+        """Ends a job that nobody waits for any more."""
+        if mine := [key for key, job in self._running.items() if job.id == job_id]:
+            self.engine.abort(mine)
+        for job in {job for job in (*self._waiting, *self._running.values()) if job.id == job_id}:
+            job.future.set_exception(Refused(422, "asample: the client cancelled it"))
+        self._waiting = deque(job for job in self._waiting if job.id != job_id)
+        self._running = {key: job for key, job in self._running.items() if job.id != job_id}
+
+    def fail(self, error: Exception) -> None:
+        """Ends all jobs with an error, after `work` has raised one."""
+        jobs = {*self._waiting, *self._running.values()}
+        self._waiting.clear()
+        self._running.clear()
+        self._published = None
+        self.engine.abort()
+        self.engine.poll(0.0)
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_exception(error)
+
+    def _admit(self) -> None:
+        """Takes waiting jobs of the first one's version: scores their prompts, and submits their samples.
+
+        While jobs of another version run it takes none, and while jobs of the same version run those at the head alone.
+        """
+        if not self._waiting or self._running and self._waiting[0].version != self._published:
+            return
+        version, jobs = self._waiting[0].version, []
+        if self._running:
+            while self._waiting and self._waiting[0].version == version:
+                jobs.append(self._waiting.popleft())
+        else:
+            jobs = [job for job in self._waiting if job.version == version]
+            self._waiting = deque(job for job in self._waiting if job.version != version)
+        try:
+            self._publish(version)
+            self._score([job for job in jobs if job.scores])
+        except Refused as e:
+            for job in jobs:
+                job.future.set_exception(e)
+            return
+        except Exception:
+            self._waiting.extendleft(reversed(jobs))  # `fail` ends them
+            raise
+        for job in jobs:
+            requests = [Request(f"{job.id}/{i}", job.prompt, job.params, sample_seed(job.seed, job.id, i))
+                        for i in range(job.count)]
+            try:
+                self.engine.submit(requests)
+            except ValueError as e:
+                job.future.set_exception(Refused(422, f"asample: {e}"))
+                continue
+            job.samples, job.missing = [None] * job.count, job.count
+            self._running |= {request.id: job for request in requests}
+
+    def _publish(self, version: str) -> None:
+        if version not in self.versions:
+            raise Refused(410, f"the weights {version!r} are no longer kept: save them again with a name "
+                          "(save_weights_for_sampler), or sample from a newer version")
+        if self._published != version:
+            self._count += 1
+            self._tree = self.params(self.versions[version])
+            self.engine.publish(self._tree, self._count)
+            self._published = version
+
+    def _score(self, jobs: list[SampleJob]) -> None:
+        """Computes the log-probs of the prompts of jobs, packed into rows together."""
+        long = [job for job in jobs if len(job.prompt) > 1]
+        for job in jobs:
+            job.logprobs = np.full(len(job.prompt), np.nan, np.float32)
+        if not long:
+            return
+        traj = prompts([job.prompt for job in long])
+        layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
+        found = self.read(self._tree, traj, layout)["logprob"]
+        for job, start in zip(long, traj.offsets, strict=False):
+            first = 1 if job.last is None else len(job.prompt) - job.last
+            job.logprobs = np.concatenate([np.full(first, np.nan, np.float32), found[start:][first:len(job.prompt)]])
+
+    def _finish(self, result) -> None:
+        job = self._running.pop(result.id, None)
+        if job is None:
+            return
+        index = int(result.id.rpartition("/")[2])
+        job.samples[index] = (result.tokens, result.logprobs, result.finish)
+        job.missing -= 1
+        if not job.missing and not job.future.done():
+            job.future.set_result((job.samples, job.logprobs))
+
+
+def prompts(tokens: list[np.ndarray]) -> Trajectories:
+    """Returns sequences as a ragged batch in which every token but the first is scored."""
+    offsets = np.cumsum([0, *map(len, tokens)])
+    mask, count = np.ones(offsets[-1], bool), len(tokens)
+    mask[offsets[:-1]] = False
+    zeros = np.zeros(offsets[-1], np.float32)
+    return Trajectories(
+        tokens=np.concatenate(tokens).astype(np.int32), offsets=offsets, loss_mask=mask, logprobs=zeros,
+        versions=zeros.astype(np.int32) - 1, prompt_lengths=np.zeros(count, np.int32), group=np.arange(count),
+        sample=np.zeros(count, np.int32), seed=np.zeros(count, np.uint32), finish=np.zeros(count, np.int8))

@@ -1,0 +1,114 @@
+"""Copies of runs on the disk, from which a server goes on: adapter, moments, gradients not applied yet, next number.
+
+    <folder>/runs/<run>.npz        the newest snapshot of a run
+    <folder>/versions/<name>.npz   weights of a sampling session that were saved without a path
+
+Each file appears at once, by rename. Knows values only. Called by service.worker and service.operations.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.service.trainer import LoraOptions
+
+ABOUT = "about"
+
+
+class Snapshot(NamedTuple):
+    """A run as it was before the task `next`. run: service.trainer.Run."""
+
+    run: Any
+    next: int
+    failure: str
+
+
+class Snapshots:
+    """The snapshots of a folder. trainer: service.trainer.Trainer, which makes runs of arrays."""
+
+    def __init__(self, folder: Path, trainer):
+        self.runs, self.versions, self.trainer = folder / "runs", folder / "versions", trainer
+        self._next: dict[str, int] = {}
+        for path in (self.runs, self.versions):
+            path.mkdir(parents=True, exist_ok=True)
+
+    def save(self, model_id: str, run, number: int, failure: str) -> None:
+        """Writes the snapshot of a run whose next task has this number."""
+        about = {"lora": run.options._asdict(), "next": number, "failure": failure, "loss": run.loss}
+        _write(self._run(model_id), self.trainer.arrays(run) | {ABOUT: np.array(json.dumps(about))})
+        self._next[model_id] = number
+
+    def about(self, model_id: str) -> dict | None:
+        """Returns lora, next, failure and loss of a run's snapshot; None = there is none."""
+        arrays = _read(self._run(model_id), (ABOUT,))
+        return None if arrays is None else json.loads(str(arrays[ABOUT]))
+
+    def next(self, model_id: str) -> int:
+        """Returns the number of the first task that a run's snapshot does not hold; 0 = there is no snapshot."""
+        if model_id not in self._next:
+            about = self.about(model_id)
+            self._next[model_id] = 0 if about is None else about["next"]
+        return self._next[model_id]
+
+    def load(self, model_id: str) -> Snapshot | None:
+        """Returns the snapshot of a run, or None."""
+        if (arrays := _read(self._run(model_id))) is None:
+            return None
+        about = json.loads(str(arrays.pop(ABOUT)))
+        run = self.trainer.from_arrays(LoraOptions(**about["lora"]), arrays)
+        run.loss = about["loss"]
+        return Snapshot(run, about["next"], about["failure"])
+
+    def keep_version(self, name: str, leaves: dict) -> None:
+        """Writes the weights of a sampling session."""
+        _write(self._version(name), leaves)
+
+    def version(self, name: str) -> dict | None:
+        """Returns the weights of a sampling session, or None."""
+        return _read(self._version(name))
+
+    def has_version(self, name: str) -> bool:
+        """Whether there are weights of a sampling session."""
+        return self._version(name).exists()
+
+    def prune(self, most: int) -> None:
+        """Deletes the oldest weights of sampling sessions beyond so many."""
+        found = sorted(self.versions.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
+        for path in found[:max(0, len(found) - most)]:
+            path.unlink()
+
+    def forget_version(self, name: str) -> None:
+        """Deletes the weights of a sampling session."""
+        self._version(name).unlink(missing_ok=True)
+
+    def _run(self, model_id: str) -> Path:
+        return self.runs / f"{model_id.replace(':', '_')}.npz"
+
+    def _version(self, name: str) -> Path:
+        return self.versions / f"{name.replace(':', '_')}.npz"
+
+
+def _write(path: Path, arrays: dict) -> None:
+    temporary = path.with_suffix(".new")
+    with open(temporary, "wb") as f:
+        np.savez(f, **arrays)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def _read(path: Path, names: tuple[str, ...] = ()) -> dict | None:
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return {name: found[name] for name in names or found.files}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, zipfile.BadZipFile) as e:
+        raise OSError(f"{path}: {e}; the snapshot is damaged: restore the file, or move it away and lose "
+                      "this run") from None

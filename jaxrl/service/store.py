@@ -1,0 +1,141 @@
+"""Saved weights on the disk: one folder for each `tinker://` path, which appears at once and is never half written.
+
+    <folder>/<run>/weights/<name>/           adapter in PEFT's files, optimizer.npz, about.json
+    <folder>/<run>/sampler_weights/<name>/   adapter in PEFT's files, about.json
+
+Names are matched against NAME before a path is made of them. Called by service.worker and, to list, by service.routes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.service.refusals import Refused
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:train:[0-9]{1,9})?")
+KINDS = {"weights": "training", "sampler_weights": "sampler"}  # part of a path -> the protocol's type of a checkpoint
+ABOUT, OPTIMIZER = "about.json", "optimizer.npz"
+
+
+class Address(NamedTuple):
+    """Where weights are: a run, a kind of KINDS, and a name within both."""
+
+    run: str
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @classmethod
+    def parse(cls, path: str) -> Address:
+        """Parses a path of the form tinker://run/kind/name. Raises Refused."""
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS or not (
+                RUN.fullmatch(parts[0]) and NAME.fullmatch(parts[2])):
+            raise Refused(422, f"path={path!r}: expected tinker://RUN/{'|'.join(KINDS)}/NAME")
+        return cls(*parts)
+
+
+def check_name(name) -> str:
+    """Returns a name for saved weights. Raises Refused."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise Refused(422, f"path={name!r}: a name has 1 to 128 letters, digits, '.', '_' and '-', and begins with a "
+                      "letter or digit")
+    return name
+
+
+class Store:
+    """The folder of saved weights. Raises Refused(404) for addresses that are not there."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def _of(self, address: Address) -> Path:
+        return self.folder / address.run.replace(":", "_") / address.kind / address.name
+
+    def write(self, address: Address, about: dict, write_adapter: Callable[[Path], None], moments=None,
+              overwrite: bool = False) -> None:
+        """Writes weights, unless the same request did. Raises Refused if the name is taken and not to be overwritten.
+
+        Args:
+          about: what `about` returns, JSON; its entry "request" names the request.
+          write_adapter: writes PEFT's files into a folder that it makes.
+          moments: arrays of the optimizer by name; None = none.
+        """
+        folder = self._of(address)
+        if (before := _read(folder)) is not None and before.get("request") == about["request"]:
+            return  # a restart does it again
+        if folder.exists() and not overwrite:
+            raise Refused(422, f"path={address.name!r}: {address} exists; choose another name, or set overwrite=True")
+        temporary = folder.with_name(f".{folder.name}.new")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            write_adapter(temporary)
+            if moments is not None:
+                with open(temporary / OPTIMIZER, "wb") as f:
+                    np.savez(f, **moments)
+            (temporary / ABOUT).write_text(json.dumps(about | {"address": str(address)}, indent=1) + "\n", "utf-8")
+            old = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                folder.rename(old)
+            temporary.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def about(self, address: Address) -> dict:
+        """Returns what was written about weights."""
+        if (found := _read(self._of(address))) is None:
+            raise Refused(404, f"path={str(address)!r}: there are no such weights on this server")
+        return found
+
+    def adapter(self, address: Address) -> Path:
+        """Returns the folder with PEFT's files."""
+        self.about(address)
+        return self._of(address)
+
+    def moments(self, address: Address) -> dict[str, np.ndarray]:
+        """Returns the optimizer's arrays. Raises Refused if the weights have none."""
+        self.about(address)
+        try:
+            with np.load(self._of(address) / OPTIMIZER, allow_pickle=False) as found:
+                return {name: found[name] for name in found.files}
+        except OSError:
+            raise Refused(422, f"path={str(address)!r} has no optimizer state: load it without the optimizer") from None
+
+    def delete(self, address: Address) -> None:
+        """Deletes weights."""
+        self.about(address)
+        shutil.rmtree(self._of(address))
+
+    def list(self, run: str = "") -> list[dict]:
+        """Returns what was written about all weights, the newest first; of one run if given. Raises Refused."""
+        if run and not RUN.fullmatch(run):
+            raise Refused(404, f"training run {run!r}: there is none of this name")
+        folders = sorted(self.folder.glob(f"{run.replace(':', '_') or '*'}/*/*/"))
+        found = [_read(folder) for folder in folders if not folder.name.startswith(".")]
+        return sorted((about for about in found if about is not None), key=lambda about: -about["time"])
+
+
+def _read(folder: Path) -> dict | None:
+    """Returns what was written about a folder's weights, or None; deletes those that have expired."""
+    try:
+        about = json.loads((folder / ABOUT).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    if about["expires"] is not None and about["expires"] < time.time():
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return about

@@ -1,0 +1,376 @@
+"""Trains LoRA runs of any rank over one frozen base, with the jitted functions of training.make_update.
+
+The model has one adapter of the largest rank on every linear map of its layers. A run of a smaller rank, or on fewer
+modules, leaves the other columns of A and B at zero: both of their gradients are zero there, so they stay zero, and
+every run shares the same few programs. The scale of the adapter and the settings of the optimizer are data, too.
+
+Gradients of a run add up in its window, from forward_backward to forward_backward, until optim_step applies them.
+
+Knows values only: no HTTP, no files, no order of requests. Called by service.worker, from one thread.
+
+Legend: T tokens of a ragged batch, N positions of a datum, R rows, S loss slots per row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.traverse_util import unflatten_dict
+
+from jaxrl import training
+from jaxrl.algorithms.api_losses import token_losses
+from jaxrl.models import adapters
+from jaxrl.models.adapters import peft
+from jaxrl.models.adapters.initialization import initial
+from jaxrl.models.adapters.selection import Selection, linears, resolved
+from jaxrl.processes.exchange import to_host
+from jaxrl.service.refusals import Refused
+from jaxrl.training.objective import Objective
+from jaxrl.training.update import make_scaled
+from jaxrl.types import TrainState, Trajectories, merge
+
+COLUMNS = ("sampled", "advantage", "weight", "loss", "low", "high")  # of token_losses, in its order
+
+
+class Batch(NamedTuple):
+    """Data of one forward_backward.
+
+    Attributes:
+      tokens, targets: [N] int32 of each datum, of equal lengths.
+      columns: {name of COLUMNS: [N] of each datum}.
+    """
+
+    tokens: list[np.ndarray]
+    targets: list[np.ndarray]
+    columns: dict[str, list[np.ndarray]]
+
+
+class AdamSettings(NamedTuple):
+    """Options of one optim_step, torch's AdamW: numbers, or arrays in an AdamState.
+
+    Attributes:
+      grad_clip_norm: global norm to which the gradient is clipped; 0 = not clipped.
+    """
+
+    learning_rate: Any = 1e-4
+    beta1: Any = 0.9
+    beta2: Any = 0.95
+    eps: Any = 1e-12
+    weight_decay: Any = 0.0
+    grad_clip_norm: Any = 0.0
+
+
+class AdamState(NamedTuple):
+    """State of `adam`: moments, and the settings of the next update as arrays."""
+
+    moments: Any
+    settings: AdamSettings
+
+
+class LoraOptions(NamedTuple):
+    """What a run's adapter is: rank, seed of A, and which linear maps have one."""
+
+    rank: int
+    seed: int = 0
+    attention: bool = True
+    mlp: bool = True
+
+
+@dataclasses.dataclass
+class Run:
+    """One adapter in training.
+
+    Attributes:
+      options: its LoraOptions. adapter: the same as models.adapters has it.
+      state: TrainState without the base: `frozen` holds the scales alone.
+      window: gradients since the last optim_step; None = none. loss: their sum of losses.
+    """
+
+    options: LoraOptions
+    adapter: adapters.Adapter
+    state: TrainState
+    window: Any = None
+    loss: float = 0.0
+
+
+def adam() -> optax.GradientTransformation:
+    """Returns AdamW (Loshchilov and Hutter, arXiv 1711.05101) whose settings are arrays in its state."""
+
+    def init(params) -> Any:
+        kind = jnp.result_type(float)
+        return AdamState(optax.scale_by_adam().init(params), AdamSettings(*(jnp.asarray(x, kind) for x in DEFAULTS)))
+
+    def update(updates, state, params=None) -> Any:
+        s, norm = state.settings, optax.global_norm(updates)
+        factor = jnp.where(s.grad_clip_norm > 0, jnp.minimum(1.0, s.grad_clip_norm / jnp.maximum(norm, 1e-12)), 1.0)
+        grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), updates)
+        steps, moments = optax.scale_by_adam(s.beta1, s.beta2, s.eps).update(grads, state.moments)
+        step = lambda u, p: (-s.learning_rate * (u + s.weight_decay * p)).astype(p.dtype)  # noqa: E731
+        return jax.tree.map(step, steps, params), AdamState(moments, s)
+
+    return optax.GradientTransformation(init, update)
+
+
+DEFAULTS = AdamSettings()
+
+
+@dataclasses.dataclass(frozen=True)
+class SumOfTokens(Objective):
+    """Minimises sum_t token_losses: the losses of the protocol. The metric "logprob" is [R, S], of every slot."""
+
+    weights = ("token",)
+    columns = COLUMNS
+    routers = False
+
+    @jax.named_scope("loss")
+    def loss(self, outputs, batch, entropy_coef=None):
+        logp, _, _ = outputs.logprobs()
+        loss = jnp.sum(jnp.where(outputs.mask, token_losses(logp, *(batch.columns[name] for name in COLUMNS)), 0))
+        return loss, {"logprob": jax.lax.stop_gradient(logp)}
+
+
+def lora_adapter(model, options: LoraOptions, alpha: float) -> adapters.Adapter:
+    """Returns the adapter of `options` on a model without one; scale alpha / rank. Raises Refused if it has no map."""
+    found = resolved(Selection(options.rank, alpha), model, strict=True)
+    in_mlp = {name for name, places in linears(model).items() if "mlp" in places[0].entry.path}
+    chosen = tuple(t for t in found.targets if (options.mlp if t.name in in_mlp else options.attention))
+    if not chosen:
+        raise Refused(422, "lora_config: train_mlp=False and train_attn=False leave nothing to train here")
+    return dataclasses.replace(found, targets=chosen)
+
+
+class Trainer:
+    """The programs and the base that all runs share.
+
+    Args:
+      model: jaxrl.models.Model whose adapter has the largest rank on every linear map.
+      base: flat dict of the base's parameters, on the devices.
+      places: flat name -> sharding of the model's parameters. everywhere: sharding of small arrays.
+      row_shapes: training.RowShapes; a datum and its last target fit the longest row.
+      put: host PackedBatch -> device PackedBatch.
+      alpha: of every adapter; its scale is alpha / rank.
+      chunk: loss tokens whose logits exist at once.
+    """
+
+    def __init__(self, model, base, places, everywhere, row_shapes, put, alpha: float = 32.0, chunk: int = 1024):
+        self.model, self.base, self.places, self.everywhere = model, base, places, everywhere
+        self.row_shapes, self.put, self.alpha = row_shapes, put, alpha
+        self.rank = max(t.rank for t in model.adapter.targets)
+        objective = SumOfTokens(chunk=chunk, max_grad_norm=0.0)
+        self.optimizer = adam()
+        self.update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
+        scaled = make_scaled(model, objective)
+        self._evaluate = jax.jit(lambda trainable, frozen, stats, batch: scaled(trainable, frozen, batch, stats)[1])
+        self._start = jax.jit(lambda trainable, frozen: training.init_state(trainable, frozen, self.optimizer))
+        self._zeros: dict[tuple, Any] = {}  # shape of a microbatch -> metrics to add to
+        self.dtype = jnp.result_type(jnp.float32, *(x.dtype for x in base.values() if x.dtype == jnp.float64))
+
+    @property
+    def longest(self) -> int:
+        """Returns the most tokens of a sequence: of a datum's input and its last target."""
+        return self.row_shapes.lengths[-1]
+
+    # ---- a run begins
+
+    def start(self, options: LoraOptions) -> Run:
+        """Starts a run: A drawn from the seed, B zero. Raises Refused for a rank that is not served."""
+        if not 1 <= options.rank <= self.rank:
+            raise Refused(422, f"lora_config.rank={options.rank}: this server trains ranks 1 to {self.rank}; start it "
+                          f"with --rank={max(options.rank, 1)}")
+        adapter = lora_adapter(self.model.base, options, self.alpha)
+        own = dataclasses.replace(self.model, adapter=adapter)
+        key = jax.random.fold_in(jax.random.key(options.seed), LORA_STREAM)
+        return self.restored(options, initial(own, key, self.base, "default"))
+
+    def restored(self, options: LoraOptions, leaves: dict, moments=None) -> Run:
+        """Starts a run from the leaves of its own rank, by flat name; `moments` are a save's (count, mu, nu)."""
+        adapter = lora_adapter(self.model.base, options, self.alpha)
+        padded = self._padded({name: np.asarray(x, self.dtype) for name, x in leaves.items()})
+        trainable = {name: x for name, x in padded.items() if not name.endswith("/scale")}
+        state = self._start(trainable, {name: x for name, x in padded.items() if name not in trainable})
+        state = jax.device_put(state, self._places_of(state))
+        run = Run(options, adapter, state)
+        if moments is not None:
+            count, mu, nu = moments
+            kept = state.opt_state.moments._replace(count=np.array(count, np.int32), mu=mu, nu=nu)
+            was = jax.tree.map(lambda x: x.sharding, state.opt_state.moments)
+            opt_state = state.opt_state._replace(moments=jax.device_put(kept, was))
+            step = jax.device_put(np.array(count, np.int32), state.step.sharding)  # a buffer of its own: it is donated
+            run.state = state.replace(opt_state=opt_state, step=step)
+        return run
+
+    def _padded(self, leaves: dict) -> dict:
+        """Returns all leaves of the model's adapter; columns and modules that `leaves` lacks are zero."""
+        out = {}
+        for entry in self.model.entries:
+            if entry.row.init != "adapter":
+                continue
+            name = "/".join(entry.path)
+            whole = np.zeros(entry.shape, self.dtype)
+            if (own := leaves.get(name)) is not None:
+                whole[tuple(slice(0, n) for n in own.shape)] = own
+            out[name] = whole
+        return out
+
+    def _places_of(self, state: TrainState):
+        """Returns the sharding of every leaf: moments as their parameter, whose name ends their path."""
+        def place(path, x):
+            name = getattr(path[-1], "key", None)
+            return self.places[name] if name in self.places else self.everywhere
+
+        return jax.tree_util.tree_map_with_path(place, state)
+
+    # ---- one request
+
+    def forward_backward(self, run: Run, batch: Batch, learn: bool) -> tuple[list[np.ndarray], float]:
+        """Computes a loss, and adds its gradient to the run's window if `learn`.
+
+        Returns (log-probs [N] of each datum's targets, sum of losses). Raises Refused if the loss is not finite: the
+        window is empty then.
+        """
+        traj, columns = ragged(batch, self.dtype)
+        layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
+        token = {"token": traj.loss_mask.astype(self.dtype)}
+        state, frozen = run.state, {**self.base, **run.state.frozen}
+        pending, grads = [], run.window
+        empty, accumulate, _ = self.update.compiled(state.replace(frozen=frozen))
+        for micro in layout.minibatches[0].microbatches:
+            packed = training.pack(traj, micro, columns, token, self.dtype)
+            packed = packed.replace(targets=packed.columns.pop("target"))
+            device = self.put(packed)
+            if not learn:
+                metrics = self._evaluate(state.trainable, frozen, state.stats, device)
+            else:
+                shape = packed.tokens.shape
+                if grads is None or shape not in self._zeros:
+                    zeros, metrics = empty(state.trainable, frozen, device)
+                    grads = zeros if grads is None else grads
+                    self._zeros.setdefault(shape, jax.device_get(metrics))
+                run.window = None  # donated
+                grads, metrics = accumulate(state.trainable, frozen, state.stats, grads, self._zeros[shape], (device,),
+                                            None)
+            pending.append((micro, metrics))
+        loss, out = 0.0, np.zeros(len(traj.tokens), self.dtype)
+        for micro, metrics in pending:
+            training.unpack(traj, micro, to_host(metrics["logprob"]), out)
+            loss += float(to_host(metrics["loss"]))
+        run.window = grads
+        if learn:
+            run.loss += loss
+        if not np.isfinite(loss):
+            self.empty_window(run)
+            raise Refused(422, f"the loss is {loss}: nothing was added; look for log-probs far below those of the "
+                          "policy, very large advantages, or a learning rate that destroyed the adapter")
+        return [out[a + 1:b] for a, b in zip(traj.offsets[:-1], traj.offsets[1:], strict=True)], loss
+
+    def empty_window(self, run: Run) -> None:
+        """Drops the gradients that were not applied."""
+        run.window, run.loss = None, 0.0
+
+    def optim_step(self, run: Run, settings: AdamSettings) -> dict[str, float]:
+        """Applies the gradients of the window and empties it.
+
+        Returns metrics. Raises Refused without gradients, and if they are not finite; nothing is applied then.
+        """
+        if run.window is None:
+            raise Refused(422, "optim_step: there are no gradients; call forward_backward before it")
+        old = run.state.opt_state.settings
+        arrays = AdamSettings(*(jax.device_put(np.asarray(x, was.dtype), was.sharding)
+                                for x, was in zip(settings, old, strict=True)))
+        state = run.state.replace(opt_state=run.state.opt_state._replace(settings=arrays))
+        apply = self.update.compiled(state)[2]
+        grads, loss = run.window, np.asarray(run.loss, self.dtype)
+        run.state, metrics = apply(state, grads, {"loss": loss})
+        self.empty_window(run)
+        if float(metrics["optim/skipped"]):
+            raise Refused(422, "optim_step: the gradient is not finite; nothing was applied")
+        return {"optim/grad_norm": float(metrics["optim/grad_norm"]), "optim/step": float(run.state.step)}
+
+    # ---- what is kept
+
+    def leaves(self, run: Run) -> dict[str, np.ndarray]:
+        """Returns copies of the adapter's leaves in host memory, of the largest rank."""
+        return {name: np.array(to_host(x)) for name, x in {**run.state.trainable, **run.state.frozen}.items()}
+
+    def arrays(self, run: Run) -> dict[str, np.ndarray]:
+        """Returns copies of everything that a run needs to go on: "adapter/<name>", moments, "window/<name>"."""
+        out = {f"adapter/{name}": x for name, x in self.leaves(run).items()} | self.moments(run)
+        return out | {f"window/{name}": np.array(to_host(x)) for name, x in (run.window or {}).items()}
+
+    def from_arrays(self, options: LoraOptions, arrays: dict) -> Run:
+        """Returns the run that `arrays` was called with, bit for bit."""
+        def part(kind):
+            return self.fitted({name.removeprefix(kind): x for name, x in arrays.items() if name.startswith(kind)})
+
+        run = self.restored(options, part("adapter/"), (arrays["count"], part("mu/"), part("nu/")))
+        if window := part("window/"):
+            run.window = {name: jax.device_put(x, self.places[name]) for name, x in window.items()}
+        return run
+
+    def moments(self, run: Run) -> dict[str, np.ndarray]:
+        """Returns copies of the optimizer's moments in host memory: "count", "mu/<name>", "nu/<name>"."""
+        kept = run.state.opt_state.moments
+        out = {"count": np.array(to_host(kept.count))}
+        for kind in ("mu", "nu"):
+            out |= {f"{kind}/{name}": np.array(to_host(x)) for name, x in getattr(kept, kind).items()}
+        return out
+
+    def params(self, leaves: dict):
+        """Returns the parameter tree of the model with these leaves of `leaves`."""
+        placed = {name: jax.device_put(x, self.places[name]) for name, x in leaves.items()}
+        return merge(placed, self.base)
+
+    def export(self, run: Run, folder) -> None:
+        """Writes the adapter in PEFT's files, with its own rank and scale."""
+        own = dataclasses.replace(self.model, adapter=run.adapter)
+        peft.write_plain(folder, own, unflatten_dict(self.leaves(run), sep="/"), self.dtype)
+
+    def fitted(self, moments: dict) -> dict:
+        """Returns saved moments of a server with another largest rank, padded or cut (what is cut is zero)."""
+        shapes = {"/".join(entry.path): entry.shape for entry in self.model.entries}
+        out = {}
+        for name, own in moments.items():
+            whole, common = np.zeros(shapes[name], own.dtype), tuple(map(slice, map(min, own.shape, shapes[name])))
+            whole[common] = own[common]
+            out[name] = whole
+        return out
+
+    def base_leaves(self) -> dict[str, np.ndarray]:
+        """Returns the leaves of an adapter that changes nothing."""
+        return self._padded({})
+
+
+LORA_STREAM = zlib.crc32(b"lora")  # of the seed, as roles.parameters draws the adapters of a run
+
+
+def ragged(batch: Batch, dtype) -> tuple[Trajectories, dict[str, np.ndarray]]:
+    """Returns a datum's positions as a ragged batch whose token i + 1 is in the loss, and token columns [T].
+
+    A sequence is a datum's tokens and one more, which no real token sees: loss slot i + 1 is read at token i, with the
+    target of column "target".
+    """
+    sizes = np.array([len(own) + 1 for own in batch.tokens])
+    offsets, zeros = np.cumsum([0, *sizes]), np.zeros(int(sizes.sum()), np.float32)
+    count = len(sizes)
+    mask = np.ones(len(zeros), bool)
+    mask[offsets[:-1]] = False
+
+    def column(parts, kind):
+        out = np.zeros(len(zeros), kind)
+        out[mask] = np.concatenate(parts)
+        return out
+
+    tokens = np.concatenate([np.append(own, target[-1]) for own, target in zip(batch.tokens, batch.targets,
+                                                                              strict=True)]).astype(np.int32)
+    traj = Trajectories(
+        tokens=tokens, offsets=offsets, loss_mask=mask, logprobs=zeros, versions=zeros.astype(np.int32) - 1,
+        prompt_lengths=np.zeros(count, np.int32), group=np.arange(count), sample=np.zeros(count, np.int32),
+        seed=np.zeros(count, np.uint32), finish=np.zeros(count, np.int8))
+    columns = {name: column(parts, dtype) for name, parts in batch.columns.items()}
+    return traj, columns | {"target": column(batch.targets, np.int32)}

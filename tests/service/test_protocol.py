@@ -1,0 +1,355 @@
+"""The protocol over HTTP against a tiny model: loops, order, retries, saves, samples, refusals. test_sdk drives the real SDK."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from helpers.tinker_cases import LONGEST, PROTO, VOCAB, Client, forward_backward, next_tokens, numbers, served, text
+
+from jaxrl.errors import ConfigError
+from jaxrl.service import app, wire
+from jaxrl.service.operations import Operations
+from jaxrl.service.routes import make_app
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("the_mesh_as_it_was")]
+ROWS = [next_tokens([3, 10, 11, 12, 13, 14]), next_tokens([3, 20, 21, 22])]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("service")) as found:
+        yield found
+
+
+@pytest.fixture
+def client(service):
+    return service[1]
+
+
+def test_a_loop_learns_saves_and_samples(client):
+    session = client.session()
+    run = client.run(session)
+    info = client.ok("get_info", {"model_id": run})
+    assert info["is_lora"] and info["lora_rank"] == 3 and info["model_name"] == "tiny"
+    losses = []
+    for step in range(6):
+        promise = client.forward_backward(run, 2 * step + 1, ROWS)
+        stepped = client.optim_step(run, 2 * step + 2)
+        losses.append(client.result(promise).metrics["loss:sum"])
+        assert client.result(stepped)["metrics"]["optim/step"] == step + 1
+    assert losses[-1] < 0.6 * losses[0]
+    path = client.result(client.ok("save_weights_for_sampler", {"model_id": run, "seq_id": 13, "path": "final"}))["path"]
+    assert path == f"tinker://{run}/sampler_weights/final"
+    sampler = client.sampler(session, 0, path)
+    found = client.result(client.sample(sampler, 0, [3, 10, 11], num_samples=3, prompt_logprobs=True, params={"seed": 4}))
+    prompt = np.frombuffer(found.prompt_logprobs, np.float32)
+    assert np.isnan(prompt[0]) and len(prompt) == 3
+    for number, own in enumerate(found.sequences):  # the trainer's log-probs of prompt and samples
+        tokens, logprobs = np.frombuffer(own.tokens, np.int32), np.frombuffer(own.logprobs, np.float32)
+        whole = np.array([3, 10, 11, *tokens])
+        scored = numbers(client.result(client.forward_backward(run, 14 + number, [next_tokens(whole)], forward_only=True)))[0]
+        np.testing.assert_allclose(np.concatenate([prompt[1:], logprobs]), scored, atol=1e-5)
+    again = client.result(client.sample(sampler, 1, [3, 10, 11], num_samples=1, params={"seed": 4}))
+    assert again.sequences[0].tokens == found.sequences[0].tokens
+
+
+def test_a_request_that_is_sent_again_is_applied_once(client):
+    session = client.session()
+    run = client.run(session)
+    for _ in range(3):
+        client.forward_backward(run, 1, ROWS)
+    first = client.optim_step(run, 2)
+    assert client.result(client.optim_step(run, 2)) == client.result(first)
+    loss = client.loss(run, 3, ROWS)
+    other = client.run(session, 1)
+    client.forward_backward(other, 1, ROWS)
+    client.result(client.optim_step(other, 2))
+    assert client.loss(other, 3, ROWS) == loss
+    assert "another request with this number came before" in client.refused("optim_step", {
+        "model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 1.0}})
+    assert client.run(session, 1) == other and client.loss(other, 4, ROWS) == loss
+    key = {"X-Idempotency-Key": "a"}
+    body = {"tags": [], "sdk_version": "0.38.0"}
+    assert client.ok("create_session", body, headers=key) == client.ok("create_session", body, headers=key)
+
+
+def test_requests_run_in_the_order_of_their_numbers(client):
+    """Pieces of one call arrive with the first one last; a step before its gradients waits for them."""
+    session = client.session()
+    run, other = client.run(session), client.run(session, 1)
+    step = client.optim_step(run, 3)
+    late = client.forward_backward(run, 2, ROWS[1:])
+    time.sleep(0.05)
+    assert not any(client.http.app.state.operations.promises[p["request_id"]].future.done() for p in (step, late))
+    client.forward_backward(run, 1, ROWS[:1])
+    client.result(step)
+    client.forward_backward(other, 1, ROWS)
+    client.result(client.optim_step(other, 2))
+    assert client.loss(run, 4, ROWS) == pytest.approx(client.loss(other, 3, ROWS), rel=1e-5)
+
+
+def test_a_gap_that_never_closes_is_an_error(client, service, monkeypatch):
+    session = client.session()
+    run = client.run(session)
+    monkeypatch.setattr("jaxrl.service.worker.GAP_SECONDS", 0.0)
+    promise = client.optim_step(run, 4)
+    answer = client.post("retrieve_future", {"request_id": promise["request_id"]}).json()
+    assert "request 1 of this run has not come" in answer["error"]
+    client.forward_backward(run, 5, ROWS)
+    assert client.loss(run, 6, ROWS) > 0
+
+
+def test_after_a_failure_nothing_is_applied_and_later_numbers_go_on(client):
+    run = client.run(client.session())
+    before = client.loss(run, 1, ROWS)
+    client.forward_backward(run, 2, ROWS)
+    bad = [(np.array([3, 5]), {"target_tokens": np.array([5, VOCAB])})]
+    assert f"data[0].loss_fn_inputs.target_tokens[1]={VOCAB}" in client.refused("forward_backward", forward_backward(run, 3, bad), headers=PROTO)
+    told = client.refused("optim_step", {"model_id": run, "seq_id": 4, "adam_params": {}})
+    assert "nothing was applied, because forward_backward (seq_id=3) before it failed: data[0]" in told
+    assert client.loss(run, 5, ROWS) == before
+    assert "there are no gradients" in client.refused("optim_step", {"model_id": run, "seq_id": 6, "adam_params": {}})
+    client.forward_backward(run, 7, ROWS)
+    client.result(client.optim_step(run, 8))
+    assert client.loss(run, 9, ROWS) < before
+
+
+def test_saved_weights_go_on_bit_for_bit_after_a_restart(client, service):
+    """In another server's sessions and from the same folder: the next step is the one that the run itself takes."""
+    server, _ = service
+    run = client.run(client.session())
+    for seq in (1, 3):
+        client.forward_backward(run, seq, ROWS)
+        client.result(client.optim_step(run, seq + 1))
+    path = client.result(client.ok("save_weights", {"model_id": run, "seq_id": 5, "path": "one"}))["path"]
+    assert "exists; choose another name, or set overwrite=True" in client.refused(
+        "save_weights", {"model_id": run, "seq_id": 6, "path": "one"})
+    old = client.http.app.state.operations
+    fresh = Operations(server.worker, old.store, old.names, old.eos_ids, old.longest, old.vocab)
+    with type(client.http)(make_app(fresh), base_url="http://localhost") as http:
+        anew = Client(http)
+        session = anew.session()
+        assert anew.ok("weights_info", {"tinker_path": path})["lora_rank"] == 3
+        assert [c["tinker_path"] for c in anew.get(f"training_runs/{run}/checkpoints").json()["checkpoints"]] == [path]
+        found = {}
+        for number, optimizer in enumerate((True, False)):
+            body = {"session_id": session, "model_seq_id": number, "path": path, "optimizer": optimizer}
+            loaded = anew.result(anew.ok("load_weights", body))["model_id"]
+            anew.forward_backward(loaded, 1, ROWS)
+            anew.result(anew.optim_step(loaded, 2))
+            found[optimizer] = anew.loss(loaded, 3, ROWS)
+        assert anew.get(f"training_runs/{run}").json()["last_checkpoint"]["tinker_path"] == path
+        assert anew.http.delete(f"/api/v1/training_runs/{run}/checkpoints/weights/one", headers=anew.headers).status_code == 204
+        assert "no such weights" in anew.refused("load_weights", {"session_id": session, "model_seq_id": 9, "path": path, "optimizer": True})
+    client.forward_backward(run, 7, ROWS)
+    client.result(client.optim_step(run, 8))
+    assert client.loss(run, 9, ROWS) == found[True] != found[False]
+    body = {"model_id": run, "seq_id": 10, "path": "short", "ttl_seconds": -1}
+    path = client.result(client.ok("save_weights", body))["path"]
+    assert "no such weights" in client.refused("weights_info", {"tinker_path": path})
+
+
+def test_samplers_keep_their_weights_while_the_run_goes_on(client):
+    session = client.session()
+    run, prompt = client.run(session), [3, 10, 11, 12]
+
+    def scored(sampler, seq):
+        found = client.result(client.sample(sampler, seq, prompt, prompt_logprobs=True, params={"max_tokens": 1}))
+        return np.frombuffer(found.prompt_logprobs, np.float32)[1:]
+
+    base = client.sampler(session, 7)
+    unchanged = scored(base, 0)
+    client.forward_backward(run, 1, ROWS)
+    client.optim_step(run, 2)
+    early = client.result(client.ok("save_weights_for_sampler", {"model_id": run, "seq_id": 3, "sampling_session_seq_id": 0}))
+    early = early["sampling_session_id"]
+    assert client.get(f"samplers/{early}").json() == {"sampler_id": early, "base_model": "tiny", "model_path": None}
+    first = scored(early, 0)
+    client.forward_backward(run, 4, ROWS)
+    client.optim_step(run, 5)
+    client.result(client.ok("save_weights_for_sampler", {"model_id": run, "seq_id": 6, "sampling_session_seq_id": 1}))
+    later = scored(f"{session}:sample:1", 0)
+    assert np.array_equal(scored(early, 1), first) and np.array_equal(scored(base, 1), unchanged)
+    assert unchanged.sum() < first.sum() < later.sum()
+
+
+def test_stops_are_the_protocol_s(client):
+    """None: the model's end tokens; [] nothing; ids and texts beside the end tokens. The stop stays in the sample."""
+    sampler = client.sampler(client.session(), 0)
+
+    def sampled(seq, **params):
+        found = client.result(client.sample(sampler, seq, [3, 4], params={"seed": 9, "max_tokens": 12, **params})).sequences[0]
+        return np.frombuffer(found.tokens, np.int32).tolist(), found.stop_reason
+
+    free, reason = sampled(0, stop=[])
+    assert len(free) == 12 and reason == 1
+    stop = next(t for t in free[2:] if t not in free[:2])
+    found, reason = sampled(1, stop=[stop])
+    assert found == free[:free.index(stop) + 1] and reason == 0
+    greedy = {sampled(seq, temperature=0.0, seed=seq, stop=[])[0].__repr__() for seq in (2, 3)}
+    assert len(greedy) == 1
+
+
+WEIGHTS = {"target_tokens": np.array([4, 5])}
+BAD_DATA = {
+    "image": lambda m: m.data[0].model_input[0].image.__setattr__("data", b"x"),
+    "the shape [7] does not fit|shape=[7]": lambda m: m.data[0].loss_fn_inputs["target_tokens"].shape.__setitem__(0, 7),
+    "float32 or int64": lambda m: m.data[0].loss_fn_inputs["target_tokens"].__setattr__("dtype", 4),
+    "no whole count": lambda m: m.data[0].loss_fn_inputs["target_tokens"].__setattr__("dense", b"123"),
+    "is a sparse tensor": lambda m: m.data[0].loss_fn_inputs["target_tokens"].sparse_csr.__setattr__("values", b""),
+    "whole int32 tokens": lambda m: m.data[0].model_input[0].encoded_text.__setattr__("tokens", b"123"),
+    "loss_fn='gspo' is not served here": lambda m: m.__setattr__("loss_fn", "gspo"),
+    "loss_fn_config.beta=1.0: not an option of cross_entropy": lambda m: m.loss_fn_config.__setitem__("beta", 1.0),
+    "data is empty": lambda m: m.ClearField("data"),
+}
+BAD_ROWS = {
+    "has the shape [2, 3]": (np.array([3, 4]), {"target_tokens": np.zeros((2, 3), int)}),
+    "target_tokens is missing": (np.array([3, 4]), {}),
+    "must be finite": (np.array([3, 4]), WEIGHTS | {"weights": np.array([1.0, np.nan])}),
+    "has 'mask'": (np.array([3, 4]), WEIGHTS | {"mask": np.array([1.0, 1.0])}),
+    "is float32: send int64": (np.array([3, 4]), {"target_tokens": np.array([1.0, 2.0])}),
+    "model_input has 0 tokens": (np.zeros(0, int), {"target_tokens": np.zeros(0, int)}),
+    f"model_input has {LONGEST} tokens": (np.full(LONGEST, 3), {"target_tokens": np.full(LONGEST, 3)}),
+    "model_input[1]=-1": (np.array([3, -1]), WEIGHTS),
+}
+SAMPLE = {"prompt": text([3]), "sampling_params": {"max_tokens": 1}}
+BAD_BODIES = [
+    ("create_model", {"session_id": "no"}, "model_seq_id is missing"),
+    ("create_model", {"session_id": "no", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}, "there is no such session"),
+    ("optim_step", {"model_id": "x:train:0", "seq_id": 1, "adam_params": {}}, "there is no such run"),
+    ("optim_step", {"model_id": 7, "seq_id": 1}, "optim_step.model_id='7': expected a text"),
+    ("optim_step", {"model_id": "a", "seq_id": True}, "expected a whole number"),
+    ("optim_step", {"model_id": "a", "seq_id": 2**70}, "expected a whole number"),
+    ("retrieve_future", {"request_id": "none"}, "is not known here"),
+    ("create_sampling_session", {"session_id": "SESSION", "sampling_session_seq_id": 0, "base_model": "other"}, "start the server with --name=other"),
+    ("create_sampling_session", {"session_id": "SESSION", "sampling_session_seq_id": 0, "model_path": "tinker://../weights/a"}, "expected tinker://"),
+    ("create_sampling_session", {"session_id": "SESSION", "sampling_session_seq_id": 0, "model_path": "tinker://a/weights/.."}, "expected tinker://"),
+    ("create_sampling_session", {"session_id": "SESSION", "sampling_session_seq_id": 0, "model_path": "tinker://a/weights/b"}, "no such weights"),
+    ("weights_info", {"tinker_path": "tinker://a/weights/b\u0000"}, "expected tinker://"),
+    ("asample", {**SAMPLE, "num_samples": 0}, "num_samples=0: must be 1"),
+    ("asample", {**SAMPLE, "num_samples": 10**6}, "must be 1 to"),
+    ("asample", {**SAMPLE, "prompt": text([VOCAB])}, f"prompt[0]={VOCAB}"),
+    ("asample", {**SAMPLE, "prompt": {"chunks": [{"type": "image", "data": ""}]}}, "takes encoded_text alone"),
+    ("asample", {**SAMPLE, "prompt": text([3] * LONGEST)}, "serves 1 to"),
+    ("asample", {**SAMPLE, "topk_prompt_logprobs": 3}, "topk_prompt_logprobs=3 is not served here"),
+    ("asample", {**SAMPLE, "surprise": 1}, "the field 'surprise' is not known here"),
+    ("asample", {**SAMPLE, "sampling_params": {"top_p": 1.5}}, "top_p=1.5"),
+    ("asample", {**SAMPLE, "sampling_params": {"temperature": -1}}, "temperature=-1"),
+    ("asample", {**SAMPLE, "sampling_params": {"stop": [1, "a"]}}, "not both"),
+    ("asample", {**SAMPLE, "sampling_params": {"stop": list(range(3, 19))}}, "token ids: at most"),
+    ("client/config", {"sdk_version": "0.18.1"}, "0.25 and later"),
+    ("create_session", {"tags": [], "sdk_version": "9", "new_field": 1}, "'new_field' is not known"),
+    ("optim_step", b"{", "no JSON"), ("optim_step", b"[" * 100_000, "no JSON"), ("optim_step", b"[1]", "no JSON object"),
+    ("optim_step", b'{"model_id": NaN}', "NaN is no number"), ("optim_step", b"\xff\xfe", "no JSON"),
+    ("forward_backward", {"model_id": "a"}, "0.25 or later"),
+    ("create_custom_loss", {}, "is not served here"), ("save_weights_external", {}, "is not served here"),
+]
+
+
+def test_bad_requests_name_field_value_and_remedy(client):
+    """And change nothing: the run's next step is that of a run without them."""
+    session = client.session()
+    run, sampler = client.run(session), client.sampler(session, 1)
+    client.forward_backward(run, 1, ROWS)
+    before = client.result(client.optim_step(run, 2)) and client.loss(run, 3, ROWS)
+    seq = 4
+    for what, row in BAD_ROWS.items():
+        assert what in client.refused("forward_backward", forward_backward(run, seq, [row]), headers=PROTO)
+        seq += 1
+    for what, spoil in BAD_DATA.items():
+        message = wire.messages()["ForwardBackwardRequest"].FromString(forward_backward(run, seq, [(np.array([3, 4]), WEIGHTS)]))
+        spoil(message)
+        told = client.refused("forward_backward", message.SerializeToString(), headers=PROTO)
+        assert any(part in told for part in what.split("|")), (what, told)
+        seq += 1
+    assert "no ForwardBackwardRequest message" in client.refused("forward_backward", b"\xff\xff\xff", headers=PROTO)
+    unknown = forward_backward(run, seq, [(np.array([3, 4]), WEIGHTS)]) + b"\xf8\x01\x01"
+    assert "field number 31 of the message is not known" in client.refused("forward_backward", unknown, headers=PROTO)
+    assert "data is empty" in client.refused("optim_step", {"model_id": run, "seq_id": seq, "adam_params": {}})
+    seq += 1
+    for adam, what in (({"beta1": 1.0}, "beta1=1.0: must be at least 0 and below 1"), ({"learning_rate": -1}, "learning_rate=-1"),
+                       ({"lr": 1}, "the field 'lr' is not known here")):
+        told = client.refused("optim_step", {"model_id": run, "seq_id": seq, "adam_params": adam})
+        assert what in told
+        seq += 1
+    for name in ("..", "a/b", "", "a" * 129, ".hidden", "a\n"):
+        assert "a name has 1 to 128" in client.refused("save_weights", {"model_id": run, "seq_id": seq, "path": name})
+        seq += 1
+    for path, body, what in BAD_BODIES:
+        if path == "asample":
+            body = {"sampling_session_id": sampler, "seq_id": 0, **body}
+        if isinstance(body, dict) and body.get("session_id") == "SESSION":
+            body = body | {"session_id": session}
+        told = client.refused(path, body)
+        assert what in told, (path, body, told)
+    for rank, what in ((0, "rank=0"), (5, "start it with --rank=5")):
+        body = {"session_id": session, "model_seq_id": 10 + rank, "base_model": "tiny", "lora_config": {"rank": rank}}
+        assert what in client.refused("create_model", body)
+    assert client.loss(run, seq, ROWS) == before
+
+
+def test_large_bodies_and_encodings_are_refused(client):
+    assert "more than" in client.refused("optim_step", b"x" * (33 << 20))
+    assert "send the body as it is" in client.refused("optim_step", b"{}", headers={"Content-Encoding": "zstd"})
+
+
+def test_keys_and_hosts(client, service):
+    old = client.http.app.state.operations
+    assert client.http.get("/api/v1/healthz").json() == {"status": "ok"}
+    assert client.http.get("/api/v1/get_server_capabilities").status_code == 401
+    assert "127.0.0.1 and localhost alone" in client.refused("create_session", {}, headers={"Host": "evil.example:8317"})
+    with type(client.http)(make_app(old, ("tml-a", "tml-b")), base_url="http://anywhere") as http:
+        assert Client(http, "tml-b").get("get_server_capabilities").json()["supported_models"][0]["max_context_length"] == LONGEST
+        for key in ("", "tml-", "tml-a,tml-b", "tml-\u00e9".encode()):
+            assert "is not a key of this server" in json.loads(http.get("/api/v1/checkpoints", headers={"X-API-Key": key}).text)["error"]
+
+
+def test_a_cancelled_sample_ends(client):
+    sampler = client.sampler(client.session(), 0)
+    promises = [client.sample(sampler, seq, [3, 4], num_samples=8, params={"max_tokens": 40, "stop": []}) for seq in range(6)]
+    assert client.ok("cancel_future", {"request_id": promises[-1]["request_id"]}) == {}
+    answer = client.post("retrieve_future", {"request_id": promises[-1]["request_id"]})
+    assert answer.headers["content-type"] != "application/json" or answer.json()["error"] == "asample: the client cancelled it"
+    assert [len(client.result(p).sequences) for p in promises[:-1]] == [8] * 5
+
+
+def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
+    """Never by a 5xx, which the client would send again for minutes; and the worker goes on."""
+    run = client.run(client.session())
+    monkeypatch.setattr(client.http.app.state.operations.trainer, "optim_step", lambda *a: 1 / 0)
+    promise = client.optim_step(run, 1)
+    answer = client.post("retrieve_future", {"request_id": promise["request_id"]})
+    assert answer.status_code == 200 and answer.json()["category"] == "server" and "incident" in answer.json()["error"]
+    monkeypatch.undo()
+    assert client.loss(run, 2, ROWS) > 0
+    monkeypatch.setattr(client.http.app.state.operations, "session", lambda *a: 1 / 0)
+    answer = client.post("session_heartbeat", {"session_id": "a"})
+    assert answer.status_code == 422 and "incident" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("argv, what", [
+    ([], "--model is missing"), (["--model=a", "x"], "x: expected --NAME=VALUE"), (["--model=a", "--rank=two"], "--rank=two: expected a number"),
+    (["--model=a", "--rank=0"], "--rank=0: must be at least 1"), (["--model=a", "--colour=1"], "--colour: no such option"),
+    (["--model=a", "--config.rollout.slot=3"], "rollout.slot")])
+def test_the_command_line_is_checked(argv, what):
+    with pytest.raises(ConfigError, match=what.replace("(", r"\(")):
+        app.config_of(app.parse(argv))
+
+
+def test_a_folder_belongs_to_one_base(tmp_path):
+    options = app.Options("a", rank=4, dir=str(tmp_path))
+    app.check_folder(tmp_path, options, "one")
+    app.check_folder(tmp_path, options._replace(rank=8), "one")
+    for other, digest, what in ((options._replace(rank=8), "two", "of another base model"), (options, "one", "--rank=8 --alpha=32"),
+                                (options._replace(rank=8, alpha=16.0), "one", "at least this rank and this alpha")):
+        with pytest.raises(ConfigError, match=what):
+            app.check_folder(tmp_path, other, digest)
+
+
+def test_other_addresses_need_keys(capsys, caplog, monkeypatch):
+    monkeypatch.delenv(app.KEYS, raising=False)
+    assert app.main(["--model=a", "--host=0.0.0.0"]) == 2 and "other machines could train and read here" in caplog.text
+    monkeypatch.setenv(app.KEYS, "secret")
+    assert app.main(["--model=a"]) == 2 and "does not begin with tml-" in caplog.text and "secret" not in caplog.text
+    assert app.main(["--help"]) == 0 and "jaxrl serve tinker --model=PATH" in capsys.readouterr().out
