@@ -269,3 +269,16 @@ def test_what_cannot_be_is_said_with_its_place(tmp_path, capsys):
         of({P + "epsilon_low": 0.0})
     assert run(tmp_path, "[train]\ntrian_batch_per_replica = 8\n", name="job.toml", system="cosmos_rl")[0] == 0
     assert "train.train_batch_per_replica" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_towers_by_cosmos_names():
+    """Of SFT, which samples nothing: the model of the documented example is taken, and its tower has our name."""
+    from jaxrl.migrate.models import trained
+    model = {"policy.model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}
+    for given, option, want in (({"freeze_pattern": ["^visual", "embed"]}, "model.frozen", ("vision/.*", "embed")),
+                                ({"freeze_pattern": [r"^visual\..*"]}, "model.frozen", ("vision/.*",)),
+                                ({"trainable_map.visual.merger": True}, "model.trainable", ("vision/merger/.*",)),
+                                ({"trainable_map.visual": False}, "model.frozen", ("vision/.*",))):
+        m = trained(migrated("cosmos_rl", {**SFT, **model, **{f"policy.{k}": v for k, v in given.items()}}))
+        assert values(m)[option] == want and not any("Qwen2.5-VL" in text for text in map(str, m.lacking))
+    assert any("rollout.engine=jax" in text for text in map(str, trained(of(model)).lacking))

@@ -7,6 +7,8 @@ import re
 from jaxrl.migrate.table import Migration
 
 _VISION = "is a model of images and text; text models alone are trained here"
+READ = r"qwen(2|2\.5|3)-vl-.*"  # of which SFT trains the whole; sampling is by vLLM in the configs written here
+_SAMPLED = "is a model of images and text, which rollout.engine=jax samples and vLLM does not yet"
 # names of checkpoints without their owners, in lower case, and what the model is; none of models/families.py
 NOT_TRAINED = (
     (r".*(^|[-_.\d])vl([-_.\d].*|$)", _VISION),
@@ -36,6 +38,8 @@ def trained(m: Migration) -> Migration:
     path, keys = m.options.get("model.path", ("", ()))
     name = str(path).rstrip("/").rsplit("/", 1)[-1].lower()
     what = next((what for pattern, what in NOT_TRAINED if re.fullmatch(pattern, name)), None)
+    if re.fullmatch(READ, name):
+        what = None if m.options.get("run.recipe", ("rl", ()))[0] == "sft" else _SAMPLED
     key = next((k for k in keys if m.given(k)), None)
     if what and key:
         m.lacks(key, f"{ascii(path)} {what}", refuse=True)
