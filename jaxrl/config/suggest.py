@@ -11,7 +11,7 @@ from jaxrl.config.schema import SCHEMA, free_tables, options
 # Names that the tables of jaxrl.migrate do not have -> option here.
 ELSEWHERE = {
     "max_tokens": "rollout.max_new_tokens", "loss_type": "algorithm.preset", "model_name": "model.path", "clip_range": "algorithm.clip_low",
-    "layers_to_transform": "lora.layers", "max_tool_response_length": "env.max_observation_tokens", "environment_factory": "env.function",
+    "layers_to_transform": "lora.layers", "max_tool_response_length": "env.max_observation_tokens",
     "tool_config_path": "env.tools", "max_num_steps": "env.max_turns", "cpo_alpha": "preference.rpo_alpha",
     "domain_interleave_probs": "data.sources", "interleave_probs": "data.sources", "mixing_weights": "data.sources",
     "assistant_only_loss": "data.train_turns",

@@ -65,7 +65,7 @@ def test_kept_logits_are_those_that_would_be_made_again(blocks, monkeypatch):
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, head), products
 
     (kept, products), (again, more) = grads(1 << 26), grads(0)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), kept, again)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-6), kept, again)
     assert products == more - 1
 
 

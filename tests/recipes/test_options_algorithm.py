@@ -219,6 +219,10 @@ def test_lam_alpha_makes_lambda_grow_with_the_answer():
 def test_whiten_and_the_bounds_of_advantages():
     whitened, _ = of_tokens({"algorithm.whiten": True}, [4.0, 1.0, np.nan], [1, 3, 5])
     assert whitened[:4].mean() == pytest.approx(0) and whitened[:4].std(ddof=1) == pytest.approx(1) and not whitened[4:].any()
+    centred, _ = of_tokens({"algorithm.whiten": True, "algorithm.whiten_std": "none"}, [4.0, 1.0], [1, 3])
+    np.testing.assert_allclose(centred, np.array([4.0, 1.0, 1.0, 1.0]) - 1.75)
+    scaled, _ = of_tokens({"algorithm.whiten": True, "algorithm.whiten_mean": "none"}, [4.0, 1.0], [1, 3])
+    np.testing.assert_allclose(scaled, np.array([4.0, 1.0, 1.0, 1.0]) / np.sqrt(19 / 3), rtol=1e-6)
     bounds = {"algorithm.advantage_low": -1.0, "algorithm.advantage_high": 2.5}
     np.testing.assert_allclose(of_tokens(bounds, [-3.0, 0.5, 7.0], [1, 1, 1])[0], [-1, 0.5, 2.5])
 
