@@ -181,6 +181,7 @@ def hub(monkeypatch):
     server.server_close()
 
 
+@pytest.mark.full
 def test_a_commit_of_the_hub_has_all_files_and_the_marker(hub, export, tmp_path):
     """The run's export at the top, other folders below their names; private unless told otherwise; a refusal is tried again."""
     up = Uploads(options("hf://owner/name", private=False), first_wait=0.01)

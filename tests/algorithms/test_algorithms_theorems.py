@@ -99,6 +99,7 @@ def test_on_policy_every_row_has_the_reinforce_gradient(row):
     assert (np.asarray(stats["ratio"]) == 1).all() and not np.asarray(stats["clipped"]).any()
 
 
+@pytest.mark.full
 def test_no_baseline_and_the_greedy_baseline_are_unbiased():
     groups = np.zeros(Y, int)
     greedy = int(np.argmax(probability(THETA)))
@@ -159,6 +160,7 @@ def weighted(loss, cap, level, **more):
     return f
 
 
+@pytest.mark.full
 def test_sequence_importance_weights_without_a_cap_give_the_true_gradient():
     for action in ("truncate", "mask"):
         for name in ("pg", "clip", "cispo"):
@@ -295,6 +297,7 @@ def test_weights_have_no_gradient():
     assert all((np.asarray(g) == 0).all() for g in jax.grad(f, argnums=(0, 1))(a, b))
 
 
+@pytest.mark.full
 def test_ratios_have_the_gradient_of_their_paper():
     mask = jnp.asarray([[True, False, True, True, True, False]])
     ids = jnp.asarray([[1, 1, 1, 2, 2, 0]], jnp.int32)
@@ -315,6 +318,7 @@ def test_ratios_have_the_gradient_of_their_paper():
         alg.log_ratio(x, x, mask, ids, "geometric")
 
 
+@pytest.mark.full
 def test_sums_over_sequences():
     ids = jnp.asarray([[1, 1, 2, 3, 0], [0, 0, 0, 0, 0], [1, 2, 3, 4, 5]], jnp.int32)
     mask = (ids > 0) & (ids != 3)
@@ -326,6 +330,7 @@ def test_sums_over_sequences():
     np.testing.assert_array_equal(alg.sequence_mean(jnp.where(mask, x, jnp.inf), mask, ids), alg.sequence_mean(x, mask, ids))
 
 
+@pytest.mark.full
 def test_a_value_counts_as_clipped_only_beyond_its_range():
     v, old, ret = RNG.normal(size=(3, 400))
     mask = RNG.random(400) < 0.9
@@ -366,6 +371,7 @@ def test_limits():
     apart(expected_gradient(named("clip"), **off), want)
 
 
+@pytest.mark.full
 def test_gmpo_clips_tokens_before_their_mean():
     x = jnp.log(jnp.array([[3.0, 1.1, 0.2]]))
     ids, mask = jnp.ones((1, 3), jnp.int32), jnp.ones((1, 3), bool)

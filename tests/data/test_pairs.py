@@ -162,6 +162,7 @@ def test_pairs_are_made_of_scored_completions(tmp_path, capsys):
     assert [r["chosen"] for r in make_pairs.make_pairs(records, reward="style")[0]] == ["worst"]
 
 
+@pytest.mark.full
 def test_the_embedded_pairs_are_right_against_wrong(tokenizers):
     """Prompts of the task's own files, the held-out ones apart; `boxed` tells every pair apart."""
     from jaxrl.rewards.builtin import boxed_reward

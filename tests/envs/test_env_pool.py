@@ -316,6 +316,7 @@ def test_an_interpreter_of_its_own(source, tmp_path):
     assert texts(said["e"]) == [f"{tmp_path}/venv No module named 'jax'"]
 
 
+@pytest.mark.full
 def test_variables_go_through_by_name(source, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import os\nasync def sees(task, chat):\n    await chat.send(str([os.environ.get(n) "
                                       "for n in ('MY_A', 'MY_B')]))\n")

@@ -85,6 +85,7 @@ def test_slots_that_see_what_lies_behind_them_are_found(monkeypatch):
     assert check.cached_attention("xla", jnp.float32, HEADS).state == "right"
 
 
+@pytest.mark.full
 def test_verdicts_are_kept_by_what_they_depend_on(kernel, tmp_path, monkeypatch):
     kernel(unshared)
     memory = tmp_path / "there" / "kernels.json"

@@ -48,6 +48,7 @@ def test_values_and_gradients_are_those_of_full_logits(kind, transposed):
         assert not np.any(got[1][2]) and not np.any(got[1][3]) and np.abs(got[1][1]).max() > 1e-3
 
 
+@pytest.mark.full
 @first_cases(1, "kind", KINDS)
 def test_a_teacher_that_is_the_student_moves_nothing(kind):
     hidden, head, *_, valid = _inputs(dtype=np.float32)

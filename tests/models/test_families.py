@@ -60,6 +60,7 @@ def test_published_configs(name):
         assert round(whole.num_parameters / 1e9, 2) == WITH_TOWER[name]
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @first_cases(1, "name", ROWS)
 def test_greedy_tokens_of_the_embedded_sampler(folder, name):
@@ -82,6 +83,7 @@ def test_greedy_tokens_of_the_embedded_sampler(folder, name):
     engine.close()
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @first_cases(1, "name", ROWS)
 def test_gradients_equal_transformers(folder, name):
@@ -134,6 +136,7 @@ def same_tensors(a, b):
         assert t.read().tobytes() == two[name].read().tobytes(), name
 
 
+@pytest.mark.full
 @first_cases(1, "name", [name for name in ROWS if name not in HYBRIDS])
 def test_an_adapter_is_the_matrix_it_is_merged_into(name):
     """lora.targets=all-linear: hidden states with the adapter are those of the merged weights, and not those of the base."""
@@ -178,6 +181,7 @@ def test_longrope_has_one_length_if_its_factors_are_equal():
 
 # ---- families under another name -------------------------------------------------------------------------------------
 
+@pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("alias, made_as, architecture, entries", [
     ("kimi_k2", "deepseek_v3", "DeepseekV3ForCausalLM", {"aux_loss_alpha": 0.001}),
@@ -213,6 +217,7 @@ def test_aliases_of_another_architecture_are_refused():
 
 # ---- folders of several parts ----------------------------------------------------------------------------------------
 
+@pytest.mark.full
 @pytest.mark.torch
 def test_the_text_part_of_ministral(tmp_path):
     """Of Mistral3ForConditionalGeneration: its logits, beyond the window before scaling, and every tensor of an export."""

@@ -69,6 +69,7 @@ def ours(tree, params):
     return make_value_score(tree.model, put=lambda batch: batch)(params, traj, layout)[traj.loss_mask]
 
 
+@pytest.mark.full
 def test_a_sequence_classifier_scores_and_is_written_as_transformers_has_it(classifier, tmp_path):
     """Scores behind the last token of packed sequences equal transformers' of a padded batch; the folder that we write of it
     scores the same there, and its tensors are bitwise those read."""

@@ -215,6 +215,7 @@ def test_each_tap_counts(folder, want):
         assert np.abs(np.asarray(cases.logits(model, less, arrays, images))[places[0]] - want[0]).max() > 1e-2
 
 
+@pytest.mark.full
 def test_the_image_token_of_a_text_is_text(folder):
     """An id that a policy sampled or a user wrote is no image: transformers refuses such ids, here it is a word."""
     model, params = cases.ours(folder[0])
@@ -259,6 +260,7 @@ def test_equal_positions_are_one_position(size):
         assert np.array_equal(one, three)
 
 
+@pytest.mark.full
 @first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"])
 def test_text_of_a_model_with_a_tower_is_the_text_models(folder_of, kind):
     """To the bit, with rows of text beside rows of images too."""

@@ -89,6 +89,7 @@ def test_outputs_gradients_and_files_are_pefts(tmp_path, kind, options):
     assert peft_case.digests(tmp_path / "ours") == peft_case.digests(saved)
 
 
+@pytest.mark.full
 @first_cases(1, "kind", KINDS)
 def test_a_text_job_adapts_the_language_model_and_peft_opens_it_there(tmp_path, kind):
     """Its options may name the tower, which it does not read; PEFT finds the same modules in the whole model, and the same logits."""
@@ -126,6 +127,7 @@ def test_several_adapters_share_a_tower(tmp_path):
             check_tower(together)
 
 
+@pytest.mark.full
 def test_a_merged_adapter_is_the_model(tmp_path):
     """Tower and decoder in one, scanned; and an export of it is what transformers computes."""
     cases.make(tmp_path / "base", kind="qwen2_5_vl")

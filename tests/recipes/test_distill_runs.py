@@ -227,6 +227,7 @@ def test_a_teacher_s_revision_and_tokens_are_looked_at(folder, tmp_path, monkeyp
         teachers.check(resolve(c, engine="jax"), tokenizer)
 
 
+@pytest.mark.full
 def test_a_teacher_whose_rotary_scaling_depends_on_the_length_is_refused(folder, tmp_path):
     """As a policy is: beyond the original window its numbers would be others than transformers'."""
     shutil.copytree(folder / "teacher", tmp_path / "teacher")

@@ -238,6 +238,7 @@ def test_held_out_prompts_are_answered_and_pairs_compared(tmp_path):
     assert jaxrl.train(c)["eval"] == {name: value for name, value in after.items() if name != "step"}
 
 
+@pytest.mark.full
 def test_a_held_out_set_is_of_one_kind(tmp_path):
     c = config(tmp_path)
     write_jsonl(tmp_path / "held.jsonl", [ROWS[0], {"prompt": "1+1=", "answer": "2"}])

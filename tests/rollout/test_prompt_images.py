@@ -276,6 +276,7 @@ def test_what_is_refused():
         EpisodeEngine.submit(EpisodeEngine(None, None, None, SimpleNamespace(resume="restart"), longest=99, seed=0), [one])
 
 
+@pytest.mark.full
 def test_models_of_text_decode_as_before():
     """Without a shift no operation is added to decoding; one of zeros changes no bit; it is that of text behind images."""
     model = text_model()

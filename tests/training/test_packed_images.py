@@ -196,6 +196,7 @@ def test_rows_without_images_are_what_they_were(model_and_params):
     assert np.array_equal(one.images.rotary[text], np.repeat(one.positions[text][..., None], 3, axis=2)) and len(text)
 
 
+@pytest.mark.full
 def test_a_cut_row_has_its_images_where_its_tokens_are(model_and_params):
     """Rows that are dealt to two parts (mesh.cp): each token's feature and position go with it."""
     model, params = model_and_params

@@ -125,6 +125,7 @@ def test_an_optimizer_by_rows_is_one_by_rows():
     assert [training.in_parts(name) for name in ("adamw", "adafactor", "optax.contrib.muon")] == ["rows", "parameter", "none"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape, whole, rows", [
     ((28, 64, 64), False, 4), ((28, 640, 640), False, 1), ((28, 64, 64), True, 28), ((4096, 64), False, 256), ((97, 640), False, 97),
     ((6,), False, 6)])

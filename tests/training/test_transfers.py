@@ -52,6 +52,7 @@ def test_the_guard_sees_transfers(transfer):
         transfer(x)
 
 
+@pytest.mark.full
 def test_the_guard_lets_programs_and_puts_pass():
     x, double = jnp.zeros(3), jax.jit(lambda x: 2 * x)
     double(x)
