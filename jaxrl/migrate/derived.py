@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 from jaxrl.migrate.table import Joint, Key, Migration, Table
 
@@ -68,7 +69,7 @@ def renamed(rules: Iterable[Key | Joint], prefixes: Mapping[str, str]) -> tuple[
         )
 
     def joint(rule: Joint) -> Joint:
-        return replace(rule, keys=tuple(map(row, rule.keys)), by=lambda m: rule.by(_Renamed(m, name)))
+        return replace(rule, keys=tuple(map(row, rule.keys)), by=lambda m: rule.by(cast(Any, _Renamed(m, name))))
 
     return tuple(joint(rule) if isinstance(rule, Joint) else row(rule) for rule in rules)
 
@@ -85,6 +86,9 @@ def also(rules: Iterable[Key | Joint], prefixes: Mapping[str, str]) -> tuple[Key
 
 class _Renamed:
     """A Migration whose keys have other names: what a rule says of a key is said of the one of that place."""
+
+    _m: Any
+    _name: Any
 
     def __init__(self, m: Migration, name):
         object.__setattr__(self, "_m", m)

@@ -328,7 +328,7 @@ class Migration:
     def run(self) -> Migration:
         if self.job:
             self.facts["job"] = self.job.what
-        if self.refused:
+        if self.refused and self.job:
             self.lacking.append((self.told, f"{self.job.what} is not carried over; {self.job.ours} does it", True))
             self.different, self.unknown = [], []
             return self

@@ -248,7 +248,8 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
 def beside(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
     """Computes attention and a Mamba-2 of the same hidden states, added up; its cache is that of both."""
     arguments = own, layer, implementation, x_BxLxD, shared, cache, index
-    (y, states), (z, kv) = recurrent.mamba2(*arguments), attention(*arguments)
+    both: Any = recurrent.mamba2(*arguments), attention(*arguments)
+    (y, states), (z, kv) = both
     return y + z, {**states, **kv}
 
 

@@ -280,7 +280,7 @@ MINIMAX_EXPERTS = (
 def _granite(module: str, size: str) -> tuple[Row, ...]:
     """Returns the rows of Granite 4's dense feed-forward, which is that of all tokens where there are experts, too."""
     up, down = "shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"
-    into = dict(sizes=("hidden_size", size))
+    into: Any = dict(sizes=("hidden_size", size))
     return (_part(Row(f"{module}/gate/kernel", ("embed", "mlp"), up, 1, **into), 1, 0),
             _part(Row(f"{module}/up/kernel", ("embed", "mlp"), up, 1, **into), 1, 1),
             Row(f"{module}/down/kernel", ("mlp", "embed"), down, 1, sizes=(size, "hidden_size")))

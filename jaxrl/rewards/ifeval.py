@@ -70,7 +70,7 @@ def letter_frequency(text, letter, N):
 @check("validate_response_language")
 def response_language(text, language):
     """By the package langdetect, whose guess of a short text is drawn; here from one seed."""
-    from langdetect import DetectorFactory, LangDetectException, detect
+    from langdetect import DetectorFactory, LangDetectException, detect  # pyright: ignore[reportMissingImports]
 
     DetectorFactory.seed = 0
     try:

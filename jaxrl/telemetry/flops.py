@@ -77,6 +77,7 @@ class Operations:
         """Returns (matrix products, attention) of the forward pass of a tower over the images of a batch: those in the
         prompts of the sequences `rows`, and those after the prompts of all.
         """
+        assert self._vision is not None
         pictures = traj.pictures
         behind = pictures.firsts >= traj.prompt_lengths[pictures.sequences]
         grids = pictures.grids[behind | np.isin(pictures.sequences, rows)]

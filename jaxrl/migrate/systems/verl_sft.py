@@ -44,7 +44,7 @@ def trainer(gpus: int, *more: Key | Joint) -> tuple:
             K(TRAINER + "logger", "equivalent", default=Since(("0.3", ["console"]), ("0.4", ["console", "wandb"])), other="console"),
             K(TRAINER + "project_name", "equivalent", default="gsm8k-sft", other="mine"),
             K(TRAINER + "experiment_name", "equivalent", default="test", other="mine")), next(
-                r for r in TABLE.rules if getattr(r, "title", "") == "loggers").by),
+                r.by for r in TABLE.rules if isinstance(r, Joint) and r.title == "loggers")),
         K(TRAINER + "seed", to="run.seed", default=1, other=7),
         K("optim.weight_decay", to="optimizer.weight_decay", default=0.01, other=0.1),
         K("model.trust_remote_code", to="model.trust_remote_code", default=False, other=True),
