@@ -24,6 +24,7 @@ import jaxrl
 from jaxrl import models, vllm_plugin
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.models import families
 from jaxrl.models.io import hf
 from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
@@ -350,7 +351,7 @@ FAMILIES = {
                     num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8, query_pre_attn_scalar=32,
                     max_position_embeddings=256, tie_word_embeddings=True), True),
     **{f"{name}, scanned": ({**SIZES, **entries, "model_type": kind}, True) for name, (kind, entries) in (
-        HYBRIDS | {"phi3": ARCHITECTURES["phi3"]}).items()},
+        HYBRIDS | {"phi3": ARCHITECTURES["phi3"]}).items() if not families.FAMILIES[kind].vllm_lacks},
 }
 
 
