@@ -27,7 +27,7 @@ from jaxrl.models.io import hf, tensorfile
 from jaxrl.rollout import EngineContext, Request, SamplingParams, generate, make_engine
 from jaxrl.run.setup import read_model_inputs
 
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 ROWS = [  # of helpers.tiny_models, one or more of each family
     "seed_oss", "gemma", "olmo2", "olmo3", "smollm3", "ministral3", "glm", "glm4", "phi3", "phi4_mini",
     "granite", "ernie4_5", "hunyuan", "minimax_m2",

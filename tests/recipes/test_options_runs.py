@@ -313,7 +313,7 @@ def test_accuracy_is_the_share_that_reaches_the_pass_mark(first, evaluated, fold
     assert [r["accurate"] for r in rows] == hits
     assert first.host["eval_after"]["sets"]["one"]["accuracy"] == pytest.approx(np.mean(hits))
     assert all("length" not in str(r.get("reward", "")) for r in rows)  # eval.rewards, not reward.functions
-    rows = lines(folder / "run" / "eval" / "step_00000002_one.jsonl")
+    rows = lines(folder / "run" / "eval" / "step_00000002_one_2.jsonl")  # the run wrote the first
     hits = [len("So" + r["completion"]) >= 3 for r in rows]
     assert [r["accurate"] for r in rows] == hits
     assert evaluated.summary["eval"]["accuracy"] == pytest.approx(np.mean(hits))
@@ -321,7 +321,7 @@ def test_accuracy_is_the_share_that_reaches_the_pass_mark(first, evaluated, fold
 
 def test_an_evaluation_tells_the_scores_of_each_reward(evaluated, folder):
     """Of both of eval.rewards: each row by name, and their means beside the accuracy."""
-    rows = lines(folder / "run" / "eval" / "step_00000002_one.jsonl")
+    rows = lines(folder / "run" / "eval" / "step_00000002_one_2.jsonl")  # the run wrote the first
     scores = {name: [r["reward"]["parts"][name] for r in rows] for name in ("variety", "length")}
     assert scores["length"] == [len("So" + r["completion"]) for r in rows]
     means = evaluated.summary["eval"]["sets"]["one"]

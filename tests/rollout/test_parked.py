@@ -27,7 +27,7 @@ from jaxrl.rollout.shapes import PROGRAMS, from_config
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.sharding import data_shards, make_mesh
 
-TIMEOUT, ROOM = 120.0, 96
+TIMEOUT, ROOM = 600.0, 96
 GEMMA = dict(model_type="gemma2", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=20, sliding_window=5,
              attn_logit_softcapping=3.0, final_logit_softcapping=4.0)
