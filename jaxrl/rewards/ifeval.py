@@ -125,7 +125,8 @@ def title(text):
 
 @check("validate_choice")
 def choice(text, options):
-    return any(text in str(option) for option in options)
+    """The text stands in an option, as the rows' own check has it; an empty text, which stands in all, does not."""
+    return bool(text.strip()) and any(text in str(option) for option in options)
 
 
 @check("validate_highlighted_sections")

@@ -58,8 +58,8 @@ def reasoning_steps_reward(prompt, completion):
 def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="tokens"):
     """Scores the length within the completions of a prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
 
-    lambda = 0.5 - (length - shortest) / (longest - shortest): right completions get lambda, others min(0, lambda);
-    0 where all are as long.
+    lambda = 0.5 - (length - shortest) / (longest - shortest): right completions, and those of rows without a reference
+    answer, get lambda, others min(0, lambda); 0 where all are as long.
     """
     sizes = [length(c, ids, unit) for c, ids in zip(completions, token_ids, strict=True)]
     bounds: dict = {}

@@ -126,6 +126,10 @@ def test_a_row_that_cannot_be_checked_is_its_own_fault():
         follows("a", {"func_name": "validate_end", "end_phrase": None})
 
 
+def test_an_empty_text_is_no_choice():
+    assert not any(follows(text, {"func_name": "validate_choice", "options": ["yes", "no"]}) for text in ("", " \n"))
+
+
 def test_arguments_of_a_reward_are_set_by_name():
     call = Call("repetition", "repetition", {"arguments": {"repetition": {"size": 2, "penalty": -3.0}}})
     item = {"prompt": "q", "completion": "a b a b", "columns": {"size": 9}, "token_ids": [1]}
