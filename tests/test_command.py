@@ -130,6 +130,7 @@ def test_every_group_has_a_page_and_together_they_are_all(capsys):
     (["--help=num_generations"], "num_generations in TRL: --config.rollout.group_size=8", "--config.rollout.top_p"),
     (["--help=max_tokens"], "--config.rollout.max_new_tokens=", "--config.rollout.top_p"),
     (["--help=kl"], "options have the word:", "--config.rollout.top_p"),
+    (["--help=truncat"], "--config.algorithm.mask_truncated=", "--config.rollout.top_p"),
     (["--help=clip_low"], "None = by preset: 0.2; 0.0003 with gspo; 0.4 with gmpo. Needs run.recipe=rl or", "rl|distill"),
     (["--help=critic_lam"], "None = lam. By preset: 1.0 with vapo. Needs", "None = by preset")])
 def test_help_of_one_thing_shows_it_alone(argv, shown, absent, capsys):

@@ -131,9 +131,9 @@ def _found(word: str) -> str:
         return f"{_wrapped(head, '')}\n\n{option_lines({name: known[name] for name in shown if name in known})}"
     groups = dict.fromkeys(name.rpartition(".")[0] for name in known)
     near = difflib.get_close_matches(word, [*SCHEMA, *groups, "all", "metrics", *known], n=1)
-    pattern = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
+    pattern = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
     shown = {name: opt for name, opt in known.items() if pattern.search(f"{name.replace('_', ' ')} {opt.doc}")}
-    if near or not shown:
+    if not shown:
         hint = f"did you mean --help={near[0]}?" if near else "--help lists the groups"
         raise ConfigError(f"--help={word}: no group or option of this name; {hint}")
     return f"{word}: no group or option of this name; {len(shown)} options have the word:\n\n{option_lines(shown)}"
