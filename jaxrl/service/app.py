@@ -45,7 +45,6 @@ from jaxrl.errors import ConfigError
 
 log = logging.getLogger("jaxrl")
 KEYS = "JAXRL_SERVICE_KEYS"
-ROOM = 16  # sampling's room for end tokens of a request
 
 
 class Options(NamedTuple):
@@ -92,6 +91,8 @@ def parse(argv: list[str]) -> Options:
 
 def config_of(options: Options):
     """Returns the config of the base, the devices and the sampler."""
+    from jaxrl.service.sampler import ENDS  # imports jax
+
     c = default_config()
     c.model.path, c.run.dir = options.model, options.dir
     c.lora.rank, c.lora.publish = options.rank, "adapter"
@@ -99,7 +100,7 @@ def config_of(options: Options):
     c.data.max_prompt_tokens, c.rollout.max_new_tokens = length - 1, length - 1
     c.eval.max_new_tokens, c.train.max_sequence_tokens = length - 1, length
     c.train.row_lengths = tuple(sorted({-(-length // 32) * 8, -(-length // 8) * 8}))  # a quarter of the longest, and it
-    c.rollout.engine, c.rollout.slots, c.rollout.stop_token_ids = "jax", 32, (0,) * ROOM
+    c.rollout.engine, c.rollout.slots, c.rollout.stop_token_ids = "jax", 32, (0,) * ENDS
     for name, value in options.config.items():
         put(c, name, value)
     return c
