@@ -22,7 +22,8 @@ FUTURE: tuple[str, ...] = (
     "mesh.*", "launch.*", "plan.*", "profile.*", "faults.*", "log.*", "record.*", "replay.*", "fork.*", "certify.*",
     "checkpoint.*", "user.*",
     # how the model is computed, not what it is
-    "model.remat", "model.remat_every", "model.attention", "model.ring_attention", "model.experts", "model.trust_remote_code",
+    "model.remat", "model.remat_every", "model.attention", "model.ring_attention", "model.experts", "model.recurrence",
+    "model.trust_remote_code",
     # how rows are fetched, and how far the run goes through them
     "data.prompts_per_step", "data.epochs", "data.workers", "data.prefetch", "data.cache", "data.bad_rows",
     # what is learnt from a source's rows, which stay the same

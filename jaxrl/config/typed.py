@@ -58,6 +58,7 @@ class Model(Group):
     attention: str
     ring_attention: bool
     experts: str
+    recurrence: str
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]
     trust_remote_code: bool

@@ -20,11 +20,14 @@ import numpy as np
 
 from jaxrl.kernels import attention as attention_op
 from jaxrl.kernels import experts as experts_op
+from jaxrl.kernels import recurrence as recurrence_op
 from jaxrl.kernels.attention.cached import api as cached
 from jaxrl.kernels.attention.packed import api as packed
 from jaxrl.kernels.experts import api as experts
 from jaxrl.kernels.logprob.api import logprob_and_entropy
 from jaxrl.kernels.platform import platform
+from jaxrl.kernels.recurrence import api as recurrences
+from jaxrl.kernels.recurrence import chunks_of
 from jaxrl.records import sealed
 
 log = logging.getLogger("jaxrl")
@@ -207,11 +210,51 @@ def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
     return judged("experts", name, dtype, lambda: jax.jit(functools.partial(run, name))(x, gates, *weights), expected)
 
 
+class Recurrence(NamedTuple):
+    """Of a recurrent layer: value heads of a key head, key size, value size, whether it has a delta."""
+
+    repeats: int = 2
+    key: int = 64
+    value: int = 64
+    delta: bool = True
+
+
+def recurrent_layer(name: str, dtype, layer: Recurrence = Recurrence()) -> Verdict:
+    """Checks output, last state and gradients of two key heads, in rows of 17 and 18 chunks: a prompt that three
+    completions share, two sequences of their own, padding."""
+    segments, prefixes = np.zeros((2, 2, 1024), np.int32)
+    for row, start, stop, segment, prefix in [
+            (0, 0, 200, 1, 0), (0, 200, 500, 2, 1), (0, 500, 1000, 3, 1), (0, 1000, 1010, 4, 1),
+            (1, 0, 127, 1, 0), (1, 127, 1024, 2, 0)]:
+        segments[row, start:stop], prefixes[row, start:stop] = segment, prefix
+    real, (repeats, key, value, delta) = jnp.asarray(segments > 0), layer
+    spread = lambda x: jnp.where(real.reshape(2, 1024, *(1,) * (x.ndim - 2)), x, POISON)  # noqa: E731
+    q, k = (_normal(i, 2, 1024, 2, key, dtype=jnp.float32) for i in (0, 1))
+    q, k = (spread(x / jnp.linalg.norm(x, axis=-1, keepdims=True)) for x in (q, k))
+    v, ct = (_normal(i, 2, 1024, 2 * repeats, value, dtype=dtype) for i in (2, 3))
+    g = spread(-jnp.exp(_normal(4, 2, 1024, 2 * repeats, dtype=jnp.float32) * 2 - 3))
+    beta = spread(jax.nn.sigmoid(_normal(5, 2, 1024, 2 * repeats, dtype=jnp.float32)))
+
+    def run(implementation, *arrays):
+        def call(*arrays):
+            return recurrences.IMPLEMENTATIONS[implementation](*arrays, chunks_of(segments, prefixes), delta=delta)
+
+        (out, state), back = jax.vjp(call, *arrays)
+        return out, state, back((ct.astype(out.dtype), jnp.ones_like(state)))
+
+    def expected():
+        return jax.jit(functools.partial(run, "reference"))(q, k, v.astype(jnp.float32), g, beta)
+
+    return judged("recurrence", name, dtype, lambda: jax.jit(functools.partial(run, name))(q, k, spread(v), g, beta),
+                  expected)
+
+
 def everything(dtype) -> list[Verdict]:
     """Checks every implementation of every op that this platform may run, the first choice first."""
     out = [packed_attention(name, dtype) for name in packed.ORDERS[platform()]]
     out += [cached_attention(name, dtype) for name in cached.ORDERS[platform()]]
-    return [*out, logprobs(dtype), *(expert_layer(name, dtype) for name in experts.ORDERS[platform()])]
+    out += [logprobs(dtype), *(expert_layer(name, dtype) for name in experts.ORDERS[platform()])]
+    return out + [recurrent_layer(name, dtype) for name in recurrences.ORDERS[platform()]]
 
 
 # ---- before a run trains on a kernel
@@ -247,6 +290,13 @@ def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> d
     names = experts.ORDERS[platform()][:-1]
     return _first_use("experts", names, lambda name: [expert_layer(name, dtype, layer)], (attention_op, experts_op),
                       case, memory)
+
+
+def first_use_of_recurrence(dtype, layer: Recurrence, memory: Path | None = None) -> dict[str, str]:
+    """Does the same for the kernels of recurrent layers, for this layer's sizes."""
+    names = recurrences.ORDERS[platform()][:-1]
+    return _first_use("recurrence", names, lambda name: [recurrent_layer(name, dtype, layer)],
+                      (attention_op, recurrence_op), (dtype, *layer), memory)
 
 
 def _first_use(op: str, names, looked, packages, case, memory) -> dict[str, str]:

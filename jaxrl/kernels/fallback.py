@@ -1,4 +1,4 @@
-"""What happens where an implementation of an op cannot serve a call. Ops: "attention", "experts"."""
+"""What happens where an implementation of an op cannot serve a call. Ops: "attention", "experts", "recurrence"."""
 
 from __future__ import annotations
 

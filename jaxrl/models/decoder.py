@@ -68,7 +68,8 @@ def like(parameter, x):
 class Weights(NamedTuple):
     """Parameters of a layer with their rows, by path: what its mixer and its feed-forward compute with. real: [B, L],
     which tokens are no padding; None = all. whose: [B, L] number of each token's adapter, where there are several.
-    matmul: the scheme of its products (kernels.low_precision). experts: their implementation (kernels.experts)."""
+    matmul: the scheme of its products (kernels.low_precision). experts, recurrence: their
+    implementations (kernels.experts, kernels.recurrence)."""
 
     config: ModelConfig
     rows: dict[str, parameters.Row]
@@ -77,6 +78,7 @@ class Weights(NamedTuple):
     whose: jax.Array | None = None
     matmul: str = DEFAULT
     experts: str = "auto"
+    recurrence: str = "auto"
 
     def linear(self, name: str, x):
         """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds and
@@ -394,7 +396,8 @@ def _layer(model, layer: Layer, params, x, shared, cache, index):
     table = {row.path: row for row in layer_rows(layer) if row.of(cfg)}
     real = None if shared.segments is None else shared.segments > 0
     params = fetched(params)  # which the backward pass does again
-    own = Weights(cfg, table, parameters.flattened(params), real, shared.whose, model.matmul, model.experts)
+    own = Weights(cfg, table, parameters.flattened(params), real, shared.whose, model.matmul, model.experts,
+                  model.recurrence)
     x = checkpoint_name(x, KEPT)
 
     def normed(name, x):

@@ -28,7 +28,8 @@ from jaxrl.sharding import memory
 
 
 def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "none", remat_every: int = 1,
-          attention: str = "auto", matmul: str = "default", experts: str = "auto", ring: bool = False) -> Model:
+          attention: str = "auto", matmul: str = "default", experts: str = "auto", recurrence: str = "auto",
+          ring: bool = False) -> Model:
     """Builds the Model that an HF config describes.
 
     Args:
@@ -43,6 +44,7 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
       matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers
         and adapters have none.
       experts: implementation of layers of experts, see kernels.experts.
+      recurrence: implementation of recurrent layers, see kernels.recurrence.
       ring: over mesh.cp keys and values go from device to device, where they would be gathered.
 
     Raises ConfigError for configs no family here serves.
@@ -56,7 +58,7 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         raise ConfigError(f"model.remat_every={remat_every}: {blocks * config.period} layers are scanned, which are "
                           f"cut into equal groups of {' or '.join(map(str, fit))}")
     return Model(config, jnp.dtype(compute_dtype), bool(scan_layers), remat, attention, remat_every, matmul=matmul,
-                 experts=experts, ring=ring)
+                 experts=experts, recurrence=recurrence, ring=ring)
 
 
 AT_ONCE = 1 << 24  # parameters up to which init draws one flat vector
@@ -116,6 +118,7 @@ class Model:
     adapter: adapters.Adapter | None = None  # see models.adapters
     matmul: str = "default"
     experts: str = "auto"
+    recurrence: str = "auto"
     ring: bool = False
     joined: bool = False  # products of one input are one array, see models.unstacked
 

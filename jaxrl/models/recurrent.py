@@ -94,7 +94,8 @@ def _mixed(kind: Kind, gated_norm: Callable, own, x_BxLxD, shared, cache, index)
     of_heads += tuple(_parameter(own, f"{name}_taps/bias", dtype) for name in NAMES * cfg.convolution_bias)
     old = {name: None for name in LEAVES} if cache is None else {
         name: cache[name] if index is None else cache[name][index] for name in LEAVES}
-    rule = _step if cache is not None and x_BxLxD.shape[1] == 1 else _rule
+    at_once = cache is None or x_BxLxD.shape[1] > 1
+    rule = functools.partial(_rule, own.recurrence) if at_once else _step
     windows = () if cache is None else tuple(old[name] for name in LEAVES[1:])
     rule = functools.partial(rule, kind, cfg)
     out, state, windows = by_rows_and_heads(
@@ -152,7 +153,7 @@ def _parameter(own, name: str, dtype):
     return gathered(own.values[path], own.rows[path].axes, dtype)
 
 
-def _rule(kind: Kind, cfg, chunks, tokens, state, windows, of_heads):
+def _rule(implementation: str, kind: Kind, cfg, chunks, tokens, state, windows, of_heads):
     """Returns (out [B, L, G, V], state, windows) of rows.
 
     The inputs are queries, keys and values before the convolution, and what gates are made of. state, windows: before
@@ -163,7 +164,7 @@ def _rule(kind: Kind, cfg, chunks, tokens, state, windows, of_heads):
     before = _joined(windows) if windows else None
     q, k, v = _split(jax.nn.silu(convolution(joined, weight, chunks, before, bias)), raw)
     q, k, g, written = kind.inputs(cfg, q, k, gates, of_heads)
-    out, state = recurrence(q, k, v, g, written, chunks, state, delta=kind.delta)
+    out, state = recurrence(q, k, v, g, written, chunks, state, implementation, delta=kind.delta)
     out = _with_skip(kind, out, v, of_heads)
     return out, state, tuple(_split(_last(joined, before, chunks.enters, weight.shape[-1] - 1), raw))
 

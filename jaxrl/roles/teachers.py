@@ -110,7 +110,7 @@ class LocalTeacher(Role):
         unrolled = c.platform.kind == "cpu" and described.get("num_hidden_layers", 0) <= SHALLOW
         self.model = models.build(described, compute_dtype=job.compute_dtype, scan_layers=not unrolled,
                                   attention=c.model.attention, experts=c.model.experts,
-                                  ring=c.model.ring_attention)
+                                  recurrence=c.model.recurrence, ring=c.model.ring_attention)
         if beyond := self.model.config.beyond(c.longest, made_of(c)):
             raise ConfigError(f"teacher.path={self.options.path!r}: {beyond}")
         self.vocab = min(self.model.config.vocab_size, job.model.config.vocab_size)

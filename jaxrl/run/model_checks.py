@@ -6,8 +6,11 @@ from jaxrl.errors import ConfigError
 from jaxrl.training import router
 
 
-def check_experts(config, model) -> None:
-    """Raises ConfigError for options of experts and routers that do not fit the model."""
+def check_layers(config, model) -> None:
+    """Raises ConfigError for options of recurrent layers, experts and routers that do not fit the model."""
+    if config.model.recurrence != "auto" and not model.config.num_recurrent:
+        raise ConfigError(f"model.recurrence={config.model.recurrence} has no effect on a model without recurrent "
+                          "layers; leave it out")
     t, kind = config.train, "a model without experts"
     options = {f"train.{n}": t[n] for n in ("router_balance", "router_z", "router_bias_rate") if t[n]}
     options |= {"model.experts": config.model.experts} if config.model.experts != "auto" else {}

@@ -45,7 +45,7 @@ from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.data import check_controls, load_data, most_patches, open_images, sets_to_complete, with_room, with_tower
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
-from jaxrl.run.model_checks import check_experts, check_tower
+from jaxrl.run.model_checks import check_layers, check_tower
 from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
@@ -295,7 +295,7 @@ def open_run(s, with_engine: bool = True) -> Job:
 def check_kernels(s, job) -> None:
     """Disables kernels that disagree with the reference on these devices, on every process if one finds so. Checks once
     per device, jax version and kernel; CPUs have no kernels."""
-    wrong: dict[str, dict[str, str]] = {"attention": {}, "experts": {}}
+    wrong: dict[str, dict[str, str]] = {"attention": {}, "experts": {}, "recurrence": {}}
     c, kernels = job.model.config, [name for name in ORDERS[platform()] if name not in XLA]
     if kernels and job.config.model.attention == "auto":
         heads = check.Heads(2 * c.num_heads // c.num_kv_heads, 2, c.head_dim)
@@ -310,6 +310,12 @@ def check_kernels(s, job) -> None:
         found = check.first_use_of_experts(job.compute_dtype, layer, KERNELS)
         for disagreeing in s.peers.all_gather("kernels of experts", found):
             wrong["experts"] |= disagreeing
+    if kernels and c.num_recurrent and job.config.model.recurrence == "auto":
+        rule = check.Recurrence(c.linear_value_heads // c.linear_key_heads, c.linear_key_size, c.linear_value_size,
+                                not c.is_mamba)
+        found = check.first_use_of_recurrence(job.compute_dtype, rule, KERNELS)
+        for disagreeing in s.peers.all_gather("kernels of recurrence", found):
+            wrong["recurrence"] |= disagreeing
     for op, names in wrong.items():
         distrust(op, names)
         for name, why in names.items():
@@ -343,7 +349,7 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
     if not models.FAMILIES[hf_config["model_type"]].vision:  # of those it is known later whether the tower is read
         adapters.check(attach_adapter(config, unrolled))
     experts = table.config.num_expert_layers
-    check_experts(config, unrolled)
+    check_layers(config, unrolled)
     table.check_length(longest_sequence(config))
     if experts and config.lora.adapters:
         raise ConfigError(f"lora.adapters with experts (model_type={hf_config['model_type']}): the load of the experts "
@@ -455,7 +461,7 @@ def build_model(spec, hf_config):
         low_precision.check(spec.train.matmul, spec.platform.kind, spec.train.matmul_emulated)
     model = models.build(hf_config, compute_dtype=DTYPES[spec.train.compute_dtype], scan_layers=c.scan_layers == "true",
                          remat=c.remat, remat_every=every, attention=c.attention, matmul=spec.train.matmul,
-                         experts=c.experts, ring=c.ring_attention)
+                         experts=c.experts, recurrence=c.recurrence, ring=c.ring_attention)
     return attach_adapter(spec, model)
 
 

@@ -1,4 +1,5 @@
-"""Compiles the TPU kernels of attention for a chip that is not here, alone and inside the programs of a sharded job.
+"""Compiles the TPU kernels of attention and of recurrent layers for a chip that is not here, alone and, attention, inside
+the programs of a sharded job.
 
     python tpu_compile_worker.py v5e:2x2        (needs libtpu; prints one JSON object)
 
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from helpers import tiny_job
 from jaxrl.kernels.attention import Shared, attention, cached_attention, share
 from jaxrl.kernels.attention.cached.shared import WIDTH
+from jaxrl.kernels.recurrence import chunks_of, recurrence
 from jaxrl.planning import compiling, programs
 
 # rows, queries, query heads, key-value heads, head size, dtype, options
@@ -33,6 +35,9 @@ CACHES = [(3, 8, 1100, 12, 2, 128, "bfloat16", {"window": 300}), (2, 8, 520, 14,
           (2, 8, 528, 8, 4, 256, "float32", {"softcap": 5.0}), (2, 8, 70, 8, 8, 80, "float32", {}),
           (28, 256, 1536, 12, 2, 128, "bfloat16", {}), (2, 64, 2048, 32, 8, 128, "bfloat16", {}),
           (2, 8, 528, 14, 2, 64, "bfloat16", {"sinks_H": np.arange(14.0, dtype=np.float32)})]
+# rows, tokens, key heads, value heads of each, key size, value size, dtype of values, delta
+RECURRENCES = [(1, 2048, 2, 2, 128, 128, "bfloat16", True), (2, 200, 1, 3, 40, 24, "float32", True),
+               (1, 1100, 1, 8, 128, 64, "bfloat16", False)]
 JOB = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 9,
        "max_position_embeddings": 2048}  # scanned: more than 8 layers
 
@@ -70,6 +75,18 @@ def caches(case, mesh):
     return [compiled(run, shapes + more, mesh) for more in ([], tiles)]
 
 
+def recurrences(case, mesh):
+    batch, length, heads, repeats, key, value, dtype, delta = case
+    by_key, by_value = (batch, length, heads, key), (batch, length, heads * repeats)
+
+    def loss(q, k, v, g, beta, segments, prefixes):
+        out, state = recurrence(q, k, v, g, beta, chunks_of(segments, prefixes), delta=delta)
+        return out.astype(jnp.float32).sum() + state.sum()
+
+    shapes = [(by_key, "float32")] * 2 + [((*by_value, value), dtype)] + [(by_value, "float32")] * 2
+    return compiled(jax.grad(loss, (0, 1, 2, 3, 4)), shapes + [((batch, length), jnp.int32)] * 2, mesh)
+
+
 def job(mesh, name):
     """A job of fsdp 2 x tp 2 in bf16 with head size 64: the kernels of its programs by name, and their temporaries."""
     config = tiny_job.get_config()
@@ -91,6 +108,7 @@ def main(name):
     mesh = compiling._tpu_mesh(chip, tuple(map(int, topology.split("x"))), {"dp": 1, "fsdp": 2, "tp": 2})
     assert np.prod(list(mesh.shape.values())) == 4
     print(json.dumps({"rows": [rows(case, mesh) for case in ROWS], "caches": [caches(case, mesh) for case in CACHES],
+                      "recurrences": [recurrences(case, mesh) for case in RECURRENCES],
                       "job": job(mesh, name)}))
 
 

@@ -12,6 +12,8 @@ from jaxrl.kernels.attention.cached import api as cached
 from jaxrl.kernels.attention.packed import api as packed
 from jaxrl.kernels.experts import api as experts
 from jaxrl.kernels.experts import tpu
+from jaxrl.kernels.recurrence import api as recurrences
+from jaxrl.kernels.recurrence.chunks import PROMPT, ZERO
 from jaxrl.run import setup
 
 
@@ -105,7 +107,8 @@ def test_verdicts_are_kept_by_what_they_depend_on(kernel, tmp_path, monkeypatch)
 def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monkeypatch, caplog):
     kernel(packed.reference.attention)
     monkeypatch.setattr(setup, "KERNELS", tmp_path / "kernels.json")
-    model = SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=8, attention_softcap=0.0, sinks=False, num_experts=0)
+    model = SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=8, attention_softcap=0.0, sinks=False, num_experts=0,
+                            num_recurrent=0)
 
     def look(attention, others):
         job = SimpleNamespace(model=SimpleNamespace(config=model), compute_dtype=jnp.dtype(np.float32),
@@ -140,3 +143,25 @@ def test_experts_have_verdicts_of_their_own(monkeypatch):
     fallback.distrust("experts", wrong)
     assert experts.order("auto") == ("blocks",) and experts.order("tpu")[0] == "tpu" and packed.order("tpu")[0] == "tpu"
     fallback.distrust("experts", ())
+
+
+@pytest.mark.full
+def test_recurrences_have_verdicts_of_their_own(monkeypatch):
+    """A kernel whose completions do not begin with their prompt's state."""
+    layer = check.Recurrence(1, 8, 8)
+    monkeypatch.setitem(recurrences.ORDERS, "cpu", ("tpu", "xla"))
+    assert check.first_use_of_recurrence(jnp.bfloat16, layer) == {}
+
+    def unshared(*arrays, delta):
+        *arrays, chunks = arrays
+        chunks = chunks._replace(start=jnp.where(chunks.start == PROMPT, ZERO, chunks.start))
+        return recurrences.xla.recurrence(*arrays, chunks, delta=delta)
+
+    monkeypatch.setitem(recurrences.IMPLEMENTATIONS, "tpu", unshared)
+    wrong = check.first_use_of_recurrence(jnp.bfloat16, layer)
+    assert list(wrong) == ["tpu"] and "recurrence wrong: off by" in wrong["tpu"]
+    fallback.distrust("recurrence", wrong)
+    try:
+        assert recurrences.order("auto") == ("xla",)
+    finally:
+        fallback.distrust("recurrence", ())

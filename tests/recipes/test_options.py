@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import tiny_job
 from helpers.data_cases import make_config, make_tokenizer, questions, write_jsonl
 from helpers.training_helpers import batch_of_groups, policy_objective
 from jax.experimental.compilation_cache import compilation_cache
@@ -242,6 +243,20 @@ def test_remat_and_attention_choose_the_program(tiny):
     assert "<host>" in remat["offload"] and "<host>" not in remat["full"]
     attention = {a: program(tiny("model.attention", a)) for a in ("auto", "reference", "blockwise")}
     assert attention["reference"] != attention["blockwise"] and attention["auto"] in attention.values()
+
+
+@pytest.mark.full
+def test_recurrence_chooses_the_program(tiny):
+    """One of the implementations by name, auto being XLA's here; a model without recurrent layers has no use for it."""
+    def of(name):
+        config = tiny("model.recurrence", name)
+        config.model.config = {**tiny_job.HYBRID, "vocab_size": 288}
+        return program(config)
+
+    found = {name: of(name) for name in ("auto", "xla", "tpu", "reference")}
+    assert found["auto"] == found["xla"] and len(set(found.values())) == 3
+    with pytest.raises(ConfigError, match="model.recurrence=tpu has no effect on a model without recurrent layers"):
+        program(tiny("model.recurrence", "tpu"))
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The TPU kernels of attention, compiled for chips that are not here: needs libtpu, no TPU."""
+"""The TPU kernels of attention and of recurrent layers, compiled for chips that are not here: needs libtpu, no TPU."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def test_kernels_compile_alone_and_in_a_sharded_job(target):
                           timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert len(found["rows"]) == 8 and len(found["caches"]) == 7
+    assert len(found["rows"]) == 8 and len(found["caches"]) == 7 and len(found["recurrences"]) == 3
     job = found["job"]
     assert job["update"]["kernels"] == ["attention_forward", "attention_key_gradients", "attention_query_gradient"]
     assert job["prefill"]["kernels"] == ["attention_forward"] and job["decode"]["kernels"] == ["attention_decode"]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from jaxrl.kernels.fallback import first_that_serves, trusted
 from jaxrl.kernels.platform import platform
-from jaxrl.kernels.recurrence import reference, xla
+from jaxrl.kernels.recurrence import reference, tpu, xla
 from jaxrl.kernels.recurrence.chunks import Chunks
 
-IMPLEMENTATIONS = {"xla": xla.recurrence, "reference": reference.recurrence}
-ORDERS = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+IMPLEMENTATIONS = {"xla": xla.recurrence, "tpu": tpu.recurrence, "reference": reference.recurrence}
+ORDERS = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("tpu", "xla")}
 
 
 def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chunks, state_BxGxKxV=None,
@@ -34,7 +34,8 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
       g_BxLxG: log of the decay, at most 0, fp32 or better. beta_BxLxG: factor on what is written, fp32 or better.
       chunks: of chunks_of, for these rows.
       state_BxGxKxV: where rows that continue begin; None = zeros.
-      implementation: "auto" or a name in IMPLEMENTATIONS.
+      implementation: "auto" (the first of the platform's ORDERS that serves the call) or a name in IMPLEMENTATIONS; xla
+        stands behind tpu where that cannot serve the call, and the reason is logged once.
       delta: whether what the state returns for a token's key is taken off before its value is written.
 
     Returns:
@@ -60,4 +61,4 @@ def order(implementation: str) -> tuple[str, ...]:
         return trusted("recurrence", ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"recurrence implementation {implementation!r}: choose auto, {', '.join(IMPLEMENTATIONS)}")
-    return (implementation,)
+    return (implementation, "xla") if implementation == "tpu" else (implementation,)

@@ -87,7 +87,7 @@ def _stretch(delta, carry, given, own):
     reads, writes = (product(solved, beta[..., None] * faded * k), product(solved, beta[..., None] * v)) if delta else (
         None, beta[..., None] * v)
     end = jnp.sum(jnp.where(enters[:, :, None, None], by_head(g), 0), axis=-1)[..., None, None]
-    kept = jnp.where(enters[:, :, None, None, :, None], jnp.exp(jnp.minimum(end - total[..., None], 0)) * k, 0)
+    kept = jnp.where(enters[:, :, None, None, :, None], jnp.exp(at_most_zero(end - total[..., None])) * k, 0)
     asked = faded * q
 
     def one(carry, this):
@@ -105,6 +105,11 @@ def _stretch(delta, carry, given, own):
 
 
 _STRETCHES = {delta: functools.partial(_stretch, delta) for delta in (True, False)}  # traced once each
+
+
+def at_most_zero(gap):
+    """Returns min(gap, 0), where only rounding is above 0: its gradient is that of gap, at 0 and above, too."""
+    return gap - jax.lax.stop_gradient(jnp.maximum(gap, 0))
 
 
 @jax.custom_vjp
