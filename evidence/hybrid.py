@@ -33,8 +33,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from jaxrl.kernels.recurrence import api, chunks_of  # noqa: E402
 
 HEADS, REPEATS, SIZE = 16, 2, 128
-LENGTHS = (1024, 2048, 4096, 8192)
-TOKENS_AT_MOST = 2048  # of the form by tokens, whose temporaries grow by 4 MiB a token
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+TOKENS_AT_MOST = 1024  # of the form by tokens, whose temporaries grow by 10 MiB a token
 GROUPS, MEMBERS, PROMPT, COMPLETION = 4, 8, 384, 64
 MODEL = {
     "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
@@ -148,7 +148,7 @@ def torch_step(folder: str, tokens):
             logits = model(group, use_cache=False).logits[:, PROMPT:-1]
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), group[:, PROMPT + 1:].flatten()) / GROUPS
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         return total
 
     return step

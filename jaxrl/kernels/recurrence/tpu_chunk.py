@@ -5,7 +5,7 @@ Legend: C tokens per chunk, K key size, V value size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def asked_for(delta: bool, asked, keys):
     return jnp.concatenate([asked, keys], axis=0) if delta else asked
 
 
-def halves(delta: bool, both):
+def halves(delta: bool, both) -> tuple[Any, Any]:
     """Returns the rows of queries and those of keys, or None."""
     return (both[:len(both) // 2], both[len(both) // 2:]) if delta else (both, None)
 
