@@ -103,7 +103,7 @@ class Family:
         """Returns the parts of which vLLM is not known to serve adapters apart from their base; empty = none."""
         packed = self.packed_qkv or self.packed_mlp
         return "experts" if self.expert_size else "recurrent layers" if self.recurrent else (
-            "matrices that share one tensor" if packed else "")
+            "a tower for images" if self.vision else "matrices that share one tensor" if packed else "")
 
     @property
     def classifier(self) -> str:

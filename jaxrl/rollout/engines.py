@@ -88,7 +88,7 @@ ENGINES = {
                      EngineInfo(holds=True, sleeps=True, support=True, routes=True, exact=True, images=True),
                      on_mesh=True, servers=False),
     "vllm": EngineRow("jaxrl.rollout.vllm.engine:make_engine", "vLLM",
-                      EngineInfo(concurrent=True, holds=True, sleeps=True, routes=True),
+                      EngineInfo(concurrent=True, holds=True, sleeps=True, routes=True, images=True),
                       starts_servers=True, beyond_context=False, slots=_server_slots,
                       ignores={"slots": "set rollout.vllm.max_running", "decode_steps": "leave it out",
                                "cache_lengths": "set rollout.vllm.max_model_len", "prompt_lengths": "leave it out",
@@ -139,9 +139,6 @@ def check_served(config, hf_config: dict, family) -> None:
     if family.vllm_lacks:
         raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
                           f"of this family are not handed to vLLM ({family.vllm_lacks}); set rollout.engine=jax")
-    if family.vision:
-        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
-                          "with a tower for images are not handed to vLLM yet; set rollout.engine=jax")
     fields = {**family.defaults, **hf_config}
     for name, fixed in family.vllm_assumes.items():
         if isinstance(fixed, tuple):
@@ -149,6 +146,17 @@ def check_served(config, hf_config: dict, family) -> None:
         if fields.get(name, fixed) not in (None, fixed):
             raise ConfigError(f"rollout.engine={config.rollout.engine} with {name}={fields[name]!r}: vLLM computes "
                               f"models of model_type={hf_config['model_type']} with {fixed!r}; set rollout.engine=jax")
+
+
+def check_tower_served(config, hf_config: dict, tower: bool) -> None:
+    """Raises ConfigError where vLLM would need the text model alone of a model with a tower for images.
+
+    tower: whether the tower is read, since the job's data has images.
+    """
+    if engine_name(config) == "vllm" and recipe_of(config).samples and not tower:
+        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']} and data "
+                          "without images: vLLM serves this model with its tower alone, which is not read here; set "
+                          "rollout.engine=jax")
 
 
 def shared_gpus(config) -> str:
