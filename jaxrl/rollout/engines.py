@@ -25,6 +25,7 @@ from jaxrl.errors import ConfigError, type_of
 from jaxrl.rollout.protocol import Engine, EngineInfo
 from jaxrl.rollout.shapes import DEFAULT_SLOTS
 
+VLLM_TOWER_THETA = 10000.0  # base of towers' rotary embedding, which vLLM does not read
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # rollout.dtype -> its name in numpy
 
 
@@ -148,15 +149,20 @@ def check_served(config, hf_config: dict, family) -> None:
                               f"models of model_type={hf_config['model_type']} with {fixed!r}; set rollout.engine=jax")
 
 
-def check_tower_served(config, hf_config: dict, tower: bool) -> None:
-    """Raises ConfigError where vLLM would need the text model alone of a model with a tower for images.
+def check_tower_served(config, hf_config: dict, tower) -> None:
+    """Raises ConfigError where vLLM would compute another model than the trainer's, of a family with a tower for images.
 
-    tower: whether the tower is read, since the job's data has images.
+    tower: the model's VisionConfig; None: the data has no image, and the tower is not read.
     """
-    if engine_name(config) == "vllm" and recipe_of(config).samples and not tower:
-        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']} and data "
-                          "without images: vLLM serves this model with its tower alone, which is not read here; set "
-                          "rollout.engine=jax")
+    if engine_name(config) != "vllm" or not recipe_of(config).samples:
+        return
+    name = f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}"
+    if tower is None:
+        raise ConfigError(f"{name} and data without images: vLLM has this family with its tower alone, which is not "
+                          "read here; set rollout.engine=jax")
+    if tower.theta != VLLM_TOWER_THETA:
+        raise ConfigError(f"{name} and vision_config.rope_parameters.rope_theta={tower.theta:g}: vLLM computes towers "
+                          f"with {VLLM_TOWER_THETA:g}; set rollout.engine=jax")
 
 
 def shared_gpus(config) -> str:

@@ -222,7 +222,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
         adapted = attach_adapter(c, dataclasses.replace(model_inputs.table, scan_layers=False))
         adapters.check(adapted)
         check_tower(adapted)
-        check_tower_served(c, model_inputs.hf_config, model_inputs.table.config.vision is not None)
+        check_tower_served(c, model_inputs.hf_config, model_inputs.table.config.vision)
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items()
                if its is not None and (option != "eval.rewards" or its is not rewards)}

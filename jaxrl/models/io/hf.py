@@ -373,7 +373,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
             config |= _classifier(model, config, tokenizer, eos_ids)
         else:
             _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
-        _write_json(temporary / "config.json", whole_config(hf_config[SOURCE], config) if within else config)
+        _write_json(temporary / "config.json", _within(hf_config[SOURCE], config) if within else config)
         for file, content in hf_config[SOURCE].get("processors", {}).items() if within else ():
             _write_json(temporary / file, content)
         if tokenizer is not None:
@@ -384,7 +384,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         raise
 
 
-def whole_config(source, config) -> dict:
+def _within(source, config) -> dict:
     """Returns the whole config of a model of several parts, with this one as its text model."""
     outer = source["outer"]
     if source.get("flat_config"):

@@ -311,8 +311,9 @@ class Control:
         return (self._call("GET", "/v1/models").get("data") or [{}])[0]
 
     def pause(self) -> None:
-        """Pauses generation; requests stay and continue after `resume`."""
-        self._call("POST", "/pause", mode="keep")
+        """Pauses generation; requests stay and continue after `resume`, and so do caches: those that a publish makes
+        stale it empties itself."""
+        self._call("POST", "/pause", mode="keep", clear_cache="false")
 
     def resume(self) -> None:
         """Resumes generation after `pause`."""

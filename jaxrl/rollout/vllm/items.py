@@ -61,10 +61,10 @@ class ItemWriter:
                 "kwargs_data": {"image": [item.data for item in items]}}
 
     def _item(self, pictures: Pictures, i: int) -> Item:
-        key = pictures.patches, int(pictures.numbers[i])
+        height, width = pictures.grids[i].tolist()
+        key = pictures.patches, int(pictures.numbers[i]), height, width
         with self._lock:  # whoever asks for the same one meanwhile waits for it
             if key not in self._kept:
-                height, width = pictures.grids[i].tolist()
                 self._kept[key] = item = encode(pictures.patches(pictures.numbers[i:i + 1])[0], (height, width))
                 self.made += 1
                 self._bytes += len(item.data)

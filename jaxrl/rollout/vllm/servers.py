@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxrl.config.lengths import longest_prompt
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import IMAGES, family_of
-from jaxrl.models.io.hf import SOURCE, whole_config
+from jaxrl.models.io.hf import SOURCE
 from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import EngineLost
@@ -117,8 +117,9 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
     if family.router == "sigmoid":
         config["scoring_func"] = "sigmoid"  # without it vLLM's DeepSeek takes softmax
     if (tower := hf_config.get(IMAGES)) is not None:
-        config = {**whole_config(hf_config[SOURCE], config), "architectures": [architecture(family.architecture)],
-                  "tie_word_embeddings": config["tie_word_embeddings"]}
+        del config["architectures"]
+        config = {**hf_config[SOURCE]["outer"], "architectures": [architecture(family.architecture)],
+                  "text_config": config, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
         pixels = {f"image_{name}": list(tower.get(name, (0.5,) * 3)) for name in ("mean", "std")}
         (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
