@@ -150,7 +150,7 @@ def check_served(config, hf_config: dict, family) -> None:
 
 
 def check_tower_served(config, hf_config: dict, tower) -> None:
-    """Raises ConfigError where vLLM would compute another model than the trainer's, of a family with a tower for images.
+    """Raises ConfigError where vLLM would compute another model than the trainer's, of a family with a tower.
 
     tower: the model's VisionConfig; None: the data has no image, and the tower is not read.
     """

@@ -90,7 +90,7 @@ class TakesPatches:
 
     def __init__(self, *, vllm_config, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        norm = self.visual.input_norm  # a start with dummy weights fills every persistent buffer with noise, its two, too
+        norm = self.visual.input_norm  # dummy weights fill every persistent buffer with noise, its two among them
         for name, buffer in list(norm.named_buffers()):
             norm.register_buffer(name, buffer, persistent=False)
 
@@ -98,8 +98,8 @@ class TakesPatches:
         patches = kwargs.get("pixel_values")
         if patches is not None:
             tower = self.config.vision_config
-            frames = patches.unflatten(1, (-1, 1, tower.patch_size**2)).expand(-1, -1, tower.temporal_patch_size, -1)
-            kwargs["pixel_values"] = frames.flatten(1)
+            by_channel = patches.unflatten(1, (-1, 1, tower.patch_size**2))
+            kwargs["pixel_values"] = by_channel.expand(-1, -1, tower.temporal_patch_size, -1).flatten(1)
         return super()._parse_and_validate_image_input(**kwargs)
 
 

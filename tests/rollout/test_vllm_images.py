@@ -233,6 +233,7 @@ def test_names_are_those_of_the_folder(name, theirs):
 
 def test_a_tower_is_sent_where_it_changed_or_a_server_lacks_it():
     publisher, memory = Publisher.__new__(Publisher), SimpleNamespace(state="awake")
+    publisher.model = SimpleNamespace(config=SimpleNamespace(vision="a tower"))
     publisher.fleet, publisher.verified, publisher._tower = SimpleNamespace(memories={"u": memory, "v": memory}), set(), []
     one, other = SimpleNamespace(index=0, url="u"), SimpleNamespace(index=1, url="v")
     tower = {"a": jnp.ones(3), "b": {"c": jnp.zeros(2)}}
@@ -241,13 +242,15 @@ def test_a_tower_is_sent_where_it_changed_or_a_server_lacks_it():
         publisher._params = tree
         return publisher._changed_tower(replicas)[0]
 
-    assert changed({"vision": tower}, one) and not changed({"embed": jnp.ones(2)}, one)
+    assert changed({"vision": tower}, one)
     publisher._tower, publisher.verified = [weakref.ref(x) for x in jax.tree.leaves(tower)], {0}
     assert not changed({"vision": tower, "embed": jnp.ones(1)}, one)
     assert changed({"vision": tower}, one, other)                     # a server that joined
     assert changed({"vision": {**tower, "a": tower["a"] * 1}}, one)   # equal numbers, other arrays
     memory.state = "asleep"                                           # it has dropped its weights
     assert changed({"vision": tower}, one)
+    publisher.model.config.vision = None                              # a model of text
+    assert not changed({"embed": jnp.ones(2)}, one)
 
 
 def test_what_vllm_would_compute_otherwise_is_refused():

@@ -1,5 +1,5 @@
-"""Finished images as vLLM's /inference/v1/generate takes them (`features`): hashes, places in the prompt, and the data of
-each as msgpack in base64.
+"""Finished images as vLLM's /inference/v1/generate takes them (`features`): hashes, places in the prompt, and the data
+of each as msgpack in base64.
 
 Sources: MultiModalFeatures in vllm/entrypoints/scale_out/token_in_token_out/protocol.py, v1/serial_utils.py and the
 fields of Qwen's towers in model_executor/models/qwen2_vl.py of 0.32.
@@ -30,7 +30,7 @@ class Item(NamedTuple):
 
 
 def encode(patches: np.ndarray, grid: tuple[int, int]) -> Item:
-    """Returns an image's item. patches: [N, C * p * p] uint8, see data.images.resize.cut. grid: its rows and columns."""
+    """Returns an image's item. patches: [N, C * p * p] uint8, see data.images.resize.cut. grid: rows, columns."""
     digest = hashlib.blake2b(repr(grid).encode() + patches.tobytes(), digest_size=16).hexdigest()
     fields = {
         "pixel_values": {"data": _tensor(patches),

@@ -170,7 +170,8 @@ class Publisher:
         whole = [r for r in replicas if self._lacks_base(r)]
         tower, now = self._changed_tower(whole)
         if whole or not verify:
-            self._digests = {name: sha for name, sha in self._digests.items() if verify and not tower and is_of_tower(name)}
+            kept = verify and not tower
+            self._digests = {name: sha for name, sha in self._digests.items() if kept and is_of_tower(name)}
         each(self._open)
         to_whole = functools.partial(each, among=whole)
         self._tower = []  # until all have it
@@ -194,10 +195,12 @@ class Publisher:
     def _changed_tower(self, replicas) -> tuple[bool, list]:
         """Returns (whether a model's tower has to be sent to servers, its arrays). Arrays of jax do not change, so that
         those that were sent last are what a server holds that has not been asleep."""
-        now = jax.tree.leaves(self._params.get("vision", {}))
+        if self.model.config.vision is None:
+            return False, []
+        now = jax.tree.leaves(self._params["vision"])
         same = len(now) == len(self._tower) and all(a is b() for a, b in zip(now, self._tower, strict=True))
         held = same and all(r.index in self.verified and self.fleet.memories[r.url].state == "awake" for r in replicas)
-        return bool(now) and not (held and all(isinstance(a, jax.Array) for a in now)), now
+        return not (held and all(isinstance(a, jax.Array) for a in now)), now
 
     def _lacks_base(self, replica) -> bool:
         """Whether a server needs whole weights: always, unless it has the base and is given an adapter to it."""
