@@ -16,7 +16,6 @@ import functools
 import logging
 import secrets
 import time
-import weakref
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.models import adapters
 from jaxrl.models.io.fused import interleaved
 from jaxrl.rollout import weights
 from jaxrl.rollout.engines import EngineContext
@@ -66,7 +66,7 @@ class Publisher:
         self.last_probe = float("nan")
         self._bound: float | None = None  # of the probe of a quantised engine, measured
         self._digests: dict = {}  # by name, of the weights sent last, if they are verified
-        self._tower: list = []  # weak references to its arrays that all verified servers hold; [] = not known
+        self._tower = b""  # digest of the one that all verified servers hold; empty: there is none, or it is not known
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-weights")
         self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-sender")
 
@@ -174,7 +174,7 @@ class Publisher:
             self._digests = {name: sha for name, sha in self._digests.items() if kept and is_of_tower(name)}
         each(self._open)
         to_whole = functools.partial(each, among=whole)
-        self._tower = []  # until all have it
+        self._tower = b""  # until all have it
         if whole and (failure := self._bring(whole, to_whole, errors, report, version, verify, tower)):
             return {r.index: errors.get(r.index, failure) for r in replicas}
         if (folders := self.adapter_folders) is not None:
@@ -189,18 +189,16 @@ class Publisher:
         each(lambda c: self.fleet.memories[c.url].close())
         each(lambda c: c.resume())  # one that slept runs since it has its cache again
         self.verified |= {r.index for r in replicas if r.index not in errors}
-        self._tower = [] if errors else [weakref.ref(array) for array in now]
+        self._tower = b"" if errors else now
         return errors
 
-    def _changed_tower(self, replicas) -> tuple[bool, list]:
-        """Returns (whether a model's tower has to be sent to servers, its arrays). Arrays of jax do not change, so that
-        those that were sent last are what a server holds that has not been asleep."""
+    def _changed_tower(self, replicas) -> tuple[bool, bytes]:
+        """Returns (whether a model's tower has to be sent to servers, its digest). A server keeps it until it sleeps."""
         if self.model.config.vision is None:
-            return False, []
-        now = jax.tree.leaves(self._params["vision"])
-        same = len(now) == len(self._tower) and all(a is b() for a, b in zip(now, self._tower, strict=True))
-        held = same and all(r.index in self.verified and self.fleet.memories[r.url].state == "awake" for r in replicas)
-        return not (held and all(isinstance(a, jax.Array) for a in now)), now
+            return False, b""
+        now = adapters.digest(self._params["vision"]).tobytes()
+        held = all(r.index in self.verified and self.fleet.memories[r.url].state == "awake" for r in replicas)
+        return now != self._tower or not held, now
 
     def _lacks_base(self, replica) -> bool:
         """Whether a server needs whole weights: always, unless it has the base and is given an adapter to it."""
