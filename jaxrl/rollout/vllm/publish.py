@@ -193,7 +193,7 @@ class Publisher:
         return errors
 
     def _changed_tower(self, replicas) -> tuple[bool, bytes]:
-        """Returns (whether a model's tower has to be sent to servers, its digest). A server keeps it until it sleeps."""
+        """Returns (whether a tower has to be sent to servers, its digest). A server keeps it until it sleeps."""
         if self.model.config.vision is None:
             return False, b""
         now = adapters.digest(self._params["vision"]).tobytes()
