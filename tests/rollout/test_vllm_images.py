@@ -105,7 +105,7 @@ def test_a_server_computes_the_trainers_log_probs(kind):
     for tree in (first, second):  # a policy that writes the image token as text
         tree["head"]["kernel"] = tree["head"]["kernel"].at[:, PAD].mul(3.0)
     with own_servers(of=(model, first), hf_config=told, patches=64, eos=(), rollout_verify_weights="always", max_running=3,
-                     engine_kwargs={"max_num_batched_tokens": 20}) as engine:  # prompts come in pieces
+                     setup_seconds=500.0, engine_kwargs={"max_num_batched_tokens": 20}) as engine:  # prompts come in pieces
         publisher, replica = engine.publisher, engine.router.replicas[0]
         assert publisher.last_probe < 1e-5 and engine.info.images
 

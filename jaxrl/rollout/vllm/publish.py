@@ -66,7 +66,8 @@ class Publisher:
         self.last_probe = float("nan")
         self._bound: float | None = None  # of the probe of a quantised engine, measured
         self._digests: dict = {}  # by name, of the weights sent last, if they are verified
-        self._tower = b""  # digest of the one that all verified servers hold; empty: there is none, or it is not known
+        # digests of a tower: that which all verified servers hold, empty if it is not known; that which was sent last
+        self._tower, self._sent_tower = b"", b""
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-weights")
         self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-sender")
 
@@ -138,6 +139,7 @@ class Publisher:
                         self.router.set_state(r, "ready")
                     except (adapter.ServerError, adapter.Refused) as e:
                         errors[r.index] = e
+            self._tower = b"" if errors else self._sent_tower
             replicas = [r for r in left if errors.get(r.index) is not None]
             if self.adapter_folders is not None:  # whole again, since their progress is unknown
                 self.verified -= {r.index for r in replicas}
@@ -168,13 +170,13 @@ class Publisher:
                     errors[r.index] = e
 
         whole = [r for r in replicas if self._lacks_base(r)]
-        tower, now = self._changed_tower(whole)
+        tower, self._sent_tower = self._changed_tower(whole)
         if whole or not verify:
             kept = verify and not tower
             self._digests = {name: sha for name, sha in self._digests.items() if kept and is_of_tower(name)}
         each(self._open)
         to_whole = functools.partial(each, among=whole)
-        self._tower = b""  # until all have it
+        self._tower = b""  # until it is verified
         if whole and (failure := self._bring(whole, to_whole, errors, report, version, verify, tower)):
             return {r.index: errors.get(r.index, failure) for r in replicas}
         if (folders := self.adapter_folders) is not None:
@@ -189,7 +191,6 @@ class Publisher:
         each(lambda c: self.fleet.memories[c.url].close())
         each(lambda c: c.resume())  # one that slept runs since it has its cache again
         self.verified |= {r.index for r in replicas if r.index not in errors}
-        self._tower = b"" if errors else now
         return errors
 
     def _changed_tower(self, replicas) -> tuple[bool, bytes]:
