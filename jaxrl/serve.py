@@ -67,6 +67,8 @@ class Host:
     """
 
     def __init__(self, config, folder: Path, own: Path):
+        from jaxrl.data.images.resize import rule_of
+        from jaxrl.models.families import IMAGES
         from jaxrl.models.io import hf  # these import jax: only after the config could be read
         from jaxrl.rollout.vllm.adapter_folders import configured_rank
         from jaxrl.rollout.vllm.servers import OwnServers
@@ -85,7 +87,11 @@ class Host:
         for name in self.names:  # announced by an earlier serve on this host
             (folder / name).unlink(missing_ok=True)
         m = load_config(config.run.warm_start).model if config.run.warm_start else config.model
-        hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False)
+        hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False, images=True)
+        if tower := hf_config.pop(IMAGES, None):
+            files = hf.folder_of(m.path, m.revision, hf.TEXT_FILES) if m.path else None
+            rule = rule_of(hf_config[hf.SOURCE]["outer"]["model_type"], files)
+            hf_config[IMAGES] = {**tower, "mean": rule.mean, "std": rule.std}
         dtype = DTYPES.get(config.rollout.dtype) or DTYPES.get(config.train.compute_dtype, "")
         rank = configured_rank(config.lora) if config.lora.publish == "adapter" else 0
         self.servers = OwnServers(config, hf_config, dtype, own, key, lora_rank=rank)

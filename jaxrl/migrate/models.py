@@ -7,8 +7,8 @@ import re
 from jaxrl.migrate.table import Migration
 
 _VISION = "is a model of images and text; text models alone are trained here"
-READ = r"qwen(2|2\.5|3)-vl-.*"  # of which SFT trains the whole; sampling is by vLLM in the configs written here
-_SAMPLED = "is a model of images and text, which rollout.engine=jax samples and vLLM does not yet"
+READ = r"qwen(2|2\.5|3)-vl-.*"  # of which jobs of SFT are translated
+_SAMPLED = "is a model of images and text, whose jobs that sample are trained here and not translated yet"
 # names of checkpoints without their owners, in lower case, and what the model is; none of models/families.py
 NOT_TRAINED = (
     (r".*(^|[-_.\d])vl([-_.\d].*|$)", _VISION),

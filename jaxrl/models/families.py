@@ -103,7 +103,7 @@ class Family:
         """Returns the parts of which vLLM is not known to serve adapters apart from their base; empty = none."""
         packed = self.packed_qkv or self.packed_mlp
         return "experts" if self.expert_size else "recurrent layers" if self.recurrent else (
-            "matrices that share one tensor" if packed else "")
+            "a tower for images" if self.vision else "matrices that share one tensor" if packed else "")
 
     @property
     def classifier(self) -> str:
@@ -139,7 +139,7 @@ _SEES: dict[str, Any] = dict(unread=TOWER, classifies=False, within=(("model.lan
 _QWEN2_VL = {**_SHARED, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_key_value_heads": 8, "use_sliding_window": False,
              "sliding_window": 4096, "max_window_layers": 80}
 _QWEN2_VL_LAYERS: dict[str, Any] = dict(qkv_bias=True, windows="from_layer", mrope="runs", rope_kinds={**KINDS, "mrope": "default"},
-                                        divides=True, **_SEES)
+                                        divides=True, vllm_assumes={"use_sliding_window": False}, **_SEES)
 _LATENT = {"attention_bias": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True}
 _LATENT_ATTENTION: dict[str, Any] = dict(latent=True, qkv_bias="attention_bias", out_bias="attention_bias", vllm_assumes={
     "rope_interleave": True, "attention_bias": False, "tie_word_embeddings": False})
@@ -335,14 +335,16 @@ FAMILIES = {
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, vision="qwen3", mrope="turns", **_SEES),
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, vision="qwen3", mrope="turns",
+        vllm_assumes={"attention_bias": False}, **_SEES),
     "qwen3_vl_moe_text": Family(
         "Qwen3VLMoeForConditionalGeneration", {
             **_SHARED, "attention_bias": False, "max_position_embeddings": 128000, "rope_theta": 500000.0, "num_key_value_heads": 16,
             "tie_word_embeddings": True, "decoder_sparse_step": 1, "mlp_only_layers": None, "moe_intermediate_size": 1408,
             "num_experts_per_tok": 4, "num_experts": 60},
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, feed_forward="experts", expert_size="moe_intermediate_size",
-        norm_topk=True, says={"norm_topk_prob": True}, transposed=True, vision="qwen3", mrope="turns", **_SEES),
+        norm_topk=True, says={"norm_topk_prob": True}, transposed=True, vision="qwen3", mrope="turns",
+        vllm_assumes={"attention_bias": False, "hidden_act": "silu"}, **_SEES),
     "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, vision="qwen2_5", **_QWEN2_VL_LAYERS),
     "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, vision="qwen2", **_QWEN2_VL_LAYERS),
     "qwen3_5_moe_text": Family(

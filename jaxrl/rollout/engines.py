@@ -25,6 +25,7 @@ from jaxrl.errors import ConfigError, type_of
 from jaxrl.rollout.protocol import Engine, EngineInfo
 from jaxrl.rollout.shapes import DEFAULT_SLOTS
 
+VLLM_TOWER_THETA = 10000.0  # base of towers' rotary embedding, which vLLM does not read
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # rollout.dtype -> its name in numpy
 
 
@@ -88,7 +89,7 @@ ENGINES = {
                      EngineInfo(holds=True, sleeps=True, support=True, routes=True, exact=True, images=True),
                      on_mesh=True, servers=False),
     "vllm": EngineRow("jaxrl.rollout.vllm.engine:make_engine", "vLLM",
-                      EngineInfo(concurrent=True, holds=True, sleeps=True, routes=True),
+                      EngineInfo(concurrent=True, holds=True, sleeps=True, routes=True, images=True),
                       starts_servers=True, beyond_context=False, slots=_server_slots,
                       ignores={"slots": "set rollout.vllm.max_running", "decode_steps": "leave it out",
                                "cache_lengths": "set rollout.vllm.max_model_len", "prompt_lengths": "leave it out",
@@ -139,9 +140,6 @@ def check_served(config, hf_config: dict, family) -> None:
     if family.vllm_lacks:
         raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
                           f"of this family are not handed to vLLM ({family.vllm_lacks}); set rollout.engine=jax")
-    if family.vision:
-        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
-                          "with a tower for images are not handed to vLLM yet; set rollout.engine=jax")
     fields = {**family.defaults, **hf_config}
     for name, fixed in family.vllm_assumes.items():
         if isinstance(fixed, tuple):
@@ -149,6 +147,22 @@ def check_served(config, hf_config: dict, family) -> None:
         if fields.get(name, fixed) not in (None, fixed):
             raise ConfigError(f"rollout.engine={config.rollout.engine} with {name}={fields[name]!r}: vLLM computes "
                               f"models of model_type={hf_config['model_type']} with {fixed!r}; set rollout.engine=jax")
+
+
+def check_tower_served(config, hf_config: dict, tower) -> None:
+    """Raises ConfigError where vLLM would compute another model than the trainer's, of a family with a tower.
+
+    tower: the model's VisionConfig; None: the data has no image, and the tower is not read.
+    """
+    if engine_name(config) != "vllm" or not recipe_of(config).samples:
+        return
+    name = f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}"
+    if tower is None:
+        raise ConfigError(f"{name} and data without images: vLLM has this family with its tower alone, which is not "
+                          "read here; set rollout.engine=jax")
+    if tower.theta != VLLM_TOWER_THETA:
+        raise ConfigError(f"{name} and vision_config.rope_parameters.rope_theta={tower.theta:g}: vLLM computes towers "
+                          f"with {VLLM_TOWER_THETA:g}; set rollout.engine=jax")
 
 
 def shared_gpus(config) -> str:

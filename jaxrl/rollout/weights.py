@@ -24,16 +24,17 @@ from jaxrl.models.io import parts
 from jaxrl.sharding import memory
 
 
-def names(model) -> list[str]:
+def names(model, tower: bool = True) -> list[str]:
     """Returns the names of all HF tensors of a jaxrl.models.Model in the order of `chunks`. A tied
-    head is not included.
+    head is not included. tower: those of a tower for images, too.
     """
-    return [parts.whole_of(name) for group in _layers(model) for entry, i in group for name in [entry.hf_names[i]]
-            if not entry.row.part or not entry.row.part[1]]
+    rename = _renaming(model)
+    return [rename(parts.whole_of(name)) for group in _layers(model, tower) for entry, i in group
+            for name in [entry.hf_names[i]] if not entry.row.part or not entry.row.part[1]]
 
 
-def chunks(model, params, dtype, most_bytes: int,
-           host: bool = True) -> Iterator[list[tuple[str, np.ndarray | jax.Array]]]:
+def chunks(model, params, dtype, most_bytes: int, host: bool = True,
+           tower: bool = True) -> Iterator[list[tuple[str, np.ndarray | jax.Array]]]:
     """Yields all HF tensors once, as lists of (name, array): the content of a publish.
 
     Args:
@@ -45,9 +46,10 @@ def chunks(model, params, dtype, most_bytes: int,
         last norm and head.
       host: numpy arrays in host memory, which belong to the caller; else on the device, whole on each one
         of the parameters' mesh.
+      tower: the tensors of a tower for images, too.
     """
-    chunk, size, packed = [], 0, parts.tensors(model)
-    for group in _layers(model):
+    chunk, size, packed, rename = [], 0, parts.tensors(model), _renaming(model)
+    for group in _layers(model, tower):
         tensors = _converted(params, group, dtype, packed)
         for _, t in tensors if host else ():
             t.copy_to_host_async()
@@ -55,20 +57,30 @@ def chunks(model, params, dtype, most_bytes: int,
         if chunk and size + more > most_bytes:
             yield chunk
             chunk, size = [], 0
-        chunk += [(name, np.asarray(t) if host else t) for name, t in tensors]
+        chunk += [(rename(name), np.asarray(t) if host else t) for name, t in tensors]
         size += more
     yield chunk
 
 
-def _layers(model) -> list[list[tuple]]:
-    """Groups [(entry, index of one of its HF tensors)] by layer, in the order embedding, layers, final norm and head.
+def _renaming(model):
+    """Returns the function from a tensor's name to that in a folder of the model: with a tower, its text model's
+    begin with model.language_model."""
+    if model.config.vision is None:
+        return lambda name: name
+    return lambda name: re.sub(r"^model\.(?!visual\.)", "model.language_model.", name)
+
+
+def _layers(model, tower: bool) -> list[list[tuple]]:
+    """Groups [(entry, index of one of its HF tensors)] by layer, in the order embedding, layers, final norm and head,
+    tower: its layers, then the rest of it.
     """
     groups: dict[tuple, list] = {}
     for entry in model.entries:
-        for i, name in enumerate(entry.hf_names):
-            layer = re.match(r"model\.layers\.(\d+)\.", name)
-            where = (1, int(layer[1])) if layer else (0 if entry.path[0] == "embed" else 2, 0)
-            groups.setdefault(where, []).append((entry, i))
+        seen = entry.path[0] == "vision"
+        for i, name in enumerate(entry.hf_names if tower or not seen else ()):
+            layer = re.match(r"model\.(layers|visual\.blocks)\.(\d+)\.", name)
+            where = (1, int(layer[2])) if layer else (0 if entry.path[0] == "embed" else 2, 0)
+            groups.setdefault((seen, *where), []).append((entry, i))
     return [groups[where] for where in sorted(groups)]
 
 
@@ -117,5 +129,6 @@ def _convert(arrays, indices, rows, sharding):
         part = memory.fetched(part).astype(dtype)
         part = part if sharding is None else jax.lax.with_sharding_constraint(part, sharding)
         each = part.reshape(-1, *part.shape[within:])
-        out.append([one.reshape(shape[::-1]).T if inputs else one.reshape(shape) for one in each])
+        axes = range(each.ndim - 1)  # inputs first, of HF's outputs first
+        out.append([one.transpose(*axes[inputs:], *axes[:inputs]).reshape(shape) for one in each])
     return out

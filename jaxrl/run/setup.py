@@ -39,7 +39,7 @@ from jaxrl.rewards.items import trial_items
 from jaxrl.roles.parameters import DTYPES, attach_adapter, dtype_of, engine_model, policy_tree, source_of, trained_names
 from jaxrl.roles.reward_model import RewardModel, read_reward_model
 from jaxrl.rollout import EngineContext, engine_row, make_engine
-from jaxrl.rollout.engines import check_served, shared_gpus
+from jaxrl.rollout.engines import check_served, check_tower_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.data import check_controls, load_data, most_patches, open_images, sets_to_complete, with_room, with_tower
@@ -222,6 +222,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
         adapted = attach_adapter(c, dataclasses.replace(model_inputs.table, scan_layers=False))
         adapters.check(adapted)
         check_tower(adapted)
+        check_tower_served(c, model_inputs.hf_config, model_inputs.table.config.vision)
     workers = {"env.*": pool, "reward.functions": rewards, "eval.rewards": eval_rewards}
     workers = {option: its for option, its in workers.items()
                if its is not None and (option != "eval.rewards" or its is not rewards)}

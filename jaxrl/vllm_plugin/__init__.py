@@ -7,6 +7,7 @@ an engine's own environment is enough. It
 - has the middleware that asks for a key at every door of the server (`Guard`),
 - adds worker methods that tell what is loaded (`jaxrl_info`), its checksums per HF tensor (`jaxrl_digests`) and those
   of an adapter's files (`jaxrl_adapter`),
+- registers models that take finished images under names of their own (`images`, ARCHITECTURES),
 - changes what vLLM's build for CPUs computes (`cpu`): it packs weights, after which no reload would reach them,
 - ends the process when the trainer that started it is gone.
 """
@@ -31,8 +32,17 @@ from collections.abc import Iterator
 from jaxrl.vllm_plugin import cpu
 
 BACKEND = "jaxrl"
-PROTOCOL = 4  # of the payloads below; the trainer refuses another one
+PROTOCOL = 5  # of the payloads below; the trainer refuses another one
 OWNER = "JAXRL_OWNER"  # environment: "pid:start time" of the trainer that started this server
+IMAGE_TOKENS = "image_tokens"  # of --mm-processor-kwargs: most tokens of an image
+# HF's architectures with a tower -> the class of `images` that serves them with finished images
+ARCHITECTURES = {"Qwen3VLForConditionalGeneration": "Qwen3VL", "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoe",
+                 "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VL", "Qwen2VLForConditionalGeneration": "Qwen2VL"}
+
+
+def architecture(name: str) -> str:
+    """Returns the name of ours in a config.json for one of ARCHITECTURES."""
+    return f"Jaxrl{name}"
 
 
 def register() -> None:
@@ -47,6 +57,10 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "TransferEngine")
+    from vllm import ModelRegistry
+
+    for name, own in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture(name), f"{__name__}.images:{own}")
 
 
 # ---- the life of the process -----------------------------------------------------------------------------------------
@@ -174,7 +188,8 @@ class Receiver:
             if info.can_load() and info.kernel_tensors is not None:
                 layerwise._place_kernel_tensors(layer, info)
                 info.reset()
-        initialize_layerwise_reload(self.model)
+        leaves_tower = hasattr(self.model, "visual") and not any(is_of_tower(name) for name in self.names)
+        initialize_layerwise_reload(self.model.language_model if leaves_tower else self.model)
 
     def receive_weights(self, update_info):
         import torch
@@ -398,6 +413,7 @@ def info(worker) -> dict:
         "sleeps": config.model_config.enable_sleep_mode or current_platform.is_cpu(),  # the CPU's has nothing to free
         "missing": sorted(getattr(engine, "names", set()) - getattr(engine, "received", set())),
         "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
+        "images": getattr(worker.get_model(), "takes_patches", False),
     }
 
 
@@ -438,13 +454,25 @@ def digest(tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
+def is_of_tower(name: str) -> bool:
+    """Whether an HF tensor belongs to a tower for images."""
+    return name.startswith("model.visual.")
+
+
 def pieces(model, sent=frozenset()) -> Iterator[tuple]:
     """(HF name, loaded piece, (axis, [(start, stop), ...])) of every parameter, fused ones taken apart, but for those
     that HF's folder holds fused: `sent` has the names of its tensors."""
     for name, piece, place in _pieces(model, sent):
         if _is_gpt_oss(model):  # its modules have other names than its checkpoint
             name = name.replace(".attn.", ".self_attn.").replace("model.embedding.", "model.embed_tokens.")
-        yield name, piece, place
+        yield (_name_beside_tower(name) if hasattr(model, "visual") else name), piece, place
+
+
+def _name_beside_tower(name: str) -> str:
+    """HF's name of a parameter of a model with a tower: the inverse of its `hf_to_vllm_mapper`."""
+    pairs = (("visual.", "model.visual."), ("language_model.lm_head.", "lm_head."),
+             ("language_model.model.", "model.language_model."))
+    return next((theirs + name.removeprefix(own) for own, theirs in pairs if name.startswith(own)), name)
 
 
 def _pieces(model, sent) -> Iterator[tuple]:

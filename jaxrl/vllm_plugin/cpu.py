@@ -45,6 +45,28 @@ def change_vllm() -> None:
     _gated_delta_core.__annotations__ = kinds | {"return": None}  # torch makes the operator's signature of them
     gdn_attention.cpu_gdn_attention_core = _gated_delta_core
     _stand_in_for_torchvision()
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    GPUModelRunner._bookkeeping_sync = _rewinding(GPUModelRunner._bookkeeping_sync)
+
+
+def _rewinding(whole):
+    """A step that ends inside a prompt draws a token that is thrown away. vLLM sets the request's generator back by
+    an offset, which generators of CPUs do not have: it would end the server. Before a request's first token it begins
+    anew here; one that goes on after a publish draws on."""
+    def _bookkeeping_sync(self, *args, **kwargs):
+        batch = self.input_batch
+        for i in self.discard_request_mask.np[:batch.num_reqs].nonzero()[0].tolist():
+            generator = batch.generators.get(i)
+            if generator is not None and not batch.req_output_token_ids[i]:
+                generator.manual_seed(generator.initial_seed())
+        generators, batch.generators = batch.generators, {}
+        try:
+            return whole(self, *args, **kwargs)
+        finally:
+            batch.generators = generators
+
+    return _bookkeeping_sync
 
 
 def _stand_in_for_torchvision() -> None:

@@ -73,9 +73,9 @@ class Said(logging.Handler):
 
 
 @contextlib.contextmanager
-def own_servers(replicas=1, eos=(END,), publish=True, of=None, hf_config=HF, **options):
+def own_servers(replicas=1, eos=(END,), publish=True, of=None, hf_config=HF, patches=0, **options):
     """An engine with servers of its own; options are of rollout.vllm, or of rollout after 'rollout_'. of: (model, parameters) in the place
-    of rollout_helpers', hf_config: that model's."""
+    of rollout_helpers', hf_config: that model's. patches: most patches of a prompt's images."""
     folder = tempfile.mkdtemp(prefix="vllm-case-")
     cfg = config(engine="vllm", seeded="true")
     cfg.run.dir = folder
@@ -84,7 +84,7 @@ def own_servers(replicas=1, eos=(END,), publish=True, of=None, hf_config=HF, **o
         group, key = (cfg.rollout, name.removeprefix("rollout_")) if name.startswith("rollout_") else (cfg.rollout.vllm, name)
         group[key] = value
     served, values = of or (model(), params())
-    made = VllmEngine(EngineContext(cfg, served, tokenizer(), None, eos, hf_config))
+    made = VllmEngine(EngineContext(cfg, served, tokenizer(), None, eos, hf_config, patches))
     try:
         if publish:
             made.publish(values, 0)

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 from helpers import model_cases
 from helpers import vision_cases as cases
-from helpers.data_cases import make_config
 from helpers.tiers import first_cases
 
 from jaxrl.errors import ConfigError
-from jaxrl.models import FAMILIES, build, rope
+from jaxrl.models import build, rope
 from jaxrl.models.io import hf, tensorfile
 from jaxrl.models.vision import tower
 from jaxrl.models.vision.positions import Placed, image_rows, patch_places, rotary_positions, window_order
-from jaxrl.rollout.engines import check_served
 
 pytestmark = pytest.mark.torch
 LIMIT = 1e-5  # of logits up to 5 in fp32
@@ -355,12 +353,6 @@ def test_transformers_opens_an_export_of_a_random_model(tmp_path, kind):
     own = sequences()[:1]
     arrays, images, places = rows_for(model, own)
     np.testing.assert_allclose(np.asarray(cases.logits(model, params, arrays, images))[places[0]], cases.theirs(theirs, *own[0]), atol=2 * LIMIT)
-
-
-@pytest.mark.parametrize("kind", cases.TEXTS)
-def test_servers_are_refused(kind):
-    with pytest.raises(ConfigError, match=f"model_type={kind}.*rollout.engine=jax"):
-        check_served(make_config("nowhere", "nowhere", rollout__engine="vllm"), {"model_type": kind}, FAMILIES[kind])
 
 
 def test_a_folder_without_its_tower_is_refused(tmp_path):

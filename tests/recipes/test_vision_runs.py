@@ -135,3 +135,14 @@ def test_adapters_of_a_job_with_images(tmp_path, checkpoint, exclude):
 def many_tokens(completion):
     """A reward that tells random completions apart."""
     return float(len(set(completion)))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_rollouts_with_pictures_by_vllm(tmp_path):
+    """GRPO through a real server: its log-probs are the trainer's, in training and evaluation; the tower trains and every publish is probed."""
+    c = load_config("vision_vllm:tiny", {"run.dir": str(tmp_path / "run"), "rollout.verify_weights": "always", **QUIET})
+    summary = jaxrl.train(c)
+    steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert summary["finished"] and len(steps) == 2 and all(row["gap/max"] < 1e-4 and row["publish/probe"] < 1e-5 for row in steps)
+    assert {"blank/accuracy", "swapped/accuracy", "accuracy"} <= summary["eval_after"]["sets"]["test"].keys()

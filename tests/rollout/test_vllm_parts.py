@@ -547,6 +547,31 @@ def test_matrices_made_of_loaded_weights_are_compared_with_them(stale):
         list(vllm_plugin.pieces(model))
 
 
+@pytest.mark.torch
+def test_a_token_drawn_inside_a_prompt_is_not_drawn_from_a_requests_stream():
+    """vLLM sets generators back by an offset, which those of CPUs do not have; a request's first token is that of its seed all the same."""
+    import torch
+
+    from jaxrl.vllm_plugin.cpu import _rewinding
+
+    def whole(runner):
+        for i in runner.discard_request_mask.np[:runner.input_batch.num_reqs].nonzero()[0].tolist():
+            if (generator := runner.input_batch.generators.get(i)) is not None:
+                generator.set_offset(generator.get_offset() - 4)  # as vLLM 0.32
+
+    def draw(generator):
+        return torch.rand(3, generator=generator).tolist()
+
+    batch = SimpleNamespace(num_reqs=3, generators={i: torch.Generator().manual_seed(7) for i in range(3)}, req_output_token_ids=[[], [], [5]])
+    runner = SimpleNamespace(input_batch=batch, discard_request_mask=SimpleNamespace(np=np.array([True, False, True, True])))
+    begun = [draw(generator) for generator in batch.generators.values()]
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        whole(runner)
+    _rewinding(whole)(runner)
+    found = [draw(generator) for generator in batch.generators.values()]
+    assert found[0] == begun[0] and found[1] != begun[1] and found[2] != begun[2]
+
+
 def test_the_entry_point_names_the_plugin():
     import importlib.metadata
 

@@ -267,13 +267,13 @@ def test_a_publish_goes_by_its_options(answering, monkeypatch):
     publisher.choose_transport()
     assert carriers == ["127.0.0.9"] and engine.fleet.controls[0]._http.timeout.read == 7.0
 
-    def chunks(model, params, dtype, most, host):
+    def chunks(model, params, dtype, most, host, tower):
         asked.append(most)
         raise Reached
 
     monkeypatch.setattr(publish.weights, "chunks", chunks)
     with pytest.raises(Reached):
-        publisher._stream(None, {}, {}, verify=False)
+        publisher._stream(None, {}, {}, verify=False, tower=True)
     assert asked == [3_000_000]
     monkeypatch.setattr(publisher, "probe", lambda replica: 1e-4)
     with pytest.raises(publish.WeightMismatch, match="more than 1e-05 .rollout.vllm.probe_bound."):

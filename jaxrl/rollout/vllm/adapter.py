@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl.errors import ConfigError
 from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.vllm.options import memory_fraction
-from jaxrl.vllm_plugin import BACKEND, KEY, PROTOCOL, Guard
+from jaxrl.vllm_plugin import BACKEND, IMAGE_TOKENS, KEY, PROTOCOL, Guard
 
 log = logging.getLogger("jaxrl")
 # completions have weight versions in releases after 0.30; versions newer than TESTED cause a notice only
@@ -110,7 +110,7 @@ GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 
 def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str,
-           lora_rank: int = 0, recurrent: bool = False) -> tuple[list[str], dict[str, str]]:
+           lora_rank: int = 0, recurrent: bool = False, image_tokens: int = 0) -> tuple[list[str], dict[str, str]]:
     """Returns (command, environment) of one server: dummy weights, token ids in and out,
     development endpoints for weights.
 
@@ -120,6 +120,7 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
       lora_rank: largest rank of adapters that it has to serve; 0 = none.
       recurrent: whether the model has recurrent layers. Their states are fp32, and no prefix cache is kept: vLLM keeps
         states at the ends of its blocks only, which a group's prompt seldom reaches.
+      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none.
     """
     v = config.rollout.vllm
     flags: dict[str, Any] = {
@@ -142,6 +143,8 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         flags.pop("enable-sleep-mode")
     if recurrent:
         flags["mamba-ssm-cache-dtype"] = "float32"
+    if image_tokens:  # its tower normalises the bytes that items holds
+        flags |= {"mm-device-do-normalize": True, "mm-processor-kwargs": json.dumps({IMAGE_TOKENS: image_tokens})}
     if lora_rank:  # one adapter, whose versions follow each other
         flags |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": lora_rank}
     flags |= {k.replace("_", "-"): value for k, value in v.engine_kwargs.to_dict().items()}
@@ -308,8 +311,9 @@ class Control:
         return (self._call("GET", "/v1/models").get("data") or [{}])[0]
 
     def pause(self) -> None:
-        """Pauses generation; requests stay and continue after `resume`."""
-        self._call("POST", "/pause", mode="keep")
+        """Pauses generation; requests stay and continue after `resume`, and so do caches: those that a publish makes
+        stale it empties itself."""
+        self._call("POST", "/pause", mode="keep", clear_cache="false")
 
     def resume(self) -> None:
         """Resumes generation after `pause`."""
@@ -424,6 +428,10 @@ class Control:
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache; returns whether it is empty."""
         return bool(self._call("POST", "/reset_prefix_cache", reset_running_requests="true").get("success"))
+
+    def reset_encoder_cache(self) -> None:
+        """Empties the cache of images' features, which a server names by their hashes and keeps over weight updates."""
+        self._call("POST", "/reset_encoder_cache")
 
     def generate(self, payload: dict) -> dict:
         """Sends a generate request and returns its only choice."""

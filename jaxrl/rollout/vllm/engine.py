@@ -50,7 +50,7 @@ class VllmEngine(Engine):
 
     def __init__(self, context: EngineContext):
         self.config = config = context.config
-        self.model, self.dtype, self.group = context.model, context.dtype, peers()
+        self.model, self.dtype, self.patches, self.group = context.model, context.dtype, context.patches, peers()
         adapter.warn_of_visible_key()
         own, options = not config.rollout.servers, config.rollout.vllm
         self.key = adapter.server_key(options) or (secrets.token_urlsafe(32) if own else "")
@@ -93,7 +93,7 @@ class VllmEngine(Engine):
         self._check_open()
         most, has_text = longest_prompt(self.config), self.router.decode is not None
         for r in requests:
-            check_request(r, most, self.total, self.model.config.vocab_size, has_text)
+            check_request(r, most, self.total, self.model.config.vocab_size, has_text, patches=self.patches)
         check_ids(requests, self._ids)
         requests = [self._fit_request(r) for r in requests]
         self._ids.update(r.id for r in requests)
@@ -122,6 +122,8 @@ class VllmEngine(Engine):
                 if done or not self._ids or time.monotonic() >= end:
                     return done
                 continue
+            if isinstance(item, RunStopped):
+                raise item
             if isinstance(item, Exception):
                 raise RunStopped(f"vLLM refused a request: {item}")
             if item.id in self._ids:  # not one that was aborted meanwhile

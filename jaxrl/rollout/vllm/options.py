@@ -12,6 +12,7 @@ LOOPBACK = re.compile(r"(127\.[0-9.]+|localhost|\[?::1\]?)")
 OWN_MEMORY, SHARED_MEMORY = 0.85, 0.45
 BOTH_MEMORY = 0.9  # share of a GPU that jax and a vLLM server use together
 PROBE_PROMPT, PROBE_TOKENS = 8, 16
+PROBE_IMAGES = ((3, 2), (2, 5))  # rows and columns of image tokens in a probe's prompt, beside PROBE_PROMPT of text
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that a server can be started for (MaxLoRARanks in vllm/config)
 
 
@@ -39,7 +40,8 @@ def longest_request(config) -> int:
 
 def max_model_len(config) -> int:
     """Returns the longest sequence of one of our servers: that of the run, or the publisher's probe."""
-    return config.rollout.vllm.max_model_len or max(longest_request(config), PROBE_PROMPT + 1)
+    probe = PROBE_PROMPT + sum(rows * columns for rows, columns in PROBE_IMAGES)
+    return max(config.rollout.vllm.max_model_len or longest_request(config), probe + 1)
 
 
 def lora_rank(rank: int) -> int:

@@ -3,6 +3,10 @@
 A publish is done when every server confirms the version, its prefix cache is empty, its checksums are ours (at the
 first publish, or always: `rollout.verify_weights`) and a probe's log-probs are the trainer's. Until then a server
 gets no request.
+
+A tower for images is sent where it changed. Servers keep images' features by the images' hashes, over weight updates,
+so that a new tower goes with an empty cache; the probe of a model with a tower shows the same two images at every
+publish, and stale features fail it.
 """
 
 from __future__ import annotations
@@ -19,13 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.models import adapters
 from jaxrl.models.io.fused import interleaved
 from jaxrl.rollout import weights
 from jaxrl.rollout.engines import EngineContext
+from jaxrl.rollout.prompt_images import prompt_images
 from jaxrl.rollout.protocol import Request, SamplingParams
 from jaxrl.rollout.vllm import adapter, adapter_folders, transport
-from jaxrl.rollout.vllm.options import PROBE_PROMPT, PROBE_TOKENS, max_model_len, server_folder
-from jaxrl.vllm_plugin import BACKEND, machine
+from jaxrl.rollout.vllm.options import PROBE_IMAGES, PROBE_PROMPT, PROBE_TOKENS, max_model_len, server_folder
+from jaxrl.types import Pictures
+from jaxrl.vllm_plugin import BACKEND, is_of_tower, machine
 
 log = logging.getLogger("jaxrl")
 PROBE_BOUNDS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}  # nats, mean over the probe's tokens
@@ -59,6 +66,8 @@ class Publisher:
         self.last_probe = float("nan")
         self._bound: float | None = None  # of the probe of a quantised engine, measured
         self._digests: dict = {}  # by name, of the weights sent last, if they are verified
+        # digests of a tower: that which all verified servers hold, empty if it is not known; that which was sent last
+        self._tower, self._sent_tower = b"", b""
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="vllm-weights")
         self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-sender")
 
@@ -92,6 +101,9 @@ class Publisher:
             raise ConfigError("rollout.vllm.transport=checkpoint with experts in the layout of gpt-oss: vLLM's reload "
                               "from a folder keeps the old experts and sinks; install jaxrl in the servers' "
                               f"environment and start them with {flag}")
+        if choice == "checkpoint" and self.model.config.vision is not None:
+            raise ConfigError("rollout.vllm.transport=checkpoint with images: servers take them through jaxrl's plugin "
+                              f"alone; install jaxrl in their environment, start them with {flag}, and set auto")
         first = self.router.replicas[0].url
         makes = {"checkpoint": lambda: transport.Checkpoint(self.folder), "shm": transport.SharedMemory,
                  "network": lambda: transport.Network(self.options.weights_host or transport.address_towards(first)),
@@ -127,6 +139,7 @@ class Publisher:
                         self.router.set_state(r, "ready")
                     except (adapter.ServerError, adapter.Refused) as e:
                         errors[r.index] = e
+            self._tower = b"" if errors else self._sent_tower
             replicas = [r for r in left if errors.get(r.index) is not None]
             if self.adapter_folders is not None:  # whole again, since their progress is unknown
                 self.verified -= {r.index for r in replicas}
@@ -157,11 +170,14 @@ class Publisher:
                     errors[r.index] = e
 
         whole = [r for r in replicas if self._lacks_base(r)]
+        tower, self._sent_tower = self._changed_tower(whole)
         if whole or not verify:
-            self._digests = {}
+            kept = verify and not tower
+            self._digests = {name: sha for name, sha in self._digests.items() if kept and is_of_tower(name)}
         each(self._open)
         to_whole = functools.partial(each, among=whole)
-        if whole and (failure := self._bring(whole, to_whole, errors, report, version, verify)):
+        self._tower = b""  # until it is verified
+        if whole and (failure := self._bring(whole, to_whole, errors, report, version, verify, tower)):
             return {r.index: errors.get(r.index, failure) for r in replicas}
         if (folders := self.adapter_folders) is not None:
             written = folders.write(self._params, version)
@@ -169,20 +185,30 @@ class Publisher:
             self.router.model = version
             each(lambda c: folders.load(c, written, version))
         each(self._empty_cache)
+        if tower:
+            each(lambda c: c.reset_encoder_cache())
         each(lambda c: _confirm(c, version))
         each(lambda c: self.fleet.memories[c.url].close())
         each(lambda c: c.resume())  # one that slept runs since it has its cache again
         self.verified |= {r.index for r in replicas if r.index not in errors}
         return errors
 
+    def _changed_tower(self, replicas) -> tuple[bool, bytes]:
+        """Returns (whether a tower has to be sent to servers, its digest). A server keeps it until it sleeps."""
+        if self.model.config.vision is None:
+            return False, b""
+        now = adapters.digest(self._params["vision"]).tobytes()
+        held = all(r.index in self.verified and self.fleet.memories[r.url].state == "awake" for r in replicas)
+        return now != self._tower or not held, now
+
     def _lacks_base(self, replica) -> bool:
         """Whether a server needs whole weights: always, unless it has the base and is given an adapter to it."""
         return (self.adapter_folders is None or replica.index not in self.verified
                 or self.fleet.memories[replica.url].state != "awake")  # a sleeping server has no weights
 
-    def _bring(self, replicas, each, errors, report, version: str, verify: bool) -> Exception | None:
-        """Sends whole weights (with lora.publish=adapter: the base) to servers. Returns the error of a step
-        that they take together.
+    def _bring(self, replicas, each, errors, report, version: str, verify: bool, tower: bool) -> Exception | None:
+        """Sends whole weights (with lora.publish=adapter: the base) to servers, those of a tower if `tower`. Returns
+        the error of a step that they take together.
         """
         model = self.model.base
         if isinstance(self.transport, transport.Checkpoint):
@@ -190,13 +216,13 @@ class Publisher:
             report["bytes"] = sum(f.stat().st_size for f in path.glob("*.safetensors"))
             each(lambda c: c.reload(str(path), version))
             return None
-        names = weights.names(model)
+        names = weights.names(model, tower)
         greetings = self.transport.greet({r.url: len(self.fleet.infos[r.index]) for r in replicas})
         try:
             self.transport.meet(self._sender.submit(
                 each, lambda c: c.init_transfer(names, self.transport.announcement(), greetings[c.url])))
             each(lambda c: c.start_update())
-            self._stream(each, errors, report, verify)
+            self._stream(each, errors, report, verify, tower)
         except adapter.ServerError as e:
             self.transport.reset()
             return e
@@ -210,11 +236,11 @@ class Publisher:
         if self.fleet.memories[control.url].state == "awake":
             control.pause()
 
-    def _stream(self, each, errors, report, verify: bool) -> None:
+    def _stream(self, each, errors, report, verify: bool, tower: bool) -> None:
         """Sends all chunks; each is converted and written while the servers read the one before."""
         most, pending, report["bytes"] = self.options.chunk_mb * 1_000_000, concurrent.futures.Future(), 0
         pending.set_result(None)  # nothing is on its way yet
-        for chunk in weights.chunks(self.model.base, self._params, self.dtype, most, host=self.transport.host):
+        for chunk in weights.chunks(self.model.base, self._params, self.dtype, most, self.transport.host, tower):
             if verify:
                 self._digests.update({name: np.asarray(array) for name, array in chunk} if self._needs_pieces() else {
                     name: transport.digest(np.asarray(array)) for name, array in chunk})
@@ -272,8 +298,10 @@ class Publisher:
                                  f"{', '.join(lost[:3])}")
 
     def _probe(self, replica) -> None:
-        """Samples a few tokens and compares their log-probs with the trainer's."""
+        """Samples a few tokens, with a tower also behind images, and compares their log-probs with the trainer's."""
         gap = self.probe(replica)
+        if self.model.config.vision is not None:
+            gap = max(gap, self.probe(replica, self._probe_images))
         bound = self.options.probe_bound or self._bound or PROBE_BOUNDS[self.dtype]
         infos = self.fleet.infos.get(replica.index) or []
         if any(map(self._is_quantized, infos)) and self._bound is None and not self.options.probe_bound:
@@ -285,21 +313,35 @@ class Publisher:
             raise WeightMismatch(
                 f"{replica.url} samples from other weights than version {self.version}: a probe's log-probs are "
                 f"{gap:.3g} away from the trainer's on average, more than {bound:g} (rollout.vllm.probe_bound). Its "
-                "weights did not arrive (a stock CPU server keeps old ones: install jaxrl in its environment), or it "
-                "serves another model")
+                "weights did not arrive (a stock CPU server keeps old ones: install jaxrl in its environment), its "
+                "features of images are those of older weights, or it serves another model")
 
-    def probe(self, replica) -> float:
+    def probe(self, replica, pictures: Pictures | None = None) -> float:
         """Returns the mean absolute difference of log-probs, trainer - engine, over a
-        fixed prompt's sampled continuation.
+        fixed prompt's sampled continuation. pictures: images in the prompt, `_probe_images`.
         """
-        vocab = self.model.config.vocab_size
-        prompt = np.random.default_rng(0).integers(0, vocab, PROBE_PROMPT).astype(np.int32)
-        new = min(PROBE_TOKENS, max_model_len(self.config) - PROBE_PROMPT)
+        length = PROBE_PROMPT + (0 if pictures is None else int(pictures.counts.sum()) // pictures.merge**2)
+        prompt = np.random.default_rng(0).integers(0, self.model.config.vocab_size, length).astype(np.int32)
+        new = min(PROBE_TOKENS, max_model_len(self.config) - length)
         request = Request(f"probe-{secrets.token_hex(4)}", prompt, SamplingParams(max_new_tokens=new), seed=1)
         payload = adapter.generate_payload(request, (), True, False, self.router.model)
+        if pictures is not None:
+            payload["features"] = self.router.items.features(pictures)
         tokens, logprobs, _, _ = adapter.parse_choice(self.fleet.controls[replica.index].generate(payload))
-        ours = sequence_logprobs(self.model, self._params, np.concatenate([prompt, tokens]).astype(np.int32))
-        return float(np.abs(np.asarray(ours)[PROBE_PROMPT - 1:] - np.array(logprobs)).mean())
+        whole = np.concatenate([prompt, tokens]).astype(np.int32)
+        ours = sequence_logprobs(self.model, self._params, whole, pictures)
+        return float(np.abs(np.asarray(ours)[length - 1:] - np.array(logprobs)).mean())
+
+    @functools.cached_property
+    def _probe_images(self) -> Pictures:
+        """Two images of unlike shapes, the same at every publish, with text before, between and behind them."""
+        vision, rng = self.model.config.vision, np.random.default_rng(1)
+        grids = np.array(PROBE_IMAGES) * vision.merge
+        width = vision.channels * vision.patch**2
+        pixels = [rng.integers(0, 256, (count, width), np.uint8) for count in grids.prod(axis=1)]
+        firsts = [2, 4 + int(np.prod(PROBE_IMAGES[0]))]
+        return Pictures(np.zeros(2, np.int64), np.array(firsts), grids, np.arange(2), vision.merge, width,
+                        lambda numbers: [pixels[i] for i in numbers], vision.window)
 
     @property
     def quantized(self) -> bool:
@@ -324,13 +366,18 @@ def _confirm(control, version: str) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _next_token_logits(model, params, tokens_1xL):
+def _next_token_logits(model, params, tokens_1xL, images):
     ones, zeros = jnp.ones_like(tokens_1xL), jnp.zeros_like(tokens_1xL)
     positions = jnp.arange(tokens_1xL.shape[1], dtype=jnp.int32)[None]
-    return model.logits(params, model.hidden(params, tokens_1xL, positions, ones, zeros))
+    return model.logits(params, model.hidden(params, tokens_1xL, positions, ones, zeros, images=images))
 
 
-def sequence_logprobs(model, params, tokens: np.ndarray) -> np.ndarray:
-    """Returns the log-probs [L-1] of tokens 1..L-1 of token ids [L] at temperature 1, by the trainer's model."""
-    logits = _next_token_logits(model, params, jnp.asarray(tokens)[None])[0, :-1]
+def sequence_logprobs(model, params, tokens: np.ndarray, pictures: Pictures | None = None) -> np.ndarray:
+    """Returns the log-probs [L-1] of tokens 1..L-1 of token ids [L] at temperature 1, by the trainer's model. pictures:
+    the sequence's images.
+    """
+    images = None
+    if pictures is not None:
+        images = prompt_images(model.config.vision, [pictures], [len(tokens)], len(tokens), int(pictures.counts.sum()))
+    logits = _next_token_logits(model, params, jnp.asarray(tokens)[None], images)[0, :-1]
     return np.asarray(jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens[1:, None]), axis=-1)[:, 0])

@@ -19,9 +19,11 @@ from collections.abc import Callable
 import httpx
 import numpy as np
 
+from jaxrl.errors import RunStopped
 from jaxrl.rollout.protocol import Request, Result
 from jaxrl.rollout.stops import find_stop
 from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.items import ItemWriter
 
 log = logging.getLogger("jaxrl")
 CONNECTION_TRIES = 20  # lost connections that count as one failed try
@@ -73,7 +75,7 @@ class Router:
         self.results: queue.Queue = queue.Queue()  # Result, or an exception that ends the run
         self.options, self.seeded, self.end_ids, self.decode = options, seeded, tuple(end_ids), decode
         self.parse_version, self.request_seconds = parse_version, request_seconds
-        self.counts = collections.Counter()
+        self.counts, self.items = collections.Counter(), ItemWriter()
         self.trace: Callable[[dict], None] | None = None  # for log.trace_requests
         self._waiting: collections.deque[Job] = collections.deque()
         self._jobs: dict[str, Job] = {}
@@ -207,9 +209,9 @@ class Router:
             result = await asyncio.wait_for(self._ask(job.request, replica), self.request_seconds)
         except asyncio.CancelledError:
             raise
-        except adapter.Refused as e:
+        except (adapter.Refused, RunStopped) as e:  # RunStopped: an image that cannot be decoded any more
             replica.running.pop(job, None)
-            self.results.put(adapter.Refused(str(e)))
+            self.results.put(e)
             return
         except Exception as e:  # any error: the job must not be lost
             replica.running.pop(job, None)
@@ -265,6 +267,8 @@ class Router:
     async def _ask(self, request: Request, replica: Replica) -> Result:
         stops = request.sampling.stop
         payload = adapter.generate_payload(request, self.end_ids, self.seeded, bool(stops), self.model)
+        if request.pictures is not None:
+            payload["features"] = await asyncio.to_thread(self.items.features, request.pictures)
         url, choice = replica.url + adapter.GENERATE, None
         if stops:
             tokens, logprobs, finish, spans = await self._streamed(url, payload, request)

@@ -9,8 +9,9 @@ import shutil
 import time
 from pathlib import Path
 
+from jaxrl.config.lengths import longest_prompt
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import family_of
+from jaxrl.models.families import IMAGES, family_of
 from jaxrl.models.io.hf import SOURCE
 from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext
@@ -21,7 +22,7 @@ from jaxrl.rollout.vllm.options import max_model_len, read_urls, server_folder
 from jaxrl.rollout.vllm.process import ServerProcess, free_port
 from jaxrl.rollout.vllm.router import Replica, Router
 from jaxrl.rollout.vllm.sleeping import ServerMemory
-from jaxrl.vllm_plugin import PROTOCOL, machine
+from jaxrl.vllm_plugin import PROTOCOL, architecture, machine
 
 log = logging.getLogger("jaxrl")
 LATECOMER_SECONDS = 30.0  # wait for further servers once one is up
@@ -52,6 +53,7 @@ class OwnServers:
             log.warning(notice)
         self.config, self.folder, self.key, self.lora_rank = config, folder, key, lora_rank
         self.recurrent = bool(family_of(hf_config).recurrent)
+        self.image_tokens = longest_prompt(config) if IMAGES in hf_config else 0
         self.dtype = dtype or ("float32" if self.cpu else "bfloat16")
         write_model_folder(folder / "model", hf_config)
         self.ports = [v.port + first + i if v.port else free_port(v.host) for i in range(v.replicas)]
@@ -65,7 +67,8 @@ class OwnServers:
     def _started(self, i: int) -> ServerProcess:
         self.up[i], self._silent[i], self._began[i] = False, 0, time.monotonic()
         command, env = adapter.launch(self.config, str(self.folder / "model"), self.dtype, max_model_len(self.config),
-                                      self.ports[i], self.cpu, self.key, self.lora_rank, self.recurrent)
+                                      self.ports[i], self.cpu, self.key, self.lora_rank, self.recurrent,
+                                      self.image_tokens)
         if devices := self.config.rollout.vllm.devices:
             env["CUDA_VISIBLE_DEVICES"] = devices[i]
         return ServerProcess(command, env, self.folder / f"server_{i}.log")
@@ -109,10 +112,16 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
     folder.mkdir(parents=True)
     family = family_of(hf_config)
     config = {"architectures": [family.architecture], **family.says, **hf_config}
-    for key in (SOURCE, "quantization_config"):  # what they receive is in plain numbers
+    for key in (SOURCE, IMAGES, "quantization_config"):  # what they receive is in plain numbers
         config.pop(key, None)
     if family.router == "sigmoid":
         config["scoring_func"] = "sigmoid"  # without it vLLM's DeepSeek takes softmax
+    if (tower := hf_config.get(IMAGES)) is not None:
+        del config["architectures"]
+        config = {**hf_config[SOURCE]["outer"], "architectures": [architecture(family.architecture)],
+                  "text_config": config, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        pixels = {f"image_{name}": list(tower.get(name, (0.5,) * 3)) for name in ("mean", "std")}
+        (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
@@ -266,6 +275,9 @@ class Fleet:
                 raise ConfigError(f"{replica.url} serves adapters up to rank {info.get('lora_rank', 0)}, this run "
                                   f"needs {rank}: start it with --enable-lora --max-lora-rank {rank} and with "
                                   "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, or set lora.publish=merged")
+            if self.model.config.vision is not None and not info.get("images"):
+                raise ConfigError(f"{replica.url} serves {info['model']}, which makes images of its own: start servers "
+                                  "of a model with a tower by jaxrl serve, or by rollout.engine=vllm itself")
             if info["vocab_size"] != self.model.config.vocab_size:
                 raise ConfigError(f"{replica.url} serves {info['model']} with a vocabulary of {info['vocab_size']}, "
                                   f"this model has {self.model.config.vocab_size}: it is another model")
