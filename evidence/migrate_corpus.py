@@ -210,7 +210,8 @@ def take(git: Path, commit: str, files: list[str], out: Path) -> None:
 # -- an independent reader ---------------------------------------------------------------------------------------------
 
 BASH = r"""
-command_not_found_handle() { printf '%s\0' "$@"; printf '\1'; }
+exec 3>&1
+command_not_found_handle() { printf '%s\0' "$@" >&3; printf '\1' >&3; }
 python() { command_not_found_handle python "$@"; }; python3() { command_not_found_handle python3 "$@"; }
 uv() { command_not_found_handle uv "$@"; }
 bash() { shift 0; case "$1" in *.sh) source "$@";; *) command_not_found_handle bash "$@";; esac; }
@@ -301,6 +302,8 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
                 wrong += differ(rules(Keys(mine), config, version))
             report["model"] = config.model.path
             config.log.wandb = False
+            if any(text.startswith("model.chat_template") for text in report["needs_you"]):  # a file of the source's own
+                config.model.chat_template = ""
             config.model.path = config.model.path or "a/model"
             planned = "plan" in report["commands"] and not config.reward.model.path  # what plans do not count
             config.run.mode, config.plan.target = ("plan", "h100:8") if planned else ("train", "")

@@ -673,7 +673,10 @@ def areal(k: Keys, c, version: str) -> dict:
     else:
         out["overlong"] = (c.reward.overlong_buffer + (al.overlong_buffer_fraction or 0.0), 0)
     # actor.py: rewards at the last token, GAE without values is discount * lambda to go; then adv_norm over the batch's tokens
-    out["advantage"] = ((al.advantage, al.gamma, al.lam if critic else None), ("gae", gamma, lam) if critic else ("returns", gamma * lam, None))
+    # of a trajectory of several turns (workflow/multi_turn.py: one reward) what is to go is the reward, wherever there is no discount and no KL
+    whole = c.env.function and not critic and gamma * lam == 1 and not k(a + "kl_ctl", default=0.1)
+    out["advantage"] = ((al.advantage, al.gamma, al.lam if critic else None),
+                        ("gae", gamma, lam) if critic else ("outcome", None, None) if whole else ("returns", gamma * lam, None))
     whole = _norm_of_areal(k, a + "adv_norm")
     out["whitened"] = (al.whiten, {None: False, ("batch", "batch", False): True}.get(whole and (whole["mean"], whole["std"], whole["others"]), whole))
     reward = _norm_of_areal(k, a + "reward_norm") or {"mean": None, "std": None, "others": False, "ddof": 1, "size": 1}

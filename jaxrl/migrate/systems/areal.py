@@ -167,6 +167,8 @@ TABLE = Table(
             K("cluster.n_gpus_per_node", "equivalent", default=8),
             K("rollout.scheduling_strategy.type", "equivalent", default="separation"),
             K("sglang.mem_fraction_static", "equivalent", default=0.9, other=0.7),
+            K("sglang.dtype", "equivalent", default="bfloat16", other="float32"),
+            K("vllm.dtype", "equivalent", default="bfloat16", other="float32", beside={"rollout.backend": "vllm:d2p1t1"}),
             K("sglang.context_length", "equivalent", default=32768, other=40000),
             K("sglang.max_running_requests", "equivalent", other=64),
             K("vllm.gpu_memory_utilization", "equivalent", default=0.9, other=0.7, beside={"rollout.backend": "vllm:d2p1t1"}),
@@ -220,6 +222,9 @@ TABLE = Table(
           default=Since(("0.3", True), ("0.4", False)), other=True),
         K(ACTOR + "dtype", "equivalent", "train.compute_dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bfloat16",
           other="float32"),
+        Joint("dtypes", (
+            K("ref.dtype", "equivalent", default="bfloat16", other="float32", beside={"ref.path": "a/reference"}),
+            K(CRITIC + "dtype", "equivalent", default="bfloat16")), meaning.dtypes),
         K("rollout.setup_timeout", to="rollout.vllm.setup_seconds", default=Since(("0.3", 120), ("1.0", 300)), other=900),
         K("rollout.request_timeout", to="rollout.timeout_seconds", default=3600, other=900),
         K("rollout.request_retries", to="rollout.vllm.retries", default=3, other=5),

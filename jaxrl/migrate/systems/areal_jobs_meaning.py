@@ -101,6 +101,7 @@ def preference(m: Migration):
     m.set("preference.beta", float(m.number(ACTOR + "beta")), ACTOR + "beta")
     if m.text("ref.path") and m.text("ref.path") != m.text(ACTOR + "path"):
         m.set("reference.path", m.text("ref.path"), "ref.path")
+    common.frozen_dtype(m, "reference.dtype", m.text("ref.dtype"), "ref.dtype")
     scored = m.integer("ref.mb_spec.max_tokens_per_mb")
     if scored:
         longest = m.options["train.max_sequence_tokens"][0]

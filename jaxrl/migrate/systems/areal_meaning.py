@@ -405,6 +405,11 @@ def _floor(m: Migration, of: str) -> float:
     return 0.0
 
 
+def dtypes(m: Migration):
+    common.frozen_dtype(m, "reference.dtype", m.text("ref.dtype"), "ref.dtype")
+    common.critics_dtype(m, CRITIC + "dtype", "train.compute_dtype")
+
+
 def critics_optimizer(m: Migration):
     o, numbers = CRITIC + "optimizer.", {
         "weight_decay": "weight_decay",
@@ -474,6 +479,7 @@ def layout(m: Migration):
         keys=keys,
         host=m.integer("cluster.n_gpus_per_node"),
     )
+    m.set("rollout.dtype", common.DTYPES.get(m.text(f"{name}.dtype"), "auto"), f"{name}.dtype")
     share = "sglang.mem_fraction_static" if name == "sglang" else "vllm.gpu_memory_utilization"
     m.set("rollout.vllm.memory_fraction", m.number(share), share)
     longest = m.integer("sglang.context_length" if name == "sglang" else "vllm.max_model_len")

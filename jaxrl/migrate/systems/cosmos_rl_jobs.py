@@ -284,7 +284,7 @@ def turns(m: Migration):
     if m.flag(t + "enable_thinking"):
         m.set("data.chat_template_kwargs.enable_thinking", True, t + "enable_thinking")
     if m.text(t + "custom_chat_template_path"):
-        m.set("model.chat_template", m.text(t + "custom_chat_template_path"), t + "custom_chat_template_path")
+        common.chat_template(m, t + "custom_chat_template_path")
     m.set("data.add_generation_prompt", m.flag(t + "add_generation_prompt"), t + "add_generation_prompt")
     inline = m.flag(t + "continue_final_message")
     m.set("env.observations", "inline" if inline else "message", t + "continue_final_message")

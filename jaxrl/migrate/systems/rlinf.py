@@ -6,6 +6,7 @@ configs are whole: few keys have a default in its code.
 
 from __future__ import annotations
 
+from jaxrl.migrate import common
 from jaxrl.migrate.jobs import EVAL, SFT, Job
 from jaxrl.migrate.systems import rlinf_meaning as meaning
 from jaxrl.migrate.systems.rlinf_meaning import (
@@ -270,6 +271,9 @@ TABLE = Table(
         K(ROLLOUT + "max_running_requests", to="rollout.vllm.max_running", default=64, other=128),
         K(ROLLOUT + "enforce_eager", "equivalent", "rollout.vllm.engine_kwargs.enforce_eager", default=False, other=True),
         Joint("options of vLLM", (K(ROLLOUT + "vllm.*", "equivalent"),), meaning.engine_options),
+        common.REFERENCE_AS_TRAINER,
+        Joint("critic's dtype", (K(CRITIC + "model.precision", "equivalent"),),
+              lambda m: common.critics_dtype(m, CRITIC + "model.precision", "train.compute_dtype")),
         *(K(n, "automatic", why=why, also=also) for n, why, also in AUTOMATIC),
     ),
 )

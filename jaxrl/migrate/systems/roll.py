@@ -277,7 +277,11 @@ TABLE = Table(
         Joint("model", (
             K("pretrain", "equivalent", other="another/model"),
             K(TRAIN + "model_args.model_name_or_path", "equivalent", other="another/model")), meaning.model),
-        K(TRAIN + "model_args.dtype", "equivalent", "train.compute_dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bf16", other="fp32"),
+        Joint("dtypes", (
+            K(TRAIN + "model_args.dtype", "equivalent", default="bf16", other="fp32", beside=MEGA),
+            K(CRITIC + "model_args.dtype", "equivalent", default="bf16"),
+            K(CRITIC + "strategy_args.strategy_name", "equivalent", default="deepspeed_train"),
+            K(CRITIC + CONFIG + "param_dtype", "equivalent")), places_.compute_dtypes),
         K(INFER + "model_args.dtype", "equivalent", "rollout.dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bf16", other="fp16"),
         K(TRAIN + "model_args.moe_aux_loss_coef", to="train.router_balance", other=0.01, also=(TRAIN + CONFIG + "moe_aux_loss_coeff",)),
         K(TRAIN + "model_args.model_config_kwargs.**", "ask", why="write it into model.config"),
@@ -339,6 +343,10 @@ TABLE = Table(
         K(TRAIN + "mtp_training_mode", "unsupported", fine=("disabled",), why="multi-token prediction is not trained"),
         *(K(n, "inert", why=NEVER[0]) for n in NEVER[1]),
         *(K(n, "unsupported", refuse=True, why=why, also=also) for n, why, also in OTHER),
+        Joint("dtype of the reference", (
+            K(REF + "model_args.dtype", "equivalent", default="bf16", other="fp32", beside=KL_REWARD),
+            K(REF + "strategy_args.strategy_name", "equivalent", default="hf_infer"),
+            K(REF + CONFIG + "param_dtype", "equivalent")), places_.reference_dtype),
         Joint("further options of vLLM", (K(INFER + CONFIG + "*", "equivalent"),), places_.engine_options),
         *(K(n, "automatic", why=why, also=also) for n, why, also in AUTOMATIC),
     ),

@@ -41,7 +41,9 @@ def changes_training(policy: str) -> tuple[Key, ...]:
         K(mega + "mtp_num_layers", "unsupported", fine=(0,), why="multi-token prediction is not trained"),
         K(mega + "model_config_kwargs.**", "unsupported", fine=(None, {}), why="write it into model.config", also=(mega + "model_config_kwargs",)),
         K(mega + "transformer_config_kwargs.rope_**", "ask", why="write it into model.config"),
-        K(policy + "fsdp_config.mixed_precision.param_dtype", "unsupported", fine=("bf16", "bfloat16"), why="set train.compute_dtype by hand"),
+        K(policy + "fsdp_config.mixed_precision.param_dtype", "unsupported", fine=("bf16", "bfloat16"), why="set train.compute_dtype by hand",
+          also=("trainer.ref.fsdp_config.mixed_precision.param_dtype", "trainer.critic.fsdp_config.mixed_precision.param_dtype")
+          if policy == "trainer.policy." else ()),
     )
 
 
@@ -332,6 +334,7 @@ TABLE = Table(
             (GEN + "served_model_name", "the policy", ()),
             (GEN + "enable_ray_prometheus_stats", "no Ray", ()),
             ("generator.fully_sharded_loras", "vLLM's own choice", ()))),
+        common.REFERENCE_AS_TRAINER,
         *(K(name, "unsupported", fine=(None, {}), refuse=False, why=why) for name, why in (
             ("trainer.policy.model_config_kwargs.**", "write it into model.config"),
             ("trainer.rope_scaling.**", "write it into model.config"),

@@ -27,6 +27,7 @@ TIS, FILTER = {CORRECTION + "rollout_is": "token"}, {ALGO + "filter_groups.enabl
 LORA, KL = {MODEL + "lora_rank": 16}, {ACTOR + "use_kl_loss": True}
 VEOMNI, TITAN = {"model_engine": "veomni"}, {"model_engine": "torchtitan"}
 MLORA = {**MEGA, MODEL + "lora.rank": 16}
+OTHER_DTYPE = {"megatron.dtype": "float16", "mindspeed.dtype": "float16", "fsdp_config.mixed_precision.param_dtype": "fp32"}
 RMODEL, RK, NEW = {RM + "enable": True}, "reward.reward_kwargs.overlong_buffer_cfg.", "reward.reward_model."
 
 
@@ -296,8 +297,6 @@ TABLE = Table(
         Joint("further options of vLLM", (K(ROLLOUT + "engine_kwargs.**", "equivalent"),), meaning.engine_options),
         K(ROLLOUT + "dtype", "equivalent", "rollout.dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bfloat16",
           other="float16"),
-        K(ACTOR + "fsdp_config.dtype", "equivalent", "train.compute_dtype", lambda d: common.DTYPES.get(str(d), str(d)),
-          default="bfloat16", other="float16"),
         K(ACTOR + "fsdp_config.model_dtype", "equivalent", "train.param_dtype", lambda d: common.DTYPES.get(str(d), str(d)),
           default="fp32", other="bf16"),
         K(ROLLOUT + "gpu_memory_utilization", to="rollout.vllm.memory_fraction", default=0.5, other=0.6),
@@ -351,6 +350,21 @@ TABLE = Table(
         K(CRITIC + "model.lora_rank", "unsupported", fine=(0,), why="a critic trains whole", also=(CRITIC + "model.lora.rank",)),
         K(CRITIC + "enable", "automatic", why="there is a critic where the advantage is gae"),
         Joint("distillation", distill.KEYS, distill.distillation),
+        Joint("dtypes", (
+            *(K(ACTOR + n, "equivalent", default="bfloat16" if n.endswith(".dtype") else None, other=OTHER_DTYPE.get(n),
+                beside={"model_engine": n.partition(".")[0]} if n.startswith("m") else {}) for n in engine.COMPUTE),
+            *(K(REF + n, "equivalent", default="bfloat16" if n.endswith(".dtype") else None) for n in engine.COMPUTE),
+            K(REF + "fsdp_config.model_dtype", "equivalent", default=Since(("0.3", None), ("0.6", "fp32")), other="bf16",
+              beside={**KL, REF + "fsdp_config.mixed_precision.param_dtype": "fp32"}),
+            K(engine.CRITICS_DTYPE, "equivalent", default="fp32", also=(CRITIC + "fsdp.model_dtype", CRITIC + "fsdp_config.model_dtype")),
+            K(CRITIC + "megatron.dtype", "equivalent", default="bfloat16",
+              also=tuple(CRITIC + n for n in ("mindspeed.dtype", "model.megatron.dtype", "model.mindspeed.dtype"))),
+            K(engine.REWARDS_DTYPE, "equivalent", default="bfloat16", other="float32", beside={**RMODEL, RM + "model.path": "x/y"},
+              also=(NEW + "rollout.dtype", NEW + "inference.dtype", RM + "inference.dtype"))), engine.dtypes),
+        K(CRITIC + "fsdp.dtype", "inert", why="the critic's engine computes in bfloat16, whatever it says", also=tuple(
+            CRITIC + n for n in ("fsdp_config.dtype", "model.fsdp_config.dtype", "veomni.dtype", "model.veomni.dtype", "torchtitan.dtype",
+                                 "model.torchtitan.dtype"))),
+        K(ACTOR + "fsdp_config.mixed_precision.*", "automatic", why="gradients are summed in fp32", also=(REF + "fsdp_config.mixed_precision.*",)),
         K(distill.D + "**", "automatic", why="the teacher reads rows as the reference does"),
         K(MODEL + "mtp.enable", "unsupported", fine=(False,), why="multi-token prediction"),
         K(MODEL + "mtp.*", "inert", why="read with mtp.enable alone"),
