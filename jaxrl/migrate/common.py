@@ -222,7 +222,11 @@ def checkpoints(m: Migration, every: str, keep: str) -> None:
 
 def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
     """Sets an option of vLLM's own by its name there."""
-    if "." in name:
+    if name == "limit_mm_per_prompt.image":
+        m.set("data.max_images", int(value), key)
+    elif name.startswith("limit_mm_per_prompt."):
+        m.mark(key, "inert", "videos and sound are not read")
+    elif "." in name:
         m.lacks(key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
     else:
         m.set(f"rollout.vllm.engine_kwargs.{name}", value, key)
@@ -289,7 +293,7 @@ def chat_template(m: Migration, key: str) -> None:
     path = m.text(key)
     m.set("model.chat_template", path, key)
     if not path.startswith(("/", "~", "$")):
-        m.needs(f"model.chat_template={path}: copy the file of {m.table.title} to where you start jaxrl, or give its place")
+        m.needs(f"model.chat_template={path}: copy {m.table.title}'s file to where you start jaxrl, or give its place")
 
 
 STUB = '''"""The reward of {what}: write it before you run.

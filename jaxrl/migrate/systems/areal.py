@@ -11,7 +11,7 @@ from jaxrl.migrate.jobs import DISTILL, SFT, Job
 from jaxrl.migrate.systems import areal_meaning as meaning
 from jaxrl.migrate.systems import areal_turns
 from jaxrl.migrate.systems.areal_meaning import ACTOR, CRITIC, DATA, EVAL, GCONFIG, OPTIM, REJECT
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Migration, Since, Table
 
 K = Key
 NORM, ADV = ACTOR + "reward_norm.", ACTOR + "adv_norm."
@@ -20,6 +20,11 @@ VALUES, DECOUPLED = {CRITIC + "path": "a/critic"}, {ACTOR + "use_decoupled_loss"
 OWN_EVAL, LORA, SAPO = {EVAL + "temperature": 0.7}, {ACTOR + "use_lora": True}, {ACTOR + "use_sapo_loss": True}
 LONG = {ACTOR + "overlong_reward_penalty": True, ACTOR + "overlong_tokens": 100, ACTOR + "overlong_penalty_factor": 1.0}
 RECOVER, WANDB = {"recover.mode": "auto"}, {"stats_logger.wandb.mode": "online"}
+
+def dtypes(m: Migration):
+    common.frozen_dtype(m, "reference.dtype", m.text("ref.dtype"), "ref.dtype")
+    common.critics_dtype(m, CRITIC + "dtype", "train.compute_dtype")
+
 
 JOBS = (
     Job("a config of AReaL before AReaL-lite", "run.recipe=rl (configs/grpo.py)", keys=("ppo.**", "exp_ctrl.**", "actor_train.**")),
@@ -224,7 +229,7 @@ TABLE = Table(
           other="float32"),
         Joint("dtypes", (
             K("ref.dtype", "equivalent", default="bfloat16", other="float32", beside={"ref.path": "a/reference"}),
-            K(CRITIC + "dtype", "equivalent", default="bfloat16")), meaning.dtypes),
+            K(CRITIC + "dtype", "equivalent", default="bfloat16")), dtypes),
         K("rollout.setup_timeout", to="rollout.vllm.setup_seconds", default=Since(("0.3", 120), ("1.0", 300)), other=900),
         K("rollout.request_timeout", to="rollout.timeout_seconds", default=3600, other=900),
         K("rollout.request_retries", to="rollout.vllm.retries", default=3, other=5),

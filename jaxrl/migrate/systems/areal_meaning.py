@@ -6,6 +6,7 @@ import math
 import re
 
 from jaxrl.migrate import common, devices
+from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.table import Migration
 
 ACTOR, OPTIM, REJECT, CRITIC, GCONFIG, EVAL, DATA = (
@@ -405,11 +406,6 @@ def _floor(m: Migration, of: str) -> float:
     return 0.0
 
 
-def dtypes(m: Migration):
-    common.frozen_dtype(m, "reference.dtype", m.text("ref.dtype"), "ref.dtype")
-    common.critics_dtype(m, CRITIC + "dtype", "train.compute_dtype")
-
-
 def critics_optimizer(m: Migration):
     o, numbers = CRITIC + "optimizer.", {
         "weight_decay": "weight_decay",
@@ -536,7 +532,7 @@ def data(m: Migration):
             "prompts of boba's rows keep the marks of their template (<｜User｜>, <think>), which AReaL's example takes "
             "out: write them without, or set data.chat=false"
         )
-    else:
+    elif not images_meaning.areal(m, path):
         common.reward_stub(m, "the run", f"the training script of {path}", DATA + "path")
         m.needs(
             "data.prompt_column, data.answer_column: the columns of your rows, which AReaL's loader in Python knows; "

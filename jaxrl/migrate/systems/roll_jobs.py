@@ -31,7 +31,7 @@ from jaxrl.migrate.table import Joint, Key, Table
 K = Key
 HELD = {VALID + DATA + "file_name": ["b.json"]}
 SHARED = ("optimizer", TRAIN + ARGS + "weight_decay", "max_grad_norm", "master weights", "recomputation", "dtypes",
-          TRAIN + "model_args.moe_aux_loss_coef", TRAIN + "model_args.model_config_kwargs.**", TRAIN + "model_args.freeze_module_prefix", "adapters",
+          TRAIN + "model_args.moe_aux_loss_coef", TRAIN + "model_args.model_config_kwargs.**", "frozen parameters", "adapters",
           "places", "loggers", "seed")
 DIFFERS = ("weight decay spares norms, biases and other vectors; with FSDP2 and DeepSpeed ROLL's does not",)
 SHUFFLED = ("the order of the data is drawn from another generator",)

@@ -216,9 +216,9 @@ def engine_memory(m: Migration):
 def engine_options(m: Migration):
     """What is left of the engine's options are vLLM's own."""
     own = m.text(INFER + "strategy_args.strategy_name") in ("vllm", "")
-    for s in m.all(INFER + CONFIG + "*"):
+    for s in (*m.all(INFER + CONFIG + "*"), *m.all(INFER + CONFIG + "limit_mm_per_prompt.*")):
         if own and s.value is not None:
-            m.set(f"rollout.vllm.engine_kwargs.{s.key.rsplit('.', 1)[1]}", s.value, s.key)
+            common.engine_kwarg(m, s.key, s.key.removeprefix(INFER + CONFIG), s.value)
         else:
             m.mark(s.key, "inert", "an option of another engine, or empty")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
 from jaxrl.migrate.jobs import EVAL, Job
+from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import skyrl_meaning as meaning
 from jaxrl.migrate.systems.skyrl_meaning import ALGO, ENGINE, GEN, MEGATRON, POLICY
 from jaxrl.migrate.table import Joint, Key, Since, Table
@@ -285,8 +286,10 @@ TABLE = Table(
         K("trainer.mtp.**", "unsupported", fine=(None, {}, False, 0), why="multi-token prediction is not trained"),
         *changes_training(POLICY),
         K(ENGINE + "speculative_config", "unsupported", why="speculative decoding"),
-        K("trainer.policy.language_model_only", "automatic", also=("trainer.ref.language_model_only",), why="only text is read"),
-        K(GEN + "vision_language_generator", "unsupported", fine=(False,), refuse=True, why="only text is supported"),
+        Joint("images", (
+            K(GEN + "vision_language_generator", "equivalent", default=False, other=True),
+            K("trainer.policy.language_model_only", "equivalent", default=False, other=True)), images_meaning.skyrl),
+        K("trainer.ref.language_model_only", "automatic", why="the reference reads what the policy does"),
         K(GEN + "step_wise_trajectories", "unsupported", fine=(False,), why="turns are one sequence as long as they can be"),
         *(K(name, "automatic", why=why, also=also) for name, why, also in (
             (_PLACE + "*", "roles without devices of their own share the policy's (mesh.roles)", ()),

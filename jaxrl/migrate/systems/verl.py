@@ -9,6 +9,7 @@ from __future__ import annotations
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
 from jaxrl.migrate.jobs import EVAL, Job
+from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import verl_distill as distill
 from jaxrl.migrate.systems import verl_engine as engine
 from jaxrl.migrate.systems import verl_meaning as meaning
@@ -327,9 +328,15 @@ TABLE = Table(
         K(DATA + "custom_cls.path", "unsupported", refuse=True, why="a data set class of its own: write the rows as JSONL or Parquet"),
         K(DATA + "sampler.*", "unsupported", why="a sampler of its own: data.difficulty and data.sources order rows"),
         K(DATA + "datagen.*", "unsupported", refuse=True, why="rows that are made while training"),
-        K(DATA + "image_key", "inert", why="only text is read", also=(DATA + "video_key", DATA + "image_patch_size", DATA + "audio_key",
-                                                                     DATA + "mm_processor_kwargs.**", DATA + "mm_processor_kwargs",
-                                                                     DATA + "return_multi_modal_inputs")),
+        Joint("images", (
+            K(DATA + "image_key", "equivalent", default="images", other="pictures"),
+            K(DATA + "mm_processor_kwargs.max_pixels", "equivalent", other=1000000, also=(DATA + "mm_processor_kwargs.images_kwargs.max_pixels",)),
+            K(DATA + "mm_processor_kwargs.min_pixels", "equivalent", other=3136, also=(DATA + "mm_processor_kwargs.images_kwargs.min_pixels",)),
+            K(ROLLOUT + "limit_images", "equivalent", other=3),
+            K(ACTOR + "freeze_vision_tower", "equivalent", default=False)), images_meaning.verl),
+        K(DATA + "mm_processor_kwargs.*", "ask", why="an option of the processor: data.image_* are those of jaxrl"),
+        K(DATA + "image_patch_size", "automatic", why="the checkpoint's", also=(DATA + "return_multi_modal_inputs", DATA + "mm_processor_kwargs")),
+        K(DATA + "video_key", "inert", why="videos and sound are not read; rows without them lose nothing", also=(DATA + "audio_key",)),
         K(DATA + "validation_shuffle", "automatic", why="evaluation takes all rows"),
         K(ALGO + "use_pf_ppo", "unsupported", fine=(False,), refuse=True, why="PF-PPO's reweighing of samples"),
         K(ALGO + "pf_ppo.*", "inert", why="read with use_pf_ppo alone"),
