@@ -218,7 +218,7 @@ def engine_options(m: Migration):
     own = m.text(INFER + "strategy_args.strategy_name") in ("vllm", "")
     for s in (*m.all(INFER + CONFIG + "*"), *m.all(INFER + CONFIG + "limit_mm_per_prompt.*")):
         if own and s.value is not None:
-            common.engine_kwarg(m, s.key, s.key.removeprefix(INFER + CONFIG), s.value)
+            common.engine_kwarg(m, s.key, s.key.partition(CONFIG)[2], s.value)
         else:
             m.mark(s.key, "inert", "an option of another engine, or empty")
 
