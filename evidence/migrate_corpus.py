@@ -48,7 +48,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(__file__))
 
 from common import RESULTS, commit, record, table  # noqa: E402
-from migrate_rules import RULES, Keys  # noqa: E402
+from migrate_rules import RULES, Keys, images  # noqa: E402
 from migrate_rules_jobs import JOBS  # noqa: E402
 from plan_shapes import MODELS, QWEN, QWEN3  # noqa: E402
 
@@ -68,7 +68,7 @@ CORPUS = {
             "search/run_search", "geometry3k/run_geometry3k", "tis_correction/run_dapo_tis")]),
         ("NovaSky-AI/SkyRL", "a956457", "0.3", [f"examples/train/sft/{n}.sh" for n in (
             "run_sft_fsdp", "run_sft_lora", "run_sft_megatron", "run_sft_megatron_multi_dataset", "run_sft_megatron_tulu3_50k",
-            "run_sft_megatron_tulu3_50k_packed", "run_sft_dummy_fsdp")]),
+            "run_sft_megatron_tulu3_50k_packed", "run_sft_dummy_fsdp", "run_sft_megatron_vlm")]),
         ("NovaSky-AI/SkyRL", "skyrl_train-v0.1.0", "train-0.1", [f"skyrl-train/examples/{n}.sh" for n in (
             "gsm8k/run_gsm8k", "ppo/run_ppo", "text_to_sql/run_skyrl_sql")]),
     ],
@@ -79,6 +79,9 @@ CORPUS = {
         "cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k", "rollout_correction/run_with_rollout_corr",
         "grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora", "grpo_trainer/run_qwen2_5_vl-7b",
         "sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn")]),
+        ("volcengine/verl", "b178a3c", "0.7", [f"examples/{n}.sh" for n in (
+            "grpo_trainer/run_qwen2_5_vl-7b_freeze_vision", "grpo_trainer/run_qwen2_5_vl-7b_lora", "grpo_trainer/run_qwen2_5_vl-7b-sglang",
+            "grpo_trainer/run_qwen3_vl-8b-megatron", "grpo_trainer/run_qwen3_vl-30b-megatron", "sft/vlm/run_qwen3_vl_2b")]),
         ("volcengine/verl", "v0.4.1", "0.4", [f"examples/{n}.sh" for n in (
             "grpo_trainer/run_qwen2-7b_math", "ppo_trainer/run_qwen2-7b_rm")]),
         ("verl-project/verl", "v0.9.0", "0.9", [f"examples/{n}.sh" for n in (
@@ -92,6 +95,7 @@ CORPUS = {
             "on_policy_distillation_trainer/run_qwen3_8b_fsdp", "on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp",
             "on_policy_distillation_trainer/run_qwen3_8b_megatron",
             "ascend_extras/grpo_trainer/run_qwen3_30b_a3b_mindspeed", "generation/run_deepseek_llm_7b",
+            "grpo_trainer/run_qwen2_5_vl_7b_fsdp", "grpo_trainer/run_qwen3_vl_8b_megatron", "tuning/lora/run_qwen2_5_vl_7b_fsdp",
             "sft/gsm8k/run_qwen3_5_397b_a17b_megatron", "sft/gsm8k/run_qwen_megatron_fsdp")]),
         ("verl-project/verl", "v0.7.1", "0.7", ["examples/sft/gsm8k/run_qwen3_5_megatron.sh"])],
     "trl": [
@@ -108,7 +112,8 @@ CORPUS = {
             "math/gsm8k_grpo", "math/gsm8k_ppo", "math/gsm8k_drgrpo", "math/gsm8k_gspo", "math/gsm8k_liteppo", "math/gsm8k_rloo",
             "math/gsm8k_sapo", "math/gsm8k_m2po", "math/gsm8k_grpo_megatron", "math/gsm8k_grpo_lora", "math/boba_grpo",
             "math/gsm8k_reinforce", "math/gsm8k_sft", "math/gsm8k_dapo_dynamic_bs", "multi_turn_math/gsm8k_grpo_mt",
-            "tau2/config_30b_moe_airline", "distillation/gsm8k_grpo_distill", "vlm/clevr_count_70k_grpo")]),
+            "tau2/config_30b_moe_airline", "distillation/gsm8k_grpo_distill", "vlm/clevr_count_70k_grpo",
+            "vlm/geometry3k_grpo", "vlm/clevr_count_70k_sft")]),
         ("inclusionAI/AReaL", "v1.0.4", "1.0", [f"examples/alignment/{n}.yaml" for n in ("hhrlhf_dpo", "hhrlhf_rw")]),
         ("inclusionAI/AReaL", "v0.4.1", "0.4", [f"examples/math/{n}.yaml" for n in ("gsm8k_sft", "gsm8k_sft_megatron")]),
         ("inclusionAI/AReaL", "v0.3.4", "0.3", ["examples/experimental/configs/gsm8k_sft_megatron.yaml"]),
@@ -122,7 +127,7 @@ CORPUS = {
                 "qwen2.5-1.5b-grpo-megatron", "qwen2.5-1.5b-grpo-fsdp", "qwen2.5-1.5b-grpo-megatron-dynamic", "qwen2.5-1.5b-is-megatron",
                 "qwen2.5-1.5b-grpo-megatron-pipeline", "qwen2.5-1.5b-ppo-megatron", "qwen2.5-1.5b-reinpp-megatron",
                 "qwen2.5-1.5b-single-gpu", "qwen2.5-32b-grpo-megatron", "qwen3-30b-grpo-megatron", "moonlight-16b-grpo-megatron")),
-            "reasoning/config/vqa/qwen2.5-vl-3b-grpo-fsdp", "agent/coding_online_rl/config/qwen2.5-1.5b-grpo-llm_judge",
+            "reasoning/config/vqa/qwen2.5-vl-3b-grpo-fsdp", "reasoning/config/vqa/qwen3-vl-2b-grpo-fsdp-geo3k", "agent/coding_online_rl/config/qwen2.5-1.5b-grpo-llm_judge",
             "agent/searchr1/config/train_qwen2.5", "embodiment/config/maniskill_grpo_openvla")]),
         ("RLinf/RLinf", "v0.1", "0.1", [f"examples/reasoning/config/math/{n}.yaml" for n in (
             "qwen2.5-1.5b-grpo-megatron", "qwen2.5-1.5b-grpo-fsdp", "qwen2.5-7b-grpo-megatron", "qwen2.5-1.5b-reinpp-megatron")]),
@@ -134,7 +139,8 @@ CORPUS = {
                 "rlvr_config_sequence_packing", "rlvr_fsdp2_sp2", "rlvr_qwen2.5_7B_seperate")),
             *(f"docs_examples/example_{m}" for m in ("grpo", "gspo", "ppo", "raft_pp", "reinforce_pp", "topr", "total_rl_options")),
             "qwen2.5-7B-rlvr-offpolicy/rlvr_config", "qwen3-30BA3B-rlvr_fsdp2/rlvr_config", "qwen3-next-80BA3B-rlvr_megatron/rlvr_config",
-            "qwen2.5-vl-7B-rlvr/rlvr_megatron", "qwen2.5-0.5B-agentic/agent_val_frozen_lake", "dpo_examples/qwen2.5-3B_dpo_megatron")]),
+            "qwen2.5-vl-7B-rlvr/rlvr_megatron", "qwen2.5-vl-7B-rlvr/rlvr_async", "qwen3-vl-30BA3B-rlvr_megatron/rlvr_megatron_80GB",
+            "qwen2_5-vl-3B-rlvr_fsdp2/rlvr_fsdp2_offload", "qwen2.5-0.5B-agentic/agent_val_frozen_lake", "dpo_examples/qwen2.5-3B_dpo_megatron")]),
         ("alibaba/ROLL", "8eb27cc", "0.3.0", [f"examples/{n}.yaml" for n in (
             "dpo_examples/qwen3-30BA3B-dpo_megatron_80GB", "qwen2.5-7B-sft_megatron/sft_config", "qwen3.5-35BA3-sft_fsdp2/sft_config",
             "qwen2.5-7B-distill_megatron/distill_megatron", "qwen3-8B-onpolicy-distill-megatron/onpolicy_distill_config",
@@ -210,11 +216,13 @@ def take(git: Path, commit: str, files: list[str], out: Path) -> None:
 # -- an independent reader ---------------------------------------------------------------------------------------------
 
 BASH = r"""
-command_not_found_handle() { printf '%s\0' "$@"; printf '\1'; }
-python() { command_not_found_handle python "$@"; }; python3() { command_not_found_handle python3 "$@"; }
+exec 3>&1
+command_not_found_handle() { printf '%s\0' "$@" >&3; printf '\1' >&3; }
+python() { [ "$1" != -c ] && command_not_found_handle python "$@"; }  # a probe of a package fails
+python3() { [ "$1" != -c ] && command_not_found_handle python3 "$@"; }
 uv() { command_not_found_handle uv "$@"; }
 bash() { shift 0; case "$1" in *.sh) source "$@";; *) command_not_found_handle bash "$@";; esac; }
-HOME='$HOME'; set +e; PATH=/none
+HOME='$HOME'; PWD='$PWD'; set +e; PATH=/none
 source "$SCRIPT"
 """
 
@@ -297,10 +305,13 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
         try:
             config = load_config(report["config"])
             rules = JOBS.get((system, report["job"])) if report["job"] else RULES[system]
+            wrong += differ(images(system, Keys(mine), config, version))
             if rules:  # of Cosmos-RL's other jobs there are none yet
                 wrong += differ(rules(Keys(mine), config, version))
             report["model"] = config.model.path
             config.log.wandb = False
+            if any(text.startswith("model.chat_template") for text in report["needs_you"]):  # a file of the source's own
+                config.model.chat_template = ""
             config.model.path = config.model.path or "a/model"
             planned = "plan" in report["commands"] and not config.reward.model.path  # what plans do not count
             config.run.mode, config.plan.target = ("plan", "h100:8") if planned else ("train", "")

@@ -83,6 +83,32 @@ def _overlong(c) -> tuple:
     return tuple(max(n - longest + buffer, 0) / buffer * c.reward.overlong_penalty if buffer else 0.0 for n in _lengths(longest))
 
 
+SEEN = r"(?i).*qwen(2|2\.5|3)-?vl[^/]*/?"  # models whose tower is trained here
+
+
+def images(system: str, k: Keys, c, version: str) -> dict:
+    """What jobs of images have of their own; {} of others. Until vLLM is handed images, the embedded sampler draws completions."""
+    if not re.fullmatch(SEEN, c.model.path) and not (system == "rlinf" and k("data.type") == "vlm"):
+        return {}
+    out = {"sampler": (c.rollout.engine, "jax")} if c.run.recipe == "rl" else {"trained turns": (c.data.train_turns, "last")}
+    if system == "verl":  # utils/dataset/rl_dataset.py; workers/fsdp_workers.py, which the engines of 0.8 and 0.9 replace
+        out["column"] = (c.data.image_column, k("data.image_key", default="images"))
+        freezes = version < "0.8" and _engine_of_verl(k) == "fsdp" and k("actor_rollout_ref.actor.freeze_vision_tower", default=False)
+        out["frozen"] = (tuple(c.model.frozen), ("vision/.*",) if freezes else ())
+    if system == "rlinf":  # data/datasets/vlm/base.py
+        out["column"] = (c.data.image_column, (k.raw("data.image_keys") or ["images"])[0])
+        out["chat"] = (c.data.chat, "auto" if k("data.use_chat_template") else "false")
+    if system == "roll" and c.run.recipe == "rl":  # datasets/vlm_dataset_utils.py, configs/data_args.py
+        d = "actor_train.data_args.image_"
+        out["pixels"] = ((c.data.image_min_pixels, c.data.image_max_pixels), (
+            k(d + "min_pixels", default=4 * 28 * 28), k(d + "max_pixels", default=4096 * 4096)))
+        first = str(k("actor_train.model_args.freeze_module_prefix", default="")).split(",")[0]
+        out["frozen"] = (c.model.frozen[:1] and c.model.frozen[0], "vision/.*" if first in ("vision_model", "model.visual") else ())
+    if system == "areal":  # dataset/clevr_count_70k.py
+        out["pixels"] = (c.data.image_max_pixels, 336 * 336 if str(k("train_dataset.path")).endswith("70k") else None)
+    return out
+
+
 def skyrl(k: Keys, c, version: str) -> dict:
     """SkyRL at a956457 and skyrl_train-v0.1.0. Every option by the file that decides it; train/ is skyrl/train (skyrl-train/skyrl_train
     before), workers/ is skyrl/backends/skyrl_train/workers."""
@@ -420,7 +446,8 @@ def _later_verl(k: Keys, c, version: str, mode: str) -> dict:
     out = {
         "tp": (c.mesh.tp, k(f"{a}{engine}.{tp}", default=1)),
         "cp": (c.mesh.cp, k(f"{a}{engine}.{cp}", default=1) if cp else ulysses),
-        "most sequences": (c.rollout.vllm.max_running, k(r + "max_num_seqs", default=256 if version >= "0.9" else 1024)),
+        "most sequences": (0, 0) if c.rollout.engine == "jax" else (
+            c.rollout.vllm.max_running, k(r + "max_num_seqs", default=256 if version >= "0.9" else 1024)),
         "taught": (c.run.recipe == "distill", k("distillation.enabled", default=False)),
     }
     if mode == "dppo_tv":
@@ -673,7 +700,10 @@ def areal(k: Keys, c, version: str) -> dict:
     else:
         out["overlong"] = (c.reward.overlong_buffer + (al.overlong_buffer_fraction or 0.0), 0)
     # actor.py: rewards at the last token, GAE without values is discount * lambda to go; then adv_norm over the batch's tokens
-    out["advantage"] = ((al.advantage, al.gamma, al.lam if critic else None), ("gae", gamma, lam) if critic else ("returns", gamma * lam, None))
+    # of a trajectory of several turns (workflow/multi_turn.py: one reward) what is to go is the reward, wherever there is no discount and no KL
+    whole = c.env.function and not critic and gamma * lam == 1 and not k(a + "kl_ctl", default=0.1)
+    out["advantage"] = ((al.advantage, al.gamma, al.lam if critic else None),
+                        ("gae", gamma, lam) if critic else ("outcome", None, None) if whole else ("returns", gamma * lam, None))
     whole = _norm_of_areal(k, a + "adv_norm")
     out["whitened"] = (al.whiten, {None: False, ("batch", "batch", False): True}.get(whole and (whole["mean"], whole["std"], whole["others"]), whole))
     reward = _norm_of_areal(k, a + "reward_norm") or {"mean": None, "std": None, "others": False, "ddof": 1, "size": 1}
@@ -773,7 +803,8 @@ def rlinf(k: Keys, c, version: str) -> dict:
         "order's seed": (c.run.seed if c.data.seed is None else c.data.seed, k("data.seed", default=1234)),
         "prompt": (c.data.max_prompt_tokens, k("data.max_prompt_length")),
         "filter": (c.data.overlong_prompt, "filter"),  # without filter_prompt_by_length the end is cut off, which nothing here does
-        "template": (c.data.chat != "false", bool(k("data.apply_chat_template", default=False)) and (
+        "template": (c.data.chat != "false", bool(k("data.use_chat_template") if k("data.type") == "vlm" else k(
+            "data.apply_chat_template", default=False)) and (
             version >= "0.3" or bool(k("data.filter_prompt_by_length", default=False)))),  # 0.1 renders while it filters
         # get_sampling_param(s)_from_config of sglang_worker.py and vllm_worker.py: these six alone
         "longest": (c.rollout.max_new_tokens, longest if isinstance(longest, float | int) else length),  # else ${subtract:...}, the same
@@ -975,7 +1006,8 @@ def roll(k: Keys, c, version: str) -> dict:
         out["cap"] = (c.algorithm.mismatch.cap, k(w + "upper_bound", default=1.2))
     out["old log-probs"] = (c.algorithm.old_logprobs in ("auto", "recompute"), True)
     # distributed/scheduler/generate_scheduler.py: what was begun more than so many steps ago is not used
-    out["staleness"] = (c.rollout.max_staleness, -(-k("async_generation_ratio", default=0) // 1))
+    apart = c.rollout.engine != "jax" or "sampler" in c.mesh.roles  # else nothing is sampled ahead, as the report says
+    out["staleness"] = (c.rollout.max_staleness, -(-k("async_generation_ratio", default=0) // 1) if apart else 0)
     # rlvr_pipeline.py, run: evaluation at the begin of steps 0, n, 2n ..., none at the end; base_pipeline.py, do_checkpoint
     held = bool(k.raw(v + "data_args.file_name"))
     every = k("eval_steps", default=10) if held else 0

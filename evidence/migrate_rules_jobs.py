@@ -3,6 +3,7 @@ rules of migrate_corpus.py beside migrate_rules.py, of the same kind. They do no
 
 from __future__ import annotations
 
+import os
 import re
 
 UNBOUND = 8192  # what is written where the source bounds no row, which the report asks about
@@ -21,7 +22,7 @@ def _shared(c, rows, longest, rate, decay, clip, betas, schedule, warm, share, s
         "schedule": (o.schedule, "constant" if schedule == "constant_with_warmup" else schedule),
         "warm-up": ((0 if o.warmup_fraction else o.warmup_steps, o.warmup_fraction), (0 if share else warm, share)),
         "seed": (c.run.seed, seed),
-        "model": (c.model.path, model),
+        "model": (c.model.path, os.path.expandvars(str(model or ""))),
     }
 
 
@@ -34,7 +35,8 @@ def verl_sft(k, c, version: str) -> dict:
     utils/dataset/multiturn_sft_dataset.py (in 0.6 rows without padding are cut whatever `truncation` says)."""
     kind = k("optim", default="fsdp")
     mega = kind == "megatron"
-    schedule = k("optim.lr_decay_style" if mega else "optim.lr_scheduler_type", default="cosine" if kind == "veomni" else "constant")
+    schedule = None if mega else k("optim.warmup_style")  # workers/config/optimizer.py: the older name wins where it is set
+    schedule = schedule or k("optim.lr_decay_style" if mega else "optim.lr_scheduler_type", default="cosine" if kind == "veomni" else "constant")
     warm, share = k("optim.lr_warmup_steps", default=-1), k("optim.lr_warmup_steps_ratio", default=0.0)
     rate, cut = k("optim.lr", default=1e-3), k("data.truncation", default="error")
     cuts = cut == "right" or k("data.pad_mode", default="no_padding") == "no_padding" and (cut == "left" or version == "0.6")
@@ -47,7 +49,7 @@ def verl_sft(k, c, version: str) -> dict:
         "epochs": (c.data.epochs, k("trainer.total_epochs", default=4)),
         "steps": (c.train.steps or None, k("trainer.total_training_steps")),
         "last batch": (c.data.drop_last, True),
-        "trained": (c.data.train_turns, "all"),
+        "trained": (c.data.train_turns, "last" if re.search(r"-VL-", c.model.path) else "all"),  # rows with images: the last turn
         "messages": (c.data.prompt_column, k("data.messages_key", default="messages")),
         "floor": (c.optimizer.floor if schedule != "constant" else 0.0,
                   (k("optim.min_lr", default=0.0) / rate if mega else k("optim.min_lr_ratio", default=0.0)) if schedule != "constant" else 0.0),

@@ -155,7 +155,7 @@ def test_placements():
     assert place(actor="node0:0-3", rollout="4-7").outcome(False) == "refused"
 
 
-@pytest.mark.parametrize("key", ["env.train.env_type", "vla.vla_type", "diffusers.dtype", "data.image_keys", "actor.model.num_action_chunks",
+@pytest.mark.parametrize("key", ["env.train.env_type", "vla.vla_type", "diffusers.dtype", "data.video_keys", "actor.model.num_action_chunks",
                                  "agentloop.group_name", "tools.search.server_addr"])
 def test_robots_images_and_agents_are_refused_by_name(key):
     m = migrated({key: "x"})

@@ -183,6 +183,13 @@ def test_a_config_with_relative_includes_passes_the_checks(tmp_path):
     check(c)
 
 
+def test_options_of_vllm_are_those_of_the_role_that_samples():
+    of = {"is_pure_opd": True, "teacher.model_args.model_name_or_path": "a/t", "student_train.model_args.model_name_or_path": "a/s"}
+    for role, more in (("actor_infer.", {}), ("student_infer.", of)):
+        m = migrated({**more, role + "strategy_args.strategy_config.block_size": 16})
+        assert values(m)["rollout.vllm.engine_kwargs.block_size"] == 16 and not [k for k, _, _ in m.lacking if "block_size" in k]
+
+
 def test_domains_are_sources_with_rewards_of_their_own_and_a_judge(tmp_path):
     """Shares are weights, tags choose the rows, and the file that is written scores by published rules."""
     rows = {f"rewards.{d}.worker_cls": f"roll.rewards.{c}" for d, c in (

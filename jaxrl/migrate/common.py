@@ -7,7 +7,7 @@ import math
 import re
 from pathlib import PurePosixPath
 
-from jaxrl.migrate.table import OPTIONS, Migration
+from jaxrl.migrate.table import OPTIONS, Joint, Migration
 
 DTYPES = {
     "bf16": "bf16",
@@ -87,6 +87,52 @@ def critics_optimizer(m: Migration, own: dict[str, tuple]) -> None:
         name = f"optimizer.{option}"
         if value != m.options.get(name, (OPTIONS()[name].default,))[0]:
             m.set("critic." + name, value, *keys)
+
+
+def frozen_dtype(m: Migration, option: str, computed: str, *keys: str, held: str = "") -> None:
+    """Sets the dtype of a frozen model (reference.dtype, teacher.dtype, reward.model.dtype), where the job has one. It
+    is fp32 where the source neither holds it in bf16 nor computes so: a bf16 cast at each use gives bf16's numbers."""
+    role = option.removesuffix(".dtype")
+    if not _has(m, role):
+        return
+    held, computed = DTYPES.get(held or computed, "auto"), DTYPES.get(computed, "auto")
+    m.set(option, "bf16" if {"bf16", "auto"} & {held, computed} else "fp32", *keys)
+    here = m.options.get("train.compute_dtype", ("auto",))[0]
+    if computed not in ("auto", "bf16" if here == "auto" else here):
+        m.differs(f"the {role} computes in {computed} there; here all compute in train.compute_dtype={here}")
+
+
+def _has(m: Migration, role: str) -> bool:
+    """Whether a job has a frozen model of a role. The reference of adapters is their base."""
+    recipe = m.options.get("run.recipe", ("rl", ()))[0]
+    if role == "reference":
+        base = "lora.rank" in m.options and "reference.path" not in m.options
+        return not base and (recipe == "preference" or bool(m.options.get("algorithm.kl.coef", (0,))[0]))
+    if role == "teacher":
+        return recipe == "distill"
+    return bool(m.options.get(f"{role}.path", ("",))[0])
+
+
+REFERENCE_AS_TRAINER = Joint(  # where the source gives it no dtype of its own
+    "dtype of the reference",
+    (),
+    lambda m: frozen_dtype(m, "reference.dtype", *of(m, "train.compute_dtype")),
+)
+
+
+def of(m: Migration, option: str) -> tuple[str, ...]:
+    """Returns an option's value and its keys."""
+    value, keys = m.options[option]
+    return (value, *keys)
+
+
+def critics_dtype(m: Migration, key: str, option: str) -> None:
+    """Says that a critic's dtype is another than the policy's, which is the only one here. option: the policy's."""
+    if m.options.get("algorithm.advantage", ("",))[0] != "gae" or m[key] is None:
+        return
+    here = m.options.get(option, ("bf16",))[0]
+    if DTYPES.get(m.text(key), "") not in (here, "bf16" if here == "auto" else here):
+        m.lacks(key, f"{m[key]}: the critic has the policy's dtype ({option}={here})")
 
 
 def token_mean(m: Migration, sequences: int, *keys: str) -> None:
@@ -176,7 +222,11 @@ def checkpoints(m: Migration, every: str, keep: str) -> None:
 
 def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
     """Sets an option of vLLM's own by its name there."""
-    if "." in name:
+    if name == "limit_mm_per_prompt.image":
+        m.set("data.max_images", int(value), key)
+    elif name.startswith("limit_mm_per_prompt."):
+        m.mark(key, "inert", "videos and sound are not read")
+    elif "." in name:
         m.lacks(key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
     else:
         m.set(f"rollout.vllm.engine_kwargs.{name}", value, key)
@@ -236,6 +286,14 @@ def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:
     m.set("algorithm.cov_high", m.number(high), high)
     m.set("algorithm.old_logprobs", "recompute", loss)
     m.differs("Clip-Cov draws from all tokens of a step, by their log-probs before it; there from a micro-batch's")
+
+
+def chat_template(m: Migration, key: str) -> None:
+    """Sets the file of a chat template. A relative path is of the folder where the source is started."""
+    path = m.text(key)
+    m.set("model.chat_template", path, key)
+    if not path.startswith(("/", "~", "$")):
+        m.needs(f"model.chat_template={path}: copy {m.table.title}'s file to where you start jaxrl, or give its place")
 
 
 STUB = '''"""The reward of {what}: write it before you run.

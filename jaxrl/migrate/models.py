@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 
+from jaxrl.migrate import images
 from jaxrl.migrate.table import Migration
 
-_VISION = "is a model of images and text; text models alone are trained here"
-READ = r"qwen(2|2\.5|3)-vl-.*"  # of which jobs of SFT are translated
-_SAMPLED = "is a model of images and text, whose jobs that sample are trained here and not translated yet"
+_VISION = (
+    "is a model of images and text of a family whose tower is not read here; those of Qwen2-VL, Qwen2.5-VL and "
+    "Qwen3-VL are"
+)
 # names of checkpoints without their owners, in lower case, and what the model is; none of models/families.py
 NOT_TRAINED = (
-    (r".*(^|[-_.\d])vl([-_.\d].*|$)", _VISION),
+    (r"(?!qwen(2|2\.5|3)-?vl).*(^|[-_.\d])vl([-_.\d].*|$)", _VISION),
     (r".*(internvl|llava|minicpm-[ov]|openvla|molmo|-omni|smolvlm|idefics|paligemma|kimi-vl|glm-4\.\dv).*", _VISION),
     (r"(gemma-3-(4|12|27)b|gemma-?3n|gemma-?4|llama-3\.2-(11|90)b|llama-4|mistral-small-3\.|kimi-k2\.5).*", _VISION),
     (r"qwen-?3\.8-flash-next.*", "is of the family qwen4_exp, which is not trained here"),
@@ -38,9 +40,11 @@ def trained(m: Migration) -> Migration:
     path, keys = m.options.get("model.path", ("", ()))
     name = str(path).rstrip("/").rsplit("/", 1)[-1].lower()
     what = next((what for pattern, what in NOT_TRAINED if re.fullmatch(pattern, name)), None)
-    if re.fullmatch(READ, name):
-        what = None if m.options.get("run.recipe", ("rl", ()))[0] == "sft" else _SAMPLED
     key = next((k for k in keys if m.given(k)), None)
+    if images.has_tower(path) or "data.image_column" in m.options and not what:
+        images.settle(m, key or "model.path")
+        return m
+    images.without(m)
     if what and key:
         m.lacks(key, f"{ascii(path)} {what}", refuse=True)
     elif what:

@@ -214,6 +214,7 @@ def left_out(m: Migration) -> str:
     roles = {o.removeprefix("mesh.roles."): v for o, (v, _) in m.options.items() if o.startswith("mesh.roles.")}
     kept = {r: v for r, v in roles.items() if r in ("policy", "sampler") or v == {"rest": "streamed"}}
     flags = ["plan.part=training"] if m.elsewhere else []
+    flags += [f"plan.image_tokens={m.image_tokens}"] if m.image_tokens else []
     if m.options.get("reward.model.path", ("",))[0]:
         flags += ["reward.model.path=", "reward.functions=math"]
     if kept != roles:

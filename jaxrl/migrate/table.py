@@ -135,6 +135,7 @@ class Migration:
         self.version = version if version in table.versions else table.versions[-1]
         self.name, self.table, self.gpus = name, table, gpus
         self.notes, self.command = list(source.notes), source.command
+        self.image_tokens = 0  # of a prompt, that a plan is made for
         self.trained_on = 0  # GPUs of the policy, where a rule says it
         self.refused = bool(self.job and not self.job.table)  # whole, as a job of another kind
         self.elsewhere = False  # whether the engine has hosts of its own, whose servers you name
@@ -305,6 +306,10 @@ class Migration:
                 f"{option}={value!r}, and {before[0]!r} by {', '.join(before[1])}: they contradict each other",
             )
         self.options[option] = (value, tuple(dict.fromkeys((*self.options.get(option, (0, ()))[1], *keys))))
+
+    def set_again(self, option: str, value) -> None:
+        """Replaces what a rule has set, because of the same keys."""
+        self.options[option] = (value, self.options.get(option, (None, ()))[1])
 
     def mark(self, key: str, kind: str, why: str) -> None:
         """Records what became of a key, where it is not its row's kind."""

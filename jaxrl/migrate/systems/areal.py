@@ -11,7 +11,7 @@ from jaxrl.migrate.jobs import DISTILL, SFT, Job
 from jaxrl.migrate.systems import areal_meaning as meaning
 from jaxrl.migrate.systems import areal_turns
 from jaxrl.migrate.systems.areal_meaning import ACTOR, CRITIC, DATA, EVAL, GCONFIG, OPTIM, REJECT
-from jaxrl.migrate.table import Joint, Key, Since, Table
+from jaxrl.migrate.table import Joint, Key, Migration, Since, Table
 
 K = Key
 NORM, ADV = ACTOR + "reward_norm.", ACTOR + "adv_norm."
@@ -20,6 +20,11 @@ VALUES, DECOUPLED = {CRITIC + "path": "a/critic"}, {ACTOR + "use_decoupled_loss"
 OWN_EVAL, LORA, SAPO = {EVAL + "temperature": 0.7}, {ACTOR + "use_lora": True}, {ACTOR + "use_sapo_loss": True}
 LONG = {ACTOR + "overlong_reward_penalty": True, ACTOR + "overlong_tokens": 100, ACTOR + "overlong_penalty_factor": 1.0}
 RECOVER, WANDB = {"recover.mode": "auto"}, {"stats_logger.wandb.mode": "online"}
+
+def dtypes(m: Migration):
+    common.frozen_dtype(m, "reference.dtype", m.text("ref.dtype"), "ref.dtype")
+    common.critics_dtype(m, CRITIC + "dtype", "train.compute_dtype")
+
 
 JOBS = (
     Job("a config of AReaL before AReaL-lite", "run.recipe=rl (configs/grpo.py)", keys=("ppo.**", "exp_ctrl.**", "actor_train.**")),
@@ -167,6 +172,8 @@ TABLE = Table(
             K("cluster.n_gpus_per_node", "equivalent", default=8),
             K("rollout.scheduling_strategy.type", "equivalent", default="separation"),
             K("sglang.mem_fraction_static", "equivalent", default=0.9, other=0.7),
+            K("sglang.dtype", "equivalent", default="bfloat16", other="float32"),
+            K("vllm.dtype", "equivalent", default="bfloat16", other="float32", beside={"rollout.backend": "vllm:d2p1t1"}),
             K("sglang.context_length", "equivalent", default=32768, other=40000),
             K("sglang.max_running_requests", "equivalent", other=64),
             K("vllm.gpu_memory_utilization", "equivalent", default=0.9, other=0.7, beside={"rollout.backend": "vllm:d2p1t1"}),
@@ -220,6 +227,9 @@ TABLE = Table(
           default=Since(("0.3", True), ("0.4", False)), other=True),
         K(ACTOR + "dtype", "equivalent", "train.compute_dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bfloat16",
           other="float32"),
+        Joint("dtypes", (
+            K("ref.dtype", "equivalent", default="bfloat16", other="float32", beside={"ref.path": "a/reference"}),
+            K(CRITIC + "dtype", "equivalent", default="bfloat16")), dtypes),
         K("rollout.setup_timeout", to="rollout.vllm.setup_seconds", default=Since(("0.3", 120), ("1.0", 300)), other=900),
         K("rollout.request_timeout", to="rollout.timeout_seconds", default=3600, other=900),
         K("rollout.request_retries", to="rollout.vllm.retries", default=3, other=5),

@@ -69,5 +69,6 @@ PREFERENCE = table(
         K(ACTOR + "beta", "equivalent", default=0.1, other=0.2),
         K(ACTOR + "loss_type", "equivalent", default="sigmoid", other="ipo"),
         K("ref.path", "equivalent", other="a/reference"),
-        K("ref.mb_spec.max_tokens_per_mb", "equivalent", other=30000)), meaning.preference),
+        K("ref.mb_spec.max_tokens_per_mb", "equivalent", other=30000),
+        K("ref.dtype", "equivalent", default="bfloat16", other="float32")), meaning.preference),
 )

@@ -53,6 +53,15 @@ def data(m: Migration):
         m.set("data.prompt_column", "question", DATA + "path")
         m.set("data.completion_column", "answer", DATA + "path")
         m.set("data.chat", "false", DATA + "path")  # its loader joins the two texts
+    elif sft and path.rstrip("/").endswith(("geometry3k", "clevr_count_70k")):
+        m.set("data.prompt_column", "problem", DATA + "path")
+        m.set("data.completion_column", "answer", DATA + "path")
+        m.set("data.image_column", "images", DATA + "path")
+        m.set("data.chat", "false", DATA + "path")
+        if path.rstrip("/").endswith("70k"):
+            m.set("data.image_max_pixels", 336 * 336, DATA + "path")
+        else:
+            m.differs("AReaL's loader of geometry3k cuts the middle of 512 x 512 pixels out; here images are whole")
     elif not sft and "hh-rlhf" in path:
         m.set("data.chat", "false", DATA + "path")
         m.differs("a pair's prompt is what its texts share, up to the last word here, to the last token there")
@@ -101,6 +110,7 @@ def preference(m: Migration):
     m.set("preference.beta", float(m.number(ACTOR + "beta")), ACTOR + "beta")
     if m.text("ref.path") and m.text("ref.path") != m.text(ACTOR + "path"):
         m.set("reference.path", m.text("ref.path"), "ref.path")
+    common.frozen_dtype(m, "reference.dtype", m.text("ref.dtype"), "ref.dtype")
     scored = m.integer("ref.mb_spec.max_tokens_per_mb")
     if scored:
         longest = m.options["train.max_sequence_tokens"][0]

@@ -6,6 +6,7 @@ import math
 import re
 
 from jaxrl.migrate import common, devices
+from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.table import Migration
 
 ACTOR, OPTIM, REJECT, CRITIC, GCONFIG, EVAL, DATA = (
@@ -474,6 +475,7 @@ def layout(m: Migration):
         keys=keys,
         host=m.integer("cluster.n_gpus_per_node"),
     )
+    m.set("rollout.dtype", common.DTYPES.get(m.text(f"{name}.dtype"), "auto"), f"{name}.dtype")
     share = "sglang.mem_fraction_static" if name == "sglang" else "vllm.gpu_memory_utilization"
     m.set("rollout.vllm.memory_fraction", m.number(share), share)
     longest = m.integer("sglang.context_length" if name == "sglang" else "vllm.max_model_len")
@@ -530,7 +532,7 @@ def data(m: Migration):
             "prompts of boba's rows keep the marks of their template (<｜User｜>, <think>), which AReaL's example takes "
             "out: write them without, or set data.chat=false"
         )
-    else:
+    elif not images_meaning.areal(m, path):
         common.reward_stub(m, "the run", f"the training script of {path}", DATA + "path")
         m.needs(
             "data.prompt_column, data.answer_column: the columns of your rows, which AReaL's loader in Python knows; "

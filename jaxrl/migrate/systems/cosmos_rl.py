@@ -7,6 +7,7 @@ robots is refused by name.
 
 from __future__ import annotations
 
+from jaxrl.migrate import common
 from jaxrl.migrate.jobs import PREFERENCE, Job
 from jaxrl.migrate.systems import cosmos_rl_jobs as jobs
 from jaxrl.migrate.systems import cosmos_rl_meaning as meaning
@@ -344,5 +345,6 @@ TABLE = Table(
         K(SUB + "with_modules", "automatic", why="a trace names modules and shapes", also=(SUB + "record_shape",)),
         K("profiler.enable_nsys", "unsupported", fine=(False,), why="JAX's own profiler (profile.steps)"),
         Joint("custom", (K("custom.**", "equivalent"),), jobs.custom),
+        common.REFERENCE_AS_TRAINER,
     ),
 )

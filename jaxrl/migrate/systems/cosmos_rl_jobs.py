@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from jaxrl.migrate import common, devices, episodes
+from jaxrl.migrate import common, devices, episodes, images
 from jaxrl.migrate.systems.cosmos_rl_meaning import DISTILL, POLICY, ROLL, TRAIN, P, dense, recipe, sizes
 from jaxrl.migrate.table import Migration
 
@@ -178,19 +176,12 @@ def model(m: Migration):
         ([n for n, on in maps.items() if not on], "frozen"),
     ):
         if names:
-            m.set(f"model.{option}", tuple(_of_tower(n) or n.replace(".", r"\.") for n in names),
+            m.set(f"model.{option}", tuple(images.tower(n) or n.replace(".", r"\.") for n in names),
                   POLICY + "trainable_map.**")
     for source, option in (("freeze_pattern", "frozen"), ("trainable_pattern", "trainable")):
         if m.list(POLICY + source):
             patterns = [str(x) for x in m.list(POLICY + source)]
-            m.set(f"model.{option}", tuple(_of_tower(x) or x for x in patterns), POLICY + source)
-
-
-def _of_tower(pattern: str) -> str:
-    """Returns the pattern of our names that a pattern or a name there of a tower, or of its merger, means; "" for
-    others."""
-    found = re.fullmatch(r"\^?(?:model\\?\.)?visual(\\?\.merger)?(?:\\?\.|\.\*|\\?\.\.\*)?\$?", pattern)
-    return "" if found is None else "vision/merger/.*" if found[1] else "vision/.*"
+            m.set(f"model.{option}", tuple(images.tower(x) or x for x in patterns), POLICY + source)
 
 
 def adapters(m: Migration):
@@ -284,7 +275,7 @@ def turns(m: Migration):
     if m.flag(t + "enable_thinking"):
         m.set("data.chat_template_kwargs.enable_thinking", True, t + "enable_thinking")
     if m.text(t + "custom_chat_template_path"):
-        m.set("model.chat_template", m.text(t + "custom_chat_template_path"), t + "custom_chat_template_path")
+        common.chat_template(m, t + "custom_chat_template_path")
     m.set("data.add_generation_prompt", m.flag(t + "add_generation_prompt"), t + "add_generation_prompt")
     inline = m.flag(t + "continue_final_message")
     m.set("env.observations", "inline" if inline else "message", t + "continue_final_message")

@@ -6,7 +6,9 @@ configs are whole: few keys have a default in its code.
 
 from __future__ import annotations
 
+from jaxrl.migrate import common
 from jaxrl.migrate.jobs import EVAL, SFT, Job
+from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import rlinf_meaning as meaning
 from jaxrl.migrate.systems.rlinf_meaning import (
     ACTOR,
@@ -53,7 +55,6 @@ AUTOMATIC = (
     (ROLLOUT + "weight_reload", "rollout.vllm.transport", ()),
     (ROLLOUT + "sglang.**", "the engine is vLLM", ()),
     (ROLLOUT + "**", "vLLM's own choice", ()),
-    (DATA + "type", "rows are read by their columns", (DATA + "dataset_name",)),
     (DATA + "num_workers", "data.workers", (DATA + "process_workers", DATA + "process_batch_size")),
     (DATA + "validation_shuffle", "evaluation takes all rows", (DATA + "val_rollout_batch_size",)),
     (DATA + "**", "no counterpart is needed", ()),
@@ -101,8 +102,7 @@ TABLE = Table(
     rules=(
         *(K(n, "unsupported", refuse=True, why=ROBOTS, also=also) for n, also in (
             ("env.**", ("vla.**", "diffusion.**", "diffusers.**", FSDP + "vla.**", ALGO + "reward_type", ALGO + "logprob_type",
-              ALGO + "entropy_type", ALGO + "num_group_envs")), (DATA + "image_keys", (DATA + "choice_key",
-                DATA + "use_chat_template", DATA + "video_*")),
+              ALGO + "entropy_type", ALGO + "num_group_envs")), (DATA + "video_*", ()),
             (MODEL + "num_action_chunks", (MODEL + "action_dim", MODEL + "unnorm_key", MODEL + "openpi.**", MODEL + "policy_setup")))),
         *(K(n, "unsupported", refuse=True, why="agents: write an episode (docs/guides/environments.md)") for n in ("agentloop.**",
           "tools.**", "server.**")),
@@ -245,6 +245,13 @@ TABLE = Table(
             K(DATA + "seed", "equivalent", default=1234, other=7),
             K(RUNNER + "max_epochs", "equivalent", default=5, other=3),
             K(RUNNER + "max_steps", "equivalent", default=-1, other=9)), meaning.data),
+        Joint("images", (
+            K(DATA + "type", "equivalent"),
+            K(DATA + "image_keys", "equivalent", other=["pictures"], beside={DATA + "type": "vlm", DATA + "use_chat_template": True}),
+            K(DATA + "use_chat_template", "equivalent", default=False),
+            K(DATA + "dataset_name", "equivalent", default="base"),
+            K(DATA + "choice_key", "equivalent")), images_meaning.rlinf),
+        K(DATA + "lazy_loading", "automatic", why="images are read when a step takes their row", also=(DATA + "solution_key",)),
         K(DATA + "system_prompt", to="data.system_prompt", other="Think first."),
         K(DATA + "data_size", "equivalent", "data.max_rows", lambda n: max(n, 0), other=100),
         Joint("reward", (
@@ -270,6 +277,9 @@ TABLE = Table(
         K(ROLLOUT + "max_running_requests", to="rollout.vllm.max_running", default=64, other=128),
         K(ROLLOUT + "enforce_eager", "equivalent", "rollout.vllm.engine_kwargs.enforce_eager", default=False, other=True),
         Joint("options of vLLM", (K(ROLLOUT + "vllm.*", "equivalent"),), meaning.engine_options),
+        common.REFERENCE_AS_TRAINER,
+        Joint("critic's dtype", (K(CRITIC + "model.precision", "equivalent"),),
+              lambda m: common.critics_dtype(m, CRITIC + "model.precision", "train.compute_dtype")),
         *(K(n, "automatic", why=why, also=also) for n, why, also in AUTOMATIC),
     ),
 )

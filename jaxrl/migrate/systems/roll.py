@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jaxrl.migrate import common
 from jaxrl.migrate.jobs import EPISODES, Job
+from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import roll_layout as places_
 from jaxrl.migrate.systems import roll_meaning as meaning
 from jaxrl.migrate.systems import roll_rewards_meaning as scores
@@ -36,6 +37,7 @@ MEGA = {**EIGHT, STRATEGY: "megatron_train"}
 GROUPS = {"adv_estimator": "reinforce", "num_return_sequences_in_group": 8}
 EVAL, LORA = {VALID + DATA + "file_name": ["b.jsonl"]}, {TRAIN + "model_args.lora_target": "all-linear"}
 PG = {WORKER: "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"}
+SEES = {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}
 IS = {"train_infer_correction.is_weight.enabled": True}
 FILTER = "rewards.*.query_filter_config."
 SGLANG = {INFER + "strategy_args.strategy_name": "sglang"}
@@ -98,7 +100,7 @@ OTHER = (
     ("user_defined_rollout_loop_cls", "a loop of its own in Python: write an episode (docs/guides/environments.md)", ()),
     ("max_actions_per_traj", "of the agentic pipeline: write an episode (docs/guides/environments.md)", ("max_tokens_per_step",)),
     ("distill_**", "of its distillation pipeline", ()),
-    (TRAIN + DATA + "image_*", "only text is read", (TRAIN + DATA + "video_*", TRAIN + DATA + "audio_*", TRAIN + DATA + "custom_data_kwargs_func")),
+    (TRAIN + DATA + "video_*", "videos and sound are not read", (TRAIN + DATA + "audio_*", TRAIN + DATA + "custom_data_kwargs_func")),
     ("beta", "of its DPO pipeline", ("label_smoothing",)),
 )
 
@@ -277,12 +279,23 @@ TABLE = Table(
         Joint("model", (
             K("pretrain", "equivalent", other="another/model"),
             K(TRAIN + "model_args.model_name_or_path", "equivalent", other="another/model")), meaning.model),
-        K(TRAIN + "model_args.dtype", "equivalent", "train.compute_dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bf16", other="fp32"),
+        Joint("dtypes", (
+            K(TRAIN + "model_args.dtype", "equivalent", default="bf16", other="fp32", beside=MEGA),
+            K(CRITIC + "model_args.dtype", "equivalent", default="bf16"),
+            K(CRITIC + "strategy_args.strategy_name", "equivalent", default="deepspeed_train"),
+            K(CRITIC + CONFIG + "param_dtype", "equivalent")), places_.compute_dtypes),
         K(INFER + "model_args.dtype", "equivalent", "rollout.dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bf16", other="fp16"),
         K(TRAIN + "model_args.moe_aux_loss_coef", to="train.router_balance", other=0.01, also=(TRAIN + CONFIG + "moe_aux_loss_coeff",)),
         K(TRAIN + "model_args.model_config_kwargs.**", "ask", why="write it into model.config"),
-        K(TRAIN + "model_args.freeze_module_prefix", "ask", fine=("vision_model", "vision_model,multi_modal_projector"),
-          why="name the frozen parameters in model.frozen"),
+        Joint("frozen parameters", (K(TRAIN + "model_args.freeze_module_prefix", "equivalent", other="vision_model"),), images_meaning.roll_frozen),
+        Joint("images", (
+            K(TRAIN + DATA + "image_max_pixels", "equivalent", default=4096 * 4096, other=1000000),
+            K(TRAIN + DATA + "image_min_pixels", "equivalent", default=4 * 28 * 28, other=28 * 28, beside=SEES),
+            K(TRAIN + DATA + "image_folder", "equivalent", other="/pictures", beside={TRAIN + DATA + "image_max_pixels": 1000000}),
+            K(TRAIN + "model_args.max_pixels", "equivalent", default=1024 * 1024),
+            K(TRAIN + "model_args.min_pixels", "equivalent", default=56 * 56),
+            K(VALID + DATA + "image_max_pixels", "equivalent"),
+            K(VALID + DATA + "image_min_pixels", "equivalent")), images_meaning.roll),
         Joint("adapters", (
             K(TRAIN + "model_args.lora_target", "equivalent", other="q_proj,k_proj"),
             K(TRAIN + "model_args.lora_rank", "equivalent", default=8, other=16, beside=LORA),
@@ -339,7 +352,12 @@ TABLE = Table(
         K(TRAIN + "mtp_training_mode", "unsupported", fine=("disabled",), why="multi-token prediction is not trained"),
         *(K(n, "inert", why=NEVER[0]) for n in NEVER[1]),
         *(K(n, "unsupported", refuse=True, why=why, also=also) for n, why, also in OTHER),
-        Joint("further options of vLLM", (K(INFER + CONFIG + "*", "equivalent"),), places_.engine_options),
+        Joint("dtype of the reference", (
+            K(REF + "model_args.dtype", "equivalent", default="bf16", other="fp32", beside=KL_REWARD),
+            K(REF + "strategy_args.strategy_name", "equivalent", default="hf_infer"),
+            K(REF + CONFIG + "param_dtype", "equivalent")), places_.reference_dtype),
+        Joint("further options of vLLM", (
+            K(INFER + CONFIG + "limit_mm_per_prompt.*", "equivalent"), K(INFER + CONFIG + "*", "equivalent")), places_.engine_options),
         *(K(n, "automatic", why=why, also=also) for n, why, also in AUTOMATIC),
     ),
 )

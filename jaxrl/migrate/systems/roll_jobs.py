@@ -10,6 +10,7 @@ from dataclasses import replace
 from jaxrl.migrate.derived import defaults, derived, renamed, selected
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import roll_jobs_meaning as meaning
+from jaxrl.migrate.systems import roll_layout as layout
 from jaxrl.migrate.systems.roll import EIGHT, MEGA, TABLE
 from jaxrl.migrate.systems.roll_layout import (
     ACCUMULATION,
@@ -29,8 +30,8 @@ from jaxrl.migrate.table import Joint, Key, Table
 
 K = Key
 HELD = {VALID + DATA + "file_name": ["b.json"]}
-SHARED = ("optimizer", TRAIN + ARGS + "weight_decay", "max_grad_norm", "master weights", "recomputation", TRAIN + "model_args.dtype",
-          TRAIN + "model_args.moe_aux_loss_coef", TRAIN + "model_args.model_config_kwargs.**", TRAIN + "model_args.freeze_module_prefix", "adapters",
+SHARED = ("optimizer", TRAIN + ARGS + "weight_decay", "max_grad_norm", "master weights", "recomputation", "dtypes",
+          TRAIN + "model_args.moe_aux_loss_coef", TRAIN + "model_args.model_config_kwargs.**", "frozen parameters", "adapters",
           "places", "loggers", "seed")
 DIFFERS = ("weight decay spares norms, biases and other vectors; with FSDP2 and DeepSpeed ROLL's does not",)
 SHUFFLED = ("the order of the data is drawn from another generator",)
@@ -84,6 +85,13 @@ def keys(*names_and_values: tuple) -> tuple[Key, ...]:
                  for more in (rest[0] if rest else {},))
 
 
+def frozen(role: str, beside=None) -> Joint:
+    """Returns the rule of the dtype of the reference or the teacher."""
+    rows = (K(REF + "model_args.dtype", "equivalent", default="bf16", other="fp32", beside=beside or {}),
+            K(REF + "strategy_args.strategy_name", "equivalent", default="hf_infer"), K(REF + CONFIG + "param_dtype", "equivalent"))
+    return renamed((Joint(f"dtype of the {role.strip('.')}", rows, layout.reference_dtype),), {REF: role})[0]
+
+
 def files(*more: Key) -> tuple[Key, ...]:
     return (K(TRAIN + DATA + "file_name", "equivalent", other=["a.json"]), K(TRAIN + DATA + "template", "equivalent", default="native"),
             K("global_template", "equivalent"), *more)
@@ -112,6 +120,7 @@ PREFERENCE = derived(TABLE, "preference", (
         ("ipo", False, True), ("beta", 0.1, 0.2), ("label_smoothing", 0.0, 0.1),
         (REF + meaning.NAME, None, "a/reference", {"beside": {TRAIN + meaning.NAME: "a/b"}})),
         meaning.preference),
+    frozen(REF),
     K(REF + "model_args.adapter_name_or_path", "unsupported", refuse=True, why="a reference is a whole model: merge its adapter"),
     K(TRAIN + "infer_batch_size", "automatic", why="train.score_tokens_per_microbatch; the update's own rows by default"), GPUS,
 ), required=LONG, differs=(*DIFFERS, *SHUFFLED))
@@ -126,6 +135,7 @@ DISTILL = derived(of_role("student."), "distill", (
         ("teacher_pretrain", None, "a/teacher"), ("teacher." + meaning.NAME, None, "another/teacher", {"beside": {"student." + meaning.NAME: "a/b"}}),
         ("kd_objective", "forward_kl", "reverse_kl"), ("logits_topk", 64, 0), ("distill_loss_weight", 0.5, 0.85),
         ("kd_temperature", 1, 2), ("teacher_temperature", 1, 2), ("distill_on_prompt", False, True)), meaning.distillation),
+    frozen("teacher."),
     K("adaptive_kl_alpha", "inert", why="read with kd_objective=adaptive_kl alone", also=("skew_lambda",)),
     K("logits_transfer_backend", "automatic", why="teacher and student share devices, in turns"),
     K("student.infer_batch_size", "automatic", why="there is no loss on held-out rows"), GPUS,
@@ -146,10 +156,12 @@ def _left_out(rule: Key | Joint) -> Key | Joint:
 
 ROLES = {TRAIN: "student_train.", INFER: "student_infer.", REF: "teacher."}
 ON_POLICY = replace(TABLE, job="on_policy_distill", jobs=(), rules=renamed((
-    *(_left_out(rule) for rule in TABLE.rules if getattr(rule, "name", "") not in (REF + "**", "is_pure_opd", "use_opd")),
+    *(_left_out(rule) for rule in TABLE.rules if getattr(rule, "name", "") not in (REF + "**", "is_pure_opd", "use_opd")
+      and getattr(rule, "title", "") != "dtype of the reference"),
     Joint("distillation", keys(
         (REF + "model_args.model_name_or_path", None, "a/teacher"), (REF + "*.model_args.model_name_or_path", None, None),
         (REF + "opd_kl_coef", 1.0, 0.5), ("is_pure_opd", True, None), ("use_opd", False, None), ("pure_opd_pipeline_type", "rlvr", None)),
         meaning.on_policy),
+    frozen(REF, {REF + "model_args.model_name_or_path": "a/teacher"}),
     K(REF + "**", "automatic", why="the teacher is sharded as the student (mesh.roles.teacher)"),
 ), ROLES))

@@ -132,6 +132,25 @@ def master_weights(m: Migration):
     m.set("train.param_dtype", kind, key, STRATEGY)
 
 
+def _computes(m: Migration, role: str) -> tuple[str, str]:
+    """Returns the key that says in which dtype a role computes, and the dtype: FSDP2 reads its own key alone."""
+    if "fsdp" in m.text(role + "strategy_args.strategy_name"):
+        return role + CONFIG + "param_dtype", m.text(role + CONFIG + "param_dtype") or "bf16"
+    return role + "model_args.dtype", m.text(role + "model_args.dtype")
+
+
+def compute_dtypes(m: Migration):
+    key, kind = _computes(m, TRAIN)
+    m.set("train.compute_dtype", common.DTYPES.get(kind, kind), key)
+    common.critics_dtype(m, _computes(m, CRITIC)[0], "train.compute_dtype")
+
+
+def reference_dtype(m: Migration):
+    key, kind = _computes(m, REF)
+    role = "teacher" if m.options.get("run.recipe", ("rl",))[0] == "distill" else "reference"
+    common.frozen_dtype(m, f"{role}.dtype", kind, key)
+
+
 def memory(m: Migration):
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
@@ -197,9 +216,9 @@ def engine_memory(m: Migration):
 def engine_options(m: Migration):
     """What is left of the engine's options are vLLM's own."""
     own = m.text(INFER + "strategy_args.strategy_name") in ("vllm", "")
-    for s in m.all(INFER + CONFIG + "*"):
+    for s in (*m.all(INFER + CONFIG + "*"), *m.all(INFER + CONFIG + "limit_mm_per_prompt.*")):
         if own and s.value is not None:
-            m.set(f"rollout.vllm.engine_kwargs.{s.key.rsplit('.', 1)[1]}", s.value, s.key)
+            common.engine_kwarg(m, s.key, s.key.partition(CONFIG)[2], s.value)
         else:
             m.mark(s.key, "inert", "an option of another engine, or empty")
 

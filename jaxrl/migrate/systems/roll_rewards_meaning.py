@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.migrate import common
+from jaxrl.migrate.systems.images_meaning import sees
 from jaxrl.migrate.systems.roll_layout import DATA, TRAIN
 from jaxrl.migrate.table import Migration
 
@@ -22,7 +23,8 @@ JUDGED = {judged}  # by reward.judge, in training
 WORKERS = {workers}
 
 
-def score(prompt, completion, answer=None, domain=None, tag=None, token_ids=(), **columns):
+def score(prompt, completion, answer=None, domain=None, tag=None, data_source=None, token_ids=(), **columns):
+    tag = tag or data_source
     name = domain or DOMAINS.get(tag, "math_rule")
     if name in MATH:
         return math_reward(prompt, completion, answer)
@@ -63,7 +65,8 @@ def reward(m: Migration):
     workers = {s.key.split(".")[1]: str(s.value) for s in m.all("rewards.*.worker_cls")}
     tags = {str(t): s.key.split(".")[1] for s in m.all("rewards.*.tag_included") for t in (s.value or [])}
     kinds = {domain: KINDS.get(worker.rpartition(".")[2], "") for domain, worker in workers.items()}
-    m.set("data.answer_column", "ground_truth", "rewards.*.worker_cls")
+    seen = sees(m)  # whose rows are told by another column, and have their answers in a table
+    m.set("data.answer_column", "reward_model.ground_truth" if seen else "ground_truth", "rewards.*.worker_cls")
     if not workers:
         m.set("reward.functions", ("math",), "rewards.*.worker_cls")
         m.needs("rewards names no worker: reward.functions=math stands for it; name your own")
@@ -73,7 +76,7 @@ def reward(m: Migration):
         m.set("reward.functions", ("math",), "rewards.*.worker_cls")
     else:
         _file(m, workers, tags, kinds)
-    _sources(m, tags, kinds)
+    _sources(m, tags, kinds, "data_source" if seen else "tag")
 
 
 def _file(m: Migration, workers: dict, tags: dict, kinds: dict):
@@ -135,7 +138,7 @@ def _judge(m: Migration, domain: str):
     m.differs("a judge is asked greedily and its last YES or NO counts; one that says neither has no score, in ROLL 0")
 
 
-def _sources(m: Migration, tags: dict, kinds: dict):
+def _sources(m: Migration, tags: dict, kinds: dict, column: str):
     """Shares of domains as weights of sources, each with the rows of its tags."""
     shares = {s.key.rsplit(".", 1)[1]: s.value for s in m.all(SHARES)}
     if len(shares) < 2:
@@ -153,16 +156,15 @@ def _sources(m: Migration, tags: dict, kinds: dict):
         return
     m.options.pop("data.path", None)
     for domain, share in shares.items():
-        table = {"path": files, "weight": float(share), "where": {"tag": [t for t, d in tags.items() if d == domain]}}
+        table = {"path": files, "weight": float(share), "where": {column: [t for t, d in tags.items() if d == domain]}}
         if len(functions) > 1:
             table["rewards"] = ["judge" if kinds.get(domain) == "judge" else "score"]
         keys = (SHARES[:-1] + domain, TRAIN + DATA + "file_name", "rewards.*.tag_included")
         m.set(f"data.sources.{domain}", table, *keys)
     m.facts["domains"] = ", ".join(f"{domain} {share}" for domain, share in shares.items())
     m.differs(
-        "a domain's share of a step is drawn by its weight; in ROLL it is fixed. Rows are told by their `tag`; where "
-        "yours "
-        "have a column `domain`, which wins there, change `where` of data.sources"
+        f"a domain's share of a step is drawn by its weight; in ROLL it is fixed. Rows are told by their `{column}`; "
+        "where yours have a column `domain`, which wins there, change `where` of data.sources"
     )
 
 

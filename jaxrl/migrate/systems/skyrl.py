@@ -9,6 +9,7 @@ from __future__ import annotations
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
 from jaxrl.migrate.jobs import EVAL, Job
+from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import skyrl_meaning as meaning
 from jaxrl.migrate.systems.skyrl_meaning import ALGO, ENGINE, GEN, MEGATRON, POLICY
 from jaxrl.migrate.table import Joint, Key, Since, Table
@@ -41,7 +42,9 @@ def changes_training(policy: str) -> tuple[Key, ...]:
         K(mega + "mtp_num_layers", "unsupported", fine=(0,), why="multi-token prediction is not trained"),
         K(mega + "model_config_kwargs.**", "unsupported", fine=(None, {}), why="write it into model.config", also=(mega + "model_config_kwargs",)),
         K(mega + "transformer_config_kwargs.rope_**", "ask", why="write it into model.config"),
-        K(policy + "fsdp_config.mixed_precision.param_dtype", "unsupported", fine=("bf16", "bfloat16"), why="set train.compute_dtype by hand"),
+        K(policy + "fsdp_config.mixed_precision.param_dtype", "unsupported", fine=("bf16", "bfloat16"), why="set train.compute_dtype by hand",
+          also=("trainer.ref.fsdp_config.mixed_precision.param_dtype", "trainer.critic.fsdp_config.mixed_precision.param_dtype")
+          if policy == "trainer.policy." else ()),
     )
 
 
@@ -283,8 +286,10 @@ TABLE = Table(
         K("trainer.mtp.**", "unsupported", fine=(None, {}, False, 0), why="multi-token prediction is not trained"),
         *changes_training(POLICY),
         K(ENGINE + "speculative_config", "unsupported", why="speculative decoding"),
-        K("trainer.policy.language_model_only", "automatic", also=("trainer.ref.language_model_only",), why="only text is read"),
-        K(GEN + "vision_language_generator", "unsupported", fine=(False,), refuse=True, why="only text is supported"),
+        Joint("images", (
+            K(GEN + "vision_language_generator", "equivalent", default=False, other=True),
+            K("trainer.policy.language_model_only", "equivalent", default=False, other=True)), images_meaning.skyrl),
+        K("trainer.ref.language_model_only", "automatic", why="the reference reads what the policy does"),
         K(GEN + "step_wise_trajectories", "unsupported", fine=(False,), why="turns are one sequence as long as they can be"),
         *(K(name, "automatic", why=why, also=also) for name, why, also in (
             (_PLACE + "*", "roles without devices of their own share the policy's (mesh.roles)", ()),
@@ -332,6 +337,7 @@ TABLE = Table(
             (GEN + "served_model_name", "the policy", ()),
             (GEN + "enable_ray_prometheus_stats", "no Ray", ()),
             ("generator.fully_sharded_loras", "vLLM's own choice", ()))),
+        common.REFERENCE_AS_TRAINER,
         *(K(name, "unsupported", fine=(None, {}), refuse=False, why=why) for name, why in (
             ("trainer.policy.model_config_kwargs.**", "write it into model.config"),
             ("trainer.rope_scaling.**", "write it into model.config"),

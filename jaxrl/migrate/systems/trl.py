@@ -294,6 +294,7 @@ TABLE = Table(
         *(K(name, "unsupported", refuse=True, why=SUPERVISED) for name in (
             "packing", "max_length", "max_seq_length", "assistant_only_loss", "completion_only_loss", "desirable_weight", "lmbda",
             "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "missing_eos_penalty")),
+        Joint("dtype of the reference", (), meaning.reference_dtype),
         *(K(name, kind, why=why, also=tuple(also), fine=(None, False, [], {}, "no") if kind == "unsupported" else ()) for kind, rows in (
             ("automatic", AUTOMATIC), ("inert", INERT), ("unsupported", LACKS)) for name, why, *also in rows),
     ),

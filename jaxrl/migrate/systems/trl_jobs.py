@@ -8,6 +8,7 @@ from __future__ import annotations
 from jaxrl.migrate.derived import defaults, derived, selected
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import trl_jobs_meaning as meaning
+from jaxrl.migrate.systems import trl_meaning as trl
 from jaxrl.migrate.systems.trl import TABLE
 from jaxrl.migrate.table import MISSING, Joint, Key, Since
 
@@ -113,6 +114,7 @@ PREFERENCE = derived(TABLE, "preference", (
         K("simpo_gamma", "equivalent", default=0.5, other=0.3, beside=CPO),
         K("rpo_alpha", "equivalent", other=0.5),
         K("sync_ref_model", "equivalent", default=False)), meaning.preference),
+    Joint("dtype of the reference", (), trl.reference_dtype),
     K("ref_model_*", "inert", why="read with sync_ref_model, or where the reference is another model", also=(
         "ref_model_mixup_alpha", "ref_model_sync_steps")),
     K("f_divergence_type", "unsupported", fine=("reverse_kl", "FDivergenceType.REVERSE_KL"), refuse=True, why="the divergence is the reverse KL"),
@@ -152,7 +154,10 @@ GKD = derived(TABLE, "distill", (
         K("temperature", "equivalent", default=0.9, other=0.7),
         K("max_new_tokens", "equivalent", default=128, other=64, beside={"lmbda": 1.0})), meaning.distillation),
     K("seq_kd", "unsupported", fine=(False,), refuse=True, why="the teacher writes no completions: write a file of them, and run.recipe=sft"),
-    K("teacher_model_init_kwargs.**", "ask", why="teacher.dtype and teacher.revision"),
+    Joint("teacher", (
+        K("teacher_model_init_kwargs.dtype", "equivalent", other="bfloat16", beside={"bf16": False}, also=("teacher_model_init_kwargs.torch_dtype",)),
+        K("teacher_model_init_kwargs.revision", "equivalent", other="abc")), meaning.teacher),
+    K("teacher_model_init_kwargs.**", "ask", why="options of the teacher's loading"),
     K("completion_only_loss", "inert", why="the divergence is taken at completions", also=("assistant_only_loss", "dataset_text_field", "loss_type")),
 ), command=r"gkd", required=REQUIRED, differs=(
     "no weight decay on norms, biases and other vectors (as transformers)",

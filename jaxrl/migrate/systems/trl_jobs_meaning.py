@@ -266,6 +266,14 @@ def reward_model(m: Migration):
     m.differs("the head's bias is none and it starts at 0; TRL's starts at random numbers")
 
 
+def teacher(m: Migration):
+    t = "teacher_model_init_kwargs."
+    held = m.text(t + "dtype") or "float32"
+    common.frozen_dtype(m, "teacher.dtype", *common.of(m, "train.compute_dtype"), t + "dtype", held=held)
+    if m.text(t + "revision"):
+        m.set("teacher.revision", m.text(t + "revision"), t + "revision")
+
+
 def distillation(m: Migration):
     """GKD: a step's prompts are completed by the student with probability lmbda there, by a share here."""
     temperature, beta, share = m.number("temperature"), m.number("beta"), m.number("lmbda")

@@ -392,10 +392,15 @@ def model(m: Migration):
     if revision and revision != "main":
         m.set("model.revision", revision, "model_revision")
     if m.text("chat_template_path"):
-        m.set("model.chat_template", m.text("chat_template_path"), "chat_template_path")
+        common.chat_template(m, "chat_template_path")
     if m.text("chat_template"):
         m.files[f"{m.name}_template.jinja"] = m.text("chat_template")
         m.set("model.chat_template", f"{m.name}_template.jinja", "chat_template")
+
+
+def reference_dtype(m: Migration):
+    """The reference is loaded as the policy is, and computes as it does."""
+    common.frozen_dtype(m, "reference.dtype", *common.of(m, "train.compute_dtype"), held=m.text("dtype") or "float32")
 
 
 def adapters(m: Migration):

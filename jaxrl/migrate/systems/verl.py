@@ -9,6 +9,7 @@ from __future__ import annotations
 from jaxrl.migrate import common
 from jaxrl.migrate.devices import megatron_keys
 from jaxrl.migrate.jobs import EVAL, Job
+from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import verl_distill as distill
 from jaxrl.migrate.systems import verl_engine as engine
 from jaxrl.migrate.systems import verl_meaning as meaning
@@ -27,6 +28,7 @@ TIS, FILTER = {CORRECTION + "rollout_is": "token"}, {ALGO + "filter_groups.enabl
 LORA, KL = {MODEL + "lora_rank": 16}, {ACTOR + "use_kl_loss": True}
 VEOMNI, TITAN = {"model_engine": "veomni"}, {"model_engine": "torchtitan"}
 MLORA = {**MEGA, MODEL + "lora.rank": 16}
+OTHER_DTYPE = {"megatron.dtype": "float16", "mindspeed.dtype": "float16", "fsdp_config.mixed_precision.param_dtype": "fp32"}
 RMODEL, RK, NEW = {RM + "enable": True}, "reward.reward_kwargs.overlong_buffer_cfg.", "reward.reward_model."
 
 
@@ -296,8 +298,6 @@ TABLE = Table(
         Joint("further options of vLLM", (K(ROLLOUT + "engine_kwargs.**", "equivalent"),), meaning.engine_options),
         K(ROLLOUT + "dtype", "equivalent", "rollout.dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bfloat16",
           other="float16"),
-        K(ACTOR + "fsdp_config.dtype", "equivalent", "train.compute_dtype", lambda d: common.DTYPES.get(str(d), str(d)),
-          default="bfloat16", other="float16"),
         K(ACTOR + "fsdp_config.model_dtype", "equivalent", "train.param_dtype", lambda d: common.DTYPES.get(str(d), str(d)),
           default="fp32", other="bf16"),
         K(ROLLOUT + "gpu_memory_utilization", to="rollout.vllm.memory_fraction", default=0.5, other=0.6),
@@ -328,9 +328,15 @@ TABLE = Table(
         K(DATA + "custom_cls.path", "unsupported", refuse=True, why="a data set class of its own: write the rows as JSONL or Parquet"),
         K(DATA + "sampler.*", "unsupported", why="a sampler of its own: data.difficulty and data.sources order rows"),
         K(DATA + "datagen.*", "unsupported", refuse=True, why="rows that are made while training"),
-        K(DATA + "image_key", "inert", why="only text is read", also=(DATA + "video_key", DATA + "image_patch_size", DATA + "audio_key",
-                                                                     DATA + "mm_processor_kwargs.**", DATA + "mm_processor_kwargs",
-                                                                     DATA + "return_multi_modal_inputs")),
+        Joint("images", (
+            K(DATA + "image_key", "equivalent", default="images", other="pictures"),
+            K(DATA + "mm_processor_kwargs.max_pixels", "equivalent", other=1000000, also=(DATA + "mm_processor_kwargs.images_kwargs.max_pixels",)),
+            K(DATA + "mm_processor_kwargs.min_pixels", "equivalent", other=3136, also=(DATA + "mm_processor_kwargs.images_kwargs.min_pixels",)),
+            K(ROLLOUT + "limit_images", "equivalent", other=3),
+            K(ACTOR + "freeze_vision_tower", "equivalent", default=False)), images_meaning.verl),
+        K(DATA + "mm_processor_kwargs.*", "ask", why="an option of the processor: data.image_* are those of jaxrl"),
+        K(DATA + "image_patch_size", "automatic", why="the checkpoint's", also=(DATA + "return_multi_modal_inputs", DATA + "mm_processor_kwargs")),
+        K(DATA + "video_key", "inert", why="videos and sound are not read; rows without them lose nothing", also=(DATA + "audio_key",)),
         K(DATA + "validation_shuffle", "automatic", why="evaluation takes all rows"),
         K(ALGO + "use_pf_ppo", "unsupported", fine=(False,), refuse=True, why="PF-PPO's reweighing of samples"),
         K(ALGO + "pf_ppo.*", "inert", why="read with use_pf_ppo alone"),
@@ -351,6 +357,21 @@ TABLE = Table(
         K(CRITIC + "model.lora_rank", "unsupported", fine=(0,), why="a critic trains whole", also=(CRITIC + "model.lora.rank",)),
         K(CRITIC + "enable", "automatic", why="there is a critic where the advantage is gae"),
         Joint("distillation", distill.KEYS, distill.distillation),
+        Joint("dtypes", (
+            *(K(ACTOR + n, "equivalent", default="bfloat16" if n.endswith(".dtype") else None, other=OTHER_DTYPE.get(n),
+                beside={"model_engine": n.partition(".")[0]} if n.startswith("m") else {}) for n in engine.COMPUTE),
+            *(K(REF + n, "equivalent", default="bfloat16" if n.endswith(".dtype") else None) for n in engine.COMPUTE),
+            K(REF + "fsdp_config.model_dtype", "equivalent", default=Since(("0.3", None), ("0.6", "fp32")), other="bf16",
+              beside={**KL, REF + "fsdp_config.mixed_precision.param_dtype": "fp32"}),
+            K(engine.CRITICS_DTYPE, "equivalent", default="fp32", also=(CRITIC + "fsdp.model_dtype", CRITIC + "fsdp_config.model_dtype")),
+            K(CRITIC + "megatron.dtype", "equivalent", default="bfloat16",
+              also=tuple(CRITIC + n for n in ("mindspeed.dtype", "model.megatron.dtype", "model.mindspeed.dtype"))),
+            K(engine.REWARDS_DTYPE, "equivalent", default="bfloat16", other="float32", beside={**RMODEL, RM + "model.path": "x/y"},
+              also=(NEW + "rollout.dtype", NEW + "inference.dtype", RM + "inference.dtype"))), engine.dtypes),
+        K(CRITIC + "fsdp.dtype", "inert", why="the critic's engine computes in bfloat16, whatever it says", also=tuple(
+            CRITIC + n for n in ("fsdp_config.dtype", "model.fsdp_config.dtype", "veomni.dtype", "model.veomni.dtype", "torchtitan.dtype",
+                                 "model.torchtitan.dtype"))),
+        K(ACTOR + "fsdp_config.mixed_precision.*", "automatic", why="gradients are summed in fp32", also=(REF + "fsdp_config.mixed_precision.*",)),
         K(distill.D + "**", "automatic", why="the teacher reads rows as the reference does"),
         K(MODEL + "mtp.enable", "unsupported", fine=(False,), why="multi-token prediction"),
         K(MODEL + "mtp.*", "inert", why="read with mtp.enable alone"),

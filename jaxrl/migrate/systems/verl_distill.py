@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.migrate import supervised
+from jaxrl.migrate import common, supervised
 from jaxrl.migrate.systems.verl_engine import ACTOR
 from jaxrl.migrate.table import Key, Migration
 
@@ -17,6 +17,7 @@ SAMPLED = (*COMMON, "policy_loss", "ratio", "clip_low", "clip_high", "dual_clip"
 KEYS = (
     Key(D + "enabled", "equivalent", default=False, other=True, beside={**POLICY, D + "enabled": False}),
     Key(TEACHERS + "model_path", "equivalent"),
+    Key(TEACHERS + "inference.dtype", "equivalent"),
     Key(LOSS + "loss_mode", "equivalent", default="k3", other="forward_kl_topk", beside=ON),
     Key(LOSS + "topk", "equivalent", default=32, other=64, beside=DENSE),
     Key(LOSS + "use_task_rewards", "equivalent", default=True),
@@ -61,6 +62,8 @@ def distillation(m: Migration):
     for s in teachers[:1]:
         m.set("teacher.path", str(s.value or ""), TEACHERS + "model_path", s.key)
     m.set("run.recipe", "distill", D + "enabled")
+    for s in m.all(TEACHERS + "inference.dtype")[:1]:
+        common.frozen_dtype(m, "teacher.dtype", str(s.value), TEACHERS + "inference.dtype", s.key)
     for name, near in (("loss_max_clamp", "10 nats"), ("log_prob_min_clamp", "-10")):
         if m.number(LOSS + name) is not None:
             m.lacks(LOSS + name, f"log-probs and their differences are not cut here; at {near} few tokens are there")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.migrate import devices
+from jaxrl.migrate import common, devices
 from jaxrl.migrate.table import Migration
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
@@ -99,6 +99,38 @@ def _rest(m: Migration, place: str):
     adapted = m.integer(rank(m)) or m.text(MODEL + "lora_adapter_path")  # their base is the reference
     if m.flag(ref) and m.options.get("algorithm.kl.coef", (0,))[0] and not adapted:
         m.set("mesh.roles.reference", {"rest": "host"}, ref)
+
+
+COMPUTE = (*(table + "dtype" for table, _ in LAYOUTS.values()), FSDP + "dtype", FSDP + "mixed_precision.param_dtype")
+
+
+def _computes(m: Migration, role: str) -> tuple[str, str]:
+    """Returns the key that says in which dtype a role's engine computes, "" where none is read, and the dtype."""
+    kind = backend(m)
+    key = role + LAYOUTS.get(kind, (FSDP,))[0] + "dtype"
+    if kind in ("fsdp", "fsdp2") and m[role + FSDP + "mixed_precision.param_dtype"] is not None:
+        key = role + FSDP + "mixed_precision.param_dtype"
+    elif kind in ("veomni", "torchtitan") or kind in ("fsdp", "fsdp2") and since(m, "0.8"):
+        m.mark(key, "inert", "the engine computes in bfloat16, whatever it says")
+        return "", "bfloat16"
+    return key, m.text(key) or "bfloat16"
+
+
+def dtypes(m: Migration):
+    """The trainer's, the reference's, the critic's and the reward model's."""
+    key, kind = _computes(m, ACTOR)
+    m.set("train.compute_dtype", common.DTYPES.get(kind, kind), key or ACTOR + FSDP + "mixed_precision.param_dtype")
+    key, kind = _computes(m, REF)
+    held, mine = REF + FSDP + "model_dtype", backend(m) in ("fsdp", "fsdp2")
+    more = {"held": m.text(held) or "bf16"} if mine else {}
+    common.frozen_dtype(m, "reference.dtype", kind, *((held,) if mine else ()), *((key,) if key else ()), **more)
+    common.critics_dtype(m, CRITICS_DTYPE, "train.param_dtype")
+    if backend(m) in ("megatron", "mindspeed"):
+        common.critics_dtype(m, "critic.megatron.dtype", "train.compute_dtype")
+    common.frozen_dtype(m, "reward.model.dtype", m.text(REWARDS_DTYPE) or "bf16", REWARDS_DTYPE)
+
+
+CRITICS_DTYPE, REWARDS_DTYPE = "critic.model.fsdp_config.model_dtype", "reward_model.rollout.dtype"
 
 
 def rank(m: Migration) -> str:

@@ -413,6 +413,7 @@ RULES = '''"""verl's rewards by data_source, for the sources that have a rule he
 
 GSM8K: the last "#### number" of the end of a completion, without commas, is the answer's text. MATH: the last box.
 AIME and DAPO: the last "Answer: ..." of the end; 1 where it is right, else -1. verl normalises texts of MATH more.
+Geometry3K: 0.9 for the box, 0.1 for the form with <think>.
 """
 
 import re
@@ -431,6 +432,9 @@ def score(prompt, completion, answer, data_source=None, **columns):
         return float(bool(found) and found[-1].replace(",", "").replace("$", "") == str(answer))
     if source in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"):
         return boxed_reward(prompt, completion, answer)
+    if source == "hiyouga/geometry3k":
+        formatted = bool(re.fullmatch(r"(?s)<think>.*</think>.*\\\\boxed\\{.*\\}.*", completion))
+        return 0.9 * boxed_reward(prompt, completion, answer) + 0.1 * formatted
     if source in ("math_dapo", "math", "math_dapo_reasoning") or source.startswith("aime"):
         found = re.findall(r"(?i)answer\\s*:\\s*([^\\n]+)", completion[-300:])
         return 1.0 if found and plain(found[-1]) == plain(answer) else -1.0
@@ -488,8 +492,8 @@ def reward(m: Migration):
     else:
         file = common.reward_file(m, RULES, "custom_reward_function.path")
         m.differs(
-            f"{file} has verl's rules for GSM8K, MATH (whose texts verl normalises more) and AIME by the column "
-            "data_source; a row of another source stops the run until its rule is written there"
+            f"{file} has verl's rules for GSM8K, MATH (whose texts verl normalises more), AIME and Geometry3K by the "
+            "column data_source; a row of another source stops the run until its rule is written there"
         )
 
 

@@ -112,6 +112,7 @@ SFT = derived(TABLE, "sft", (
         K(DATA + "train_files", "equivalent", default="~/data/gsm8k/train.parquet", other="b.parquet"),
         K(DATA + "train_max_samples", "equivalent", default=-1, other=100),
         K(DATA + "messages_key", "equivalent", default="messages", other="chat"),
+        K(DATA + "image_key", "equivalent", default="images", other="pictures"),
         K(DATA + "custom_cls.path", "equivalent"),
         K(DATA + "apply_chat_template_kwargs.*", "equivalent")), meaning.data),
     Joint("optimizer", (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.migrate import common, devices, supervised
+from jaxrl.migrate import common, devices, images, supervised
 from jaxrl.migrate.systems.verl_engine import LAYOUTS
 from jaxrl.migrate.systems.verl_optimizer import learning
 from jaxrl.migrate.table import Migration
@@ -65,6 +65,9 @@ def data(m: Migration):
         key = multi + "messages_key" if first(m) else DATA + "messages_key"
         m.set("data.prompt_column", m.text(key), key)
         m.set("data.train_turns", "all", multi + "enable" if first(m) else key)
+    column = "images" if first(m) else m.text(DATA + "image_key")
+    if not first(m) and m.given(DATA + "image_key") and (column != "images" or images.has_tower(m.text("model.path"))):
+        m.set("data.image_column", column, DATA + "image_key")
     if m.text(DATA + "custom_cls.path"):
         m.lacks(
             DATA + "custom_cls.path", "a data set class of its own: write the rows as JSONL or Parquet", refuse=True

@@ -1,0 +1,137 @@
+"""Jobs whose rows hold images: columns, sizes and towers by their names elsewhere, and what such a job is here."""
+
+from __future__ import annotations
+
+import re
+
+from jaxrl.migrate.devices import ranges
+from jaxrl.migrate.table import Migration
+
+READ = re.compile(r"qwen(2|2\.5|3)-?vl.*")  # names of checkpoints whose tower is read, in lower case
+TOWER = re.compile(
+    r"\^?(?:model\\?\.)?(visual|vision_model|vision_tower|multi_modal_projector|vision_projection)(?:\\?\.([a-z]\w*))?"
+    r"(?:\\?\.|\.\*|\\?\.\.\*)?\$?"
+)
+PARTS = {  # of a tower, by transformers' names
+    None: "vision/.*",
+    "blocks": r"vision/(group|layer)_\d+/.*",
+    "patch_embed": "vision/patch/.*",
+    "pos_embed": "vision/positions/.*",
+    "merger": "vision/merger/.*",
+    "deepstack_merger_list": r"vision/tap_\d+/.*",
+}
+VLLM = "an option of vLLM's servers; jaxrl's own sampler, which draws the completions of images, does without"
+
+
+def has_tower(path: str) -> bool:
+    """Whether a model is, by its name, one whose tower for images is read."""
+    return bool(READ.fullmatch(str(path).rstrip("/").rsplit("/", 1)[-1].lower()))
+
+
+def tower(pattern: str) -> str:
+    """Returns the pattern of our names that a name or pattern of a tower, or of a part of it, means; "" for others."""
+    found = TOWER.fullmatch(pattern)
+    if found is None:
+        return ""
+    return PARTS["merger"] if found[1].endswith(("projector", "projection")) else PARTS.get(found[2], "")
+
+
+def frozen(m: Migration, names: list[str], *keys: str) -> None:
+    """Sets parameters that do not train, by prefixes of the source's names."""
+    found = [tower(name) for name in names]
+    if unknown := [name for name, pattern in zip(names, found, strict=True) if not pattern]:
+        m.needs(f"model.frozen: {', '.join(unknown)}: name these parameters by jaxrl's names (docs/guides/vision.md)")
+    if any(found):
+        m.set("model.frozen", tuple(dict.fromkeys(pattern for pattern in found if pattern)), *keys)
+
+
+def pixels(m: Migration, least: str, most: str) -> None:
+    """Sets the sizes that images are brought to, by their keys."""
+    for key, option in ((least, "data.image_min_pixels"), (most, "data.image_max_pixels")):
+        if m[key] is not None:
+            m.set(option, m.integer(key), key)
+
+
+def without(m: Migration) -> None:
+    """Leaves out what names a tower, of a model whose name and options say none."""
+    for option in ("model.frozen", "model.trainable"):
+        found, keys = m.options.get(option, ((), ()))
+        kept = tuple(p for p in found if not str(p).startswith("vision/"))
+        if len(kept) == len(found):
+            continue
+        if kept:
+            m.options[option] = (kept, keys)
+        else:
+            del m.options[option]
+        for key in (k for k in keys if m.given(k)):
+            m.mark(key, "inert", "a tower for images, which the model is read without")
+
+
+def settle(m: Migration, key: str) -> None:
+    """Makes a job of images, whose rules have run, one that jaxrl has, or refuses it. key: what names the model."""
+    recipe = m.options.get("run.recipe", ("rl", ()))[0]
+    if m.options.get("data.image_column", ("images",))[0] == "":  # text alone
+        if recipe in ("rl", "distill"):
+            _sampler(m)
+        return
+    why = {"rl": "", "sft": ""}.get(recipe, f"run.recipe={recipe} is of text: images are for sft and rl")
+    if any(option.startswith("env.") for option in m.options):
+        why = "episodes are of text: images are for jobs of one turn"
+    elif m.options.get("algorithm.advantage", ("",))[0] == "gae":
+        why = "a critic is of text: images are for advantages without one"
+    if why:
+        m.lacks(key, f"{m.options['model.path'][0]} reads images, and {why}", refuse=True)
+        m.needs_you.clear()
+        return
+    _of_rows(m)
+    if recipe == "rl":
+        _sampler(m)
+    column = m.options.get("data.image_column", ("images",))[0]
+    m.image_tokens = m.options.get("data.max_prompt_tokens", (512, ()))[0] * 3 // 4
+    if most := m.options.get("data.image_max_pixels", (0, ()))[0]:
+        m.image_tokens = max(min(m.image_tokens, most // 28**2), 1)
+    m.facts["images"] = f"column {column}; rows without images make it a job of text"
+
+
+def _of_rows(m: Migration) -> None:
+    """Rows with images are never cut, and SFT is on their last turn."""
+    for option, value, ours, why in (
+        ("data.overlong_prompt", "truncate_left", "filter", "a prompt with images is not cut: it is left out"),
+        ("data.overlong_completion", "split", "truncate", "a row with images is not split: it loses its end"),
+        ("data.train_turns", "all", "last", "of rows with images the last assistant turn is trained, not all"),
+    ):
+        found, keys = m.options.get(option, ("", ()))
+        if found == value:
+            m.options[option] = (ours, keys)
+            given = next((k for k in keys if m.given(k)), "")
+            (m.lacks if given else m.needs)(*((given, why) if given else (f"{option}={ours}: {why}",)))
+
+
+def _sampler(m: Migration) -> None:
+    """Completions of images are drawn by the embedded sampler, on the trainer's devices or on those of the servers."""
+    o = m.options
+    own = [int(n) for row in o.get("rollout.vllm.devices", ((), ()))[0] for n in str(row).split(",")]
+    apart, keys = o.get("rollout.placement", ("", ()))
+    m.set_again("rollout.engine", "jax")
+    for option in [name for name in o if name.startswith("rollout.vllm.") or name in ("rollout.servers",)]:
+        for key in o.pop(option)[1]:
+            if not any(key in of for _, of in o.values()):
+                m.marks.setdefault(key, ("automatic", VLLM))
+    m.needs_you = [t for t in m.needs_you if "rollout.servers" not in t and "rollout.vllm." not in t]
+    m.different = [t for t in m.different if "sampled by vLLM" not in t]
+    m.differs(
+        "completions are sampled by jaxrl's embedded sampler (rollout.engine=jax), not by vLLM, which is not handed "
+        "images: the same distribution, other random numbers, and slower"
+    )
+    if apart == "disaggregated" and own:
+        m.set("mesh.roles.sampler", {"devices": ranges(sorted(own))}, *keys)
+        return
+    if apart == "disaggregated" or m.elsewhere:
+        o.pop("rollout.placement", None)
+        m.elsewhere = False
+    if o.get("rollout.max_staleness", (0, ()))[0]:
+        behind = next((k for k in o["rollout.max_staleness"][1] if m.given(k)), "")
+        m.lacks(behind or "rollout.max_staleness", "the embedded sampler has no devices of its own in this layout, so "
+                "that nothing is sampled ahead: give it some by mesh.roles.sampler")
+        for option in ("rollout.max_staleness", "rollout.partial", "rollout.sync_every"):
+            o.pop(option, None)

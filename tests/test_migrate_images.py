@@ -1,0 +1,195 @@
+"""jaxrl.migrate: jobs whose rows hold images, of every system."""
+
+import importlib.util
+import os
+
+import pytest
+from test_migrate import migrated, values
+
+from jaxrl.config.load import load_config
+from jaxrl.migrate import __main__ as command
+from jaxrl.migrate.images import has_tower, tower
+from jaxrl.migrate.models import trained
+from jaxrl.migrate.systems import table_of
+from jaxrl.resolve.checks.common import check
+
+VL = "Qwen/Qwen2.5-VL-7B-Instruct"
+A, M, D = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "data."
+VERL = {M + "path": VL, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8, D + "train_files": "a.parquet",
+        D + "image_key": "images"}
+AREAL = {"train_dataset.batch_size": 64, "gconfig.n_samples": 4, "actor.path": VL, "actor.kl_ctl": 0.0, "train_dataset.path": "hiyouga/geometry3k"}
+ROLL = {"pretrain": VL, "adv_estimator": "grpo", "num_return_sequences_in_group": 8, "actor_train.data_args.file_name": ["a.parquet"],
+        "actor_train.data_args.messages": "prompt", "rollout_batch_size": 64, "response_length": 512}
+RLINF = {"data.type": "vlm", "data.image_keys": ["pictures"], "data.use_chat_template": True, "rollout.model.model_path": "/models/m",
+         "data.train_data_paths": ["a.parquet"], "algorithm.adv_type": "grpo"}
+
+
+def of(system, settings, version=None, cmd=""):
+    return trained(migrated(system, {**table_of(system).required, **settings}, version, cmd))
+
+
+@pytest.mark.parametrize(("system", "settings", "column"), [
+    ("verl", VERL, "images"), ("verl", {**VERL, D + "image_key": "pictures"}, "pictures"), ("areal", AREAL, "images"), ("roll", ROLL, "images"),
+    ("rlinf", RLINF, "pictures"), ("skyrl", {"trainer.policy.model.path": VL, "generator.vision_language_generator": True}, "images"),
+])
+def test_completions_of_images_are_drawn_by_the_embedded_sampler(system, settings, column):
+    m = of(system, settings)
+    v = values(m)
+    assert not any(refuse for _, _, refuse in m.lacking), m.lacking
+    assert v["data.image_column"] == column and v["rollout.engine"] == "jax"
+    assert not [o for o in v if o.startswith(("rollout.vllm.", "rollout.servers"))]
+    assert not [t for t in m.needs_you if "vllm" in t.lower()] and any("embedded sampler" in t for t in m.different)
+    assert not [r for r in m.records() if r.kind == "equivalent" and not r.targets and r.key not in ("data.use_chat_template",)]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2-VL-2B", "q/Qwen2.5-VL-72B-Instruct-AWQ", "/x/Qwen3-VL-30B-A3B-Instruct/", "$HOME/qwen3-vl"])
+def test_the_names_of_models_with_a_tower(name):
+    assert has_tower(name)
+    assert "rollout.engine" in values(of("verl", {**VERL, M + "path": name}))
+
+
+@pytest.mark.parametrize("name", ["OpenGVLab/InternVL3-8B", "zai-org/GLM-4.1V-9B-Thinking", "google/gemma-3-12b-it", "deepseek-ai/deepseek-vl2"])
+def test_models_of_images_of_other_families_are_refused_by_name(name):
+    assert not has_tower(name)
+    lacking = of("verl", {**VERL, M + "path": name}).lacking
+    assert any(refuse and "of a family whose tower is not read here" in why for _, why, refuse in lacking)
+
+
+@pytest.mark.parametrize(("pattern", "want"), [
+    ("visual", "vision/.*"), ("model.visual", "vision/.*"), ("^visual", "vision/.*"), (r"^model\.visual\..*", "vision/.*"),
+    ("vision_model", "vision/.*"), ("vision_model.blocks", r"vision/(group|layer)_\d+/.*"), ("vision_model.patch_embed", "vision/patch/.*"),
+    ("visual.merger", "vision/merger/.*"), ("multi_modal_projector", "vision/merger/.*"), ("vision_projection", "vision/merger/.*"),
+    ("visual.deepstack_merger_list", r"vision/tap_\d+/.*"), ("model.layers", ""), ("visual.unheard_of", ""), ("audio_model", ""),
+])
+def test_towers_by_their_names_elsewhere(pattern, want):
+    assert tower(pattern) == want
+
+
+def test_patterns_of_towers_are_of_parameters_that_models_have():
+    """Of every family, and of both ways to lay out layers: each pattern takes some parameter and blocks take no merger."""
+    import re
+
+    from jaxrl import models
+    from jaxrl.models.io import hf
+    for kind in ("qwen3", "qwen2_5"):
+        text = load_config(f"configs/vision_sft.py:{'qwen2_5_' if kind == 'qwen2_5' else ''}tiny").model.config.to_dict()
+        table = models.build(hf.load_config("", None, text, weights=False, images=True), compute_dtype="float32", scan_layers=True)
+        names = ["/".join(entry.path) for entry in table.entries]
+        for part in ("visual", "visual.blocks", "visual.patch_embed", "visual.merger"):
+            assert any(re.fullmatch(tower(part), name) for name in names), (kind, part)
+        assert not any("merger" in name for name in names if re.fullmatch(tower("visual.blocks"), name))
+
+
+def test_frozen_towers_of_verl_and_roll():
+    frozen = {**VERL, A + "freeze_vision_tower": True}
+    assert values(of("verl", frozen, "0.7"))["model.frozen"] == ("vision/.*",)
+    m = of("verl", frozen, "0.9")  # whose engines do not read it
+    assert "model.frozen" not in values(m) and any("freeze_vision_tower does nothing" in t for t in m.different)
+    assert "model.frozen" not in values(of("verl", {**frozen, A + "strategy": "megatron"}, "0.7"))
+    key = "actor_train.model_args.freeze_module_prefix"
+    assert values(of("roll", {**ROLL, key: "vision_model"}))["model.frozen"] == ("vision/.*",)
+    two = values(of("roll", {**ROLL, key: "vision_model.blocks,vision_model.patch_embed"}))["model.frozen"]
+    assert two == (r"vision/(group|layer)_\d+/.*", "vision/patch/.*")
+    m = of("roll", {**ROLL, key: "vision_model,audio_model"})
+    assert values(m)["model.frozen"] == ("vision/.*",) and any("audio_model" in t for t in m.needs_you)
+    assert "model.frozen" not in values(of("roll", {**ROLL, "pretrain": "Qwen/Qwen2.5-7B", key: "vision_model"}))
+
+
+def test_sizes_and_numbers_of_images():
+    v = values(of("roll", {**ROLL, "actor_train.data_args.image_max_pixels": 1048576}))
+    assert (v["data.image_min_pixels"], v["data.image_max_pixels"]) == (3136, 1048576)
+    v = values(of("roll", ROLL, "0.2.1"))  # before they were options of the data
+    assert (v["data.image_min_pixels"], v["data.image_max_pixels"]) == (56 * 56, 1024 * 1024)
+    other = {"validation.data_args.image_max_pixels": 9999, "actor_train.data_args.image_max_pixels": 1048576}
+    assert "validation.data_args.image_max_pixels" in [k for k, _, _ in of("roll", {**ROLL, **other}).lacking]
+    assert values(of("areal", {**AREAL, "train_dataset.path": "x/clevr_count_70k"}))["data.image_max_pixels"] == 336 * 336
+    v = values(of("verl", {**VERL, D + "mm_processor_kwargs.max_pixels": 500000, "actor_rollout_ref.rollout.limit_images": 3}))
+    assert v["data.image_max_pixels"] == 500000 and v["data.max_images"] == 3
+    most = "actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image"
+    assert values(of("verl", {**VERL, most: 5}))["data.max_images"] == 5
+    most = "actor_infer.strategy_args.strategy_config.limit_mm_per_prompt."
+    m = of("roll", {**ROLL, most + "image": 4, most + "video": 1})
+    assert values(m)["data.max_images"] == 4 and not any("limit_mm" in k for k, _, _ in m.lacking)
+
+
+@pytest.mark.parametrize(("system", "settings", "why"), [
+    ("verl", {**VERL, "algorithm.adv_estimator": "gae"}, "a critic is of text"),
+    ("skyrl", {"trainer.policy.model.path": VL, "generator.vision_language_generator": True, "generator.max_turns": 3,
+               "environment.env_class": "geometry3k"}, "episodes are of text"),
+    ("roll", {"teacher_pretrain": VL, "student_pretrain": VL, "kd_objective": "reverse_kl", "sequence_length": 512}, "images are for sft and rl"),
+    ("rlinf", {**RLINF, "data.image_keys": ["left", "right"]}, "images are of one column"),
+])
+def test_what_images_are_not_for_is_refused_by_name_alone(system, settings, why):
+    m = of(system, settings)
+    assert [text for _, text, refuse in m.lacking if refuse and why in text] and m.outcome(False) == "refused"
+
+
+def test_rows_with_images_are_neither_cut_nor_trained_on_all_turns():
+    m = of("verl", {"model.path": VL, "data.messages_key": "messages", "data.train_files": "a.parquet"}, cmd="sft_trainer")
+    assert values(m)["data.train_turns"] == "last" and any("last assistant turn" in t for _, t, _ in m.lacking)
+    assert values(of("verl", {"model.path": "Qwen/Qwen2.5-7B", "data.messages_key": "messages"}, cmd="sft_trainer"))["data.train_turns"] == "all"
+    m = of("verl", {**VERL, D + "truncation": "left"})
+    assert values(m)["data.overlong_prompt"] == "filter" and D + "truncation" in [k for k, _, _ in m.lacking]
+
+
+def test_a_sampler_ahead_has_the_servers_devices_or_is_named():
+    apart = {**AREAL, "rollout.backend": "vllm:d4p1t1", "actor.backend": "fsdp:d4p1t1", "rollout.max_head_offpolicyness": 2,
+             "cluster.n_nodes": 1, "actor.recompute_logprob": True, "actor.use_decoupled_loss": True}
+    v = values(of("areal", apart))
+    assert v["mesh.roles.policy"] == {"devices": "0-3"} and v["mesh.roles.sampler"] == {"devices": "4-7"}
+    assert v["rollout.max_staleness"] == 2 and v["rollout.placement"] == "disaggregated"
+    m = of("areal", {**apart, "rollout.backend": "vllm:d8p1t1", "actor.backend": "fsdp:d8p1t1", "cluster.n_nodes": 2})
+    assert "rollout.max_staleness" not in values(m) and "rollout.max_head_offpolicyness" in [k for k, _, _ in m.lacking]
+
+
+def test_text_alone_of_a_model_with_a_tower():
+    v = values(of("skyrl", {"trainer.policy.model.path": VL, "trainer.policy.language_model_only": True, "generator.max_turns": 3,
+                            "environment.env_class": "search"}))
+    assert v["data.image_column"] == "" and v["rollout.engine"] == "jax" and v["env.max_turns"] == 3
+
+
+def test_domains_of_rolls_images_are_told_by_their_source():
+    m = of("roll", {**ROLL, "rewards.math.worker_cls": "x.MathRuleRewardWorker", "rewards.math.tag_included": ["mm_math"],
+                    "rewards.det.worker_cls": "x.DetectionRewardWorker", "rewards.det.tag_included": ["coco"],
+                    "actor_train.data_args.domain_interleave_probs.math": 0.5, "actor_train.data_args.domain_interleave_probs.det": 0.5})
+    v = values(m)
+    assert v["data.sources.math"]["where"] == {"data_source": ["mm_math"]} and v["data.answer_column"] == "reward_model.ground_truth"
+
+
+def load(text, tmp_path):
+    (tmp_path / "reward.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("reward_of_images", tmp_path / "reward.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.score
+
+
+def test_rewards_of_geometry3k_and_counts(tmp_path):
+    answer, form = r"\boxed{45}", r"<think>half</think> \boxed{45}"
+    verl, areal = (load(next(iter(of(s, c).files.values())), tmp_path) for s, c in (("verl", VERL), ("areal", AREAL)))
+    for text, want in ((form, 1.0), (answer, 0.9), (r"<think>x</think> \boxed{44}", 0.1), ("45", 0.0)):
+        assert verl("q", text, "45", data_source="hiyouga/geometry3k") == pytest.approx(want), text
+        assert areal("q", text, "45") == pytest.approx(want), text
+    count = load(next(iter(of("areal", {**AREAL, "train_dataset.path": "x/clevr_count_70k"}).files.values())), tmp_path)
+    assert [count("q", t, "3") for t in ("[2] no, [3]", "[3] no, [4]", "3", "")] == [1.0, 0.0, 0.0, 0.0]
+
+
+SCRIPT = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$HOME/data/geo3k/train.parquet \\
+ data.val_files=$HOME/data/geo3k/test.parquet data.train_batch_size=512 data.max_prompt_length=1024 data.max_response_length=2048 \\
+ data.filter_overlong_prompts=True data.image_key=images actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct \\
+ actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=10 actor_rollout_ref.rollout.n=5 \\
+ actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.n_gpus_per_node=8 trainer.nnodes=1 \\
+ +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True actor_rollout_ref.actor.freeze_vision_tower=True \\
+ trainer.test_freq=5 trainer.save_freq=20 trainer.total_epochs=15 trainer.logger=console
+"""
+
+
+def test_a_script_of_images_passes_the_checks_and_plans_with_image_tokens(tmp_path, monkeypatch, capsys):
+    (tmp_path / "geo.sh").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["verl", "geo.sh", "--from-version=0.7", "--out=out"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("full") and "--config.plan.image_tokens=768" in said
+    config = load_config(os.path.join("out", "geo.py"))
+    check(config)
+    assert tuple(config.model.frozen) == ("vision/.*",) and config.rollout.engine == "jax" and config.rollout.placement == "colocated"
