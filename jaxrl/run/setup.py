@@ -276,10 +276,12 @@ def open_run(s, with_engine: bool = True) -> Job:
     engine = None
     if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
-                                           job.eos_ids, job.hf_config, most_patches(read.stream, read.eval_sets)))
+                                           job.eos_ids, job.hf_config,
+                                           most_patches(read.stream, read.eval_sets, job.images,
+                                                        job.config.env.image_tokens * job.config.episodes)))
         overlaps = job.apart("sampler")
         if read.pool is not None:
-            engine = episode_engine(engine, read.pool, job.config, job.tokenizer)
+            engine = episode_engine(engine, read.pool, job.config, job.tokenizer, job.images)
             overlaps = overlaps or engine.info.concurrent
         engine = s.close_at_end(ThreadedEngine(engine) if job.config.ahead and overlaps else engine)
         if job.rests("sampler"):
