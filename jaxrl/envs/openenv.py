@@ -177,7 +177,8 @@ class OpenEnv:
         if not name:
             return before + self._text(seen)
         if name not in seen:
-            raise BadEnvironment(f"env.options.image={name!r}: an observation has the fields {', '.join(seen) or 'none'}")
+            found = ", ".join(seen) or "none"
+            raise BadEnvironment(f"env.options.image={name!r}: an observation has the fields {found}")
         rest = {field: value for field, value in seen.items() if field != name}
         text = before + (self._text(rest) if rest else "")
         return [*([{"type": "text", "text": text}] if text else []), *_images(seen[name], f"{self._server}: {name}")]

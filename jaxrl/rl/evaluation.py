@@ -153,7 +153,7 @@ def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str
     def score(rows, results, texts=None, recorded=None):
         traj = collect(ask(rows), results, images=job.images)
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
-        texts, items = reward_items(traj, examples, job.decode, c.data.response_prefix, texts)
+        texts, items = reward_items(traj, examples, job.decode, c.data.response_prefix, texts, job.images)
         result = job.eval_rewards.score(items, recorded=recorded, stop=stop_overdue(s))
         outcomes = [r.outcome for r in results]
         check_failures(c.env, s.step, outcomes, len(outcomes))

@@ -165,7 +165,7 @@ def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
     return out
 
 
-def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=None):
+def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=None, images=None):
     """Returns ([completion text], [RewardItem]), one of each per trajectory.
 
     A completion's text is its last turn, for rewards and people; it is never encoded again.
@@ -173,6 +173,7 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
     Args:
       examples: Example of each trajectory. decode: as returned by data.completion_texts.
       prefix: data.response_prefix, which rewards see before the text. texts: the texts, if they are known already.
+      images: the job's ImageSource, None in a job of text.
     """
     turn, ids, contexts = traj.columns.get("turn"), [], []
     for last, at in zip([*(traj.first[1:] - 1), traj.num_sequences - 1], traj.sampled(), strict=True):
@@ -185,7 +186,8 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
     return texts, [
         RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
                    sample=int(sample), token_ids=tokens.tolist(), context_ids=before,
-                   columns={"answer": example.answer, **example.columns}, functions=getattr(example, "rewards", None))
+                   columns={"answer": example.answer, **example.columns}, functions=getattr(example, "rewards", None),
+                   images=images and images.row_files(example.images))
         for example, text, finish, group, sample, tokens, before in rows]
 
 

@@ -239,7 +239,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
             scorer.wait()
             # a reward that fails on the first rows of its data stops the run here
             if c.reward.trial and dataset is not None:
-                scorer.trial(trial_items(dataset, model_inputs.tokenizer, c.data.response_prefix))
+                scorer.trial(trial_items(dataset, model_inputs.tokenizer, c.data.response_prefix, images))
         for scorer in dict.fromkeys([eval_rewards, rewards]) if s.peers.first else ():
             for found in scorer.agreements():
                 log.info(found.text())

@@ -3,6 +3,7 @@ the row; and those that environments show, which come as files and are kept as l
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import weakref
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.data.chat_template import PromptError
-from jaxrl.data.images.decode import Picture, picture_of, size_of
+from jaxrl.data.images.decode import Picture, picture_of, png_of, size_of
 from jaxrl.data.images.expand import TOKENS, Tokens, escape, expand, restore
 from jaxrl.data.images.read import VALUES, Image, ImageError, image_of, images_of, split_prompt
 from jaxrl.data.images.resize import rule_of
@@ -223,6 +224,28 @@ class ImageSource:
         """Returns the [N, width] uint8 patches of each picture. Raises RunStopped for one that cannot be decoded."""
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
+    def row_files(self, places: Places | None) -> RowFiles:
+        """Returns the files and sizes of a row's images, which are read when they are asked for."""
+        return RowFiles(self, [] if places is None else (places.numbers & ~BLANK).tolist())
+
+    def _image(self, number: int) -> Image:
+        """Returns an image of a row, unread."""
+        dataset = self._sets[number >> 40]
+        raw, where = dataset.tables[number >> 8 & 0xFFFFFFFF]
+        return dataset.reader.images_in(raw, where)[number & 0xFF]
+
+    def sizes(self, number: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns (height, width) of an image of a row as it is stored, and as the model sees it."""
+        stored = size_of(self._image(number), self.limit)
+        return stored, self.rule.size(*stored)
+
+    def file(self, number: int) -> bytes:
+        """Returns the file of an image of a row; of one in memory as PNG."""
+        image = self._image(number)
+        if image.path is not None:
+            return image.path.read_bytes()
+        return image.encoded if image.encoded is not None else png_of(image)
+
     def _make(self, number: int) -> Picture:
         if number & SHOWN:
             picture = picture_of(self._held[number & ~BLANK], self.rule, self.limit)
@@ -243,6 +266,21 @@ class ImageSource:
     def close(self) -> None:
         """Stops the threads."""
         self._store.close()
+
+
+class RowFiles(NamedTuple):
+    """The images of a row as reward workers get them. numbers: of its pictures."""
+
+    source: ImageSource
+    numbers: list[int]
+
+    def sizes(self) -> list:
+        """Returns of each image [stored, seen], each (height, width)."""
+        return [self.source.sizes(number) for number in self.numbers]
+
+    def files(self) -> list[str]:
+        """Returns each image's file as base64 text."""
+        return [base64.b64encode(self.source.file(number)).decode() for number in self.numbers]
 
 
 def _grey(picture: Picture) -> Picture:
