@@ -228,7 +228,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "env": shared({
         "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with"
-                          " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>; openenv;"
+                          " reset and step; calc, guess, library, lake, repair, lake_pixels, spot; gym:<id>; textarena:<id>; openenv;"
                           " empty = one turn, or env.tools (docs/guides/environments.md)"),
         "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the turn without calls ends the episode"),
         "program": O("", "command line of a program that speaks to OpenAI's API, trained unchanged: it gets the row as JSON on standard"
