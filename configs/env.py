@@ -1,6 +1,6 @@
 """GRPO in episodes of several turns: a small decoder from scratch, a short SFT warm start, then reinforcement learning.
 
-Command:   jaxrl train --config=configs/env.py:calc      (or guess, library, lake, repair)
+Command:   jaxrl train --config=configs/env.py:calc      (or guess, library, lake, repair, lake_pixels, spot)
 Hardware:  any; two CPU cores. repair needs bubblewrap (docs/guides/sandbox.md).
 Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 25 -> 100 % each, guess 34 -> 97,
            88, 94 %, library 36, 42, 36 -> 100 %; with the warm start 91 to 118, 53 and 166 to 172 seconds each on two cores.
@@ -18,6 +18,7 @@ guess     a number from 1 to 32 in six guesses, each answered with `higher` or `
 library   'city of boss of ann', 'city of boss of friend of teacher of ann': two, three or four things to look up, one after the other;
           the facts are other ones in each row. The demonstrations follow as many relations as chance says, mostly two.
 lake      mazes with holes to fall into or a box to push, as text. The demonstrations walk at random.
+lake_pixels, spot   pictures, read by a small Qwen3-VL: the maps of `lake` drawn, and `click the red circle` with three tries.
 repair    functions that do not do what their name says, in two tries; unit tests in the sandbox decide, and the first that fails is told
           after the first. The demonstrations say what stands there already.
 
@@ -29,11 +30,13 @@ from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
 # name -> (turns, longest turn, longest episode) in tokens
-LENGTHS = {"calc": (3, 40, 128), "guess": (6, 4, 64), "library": (5, 20, 112), "lake": (8, 4, 192), "repair": (2, 10, 76)}
+LENGTHS = {"calc": (3, 40, 128), "guess": (6, 4, 64), "library": (5, 20, 112), "lake": (8, 4, 192), "repair": (2, 10, 76),
+           "lake_pixels": (8, 4, 256), "spot": (3, 6, 112)}
+PICTURES = {"lake_pixels": (8 * 16, 32 * 32), "spot": (3 * 9, 24 * 24)}  # image tokens of an episode; pixels, 8 x 8 of which are a token
 
 
 def get_config(arg=None):
-    """arg: calc, guess, library, lake or repair."""
+    """arg: calc, guess, library, lake, repair, lake_pixels or spot."""
     if arg not in LENGTHS:
         raise ConfigError(f"env has the variants {', '.join(LENGTHS)}, not {arg!r}: --config=configs/env.py:calc")
     c = default_config()
@@ -66,6 +69,11 @@ def get_config(arg=None):
     c.train.row_lengths = (256,)
     c.train.tokens_per_microbatch = 2048
     c.train.row_counts = 1
+
+    if arg in PICTURES:
+        c.env.image_tokens, c.data.image_min_pixels = PICTURES[arg]
+        c.data.image_max_pixels, c.data.max_prompt_tokens = c.data.image_min_pixels, 48
+        c.eval.controls = ("blank",)
 
     c.eval.sets = (f"test=jaxrl://{arg}/test.jsonl",)
     c.eval.every_steps = 20

@@ -45,6 +45,7 @@ class Places(NamedTuple):
     firsts: np.ndarray   # [I] int64: index of the first image token in the sequence
     grids: np.ndarray    # [I, 2] int64: rows and columns of patches
     numbers: np.ndarray  # [I] int64: of the picture; two places of one number show the same picture
+    kept: tuple = ()     # what holds the pixels of pictures that are in no data, which are read as long as it is there
 
 
 class Pictures(NamedTuple):
@@ -61,6 +62,7 @@ class Pictures(NamedTuple):
     width: int  # numbers of a patch
     patches: Callable[[np.ndarray], list[np.ndarray]]  # numbers [K] -> of each picture [N, width] uint8
     window: int = 0  # image tokens per side of the tower's windows, 0 = it has none
+    kept: tuple = ()  # as Places.kept
 
     @property
     def counts(self) -> np.ndarray:
@@ -85,8 +87,8 @@ class Pictures(NamedTuple):
         firsts, grids, numbers = (np.concatenate([getattr(one, name) for _, one in own])
                                   for name in ("firsts", "grids", "numbers"))
         sequences = np.repeat([i for i, _ in own], [len(one.firsts) for _, one in own])
-        return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches,
-                   source.window)
+        kept = tuple(held for _, one in own for held in one.kept)
+        return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches, source.window, kept)
 
 
 @dataclasses.dataclass

@@ -12,13 +12,14 @@ def episodes(config) -> bool:
 
 def longest_completion(config, new_tokens: int = 0) -> int:
     """Returns the most tokens after a prompt: of a turn (rollout.max_new_tokens, or `new_tokens`), or of all turns of
-    an episode and the observations between them.
+    an episode and the observations between them, the images in these counted apart.
     """
     turn, env = new_tokens or config.rollout.max_new_tokens, config.env
     if not episodes(config):
         return turn
     sampled = turn * env.max_turns
-    return min(sampled, env.max_sampled_tokens or sampled) + (env.max_turns - 1) * env.max_observation_tokens
+    observed = (env.max_turns - 1) * env.max_observation_tokens + env.image_tokens
+    return min(sampled, env.max_sampled_tokens or sampled) + observed
 
 
 def longest_sequence(config, new_tokens: int = 0) -> int:
@@ -43,7 +44,8 @@ def made_of(config) -> str:
     if env.max_sampled_tokens and env.max_sampled_tokens < config.rollout.max_new_tokens * env.max_turns:
         turns = f"env.max_sampled_tokens={env.max_sampled_tokens}"
     seen = f"env.max_observation_tokens={env.max_observation_tokens} x {env.max_turns - 1}"
-    return " + ".join([*parts, turns, *([seen] if env.max_turns > 1 else [])])
+    shown = [f"env.image_tokens={env.image_tokens}"] * bool(env.image_tokens)
+    return " + ".join([*parts, turns, *([seen] if env.max_turns > 1 else []), *shown])
 
 
 def longest_prompt(config) -> int:

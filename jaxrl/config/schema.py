@@ -116,7 +116,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                               needs="data.image_column"),
         "image_max_pixels": O(None, "an image with more pixels is made smaller, which takes fewer tokens; None = the checkpoint's", int,
                               bound=">0", needs="data.image_column"),
-        "max_images": O(8, "a prompt with more images is a bad row", bound="1..256", needs="data.image_column"),
+        "max_images": O(8, "a prompt with more images is a bad row; also the most that a turn shows", bound="1..256", needs="data.image_column"),
         "image_decode_limit": O(2**26, "pixels of a stored image; one with more is a bad row and is not decoded", bound=">0",
                                 needs="data.image_column"),
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
@@ -230,7 +230,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     },
     "env": shared({
         "function": O("", "what an episode is: module:name or ./file.py:name of an episode function (task, chat) or of a class with"
-                          " reset and step; calc, guess, library, lake, repair; gym:<id>; textarena:<id>; openenv;"
+                          " reset and step; calc, guess, library, lake, repair, lake_pixels, spot; gym:<id>; textarena:<id>; openenv;"
                           " empty = one turn, or env.tools (docs/guides/environments.md)"),
         "tools": O((), "plain typed functions, module:name or ./file.py:name, that the model may call; the turn without calls ends the episode"),
         "program": O("", "command line of a program that speaks to OpenAI's API, trained unchanged: it gets the row as JSON on standard"
@@ -269,6 +269,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_sampled_tokens": O(0, "tokens that an episode samples in all its turns; 0 = no limit of its own", bound=">=0"),
         "max_input_tokens": O(0, "longest prompt of a turn, the conversation so far; 0 = no limit of its own", bound=">=0"),
         "max_observation_tokens": O(1024, "longest new message in tokens; more is cut in the middle", bound=">0"),
+        "image_tokens": O(0, "most image tokens of an episode that shows images, those of its row's prompt included; static shapes have room"
+                             " for so many; 0 = its messages are text", bound=">=0", needs="data.image_column"),
         "max_parallel_calls": O(1, "calls of one turn that run; extra calls get an error reply", bound=">0"),
         "step_seconds": O(60.0, "longest time an environment takes for one turn, the engine's not counted", bound=">0"),
         "episode_seconds": O(600.0, "longest time an environment takes for an episode, the engine's not counted", bound=">0"),

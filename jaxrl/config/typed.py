@@ -231,6 +231,7 @@ class Env(Group):
     max_sampled_tokens: int
     max_input_tokens: int
     max_observation_tokens: int
+    image_tokens: int
     max_parallel_calls: int
     step_seconds: float
     episode_seconds: float

@@ -51,6 +51,7 @@ class Example:
       rewards: names of the reward functions that score it; None for all, or those of `reward.column`.
       images: where the prompt's images stand, one image token per feature in `prompt_ids`, one per image in
         `prompt_text`; None without images.
+      grey: whether pictures that its episode shows are grey ones (eval.controls=blank).
     """
 
     prompt_ids: np.ndarray
@@ -65,6 +66,7 @@ class Example:
     source: str = ""
     rewards: tuple[str, ...] | None = None
     images: Places | None = None
+    grey: bool = False
 
 
 def assistant_content(message: dict):

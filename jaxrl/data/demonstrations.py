@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrl.data.chat_template import PromptError
 from jaxrl.data.dataset import Row
+from jaxrl.data.images.expand import Tokens as ImageTokens
 from jaxrl.data.images.expand import escape
 from jaxrl.data.suffixes import QUESTION
 from jaxrl.data.turns import TurnRenderer, continuation_ids
@@ -27,11 +28,14 @@ from jaxrl.errors import ConfigError
 class Demonstrations:
     """Tokenizes rows with `messages` (data.train_turns=all). Raises ConfigError if the chat
     template cannot render them.
+
+    Args:
+      images: what the model's family writes for an image; None = rows hold text.
     """
 
-    def __init__(self, config, tokenizer, tools=()):
-        self.config, self.tokenizer = config, tokenizer
-        self.first = TurnRenderer(config, tokenizer, tools)
+    def __init__(self, config, tokenizer, tools=(), images: ImageTokens | None = None):
+        self.config, self.tokenizer, self.images = config, tokenizer, images
+        self.first = TurnRenderer(config, tokenizer, tools, images=images)
         self.marked = config.data.assistant_mask == "template"
         if not self.marked:
             self.first.check(bool(tools))
@@ -42,13 +46,22 @@ class Demonstrations:
 
     def __call__(self, row: Row, prompt: list[int]) -> tuple[list[int], list[int], np.ndarray]:
         """Returns (prompt ids, ids after the prompt, [C] bool which of those are trained on). Raises PromptError."""
+        return self.with_images(row, prompt, ())[:3]
+
+    def with_images(self, row: Row, prompt: list[int], counts) -> tuple[list[int], list[int], np.ndarray, list[int]]:
+        """Returns as `__call__`, and the index in prompt and target of each first token of the images after the prompt.
+
+        counts: image tokens of each of these images.
+        """
         renderer = self._renderer(row.tools)
         conversation = row.messages or ()
         own = [message.get("train", True) for message in conversation]
         messages = [{k: v for k, v in m.items() if k != "train"} for m in conversation]
         if self.marked:
-            return self._by_marks(renderer, row, messages, own)
-        ids, trained, at = [*prompt], [], len(row.prompt)
+            if row.images:
+                raise PromptError("images with data.assistant_mask=template; set data.assistant_mask=turns")
+            return *self._by_marks(renderer, row, messages, own), []
+        ids, trained, at, firsts, left = [*prompt], [], len(row.prompt), [], iter(counts)
         while at < len(messages):
             after = next((k for k in range(at + 1, len(messages)) if messages[k]["role"] == "assistant"), len(messages))
             between = messages[at + 1:after]
@@ -58,11 +71,16 @@ class Demonstrations:
             ids += turn
             trained += [own[at]] * len(turn)
             if between:
-                following = renderer.extend(np.array(ids), between).tolist()
+                following, places = renderer.extend_with_images(np.array(ids), between)
+                repeats = np.ones(len(following), int)
+                repeats[places] = [next(left) for _ in places]
+                firsts += (len(ids) + np.cumsum(repeats) - repeats)[places].tolist()
+                following = np.repeat(following, repeats).tolist()
                 ids += following
                 trained += [False] * len(following)
             at = after
-        return prompt, *_until_last_trained(ids[len(prompt):], np.array(trained, bool))
+        target, mask = _until_last_trained(ids[len(prompt):], np.array(trained, bool))
+        return prompt, target, mask, [first for first in firsts if first < len(prompt) + len(target)]
 
     def _by_marks(self, renderer: TurnRenderer, row: Row, messages, own):
         """Returns the same as `__call__`, with the mask from the template. Rendering the whole conversation cannot
@@ -101,7 +119,7 @@ class Demonstrations:
     def _renderer(self, tools) -> TurnRenderer:
         key = json.dumps(tools, sort_keys=True)
         if key not in self._by_tools:
-            self._by_tools[key] = TurnRenderer(self.config, self.tokenizer, tools, self.first.tokens)
+            self._by_tools[key] = TurnRenderer(self.config, self.tokenizer, tools, self.first.tokens, self.images)
         return self._by_tools[key]
 
 

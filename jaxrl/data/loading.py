@@ -242,7 +242,10 @@ def _load(name, config, tokenizer, eos_id, tables, bad, rows=None, targets="opti
 def _tokenise(ds: Dataset, config, tokenizer, eos_id, rows, tools) -> None:
     """Fills a data set with the ids of its rows (numbers; None for all)."""
     targets, r = ds.reader.targets, config.rollout
-    turns = Demonstrations(config, tokenizer, tools) if ds.reader.all_turns else Steps(ds.reader.template)
+    images = ds.reader.images and ds.reader.images.tokens
+    turns: Any = Steps(ds.reader.template)
+    if ds.reader.all_turns:
+        turns = Demonstrations(config, tokenizer, tools, images)
     completions = None if targets == "none" else CompletionRenderer(config, tokenizer, ds.reader.template, eos_id)
     limits = Limits(config.data.max_prompt_tokens, r.max_new_tokens, config.train.max_sequence_tokens,
                     config.data.overlong_prompt, config.data.overlong_completion if targets == "required" else "filter")
@@ -341,10 +344,10 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
         try:
             if ds.reader.images and row.images:
                 prompt, firsts = ds.reader.images.expand(prompt, row.images, grids)
-                images = np.column_stack([firsts, grids])
-            rendered = prompt
+                images = np.column_stack([firsts, grids[:len(firsts)]])
+            rendered, in_prompt = prompt, len(images)
             if row.messages:
-                prompt, target, trained = turns(row, prompt)
+                prompt, target, trained, images = _turns(ds, turns, row, prompt, images, grids)
                 _check_turns(template, row, target, trained)
             for name, k, (before, body, _) in completions:
                 _check_known(template, ids[k], name, body[len(before):])
@@ -359,7 +362,7 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
             remedy = "raise the limit, lower data.image_max_pixels, or set data.overlong_prompt=filter"
         if problem is None:
             out.append(TokenizedRow(i, prompt, target, trained, rejected, prompt != rendered, images))
-        elif pieces := fit_completion(limits, prompt, target, trained):
+        elif len(images) == in_prompt and (pieces := fit_completion(limits, prompt, target, trained)):
             (ds.shortened if limits.completion == "truncate" else ds.split).append(where)
             out += [TokenizedRow(i, *piece, prompt_cut=k > 0 or prompt != rendered, images=images)
                     for k, piece in enumerate(pieces)]
@@ -370,6 +373,20 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
             ds.filtered_why += [f"{where}: {problem}"] * (len(ds.filtered_why) < 3)
             ds.filtered_rows.append(i)
     return out
+
+
+def _turns(ds: Dataset, turns, row: Row, prompt, images, grids) -> tuple:
+    """Returns (ids of the prompt, ids after it, which of these are trained on, images of both) of a conversation.
+
+    images: of the prompt, as TokenizedRow.images. grids: of all images of the row.
+    """
+    if not (ds.reader.images and row.images):
+        return *turns(row, prompt), images
+    later = grids[len(images):]
+    counts = [ds.reader.images.rule.tokens(tuple(grid)) for grid in later]
+    prompt, target, trained, firsts = turns.with_images(row, prompt, counts)
+    behind = np.column_stack([np.array(firsts, np.int64), later[:len(firsts)]])
+    return prompt, target, trained, np.concatenate([np.reshape(images, (-1, 3)), behind]).astype(np.int64)
 
 
 def _check_known(template, ids, name: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
 `turns` calls it. The template is asked once per shape of the new messages (their roles and fields): it
 renders a short conversation in which the assistant's turn and every field of the new messages are sentinels.
+Images of new messages are written as the template writes them, one image token each.
 What it writes after the assistant's sentinel does not depend on how it rewrites earlier turns, for example
 by deleting their thinking.
 """
@@ -9,6 +10,7 @@ by deleting their thinking.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -26,6 +28,7 @@ CONTENT_EDITS = {  # how a template writes contents -> the same transformation
 }
 QUESTION = {"role": "user", "content": "Hello?"}
 EARLIER = (QUESTION, {"role": "assistant", "content": "Hello."})
+TEXT, IMAGE = "t", "i"  # kinds of the parts of a content
 
 
 def sentinel(kind: str, index: int = 0) -> str:
@@ -47,8 +50,9 @@ class Shape:
       own_end: whether the template writes that token as the turn's end; else it is the first token of what follows,
         or the tokenizer's end token.
       end: text of the end token.
-      pieces: what follows: texts of the template, and (message, field) to fill in.
-      edit: the template's transformation of each message's content.
+      pieces: what follows: texts of the template, and what to fill in: (message, field), or (text, "content") of the
+        contents' texts, of which a message without parts has one.
+      edit: the template's transformation of each of these texts.
       text: all of it, with sentinels.
       tail: what the template writes after a turn's text if nothing follows.
     """
@@ -62,21 +66,30 @@ class Shape:
     tail: str
 
 
-class Suffixes:
-    """Shapes of new messages, each rendered once."""
+def parts_of(message: dict) -> list[dict]:
+    """Returns the content of a message as a list of parts {"type": "text", "text"} and {"type": "image"}."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
-    def __init__(self, template: Template, tokens: Tokens):
-        self.template, self.tokens = template, tokens
+
+class Suffixes:
+    """Shapes of new messages, each rendered once. image: text of the image token; "" = messages are text."""
+
+    def __init__(self, template: Template, tokens: Tokens, image: str = ""):
+        self.template, self.tokens, self.image = template, tokens, image
         self.arguments_as_text = False  # whether the template expects call arguments as JSON text
         self.is_calls: Callable[[str, int], bool] | None = None  # whether a text is exactly so many complete calls
         self._shapes: dict[tuple, Shape] = {}
 
     def of(self, messages: list[dict]) -> Shape:
         """Returns the Shape of new messages. Raises PromptError if the template cannot write them after a turn."""
-        return self.shape(tuple((m["role"], "name" in m, "tool_call_id" in m) for m in messages))
+        return self.shape(tuple(
+            (m["role"], "name" in m, "tool_call_id" in m, *([] if isinstance(m["content"], str) else ["".join(
+                TEXT if part["type"] == "text" else IMAGE for part in m["content"])])) for m in messages))
 
     def shape(self, key) -> Shape:
-        """Returns the Shape for a key: (role, has a name, has a call id) of each message. Raises PromptError as `of`.
+        """Returns the Shape for a key: (role, has a name, has a call id) of each message, and the kinds of its parts,
+        as "ti", where its content is a list of them. Raises PromptError as `of`.
         """
         if key not in self._shapes:
             self._shapes[key] = self._build(key)
@@ -113,9 +126,11 @@ class Suffixes:
           more: further messages.
           fields: further fields of the assistant's message.
         """
-        new = []
-        for i, (role, named, answers) in enumerate(key):
-            content = PAD + sentinel("c", i) + NASTY + sentinel("b", i) + PAD
+        new: list[dict] = []
+        texts = (PAD + sentinel("c", i) + NASTY + sentinel("b", i) + PAD for i in itertools.count())
+        for i, (role, named, answers, *kinds) in enumerate(key):
+            content = next(texts) if not kinds else [
+                {"type": "text", "text": next(texts)} if kind == TEXT else {"type": "image"} for kind in kinds[0]]
             new.append({"role": role, "content": content, **({"name": sentinel("n", i)} if named else {}),
                         **({"tool_call_id": sentinel("i", i)} if answers else {})})
         if generation_prompt is None:
@@ -127,8 +142,8 @@ class Suffixes:
         return text.partition(sentinel("a"))[2] + (self.template.prefix if generation_prompt else "")
 
     def _build(self, key) -> Shape:
-        if len(key) > MOST_MESSAGES:
-            raise PromptError(f"{len(key)} new messages at once; at most {MOST_MESSAGES}")
+        if len(_contents(key)) > MOST_MESSAGES:
+            raise PromptError(f"{len(key)} new messages at once; at most {MOST_MESSAGES}, counting parts")
         calls, refused = sum(role == "tool" for role, *_ in key), None
         # some templates write one call at most, but several replies
         for count in dict.fromkeys((calls, min(calls, 1))):
@@ -142,7 +157,7 @@ class Suffixes:
         text = self.text_after(key, calls)
         alone = self.text_after((), calls, generation_prompt=False)
         start, end, stop, own = self._end(text, alone, calls)
-        pieces, edit = self._pieces(text[stop:], len(key))
+        pieces, edit = self._pieces(text[stop:], key)
         close = self.tokens.written(text[start:stop] if stop > start else end)
         return Shape(tuple(close), own, end, pieces, edit, text, alone[start:])
 
@@ -178,12 +193,18 @@ class Suffixes:
         ends = (k for k in range(place, len(text) + 1) if any(is_calls(text[at:k], calls) for at in begins))
         return next(ends, place) - place
 
-    def _pieces(self, text: str, count: int):
-        """Splits the text after the end token at its sentinels. Returns (pieces, transformation of each content)."""
-        sentinels = [m.group(1, 2) for m in SENTINEL.finditer(text) if m[1] in "cb"]
-        if sentinels != [(kind, f"{i:03d}") for i in range(count) for kind in "cb"]:
+    def _pieces(self, text: str, key):
+        """Splits the text after the end token at its sentinels. Returns (pieces, transformation of each text)."""
+        wanted, number = [], itertools.count()
+        for kind in _contents(key):
+            wanted += [IMAGE] if kind == IMAGE else [side + f"{i:03d}" for i in [next(number)] for side in "cb"]
+        pattern = re.compile("|".join([SENTINEL.pattern, *([re.escape(self.image)] if self.image else [])]))
+        written = [IMAGE if m[1] is None else m[1] + m[2] for m in pattern.finditer(text) if m[1] in ("c", "b", None)]
+        if written.count(IMAGE) != wanted.count(IMAGE):
+            raise PromptError(f"the chat template writes {written.count(IMAGE)} of {wanted.count(IMAGE)} images")
+        if written != wanted:
             raise PromptError("the chat template does not write each new message's content once and in order")
-        edits = [self._edit(text, i) for i in range(count)]
+        edits = [self._edit(text, i) for i in range(next(number))]
         for i, (edit, left, right) in enumerate(edits):
             for pad, side in ((left, "c"), (right, "b")):
                 written = edit(PAD) if pad else ""
@@ -214,3 +235,8 @@ class Suffixes:
             text = text if left else text.lstrip()
             return edit(text if right else text.rstrip())
         return edited
+
+
+def _contents(key) -> list[str]:
+    """Returns the kinds of all parts of messages with this key, in order."""
+    return [kind for _, _, _, *kinds in key for kind in (kinds[0] if kinds else TEXT)]

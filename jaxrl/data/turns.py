@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.chat_template import PromptError, Template, check_messages
-from jaxrl.data.suffixes import EARLIER, QUESTION, Shape, Suffixes, sentinel
+from jaxrl.data.images.expand import Tokens as ImageTokens
+from jaxrl.data.images.expand import escape, restore
+from jaxrl.data.images.read import ImageError
+from jaxrl.data.suffixes import EARLIER, IMAGE, QUESTION, TEXT, Shape, Suffixes, parts_of, sentinel
 from jaxrl.data.tokenizer import completion_texts
 from jaxrl.data.tokens import Tokens
 from jaxrl.envs.parsers import PARSERS, Call, Parser, argument_types
@@ -28,6 +31,8 @@ THINK = ("<think>", "</think>")
 HIDDEN = re.compile(r"QZc(\d{3,})ZXQ")
 STAND_INS = (*range(0xE000, 0xF8FF), *range(0xF0000, 0xFFFFE))  # private-use characters that stand for marker tokens
 USER, TOOL = ("user", False, False), ("tool", True, True)
+SHOWN = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hello?"}]}
+FOLLOWS = "The image follows."  # reply of a tool that gave nothing else, where an image cannot be in a reply
 
 
 class TurnRenderer:
@@ -36,6 +41,7 @@ class TurnRenderer:
     Args:
       tools: JSON schemas passed to the chat template.
       tokens: Tokens of another renderer with the same tokenizer, to share.
+      images: what the model's family writes for an image; None = messages are text.
 
     Attributes:
       stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn,
@@ -47,8 +53,8 @@ class TurnRenderer:
       PromptError: the template rejects messages.
     """
 
-    def __init__(self, config, tokenizer, tools=(), tokens: Tokens | None = None):
-        self.config, self.tokenizer, self.tools = config, tokenizer, list(tools or ())
+    def __init__(self, config, tokenizer, tools=(), tokens: Tokens | None = None, images: ImageTokens | None = None):
+        self.config, self.tokenizer, self.tools, self.images = config, tokenizer, list(tools or ()), images
         self.template = Template(config, tokenizer, self.tools)
         if not self.template.chat:
             why = "the tokenizer has no chat template" if config.data.chat != "false" else "data.chat=false"
@@ -57,7 +63,7 @@ class TurnRenderer:
         marks = (*THINK, *(mark for parser in PARSERS.values() for mark in parser.marks))
         self.tokens = tokens or Tokens(tokenizer, marks)
         self.types, self.inline = argument_types(self.tools), config.env.observations == "inline"
-        self._suffixes = Suffixes(self.template, self.tokens)
+        self._suffixes = Suffixes(self.template, self.tokens, images.pad if images else "")
         self._reads_calls = bool(self.tools) or config.env.parser != "auto"
         self._alone = {mark: self.tokens.added[mark] for mark in marks if mark in self.tokens.added
                        and self.tokens.written(mark) == [self.tokens.added[mark]]}
@@ -75,29 +81,90 @@ class TurnRenderer:
         Args:
           tools: JSON schemas of this conversation; None for the renderer's.
         """
+        return self.first_with_images(messages, tools)[0]
+
+    def first_with_images(self, messages, tools=None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (ids as of `first`, with one image token for each image; the index of each of these [I]).
+
+        A content may be a list of parts {"type": "text", "text"} and {"type": "image"}; images are in their order.
+        """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         hidden: list[str] = []
-        marked = [self._hide(m, hidden) for m in messages]
+        marked, count = [self._hide(m, hidden) for m in self._placed(messages)], _count_images(messages)
         kwargs = {} if tools is None else {"tools": list(tools) or None}
-        text = self.template.conversation(marked, self.template.generation_prompt, **kwargs) + self.template.prefix
+        clean = escape(marked, self._image_tokens()) if count else None
+        text = self.template.conversation(clean.messages if clean else marked, self.template.generation_prompt,
+                                          **kwargs) + self.template.prefix
+        text, marks = restore(text, clean.stand_in, self._image_tokens(), count) if clean else (text, [])
         ids, at = [], 0
         for match in HIDDEN.finditer(text):
             ids += [*self.tokens.written(text[at:match.start()]), *self.tokens.plain(hidden[int(match[1])])]
             at = match.end()
-        return np.array([*ids, *self.tokens.written(text[at:])], np.int32)
+        ids = np.array([*ids, *self.tokens.written(text[at:])], np.int32)
+        return ids, self._image_places(ids, count, marks)
+
+    def _image_tokens(self) -> ImageTokens:
+        if self.images is None:
+            raise ImageError("a message holds an image, and the model has no tower for images, or data.image_column=''")
+        return self.images
+
+    def _image_places(self, ids, count: int, marks=()) -> np.ndarray:
+        """Returns the indices of `count` images' tokens. marks: whether each image token is an image's; () = all."""
+        if not count:
+            return np.zeros(0, np.int64)
+        pad = self.tokenizer.convert_tokens_to_ids(self._image_tokens().pad)
+        at, own = np.flatnonzero(ids == pad), np.array(marks or [True] * count)
+        if len(at) != len(own):
+            raise ImageError(f"the tokenizer makes {len(at)} image tokens (id {pad}) of {len(own)}; the image token "
+                             "must be one special token of it")
+        return at[own]
+
+    def _placed(self, messages: list[dict]) -> list[dict]:
+        """Returns the messages with images of tools' replies in a user's message after these, where the template would
+        leave them out.
+        """
+        replies = [m["role"] == "tool" and _count_images([m]) > 0 for m in messages]
+        if not any(replies) or self.tool_images:
+            return messages
+        out, moved = [], []
+        for i, (message, shows) in enumerate(zip(messages, replies, strict=True)):
+            if shows:
+                moved += [part for part in message["content"] if part["type"] == "image"]
+                text = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+                message = {**message, "content": text or FOLLOWS}
+            out.append(message)
+            if moved and (i + 1 == len(messages) or messages[i + 1]["role"] != "tool"):
+                out.append({"role": "user", "content": moved})
+                moved = []
+        return out
+
+    @cached_property
+    def tool_images(self) -> bool:
+        """Whether the template writes the images of a tool's reply."""
+        try:
+            self._suffixes.shape(((*TOOL, TEXT + IMAGE),))
+            return True
+        except PromptError:
+            return False
 
     def _hide(self, message: dict, hidden: list[str]) -> dict:
         """Returns the message with sentinels in place of control tokens in its content; the originals
         are appended to `hidden`.
         """
         content = message.get("content")
-        if message["role"] == "assistant" or not isinstance(content, str):
+        if message["role"] == "assistant" or not isinstance(content, str | list):
             return message
 
         def stand_in(match):
             hidden.append(match.group())
             return sentinel("c", len(hidden) - 1)
-        return {**message, "content": self._spelled_control.sub(stand_in, _without_surrogates(content))}
+
+        def without(text):
+            return self._spelled_control.sub(stand_in, _without_surrogates(text))
+        if isinstance(content, str):
+            return {**message, "content": without(content)}
+        return {**message, "content": [{**part, "text": without(part["text"])} if part.get("type") == "text" else part
+                                       for part in content]}
 
     @cached_property
     def _spelled_control(self) -> re.Pattern:
@@ -122,10 +189,21 @@ class TurnRenderer:
             is one user turn.
           limit: most tokens of a content, whose middle is cut; 0 for no limit.
         """
-        messages = _messages(messages)
-        contents = [self.tokens.cut(_without_surrogates(m["content"]), limit) for m in messages]
+        return self.extend_with_images(history, messages, limit)[0]
+
+    def extend_with_images(self, history: np.ndarray, messages, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (ids as of `extend`, with one image token for each image; the index of each of these [I]). Contents
+        as in `first_with_images`; limit holds for each text of one.
+        """
+        messages = self._placed(_messages(messages, self.images is not None))
+        count, parts = _count_images(messages), [part for m in messages for part in parts_of(m)]
+        contents = [self.tokens.cut(_without_surrogates(part["text"]), limit) for part in parts
+                    if part["type"] == "text"]
         if self.inline and not (len(history) and int(history[-1]) in self.end_ids):
-            return np.array([i for content in contents for i in self.tokens.plain(content)], np.int32)
+            texts = iter(contents)
+            ids = np.array([i for part in parts for i in (self.tokens.plain(next(texts)) if part["type"] == "text" else
+                                                          self.tokens.written(self._image_tokens().text))], np.int32)
+            return ids, self._image_places(ids, count)
         shape = self._suffixes.of(messages)
         pieces = [(shape.end, True)]
         for piece in shape.pieces:
@@ -136,7 +214,8 @@ class TurnRenderer:
             else:
                 pieces.append((_without_surrogates(messages[piece[0]][piece[1]]), False))
         behind = self.tokens.encode_pieces(pieces)[1:]
-        return np.array([*_missing(history, shape.close), *behind], np.int32)
+        ids = np.array([*_missing(history, shape.close), *behind], np.int32)
+        return ids, self._image_places(ids, count)
 
     # What a turn says.
 
@@ -209,7 +288,8 @@ class TurnRenderer:
                               " tokens than sampling: use another model.chat_template, or data.chat_template_kwargs"
                               " that change this")
         calls = (TOOL,) * len(answer.get("tool_calls") or ())
-        shape = self._suffixes.of(_messages(following)) if following else self._suffixes.shape(calls or (USER,))
+        new = self._placed(_messages(following, self.images is not None)) if following else []
+        shape = self._suffixes.of(new) if new else self._suffixes.shape(calls or (USER,))
         place = text.rfind(shape.end, len(before)) + len(shape.end)
         if shape.own_end and place > len(before):
             return before, text[:place], []
@@ -325,12 +405,13 @@ class TurnRenderer:
 
     # Checks at start-up.
 
-    def check(self, tools: bool) -> None:
+    def check(self, tools: bool, images: bool = False) -> None:
         """Renders test conversations and checks that the template can write them. Raises ConfigError with
         the reason and remedies.
 
         Args:
           tools: also check calls and their replies, several at once with env.max_parallel_calls > 1.
+          images: also check a message with an image.
         """
         self._reads_calls = self._reads_calls or tools
         name = f"model.chat_template={self.config.model.chat_template}" if self.config.model.chat_template else (
@@ -338,6 +419,9 @@ class TurnRenderer:
         doing = "a text"
         try:
             self._check_shape((USER,))
+            if images:
+                doing = "an image"
+                self._check_shape(((*USER, IMAGE + TEXT),))
             if tools:
                 doing = "a tool call"
                 if self.parser is None:
@@ -350,7 +434,9 @@ class TurnRenderer:
                 self._check_shape((TOOL, TOOL))
         except PromptError as e:
             remedies = ["another model.chat_template"]
-            if doing != "a text":
+            if doing == "an image":
+                remedies += ["env.image_tokens=0 and an environment of text"]
+            elif doing != "a text":
                 remedies += ["replies as user messages (an env.function instead of env.tools)"]
                 remedies += ["env.parser=" + "|".join(PARSERS) if self.parser is None else "env.max_parallel_calls=1"]
             raise ConfigError(f"{name}: several turns do not work with it ({doing}): {e}. Use "
@@ -362,7 +448,7 @@ class TurnRenderer:
         """
         suffixes, shape = self._suffixes, self._suffixes.shape(key)
         calls = sum(role == "tool" for role, *_ in key)
-        longer = (*EARLIER, QUESTION)
+        longer = (*EARLIER, SHOWN if len(key[0]) > len(USER) else QUESTION)
         thought = f"{THINK[0]}\nHm.\n{THINK[1]}\n\n"
         if suffixes.text_after(key, calls, longer) != shape.text:
             raise PromptError("what it writes after a turn depends on the number of earlier turns")
@@ -425,14 +511,19 @@ def _is_whole_calls(parser: Parser, text: str, calls: int) -> bool:
     return good and parsed[-1].arguments == {"x": sentinel("a")} and parsed[0].name == sentinel("n")
 
 
-def _messages(messages) -> list[dict]:
-    """Returns new messages as the renderer takes them. Raises PromptError."""
+def _count_images(messages) -> int:
+    return sum(isinstance(part, dict) and part.get("type") == "image" for m in messages
+               if isinstance(m.get("content"), list) for part in m["content"])
+
+
+def _messages(messages, images: bool = False) -> list[dict]:
+    """Returns new messages as the renderer takes them. images: contents may hold images. Raises PromptError."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     elif isinstance(messages, dict):
         messages = [messages]
     out = []
-    for message in check_messages(messages):
+    for message in check_messages(messages, images):
         new = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
             new |= {"name": str(message.get("name") or "tool"), "tool_call_id": str(message.get("tool_call_id") or "")}

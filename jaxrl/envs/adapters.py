@@ -102,7 +102,7 @@ class ToolRunner(EpisodeRunner):
         except TypeError as e:
             raise LoadError(str(e)) from None
         self.tools = [tool.schema for tool in self._tools.values()]
-        self._max_turns = setup["max_turns"]
+        self._max_turns, self._images = setup["max_turns"], setup.get("images", False)
 
     async def run(self, task, chat, running):
         async with self._remote(running) as remote:
@@ -129,7 +129,7 @@ class ToolRunner(EpisodeRunner):
             servers = await mcp.open_servers(self._servers)
         running.phase = self.name
         try:
-            found = [mcp.McpTool(server, schema) for server in servers for schema in server.tools]
+            found = [mcp.McpTool(server, schema, self._images) for server in servers for schema in server.tools]
             if [tool.schema for tool in found] != self.tools[len(self.functions):]:
                 raise BadEnvironment("its servers list different tools than at start-up")
             yield found

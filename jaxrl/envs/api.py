@@ -16,6 +16,7 @@ import json
 import math
 from typing import Any
 
+from jaxrl.envs import pictures
 from jaxrl.envs import tools as tools_module
 from jaxrl.envs.tools import BadEnvironment, ToolError
 from jaxrl.workers.loading import MAX_REWARD, number
@@ -109,7 +110,8 @@ class Observation:
     """What an environment shows.
 
     Attributes:
-      text: text (a user's message) or messages.
+      text: text (a user's message), messages, or parts of a user's message: {"type": "text", "text": ...} and
+        {"type": "image", "image": ...}, see envs/pictures.py for what an image may be.
       state: name of the state in which the next turn is decided, for advantages that compare equal
         states; "" for none.
       tools: functions or schemas; None keeps the present ones.
@@ -156,7 +158,8 @@ class Chat:
         """Sends messages and returns the model's turn.
 
         Args:
-          messages: only new ones: text (a user's message), a message {"role", "content"} or a list of them.
+          messages: only new ones: text (a user's message), a message {"role", "content"} or a list of them. A content
+            is text or a list of parts, as Observation.text; a list of parts alone is a user's message.
           tools: functions (see envs/tools.py) or schemas that the model may call from now on; None
             keeps the present ones.
           stop: texts that end this turn.
@@ -217,8 +220,8 @@ class Chat:
         answers = await self._host.gather([self._run_call(k, call) for k, call in enumerate(turn.calls)])
         return list(map(tools_module.tool_message, turn.calls, answers))
 
-    async def _run_call(self, k: int, call: Call) -> str:
-        """Returns the reply to a call, as text."""
+    async def _run_call(self, k: int, call: Call) -> str | list:
+        """Returns the reply to a call: text, or parts where it holds an image."""
         if k >= self._parallel:
             return tools_module.too_many_calls_text(self._parallel)
         matched = self._match_tool(call)
@@ -227,7 +230,8 @@ class Chat:
             return matched
         tool, arguments = matched
         try:
-            return tools_module.result_text(call.name, await self._host.call(tool.fn, f"tool {call.name}", **arguments))
+            found = await self._host.call(tool.fn, f"tool {call.name}", **arguments)
+            return pictures.result_content(call.name, found)
         except ToolError as e:
             return str(e)
 
@@ -276,9 +280,14 @@ def _messages(messages, empty: bool = True) -> list[dict]:
     if not isinstance(messages, (list, tuple)):
         raise BadEnvironment(f"messages are of type {type(messages).__name__}, expected text, a dict or a list of "
                              "dicts")
-    for one in messages:
+    if messages and all(map(pictures.is_part, messages)):
+        messages = [{"role": "user", "content": list(messages)}]
+    out = []
+    for i, one in enumerate(messages):
         if not isinstance(one, dict) or not isinstance(one.get("role"), str) or "content" not in one:
             raise BadEnvironment("a message is not a dict with role and content")
-    if not messages and not empty:
+        content = pictures.content_of(one["content"], f"message {i}")
+        out.append(one if content is one["content"] else {**one, "content": content})
+    if not out and not empty:
         raise BadEnvironment("chat.send has no message")
-    return list(messages)
+    return out

@@ -7,7 +7,13 @@ guess     a class with reset and step, `env.function=guess`
 lake      a class whose states recur, `env.function=lake`: mazes with holes to avoid, or a box to push
 repair    runs what the model writes, `env.function=repair`: small functions that do not do what their name says
 
-Rows: `jaxrl://<name>/train.jsonl`, made by evidence/env_data.py. Configs: configs/env.py:<name>.
+Two show pictures, for models with a tower for images (env.image_tokens):
+
+lake_pixels  `lake` whose maps are drawn
+spot         `click the red circle`: a picture, in which the model names a point
+
+Rows: `jaxrl://<name>/train.jsonl`, made by evidence/env_data.py and evidence/picture_env_data.py. Configs:
+configs/env.py:<name>.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import random
 import re
 
 from jaxrl import sandbox
+from jaxrl.envs import pixels
 from jaxrl.envs.api import Observation, Step, ToolError
 from jaxrl.sandbox.grading import grade
 
@@ -177,6 +184,58 @@ class Lake:
         return Step(Observation(self.grid, state=self.grid), float(is_solved(self.grid)), done)
 
 
+class LakePixels(Lake):
+    """Environment `lake` whose maps are pictures of 8 x 8 pixels per cell; the map is the state's anchor."""
+
+    def reset(self, row, seed):
+        return drawn(super().reset(row, seed))
+
+    def step(self, action):
+        step = super().step(action)
+        return Step(drawn(step.observation), step.reward, step.done)
+
+
+def drawn(seen: Observation) -> Observation:
+    """Returns an observation of a map as one of its picture."""
+    return Observation([{"type": "image", "image": pixels.draw_map(seen.text)}], state=seen.state)
+
+
+# ---------------------------------------------------------------------------------------------------------------- spot
+
+class Spot:
+    """Environment: `click the red circle` and a picture of several shapes; the model names a point of it in tenths
+    from the left and from the top, `1 8`. Reward 1 for a point in the shape's bounding box, else 0, and the picture
+    comes again with a cross at every point so far.
+
+    A row has `prompt`, `scene` (x, y, half the size, colour and name of each shape, in pixels), `target` (which of
+    them), `side` and `ground` (of the picture). env.max_turns is the number of tries.
+    """
+
+    def reset(self, row, seed):
+        self.row, self.clicks = row, []
+        return self.show()
+
+    def step(self, action):
+        found = re.fullmatch("([0-9]) ([0-9])", action.strip())
+        if found is None:
+            return Step(Observation("two digits"))
+        x, y = (self.row["side"] * (int(part) + 0.5) / 10 for part in found.groups())
+        if in_box(self.row["scene"][self.row["target"]], x, y):
+            return Step(reward=1.0, done=True)
+        self.clicks.append((x, y))
+        return Step(self.show())
+
+    def show(self):
+        image = pixels.draw_scene(self.row["scene"], self.row["side"], self.row["ground"], self.clicks)
+        return Observation([{"type": "image", "image": image}, {"type": "text", "text": self.row["prompt"]}])
+
+
+def in_box(shape: list, x: float, y: float) -> bool:
+    """Returns whether a point lies in the bounding box of a shape of a scene."""
+    at_x, at_y, half, *_ = shape
+    return abs(x - at_x) <= half and abs(y - at_y) <= half
+
+
 # -------------------------------------------------------------------------------------------------------------- repair
 
 @functools.lru_cache(maxsize=4096)
@@ -211,4 +270,4 @@ class Repair:
         return Step(Observation(f"{self.tests['fn_name']}({arguments}) is {self.tests['outputs'][test]}"))
 
 
-guess, lake, repair = Guess, Lake, Repair  # as env.function names them
+guess, lake, repair, lake_pixels, spot = Guess, Lake, Repair, LakePixels, Spot  # as env.function names them

@@ -1,9 +1,10 @@
-"""Environments of gymnasium and textarena as classes with reset and step over text. Only this
-module imports those packages.
+"""Environments of gymnasium and textarena as classes with reset and step over text, or over gymnasium's pictures. Only
+this module imports those packages.
 
 gym:<id>        one agent, actions Discrete, MultiDiscrete, MultiBinary, Box or Text. env.options are those of
                 gymnasium.make, plus `prompt`, which replaces the first lines that describe the actions. The reward of
-                a turn is the step's. A turn without a valid action gets an error text and changes nothing.
+                a turn is the step's. A turn without a valid action gets an error text and changes nothing. With
+                env.options.render_mode=rgb_array each observation is the rendered picture.
 textarena:<id>  one player. env.options are those of textarena.make. The reward is the game's, given to its last turn.
 """
 
@@ -49,7 +50,9 @@ def make_factory(kind: str, name: str, options: dict):
 
 
 class Gym:
-    """One gymnasium environment. The observation is its text rendering, if any, and the observation itself."""
+    """One gymnasium environment. The observation is its text rendering, if any, and the observation itself; or its
+    picture alone.
+    """
 
     def __init__(self, name: str, options: dict):
         import gymnasium
@@ -60,6 +63,7 @@ class Gym:
             options["render_mode"] = "ansi"
         self._env = gymnasium.make(name, **options)
         self._space, self._ansi = self._env.action_space, self._env.render_mode == "ansi"
+        self._shows = self._env.render_mode == "rgb_array"
         self._kind, self._invalid = type(self._space).__name__, 0
         if self._kind not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
             raise LoadError(f"gym:{name} has actions of kind {self._kind}, which cannot be parsed from text; wrap it "
@@ -68,7 +72,10 @@ class Gym:
 
     def reset(self, row, seed):
         seen, _ = self._env.reset(seed=seed % 2**31)
-        return f"{self._instructions() if self._prompt is None else self._prompt}\n\n{self._observation_text(seen)}"
+        says = self._instructions() if self._prompt is None else self._prompt
+        if self._shows:
+            return [*([{"type": "text", "text": says + "\n\n"}] if says else []), self._picture()]
+        return f"{says}\n\n{self._observation_text(seen)}"
 
     def step(self, action):
         found = self._action(action)
@@ -76,8 +83,9 @@ class Gym:
             self._invalid += 1
             return Step(INVALID, 0.0, False, {"invalid": self._invalid})
         seen, reward, terminated, truncated, _ = self._env.step(found)
-        return Step(self._observation_text(seen), float(reward), bool(terminated or truncated),
-                    {"invalid": self._invalid})
+        done = bool(terminated or truncated)
+        shown = None if done else [self._picture()] if self._shows else self._observation_text(seen)
+        return Step(shown, float(reward), done, {"invalid": self._invalid})
 
     def close(self):
         self._env.close()
@@ -112,6 +120,9 @@ class Gym:
                 continue
             return value if numpy.isfinite(value).all() and self._space.contains(value) else None
         return None
+
+    def _picture(self) -> dict:
+        return {"type": "image", "image": self._env.render()}
 
     def _observation_text(self, seen) -> str:
         text = str(seen.tolist() if hasattr(seen, "tolist") else seen)

@@ -75,10 +75,15 @@ class Server:
             raise
         return self
 
-    async def call(self, name: str, arguments: dict) -> str:
-        """Returns the tool's texts, or the JSON of structured content without text. Raises ToolError."""
+    async def call(self, name: str, arguments: dict, images: bool = False) -> str | list:
+        """Returns the tool's texts, or the JSON of structured content without text; with `images` parts where there is
+        an image. Raises ToolError.
+        """
         result = await self._ask("tools/call", {"name": name, "arguments": arguments})
         parts = result.get("content") or []
+        if images and not result.get("isError") and any(part.get("type") == "image" for part in parts):
+            return [{"type": "image", "image": f"data:;base64,{part.get('data')}"} if part.get("type") == "image" else
+                    {"type": "text", "text": str(part.get("text", f"({part.get('type')} content)"))} for part in parts]
         texts = [part.get("text") if part.get("type") == "text" else f"({part.get('type')} content)" for part in parts]
         text = "\n".join(map(str, texts))
         if not parts and result.get("structuredContent") is not None:
@@ -115,13 +120,13 @@ class Server:
 
 
 class McpTool(Tool):
-    """A server's tool. The server checks its arguments."""
+    """A server's tool. The server checks its arguments. images: whether its images are shown."""
 
-    def __init__(self, server: Server, schema: dict):
+    def __init__(self, server: Server, schema: dict, images: bool = False):
         self.schema, self.name = schema, schema["function"]["name"]
 
         async def run(arguments):
-            return await server.call(self.name, arguments)
+            return await server.call(self.name, arguments, images)
 
         self.fn = run
 

@@ -16,6 +16,7 @@ import re
 from typing import Any
 
 from jaxrl.envs.api import BadEnvironment, Observation, Step
+from jaxrl.envs.pictures import png_of
 from jaxrl.envs.websocket import WebSocket
 from jaxrl.processes import http_client
 from jaxrl.workers.loading import LoadError, describe, number
@@ -23,7 +24,7 @@ from jaxrl.workers.loading import LoadError, describe, number
 INVALID = "There is no valid action in this answer."
 SCHEMA_SECONDS = 20.0  # for a server to reply with its action schema
 RETRY_SECONDS = 0.5     # between two tries at servers without free sessions
-OPTIONS = ("action", "observation", "state", "prompt", "reset")
+OPTIONS = ("action", "observation", "state", "prompt", "reset", "image")
 KINDS = {"integer": int, "number": float, "boolean": bool}
 WORDS = {int: r"(?<![\w.])-?\d++(?![\w.]*\d)", float: r"-?\d+(?:\.\d+)?", bool: r"true|false"}
 MAX_BRACES = 100       # most opening braces tried, from the end of a turn
@@ -35,7 +36,7 @@ def make_factory(servers: list[str], options: dict, step_seconds: float):
 
     Args:
       servers: URLs of replicas of one environment.
-      options: env.options with the keys of OPTIONS: action, observation, state, prompt, reset.
+      options: env.options with the keys of OPTIONS: action, observation, state, prompt, reset, image.
       step_seconds: env.step_seconds; a request to a server may take half of it.
 
     Raises:
@@ -81,8 +82,7 @@ class OpenEnv:
             raise BadEnvironment(f"{self._server}: the episode is over before its first action")
         says = self._options.get("prompt")
         says = self._instructions() if says is None else says
-        seen = self._text(reply["observation"])
-        return Observation(f"{says}\n\n{seen}" if says else seen, await self._anchor())
+        return Observation(self._shown(reply["observation"], f"{says}\n\n" if says else ""), await self._anchor())
 
     async def step(self, action):
         found = self._action(str(action))
@@ -92,7 +92,7 @@ class OpenEnv:
             self._invalid += 1
             return Step(Observation(INVALID, await self._anchor()), 0.0, False, {"invalid": self._invalid})
         reply = self._check_observation(reply)
-        seen = None if reply["done"] else Observation(self._text(reply["observation"]), await self._anchor())
+        seen = None if reply["done"] else Observation(self._shown(reply["observation"]), await self._anchor())
         return Step(seen, reply["reward"], reply["done"], {"invalid": self._invalid})
 
     async def close(self):
@@ -171,6 +171,18 @@ class OpenEnv:
     def _instructions(self) -> str:
         return "" if self._field else f"Answer with a JSON object each turn, of the fields {_field_list(self._fields)}."
 
+    def _shown(self, seen: dict, before: str = "") -> str | list:
+        """Returns an observation after a text: as text, or with option `image` as parts, of which that field is one."""
+        name = self._options.get("image", "")
+        if not name:
+            return before + self._text(seen)
+        if name not in seen:
+            found = ", ".join(seen) or "none"
+            raise BadEnvironment(f"env.options.image={name!r}: an observation has the fields {found}")
+        rest = {field: value for field, value in seen.items() if field != name}
+        text = before + (self._text(rest) if rest else "")
+        return [*([{"type": "text", "text": text}] if text else []), *_images(seen[name], f"{self._server}: {name}")]
+
     def _text(self, seen: dict) -> str:
         name = self._options.get("observation", "")
         if name and name not in seen:
@@ -229,6 +241,25 @@ def _socket(server: str) -> str:
 
 def _field_list(fields: dict) -> str:
     return ", ".join(f"{name} ({kind})" if kind else name for name, kind in fields.items()) or "none"
+
+
+def _images(value, where: str) -> list[dict]:
+    """Returns the parts of a field that holds an image or a list of images: base64 text or a data URI, or an array as
+    lists [H, W, 3] of numbers from 0 to 255.
+    """
+    if isinstance(value, str):
+        return [{"type": "image", "image": value if value.startswith("data:") else f"data:;base64,{value}"}]
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return [part for one in value for part in _images(one, where)]
+    try:
+        height, width, count = len(value), len(value[0]), len(value[0][0])
+        pixels = bytes(number for row in value for pixel in row for number in pixel)
+        if count not in (3, 4) or len(pixels) != height * width * count:
+            raise ValueError
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise BadEnvironment(f"{where} is no image: expected base64 text, a data URI or lists [height, width, 3] of "
+                             "numbers from 0 to 255") from None
+    return [{"type": "image", "image": png_of(pixels, height, width, count)}]
 
 
 def _as_text(value) -> str:

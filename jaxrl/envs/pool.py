@@ -172,6 +172,7 @@ class EpisodePool:
             "mcp_session": env.mcp_session, "sandbox": as_dict(sandbox or {}),
             "memory_gb": env.memory_gb, "must_score": not getattr(env, "judged", False),
             "limits": {"step_seconds": env.step_seconds, "episode_seconds": env.episode_seconds}}
+        setup |= {"images": True} if env.image_tokens else {}
         self.variables = (*env.variables, setup["sandbox"].get("key_env", ""))
         try:
             self.setup = json.dumps(setup)

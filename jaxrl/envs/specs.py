@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from jaxrl.errors import ConfigError
 from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
 
-BUILTIN = ("calc", "guess", "library", "lake", "repair")  # of jaxrl.envs.builtin
+BUILTIN = ("calc", "guess", "library", "lake", "repair", "lake_pixels", "spot")  # of jaxrl.envs.builtin
 
 
 SERVICES = "openenv"  # kinds served by env.servers

@@ -85,9 +85,9 @@ def too_many_calls_text(most: int) -> str:
     return f"This call was not run: at most {most} of a turn {'is' if most == 1 else 'are'}."
 
 
-def tool_message(call, text: str) -> dict:
+def tool_message(call, content: str | list) -> dict:
     """Returns the tool message that replies to a call."""
-    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
 
 
 def result_text(name: str, value) -> str:

@@ -298,14 +298,14 @@ class Model:
         return (hidden[:, 0], cache, auxiliary) if with_auxiliary else (hidden[:, 0], cache)
 
     def extend(self, params, tokens_KxL, positions_KxL, cache, slots_K, with_auxiliary: bool = False, whose_K=None,
-               shift_K=None):
+               shift_K=None, seen=None):
         """Runs up to L tokens, 2 <= L <= C, in each of K slots: writes their keys and values at their positions; each
         token attends to cache positions up to its own, including those written by this call.
 
         A slot's positions are consecutive; positions at or beyond the cache length, after them, are padding. Slots
         outside the cache are dropped; no other slot occurs twice. On a mesh the K slots are split over the data axes as
-        the cache's slots are, and each device's entries name its own slots. The tokens are text; shift_K as in
-        `decode`.
+        the cache's slots are, and each device's entries name its own slots. shift_K as in `decode`. seen: decoder.Seen
+        of tokens of which some are an image's, whose rotary holds instead of shift_K; None: all are text.
 
         Returns the cache, with_auxiliary (cache, auxiliary of `forward`).
         """
@@ -326,7 +326,7 @@ class Model:
 
         part = jax.tree_util.tree_map_with_path(take, cache)
         _, auxiliary, part = decoder.forward(self, params, tokens_KxL, positions_KxL, cache=part,
-                                             whose_BxL=_of_rows(whose_K, positions_KxL), shift_B=shift_K)
+                                             whose_BxL=_of_rows(whose_K, positions_KxL), seen=seen, shift_B=shift_K)
         cache = jax.tree_util.tree_map_with_path(put, cache, part)
         return (cache, auxiliary) if with_auxiliary else cache
 

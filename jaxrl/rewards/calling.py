@@ -11,9 +11,11 @@ import inspect
 import math
 import os
 
+from jaxrl.rewards import images
 from jaxrl.workers.loading import MAX_REWARD, LoadError, describe, load, number, printable, safe_str
 
-EXTRAS = ("token_ids", "context_ids", "finish", "group", "sample")  # of the item, passed to functions that name them
+# of the item, passed to functions that name them
+EXTRAS = ("token_ids", "context_ids", "finish", "group", "sample", "images", "image_sizes")
 SHARED = ("user", "format_pattern", "code_score")  # of the run, passed to functions that name them
 OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))  # left out of tracebacks
 
@@ -91,7 +93,8 @@ class Call:
     def traits(self) -> dict:
         """Returns what the parent process knows of the function."""
         return {"batched": self.batched, "asynchronous": self.asynchronous, "size": self.size, "seconds": self.seconds,
-                "context": "context_ids" in self.named}
+                "context": "context_ids" in self.named, "images": "images" in self.named,
+                "image_sizes": "image_sizes" in self.named}
 
     def arguments(self, prompt, completion, columns: dict, extras: dict, shared: dict):
         """Returns (args, kwargs) of a call. Raises TypeError naming an argument that is not available."""
@@ -118,15 +121,25 @@ class Call:
           item: the JSON of a RewardItem (items.item_json).
           shared: arguments that all items share: user, format_pattern, code_score.
         """
-        extras = {k: item[k] for k in EXTRAS if k in item}
+        extras = self._extras(item)
         args, kwargs = self.arguments(item["prompt"], item["completion"], item["columns"], extras, shared)
         return self.fn(*args, **kwargs)
+
+    def _extras(self, item: dict) -> dict:
+        """Returns the item's EXTRAS; those of images only for functions that name them."""
+        out = {k: item[k] for k in EXTRAS if k in item and (k not in ("images", "image_sizes") or k in self.named)}
+        if "images" in out:
+            out["images"] = images.from_json(item["images"], item["image_sizes"])
+        if "image_sizes" in out:
+            out["image_sizes"] = images.sizes_from_json(item["image_sizes"])
+        return out
 
     def call_batch(self, items: list[dict], shared: dict):
         """Calls the function for a batch. A column that some items lack is None for them."""
         names = dict.fromkeys(name for item in items for name in item["columns"])
         columns = {n: [item["columns"].get(n) for item in items] for n in names}
-        extras = {k: [item[k] for item in items] for k in EXTRAS if k in items[0]}
+        each = [self._extras(item) for item in items]
+        extras = {k: [own[k] for own in each] for k in each[0]}
         args, kwargs = self.arguments([i["prompt"] for i in items], [i["completion"] for i in items], columns, extras,
                                       shared)
         return self.fn(*args, **kwargs)

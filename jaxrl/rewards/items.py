@@ -29,6 +29,8 @@ class RewardItem:
       group, sample: number of the prompt group, and of the completion within it.
       token_ids: ids of the completion; context_ids: ids of everything before it.
       functions: names of the reward functions that score it; None for all, or those of reward.column.
+      images: the row's images: `numbers` names them, `sizes()` and `files()` read them (data.images.source.RowFiles);
+        None in a job of text.
     """
 
     prompt: Any
@@ -40,6 +42,7 @@ class RewardItem:
     token_ids: Any = ()
     context_ids: Any = ()
     functions: tuple[str, ...] | None = None
+    images: Any = None
 
 
 @dataclasses.dataclass
@@ -99,7 +102,10 @@ def item_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
       ConfigError: a value has no JSON form.
     """
     try:
-        fields = {name: value for name, value in vars(item).items() if name not in ("functions", *without)}
+        fields = {name: value for name, value in vars(item).items() if name not in ("functions", "images", *without)}
+        if item.images is not None:
+            fields |= {} if "image_sizes" in without else {"image_sizes": item.images.sizes()}
+            fields |= {} if "images" in without else {"images": item.images.files()}
         return json.dumps(fields, default=_to_json)
     except (TypeError, ValueError, RecursionError) as e:
         raise ConfigError(f"item {i}: a value has no JSON form and cannot be passed to reward functions: {e}; columns: "
@@ -110,7 +116,9 @@ def item_hash(item: RewardItem) -> int:
     """Returns a 64-bit hash of everything functions may see of a completion: text, tokens, prompt,
     columns, group and sample.
     """
-    fields = {name: value for name, value in vars(item).items() if name != "functions"}
+    fields = {name: value for name, value in vars(item).items() if name not in ("functions", "images")}
+    if item.images is not None and len(item.images.numbers):
+        fields["images"] = item.images.numbers
     for name in ("token_ids", "context_ids"):
         fields[name] = np.asarray(fields[name], np.int64).tolist()
     text = json.dumps(fields, default=_to_json, sort_keys=True)
@@ -214,9 +222,9 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
     return score - overlong_penalty(lengths, max_new_tokens, buffer, reward.overlong_penalty)
 
 
-def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
+def trial_items(dataset, tokenizer, prefix: str = "", images=None) -> list[RewardItem]:
     """Returns the first two rows (of every source) with their reference answers as completions, for
-    trying out reward functions.
+    trying out reward functions. images: the job's ImageSource, None in a job of text.
     """
     items = []
     for i in dataset.first_rows:
@@ -225,5 +233,6 @@ def trial_items(dataset, tokenizer, prefix: str = "") -> list[RewardItem]:
         text = prefix + ("" if example.answer is None else str(example.answer))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         items.append(RewardItem(prompt=example.prompt, completion=text, columns=columns, group=i, token_ids=ids,
-                                context_ids=np.asarray(example.prompt_ids).tolist(), functions=example.rewards))
+                                context_ids=np.asarray(example.prompt_ids).tolist(), functions=example.rewards,
+                                images=images and images.row_files(example.images)))
     return items

@@ -224,7 +224,9 @@ class RewardPool:
         """Returns the JSON of the items that are needed, "" for the others."""
         if wanted and self.specs and not self._workers.kinds:  # without functions there is no worker to wait for
             self._workers.ready(1)
-        without = () if any(kind["context"] for kind in self._workers.kinds) else ("context_ids",)
+        uses = {"context_ids": ("context",), "images": ("images",), "image_sizes": ("images", "image_sizes")}
+        without = tuple(name for name, traits in uses.items()
+                        if not any(kind[trait] for kind in self._workers.kinds for trait in traits))
         return [item_json(item, i, without) if i in wanted else "" for i, item in enumerate(items)]
 
     # -- one score() -----------------------------------------------------------------------------------------------

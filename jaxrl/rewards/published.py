@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 
+from jaxrl.rewards import images as row_images
 from jaxrl.rewards.builtin import load_math_verify, math_reward, register_reward
 from jaxrl.rewards.ifeval import follows
 
@@ -154,3 +155,40 @@ def crossthinkqa_reward(prompt, completion, answer, kind="soft"):
 def final_part(completion: str) -> str:
     """Returns what follows the last </think>, without line breaks before it; all of a completion without one."""
     return completion.rpartition("</think>")[2].lstrip("\n") if "</think>" in completion else completion
+
+
+@register_reward("iou")
+def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", image=0, threshold=0.0):
+    """Scores a box, the last four numbers x1, y1, x2, y2 of a completion, by its intersection over union with `answer`
+    (VLM-R1, arXiv 2504.07615, reward of referring expressions).
+
+    Args:
+      answer: [x1, y1, x2, y2] in pixels of the stored image, or text with them.
+      frame: what a completion's numbers count: thousandths of the sides (Qwen3-VL), pixels of the image as the model
+        sees it (`seen`, Qwen2.5-VL), or pixels of the stored one (`stored`).
+      image: number of the row's image. threshold: from which the score is 1, and 0 below; 0 = the score is the IoU.
+    """
+    if answer is None:
+        return None
+    found = row_images.last_numbers(completion, 4)
+    if found is None:
+        return 0.0
+    sizes = image_sizes[image] if len(image_sizes) > image else None
+    own = row_images.ordered(row_images.as_stored(found, frame, sizes))
+    score = row_images.iou(own, row_images.reference_box(answer))
+    return float(score >= threshold) if threshold else score
+
+
+@register_reward("point_in_box")
+def point_in_box_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", image=0):
+    """Scores whether a point, the last two numbers x, y of a completion, lies in the box `answer` (UI-R1, arXiv
+    2503.21620, reward of a click's coordinates). Arguments as for `iou`.
+    """
+    if answer is None:
+        return None
+    found = row_images.last_numbers(completion, 2)
+    if found is None:
+        return 0.0
+    x, y = row_images.as_stored(found, frame, image_sizes[image] if len(image_sizes) > image else None)
+    left, top, right, bottom = row_images.reference_box(answer)
+    return float(left <= x <= right and top <= y <= bottom)

@@ -107,7 +107,7 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
             record["accurate"] = bool(hit)
         for control in c.eval.controls:
-            other = CONTROLS[control](batch)
+            other = CONTROLS[control](batch, c.episodes and c.env.image_tokens > 0)
             if not other:
                 log.warning("eval.controls: no two rows of %s have images of the same sizes: none is %s", name,
                             control)
@@ -154,9 +154,9 @@ def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str
                              job.images)
 
     def score(rows, results, texts=None, recorded=None):
-        traj = collect(ask(rows), results)
+        traj = collect(ask(rows), results, images=job.images)
         examples = [e for _, e in rows for _ in range(c.eval.samples)]
-        texts, items = reward_items(traj, examples, job.decode, c.data.response_prefix, texts)
+        texts, items = reward_items(traj, examples, job.decode, c.data.response_prefix, texts, job.images)
         result = job.eval_rewards.score(items, recorded=recorded, stop=stop_overdue(s))
         outcomes = [r.outcome for r in results]
         check_failures(c.env, s.step, outcomes, len(outcomes))

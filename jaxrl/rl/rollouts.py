@@ -236,9 +236,9 @@ class Rollouts:
     def _items(self, rows, texts=None):
         """Returns (Trajectories, texts, reward items) of rows (request, result, group)."""
         requests, results, groups = zip(*rows, strict=True)
-        traj = collect(requests, results, self.spec.longest)
+        traj = collect(requests, results, self.spec.longest, self.images)
         examples, prefix = [g.example for g in groups], self.spec.data.response_prefix
-        return traj, *reward_items(traj, examples, self.decode, prefix, texts)
+        return traj, *reward_items(traj, examples, self.decode, prefix, texts, self.images)
 
     def _run_rewards_early(self, groups: list[PromptGroup]) -> None:
         """Runs the rewards of finished groups during the rollout, samples and greedy completions separately."""

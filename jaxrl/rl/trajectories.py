@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxrl.data.images.read import Image
+from jaxrl.data.images.source import BLANK
 from jaxrl.data.images.thumbnails import file_names
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.rewards import RewardItem
-from jaxrl.rollout import Key, Outcome, Request, Result, SamplingParams, Turn
+from jaxrl.rollout import Key, Outcome, Request, Result, SamplingParams, Turn, TurnImage
 from jaxrl.telemetry.run_dir import jsonable
-from jaxrl.types import FINISH, Pictures, Trajectories
+from jaxrl.types import FINISH, Pictures, Places, Trajectories
 
 
 def sampling_params(
@@ -60,14 +62,14 @@ def make_requests(
                     pictures=images and Pictures.of([e.images], images)) for key, e in keys]
 
 
-def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
+def collect(requests, results, max_sequence_tokens: int = 0, images=None) -> Trajectories:
     """Builds Trajectories from requests and their results (paired), in request order.
 
     A completion is one sequence. An episode continues in one sequence, with the tokens between its turns masked, until
     a turn opens another. The columns are those of types.Trajectories.
 
     max_sequence_tokens: completions are cut so that each sequence stays within it (finish becomes "length"); 0 = no
-    cut. Episodes respect it already.
+    cut. Episodes respect it already. images: the job's ImageSource, None without images.
     """
     with_turns, finish, turns, sizes = any(r.turns for r in results), [], [], []
     for i, (request, result) in enumerate(zip(requests, results, strict=True)):
@@ -100,26 +102,46 @@ def collect(requests, results, max_sequence_tokens: int = 0) -> Trajectories:
     columns |= {"adapter": adapters} if adapters.any() else {}
     if with_turns:
         columns |= _turn_columns(turns, pieces, mask)
-    opens = [(i, turn.added) for i, _, turn in turns if turn.opens]
-    known = {}
-    prefixes = [known.setdefault((requests[i].group, ids.tobytes()), len(known)) for i, ids in opens if with_turns]
-    starts, shown = np.cumsum(pieces.sum(1)) - pieces.sum(1), [q.pictures for q in requests]
+    opens = [(i, turn) for i, _, turn in turns if turn.opens]
+    starts = np.cumsum(pieces.sum(1)) - pieces.sum(1)
+    shown = _shown(turns, images) if with_turns else [q.pictures for q in requests]
     return Trajectories(
         tokens=tokens,
         offsets=np.append(starts[[turn.opens for *_, turn in turns]], len(mask)),
         loss_mask=mask,
         logprobs=column([r.logprobs for r in results], 0),
         versions=column([r.versions for r in results], -1, np.int32),
-        prompt_lengths=np.array([len(ids) for _, ids in opens], np.int32),
+        prompt_lengths=np.array([len(turn.added) for _, turn in opens], np.int32),
         group=np.array([q.group for q in requests], np.int64),
         sample=np.array([q.key.sample for q in requests], np.int32),
         seed=np.array([q.seed for q in requests], np.uint32),
         finish=np.array(finish, np.int8),
         columns=columns,
         trajectory=np.array([i for i, _ in opens]) if with_turns else None,
-        prefix=np.array(prefixes) if with_turns else None,
-        pictures=Pictures.of(shown, next(filter(None, shown))) if any(shown) else None,
+        prefix=_prefixes(requests, opens) if with_turns else None,
+        pictures=Pictures.of(shown, images or next(filter(None, shown))) if any(shown) else None,
     )
+
+
+def _prefixes(requests, opens) -> np.ndarray:
+    """Returns [Q] int, equal for sequences of a group whose prompts have the same tokens and pictures."""
+    known: dict[tuple, int] = {}
+    keys = ((requests[i].group, turn.added.tobytes(), *(image.number for image in turn.images)) for i, turn in opens)
+    return np.array([known.setdefault(key, len(known)) for key in keys])
+
+
+def _shown(turns, images) -> list[Places | None]:
+    """Returns the images of each sequence of episodes. images: the job's ImageSource, which makes the pictures that
+    came with results of another process or a checkpoint, too.
+    """
+    rows, at = [], 0
+    for *_, turn in turns:
+        if turn.opens:
+            rows.append([])
+            at = 0
+        rows[-1] += [image._replace(first=at + image.first) for image in turn.images]
+        at += len(turn.added) + turn.size
+    return [images.places_of(row) if row else None for row in rows]
 
 
 def _routes(results, sizes, turns, width: int) -> np.ndarray:
@@ -144,7 +166,7 @@ def _turn_columns(turns, pieces, mask) -> dict[str, np.ndarray]:
     return out
 
 
-def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=None):
+def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=None, images=None):
     """Returns ([completion text], [RewardItem]), one of each per trajectory.
 
     A completion's text is its last turn, for rewards and people; it is never encoded again.
@@ -152,6 +174,7 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
     Args:
       examples: Example of each trajectory. decode: as returned by data.completion_texts.
       prefix: data.response_prefix, which rewards see before the text. texts: the texts, if they are known already.
+      images: the job's ImageSource, None in a job of text.
     """
     turn, ids, contexts = traj.columns.get("turn"), [], []
     for last, at in zip([*(traj.first[1:] - 1), traj.num_sequences - 1], traj.sampled(), strict=True):
@@ -164,7 +187,8 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
     return texts, [
         RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
                    sample=int(sample), token_ids=tokens.tolist(), context_ids=before,
-                   columns={"answer": example.answer, **example.columns}, functions=getattr(example, "rewards", None))
+                   columns={"answer": example.answer, **example.columns}, functions=getattr(example, "rewards", None),
+                   images=images and images.row_files(example.images))
         for example, text, finish, group, sample, tokens, before in rows]
 
 
@@ -228,15 +252,23 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
     rows = [[r.id, r.finish, r.seed, len(r.tokens)] for r in results]
     if any(r.turns or r.outcome for r in results):
         flat["added"] = np.concatenate([np.zeros(0, np.int32), *(t.added for r in results for t in r.turns)])
-        rows = [[*row, [[len(t.added), *t[1:]] for t in r.turns], r.outcome and dataclasses.asdict(r.outcome)]
-                for row, r in zip(rows, results, strict=True)]
+        rows = [[*row, [[len(t.added), *t[1:-1], [image[:3] for image in t.images]] for t in r.turns],
+                 r.outcome and dataclasses.asdict(r.outcome)] for row, r in zip(rows, results, strict=True)]
+        shown = (image for r in results for t in r.turns for image in t.images if image.held is not None)
+        if held := {image.number % BLANK: image.held.encoded for image in shown}:
+            flat |= {"shown": np.frombuffer(b"".join(held.values()), np.uint8),
+                     "shown_of": np.array(list(held), np.int64),
+                     "shown_sizes": np.array([len(one) for one in held.values()], np.int64)}
     return encode([meta, rows], flat)
 
 
 def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
     """Decodes the bytes of `results_to_bytes`. Returns (results, meta)."""
     (meta, rows), flat = decode(data)
-    out, at, added, routed = [], 0, 0, 0
+    out, at, added, routed, held, begin = [], 0, 0, 0, {}, 0
+    for number, size in zip(flat.get("shown_of", ()), flat.get("shown_sizes", ()), strict=True):
+        held[int(number)] = Image(encoded=flat["shown"][begin:begin + int(size)].tobytes())
+        begin += int(size)
     routes_of = flat["routes_of"].tolist() if "routes_of" in flat else [-1] * len(rows)
     for (id_, finish, seed, size, *episode), count in zip(rows, routes_of, strict=True):
         part = slice(at, at + size)
@@ -244,7 +276,9 @@ def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
         routes = None if count < 0 else flat["routes"][routed:routed + count]
         routed, turns = routed + max(count, 0), []
         for more, *rest in episode[0] if episode else ():
-            turns.append(Turn(flat["added"][added:added + more], *rest))
+            images = tuple(TurnImage(first, tuple(grid), number, held.get(number % BLANK))
+                           for first, grid, number in (rest[6] if len(rest) > 6 else ()))
+            turns.append(Turn(flat["added"][added:added + more], *rest[:6], images))
             added += more
         outcome = Outcome(**episode[1]) if episode and episode[1] else None
         columns = {own: flat[name][part] for name, own in COLUMNS.items()}

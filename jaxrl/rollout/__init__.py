@@ -12,8 +12,9 @@ from jaxrl.rollout.protocol import (
     Result,
     SamplingParams,
     Turn,
+    TurnImage,
     generate,
 )
 
 __all__ = ["ENGINES", "Engine", "EngineContext", "EngineInfo", "EngineLost", "Health", "Key", "Outcome", "Request",
-           "Result", "SamplingParams", "Turn", "engine_name", "engine_row", "generate", "make_engine"]
+           "Result", "SamplingParams", "Turn", "TurnImage", "engine_name", "engine_row", "generate", "make_engine"]

@@ -6,7 +6,8 @@ takes what has finished, looks for stop strings, and refills. Once no request wa
 through smaller slot counts.
 
 Prompts with images have a prefill program of their own per length class; a call without any image takes that of text.
-Behind a prompt a slot needs no more of its images than the shift of its positions (`Progress.shift`).
+Behind its images a slot needs no more of them than the shift of its positions (`Progress.shift`). New tokens of a
+conversation that hold images are encoded once and then extend its slot piece by piece.
 
 A conversation keeps its slot: where another request may come after one (`Request.keep`), the slot is parked, and the
 next request (`Request.after`) runs only its new tokens (`Programs.extend`). Parking is best effort. Requests that wait
@@ -23,7 +24,6 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -32,11 +32,12 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.kernels.attention import shares_prompts
 from jaxrl.kernels.low_precision import sampled
 from jaxrl.models.adapters import adapter_set
+from jaxrl.models.decoder import Seen
 from jaxrl.models.vision.positions import rotary_shift
 from jaxrl.processes.exchange import local_mesh
 from jaxrl.rollout.engines import ENGINES, EngineContext
 from jaxrl.rollout.programs import Progress, programs
-from jaxrl.rollout.prompt_images import identity, prompt_images
+from jaxrl.rollout.prompt_images import identity, prompt_images, rows_of_slots, suffix_images, suffix_pieces
 from jaxrl.rollout.protocol import (
     Engine,
     EngineInfo,
@@ -49,6 +50,7 @@ from jaxrl.rollout.protocol import (
 )
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import ALL, Shapes, from_config, work_of
+from jaxrl.rollout.slot_requests import Parked, Sample
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
 from jaxrl.types import Images, Pictures
@@ -80,35 +82,6 @@ def make_engine(*fields):
     model = dataclasses.replace(model, compute_dtype=np.dtype(context.dtype), remat="none",
                                 matmul=sampled(model.matmul))
     return EmbeddedEngine(model, shapes, mesh, context.tokenizer, eos_ids, joint)
-
-
-@dataclasses.dataclass(eq=False)
-class Sample:
-    """A request being worked on."""
-
-    request: Request
-    key: tuple    # identity of its prompt, of the images there, and of the adapter that reads it
-    bucket: int   # index of its prompt length class
-    limit: int    # completion tokens it may have
-    slot: int = -1
-    weights: int = -1  # number of weight syncs before its prompt was put into the slot
-    continued: bool = False  # its prompt is a conversation already in the slot, not a copy of a prefilled one
-    produced: int = 0  # tokens sampled so far
-    parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, routes, versions) each
-    # [P - 1, W] int16, experts of its prompt's tokens but the last
-    known: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int16))
-
-    def column(self, i: int, dtype) -> np.ndarray:
-        """Returns entry i of all parts as one array."""
-        return np.concatenate([p[i] for p in self.parts]).astype(dtype) if self.parts else np.zeros(0, dtype)
-
-
-class Parked(NamedTuple):
-    """A conversation kept in its slot, with the keys and values of all tokens but the last."""
-
-    slot: int
-    tokens: np.ndarray  # [n] int32: prompt and completion
-    images: tuple       # identity of the images in the prompt
 
 
 class EmbeddedEngine(Engine):
@@ -324,12 +297,12 @@ class EmbeddedEngine(Engine):
         """Starts waiting requests whose conversation is parked: prefills the new prompt tokens except the last, which
         the first decode step reads. If the prompt does not begin with the parked tokens, the slot is freed.
         """
-        work = []
+        work, shown = [], []
         for sample in [s for s in self._waiting if s.request.after in self._parked]:
             parked = self._parked.pop(sample.request.after, None)
             known = 0 if parked is None else len(parked.tokens)
             if parked is None or not np.array_equal(sample.request.prompt[:known], parked.tokens) \
-                    or parked.images != identity(sample.request.pictures):
+                    or parked.images != identity(pictures := sample.request.pictures, known):
                 continue
             self._waiting.remove(sample)
             sample.slot, sample.weights, sample.continued = parked.slot, self._published, True
@@ -338,24 +311,52 @@ class EmbeddedEngine(Engine):
             new = sample.request.prompt[known - 1:-1]
             sample.known = np.full((len(sample.request.prompt) - 1, self.shapes.routes), -1, np.int16)
             self._counts.update(extended_prompts=1, extended_tokens=len(new))
-            if len(new):
+            if pictures is not None and (pictures.firsts >= known).any():
+                shown.append((sample, pictures, known - 1))
+            elif len(new):
                 work.append((sample.slot, known - 1, new))
         self._extend(work)
+        self._extend_images(shown)
 
     def _extend(self, work: list[tuple[int, int, np.ndarray]]):
         """Prefills each (slot, first position, tokens); tokens beyond the width of one call go into further calls."""
         while work:
             call, work = self._call_of(work)
-            known = len(self._programs.compiled)
-            self._cache, routes = self._programs.extend(self._params, self._cache, *call)
-            if len(self._programs.compiled) > known:
-                self._programs.prepare(self._calls(2))
-            self._counts["extend_calls"] += 1
-            if routes is not None:
-                for own, positions, slot in zip(jax.device_get(routes), *call[1:3], strict=True):
-                    if slot in self._running:
-                        real = positions < self.shapes.cache_lengths[-1]
-                        self._running[int(slot)].known[positions[real]] = own[real]
+            self._run_extend(*call)
+
+    def _run_extend(self, *call):
+        """Runs one extend call; call: the arguments of Programs.extend after the cache."""
+        known = len(self._programs.compiled)
+        self._cache, routes = self._programs.extend(self._params, self._cache, *call)
+        if len(self._programs.compiled) > known:
+            self._programs.prepare(self._calls(2))
+        self._counts["extend_calls"] += 1
+        if routes is not None:
+            for own, positions, slot in zip(jax.device_get(routes), *call[1:3], strict=True):
+                if slot in self._running:
+                    real = positions < self.shapes.cache_lengths[-1]
+                    self._running[int(slot)].known[positions[real]] = own[real]
+
+    def _extend_images(self, work: list[tuple[Sample, Pictures, int]]):
+        """Prefills the new tokens of each (sample, images of its prompt, first new position), of which some are an
+        image's: encodes the images of a call's samples once, then runs their tokens in as many calls as they need.
+        """
+        (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
+        while work:
+            chosen, left = rows_of_slots([sample.slot for sample, *_ in work], rows, shards, slots)
+            taken, work = [(row, *work[i]) for i, row in chosen], [work[i] for i in left]
+            assert self._vision is not None
+            rooms = self.shapes.turn_rooms(self._vision.merge)
+            images = suffix_images(self._vision, [(row, pictures, start, len(s.request.prompt) - 1)
+                                                  for row, s, pictures, start in taken], rows, rooms)
+            features, taps = self._programs.encode(
+                self._params, images.replace(inserts=images.inserts[:, :1], rotary=images.rotary[:, :1]),
+                rooms[-1] // self._vision.merge**2)
+            new = [(row, s.slot, start, s.request.prompt[start:-1]) for row, s, _, start in taken]
+            length = self.shapes.cache_lengths[-1]
+            for call, inserts, rotary in suffix_pieces(images, new, (rows, width), slots, length):
+                own = np.minimum(call[2], slots - 1)  # rows beyond the cache are dropped
+                self._run_extend(*call, self._numbers(self._whose[own]), None, Seen(features, taps, inserts, rotary))
 
     def _call_of(self, work):
         """Splits work into (arguments of one extend call, remaining work).

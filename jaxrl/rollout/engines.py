@@ -189,8 +189,8 @@ def make_engine(context: EngineContext) -> Engine:
     made = imported(ENGINES[name].factory)(context) if name in ENGINES else _make_custom(name, context)
     if context.patches and not made.info.images:
         made.close()
-        raise ConfigError(f"rollout.engine={name!r} serves prompts of text, and the data has images: set "
-                          "rollout.engine=jax, or leave the images out")
+        raise ConfigError(f"rollout.engine={name!r} serves prompts of text, and the data (or an "
+                          "environment, env.image_tokens) has images: set rollout.engine=jax, or leave the images out")
     return made
 
 

@@ -12,6 +12,9 @@ with the same seeds, its recorded turns replayed while it sends the same message
 finish "abort", with the reason in `Outcome.cause`. What the policy does is never a failure: bad calls get a reply, and
 an episode that runs out of turns or tokens ends as "length" and is scored.
 
+Messages may hold images beside text. They become image tokens of the prompt and entries of `Turn.images`, as those of a
+row's prompt; a request holds all that stand in its prompt.
+
 No jax here. One thread drives it.
 """
 
@@ -29,7 +32,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.protocol import UNFINISHED, Engine, Health, Key, Outcome, Request, Result, Turn, check_ids
+from jaxrl.rollout.protocol import (
+    UNFINISHED,
+    Engine,
+    Health,
+    Key,
+    Outcome,
+    Request,
+    Result,
+    Turn,
+    TurnImage,
+    check_ids,
+)
+from jaxrl.rollout.turn_images import TurnImages, images_of_row, sequence_images
 
 log = logging.getLogger("jaxrl")
 PROBE = "probe"            # id of the replay of the first episode
@@ -47,6 +62,7 @@ class Episode:
     turns: list[Turn] = dataclasses.field(default_factory=list)
     parts: list[Result] = dataclasses.field(default_factory=list)  # what each turn sampled
     ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # of the current sequence
+    images: list[TurnImage] = dataclasses.field(default_factory=list)  # in `ids`: `first` counts from their begin
     messages: list[dict] = dataclasses.field(default_factory=list)  # of env.history=template
     tools: list[dict] | None = None  # of the current sequence
     pending: tuple = ()  # (Turn without its size, request, tools) of the turn that is being sampled
@@ -74,14 +90,16 @@ class EpisodeEngine(Engine):
       renderer: data.turns.TurnRenderer.
       env: the options below `env`.
       longest: most tokens of a sequence.
+      images: the job's ImageSource; None: messages are text.
       seed: root of the turns' and environments' seeds.
       keep: whether the engine may continue parked conversations. Which turns are still parked depends on its other
         requests, and so do the last bits of the results.
     """
 
     def __init__(self, engine: Engine, pool, renderer, env, *, longest: int, seed: int, keep: bool = True,
-                 clock=time.monotonic):
+                 clock=time.monotonic, images=None):
         self.engine, self.pool, self.renderer, self.env = engine, pool, renderer, env
+        self.images = TurnImages(images, env)
         self.longest, self.seed, self.keep, self.clock = longest, int(seed), keep, clock
         self._waiting: deque[Episode] = deque()
         self._begun: dict[str, Episode] = {}  # episodes that a worker runs, by request id
@@ -106,9 +124,6 @@ class EpisodeEngine(Engine):
             if len(request.prompt) >= self.longest:
                 raise ValueError(f"request {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room for "
                                  f"a completion within {self.longest}; raise train.max_sequence_tokens")
-            if request.pictures is not None:
-                raise ValueError(f"request {request.id!r}: the prompt has images, and episodes are of text; leave env "
-                                 "out, or the images")
         self._ids.update(ids)
         self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
 
@@ -272,13 +287,17 @@ class EpisodeEngine(Engine):
                 self._warn_differs(episode, f"what it shows before turn {len(episode.turns) + 1}")
             return []
         try:
-            added, opens = self._render(episode, data)
+            added, opens, images = self._render(episode, data)
         except ValueError as e:
+            cause = f"turn {len(episode.turns) + 1}: its messages cannot be rendered: {e}"
             self.pool.cancel([episode.request.id])
-            self._failed(episode, {"fault": "env", "cause": f"its messages cannot be rendered: {e}", "detail": ""})
+            self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
             return []
         whole = (0 if opens else len(episode.ids)) + len(added)
         room = min(self.longest, (self.env.max_input_tokens or self.longest) + 1) - whole
+        sequence = sequence_images(episode.images, len(episode.ids), opens, images)
+        if images and not self.images.have_room(sequence, first=not episode.turns):
+            room = 0
         left = (self.env.max_sampled_tokens or self.longest * self.env.max_turns) - episode.sampled
         sampling = episode.request.sampling
         most = min(sampling.max_new_tokens, self.longest - whole, left, data["max_tokens"] or sampling.max_new_tokens)
@@ -290,7 +309,8 @@ class EpisodeEngine(Engine):
                 return []
             self._end(episode)
             return []
-        return [self._ask(episode, added, opens, most, data, seen)]
+        turn = Turn(np.asarray(added, np.int32), opens, 0, seen=seen, images=images)
+        return [self._ask(episode, turn, self.images.pictures(sequence), most, data)]
 
     def _end(self, episode: Episode) -> None:
         """Ends an episode whose turns or tokens are used up. The worker is informed once, so that it
@@ -304,16 +324,17 @@ class EpisodeEngine(Engine):
             self.pool.reply(episode.request.id, {"text": "", "thinking": "", "calls": [], "finish": "length",
                                                  "over": True, "tokens": [len(episode.ids), 0]})
 
-    def _ask(self, episode: Episode, added, opens: bool, most: int, data: dict, seen: str) -> Request:
-        first, before = episode.request, None if opens else episode.request.key._replace(turn=len(episode.turns) - 1)
+    def _ask(self, episode: Episode, turn: Turn, pictures, most: int, data: dict) -> Request:
+        first, added = episode.request, turn.added
+        before = None if turn.opens else episode.request.key._replace(turn=len(episode.turns) - 1)
         key = first.key._replace(turn=len(episode.turns))
-        prompt = np.asarray(added, np.int32) if opens else np.concatenate([episode.ids, added]).astype(np.int32)
+        prompt = added if turn.opens else np.concatenate([episode.ids, added]).astype(np.int32)
         request = Request(str(key), prompt, self._sampling(first, most, data),
                           key.seed(self.seed) if key.turn else first.seed, first.group, key,
                           after="" if before is None else str(before), keep=self.keep and self.env.max_turns > 1,
-                          adapter=first.adapter)
+                          adapter=first.adapter, pictures=pictures)
         anchor = int.from_bytes(bytes.fromhex(_digest(data["anchor"]))[:7], "big") + 1 if data["anchor"] else 0
-        episode.pending = Turn(np.asarray(added, np.int32), opens, 0, anchor=anchor, seen=seen), request, data["tools"]
+        episode.pending = turn._replace(anchor=anchor), request, data["tools"]
         self._turns[request.id] = episode
         episode.since = self.clock()
         if self.env.history == "template":
@@ -334,7 +355,9 @@ class EpisodeEngine(Engine):
             self.pool.cancel([episode.request.id])
             self._finish(episode, "abort")
             return []
-        ids = self.renderer.first(data["messages"], data["tools"] or [])
+        messages, found = self.images.found(data["messages"])
+        rendered = self.renderer.first_with_images(messages, data["tools"] or [])
+        ids, images = self.images.expanded(*rendered, found, episode.request, 0)
         first, most = episode.request, self.longest - len(ids)
         most = min(first.sampling.max_new_tokens, most, data["max_tokens"] or most)
         if episode.side_calls >= self.env.max_turns or most < 1:
@@ -343,24 +366,32 @@ class EpisodeEngine(Engine):
         key = first.key._replace(turn=SIDE_CALL + episode.side_calls)
         episode.side_calls += 1
         request = Request(str(key), ids, self._sampling(first, most, data), key.seed(self.seed), first.group, key,
-                          adapter=first.adapter)
+                          adapter=first.adapter, pictures=self.images.pictures(images))
         episode.pending, self._turns[request.id] = (None, request, data["tools"]), episode
         episode.since = self.clock()
         return [request]
 
-    def _render(self, episode: Episode, data: dict) -> tuple[np.ndarray, bool]:
-        """Returns (token ids to append to the context, whether they open a new sequence instead)."""
+    def _render(self, episode: Episode, data: dict) -> tuple[np.ndarray, bool, tuple[TurnImage, ...]]:
+        """Returns (token ids to append to the context, whether they open a new sequence instead, images in them)."""
         messages, task = data["messages"], episode.request.task
         if not episode.turns and messages == as_messages(task.prompt) and (data["tools"] or []) == self.pool.tools:
-            return episode.request.prompt, True
+            return episode.request.prompt, True, images_of_row(episode.request.pictures)
         whole = data["rewrite"] or not episode.turns
         if not whole and self.env.history == "append":
-            return self.renderer.extend(episode.ids, messages, self.env.max_observation_tokens), False
-        ids = self.renderer.first(messages if whole else [*episode.messages, *messages], data["tools"] or [])
-        known = len(episode.ids)
-        if known and len(ids) > known and np.array_equal(ids[:known], episode.ids):
-            return ids[known:], False
-        return ids, True
+            messages, found = self.images.found(messages)
+            rendered = self.renderer.extend_with_images(episode.ids, messages, self.env.max_observation_tokens)
+            shown = sum(image.held is None for image in episode.images)
+            ids, images = self.images.expanded(*rendered, found, episode.request, shown)
+            return ids, False, images
+        messages, found = self.images.found(messages if whole else [*episode.messages, *messages])
+        rendered = self.renderer.first_with_images(messages, data["tools"] or [])
+        ids, images = self.images.expanded(*rendered, found, episode.request, 0)
+        known, same = len(episode.ids), len(episode.images)
+        before = [(image.first, image.number) for image in images[:same]]
+        if known and len(ids) > known and np.array_equal(ids[:known], episode.ids) and before == [
+                (image.first, image.number) for image in episode.images]:
+            return ids[known:], False, tuple(i._replace(first=i.first - known) for i in images[same:])
+        return ids, True, images
 
     def _say(self, episode: Episode, data: dict) -> None:
         episode.messages = list(data["messages"]) if data["rewrite"] else episode.messages + list(data["messages"])
@@ -368,6 +399,7 @@ class EpisodeEngine(Engine):
     def _remember(self, episode: Episode, turn: Turn, part: Result, data: dict | None) -> None:
         episode.turns.append(turn)
         episode.parts.append(part)
+        episode.images = sequence_images(episode.images, len(episode.ids), turn.opens, turn.images)
         episode.ids = np.concatenate([*([] if turn.opens else [episode.ids]), turn.added, part.tokens]).astype(np.int32)
         if self.env.history == "template":
             if data is not None:

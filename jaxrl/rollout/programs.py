@@ -1,4 +1,5 @@
-"""The device programs of the embedded sampler: publish, prefill, insert, extend, decode.
+"""The device programs of the embedded sampler: publish, prefill, insert, extend, decode, and of images in later turns
+encode.
 
 Each is compiled before its first call, once per entry of `Shapes` that is used; a call with any other shape is an
 error, so nothing recompiles unnoticed. `prepare` compiles programs that were not called yet in a background thread.
@@ -22,6 +23,7 @@ from jaxrl.kernels.attention import share, shares_prompts
 from jaxrl.models import recurrent, unstacked
 from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
+from jaxrl.models.vision import tower
 from jaxrl.processes.exchange import as_local_arrays
 from jaxrl.rollout.sampling import Controls, sample
 from jaxrl.rollout.shapes import ALL, Shapes
@@ -260,17 +262,31 @@ class Programs:
         result = self.run(*self.extend_call(*args))
         return result if self.shapes.routes else (result, None)
 
-    def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K, whose_K=None, shift_K=None) -> tuple:
-        """Returns the arguments of `run` that append new tokens' keys and values to slots; see Model.extend."""
-        new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K, shift_K), self.by_slot)
+    def extend_call(self, params, cache, tokens_KxL, positions_KxL, slots_K, whose_K=None, shift_K=None,
+                    seen=None) -> tuple:
+        """Returns the arguments of `run` that append new tokens' keys and values to slots; see Model.extend.
+
+        seen: decoder.Seen of the new tokens, features on the devices; None: they are text, which is another program.
+        """
+        new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K, shift_K, seen), self.by_slot)
 
         def extend(params, cache, *new):
-            tokens, positions, slots, adapters, shifts = new
-            cache, auxiliary = self.model.extend(params, tokens, positions, cache, slots, True, adapters, shifts)
+            tokens, positions, slots, adapters, shifts, seen = new
+            cache, auxiliary = self.model.extend(params, tokens, positions, cache, slots, True, adapters, shifts, seen)
             return (cache, by_token(auxiliary)) if self.shapes.routes else cache
 
         out = (self.of_cache, self.by_slot) if self.shapes.routes else self.of_cache
-        return ("extend",), extend, (params, cache, *new), (1,), out
+        return ("extend" if seen is None else "extend_images",), extend, (params, cache, *new), (1,), out
+
+    def encode(self, params, images, room: int):
+        """Returns (features, those of the taps) of rows of images, each [K, room, D]. images: jaxrl.types.Images."""
+        def encode(params, images):
+            seen = tower.see(self.model, params, images)
+            return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, room - x.shape[1]), (0, 0))),
+                                (seen.features, seen.taps))
+
+        return self.run(("encode", images.patches.shape[1]), encode, (params, self.put(images, self.by_slot)),
+                        out_shardings=self.by_slot)
 
     def shared(self, prompts, lengths):
         """Returns kernels.attention.share of a decode program's rows, or None if it does not use shared prompts."""

@@ -1,4 +1,5 @@
-"""The images of prompts for the embedded sampler: what identifies them, and rows of patches for a prefill call."""
+"""The images of prompts for the embedded sampler: what identifies them, and rows of patches for a prefill call or for
+new tokens of conversations."""
 
 from __future__ import annotations
 
@@ -11,9 +12,53 @@ from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions
 from jaxrl.types import Images, Pictures
 
 
-def identity(pictures: Pictures | None) -> tuple:
-    """Returns what differs between prompts of the same tokens and other images, or images of another source."""
-    return () if pictures is None else (pictures.patches, pictures.numbers.tobytes(), pictures.firsts.tobytes())
+def identity(pictures: Pictures | None, length: int | None = None) -> tuple:
+    """Returns what differs between prompts of the same tokens and other images, or images of another source. length: of
+    the images among the first tokens alone; None = of all.
+    """
+    own = slice(None) if pictures is None or length is None else pictures.firsts < length
+    if pictures is None or not len(pictures.firsts[own]):
+        return ()
+    return pictures.patches, pictures.numbers[own].tobytes(), pictures.firsts[own].tobytes()
+
+
+def rows_of_slots(of: Sequence[int], rows: int, shards: int, slots: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Returns ((index, its row) of the slots `of` that one call takes, indices of the others): each data shard has an
+    equal part of the call's rows and of all slots.
+    """
+    free = [list(range(i, i + rows // shards)) for i in range(0, rows, rows // shards)]
+    taken, left = [], []
+    for i, slot in enumerate(of):
+        own = free[slot * shards // slots]
+        if own:
+            taken.append((i, own.pop(0)))
+        else:
+            left.append(i)
+    return taken, left
+
+
+def suffix_images(vision: VisionConfig, suffixes: Sequence[tuple[int, Pictures, int, int]], rows: int,
+                  rooms: Sequence[int]) -> Images:
+    """Returns the images among new tokens of conversations, and the positions of these tokens.
+
+    Args:
+      vision: of the model.
+      suffixes: (row, images of the whole prompt, first new token, tokens of the prompt) of each.
+      rows: of the result, with as many columns as the longest suffix has tokens.
+      rooms: ascending patches per row, of which the first that is enough is taken.
+    """
+    merge, placed, used = vision.merge, [], np.zeros(rows, int)
+    rotary = np.zeros((rows, max(stop - start for _, _, start, stop in suffixes), 3), np.int32)
+    for row, pictures, start, stop in suffixes:
+        whole = rotary_positions(stop, pictures.firsts, pictures.grids, merge)
+        rotary[row, :stop - start] = whole[start:]
+        new = np.flatnonzero(pictures.firsts >= start)
+        for i, values in zip(new, pictures.patches(pictures.numbers[new]), strict=True):
+            columns = pictures.firsts[i] - start + np.arange(len(values) // merge**2)
+            placed.append(Placed(row, columns, pictures.grids[i], values))
+            used[row] += len(values)
+    room = next(n for n in rooms if n >= used.max())
+    return image_rows(placed, rotary, room, merge, vision.channels * vision.patch**2, vision.window)
 
 
 def prompt_images(vision: VisionConfig, pictures: Sequence[Pictures | None], lengths: Sequence[int], width: int,
@@ -34,3 +79,26 @@ def prompt_images(vision: VisionConfig, pictures: Sequence[Pictures | None], len
         placed += [Placed(row, first + np.arange(len(values) // merge**2), grid, values)
                    for first, grid, values in zip(firsts, grids, pixels, strict=True)]
     return image_rows(placed, rotary, patches, merge, vision.channels * vision.patch**2, vision.window)
+
+
+def suffix_pieces(images: Images, suffixes: Sequence[tuple[int, int, int, np.ndarray]], shape: tuple[int, int],
+                  slots: int, length: int):
+    """Yields ((tokens, positions, slots) of an extend call, inserts, rotary) until all new tokens are run.
+
+    Args:
+      images: of `suffix_images`.
+      suffixes: (row, slot, first position, tokens) of each conversation.
+      shape: rows and columns of a call. slots, length: of the cache, beyond which padding lies.
+    """
+    rows, width = shape
+    for begin in range(0, images.inserts.shape[1], width):
+        tokens, which = np.zeros(shape, np.int32), np.full(rows, slots, np.int32)
+        positions = np.tile(length + np.arange(width, dtype=np.int32), (rows, 1))
+        inserts, rotary = np.full(shape, -1, np.int32), np.zeros((*shape, 3), np.int32)
+        for row, slot, start, new in suffixes:
+            if len(part := new[begin:begin + width]):
+                tokens[row, :len(part)], which[row] = part, slot
+                positions[row, :len(part)] = start + begin + np.arange(len(part))
+        part = images.inserts[:, begin:begin + width]
+        inserts[:, :part.shape[1]], rotary[:, :part.shape[1]] = part, images.rotary[:, begin:begin + width]
+        yield (tokens, positions, which), inserts, rotary

@@ -190,6 +190,15 @@ def check_ids(requests: list[Request], unfinished) -> list[str]:
     return ids
 
 
+class TurnImage(NamedTuple):
+    """An image among the tokens that a turn adds."""
+
+    first: int             # index of its first token in `added`
+    grid: tuple[int, int]  # rows and columns of patches
+    number: int            # of the picture, see types.Places
+    held: Any = None       # data.images.read.Image with the file that an environment made; None: the row's own image
+
+
 class Turn(NamedTuple):
     """One turn of an episode: the tokens added to the context before it, and the number of sampled tokens."""
 
@@ -200,6 +209,7 @@ class Turn(NamedTuple):
     reward: float = 0.0
     anchor: int = 0     # names the state it was decided in; 0 = none
     seen: str = ""      # hash of the messages in `added`
+    images: tuple[TurnImage, ...] = ()  # in `added`, in their order
 
 
 @dataclasses.dataclass(frozen=True)

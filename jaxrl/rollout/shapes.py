@@ -13,7 +13,8 @@ DEFAULT_SLOTS = 256  # default number of slots
 LONG_COMPLETION = 256  # tokens from which a second cache length pays for its compilation
 PREFILL_TOKENS = 32768  # most prompt tokens of one prefill call when its rows are chosen here
 EXTEND = (8, 64)  # most slots of a device, and new tokens of each, that one call extends
-PROGRAMS = 12  # most programs that a run compiles; of prompts with images one more per prompt length
+PROGRAMS = 12  # most programs that a run compiles; of prompts with images one more per prompt length, of images in
+# later turns up to three more (two of the tower, one that extends)
 
 
 # What requests need of a program: PLAIN draws at a temperature or takes the best token, BANS also bars end tokens, ALL
@@ -83,6 +84,12 @@ class Shapes:
         merge: patches per side of an image token.
         """
         return -(-min(self.patches, length * merge**2) // merge**2) * merge**2
+
+    def turn_rooms(self, merge: int) -> tuple[int, int]:
+        """Returns the patches of a row that the images of a turn are encoded in: few, and as many as a prompt may have.
+        """
+        whole = self.patch_room(self.prompt_lengths[-1], merge)
+        return -(-whole // (4 * merge**2)) * merge**2, whole
 
 
 def from_config(config, data_shards: int, num_eos: int, processes: int = 1, reads_all: bool = False,

@@ -57,6 +57,9 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
     m = config.model
     outer = hf_config.get(hf.SOURCE, {}).get("outer") or m.config.to_dict()
     if outer.get("model_type") not in RULES or not outer.get("vision_config"):
+        if config.env.image_tokens and config.episodes:
+            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: model_type={hf_config['model_type']} is "
+                              f"read without a tower for images; towers of {', '.join(RULES)} are read")
         if config.data.image_column not in ("", DEFAULT_COLUMN):
             raise ConfigError(f"data.image_column={config.data.image_column!r}: model_type={hf_config['model_type']} "
                               f"is read without a tower for images; towers of {', '.join(RULES)} are read")
@@ -64,15 +67,19 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
     if not config.data.image_column:
         return None
     folder = hf.folder_of(source_of(m.path), m.revision, hf.TEXT_FILES) if m.path else None
-    return ImageSource(config, outer["model_type"], tokenizer, folder, outer["vision_config"], _refused(config))
+    refused = _refused(config)
+    images = ImageSource(config, outer["model_type"], tokenizer, folder, outer["vision_config"], refused)
+    if config.env.image_tokens and config.episodes:
+        if refused:
+            images.close()
+            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {refused} does not train on images yet")
+        images.use(f"env.image_tokens={config.env.image_tokens}")
+    return images
 
 
 def _refused(spec) -> str:
     """Returns what of a job does not take images, as "option=value"; "" if everything does."""
-    if spec.episodes:
-        return "an episode (env.*)"
     for name, does_not in (("run.recipe", spec.run.recipe not in ("sft", "rl")),
-                           ("data.train_turns", spec.run.recipe == "sft" and spec.data.train_turns == "all"),
                            ("algorithm.advantage", spec.needs_critic), ("fork.run", bool(spec.fork.run)),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
@@ -95,13 +102,20 @@ def with_tower(config, inputs, images: ImageSource):
 
 
 def check_controls(spec, eval_sets: dict) -> None:
-    """Raises ConfigError for eval.controls where no held-out row has an image."""
+    """Raises ConfigError for eval.controls where no held-out row has an image, and for swapped ones of environments."""
+    if spec.env.image_tokens and spec.episodes:
+        if "swapped" in spec.eval.controls:
+            raise ConfigError("eval.controls=swapped: what an environment shows depends on the model's turns, so no "
+                              "other row has its pictures; set eval.controls=('blank',)")
+        return
     if spec.eval.controls and not any(one.patches.any() for one in eval_sets.values()):
         raise ConfigError(f"eval.controls={tuple(spec.eval.controls)}: no row of eval.sets has an image; leave it out")
 
 
-def most_patches(stream, eval_sets: dict) -> int:
-    """Returns the most patches that the images of a prompt have; 0 without images."""
+def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, image_tokens: int = 0) -> int:
+    """Returns the most patches that the images of a prompt have; 0 without images. image_tokens: most of an episode."""
+    if images is not None and image_tokens:
+        return image_tokens * images.merge**2
     datasets = [*([] if stream is None else [stream.dataset]), *eval_sets.values()]
     return max((int(one.patches.max(initial=0)) for one in datasets), default=0)
 
@@ -113,6 +127,8 @@ def with_room(job, dataset):
     if c.recipe.samples:  # a prompt stands once before completions of unknown length
         own = np.full_like(own, c.rollout.group_size * c.rollout.max_new_tokens // 2)
     tokens, pairs = own + dataset.prompt_lengths, np.stack([patches, 0 * patches], axis=1)
+    if c.env.image_tokens and c.episodes:  # as many as an episode may show
+        tokens, pairs = np.array([c.longest]), np.array([[0, c.env.image_tokens * job.images.merge**2]])
 
     def roomy(shapes):
         return dataclasses.replace(shapes, patches=row_patches(shapes.lengths, pairs, tokens, unit))

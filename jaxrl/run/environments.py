@@ -5,11 +5,14 @@ run.setup calls it. The episodes themselves are in rollout.episodes and jaxrl.en
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 from jaxrl.data.turns import TurnRenderer
 from jaxrl.envs.pool import EpisodePool
 from jaxrl.rollout.episodes import EpisodeEngine
+
+log = logging.getLogger("jaxrl")
 
 
 def open_episode_pool(s) -> EpisodePool | None:
@@ -23,12 +26,15 @@ def open_episode_pool(s) -> EpisodePool | None:
     return s.close_at_end(EpisodePool(env, c.user, c.run.dir, c.sandbox))
 
 
-def episode_engine(engine, pool: EpisodePool, spec, tokenizer):
-    """Returns an engine of episodes around an engine of turns.
+def episode_engine(engine, pool: EpisodePool, spec, tokenizer, images=None):
+    """Returns an engine of episodes around an engine of turns. images: the job's ImageSource, None without images.
 
     Raises ConfigError if the chat template cannot render new messages after sampled tokens.
     """
-    renderer = TurnRenderer(spec, tokenizer, pool.tools)
-    renderer.check(bool(pool.tools))
+    renderer = TurnRenderer(spec, tokenizer, pool.tools, images=None if images is None else images.tokens)
+    shows = images is not None and spec.env.image_tokens > 0
+    renderer.check(bool(pool.tools), shows)
+    if shows and pool.tools and not renderer.tool_images:
+        log.warning("the chat template leaves out images in replies of tools; they follow in a user's message")
     return EpisodeEngine(engine, pool, renderer, spec.env, longest=spec.longest, seed=spec.run.seed,
-                         keep=spec.rollout.compaction)
+                         keep=spec.rollout.compaction, images=images)

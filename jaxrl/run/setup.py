@@ -240,7 +240,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
             scorer.wait()
             # a reward that fails on the first rows of its data stops the run here
             if c.reward.trial and dataset is not None:
-                scorer.trial(trial_items(dataset, model_inputs.tokenizer, c.data.response_prefix))
+                scorer.trial(trial_items(dataset, model_inputs.tokenizer, c.data.response_prefix, images))
         for scorer in dict.fromkeys([eval_rewards, rewards]) if s.peers.first else ():
             for found in scorer.agreements():
                 log.info(found.text())
@@ -277,10 +277,12 @@ def open_run(s, with_engine: bool = True) -> Job:
     engine = None
     if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
-                                           job.eos_ids, job.hf_config, most_patches(read.stream, read.eval_sets)))
+                                           job.eos_ids, job.hf_config,
+                                           most_patches(read.stream, read.eval_sets, job.images,
+                                                        job.config.env.image_tokens * job.config.episodes)))
         overlaps = job.apart("sampler")
         if read.pool is not None:
-            engine = episode_engine(engine, read.pool, job.config, job.tokenizer)
+            engine = episode_engine(engine, read.pool, job.config, job.tokenizer, job.images)
             overlaps = overlaps or engine.info.concurrent
         engine = s.close_at_end(ThreadedEngine(engine) if job.config.ahead and overlaps else engine)
         if job.rests("sampler"):

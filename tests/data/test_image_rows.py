@@ -198,9 +198,7 @@ def test_jobs_that_do_not_take_images_say_so(tmp_path):
     outer = {"source": {"outer": {"model_type": "qwen3_vl", "vision_config": TOWER}}}
     from jaxrl.models.io import hf
     described = {"model_type": "qwen3_vl_text", hf.SOURCE: outer["source"]}
-    for recipe, options, name in (("preference", {}, "run.recipe='preference'"), ("sft", dict(data__train_turns="all"), "data.train_turns='all'"),
-                                  ("rl", dict(algorithm__preset="ppo"), "algorithm.advantage='gae'"),
-                                  ("rl", dict(env__function="jaxrl.envs.calc:Calc"), "an episode"),
+    for recipe, options, name in (("preference", {}, "run.recipe='preference'"), ("rl", dict(algorithm__preset="ppo"), "algorithm.advantage='gae'"),
                                   ("rl", dict(run__mode="parity"), "run.mode='parity'")):
         spec = resolve(config(recipe=recipe, model__init="random", model__config={"model_type": "qwen3_vl"}, **options))
         tokenizer = load_tokenizer(spec)
@@ -276,3 +274,33 @@ def test_a_file_that_was_changed_stops_the_run(tmp_path):
     (tmp_path / "a.png").write_bytes(png(picture(3, 8, 8)))
     with pytest.raises(RunStopped, match="rows.jsonl:1"):
         images.patches(example.images.numbers)
+
+
+def test_a_conversation_whose_later_turns_show_images():
+    """data.train_turns=all: tokens and places as an episode puts them there; image tokens are not trained, a turn of the model is; images
+    behind the last trained turn are left out."""
+    def says(text, **more):
+        return {"role": "assistant", "content": text, **more}
+    ask = [{"role": "user", "content": f"<image>{ASK}"}, says("2"), {"role": "user", "content": [{"type": "image"}, {"type": "image"}]}, says("3"),
+           {"role": "user", "content": "<image>"}, says("1", train=False)]
+    pictures = [FIRST, SECOND, FIRST, SECOND]
+    dataset, images = loaded(config(data__train_turns="all", rollout__max_new_tokens=64), [{"prompt": ask, "images": pictures}])
+    example, pad = dataset[0], images.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    ids = np.concatenate([example.prompt_ids, example.target_ids])
+    assert example.images.grids.tolist() == [[4, 6], [4, 2], [4, 6]] and example.images.firsts[1] > len(example.prompt_ids)
+    own = np.concatenate([first + np.arange(h * w // 4) for first, (h, w) in zip(example.images.firsts, example.images.grids, strict=True)])
+    assert sorted(own) == np.flatnonzero(ids == pad).tolist()
+    traj = demonstrations([example], [0], False, images)
+    assert images.tokenizer.decode(traj.tokens[traj.loss_mask]) == "2<|im_end|>3<|im_end|>" and dataset.patches.tolist() == [56]
+    got = images.patches(traj.pictures.numbers)
+    for patches, value in zip(got, pictures, strict=False):
+        assert np.array_equal(patches, picture_of(Image(pixels=value), images.rule, 1 << 20).patches)
+    from jaxrl.data.turns import TurnRenderer
+    renderer = TurnRenderer(config(), images.tokenizer, images=images.tokens)
+    head, at = renderer.first_with_images([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ASK}]}])
+    whole = np.concatenate([head, images.tokenizer("2<|im_end|>")["input_ids"]])
+    behind, more = renderer.extend_with_images(whole, [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}])
+    repeats = np.ones(len(whole) + len(behind), int)
+    repeats[[*at, *(len(whole) + more)]] = [6, 2, 6]
+    np.testing.assert_array_equal(ids[:repeats.sum()], np.repeat(np.concatenate([whole, behind]), repeats))
+    images.close()

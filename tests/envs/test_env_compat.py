@@ -51,3 +51,16 @@ def test_options_and_prompts():
 def test_what_cannot_be_made_is_refused(game, options, text):
     with pytest.raises(ConfigError, match=text), env_cases.pool(game, python=PYTHON, workers=1, options=options) as p:
         p.ready()
+
+
+def test_rendered_pictures():
+    """render_mode=rgb_array: each observation is the picture that the library renders, behind the description of the actions."""
+    import base64
+    with env_cases.pool("gym:FrozenLake-v1", python=PYTHON, workers=1, max_turns=3,
+                        options={"is_slippery": False, "render_mode": "rgb_array"}) as p:
+        _, said = play(p, {"e": {}}, lambda id, k, data: turn(["right", "nothing", "down"][k]))
+    first, *others = (d["messages"][0]["content"] for d in said["e"])
+    assert [part["type"] for part in first] == ["text", "image"] and first[0]["text"].startswith("Answer with one action")
+    assert [part["type"] for part in others[0]] == ["image"] and others[1] == "There is no valid action in this answer."
+    files = [base64.b64decode(part["image"].partition(",")[2]) for part in (first[1], others[0][0])]
+    assert all(file.startswith(b"\x89PNG") for file in files) and files[0] != files[1]

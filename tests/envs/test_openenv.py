@@ -13,6 +13,8 @@ import pytest
 from helpers import env_cases
 from helpers.env_cases import play, texts, turn
 
+from jaxrl.envs.openenv import OpenEnv
+from jaxrl.envs.tools import BadEnvironment
 from jaxrl.errors import ConfigError
 
 REAL = os.environ.get("JAXRL_OPENENV_PYTHON", sys.executable)
@@ -133,3 +135,30 @@ def test_services_that_cannot_be_had(serve):
             p.ready()
 
 
+
+
+@pytest.mark.parametrize("image", ["iVBORw0KGgo=", "data:image/png;base64,iVBORw0KGgo=", [[[0, 9, 255]] * 3] * 2, ["iVBORw0KGgo=", "iVBORw0KGgo="]])
+def test_fields_with_images_are_parts(image):
+    """Option `image` names the field: base64 text, a data URI, an array as lists, or a list of texts; the other fields are text."""
+    session = OpenEnv(["http://a"], 0, {"say": "string"}, {"image": "screen"}, 1.0)
+    seen = session._shown({"screen": image, "hint": "left"}, "Go.\n\n")
+    count = 2 if image == ["iVBORw0KGgo="] * 2 else 1
+    assert seen[0] == {"type": "text", "text": "Go.\n\nleft"} and [part["type"] for part in seen[1:]] == ["image"] * count
+    assert all(part["image"].startswith("data:") if isinstance(part["image"], str) else png_pixels(part["image"]) == image for part in seen[1:])
+    assert session._shown({"screen": image}) == seen[1:]
+
+
+def png_pixels(file):
+    import io
+
+    import numpy as np
+    from PIL import Image
+    return np.asarray(Image.open(io.BytesIO(file))).tolist()
+
+
+@pytest.mark.parametrize("seen, message", [
+    ({"hint": "left"}, "env.options.image='screen': an observation has the fields hint"), ({"screen": 3}, "screen is no image: expected base64"),
+    ({"screen": [[[0, 1]]]}, "is no image"), ({"screen": [[[0, 1, 300]]]}, "is no image"), ({"screen": [[[0, 1, 2]], []]}, "is no image")])
+def test_fields_without_an_image_are_the_servers_fault(seen, message):
+    with pytest.raises(BadEnvironment, match=message):
+        OpenEnv(["http://a"], 0, {"say": "string"}, {"image": "screen"}, 1.0)._shown(seen)

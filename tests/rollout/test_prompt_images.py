@@ -27,7 +27,6 @@ from jaxrl.rollout import EngineContext, Request, SamplingParams, generate
 from jaxrl.rollout.embedded import _empty_table
 from jaxrl.rollout.embedded import make_engine as make_embedded
 from jaxrl.rollout.engines import make_engine
-from jaxrl.rollout.episodes import EpisodeEngine
 from jaxrl.rollout.shapes import Shapes
 from jaxrl.training.layout import RowShapes, make_layout
 from jaxrl.types import Pictures, Trajectories
@@ -69,9 +68,9 @@ def weights(model):
     return tree
 
 
-def made(model=None, mesh=None, patches=PATCHES, **rollout):
-    cfg = config(**{"slots": 8, "prompt_lengths": (8, LONGEST), "max_new_tokens": 24, "compaction": False, **rollout})
-    cfg.data.max_prompt_tokens = LONGEST
+def made(model=None, mesh=None, patches=PATCHES, longest=LONGEST, **rollout):
+    cfg = config(**{"slots": 8, "prompt_lengths": (8, longest), "max_new_tokens": 24, "compaction": False, **rollout})
+    cfg.data.max_prompt_tokens = longest
     model = model or built()
     engine = make_embedded(EngineContext(cfg, model, None, mesh, (END,), HF, patches))
     engine.publish(weights(model), 0)
@@ -126,8 +125,8 @@ def others(q):
     """The same places with other pictures."""
     if q.pictures is None:
         return None
-    SOURCE.grids |= {n + 100: SOURCE.grids[n] for n in q.pictures.numbers.tolist()}
-    return q.pictures._replace(numbers=q.pictures.numbers + 100)
+    SOURCE.grids |= {n + 5000: SOURCE.grids[n] for n in q.pictures.numbers.tolist()}
+    return q.pictures._replace(numbers=q.pictures.numbers + 5000)
 
 
 def assert_scored(pairs, atol=2e-5, **options):
@@ -194,6 +193,47 @@ def test_a_conversation_goes_on_behind_its_images():
     pairs = third
     engine.publish(weights(built()), 1)
     assert_scored(run(engine, turn(3, others)))
+
+
+def with_more(pictures, ids, pieces, seed, first):
+    """(ids and then new pieces, the images of both); those of the pieces are number `first` and those after it."""
+    new, more = prompt(pieces, seed, first)
+    if more is None:
+        return np.concatenate([ids, new]), pictures
+    more = more._replace(firsts=more.firsts + len(ids))
+    own = [p for p in (pictures, more) if p is not None]
+    return np.concatenate([ids, new]), more._replace(
+        sequences=np.zeros(sum(len(p.firsts) for p in own), int),
+        **{name: np.concatenate([getattr(p, name) for p in own]) for name in ("firsts", "grids", "numbers")})
+
+
+TURNS = [([2, (4, 4), 3], [1, (2, 2), 2], [5]), ([7], [1, (4, 6), 2, (2, 4), 1], [2, (2, 2), 1]), ([1, (8, 2), 1], [3], [4, (4, 4), 9])]
+
+
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+def test_turns_with_images_go_on_in_their_slot(kind, monkeypatch):
+    """Text alone, an image in calls of 8 tokens, several and none: log-probs are the trainer's, and those of prompts that are prefilled
+    whole; each image is read once; the tower runs in the smaller of its two rooms where that is enough."""
+    model = built(kind)
+    engine, whole = (made(model, patches=96, longest=80) for _ in range(2))
+    monkeypatch.setattr(engine, "shapes", dataclasses.replace(engine.shapes, extend=(2, 8)))
+    pairs = run(engine, [dataclasses.replace(q, keep=True) for q in groups(1)])
+    for turn, new in enumerate(TURNS):
+        SOURCE.read = []
+        asked = []
+        for i, (q, r) in enumerate(pairs):
+            ids, pictures = with_more(q.pictures, np.concatenate([q.prompt, r.tokens]), new[i], 50 + 9 * turn + i, 1000 + 100 * turn + 10 * i)
+            asked.append(dataclasses.replace(q, id=f"{i}/{turn}", after=q.id, prompt=ids, pictures=pictures))
+        pairs = run(engine, asked)
+        assert sorted(SOURCE.read) == [1000 + 100 * turn + 10 * i + k for i, n in enumerate(new) for k in range(sum(isinstance(p, tuple) for p in n))]
+        assert_scored(pairs, model=model)
+        for (_, r), (_, again) in zip(pairs, run(whole, [dataclasses.replace(q, after="", keep=False) for q in asked]), strict=True):
+            np.testing.assert_array_equal(r.tokens, again.tokens)
+            np.testing.assert_allclose(r.logprobs, again.logprobs, atol=1e-5)
+    assert engine.counters()["extended_prompts"] == 9 and engine.counters()["prefilled_prompts"] == 3
+    assert {key for key in engine._programs.compiled if key[0] == "encode"} == {("encode", n) for n in engine.shapes.turn_rooms(2)}
+    for (_, r), other in zip(pairs, scored(pairs, pictures=others, model=model), strict=True):
+        assert np.abs(r.logprobs - other).max() > 1e-3, "a picture of a turn is not looked at"
 
 
 @pytest.mark.full
@@ -270,10 +310,8 @@ def test_what_is_refused():
     assert engine.health().waiting == 0
     with pytest.raises(ConfigError, match="the model has no tower"):
         make_embedded(EngineContext(config(), text_model(), patches=4))
-    with pytest.raises(ConfigError, match="serves prompts of text, and the data has images: set rollout.engine=jax"):
+    with pytest.raises(ConfigError, match=r"serves prompts of text, and the data \(or an environment, env.image_tokens\) has images: set"):
         make_engine(EngineContext(config(engine="tests/helpers/numpy_engine.py:NumpyEngine"), built(), hf_config=HF, patches=4))
-    with pytest.raises(ValueError, match="request 'a': the prompt has images, and episodes are of text"):
-        EpisodeEngine.submit(EpisodeEngine(None, None, None, SimpleNamespace(resume="restart"), longest=99, seed=0), [one])
 
 
 @pytest.mark.full

@@ -7,14 +7,19 @@ import dataclasses
 from jaxrl.data.images.source import BLANK
 
 
-def blank(batch: list) -> list:
-    """Returns the rows that have images with grey ones of the same sizes. batch: [(position, Example)]."""
-    return [(i, _with(e, e.images.numbers | BLANK)) for i, e in batch if e.images is not None]
+def blank(batch: list, episodes: bool = False) -> list:
+    """Returns the rows that have images with grey ones of the same sizes.
+
+    batch: [(position, Example)]. episodes: whether episodes show images: then all rows, and what they show is grey.
+    """
+    grey = [(i, e if e.images is None else _with(e, e.images.numbers | BLANK)) for i, e in batch
+            if episodes or e.images is not None]
+    return [(i, dataclasses.replace(e, grey=episodes)) for i, e in grey]
 
 
-def swapped(batch: list) -> list:
+def swapped(batch: list, episodes: bool = False) -> list:
     """Returns the rows that have images with those of another row, of the same sizes; rows without a partner are left
-    out. batch: [(position, Example)]."""
+    out. Arguments as of `blank`; episodes have no partner."""
     alike: dict[bytes, list] = {}
     for i, example in batch:
         if example.images is not None:

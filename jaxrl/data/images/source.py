@@ -1,29 +1,34 @@
-"""The images of a job's rows: found when a row is read, sized from file headers, decoded when a step takes the row."""
+"""The images of a job: those of its rows, found when a row is read, sized from file headers, decoded when a step takes
+the row; and those that environments show, which come as files and are kept as long as their turns."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.data.chat_template import PromptError
-from jaxrl.data.images.decode import Picture, picture_of, size_of
+from jaxrl.data.images.decode import Picture, picture_of, png_of, size_of
 from jaxrl.data.images.expand import TOKENS, Tokens, escape, expand, restore
-from jaxrl.data.images.read import Image, ImageError, images_of, split_prompt
+from jaxrl.data.images.read import VALUES, Image, ImageError, image_of, images_of, split_prompt
 from jaxrl.data.images.resize import rule_of
 from jaxrl.data.images.store import Store
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.types import Places
+from jaxrl.types import Pictures, Places
 
 COLUMN, SINGLE = "images", "image"  # the column that is read where the other is missing
 KEPT_BYTES = 1 << 30  # of pictures in host memory
 BLANK = 1 << 62  # added to a picture's number: a grey picture of its size
+SHOWN = 1 << 61  # in the number of a picture that an environment shows, which is a hash of its file
 GREY = 128
 
 
 class RowImages(NamedTuple):
-    """The images of a row's prompt, unread; which image tokens of its rendered text are theirs; their tokens."""
+    """The images of a row, unread; which image tokens of its prompt's rendered text are theirs; their tokens."""
 
     images: list[Image]
     marks: list[bool]
@@ -34,7 +39,8 @@ class ImageSource:
     """Finds, sizes and makes the images of data rows.
 
     A picture's number names the data set, the row and the image in the row. So nothing of an image is kept but a
-    bounded number of made pictures, and every process can make those of its rows.
+    bounded number of made pictures, and every process can make those of its rows. The number of a picture that an
+    environment shows is a hash of its file, which whoever uses the number keeps (`hold`).
 
     Args:
       config: options `data.image_*` and data.max_images.
@@ -62,6 +68,7 @@ class ImageSource:
         self.merge, self.width, self.window = self.rule.merge, 3 * self.rule.patch**2, 0
         self.mean, self.std = self.rule.mean, self.rule.std
         self._sets: list = []
+        self._held = weakref.WeakValueDictionary[int, Image]()
         self._store = Store(KEPT_BYTES, data.workers, self._make)
 
     @property
@@ -114,16 +121,25 @@ class ImageSource:
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and any(part["type"] == "image" for part in message["content"]):
                 raise ImageError(f"message {number} (assistant) holds an image: models write text alone")
+        self.use("the data holds images")
+
+    def use(self, why: str) -> None:
+        """Declares that the job has images. Raises ConfigError for a tokenizer without an image token."""
         pad = self.tokenizer.convert_tokens_to_ids(self.tokens.pad)
         if pad is None or self.tokenizer(self.tokens.pad, add_special_tokens=False)["input_ids"] != [pad]:
-            raise ConfigError(f"the data holds images, and {self.tokens.pad!r} is not one token of the tokenizer; give "
+            raise ConfigError(f"{why}, and {self.tokens.pad!r} is not one token of the tokenizer; give "
                               "model.tokenizer, that of a model with a tower for images")
         self.used = True
 
     def rendered(self, images: list[Image], messages, render) -> tuple[str, RowImages]:
-        """Returns (the text of a prompt, its RowImages). render: messages -> text, as the chat template writes it."""
+        """Returns (the text of a prompt, its RowImages).
+
+        images: of the prompt, and of the messages after it where those are trained on. render: messages -> text, as the
+        chat template writes it.
+        """
         clean = escape(messages, self.tokens)
-        text, marks = restore(render(clean.messages), clean.stand_in, self.tokens, len(images))
+        own = sum(part["type"] == "image" for m in messages if isinstance(m["content"], list) for part in m["content"])
+        text, marks = restore(render(clean.messages), clean.stand_in, self.tokens, own)
         return text, RowImages(images, marks, self.tokens)
 
     def grids(self, found: RowImages) -> np.ndarray:
@@ -133,8 +149,69 @@ class ImageSource:
 
     def expand(self, ids: list[int], found: RowImages, grids) -> tuple[list[int], list[int]]:
         """Returns (ids with an image token for each feature, index of each image's first token). Raises ImageError."""
-        counts = [self.rule.tokens(tuple(grid)) for grid in grids]
+        counts = [self.rule.tokens(tuple(grid)) for grid in grids[:sum(found.marks)]]
         return expand(ids, found.marks, counts, self.tokenizer.convert_tokens_to_ids(self.tokens.pad))
+
+    # ---- while an episode is played
+
+    def shown(self, messages: list[dict]) -> tuple[list[dict], list[Image | None]]:
+        """Returns (messages of an environment, with contents that are text or lists of text and image parts; their
+        images in order, None where a part brings none, which stands for the next image of the row).
+
+        Raises ImageError for parts in no known form, and for more than data.max_images.
+        """
+        root, out, found = Path(self.root) if self.root else None, [], []
+        for message in messages:
+            content = message.get("content")
+            if not isinstance(content, list):
+                out.append(message)
+                continue
+            parts = []
+            for part in content:
+                kind = part.get("type", "text") if isinstance(part, dict) else None
+                if kind == "text" and isinstance(part.get("text"), str):
+                    parts.append({"type": "text", "text": part["text"]})
+                elif kind in ("image", "image_url"):
+                    value = next((part[name] for name in VALUES if part.get(name) is not None), None)
+                    value = value.get("url", value) if isinstance(value, dict) else value
+                    found.append(None if value is None else image_of(value, root))
+                    parts.append({"type": "image"})
+                else:
+                    raise ImageError(f"a message of the role {message.get('role')} has a part of type {kind!r}: text "
+                                     "and images are read")
+            if message.get("role") == "assistant" and any(part["type"] == "image" for part in parts):
+                raise ImageError("a message of the role assistant holds an image: models write text alone")
+            out.append({**message, "content": parts})
+        if len(found) > self.most:
+            raise ImageError(f"{len(found)} images at once, data.max_images={self.most}")
+        return out, found
+
+    def hold(self, image: Image, grey: bool = False) -> tuple[int, Image]:
+        """Returns (number of a picture, what the caller keeps as long as it uses the number).
+
+        grey: of a grey one of its size.
+        """
+        encoded = image.encoded if image.path is None else image.path.read_bytes()
+        assert encoded is not None, "an image in memory has a file first, see jaxrl.envs.pictures"
+        number = SHOWN | int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") % SHOWN
+        held = self._held.setdefault(number, Image(encoded=encoded))
+        return number | BLANK * grey, held
+
+    def grid(self, number: int) -> tuple[int, int]:
+        """Returns the grid of a picture that is held, which is made now. Raises ImageError if it cannot be."""
+        return self._store.get([number])[0].grid
+
+    def places_of(self, images) -> Places | None:
+        """Returns the Places of a sequence's images, with the fields of rollout.TurnImage; None without images."""
+        if not images:
+            return None
+        kept = tuple(self.hold(image.held)[1] for image in images if image.held is not None)
+        firsts, numbers = (np.array([getattr(i, name) for i in images], np.int64) for name in ("first", "number"))
+        return Places(firsts, np.array([image.grid for image in images], np.int64), numbers, kept)
+
+    def pictures(self, places: list[Places | None]) -> Pictures | None:
+        """Returns the images of sequences, in their order; None if there is none."""
+        return Pictures.of(places, self)
 
     # ---- while a step is made
 
@@ -147,7 +224,32 @@ class ImageSource:
         """Returns the [N, width] uint8 patches of each picture. Raises RunStopped for one that cannot be decoded."""
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
+    def row_files(self, places: Places | None) -> RowFiles:
+        """Returns the files and sizes of a row's images, which are read when they are asked for."""
+        return RowFiles(self, [] if places is None else (places.numbers & ~BLANK).tolist())
+
+    def _image(self, number: int) -> Image:
+        """Returns an image of a row, unread."""
+        dataset = self._sets[number >> 40]
+        raw, where = dataset.tables[number >> 8 & 0xFFFFFFFF]
+        return dataset.reader.images_in(raw, where)[number & 0xFF]
+
+    def sizes(self, number: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns (height, width) of an image of a row as it is stored, and as the model sees it."""
+        stored = size_of(self._image(number), self.limit)
+        return stored, self.rule.size(*stored)
+
+    def file(self, number: int) -> bytes:
+        """Returns the file of an image of a row; of one in memory as PNG."""
+        image = self._image(number)
+        if image.path is not None:
+            return image.path.read_bytes()
+        return image.encoded if image.encoded is not None else png_of(image)
+
     def _make(self, number: int) -> Picture:
+        if number & SHOWN:
+            picture = picture_of(self._held[number & ~BLANK], self.rule, self.limit)
+            return _grey(picture) if number & BLANK else picture
         dataset = self._sets[(number & ~BLANK) >> 40]
         raw, where = dataset.tables[number >> 8 & 0xFFFFFFFF]
         try:
@@ -159,13 +261,30 @@ class ImageSource:
         if picture.grid != (expected := dataset.grid_of(number >> 8 & 0xFFFFFFFF, number & 0xFF)):
             raise RunStopped(f"{where}: {image} has {picture.grid} patches and had {expected} when the data was "
                              "prepared; start again, without changing images meanwhile")
-        if number & BLANK:
-            return picture._replace(patches=np.full_like(picture.patches, GREY))
-        return picture
+        return _grey(picture) if number & BLANK else picture
 
     def close(self) -> None:
         """Stops the threads."""
         self._store.close()
+
+
+class RowFiles(NamedTuple):
+    """The images of a row as reward workers get them. numbers: of its pictures."""
+
+    source: ImageSource
+    numbers: list[int]
+
+    def sizes(self) -> list:
+        """Returns of each image [stored, seen], each (height, width)."""
+        return [self.source.sizes(number) for number in self.numbers]
+
+    def files(self) -> list[str]:
+        """Returns each image's file as base64 text."""
+        return [base64.b64encode(self.source.file(number)).decode() for number in self.numbers]
+
+
+def _grey(picture: Picture) -> Picture:
+    return picture._replace(patches=np.full_like(picture.patches, GREY))
 
 
 def _joined(message: dict) -> dict:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxrl.checkpoint.uploads import place_of
-from jaxrl.config.lengths import episodes, longest_completion, longest_sequence
+from jaxrl.config.lengths import episodes, longest_completion, longest_sequence, made_of
 from jaxrl.config.load import get
 from jaxrl.config.option import BOUNDS, no_effect, not_chosen
 from jaxrl.config.registry import Recipe, recipe_of
@@ -320,6 +320,9 @@ def _episodes(cfg):
     if longest and e.max_input_tokens >= longest:
         out.append(f"env.max_input_tokens={e.max_input_tokens}: a sequence has at most train.max_sequence_tokens="
                    f"{longest}; lower it, or leave it out")
+    if (longest := longest_sequence(cfg)) <= e.image_tokens:
+        out.append(f"env.image_tokens={e.image_tokens}: a sequence has at most {longest} tokens ({made_of(cfg)}); "
+                   "raise train.max_sequence_tokens, or lower it")
     if e.python and e.executor == "local" and shutil.which(e.python) is None and not Path(e.python).is_file():
         out.append(f"env.python={e.python!r}: no such program; name an interpreter")
     if wrong := [name for name in e.variables if not re.fullmatch(r"[A-Za-z_]\w*", name)]:

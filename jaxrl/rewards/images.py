@@ -1,0 +1,103 @@
+"""The images of a row as reward functions receive them, with the boxes and points that completions name in them.
+
+A function that names `images` gets a list of RowImage, one for each image of the row's prompt; one that names
+`image_sizes` their sizes alone, without any file being read. Standard library only; Pillow and numpy where a function
+asks for pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import io
+import re
+from typing import Any
+
+FRAMES = ("thousandths", "seen", "stored")  # what numbers of a completion count
+NUMBER = r"-?\d{1,7}(?:\.\d{1,6})?"
+Box = tuple[float, float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """(height, width) of an upright image as it is stored, and as the model sees it."""
+
+    stored: tuple[int, int]
+    seen: tuple[int, int]
+
+
+class RowImage:
+    """An image of a row. file: the bytes of its file. sizes: Sizes."""
+
+    def __init__(self, file: bytes, sizes: Sizes):
+        self.file, self.sizes = file, sizes
+
+    @functools.cached_property
+    def pillow(self) -> Any:
+        """The upright image in RGB, of Pillow."""
+        from PIL import Image, ImageOps
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(self.file))).convert("RGB")
+
+    @functools.cached_property
+    def pixels(self) -> Any:
+        """The upright image as a uint8 array [height, width, 3]."""
+        import numpy as np
+        return np.asarray(self.pillow)
+
+
+def sizes_from_json(value: list) -> list[Sizes]:
+    """Returns the Sizes of a list of [stored, seen]."""
+    return [Sizes(tuple(stored), tuple(seen)) for stored, seen in value]
+
+
+def from_json(files: list[str], sizes: list) -> list[RowImage]:
+    """Returns the images of base64 texts."""
+    return [RowImage(base64.b64decode(file), one) for file, one in zip(files, sizes_from_json(sizes), strict=True)]
+
+
+def last_numbers(text: str, count: int) -> tuple[float, ...] | None:
+    """Returns the last `count` numbers that stand together in a text, divided by commas, spaces or brackets: `[1, 2, 3,
+    4]`, `(1,2),(3,4)`, `37 62`; None without such.
+    """
+    between = r"[\s,()\[\]]+"
+    found = re.findall(rf"(?<![\w.-]){between.join([f'({NUMBER})'] * count)}(?![\w]|\.\d)", text[-4096:])
+    return tuple(map(float, found[-1])) if found else None
+
+
+def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
+    """Returns x and y by turns in pixels of the stored image. Raises ValueError for another frame or missing sizes."""
+    if frame not in FRAMES:
+        raise ValueError(f"frame={frame!r}: choose from {', '.join(FRAMES)}")
+    if frame == "stored":
+        return tuple(values)
+    if sizes is None:
+        raise ValueError(f"frame={frame!r} needs the image's size, and the row has no such image")
+    (height, width), whole = sizes.stored, (1000, 1000) if frame == "thousandths" else sizes.seen
+    scale = width / whole[1], height / whole[0]
+    return tuple(value * scale[i % 2] for i, value in enumerate(values))
+
+
+def reference_box(answer) -> Box:
+    """Returns the box of an answer, [x1, y1, x2, y2] in pixels of the stored image or text with four numbers. Raises
+    ValueError.
+    """
+    found = last_numbers(answer, 4) if isinstance(answer, str) else tuple(map(float, answer))
+    if found is None or len(found) != 4:
+        raise ValueError(f"answer={answer!r}: expected a box, [x1, y1, x2, y2]")
+    return ordered(found)
+
+
+def ordered(box) -> Box:
+    """Returns a box with x1 <= x2 and y1 <= y2."""
+    a, b, c, d = box
+    return min(a, c), min(b, d), max(a, c), max(b, d)
+
+
+def iou(a: Box, b: Box) -> float:
+    """Returns the area that two boxes share over the area that they cover together; 0 for two without area."""
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    shared = max(width, 0.0) * max(height, 0.0)
+    whole = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)) - shared
+    return shared / whole if whole > 0 else 0.0

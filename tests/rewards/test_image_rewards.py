@@ -1,0 +1,131 @@
+"""Rewards with images: what functions that name them receive, and boxes and points in every frame."""
+
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from jaxrl.config.load import default_config
+from jaxrl.data import load_tokenizer, load_train
+from jaxrl.data.images.source import ImageSource
+from jaxrl.resolve.spec import resolve
+from jaxrl.rewards import RewardItem, RewardPool, images
+from jaxrl.rewards import published as p
+from jaxrl.rewards.images import Sizes, as_stored, iou, last_numbers, reference_box
+from jaxrl.rewards.items import item_hash, item_json, trial_items
+
+SIZES = [Sizes(stored=(100, 400), seen=(50, 100))]
+TOWER = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+@pytest.mark.parametrize("a, b, value", [
+    ((0, 0, 4, 4), (0, 0, 4, 4), 1.0), ((0, 0, 4, 4), (2, 2, 6, 6), 4 / 28), ((0, 0, 4, 4), (4, 0, 8, 4), 0.0), ((0, 0, 4, 4), (5, 5, 6, 6), 0.0),
+    ((0, 0, 10, 10), (2, 2, 4, 4), 0.04), ((1, 1, 1, 1), (1, 1, 1, 1), 0.0)])
+def test_iou_by_hand(a, b, value):
+    assert iou(a, b) == iou(b, a) == pytest.approx(value)
+
+
+def test_iou_counts_pixels():
+    """Of whole boxes it is what counting cells gives."""
+    rng, grid = np.random.default_rng(0), np.indices((12, 12))
+    for _ in range(200):
+        a, b = (images.ordered(rng.integers(0, 12, 4).tolist()) for _ in range(2))
+        own, other = (((grid[1] >= x1) & (grid[1] < x2) & (grid[0] >= y1) & (grid[0] < y2)) for x1, y1, x2, y2 in (a, b))
+        whole = (own | other).sum()
+        assert iou(a, b) == pytest.approx((own & other).sum() / whole if whole else 0.0)
+
+
+@pytest.mark.parametrize("text, four, two", [
+    ("[10, 20, 30, 40]", (10, 20, 30, 40), (30, 40)), ("a box (10,20),(30,40).", (10, 20, 30, 40), (30, 40)), ("37 62", None, (37, 62)),
+    ('{"bbox_2d": [1.5, 2, 3, 4], "label": "x"}', (1.5, 2, 3, 4), (3, 4)), ("first [1,2,3,4] then [5,6,7,8]", (5, 6, 7, 8), (7, 8)),
+    ("-3, 4", None, (-3, 4)), ("3.", None, None), ("", None, None), ("v1 2", None, None), ("1,2,3", None, (2, 3)), ("9" * 3000, None, None)])
+def test_numbers_of_a_completion(text, four, two):
+    assert last_numbers(text, 4) == four and (last_numbers(text, 2) == two or (text == "1,2,3" and last_numbers(text, 2) == (1, 2)))
+
+
+@pytest.mark.parametrize("frame, values, stored", [
+    ("stored", (10, 20), (10, 20)), ("seen", (50, 25), (200, 50)), ("thousandths", (500, 500), (200, 50)), ("thousandths", (1000, 250), (400, 25))])
+def test_frames(frame, values, stored):
+    assert as_stored(values, frame, SIZES[0]) == pytest.approx(stored)
+
+
+def test_boxes():
+    """The answer is in pixels of the stored image; the same box in each frame has the same score, in another frame another."""
+    answer = [100, 20, 200, 60]
+    said = {"stored": "[100, 20, 200, 60]", "seen": "[25, 10, 50, 30]", "thousandths": "[250, 200, 500, 600]"}
+    for frame, text in said.items():
+        assert p.iou_reward("q", text, answer, SIZES, frame) == pytest.approx(1.0)
+        assert all(p.iou_reward("q", text, answer, SIZES, other) < 0.9 for other in said if other != frame)
+        middle = {"stored": "150 40", "seen": "37 20", "thousandths": "375 400"}[frame]
+        assert p.point_in_box_reward("q", middle, str(answer), SIZES, frame) == 1.0
+        assert p.point_in_box_reward("q", "999 999", answer, SIZES, frame) == 0.0
+    assert p.iou_reward("q", "[300, 200, 550, 600]", answer, SIZES) == pytest.approx(0.8 / 1.2)
+    assert [p.iou_reward("q", "[300, 200, 550, 600]", answer, SIZES, threshold=t) for t in (0.5, 0.7)] == [1.0, 0.0]
+    assert p.iou_reward("q", "nothing", answer, SIZES) == 0.0 and p.iou_reward("q", "1 2 3 4", None) is None
+    assert p.iou_reward("q", "[200, 60, 100, 20]", answer, frame="stored") == 1.0  # corners in any order
+    with pytest.raises(ValueError, match="needs the image's size, and the row has no such image"):
+        p.iou_reward("q", "1 2 3 4", answer)
+    with pytest.raises(ValueError, match="frame='pixels': choose from thousandths, seen, stored"):
+        p.iou_reward("q", "1 2 3 4", answer, SIZES, "pixels")
+    with pytest.raises(ValueError, match="expected a box"):
+        reference_box("left")
+
+
+def data():
+    """(rows of pictures of several forms, their ImageSource, their pixels)."""
+    c = default_config()
+    c.run.recipe, c.model.tokenizer = "sft", "jaxrl://shapes/tokenizer"
+    c.data.image_min_pixels, c.data.image_max_pixels, c.data.max_prompt_tokens, c.data.completion_column = 64, 1024, 64, "completion"
+    pixels = [np.random.default_rng(i).integers(0, 255, (16, 24 + 8 * i, 3)).astype(np.uint8) for i in range(3)]
+    out = io.BytesIO()
+    Pillow.fromarray(pixels[1]).save(out, "PNG")
+    rows = [{"images": [pixels[0], out.getvalue()], "prompt": "red <image> blue <image>", "completion": "1", "answer": "1"},
+            {"images": [Pillow.fromarray(pixels[2])], "prompt": "red", "completion": "1", "answer": "1"},
+            {"prompt": "red", "completion": "1", "answer": "1"}]
+    tokenizer = load_tokenizer(c)
+    source = ImageSource(c, "qwen3_vl", tokenizer, tower=TOWER)
+    return load_train(c, tokenizer, tokenizer.eos_token_id, rows, images=source), source, pixels, tokenizer
+
+
+def brightness(completion, images, scale=1.0):
+    """Of the images of a row; of none 0."""
+    return scale * sum(float(one.pixels.mean()) for one in images) + 1000 * len(images)
+
+
+def widths(completions, image_sizes):
+    return [float(sum(one.stored[1] * 1000 + one.seen[1] for one in sizes)) for sizes in image_sizes]
+
+
+def blind(completion):
+    return 1.0
+
+
+def test_functions_get_the_pictures_of_their_row():
+    """Through real workers: pixels as the data have them, sizes without any file read, nothing for a function that names neither."""
+    dataset, source, pixels, tokenizer = data()
+    items = trial_items(dataset, tokenizer, images=source) + [
+        RewardItem("q", "x", images=source.row_files(dataset[2].images)), RewardItem("q", "x")]
+    c = default_config()
+    c.reward.workers, c.reward.arguments = 1, {"brightness": {"scale": 2.0}}
+    with RewardPool(resolve(c), functions=[brightness, widths, blind]) as pool:
+        result = pool.score(items[:3])
+    means = [float(one.mean()) for one in pixels]
+    assert result.parts["brightness"] == pytest.approx([2 * (means[0] + means[1]) + 2000, 2 * means[2] + 1000, 0.0])
+    assert result.parts["widths"].tolist() == [(24 + 32) * 1000 + 24 + 32, 40 * 1000 + 40, 0] and result.parts["blind"].tolist() == [1, 1, 1]
+    read = []
+    source.file = lambda number: read.append(number) or b""
+    for functions in ([widths, blind], [blind]):
+        with RewardPool(resolve(default_config()), functions=functions) as pool:
+            pool.score(items[:3])
+    assert read == []
+    source.close()
+
+
+def test_what_a_text_job_sends_is_as_before():
+    """No field is added; pictures are part of what identifies an item."""
+    item, files = RewardItem("q", "x"), SimpleNamespace(numbers=[7], sizes=lambda: [], files=lambda: [])
+    assert "image" not in item_json(item, 0, ("context_ids", "images", "image_sizes"))
+    hashes = {item_hash(RewardItem("q", "x", images=one)) for one in (None, SimpleNamespace(numbers=[]), files, SimpleNamespace(numbers=[8]))}
+    assert len(hashes) == 3
