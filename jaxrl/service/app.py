@@ -10,6 +10,8 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
   --name=NAME         a further name of the model, for clients that ask for another one; may be given again
   --rank=32           largest rank of an adapter: memory and time are those of this rank
   --alpha=32          of every adapter; its scale is alpha / rank
+  --unembed=refuse    what becomes of a run that asks for an adapter on the output matrix (train_unembed=True, the SDK's
+                      default): refuse, or leave-out: it is trained without one, and the client's log has a warning
   --max-length=2048   most tokens of a sequence, prompt and completion; longer requests are refused, none is cut
   --host=127.0.0.1    address to listen on; another than loopback needs keys
   --port=8317
@@ -58,13 +60,15 @@ class Options(NamedTuple):
     host: str = "127.0.0.1"
     port: int = 8317
     dir: str = "runs/service"
+    unembed: str = "refuse"
     config: dict = {}
 
 
 def parse(argv: list[str]) -> Options:
     """Parses a command line. Raises ConfigError."""
     found: dict = {"config": {}, "names": ()}
-    kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str}
+    kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str,
+             "unembed": str}
     for argument in argv:
         flag, given, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not given:
@@ -83,6 +87,8 @@ def parse(argv: list[str]) -> Options:
     if not found.get("model"):
         raise ConfigError("--model is missing: name the folder or hub id of the base model, --model=PATH")
     options = Options(**found)
+    if options.unembed not in ("refuse", "leave-out"):
+        raise ConfigError(f"--unembed={options.unembed}: choose refuse or leave-out")
     for name, least in (("rank", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}")
@@ -153,7 +159,7 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     names = (options.names[0] if options.names else options.model, *options.names[1:],
              *([options.model] if options.names else []))
     operations = Operations(worker, Store(Path(options.dir)), names, job.eos_ids, options.max_length,
-                            job.model.config.vocab_size, journal=journal)
+                            job.model.config.vocab_size, journal=journal, leave_out=options.unembed == "leave-out")
     log.info("%d x %s, %.2f M parameters, adapters of rank 1 to %d", jax.device_count(), jax.devices()[0].device_kind,
              job.model.base.num_parameters / 1e6, options.rank)
     recover(operations, journal)

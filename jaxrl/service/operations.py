@@ -34,8 +34,7 @@ from jaxrl.service.worker import Task, refusal
 
 log = logging.getLogger("jaxrl")
 RESULTS_SECONDS = 3600.0  # results are kept for as long
-NO_UNEMBED = ("this server trains no adapter on the output matrix: train_unembed=True has no effect here, set "
-              "train_unembed=False to say so")
+NO_UNEMBED = "this server was started with --unembed=leave-out: train_unembed=True trains no output matrix here"
 JOURNAL_BYTES = 256 << 20  # of the journal, from which it is compacted
 VERSIONS = 64  # versions of weights that the sampler keeps
 
@@ -76,10 +75,11 @@ class Operations:
       eos_ids: end tokens. longest: most tokens of a sequence. vocab: token ids are below it. has_text: whether stop
         texts can be searched.
       journal: service.journal.Journal; None = nothing survives this process.
+      leave_out: whether a run that asks for train_unembed=True is trained without it; else it is refused.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,
-                 has_text: bool = True, journal: Journal | None = None):
+                 has_text: bool = True, journal: Journal | None = None, leave_out: bool = False):
         self.worker, self.trainer, self.sampler, self.store = worker, worker.trainer, worker.sampler, store
         self.names, self.eos_ids, self.longest, self.vocab, self.has_text = names, eos_ids, longest, vocab, has_text
         self.sessions: dict[str, dict] = {}
@@ -87,7 +87,7 @@ class Operations:
         self.samplers: dict[str, SamplingSession] = {}
         self.promises: dict[str, Promise] = {}
         self.created: dict[str, str] = {}  # idempotency key -> session
-        self.journal, self.snapshots = journal, worker.snapshots
+        self.journal, self.snapshots, self.leave_out = journal, worker.snapshots, leave_out
         self.recorded: dict[str, Record] | None = None  # results of an earlier process, while its journal is replayed
         self._swept = time.monotonic()
 
@@ -215,7 +215,8 @@ class Operations:
             about = {"user_metadata": b["user_metadata"], "display_name": b["display_name"]}
             self._write_down({"kind": "session", "id": session, "key": key, "about": about})
             self.begin_session(session, key, about)
-        return {"type": "create_session", "session_id": session, "warning_message": NO_UNEMBED}
+        warning = {"warning_message": NO_UNEMBED} if self.leave_out else {}
+        return {"type": "create_session", "session_id": session, **warning}
 
     def begin_session(self, session: str, key: str, about: dict) -> None:
         """Notes a session. about: user_metadata and display_name."""
@@ -252,7 +253,8 @@ class Operations:
         def prepare():
             self._check_base(b["base_model"])
             bodies.check_optimizer(b["optimizer_config"])
-            options = bodies.lora_options(b["lora_config"], _seed_of(model_id))
+            accepted = self.recorded is not None  # by a process whose option may have been another
+            options = bodies.lora_options(b["lora_config"], _seed_of(model_id), self.leave_out or accepted)
 
             def work(_):
                 run = self.trainer.start(options)

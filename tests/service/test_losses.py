@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl import sharding, training
-from jaxrl.algorithms.api_losses import API_LOSSES
+from jaxrl.algorithms.api_losses import API_LOSSES, token_losses
 from jaxrl.models import build
 from jaxrl.models.adapters import Adapter, Target, peft
 from jaxrl.models.adapters.selection import linears
@@ -25,7 +25,8 @@ from jaxrl.service.trainer import AdamSettings, LoraOptions, Trainer, lora_adapt
 from jaxrl.service.wire import Datum
 
 torch = Imported("torch")
-RANK, LARGEST, LONGEST = 3, 5, 40
+RANK, LARGEST, LONGEST, BETA = 3, 5, 40, 0.3
+CONFIGS = {"ppo": {"clip_low_threshold": 0.9}, "cispo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2}, "dro": {"beta": BETA}}
 pytestmark = [pytest.mark.torch, pytest.mark.full]
 
 
@@ -69,8 +70,10 @@ def their_loss(model, rows, name, low=0.8, high=1.2):
         logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tensors["target_tokens"])[:, None])[:, 0]
         w, a, q = (torch.tensor(tensors[key]) for key in ("weights", "advantages", "logprobs"))
         ratio = (logp - q).exp()
+        clipped = ratio.clamp(low, high)
         total = total - {"cross_entropy": w * logp, "importance_sampling": w * ratio * a,
-                         "ppo": w * torch.minimum(ratio * a, ratio.clamp(low, high) * a)}[name].sum()
+                         "ppo": w * torch.minimum(ratio * a, clipped * a), "cispo": w * clipped.detach() * a * logp,
+                         "dro": w * (a * logp - BETA / 2 * (logp - q) ** 2)}[name].sum()
         found.append(logp.detach().numpy())
     return found, total
 
@@ -118,7 +121,7 @@ def learning(theirs):
 def test_a_loss_is_the_documented_sum(models, name):
     """Log-probs, loss and gradient in float64; two requests add up."""
     trainer, theirs = models
-    rows, config = data(np.random.default_rng(3)), {} if name != "ppo" else {"clip_low_threshold": 0.9}
+    rows, config = data(np.random.default_rng(3)), CONFIGS.get(name, {})
     run = adopted(trainer, theirs)
     theirs.zero_grad()
     logprobs, loss = their_loss(theirs, rows, name, low=0.9)
@@ -137,6 +140,17 @@ def test_a_loss_is_the_documented_sum(models, name):
     assert grads.keys() == wanted.keys() and max(np.abs(g).max() for g in grads.values()) > 1
     for key, gradient in grads.items():
         np.testing.assert_allclose(gradient, wanted[key].grad.numpy(), atol=1e-10 * max(1, np.abs(gradient).max()), err_msg=key)
+
+
+@pytest.mark.parametrize("name, number", [(name, loss.number) for name, loss in API_LOSSES.items()])
+def test_gradients_are_finite_where_the_ratio_overflows(name, number):
+    """Of a loss that is finite: a clipped ratio has no gradient, whatever its size."""
+    def loss(logp):
+        ones = np.ones(2, np.float32)
+        return token_losses(logp, np.array([-200, -1], np.float32), ones, ones, np.full(2, number), 0.8 * ones, 1.2 * ones).sum()
+
+    value, grad = jax.value_and_grad(loss)(np.array([-1, -1], np.float32))
+    assert bool(np.isfinite(value)) == bool(np.isfinite(grad).all()) == (name != "importance_sampling")
 
 
 def test_a_step_is_torch_s_adamw(models):
@@ -173,8 +187,8 @@ def test_requests_of_any_size_compile_nothing_further(models):
     shapes = sum(len(counts) for counts in trainer.row_shapes.counts)
     for k in range(12):
         rows = data(rng, rng.integers(1, LONGEST, rng.integers(1, 12)))
-        name = list(API_LOSSES)[k % 3]
-        trainer.forward_backward(run, bodies.batch(of_loss(rows, name), name, {}, LONGEST, VOCAB), True)
+        name = list(API_LOSSES)[k % len(API_LOSSES)]
+        trainer.forward_backward(run, bodies.batch(of_loss(rows, name), name, CONFIGS.get(name, {}), LONGEST, VOCAB), True)
         trainer.optim_step(run, AdamSettings(1e-3 / (k + 1), grad_clip_norm=k))
     state = run.state
     empty, accumulate, _ = trainer.update.compiled(state.replace(frozen={**trainer.base, **state.frozen}))
