@@ -353,7 +353,8 @@ def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
 
 @pytest.mark.parametrize("argv, what", [
     ([], "--model is missing"), (["--model=a", "x"], "x: expected --NAME=VALUE"), (["--model=a", "--rank=two"], "--rank=two: expected a number"),
-    (["--model=a", "--rank=0"], "--rank=0: must be at least 1"), (["--model=a", "--unembed=yes"], "choose refuse or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
+    (["--model=a", "--rank=0"], "--rank=0: must be at least 1"),
+    (["--model=a", "--unembed=yes"], "choose refuse or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
     (["--model=a", "--config.rollout.slot=3"], "rollout.slot")])
 def test_the_command_line_is_checked(argv, what):
     with pytest.raises(ConfigError, match=what.replace("(", r"\(")):

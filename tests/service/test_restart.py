@@ -41,7 +41,8 @@ def script(session: str) -> list[tuple[str, object, dict]]:
     def step(seq, **adam):
         out.append(("optim_step", {"model_id": run, "seq_id": seq, "adam_params": {"learning_rate": 1e-2, **adam}}, {}))
 
-    out.append(("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 3, "seed": 5, "train_unembed": False}}, {}))
+    lora = {"rank": 3, "seed": 5, "train_unembed": False}
+    out.append(("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}, {}))
     learn(1, ROWS)
     step(2)
     learn(3, OTHERS)
