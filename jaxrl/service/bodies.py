@@ -15,9 +15,10 @@ import numpy as np
 
 from jaxrl.algorithms.api_losses import API_LOSSES
 from jaxrl.rollout.protocol import SamplingParams
+from jaxrl.service.packing import Batch
 from jaxrl.service.refusals import Refused
 from jaxrl.service.sampler import ENDS
-from jaxrl.service.trainer import COLUMNS, AdamSettings, Batch, LoraOptions
+from jaxrl.service.trainer import COLUMNS, AdamSettings, LoraOptions
 
 TEXTS, INTEGER, NUMBER, FLAG, TABLE, LIST, ANY = (str,), (int,), (int, float), (bool,), (dict,), (list,), (object,)
 WORDS = {TEXTS: "a text", INTEGER: "a whole number", NUMBER: "a number", FLAG: "true or false", TABLE: "an object",

@@ -30,7 +30,7 @@ from jaxrl.service.refusals import Refused
 from jaxrl.service.sampler import BASE, SampleJob
 from jaxrl.service.store import KINDS, Address, check_name
 from jaxrl.service.trainer import LoraOptions
-from jaxrl.service.worker import Task, refusal
+from jaxrl.service.worker import ALONE, Pass, Task, refusal
 
 log = logging.getLogger("jaxrl")
 RESULTS_SECONDS = 3600.0  # results are kept for as long
@@ -120,10 +120,12 @@ class Operations:
         self.promises[name] = Promise(future, digest)
         return {"request_id": name}
 
-    def _recorder(self, name: str, **about) -> Callable[[Any], None]:
-        """Returns a function that writes a result, or the Refused in its place, into the journal."""
-        def record(result):
+    def _recorder(self, name: str, **about) -> Callable[..., None]:
+        """Returns a function that writes a result, or the Refused in its place, and its placement into the journal."""
+        def record(result, placement=None):
             header = {"kind": "result", "name": name, "time": time.time(), **about}
+            if placement:
+                header["placement"] = placement
             if isinstance(result, Refused):
                 header |= {"error": str(result), "status": result.status}
             elif not isinstance(result, bytes):
@@ -175,7 +177,7 @@ class Operations:
                           f"older than {RESULTS_SECONDS:g} s; send the request again")
         return found
 
-    def _task(self, kind: str, model_id: str, number: int, body: bytes, prepare: Callable[[], Callable[[Any], Any]],
+    def _task(self, kind: str, model_id: str, number: int, body: bytes, prepare: Callable[[], Callable | Pass],
               changes: bool = True, **options) -> dict:
         """Returns the promise of a run's task.
 
@@ -199,8 +201,12 @@ class Operations:
                     work = _failing(Refused(recorded.header["status"], recorded.header["error"]))
                 elif not changes:
                     work = _nothing
-            self.worker.post(Task(title, work, future, record=record, **options), model_id, number)
+                elif isinstance(work, Pass):
+                    work = work._replace(placement=recorded.header.get("placement", ALONE))
+            self.worker.post(Task(title, work, future, record=record, size=len(body), **options), model_id, number)
 
+        if name not in self.promises and self.recorded is None:
+            self.worker.check_room(model_id.partition(":")[0], model_id, number, len(body))
         promise = self._promise(name, body, begin, op=kind, run=model_id, number=number)
         return promise | {"model_id": model_id}
 
@@ -331,12 +337,8 @@ class Operations:
         def prepare():
             data = wire.read_data(request.data)
             batch = bodies.batch(data, request.loss_fn, request.config, self.longest, self.vocab)
-
-            def work(run):
-                logprobs, loss = self.trainer.forward_backward(run, batch, not request.forward_only)
-                return wire.forward_backward_output(logprobs, {"loss:sum": loss})
-
-            return work
+            return Pass(batch, not request.forward_only,
+                        lambda logprobs, loss: wire.forward_backward_output(logprobs, {"loss:sum": loss}))
 
         learns = not request.forward_only
         return self._task(kind, request.model_id, request.seq_id, raw, prepare, changes=learns, clears=learns)
@@ -492,7 +494,7 @@ def _failing(error: Refused) -> Callable[[Any], Any]:
     return work
 
 
-def _nothing(_) -> None:
+def _nothing(*_) -> None:
     """Does nothing, as the work or the record of a task whose result is known."""
 
 
