@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.low_precision import DEFAULT
 from jaxrl.models import latent, parameters, recurrent
-from jaxrl.models.adapters import dropped, quantized, stretch
+from jaxrl.models.adapters import bank, dropped, quantized, stretch
 from jaxrl.models.adapters.adapter_set import scale_columns
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.feed_forward import FEED_FORWARDS, NOTHING, ROUTES, STACKED, Part
@@ -128,11 +128,20 @@ class Weights(NamedTuple):
             (first, "a" + which), (first, "scale"), (name, "b" + which)))
         if not which and f"{first}/lora/key" in self.values:
             x = dropped(x, self.values[f"{first}/lora/key"], self.values[f"{first}/lora/keep"])
+        if scale.ndim == 1:
+            return self._of_bank(row, x, a, b, scale)
         few = product(x, gathered(a, (*row.axes[:row.inputs], None), x.dtype), row.inputs)
         acc = jnp.promote_types(few.dtype, jnp.float32)
         few, scale = few.astype(acc), scale.astype(acc)
         few = (scale_columns(few, scale, self.whose) if scale.ndim else few * scale).astype(x.dtype)
         return product(few, gathered(b, (None, *row.axes[row.inputs:]), x.dtype), 1)
+
+    def _of_bank(self, row, x, a, b, scale):
+        """Returns `low_rank` of each row's adapter in a bank (models.adapters.bank)."""
+        numbers, acc = bank.numbers_of_rows(self.whose), jnp.promote_types(x.dtype, jnp.float32)
+        few = bank.product(x, gathered(a, (None, *row.axes[:row.inputs], None), x.dtype), numbers, row.inputs)
+        few = bank.scaled(few.astype(acc), scale.astype(acc), numbers).astype(x.dtype)
+        return bank.product(few, gathered(b, (None, None, *row.axes[row.inputs:]), x.dtype), numbers, 1)
 
     def first_part(self, name: str) -> str:
         """Returns the map whose adapter has the A of this one: the first part of the same HF tensor, else its own."""

@@ -10,6 +10,10 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
   --name=NAME         a further name of the model, for clients that ask for another one; may be given again
   --rank=32           largest rank of an adapter: memory and time are those of this rank
   --alpha=32          of every adapter; its scale is alpha / rank
+  --unembed=refuse    what becomes of a run that asks for an adapter on the output matrix (train_unembed=True, the SDK's
+                      default): refuse, or leave-out: it is trained without one, and the client's log has a warning
+  --together=8        most requests of several runs in one forward and backward pass, which needs memory for as many
+                      adapters and their gradients; 1 = each by itself
   --max-length=2048   most tokens of a sequence, prompt and completion; longer requests are refused, none is cut
   --host=127.0.0.1    address to listen on; another than loopback needs keys
   --port=8317
@@ -58,13 +62,16 @@ class Options(NamedTuple):
     host: str = "127.0.0.1"
     port: int = 8317
     dir: str = "runs/service"
+    unembed: str = "refuse"
+    together: int = 8
     config: dict = {}
 
 
 def parse(argv: list[str]) -> Options:
     """Parses a command line. Raises ConfigError."""
     found: dict = {"config": {}, "names": ()}
-    kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str}
+    kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str,
+             "unembed": str, "together": int}
     for argument in argv:
         flag, given, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not given:
@@ -83,7 +90,9 @@ def parse(argv: list[str]) -> Options:
     if not found.get("model"):
         raise ConfigError("--model is missing: name the folder or hub id of the base model, --model=PATH")
     options = Options(**found)
-    for name, least in (("rank", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0)):
+    if options.unembed not in ("refuse", "leave-out"):
+        raise ConfigError(f"--unembed={options.unembed}: choose refuse or leave-out")
+    for name, least in (("rank", 1), ("together", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}")
     return options
@@ -143,7 +152,7 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     places = flattened(parameters.param_shardings(job))
     chunk = job.config.train.logprob_chunk
     trainer = Trainer(job.model, base, places, sharding.replicated(job.mesh), job.row_shapes, job.put, options.alpha,
-                      chunk)
+                      chunk, options.together)
     engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, (), job.hf_config))
     read = training.make_reader(job.model, temperature=1.0, chunk=chunk, put=job.put)
     sampler = Sampler(engine, read, job.row_shapes, trainer.params, trainer.base_leaves())
@@ -153,7 +162,7 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     names = (options.names[0] if options.names else options.model, *options.names[1:],
              *([options.model] if options.names else []))
     operations = Operations(worker, Store(Path(options.dir)), names, job.eos_ids, options.max_length,
-                            job.model.config.vocab_size, journal=journal)
+                            job.model.config.vocab_size, journal=journal, leave_out=options.unembed == "leave-out")
     log.info("%d x %s, %.2f M parameters, adapters of rank 1 to %d", jax.device_count(), jax.devices()[0].device_kind,
              job.model.base.num_parameters / 1e6, options.rank)
     recover(operations, journal)

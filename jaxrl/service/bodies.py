@@ -15,9 +15,10 @@ import numpy as np
 
 from jaxrl.algorithms.api_losses import API_LOSSES
 from jaxrl.rollout.protocol import SamplingParams
+from jaxrl.service.packing import Batch
 from jaxrl.service.refusals import Refused
 from jaxrl.service.sampler import ENDS
-from jaxrl.service.trainer import COLUMNS, AdamSettings, Batch, LoraOptions
+from jaxrl.service.trainer import COLUMNS, AdamSettings, LoraOptions
 
 TEXTS, INTEGER, NUMBER, FLAG, TABLE, LIST, ANY = (str,), (int,), (int, float), (bool,), (dict,), (list,), (object,)
 WORDS = {TEXTS: "a text", INTEGER: "a whole number", NUMBER: "a number", FLAG: "true or false", TABLE: "an object",
@@ -68,6 +69,10 @@ BODIES: dict[str, dict[str, Field]] = {
     "retrieve_future": {"request_id": ID, "allow_metadata_only": Field(FLAG, False)},
     "cancel_future": {"request_id": ID},
 }
+# loss -> why it is not served, and the one flag of a recipe that changes it
+UNKNOWN_LOSSES = {
+    "stable_reinforce": " (its objective is not published; a recipe takes loss_fn=importance_sampling in its place)",
+    "gspo": " (its thresholds are not published; a recipe takes loss_fn=importance_sampling in its place)"}
 # field -> (value that asks for nothing, what to do instead), of asample
 NOT_SERVED = {"topk_prompt_logprobs": (0, "leave it out"), "topk_sample_logprobs": (0, "leave it out"),
               "prompt_alt_tokens_k": (0, "leave it out"),
@@ -111,9 +116,15 @@ def read(kind: str, body: dict, where: str = "") -> dict:
     return out
 
 
-def lora_options(config: dict, seed: int) -> LoraOptions:
-    """Returns the adapter that a lora_config describes. seed: where it names none."""
+def lora_options(config: dict, seed: int, leave_out: bool) -> LoraOptions:
+    """Returns the adapter that a lora_config describes. Raises Refused for train_unembed=True without `leave_out`.
+
+    seed: where it names none.
+    """
     c = read("lora_config", config)
+    if c["train_unembed"] and not leave_out:
+        raise Refused(422, "lora_config.train_unembed=True: this server has no adapter on the output matrix; set "
+                      "train_unembed=False, or, for recipes that cannot, start the server with --unembed=leave-out")
     own = seed if c["seed"] is None else c["seed"] % 2**32
     return LoraOptions(c["rank"], own, c["train_attn"], c["train_mlp"])
 
@@ -148,8 +159,9 @@ def batch(data, loss_fn: str, config: dict, longest: int, vocab: int) -> Batch:
     """
     loss = API_LOSSES.get(loss_fn)
     if loss is None:
-        raise Refused(422, f"loss_fn={loss_fn!r} is not served here: choose {', '.join(API_LOSSES)}, or compute any "
-                      "loss of log-probs with forward_backward_custom")
+        why = UNKNOWN_LOSSES.get(loss_fn, "")
+        raise Refused(422, f"loss_fn={loss_fn!r} is not served here{why}: choose {', '.join(API_LOSSES)}, or compute "
+                      "any loss of log-probs with forward_backward_custom")
     bounds = dict(loss.thresholds)
     for name, value in config.items():
         if name not in bounds:
@@ -158,6 +170,9 @@ def batch(data, loss_fn: str, config: dict, longest: int, vocab: int) -> Batch:
         if isinstance(value, str) or not math.isfinite(value) or value < 0:
             raise Refused(422, f"loss_fn_config.{name}={value!r}: must be a number of at least 0")
         bounds[name] = value
+    if missing := [name for name, value in bounds.items() if value is None]:
+        raise Refused(422, f"loss_fn_config.{missing[0]} is missing: {loss_fn} needs it, such as "
+                      f"loss_fn_config={{{missing[0]!r}: 0.05}}")
     if not data:
         raise Refused(422, "data is empty: send at least one datum")
     low, high = (*bounds.values(), 0.0, 0.0)[:2]

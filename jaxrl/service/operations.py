@@ -30,12 +30,11 @@ from jaxrl.service.refusals import Refused
 from jaxrl.service.sampler import BASE, SampleJob
 from jaxrl.service.store import KINDS, Address, check_name
 from jaxrl.service.trainer import LoraOptions
-from jaxrl.service.worker import Task, refusal
+from jaxrl.service.worker import ALONE, Pass, Task, refusal
 
 log = logging.getLogger("jaxrl")
 RESULTS_SECONDS = 3600.0  # results are kept for as long
-NO_UNEMBED = ("this server trains no adapter on the output matrix: train_unembed=True has no effect here, set "
-              "train_unembed=False to say so")
+NO_UNEMBED = "this server was started with --unembed=leave-out: train_unembed=True trains no output matrix here"
 JOURNAL_BYTES = 256 << 20  # of the journal, from which it is compacted
 VERSIONS = 64  # versions of weights that the sampler keeps
 
@@ -76,10 +75,11 @@ class Operations:
       eos_ids: end tokens. longest: most tokens of a sequence. vocab: token ids are below it. has_text: whether stop
         texts can be searched.
       journal: service.journal.Journal; None = nothing survives this process.
+      leave_out: whether a run that asks for train_unembed=True is trained without it; else it is refused.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,
-                 has_text: bool = True, journal: Journal | None = None):
+                 has_text: bool = True, journal: Journal | None = None, leave_out: bool = False):
         self.worker, self.trainer, self.sampler, self.store = worker, worker.trainer, worker.sampler, store
         self.names, self.eos_ids, self.longest, self.vocab, self.has_text = names, eos_ids, longest, vocab, has_text
         self.sessions: dict[str, dict] = {}
@@ -87,7 +87,7 @@ class Operations:
         self.samplers: dict[str, SamplingSession] = {}
         self.promises: dict[str, Promise] = {}
         self.created: dict[str, str] = {}  # idempotency key -> session
-        self.journal, self.snapshots = journal, worker.snapshots
+        self.journal, self.snapshots, self.leave_out = journal, worker.snapshots, leave_out
         self.recorded: dict[str, Record] | None = None  # results of an earlier process, while its journal is replayed
         self._swept = time.monotonic()
 
@@ -120,10 +120,12 @@ class Operations:
         self.promises[name] = Promise(future, digest)
         return {"request_id": name}
 
-    def _recorder(self, name: str, **about) -> Callable[[Any], None]:
-        """Returns a function that writes a result, or the Refused in its place, into the journal."""
-        def record(result):
+    def _recorder(self, name: str, **about) -> Callable[..., None]:
+        """Returns a function that writes a result, or the Refused in its place, and its placement into the journal."""
+        def record(result, placement=None):
             header = {"kind": "result", "name": name, "time": time.time(), **about}
+            if placement:
+                header["placement"] = placement
             if isinstance(result, Refused):
                 header |= {"error": str(result), "status": result.status}
             elif not isinstance(result, bytes):
@@ -175,7 +177,7 @@ class Operations:
                           f"older than {RESULTS_SECONDS:g} s; send the request again")
         return found
 
-    def _task(self, kind: str, model_id: str, number: int, body: bytes, prepare: Callable[[], Callable[[Any], Any]],
+    def _task(self, kind: str, model_id: str, number: int, body: bytes, prepare: Callable[[], Callable | Pass],
               changes: bool = True, **options) -> dict:
         """Returns the promise of a run's task.
 
@@ -199,8 +201,12 @@ class Operations:
                     work = _failing(Refused(recorded.header["status"], recorded.header["error"]))
                 elif not changes:
                     work = _nothing
-            self.worker.post(Task(title, work, future, record=record, **options), model_id, number)
+                elif isinstance(work, Pass):
+                    work = work._replace(placement=recorded.header.get("placement", ALONE))
+            self.worker.post(Task(title, work, future, record=record, size=len(body), **options), model_id, number)
 
+        if name not in self.promises and self.recorded is None:
+            self.worker.check_room(model_id.partition(":")[0], model_id, number, len(body))
         promise = self._promise(name, body, begin, op=kind, run=model_id, number=number)
         return promise | {"model_id": model_id}
 
@@ -215,7 +221,8 @@ class Operations:
             about = {"user_metadata": b["user_metadata"], "display_name": b["display_name"]}
             self._write_down({"kind": "session", "id": session, "key": key, "about": about})
             self.begin_session(session, key, about)
-        return {"type": "create_session", "session_id": session, "warning_message": NO_UNEMBED}
+        warning = {"warning_message": NO_UNEMBED} if self.leave_out else {}
+        return {"type": "create_session", "session_id": session, **warning}
 
     def begin_session(self, session: str, key: str, about: dict) -> None:
         """Notes a session. about: user_metadata and display_name."""
@@ -252,7 +259,8 @@ class Operations:
         def prepare():
             self._check_base(b["base_model"])
             bodies.check_optimizer(b["optimizer_config"])
-            options = bodies.lora_options(b["lora_config"], _seed_of(model_id))
+            accepted = self.recorded is not None  # by a process whose option may have been another
+            options = bodies.lora_options(b["lora_config"], _seed_of(model_id), self.leave_out or accepted)
 
             def work(_):
                 run = self.trainer.start(options)
@@ -329,12 +337,8 @@ class Operations:
         def prepare():
             data = wire.read_data(request.data)
             batch = bodies.batch(data, request.loss_fn, request.config, self.longest, self.vocab)
-
-            def work(run):
-                logprobs, loss = self.trainer.forward_backward(run, batch, not request.forward_only)
-                return wire.forward_backward_output(logprobs, {"loss:sum": loss})
-
-            return work
+            return Pass(batch, not request.forward_only,
+                        lambda logprobs, loss: wire.forward_backward_output(logprobs, {"loss:sum": loss}))
 
         learns = not request.forward_only
         return self._task(kind, request.model_id, request.seq_id, raw, prepare, changes=learns, clears=learns)
@@ -490,7 +494,7 @@ def _failing(error: Refused) -> Callable[[Any], Any]:
     return work
 
 
-def _nothing(_) -> None:
+def _nothing(*_) -> None:
     """Does nothing, as the work or the record of a task whose result is known."""
 
 

@@ -1,5 +1,9 @@
 """Trains LoRA runs of any rank over one frozen base, with the jitted functions of training.make_update.
 
+Requests of several runs share a forward and backward pass: their adapters are a bank (models.adapters.bank), their data
+rows of the same microbatches. The gradient of each request is taken out of the bank and added to its run's window, so a
+run has nothing of another, not even what is not finite.
+
 The model has one adapter of the largest rank on every linear map of its layers. A run of a smaller rank, or on fewer
 modules, leaves the other columns of A and B at zero: both of their gradients are zero there, so they stay zero, and
 every run shares the same few programs. The scale of the adapter and the settings of the optimizer are data, too.
@@ -8,7 +12,7 @@ Gradients of a run add up in its window, from forward_backward to forward_backwa
 
 Knows values only: no HTTP, no files, no order of requests. Called by service.worker, from one thread.
 
-Legend: T tokens of a ragged batch, N positions of a datum, R rows, S loss slots per row.
+Legend: T tokens of a ragged batch, N positions of a datum, R rows, S loss slots per row, K requests.
 """
 
 from __future__ import annotations
@@ -26,29 +30,17 @@ from flax.traverse_util import unflatten_dict
 from jaxrl import training
 from jaxrl.algorithms.api_losses import token_losses
 from jaxrl.models import adapters
-from jaxrl.models.adapters import peft
+from jaxrl.models.adapters import bank, peft
 from jaxrl.models.adapters.initialization import initial
 from jaxrl.models.adapters.selection import Selection, linears, resolved
 from jaxrl.processes.exchange import to_host
+from jaxrl.service.packing import Batch, Packed, pack_together, place_again, ragged
 from jaxrl.service.refusals import Refused
 from jaxrl.training.objective import Objective
 from jaxrl.training.update import make_scaled
-from jaxrl.types import TrainState, Trajectories, merge
+from jaxrl.types import TrainState, merge
 
 COLUMNS = ("sampled", "advantage", "weight", "loss", "low", "high")  # of token_losses, in its order
-
-
-class Batch(NamedTuple):
-    """Data of one forward_backward.
-
-    Attributes:
-      tokens, targets: [N] int32 of each datum, of equal lengths.
-      columns: {name of COLUMNS: [N] of each datum}.
-    """
-
-    tokens: list[np.ndarray]
-    targets: list[np.ndarray]
-    columns: dict[str, list[np.ndarray]]
 
 
 class AdamSettings(NamedTuple):
@@ -122,7 +114,8 @@ DEFAULTS = AdamSettings()
 
 @dataclasses.dataclass(frozen=True)
 class SumOfTokens(Objective):
-    """Minimises sum_t token_losses: the losses of the protocol. The metric "logprob" is [R, S], of every slot."""
+    """Minimises sum_t token_losses: the losses of the protocol. The metrics "logprob", "losses" are [R, S], of every
+    slot."""
 
     weights = ("token",)
     columns = COLUMNS
@@ -131,8 +124,8 @@ class SumOfTokens(Objective):
     @jax.named_scope("loss")
     def loss(self, outputs, batch, entropy_coef=None):
         logp, _, _ = outputs.logprobs()
-        loss = jnp.sum(jnp.where(outputs.mask, token_losses(logp, *(batch.columns[name] for name in COLUMNS)), 0))
-        return loss, {"logprob": jax.lax.stop_gradient(logp)}
+        losses = jnp.where(outputs.mask, token_losses(logp, *(batch.columns[name] for name in COLUMNS)), 0)
+        return jnp.sum(losses), jax.lax.stop_gradient({"logprob": logp, "losses": losses})
 
 
 def lora_adapter(model, options: LoraOptions, alpha: float) -> adapters.Adapter:
@@ -156,19 +149,26 @@ class Trainer:
       put: host PackedBatch -> device PackedBatch.
       alpha: of every adapter; its scale is alpha / rank.
       chunk: loss tokens whose logits exist at once.
+      together: most requests of one forward and backward pass.
     """
 
-    def __init__(self, model, base, places, everywhere, row_shapes, put, alpha: float = 32.0, chunk: int = 1024):
+    def __init__(self, model, base, places, everywhere, row_shapes, put, alpha: float = 32.0, chunk: int = 1024,
+                 together: int = 1):
         self.model, self.base, self.places, self.everywhere = model, base, places, everywhere
         self.row_shapes, self.put, self.alpha = row_shapes, put, alpha
         self.rank = max(t.rank for t in model.adapter.targets)
         objective = SumOfTokens(chunk=chunk, max_grad_norm=0.0)
         self.optimizer = adam()
         self.update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
+        self.shared_update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
+        rows_mix = model.config.num_expert_layers or model.config.num_recurrent  # where other rows decide a row's bits
+        self.together = 1 if rows_mix else together
         scaled = make_scaled(model, objective)
         self._evaluate = jax.jit(lambda trainable, frozen, stats, batch: scaled(trainable, frozen, batch, stats)[1])
         self._start = jax.jit(lambda trainable, frozen: training.init_state(trainable, frozen, self.optimizer))
         self._zeros: dict[tuple, Any] = {}  # shape of a microbatch -> metrics to add to
+        self._stack, self._take = self._bank_programs()
+        self._add = jax.jit(lambda window, more: jax.tree.map(jnp.add, window, more), donate_argnums=0)
         self.dtype = jnp.result_type(jnp.float32, *(x.dtype for x in base.values() if x.dtype == jnp.float64))
 
     @property
@@ -226,7 +226,7 @@ class Trainer:
 
         return jax.tree_util.tree_map_with_path(place, state)
 
-    # ---- one request
+    # ---- requests
 
     def forward_backward(self, run: Run, batch: Batch, learn: bool) -> tuple[list[np.ndarray], float]:
         """Computes a loss, and adds its gradient to the run's window if `learn`.
@@ -236,38 +236,99 @@ class Trainer:
         """
         traj, columns = ragged(batch, self.dtype)
         layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
-        token = {"token": traj.loss_mask.astype(self.dtype)}
-        state, frozen = run.state, {**self.base, **run.state.frozen}
-        pending, grads = [], run.window
-        empty, accumulate, _ = self.update.compiled(state.replace(frozen=frozen))
-        for micro in layout.minibatches[0].microbatches:
-            packed = training.pack(traj, micro, columns, token, self.dtype)
-            packed = packed.replace(targets=packed.columns.pop("target"))
-            device = self.put(packed)
-            if not learn:
-                metrics = self._evaluate(state.trainable, frozen, state.stats, device)
-            else:
-                shape = packed.tokens.shape
-                if grads is None or shape not in self._zeros:
-                    zeros, metrics = empty(state.trainable, frozen, device)
-                    grads = zeros if grads is None else grads
-                    self._zeros.setdefault(shape, jax.device_get(metrics))
-                run.window = None  # donated
-                grads, metrics = accumulate(state.trainable, frozen, state.stats, grads, self._zeros[shape], (device,),
-                                            None)
-            pending.append((micro, metrics))
-        loss, out = 0.0, np.zeros(len(traj.tokens), self.dtype)
-        for micro, metrics in pending:
-            training.unpack(traj, micro, to_host(metrics["logprob"]), out)
-            loss += float(to_host(metrics["loss"]))
-        run.window = grads
+        packed = Packed(traj, columns, list(layout.minibatches[0].microbatches), [[]], [0, len(batch.tokens)])
+        state = run.state.replace(frozen={**self.base, **run.state.frozen})
+        window, run.window = run.window, None  # donated
+        grads, logprobs, losses = self._pass(self.update, state, packed, learn, window)
+        run.window = grads if learn else window
+        loss = float(losses.sum(dtype=np.float64))
         if learn:
             run.loss += loss
         if not np.isfinite(loss):
             self.empty_window(run)
-            raise Refused(422, f"the loss is {loss}: nothing was added; look for log-probs far below those of the "
-                          "policy, very large advantages, or a learning rate that destroyed the adapter")
-        return [out[a + 1:b] for a, b in zip(traj.offsets[:-1], traj.offsets[1:], strict=True)], loss
+            raise Refused(422, NOT_FINITE.format(loss))
+        return self._of_data(packed, 0, logprobs), loss
+
+    def forward_backward_together(self, requests: list[tuple[Run, Batch]], learn: bool, placement=None) -> list:
+        """Computes the losses of 1 to `together` requests in one pass; a run's gradients are added in their order.
+
+        placement: of one request, which is computed as it was with others; see service.packing.
+
+        Returns of each request (log-probs, sum of losses, placement), or a Refused as forward_backward raises it.
+        """
+        runs, batches = [run for run, _ in requests], [batch for _, batch in requests]
+        packed = place_again(batches[0], placement, self.row_shapes, self.dtype) if placement else None
+        packed = packed or pack_together(batches, self.row_shapes, self.dtype)
+        of_bank = runs + runs[:1] * (max(self.together, 2) - len(runs))
+        trainable, scales = (self._stack(*(getattr(run.state, part) for run in of_bank))
+                             for part in ("trainable", "frozen"))
+        state = TrainState(trainable, {**self.base, **scales}, (), runs[0].state.step, runs[0].state.stats)
+        grads, logprobs, losses = self._pass(self.shared_update, state, packed, learn)
+        offsets = packed.traj.offsets
+        sums = [float(losses[offsets[packed.ends[k]]:offsets[packed.ends[k + 1]]].sum(dtype=np.float64))
+                for k in range(len(runs))]
+        own = [self._take(grads, jax.device_put(np.int32(k), self.everywhere)) if learn and np.isfinite(loss) else None
+               for k, loss in enumerate(sums)]
+        return [self._settle(run, loss, gradient, learn) or (self._of_data(packed, k, logprobs), loss,
+                                                             packed.placements[k])
+                for k, (run, loss, gradient) in enumerate(zip(runs, sums, own, strict=True))]
+
+    def _settle(self, run: Run, loss: float, gradient, learn: bool) -> Refused | None:
+        """Adds a gradient to the run's window; returns a Refused, with the window empty, if that is not possible."""
+        reason = None if np.isfinite(loss) else Refused(422, NOT_FINITE.format(loss))
+        if learn and reason is None:
+            try:
+                run.window = gradient if run.window is None else self._add(run.window, gradient)
+                run.loss += loss
+            except Exception as e:  # the other requests of the pass go on
+                reason = Refused(500, f"the gradient could not be added: {type(e).__name__}: {str(e)[:300]}")
+        if learn and reason is not None:
+            self.empty_window(run)
+        return reason
+
+    def _pass(self, update, state, packed: Packed, learn: bool, grads=None):
+        """Computes all microbatches; returns (gradients added to `grads`, log-probs [T], losses [T])."""
+        token = {"token": packed.traj.loss_mask.astype(self.dtype)}
+        empty, accumulate, _ = update.compiled(state)
+        params, pending = (state.trainable, state.frozen, state.stats), []
+        for micro in packed.microbatches:
+            rows = training.pack(packed.traj, micro, packed.columns, token, self.dtype)
+            rows = rows.replace(targets=rows.columns.pop("target"))
+            device = self.put(rows)
+            if not learn:
+                metrics = self._evaluate(*params, device)
+            else:
+                if grads is None or rows.tokens.shape not in self._zeros:
+                    zeros, metrics = empty(state.trainable, state.frozen, device)
+                    grads = zeros if grads is None else grads
+                    self._zeros.setdefault(rows.tokens.shape, jax.device_get(metrics))
+                grads, metrics = accumulate(*params, grads, self._zeros[rows.tokens.shape], (device,), None)
+            pending.append((micro, metrics))
+        out = {name: np.zeros(len(packed.traj.tokens), self.dtype) for name in ("logprob", "losses")}
+        for micro, metrics in pending:
+            for name, values in out.items():
+                training.unpack(packed.traj, micro, to_host(metrics[name]), values)
+        return grads, out["logprob"], out["losses"]
+
+    def _of_data(self, packed: Packed, k: int, values_T: np.ndarray) -> list[np.ndarray]:
+        """Returns the values [N] of each datum of request k."""
+        offsets = packed.traj.offsets[packed.ends[k]:packed.ends[k + 1] + 1]
+        return [values_T[a + 1:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+    def _bank_programs(self):
+        """Returns (stack(*leaves of each adapter) -> leaves of the bank, take(bank, number) -> leaves of one)."""
+        axes = bank.axes(self.model)
+        stack = {}
+        for scales in (False, True):
+            names = [name for name in axes if name.endswith("/scale") == scales]
+            stack[scales] = jax.jit(
+                lambda *each: {name: jnp.stack([one[name] for one in each], axes[name]) for name in each[0]},
+                out_shardings={name: bank.sharding(self.places[name], axes[name]) for name in names})
+        trained = {name: self.places[name] for name in axes if not name.endswith("/scale")}
+        take = jax.jit(lambda grads, number: {
+            name: jax.lax.dynamic_index_in_dim(x, number, axes[name], keepdims=False) for name, x in grads.items()},
+            out_shardings=trained)
+        return lambda *each: stack[next(iter(each[0])).endswith("/scale")](*each), take
 
     def empty_window(self, run: Run) -> None:
         """Drops the gradients that were not applied."""
@@ -346,31 +407,6 @@ class Trainer:
         return self._padded({})
 
 
+NOT_FINITE = ("the loss is {}: nothing was added; look for log-probs far below those of the policy, very large "
+              "advantages, or a learning rate that destroyed the adapter")
 LORA_STREAM = zlib.crc32(b"lora")  # of the seed, as roles.parameters draws the adapters of a run
-
-
-def ragged(batch: Batch, dtype) -> tuple[Trajectories, dict[str, np.ndarray]]:
-    """Returns a datum's positions as a ragged batch whose token i + 1 is in the loss, and token columns [T].
-
-    A sequence is a datum's tokens and one more, which no real token sees: loss slot i + 1 is read at token i, with the
-    target of column "target".
-    """
-    sizes = np.array([len(own) + 1 for own in batch.tokens])
-    offsets, zeros = np.cumsum([0, *sizes]), np.zeros(int(sizes.sum()), np.float32)
-    count = len(sizes)
-    mask = np.ones(len(zeros), bool)
-    mask[offsets[:-1]] = False
-
-    def column(parts, kind):
-        out = np.zeros(len(zeros), kind)
-        out[mask] = np.concatenate(parts)
-        return out
-
-    tokens = np.concatenate([np.append(own, target[-1]) for own, target in zip(batch.tokens, batch.targets,
-                                                                              strict=True)]).astype(np.int32)
-    traj = Trajectories(
-        tokens=tokens, offsets=offsets, loss_mask=mask, logprobs=zeros, versions=zeros.astype(np.int32) - 1,
-        prompt_lengths=np.zeros(count, np.int32), group=np.arange(count), sample=np.zeros(count, np.int32),
-        seed=np.zeros(count, np.uint32), finish=np.zeros(count, np.int8))
-    columns = {name: column(parts, dtype) for name, parts in batch.columns.items()}
-    return traj, columns | {"target": column(batch.targets, np.int32)}

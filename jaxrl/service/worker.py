@@ -3,6 +3,10 @@
 Tasks come from the HTTP thread. Those of a run are numbered from 0; a task waits until all lower numbers have run, and
 is an error after GAP_SECONDS. Runs and sampling take turns.
 
+Runs share the devices by tokens, not by requests: the next task is that of the run that was served least (start-time
+fair queueing, Goyal et al. 1996), and passes (forward, forward_backward) of further runs join its own while they fit
+CYCLE_TOKENS.
+
 Called by service.operations (post) and service.app (serve).
 """
 
@@ -16,14 +20,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxrl.service.packing import tokens_of
 from jaxrl.service.refusals import Refused
 
 log = logging.getLogger("jaxrl")
 GAP_SECONDS = 300.0  # the client sends a request again for as long
 SNAPSHOT_SECONDS = 30.0  # of a run's tasks, which a restart runs again at most
 RESIDENT = 8  # runs that are kept on the devices
+CYCLE_TOKENS = 1 << 16  # of passes that are computed together; a larger one is computed alone
+WAITING_BYTES = 256 << 20  # of bodies of a session that have not run
+OTHER_TOKENS = 64  # what a task without tokens counts as
 QUANTUM = 0.5  # seconds of sampling between two tasks
 
 
@@ -35,6 +43,7 @@ class Line:
       next: number of the next task. held: tasks that came before their turn.
       failure: why the window of gradients was emptied; the next optim_step says so.
       seconds: of tasks since the newest snapshot; 0 = nothing has run since.
+      served: tokens that this run has had, or would have had if it had never rested.
     """
 
     run: Any = None
@@ -42,6 +51,30 @@ class Line:
     seconds: float = 0.0
     held: dict[int, Task] = dataclasses.field(default_factory=dict)
     failure: str = ""
+    served: float = 0.0
+
+
+class Pass(NamedTuple):
+    """Work of a forward or forward_backward, which may be computed together with others.
+
+    Attributes:
+      batch: service.packing.Batch. learn: whether its gradient is added to the run's window.
+      answer: (log-probs of each datum, sum of losses) -> result.
+      placement: as in service.packing: of a pass that was computed with others; ALONE; None = not computed yet.
+    """
+
+    batch: Any
+    learn: bool
+    answer: Callable[[Any, float], Any]
+    placement: list | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Returns what it counts as: a backward pass is about twice a forward pass."""
+        return tokens_of(self.batch) * (3 if self.learn else 1)
+
+
+ALONE: list = []  # placement of a pass that was computed by itself
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,20 +82,30 @@ class Task:
     """Work of one request.
 
     Attributes:
-      name: for messages. work: run -> result; raises Refused. future: gets the result.
+      name: for messages. work: run -> result, raises Refused; or a Pass. future: gets the result.
       clears: whether a failure empties the window of gradients. applies: whether it is an optim_step.
       snapshot: take a snapshot behind it, because it cannot be run again with the same result.
-      record: called with the result, or with the Refused, before the future gets it.
+      size: bytes of its body.
+      record: called with the result, or with the Refused, and the placement, before the future gets it.
     """
 
     name: str
-    work: Callable[[Any], Any]
+    work: Callable[[Any], Any] | Pass
     future: Future
     clears: bool = False
     applies: bool = False
     snapshot: bool = False
-    record: Callable[[Any], None] = lambda result: None  # noqa: E731
+    size: int = 0
+    record: Callable[[Any, list | None], None] = lambda result, placement: None  # noqa: E731
     since: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class Turn(NamedTuple):
+    """A task that was taken. model_id: of its run, "" = of none."""
+
+    model_id: str
+    line: Line
+    task: Task
 
 
 class Worker:
@@ -76,6 +119,7 @@ class Worker:
         self.trainer, self.sampler, self.snapshots = trainer, sampler, snapshots
         self._lines: dict[str, Line] = {}
         self._free: deque[Task] = deque()  # without an order: sampling jobs
+        self._clock = 0.0  # what the run was served whose task was taken last
         self._change = threading.Condition()
         self._stopping = False
 
@@ -95,6 +139,21 @@ class Worker:
                 self._free.append(task)
             self._change.notify()
 
+    def check_room(self, session: str, model_id: str, number: int, size: int) -> None:
+        """Raises Refused(429) if more requests of a session wait than WAITING_BYTES. One that its run waits for has
+        room always, so that the others can run."""
+        with self._change:
+            line = self._lines.get(model_id)
+            held = {} if line is None else line.held
+            first = 0 if line is None else line.next
+            while first in held:
+                first += 1
+            waiting = sum(task.size for name, other in self._lines.items() if name.partition(":")[0] == session
+                          for task in other.held.values())
+            if number > first and waiting + size > WAITING_BYTES:
+                raise Refused(429, f"{waiting} bytes of requests of this session wait already, at most {WAITING_BYTES} "
+                              "may; the client sends this one again")
+
     def stop(self) -> None:
         """Refuses further tasks and lets `serve` return after the one it works on."""
         with self._change:
@@ -106,35 +165,63 @@ class Worker:
     def serve(self) -> None:
         """Works until `stop`. Raises OSError if a result or a snapshot cannot be written: a restart does it again."""
         while not self._stopping:
-            line, task, model_id = self._take()
-            if task is not None:
-                self._run(line, task, model_id)
+            group = self._take()
+            if len(group) == 1 and not group[0].model_id:
+                self._hand_over(group[0].task)
+            elif group:
+                self._run(group)
             if self.sampler.busy:
                 self._sample()
-            elif task is None:
+            elif not group:
                 with self._change:
-                    if not self._stopping and not self._free and self._ready() is None:
+                    if not self._stopping and not self._free and not self._ready():
                         self._change.wait(1.0)
         for model_id, line in self._lines.items():
             self._snapshot(model_id, line)
         for task in (*self._free, *(task for line in self._lines.values() for task in line.held.values())):
             task.future.set_exception(Refused(503, "the server was stopped before this ran; send it again"))
 
-    def _take(self) -> tuple[Line | None, Task | None, str]:
+    def _take(self) -> list[Turn]:
+        """Takes the tasks that are computed next: one, or passes that are computed together; [] = there are none."""
         with self._change:
             if self._free:
-                return None, self._free.popleft(), ""
-            if (model_id := self._ready()) is None:
+                return [Turn("", Line(), self._free.popleft())]
+            if not (ready := self._ready()):
                 self._close_gaps()
-                return None, None, ""
-            line = self._lines.pop(model_id)
-            self._lines[model_id] = line  # the others come first next time
-            task = line.held.pop(line.next)
-            line.next += 1
-            return line, task, model_id
+                return []
+            self._clock = max(self._clock, self._lines[ready[0]].served)
+            group = [self._pop(ready[0])]
+            work = group[0].task.work
+            if not isinstance(work, Pass) or work.placement is not None:
+                return group
+            room = CYCLE_TOKENS - work.tokens
+            while len(group) < self.trainer.together:
+                fitting = [model_id for model_id in self._ready() if self._joins(model_id, work.learn, room)]
+                if not fitting:
+                    break
+                group.append(self._pop(fitting[0]))
+                room -= group[-1].task.work.tokens
+            return sorted(group, key=lambda turn: turn.model_id)  # the same rows for the same company
 
-    def _ready(self) -> str | None:
-        return next((model_id for model_id, line in self._lines.items() if line.next in line.held), None)
+    def _joins(self, model_id: str, learn: bool, room: int) -> bool:
+        line = self._lines[model_id]
+        work = line.held[line.next].work
+        return isinstance(work, Pass) and work.placement is None and work.learn == learn and work.tokens <= room
+
+    def _pop(self, model_id: str) -> Turn:
+        """Takes the next task of a run, which pays for it."""
+        line = self._lines.pop(model_id)
+        self._lines[model_id] = line  # used last
+        task = line.held.pop(line.next)
+        line.next += 1
+        line.served = max(line.served, self._clock) + (
+            task.work.tokens if isinstance(task.work, Pass) else OTHER_TOKENS)
+        return Turn(model_id, line, task)
+
+    def _ready(self) -> list[str]:
+        """Returns the runs whose next task is here, the one that was served least first."""
+        ready = [model_id for model_id, line in self._lines.items() if line.next in line.held]
+        return sorted(ready, key=lambda model_id: max(self._lines[model_id].served, self._clock))
 
     def _close_gaps(self) -> None:
         """Fails tasks whose predecessor has not come in GAP_SECONDS, and goes on behind them."""
@@ -150,32 +237,65 @@ class Worker:
                     self.trainer.empty_window(line.run)
                 line.failure = why
 
-    def _run(self, line: Line | None, task: Task, model_id: str) -> None:
-        if line is None:
-            self._hand_over(task)
-            return
+    def _run(self, group: list[Turn]) -> None:
         begin = time.monotonic()
+        results = self._compute(group)
+        seconds = time.monotonic() - begin
+        for turn, (result, placement) in zip(group, results, strict=True):
+            line, task = turn.line, turn.task
+            if isinstance(result, Refused) and line.run is not None and task.clears:
+                self.trainer.empty_window(line.run)
+                line.failure = "" if task.applies else f"{task.name} before it failed: {result}"
+            task.record(result, placement)
+            line.seconds += seconds
+        for turn in group:
+            if turn.task.snapshot or turn.line.seconds > SNAPSHOT_SECONDS:
+                self._snapshot(turn.model_id, turn.line)
+        for turn, (result, _) in zip(group, results, strict=True):
+            if isinstance(result, Refused):
+                turn.task.future.set_exception(result)
+            else:
+                turn.task.future.set_result(result)
+
+    def _compute(self, group: list[Turn]) -> list[tuple[Any, list | None]]:
+        """Returns (result or Refused, placement) of each task; together if there are several."""
+        work = [turn.task.work for turn in group]
+        if len(group) == 1 and not (isinstance(work[0], Pass) and work[0].placement):
+            return [self._one(group[0])]
         try:
-            self._load(model_id, line, task)
+            for turn in group:
+                self._load(turn)
+            found = self.trainer.forward_backward_together(
+                [(turn.line.run, own.batch) for turn, own in zip(group, work, strict=True)], work[0].learn,
+                work[0].placement)
+        except Exception as e:  # nothing was added yet
+            log.warning("service: %d requests cannot be computed together and are computed apart: %s", len(group), e)
+            return [self._one(turn) for turn in group]
+        return [(one, None) if isinstance(one, Refused) else self._answered(turn.task, one)
+                for turn, one in zip(group, found, strict=True)]
+
+    def _answered(self, task: Task, found) -> tuple[Any, list | None]:
+        try:
+            return task.work.answer(*found[:2]), found[2]
+        except Exception as e:
+            return refusal(e, task.name), None
+
+    def _one(self, turn: Turn) -> tuple[Any, list | None]:
+        line, task = turn.line, turn.task
+        try:
+            self._load(turn)
             if task.applies and line.failure:
                 why, line.failure = line.failure, ""
                 raise Refused(422, f"{task.name}: nothing was applied, because {why}")
+            if isinstance(task.work, Pass):
+                work = task.work
+                return work.answer(*self.trainer.forward_backward(line.run, work.batch, work.learn)), None
             result = task.work(line.run)
             if line.next == 1:
                 line.run, result = result
+            return result, None
         except Exception as e:
-            result = refusal(e, task.name)
-            if line.run is not None and task.clears:
-                self.trainer.empty_window(line.run)
-                line.failure = "" if task.applies else f"{task.name} before it failed: {result}"
-        task.record(result)
-        line.seconds += time.monotonic() - begin
-        if task.snapshot or line.seconds > SNAPSHOT_SECONDS:
-            self._snapshot(model_id, line)
-        if isinstance(result, Refused):
-            task.future.set_exception(result)
-        else:
-            task.future.set_result(result)
+            return refusal(e, task.name), None
 
     def _hand_over(self, task: Task) -> None:
         """Runs a task without a run, which hands its future to the sampler."""
@@ -184,16 +304,18 @@ class Worker:
         except Exception as e:
             task.future.set_exception(refusal(e, task.name))
 
-    def _load(self, model_id: str, line: Line, task: Task) -> None:
-        """Loads the snapshot of a run that is not here, and drops the run that rested longest beyond RESIDENT."""
+    def _load(self, turn: Turn) -> None:
+        """Loads the snapshot of a run that is not here, and drops the runs that rested longest beyond RESIDENT."""
+        line = turn.line
         if line.run is None and line.next > 1:
-            found = self.snapshots.load(model_id)
+            found = self.snapshots.load(turn.model_id)
             if found is None:
-                raise Refused(422, f"{task.name}: this run was not created; see the error of create_model")
+                raise Refused(422, f"{turn.task.name}: this run was not created; see the error of create_model")
             line.run, line.failure = found.run, found.failure
+        most = max(RESIDENT, self.trainer.together)
         with self._change:
             here = [(name, other) for name, other in self._lines.items() if other.run is not None and other is not line]
-        for name, other in here[:max(0, len(here) - RESIDENT + 1)]:
+        for name, other in here[:max(0, len(here) - most + 1)]:
             self._snapshot(name, other)
             other.run = None
 
@@ -204,7 +326,7 @@ class Worker:
 
     def _sample(self) -> None:
         try:
-            self.sampler.work(0.0 if self._free or self._ready() is not None else QUANTUM)
+            self.sampler.work(0.0 if self._free or self._ready() else QUANTUM)
         except Exception as e:
             self.sampler.fail(refusal(e, "asample"))
 

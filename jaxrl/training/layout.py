@@ -283,14 +283,21 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
             if work:  # a microbatch is as slow as its slowest shard
                 rows = sorted(rows, key=lambda row, work=work: -work[row])
             while rows:
-                # Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
-                small = len(rows) <= (counts[-1] if keep_groups else min(2 * counts[-1], counts[0] - 1))
-                count = counts[-1] if small else counts[0]
+                count = row_count(len(rows), counts, keep_groups)
                 taken, rows = rows[:count], rows[count:]
                 taken = tuple(taken) + ((),) * (count - len(taken))
                 taken = _assign_rows_to_shards(taken, shapes.shards, work) if work else taken
                 room = shapes.patches[shapes.lengths.index(length)] if shapes.patches else 0
                 yield Microbatch(length, taken, shapes.ranks, shapes.windows, room)
+
+
+def row_count(left: int, counts, keep_groups: bool = False) -> int:
+    """Returns the row count, one of `counts`, of the next microbatch of so many rows that are left.
+
+    Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
+    """
+    small = left <= (counts[-1] if keep_groups else min(2 * counts[-1], counts[0] - 1))
+    return counts[-1] if small else counts[0]
 
 
 def _rows(blocks, length, sizes):

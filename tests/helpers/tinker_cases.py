@@ -82,7 +82,8 @@ class Client:
         return self.ok("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session"})["session_id"]
 
     def run(self, session: str, number=0, rank=3, **lora) -> str:
-        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": {"rank": rank, "seed": 5, **lora},
+        lora = {"rank": rank, "seed": 5, "train_unembed": False, **lora}
+        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": lora,
                 "optimizer_config": {"type": "adamw"}, "type": "create_model"}
         return self.result(self.ok("create_model", body))["model_id"]
 

@@ -1,78 +1,32 @@
 """Losses, gradients and optimizer steps of the training service beside torch and PEFT in float64."""
 
-import dataclasses
-import functools
-
 import jax
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers.peft_cases import Imported, checkpoint, in_float64, lora_config, their_adapter, torch_model, wrapped
+from flax.traverse_util import flatten_dict
+from helpers.peft_cases import Imported, checkpoint, in_float64, lora_config, torch_model, wrapped
+from helpers.service_cases import (
+    CONFIGS,
+    LARGEST,
+    LONGEST,
+    RANK,
+    adopted,
+    data,
+    learning,
+    of_loss,
+    their_loss,
+    trainer_of,
+    under_peft_s_names,
+)
 from helpers.tiny_models import VOCAB
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxrl import sharding, training
-from jaxrl.algorithms.api_losses import API_LOSSES
-from jaxrl.models import build
-from jaxrl.models.adapters import Adapter, Target, peft
-from jaxrl.models.adapters.selection import linears
-from jaxrl.models.io import hf
-from jaxrl.models.parameters import flattened
+from jaxrl.algorithms.api_losses import API_LOSSES, token_losses
 from jaxrl.service import bodies
 from jaxrl.service.refusals import Refused
-from jaxrl.service.trainer import AdamSettings, LoraOptions, Trainer, lora_adapter
-from jaxrl.service.wire import Datum
+from jaxrl.service.trainer import AdamSettings, LoraOptions
 
 torch = Imported("torch")
-RANK, LARGEST, LONGEST = 3, 5, 40
 pytestmark = [pytest.mark.torch, pytest.mark.full]
-
-
-def trainer_of(path, dtype):
-    """A Trainer whose largest rank is LARGEST, on a mesh of one device."""
-    base = build(hf.load_config(str(path)), compute_dtype=dtype, scan_layers=True, attention="reference")
-    params = flattened(hf.load_params(base, str(path), dtype=dtype))
-    model = dataclasses.replace(base, adapter=Adapter(tuple(Target(name, LARGEST, 1.0) for name in linears(base))))
-    mesh = sharding.make_mesh({"dp": 1, "fsdp": 1, "tp": 1, "cp": 1, "ep": 1}, jax.devices()[:1])
-    jax.set_mesh(mesh)
-    everywhere = NamedSharding(mesh, P())
-    names = {"/".join(entry.path) for entry in model.entries}
-    shapes = training.row_shapes((LONGEST,), LONGEST, 80, 1, sizes=1)
-    return Trainer(model, {k: jax.device_put(x, everywhere) for k, x in params.items()},
-                   dict.fromkeys(names, everywhere), everywhere, shapes, functools.partial(jax.device_put, device=everywhere),
-                   chunk=16)
-
-
-def data(rng, sizes=(9, 1, 16, 23, 5, 12)):
-    """Data whose tensors every loss can read its own from: targets free of the input, weights of either sign."""
-    out = []
-    for n in sizes:
-        ids = rng.integers(3, VOCAB, (2, n))
-        out.append(Datum(ids[0].astype(np.int32), {
-            "target_tokens": ids[1], "weights": rng.normal(size=n), "advantages": rng.normal(size=n),
-            "logprobs": -4.5 + 0.3 * rng.normal(size=n)}))
-    return out
-
-
-def of_loss(rows, name):
-    """The data with the tensors that a loss reads."""
-    names = ("target_tokens", "weights", *API_LOSSES[name].tensors)
-    return [Datum(tokens, {key: tensors[key] for key in names}) for tokens, tensors in rows]
-
-
-def their_loss(model, rows, name, low=0.8, high=1.2):
-    """(log-probs of every datum, the documented sum over all of them)."""
-    total, found = 0.0, []
-    for tokens, tensors in rows:
-        logits = model(torch.tensor(tokens[None]).long()).logits[0]
-        logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tensors["target_tokens"])[:, None])[:, 0]
-        w, a, q = (torch.tensor(tensors[key]) for key in ("weights", "advantages", "logprobs"))
-        ratio = (logp - q).exp()
-        total = total - {"cross_entropy": w * logp, "importance_sampling": w * ratio * a,
-                         "ppo": w * torch.minimum(ratio * a, ratio.clamp(low, high) * a)}[name].sum()
-        found.append(logp.detach().numpy())
-    return found, total
 
 
 @pytest.fixture(scope="module")
@@ -85,40 +39,11 @@ def models(tmp_path_factory):
         yield trainer, theirs
 
 
-def adopted(trainer, theirs):
-    """A run with PEFT's numbers."""
-    run = trainer.start(LoraOptions(RANK))
-    own = dataclasses.replace(trainer.model, adapter=lora_adapter(trainer.model.base, LoraOptions(RANK), trainer.alpha))
-    stored = {name: Held(x) for name, x in their_adapter(theirs).items()}
-    leaves = peft._values(own.adapter, own.base, stored)
-    return trainer.restored(run.options, leaves)
-
-
-@dataclasses.dataclass
-class Held:
-    """An array as tensorfile.Stored has it."""
-
-    array: np.ndarray
-    dtype = "F64"
-
-    def read(self):
-        return self.array
-
-
-def under_peft_s_names(trainer, run, flat) -> dict:
-    own = dataclasses.replace(trainer.model, adapter=run.adapter)
-    return peft.hf_tensors(own, unflatten_dict(flat, sep="/"), np.dtype(np.float64), {})
-
-
-def learning(theirs):
-    return {name.replace(".default", ""): p for name, p in theirs.named_parameters() if p.requires_grad}
-
-
 @pytest.mark.parametrize("name", API_LOSSES)
 def test_a_loss_is_the_documented_sum(models, name):
     """Log-probs, loss and gradient in float64; two requests add up."""
     trainer, theirs = models
-    rows, config = data(np.random.default_rng(3)), {} if name != "ppo" else {"clip_low_threshold": 0.9}
+    rows, config = data(np.random.default_rng(3)), CONFIGS.get(name, {})
     run = adopted(trainer, theirs)
     theirs.zero_grad()
     logprobs, loss = their_loss(theirs, rows, name, low=0.9)
@@ -137,6 +62,17 @@ def test_a_loss_is_the_documented_sum(models, name):
     assert grads.keys() == wanted.keys() and max(np.abs(g).max() for g in grads.values()) > 1
     for key, gradient in grads.items():
         np.testing.assert_allclose(gradient, wanted[key].grad.numpy(), atol=1e-10 * max(1, np.abs(gradient).max()), err_msg=key)
+
+
+@pytest.mark.parametrize("name, number", [(name, loss.number) for name, loss in API_LOSSES.items()])
+def test_gradients_are_finite_where_the_ratio_overflows(name, number):
+    """Of a loss that is finite: a clipped ratio has no gradient, whatever its size."""
+    def loss(logp):
+        ones = np.ones(2, np.float32)
+        return token_losses(logp, np.array([-200, -1], np.float32), ones, ones, np.full(2, number), 0.8 * ones, 1.2 * ones).sum()
+
+    value, grad = jax.value_and_grad(loss)(np.array([-1, -1], np.float32))
+    assert bool(np.isfinite(value)) == bool(np.isfinite(grad).all()) == (name != "importance_sampling")
 
 
 def test_a_step_is_torch_s_adamw(models):
@@ -173,8 +109,8 @@ def test_requests_of_any_size_compile_nothing_further(models):
     shapes = sum(len(counts) for counts in trainer.row_shapes.counts)
     for k in range(12):
         rows = data(rng, rng.integers(1, LONGEST, rng.integers(1, 12)))
-        name = list(API_LOSSES)[k % 3]
-        trainer.forward_backward(run, bodies.batch(of_loss(rows, name), name, {}, LONGEST, VOCAB), True)
+        name = list(API_LOSSES)[k % len(API_LOSSES)]
+        trainer.forward_backward(run, bodies.batch(of_loss(rows, name), name, CONFIGS.get(name, {}), LONGEST, VOCAB), True)
         trainer.optim_step(run, AdamSettings(1e-3 / (k + 1), grad_clip_norm=k))
     state = run.state
     empty, accumulate, _ = trainer.update.compiled(state.replace(frozen={**trainer.base, **state.frozen}))

@@ -199,7 +199,10 @@ BAD_DATA = {
     "no whole count": lambda m: m.data[0].loss_fn_inputs["target_tokens"].__setattr__("dense", b"123"),
     "is a sparse tensor": lambda m: m.data[0].loss_fn_inputs["target_tokens"].sparse_csr.__setattr__("values", b""),
     "whole int32 tokens": lambda m: m.data[0].model_input[0].encoded_text.__setattr__("tokens", b"123"),
-    "loss_fn='gspo' is not served here": lambda m: m.__setattr__("loss_fn", "gspo"),
+    "loss_fn='gspo' is not served here (its thresholds are not published": lambda m: m.__setattr__("loss_fn", "gspo"),
+    "a recipe takes loss_fn=importance_sampling": lambda m: m.__setattr__("loss_fn", "stable_reinforce"),
+    "loss_fn='other' is not served here: choose cross_entropy": lambda m: m.__setattr__("loss_fn", "other"),
+    "loss_fn_config.beta is missing: dro needs it": lambda m: m.__setattr__("loss_fn", "dro"),
     "loss_fn_config.beta=1.0: not an option of cross_entropy": lambda m: m.loss_fn_config.__setitem__("beta", 1.0),
     "data is empty": lambda m: m.ClearField("data"),
 }
@@ -283,10 +286,30 @@ def test_bad_requests_name_field_value_and_remedy(client):
             body = body | {"session_id": session}
         told = client.refused(path, body)
         assert what in told, (path, body, told)
-    for rank, what in ((0, "rank=0"), (5, "start it with --rank=5")):
-        body = {"session_id": session, "model_seq_id": 10 + rank, "base_model": "tiny", "lora_config": {"rank": rank}}
+    for number, lora, what in ((10, {"rank": 0}, "rank=0"), (11, {"rank": 5}, "start it with --rank=5"),
+                               (12, {"rank": 2, "train_unembed": True}, "train_unembed=True: this server has no adapter on the output matrix"),
+                               (13, {"rank": 2, "train_unembed": None}, "set train_unembed=False")):
+        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": {"train_unembed": False, **lora}}
         assert what in client.refused("create_model", body)
     assert client.loss(run, seq, ROWS) == before
+
+
+def test_an_output_matrix_may_be_left_out(service):
+    """By the option of the server: the client is warned, and the run is that of train_unembed=False."""
+    server, client = service
+    old = client.http.app.state.operations
+    fresh = Operations(server.worker, old.store, old.names, old.eos_ids, old.longest, old.vocab, leave_out=True)
+    with type(client.http)(make_app(fresh), base_url="http://localhost") as http:
+        anew = Client(http)
+        found = anew.ok("create_session", {"tags": [], "sdk_version": "0.38.0"})
+        assert "--unembed=leave-out" in found["warning_message"]
+        whole, part = (anew.run(found["session_id"], number, train_unembed=asked) for number, asked in enumerate((True, False)))
+        losses = []
+        for run in (whole, part):
+            anew.forward_backward(run, 1, ROWS)
+            anew.result(anew.optim_step(run, 2))
+            losses.append(anew.loss(run, 3, ROWS))
+        assert losses[0] == losses[1]
 
 
 def test_large_bodies_and_encodings_are_refused(client):
@@ -330,7 +353,8 @@ def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
 
 @pytest.mark.parametrize("argv, what", [
     ([], "--model is missing"), (["--model=a", "x"], "x: expected --NAME=VALUE"), (["--model=a", "--rank=two"], "--rank=two: expected a number"),
-    (["--model=a", "--rank=0"], "--rank=0: must be at least 1"), (["--model=a", "--colour=1"], "--colour: no such option"),
+    (["--model=a", "--rank=0"], "--rank=0: must be at least 1"),
+    (["--model=a", "--unembed=yes"], "choose refuse or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
     (["--model=a", "--config.rollout.slot=3"], "rollout.slot")])
 def test_the_command_line_is_checked(argv, what):
     with pytest.raises(ConfigError, match=what.replace("(", r"\(")):

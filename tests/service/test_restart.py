@@ -16,7 +16,7 @@ from helpers.tinker_cases import PROTO, Client, forward_backward, next_tokens, s
 from starlette.testclient import TestClient
 
 from jaxrl.errors import ConfigError
-from jaxrl.service import journal, snapshots
+from jaxrl.service import journal, snapshots, wire
 from jaxrl.service.journal import Journal
 from jaxrl.service.operations import Operations
 from jaxrl.service.recovery import recover
@@ -24,7 +24,7 @@ from jaxrl.service.routes import make_app
 from jaxrl.service.sampler import BASE, Sampler
 from jaxrl.service.snapshots import Snapshots
 from jaxrl.service.store import Store
-from jaxrl.service.worker import Worker
+from jaxrl.service.worker import Pass, Worker
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("the_mesh_as_it_was")]
 ROWS = [next_tokens([3, 10, 11, 12, 13, 14]), next_tokens([3, 20, 21, 22])]
@@ -41,7 +41,8 @@ def script(session: str) -> list[tuple[str, object, dict]]:
     def step(seq, **adam):
         out.append(("optim_step", {"model_id": run, "seq_id": seq, "adam_params": {"learning_rate": 1e-2, **adam}}, {}))
 
-    out.append(("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 3, "seed": 5}}, {}))
+    lora = {"rank": 3, "seed": 5, "train_unembed": False}
+    out.append(("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}, {}))
     learn(1, ROWS)
     step(2)
     learn(3, OTHERS)
@@ -159,6 +160,86 @@ def test_killed_at_any_point_a_run_is_the_run_without(server, tmp_path, monkeypa
             assert anonymous(again) == anonymous(answers), where
             saved = client.get("checkpoints").json()["checkpoints"]
             assert [c["checkpoint_id"] for c in saved] == ["weights/kept"]
+
+
+def rounds(session: str) -> list[list[tuple[str, object, dict]]]:
+    """Requests of two runs: those of a round are sent together."""
+    runs = [f"{session}:train:{k}" for k in range(2)]
+    out = [[("create_model", {"session_id": session, "model_seq_id": k, "base_model": "tiny",
+                              "lora_config": {"rank": 2 + k, "seed": k, "train_unembed": False}}, {}) for k in range(2)]]
+    for seq, (kind, rows) in enumerate((("learn", (ROWS, OTHERS)), ("learn", (OTHERS, ROWS)), ("step", (1e-2, 3e-2)),
+                                        ("learn", (ROWS + OTHERS, ROWS)), ("step", (1e-2, 1e-3)), ("learn", (OTHERS, OTHERS))), 1):
+        if kind == "learn":
+            out.append([("forward_backward", forward_backward(run, seq, own), PROTO) for run, own in zip(runs, rows, strict=True)])
+        else:
+            out.append([("optim_step", {"model_id": run, "seq_id": seq, "adam_params": {"learning_rate": lr}}, {})
+                        for run, lr in zip(runs, rows, strict=True)])
+    return out
+
+
+def play_rounds(client: Client, answers: list, session: str = "") -> list[bytes]:
+    """As `play`, for both runs at once."""
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
+    session = session or client.ok("create_session", body, headers={"X-Idempotency-Key": "one"})["session_id"]
+    if not answers:
+        answers.append(session.encode())
+    for requests in rounds(session)[(len(answers) - 1) // 2:]:
+        promises = [client.ok(path, body, headers=headers) for path, body, headers in requests]
+        for promise in promises:
+            answer = client.post("retrieve_future", {"request_id": promise["request_id"]})
+            assert answer.status_code == 200 and b'"error"' not in answer.content, answer.text
+            answers.append(answer.content)
+    return answers
+
+
+def ready_in_pairs(ready):
+    """Worker._ready, which lets a pass that was not computed yet wait for that of the other run: so passes are always computed
+    together, in whichever order requests arrive."""
+    def new(self):
+        def waits(model_id):
+            line = self._lines[model_id]
+            work = line.held[line.next].work
+            return isinstance(work, Pass) and work.placement is None
+
+        found = ready(self)
+        return [m for m in found if not waits(m) or len(self._lines) == 2 and all(
+            other.next > self._lines[m].next or n in found and waits(n) for n, other in self._lines.items() if n != m)]
+
+    return new
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [-1.0, 1e9], ids=["a snapshot behind every task", "none"])
+def test_two_runs_that_share_passes_survive_a_kill_anywhere(server, tmp_path, monkeypatch, seconds):
+    """As above, with two runs whose passes are computed together: a restart computes them apart, with the same bits."""
+    monkeypatch.setattr("jaxrl.service.worker.SNAPSHOT_SECONDS", seconds)
+    monkeypatch.setattr(Worker, "_ready", ready_in_pairs(Worker._ready))
+    folder, copies, answers, lock, append = tmp_path / "whole", [], [], threading.Lock(), Journal.append
+
+    def copied(self, header, body=b""):
+        append(self, header, body)
+        with lock:
+            if self.path.parent.parent == folder:
+                shutil.copytree(folder, tmp_path / str(len(copies)))
+                done = {r.header["name"] for r in self.records() if r.header["kind"] == "result"}
+                copies.append((tmp_path / str(len(copies)), len(answers) // 2 * 2 + 1 if answers else 0, done))
+
+    with Restarted(server, folder) as client:
+        monkeypatch.setattr(Journal, "append", copied)
+        play_rounds(client, answers)
+        monkeypatch.setattr(Journal, "append", append)
+        names = {r.header["name"]: r.header for r in client.http.app.state.operations.journal.records() if r.header["kind"] == "result"}
+        assert sum("placement" in header for header in names.values()) == 8
+    for place, known, done in copies[2::3]:
+        with Restarted(server, place) as client:
+            again = play_rounds(client, answers[:known], answers[0].decode() if known else "")
+        torn = any(f":train:{k}:{seq}" in "".join(done) and not any(name.endswith(f":train:{1 - k}:{seq}") for name in done)
+                   for k in range(2) for seq in (1, 2, 4, 6))  # of a pass only one result was written: the other is computed alone
+        assert torn or anonymous(again) == anonymous(answers), (known, sorted(done))
+        for one, other in zip(again[1:], answers[1:], strict=True):
+            if one[:1] != b"{":
+                parsed = [wire.parse("ForwardBackwardOutput", x) for x in (one, other)]
+                assert parsed[0].metrics["loss:sum"] == pytest.approx(parsed[1].metrics["loss:sum"], rel=1e-5)
 
 
 @pytest.mark.full
