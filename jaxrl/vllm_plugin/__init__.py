@@ -413,8 +413,14 @@ def info(worker) -> dict:
         "sleeps": config.model_config.enable_sleep_mode or current_platform.is_cpu(),  # the CPU's has nothing to free
         "missing": sorted(getattr(engine, "names", set()) - getattr(engine, "received", set())),
         "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
-        "images": getattr(worker.get_model(), "takes_patches", False),
+        "images": getattr(worker.get_model(), "takes_patches", False), "features": _kept_features(worker),
     }
+
+
+def _kept_features(worker) -> int:
+    """Of how many images this worker keeps what its tower made."""
+    cache = getattr(worker.model_runner, "encoder_cache", None) or {}
+    return len(getattr(cache, "encoder_outputs", cache))
 
 
 def machine() -> str:

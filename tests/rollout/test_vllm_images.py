@@ -139,11 +139,16 @@ def test_a_server_computes_the_trainers_log_probs(kind):
         assert {name for found in engine.fleet.controls[0].digests() for name in found} == set(publisher._digests)
         agree(text, 2)
 
-        with mock.patch.object(adapter.Control, "reset_encoder_cache", lambda control: None), \
-                pytest.raises(WeightMismatch, match="features of images are those of older weights"):
-            engine.publish(moved(text), 3)
-        engine.publish(moved(text), 4)
-        agree(moved(text), 4)
+        with mock.patch.object(adapter.Control, "reset_encoder_cache", lambda control: None):
+            with pytest.raises(WeightMismatch, match="keeps the features of .* images that an older tower made"):
+                engine.publish(moved(text), 3)
+            engine.fleet.controls[0].resume()
+            publisher.probe(replica, publisher._probe_images)  # its images are the newest ones there
+            with mock.patch("jaxrl.rollout.vllm.publish._forget_features", lambda control: None), \
+                    pytest.raises(WeightMismatch, match="features of images are those of older weights"):
+                engine.publish(moved(text, 2.0), 4)
+        engine.publish(moved(text), 5)
+        agree(moved(text), 5)
 
 
 def wrong_pictures(right):

@@ -5,8 +5,8 @@ first publish, or always: `rollout.verify_weights`) and a probe's log-probs are 
 gets no request.
 
 A tower for images is sent where it changed. Servers keep images' features by the images' hashes, over weight updates,
-so that a new tower goes with an empty cache; the probe of a model with a tower shows the same two images at every
-publish, and stale features fail it.
+so that a new tower goes with a cache that is empty, as the workers confirm. The probe of a model with a tower shows the
+same two images at every publish: stale features of them fail it, too.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Publisher:
             each(lambda c: folders.load(c, written, version))
         each(self._empty_cache)
         if tower:
-            each(lambda c: c.reset_encoder_cache())
+            each(_forget_features)
         each(lambda c: _confirm(c, version))
         each(lambda c: self.fleet.memories[c.url].close())
         each(lambda c: c.resume())  # one that slept runs since it has its cache again
@@ -357,6 +357,14 @@ def _all_arrived(control) -> None:
         missing = info["missing"]
         if missing:
             raise adapter.ServerError(f"{control.url}: {len(missing)} tensors did not arrive: {', '.join(missing[:3])}")
+
+
+def _forget_features(control) -> None:
+    """Empties a server's cache of images' features. Raises WeightMismatch if it keeps some."""
+    control.reset_encoder_cache()
+    if kept := max((info["features"] for info in control.workers()), default=0):
+        raise WeightMismatch(f"{control.url} keeps the features of {kept} images that an older tower made: its encoder "
+                             "cache could not be emptied; start the server again")
 
 
 def _confirm(control, version: str) -> None:
