@@ -146,3 +146,59 @@ def test_rollouts_with_pictures_by_vllm(tmp_path):
     steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
     assert summary["finished"] and len(steps) == 2 and all(row["gap/max"] < 1e-4 and row["publish/probe"] < 1e-5 for row in steps)
     assert {"blank/accuracy", "swapped/accuracy", "accuracy"} <= summary["eval_after"]["sets"]["test"].keys()
+
+
+COSMOS = """[train]
+train_batch_per_replica = 8
+[train.train_policy]
+type = "{type}"
+dataset.name = "rows.jsonl"
+conversation_column_name = "messages"
+[policy]
+model_name_or_path = "{model}"
+{policy}
+"""
+
+
+def of_cosmos_rl(tmp_path, checkpoint, policy="", kind="sft", more=""):
+    """Options that a Cosmos-RL config of a checkpoint becomes."""
+    from jaxrl.migrate import __main__ as command
+    model = tmp_path / "Qwen2.5-VL-tiny"
+    model.exists() or model.symlink_to(checkpoint[0], target_is_directory=True)
+    (tmp_path / "job.toml").write_text(COSMOS.format(type=kind, model=model, policy=policy) + more.format(model=model))
+    assert command.main(["cosmos_rl", str(tmp_path / "job.toml"), "--gpus=1", f"--out={tmp_path / 'out'}"]) == 0
+    c = load_config(str(tmp_path / "out" / "job.py"))
+    assert c.model.path == str(model)
+    return c
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("policy", "moves"), [
+    ('freeze_pattern = ["^visual"]', lambda name: not name.startswith("model.visual.")),
+    ("trainable_map = { visual = false }", lambda name: not name.startswith("model.visual.")),
+    ('trainable_map = { "visual.merger" = true }', lambda name: name.startswith("model.visual.merger.")),
+    ("", lambda name: True),
+])
+def test_what_cosmos_rl_freezes_of_a_qwen2_5_vl_stays_where_it_is(tmp_path, checkpoint, policy, moves):
+    """policy.model_name_or_path, freeze_pattern and trainable_map, as its documents set them, by what two updates change."""
+    c = of_cosmos_rl(tmp_path, checkpoint, policy)
+    moved(tmp_path, checkpoint, **{"model.frozen": tuple(c.model.frozen), "model.trainable": tuple(c.model.trainable), "model.path": c.model.path})
+    after = tensors(tmp_path / "run/export")
+    still = {name for name, before in checkpoint[1].items() if np.array_equal(after[name], before)}
+    assert still == {name for name in after if not moves(name)}, sorted(still ^ {n for n in after if not moves(n)})[:5]
+
+
+@pytest.mark.full
+def test_a_qwen2_5_vl_is_the_teacher_that_a_cosmos_rl_config_names(tmp_path, checkpoint):
+    """distillation.model_name_or_path: of rows of text, which its text model judges. A student that is its teacher has nothing to learn."""
+    c = of_cosmos_rl(tmp_path, checkpoint, kind="grpo", more='[distillation]\nenable = true\nmodel_name_or_path = "{model}"\n')
+    assert c.teacher.path == c.model.path and c.run.recipe == "distill"
+    rows = [{"prompt": f"how many {colour} shapes?"} for colour in ("red", "green", "blue", "red")]
+    job = load_config("vision:qwen2_5_tiny", {
+        "run.dir": str(tmp_path / "run"), "run.recipe": "distill", "run.warm_start": "", "model.path": c.model.path, "teacher.path": c.teacher.path,
+        "teacher.dtype": "fp32", "distill.loss": c.distill.loss, "data.image_column": "", "data.image_min_pixels": None,
+        "data.image_max_pixels": None, "reward.functions": (), "train.steps": 1, "data.prompts_per_step": 2, "eval.sets": (), "eval.controls": (),
+        "eval.before": False, "eval.after": False, **QUIET})
+    jaxrl.train(job, data=rows)
+    step = next(row for row in rows_of(tmp_path / "run") if "distill/divergence" in row)
+    assert abs(step["distill/divergence"]) < 1e-5 and step["advantage/abs_mean"] < 1e-4
