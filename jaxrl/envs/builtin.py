@@ -207,8 +207,8 @@ class Spot:
     from the left and from the top, `1 8`. Reward 1 for a point in the shape's bounding box, else 0, and the picture
     comes again with a cross at every point so far.
 
-    A row has `prompt`, `scene` (x, y, half the size, colour and name of each shape, in pixels), `target` (which of
-    them), `side` and `ground` (of the picture). env.max_turns is the number of tries.
+    A row has `scene` (x, y, half the size, colour and name of each shape, in pixels), `target` (which of them), `side`
+    and `ground` (of the picture). env.max_turns is the number of tries.
     """
 
     def reset(self, row, seed):
@@ -227,7 +227,8 @@ class Spot:
 
     def show(self):
         image = pixels.draw_scene(self.row["scene"], self.row["side"], self.row["ground"], self.clicks)
-        return Observation([{"type": "image", "image": image}, {"type": "text", "text": self.row["prompt"]}])
+        *_, colour, name = self.row["scene"][self.row["target"]]
+        return Observation([{"type": "image", "image": image}, {"type": "text", "text": f"click the {colour} {name}"}])
 
 
 def in_box(shape: list, x: float, y: float) -> bool:

@@ -21,7 +21,7 @@ import env_data  # noqa: E402
 import picture_env_data as make  # noqa: E402
 
 NAMES = ("lake_pixels", "spot")
-ROW = {"prompt": "click the red circle", "scene": [[4.0, 12.0, 3.0, "red", "circle"], [20.0, 20.0, 3.0, "blue", "square"]], "target": 0,
+ROW = {"scene": [[4.0, 12.0, 3.0, "red", "circle"], [20.0, 20.0, 3.0, "blue", "square"]], "target": 0,
        "side": 24, "ground": 128}
 
 
@@ -57,7 +57,7 @@ def test_spot_is_won_by_a_point_in_the_box():
     assert tuple(first[0, 0]) == (128,) * 3
     missed = world.step("8 8")
     again = shown(missed.observation)
-    assert not missed.done and missed.reward == 0 and missed.observation.text[1] == {"type": "text", "text": ROW["prompt"]}
+    assert not missed.done and missed.reward == 0 and missed.observation.text[1] == {"type": "text", "text": "click the red circle"}
     assert (again != first).any() and (again[20, 20] == 0).all(), "a cross where it clicked"
     for said in ("", "12", "the 1 4", "1 2 3", "10 4", "-1 4", "1 4 "):
         step = builtin.Spot.step(world, said)
@@ -118,7 +118,7 @@ def test_it_trains(tmp_path, name):
            "log.tensorboard": False, "log.console": "off", "run.dir": str(tmp_path / "run"), "run.warm_start": "", "model.init": "random",
            "model.tokenizer": "jaxrl://pictures/tokenizer"}
     config = load_config(f"env:{name}", few)
-    put(config, "model.config", load_config(f"env_sft:{name}").model.config)
+    put(config, "model.config", load_config(f"env_sft:{name}").model.config.to_dict())
     summary = jaxrl.train(config)
     steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in steps if "loss" in row]
