@@ -19,8 +19,8 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
   --port=8317
   --dir=runs/service  folder of saved weights (adapters in PEFT's files, one folder for each tinker:// path) and of the
                       journal that a restart goes on from
-  --sync=0.1          seconds within which the disk has what was accepted and answered, against power failure; 0 = before
-                      every answer, never = whenever the system writes it (kill -9 loses nothing in any case)
+  --sync=0.1          seconds within which the disk has what was accepted and answered, against power failure; 0 =
+                      before every answer, never = whenever the system writes it (kill -9 loses nothing in any case)
   --config.X=Y        options of jaxrl that the base, the devices and the sampler have, such as
                       --config.mesh.tp=2, --config.train.tokens_per_microbatch=8192, --config.rollout.slots=64
 

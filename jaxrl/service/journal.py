@@ -40,7 +40,7 @@ class Journal:
     """The journal of a folder, which one process at a time may have.
 
     Args:
-      sync: seconds within which the disk has a record; 0 = before `append` returns; None = whenever the system writes it.
+      sync: seconds within which the disk has a record; 0 = before `append` returns; None = when the system writes it.
 
     Raises ConfigError if another process has it.
     """
