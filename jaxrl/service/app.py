@@ -19,6 +19,8 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
   --port=8317
   --dir=runs/service  folder of saved weights (adapters in PEFT's files, one folder for each tinker:// path) and of the
                       journal that a restart goes on from
+  --sync=0.1          seconds within which the disk has what was accepted and answered, against power failure; 0 =
+                      before every answer, never = whenever the system writes it (kill -9 loses nothing in any case)
   --config.X=Y        options of jaxrl that the base, the devices and the sampler have, such as
                       --config.mesh.tp=2, --config.train.tokens_per_microbatch=8192, --config.rollout.slots=64
 
@@ -64,6 +66,7 @@ class Options(NamedTuple):
     dir: str = "runs/service"
     unembed: str = "refuse"
     together: int = 8
+    sync: float | None = 0.1
     config: dict = {}
 
 
@@ -71,7 +74,7 @@ def parse(argv: list[str]) -> Options:
     """Parses a command line. Raises ConfigError."""
     found: dict = {"config": {}, "names": ()}
     kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str,
-             "unembed": str, "together": int}
+             "unembed": str, "together": int, "sync": _seconds}
     for argument in argv:
         flag, given, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not given:
@@ -90,12 +93,18 @@ def parse(argv: list[str]) -> Options:
     if not found.get("model"):
         raise ConfigError("--model is missing: name the folder or hub id of the base model, --model=PATH")
     options = Options(**found)
+    if options.sync is not None and not 0 <= options.sync <= 60:
+        raise ConfigError(f"--sync={options.sync:g}: must be 0 to 60 seconds, or never")
     if options.unembed not in ("refuse", "leave-out"):
         raise ConfigError(f"--unembed={options.unembed}: choose refuse or leave-out")
     for name, least in (("rank", 1), ("together", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}")
     return options
+
+
+def _seconds(text: str) -> float | None:
+    return None if text == "never" else float(text)
 
 
 def config_of(options: Options):
@@ -155,10 +164,11 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
                       chunk, options.together)
     engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, (), job.hf_config))
     read = training.make_reader(job.model, temperature=1.0, chunk=chunk, put=job.put)
-    sampler = Sampler(engine, read, job.row_shapes, trainer.params, trainer.base_leaves())
-    journal = Journal(Path(options.dir) / "journal")
+    sampler = Sampler(engine, read, job.row_shapes, trainer.params, trainer.base_leaves(),
+                      turn=max(64, 2 * job.config.rollout.slots))
+    journal = Journal(Path(options.dir) / "journal", options.sync)
     check_folder(journal.path.parent, options, bytes(parameters.base_digest(base)).hex())
-    worker = Worker(trainer, sampler, Snapshots(journal.path.parent, trainer))
+    worker = Worker(trainer, sampler, Snapshots(journal.path.parent, trainer, journal.sync))
     names = (options.names[0] if options.names else options.model, *options.names[1:],
              *([options.model] if options.names else []))
     operations = Operations(worker, Store(Path(options.dir)), names, job.eos_ids, options.max_length,

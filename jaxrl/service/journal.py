@@ -2,7 +2,7 @@
 
 A record is a JSON header and a body, with a CRC over both. A torn or damaged record ends the file: what follows it was
 never answered, because a record is written before the answer that depends on it. `write` survives the death of the
-process; a power failure may lose what the system had not written yet.
+process. A power failure loses what the disk had not got yet: the records of the last `sync` seconds at most.
 
 Called by service.operations (append), service.recovery (read) and service.worker (append).
 """
@@ -15,12 +15,14 @@ import logging
 import os
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.errors import ConfigError
+from jaxrl.service.files import replace, sync_folder
 
 log = logging.getLogger("jaxrl")
 HEAD = struct.Struct("<III")  # CRC-32 of header and body, bytes of the header, bytes of the body
@@ -37,10 +39,13 @@ class Record(NamedTuple):
 class Journal:
     """The journal of a folder, which one process at a time may have.
 
+    Args:
+      sync: seconds within which the disk has a record; 0 = before `append` returns; None = when the system writes it.
+
     Raises ConfigError if another process has it.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, sync: float | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._lock = folder / "journal", threading.Lock()
         self._held = open(folder / "lock", "w")  # noqa: SIM115 (until close)
@@ -51,19 +56,50 @@ class Journal:
                               "--dir") from None
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close)
         self.bytes = self.path.stat().st_size
+        self.seconds, self._written, self._failure = sync, threading.Event(), None
+        sync_folder(folder)
+        if sync:
+            threading.Thread(target=self._sync_later, name="journal", daemon=True).start()
 
     def append(self, header: dict, body: bytes = b"") -> None:
         """Writes a record; on return it survives the death of the process. Raises OSError, having written nothing."""
         data = _encoded(header, body)
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             left = memoryview(data)
             try:
                 while left:
                     left = left[self._file.write(left):]
+                if self.seconds == 0:
+                    os.fsync(self._file.fileno())
             except OSError:
                 self._file.truncate(self.bytes)  # a torn record would hide those behind it
                 raise
             self.bytes += len(data)
+        self._written.set()
+
+    def sync(self) -> None:
+        """Waits until the disk has all records; does nothing if it is left to the system. Raises OSError."""
+        if self.seconds is None:
+            return
+        with self._lock:
+            number = os.dup(self._file.fileno())  # `append` and `compact` go on meanwhile
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+    def _sync_later(self) -> None:
+        while not self._file.closed:
+            self._written.wait()
+            time.sleep(self.seconds or 0)
+            self._written.clear()
+            try:
+                self.sync()
+            except (OSError, ValueError) as e:  # ValueError: it was closed
+                self._failure = e if isinstance(e, OSError) else None
+                return
 
     def records(self) -> Iterator[Record]:
         """Yields the records of the file, up to the first damaged one."""
@@ -80,7 +116,7 @@ class Journal:
                 f.flush()
                 os.fsync(f.fileno())
             self._file.close()
-            os.replace(temporary, self.path)
+            replace(temporary, self.path)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close)
             self.bytes = self.path.stat().st_size
         if self.bytes < before:
@@ -88,7 +124,9 @@ class Journal:
 
     def close(self) -> None:
         """Closes the file and lets another process have the folder."""
-        self._file.close()
+        with self._lock:
+            self._file.close()
+        self._written.set()
         self._held.close()
 
 

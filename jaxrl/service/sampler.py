@@ -1,8 +1,8 @@
 """Samples from versions of the adapter, and scores prompts under them.
 
 A version is a copy of an adapter's leaves in host memory, under a name; BASE is the model without an adapter. The
-engine holds one version at a time: requests are served in their order, all that wait for a version together before the
-next one is published.
+engine holds one version at a time. Versions with waiting jobs take turns of about `turn` samples; within a version jobs
+are served in their order.
 
 Knows values only, as service.trainer. Called by service.worker, from one thread.
 
@@ -69,15 +69,18 @@ class Sampler:
       read: training.make_reader's function. row_shapes: of the rows that score prompts.
       params: leaves of a version -> parameter tree.
       base: leaves of BASE.
+      turn: samples that are begun at a time, and of a version while jobs of another one wait.
     """
 
-    def __init__(self, engine, read, row_shapes, params, base):
+    def __init__(self, engine, read, row_shapes, params, base, turn: int = 64):
         self.engine, self.read, self.row_shapes, self.params = engine, read, row_shapes, params
         self.versions: dict[str, dict] = {BASE: base}
         self._waiting: deque[SampleJob] = deque()
         self._running: dict[str, SampleJob] = {}  # by the id of the engine's request
         self._published: str | None = None
-        self._count = 0
+        self._count = self._begun = 0  # begun: samples in the turn of the published version
+        self.turn = turn
+        self._turns: dict[str, int] = {}  # version -> number of its latest turn
         self._tree: Any = None
 
     @property
@@ -98,6 +101,7 @@ class Sampler:
     def forget(self, name: str) -> None:
         """Drops a version."""
         self.versions.pop(name, None)
+        self._turns.pop(name, None)
 
     def submit(self, job: SampleJob) -> None:
         """Queues a job."""
@@ -131,19 +135,31 @@ class Sampler:
                 job.future.set_exception(error)
 
     def _admit(self) -> None:
-        """Takes waiting jobs of the first one's version: scores their prompts, and submits their samples.
+        """Takes waiting jobs of one version: scores their prompts, and submits their samples.
 
-        While jobs of another version run it takes none, and while jobs of the same version run those at the head alone.
+        While jobs run these are of their version; else of the one whose turn was longest ago. A turn ends once it has
+        `turn` samples and another version waits.
         """
-        if not self._waiting or self._running and self._waiting[0].version != self._published:
+        waiting = dict.fromkeys(job.version for job in self._waiting)
+        if not waiting:
             return
-        version, jobs = self._waiting[0].version, []
-        if self._running:
-            while self._waiting and self._waiting[0].version == version:
-                jobs.append(self._waiting.popleft())
+        if not self._running:
+            version, self._begun = min(waiting, key=lambda name: self._turns.get(name, -1)), 0
+        elif self._published in waiting:
+            version = self._published
         else:
-            jobs = [job for job in self._waiting if job.version == version]
-            self._waiting = deque(job for job in self._waiting if job.version != version)
+            return
+        jobs: list[SampleJob] = []
+        running = len(self._running)
+        for job in [job for job in self._waiting if job.version == version]:
+            if running >= self.turn or self._begun >= self.turn and len(waiting) > 1:
+                break
+            jobs.append(job)
+            self._begun, running = self._begun + job.count, running + job.count
+        if not jobs:
+            return
+        taken = set(jobs)
+        self._waiting = deque(job for job in self._waiting if job not in taken)
         try:
             self._publish(version)
             self._score([job for job in jobs if job.scores])
@@ -174,6 +190,7 @@ class Sampler:
             self._tree = self.params(self.versions[version])
             self.engine.publish(self._tree, self._count)
             self._published = version
+            self._turns[version] = self._count
 
     def _score(self, jobs: list[SampleJob]) -> None:
         """Computes the log-probs of the prompts of jobs, packed into rows together."""

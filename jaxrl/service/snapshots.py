@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.service.files import replace
 from jaxrl.service.trainer import LoraOptions
 
 ABOUT = "about"
@@ -30,9 +32,15 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """The snapshots of a folder. trainer: service.trainer.Trainer, which makes runs of arrays."""
+    """The snapshots of a folder.
 
-    def __init__(self, folder: Path, trainer):
+    Args:
+      trainer: service.trainer.Trainer, which makes runs of arrays.
+      sync: called before a snapshot is written: the disk has the journal of what it holds before it has the snapshot.
+    """
+
+    def __init__(self, folder: Path, trainer, sync: Callable[[], None] = lambda: None):
+        self.sync = sync
         self.runs, self.versions, self.trainer = folder / "runs", folder / "versions", trainer
         self._next: dict[str, int] = {}
         for path in (self.runs, self.versions):
@@ -40,6 +48,7 @@ class Snapshots:
 
     def save(self, model_id: str, run, number: int, failure: str) -> None:
         """Writes the snapshot of a run whose next task has this number."""
+        self.sync()
         about = {"lora": run.options._asdict(), "next": number, "failure": failure, "loss": run.loss}
         _write(self._run(model_id), self.trainer.arrays(run) | {ABOUT: np.array(json.dumps(about))})
         self._next[model_id] = number
@@ -100,7 +109,7 @@ def _write(path: Path, arrays: dict) -> None:
         np.savez(f, **arrays)
         f.flush()
         os.fsync(f.fileno())
-    os.replace(temporary, path)
+    replace(temporary, path)
 
 
 def _read(path: Path, names: tuple[str, ...] = ()) -> dict | None:

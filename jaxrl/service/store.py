@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl.service.files import replace, sync_tree
 from jaxrl.service.refusals import Refused
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -85,11 +86,12 @@ class Store:
                 with open(temporary / OPTIMIZER, "wb") as f:
                     np.savez(f, **moments)
             (temporary / ABOUT).write_text(json.dumps(about | {"address": str(address)}, indent=1) + "\n", "utf-8")
+            sync_tree(temporary)
             old = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             if folder.exists():
                 folder.rename(old)
-            temporary.rename(folder)
+            replace(temporary, folder)
             shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

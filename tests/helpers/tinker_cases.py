@@ -60,18 +60,23 @@ class Client:
         """The error of a request that is refused, at once or by its promise."""
         answer = self.post(path, body, **more)
         if answer.status_code == 200 and "request_id" in answer.json():
-            answer = self.post("retrieve_future", {"request_id": answer.json()["request_id"]})
-            assert answer.status_code == 200
+            answer = self.retrieve(answer.json())
         else:
             assert 400 <= answer.status_code < 500 and answer.status_code not in (402, 408, 409), answer.text
         found = answer.json()
         assert found["category"] == "user"
         return found["error"]
 
+    def retrieve(self, promise: dict):
+        """The answer to a promise, which is asked for until it is there."""
+        while (answer := self.post("retrieve_future", {"request_id": promise["request_id"], "allow_metadata_only": True})).status_code == 408:
+            assert answer.json()["type"] == "try_again"
+        assert answer.status_code == 200, answer.text
+        return answer
+
     def result(self, promise: dict):
         """The result of a promise: a dict, or a message of protobuf."""
-        answer = self.post("retrieve_future", {"request_id": promise["request_id"], "allow_metadata_only": True})
-        assert answer.status_code == 200, answer.text
+        answer = self.retrieve(promise)
         if answer.headers["content-type"].startswith("application/json"):
             assert "error" not in answer.json(), answer.text
             return answer.json()

@@ -2,6 +2,8 @@
 
 import json
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.service import app, wire
 from jaxrl.service.operations import Operations
 from jaxrl.service.routes import make_app
+from jaxrl.service.sampler import SampleJob, Sampler
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("the_mesh_as_it_was")]
 ROWS = [next_tokens([3, 10, 11, 12, 13, 14]), next_tokens([3, 20, 21, 22])]
@@ -328,6 +331,30 @@ def test_keys_and_hosts(client, service):
             assert "is not a key of this server" in json.loads(http.get("/api/v1/checkpoints", headers={"X-API-Key": key}).text)["error"]
 
 
+def test_weights_take_turns_in_the_sampler(service):
+    """A request for other weights waits for two turns at most, whatever was sent before it; those for the same weights keep their order."""
+    old, begun, ended = service[0].worker.sampler, [], []
+    engine = SimpleNamespace(  # that of the server is at work in its thread
+        submit=begun.extend, publish=lambda tree, count: None,
+        poll=lambda seconds: [SimpleNamespace(id=begun.pop(0).id, tokens=[], logprobs=[], finish="stop")])
+    sampler = Sampler(engine, old.read, old.row_shapes, lambda leaves: leaves, {}, turn=8)
+    for name in "ab":
+        sampler.keep(name, {})
+
+    def submit(version, *numbers):
+        for number in numbers:
+            job = SampleJob(f"{version}{number}", version, np.array([3]), 2, None, 0, False, None, Future())
+            job.future.add_done_callback(lambda done, name=job.id: ended.append(name))
+            sampler.submit(job)
+
+    submit("a", *range(40))
+    sampler.work(0.0)
+    submit("b", 0, 1)
+    while sampler.busy:
+        sampler.work(0.0)
+    assert len(ended) == 42 and ended.index("b1") <= 9 and [x for x in ended if x[0] == "a"] == [f"a{n}" for n in range(40)]
+
+
 def test_a_cancelled_sample_ends(client):
     sampler = client.sampler(client.session(), 0)
     promises = [client.sample(sampler, seq, [3, 4], num_samples=8, params={"max_tokens": 40, "stop": []}) for seq in range(6)]
@@ -354,6 +381,7 @@ def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
 @pytest.mark.parametrize("argv, what", [
     ([], "--model is missing"), (["--model=a", "x"], "x: expected --NAME=VALUE"), (["--model=a", "--rank=two"], "--rank=two: expected a number"),
     (["--model=a", "--rank=0"], "--rank=0: must be at least 1"),
+    (["--model=a", "--sync=90"], "--sync=90: must be 0 to 60 seconds, or never"), (["--model=a", "--sync=soon"], "expected a number"),
     (["--model=a", "--unembed=yes"], "choose refuse or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
     (["--model=a", "--config.rollout.slot=3"], "rollout.slot")])
 def test_the_command_line_is_checked(argv, what):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -16,14 +17,14 @@ from helpers.tinker_cases import PROTO, Client, forward_backward, next_tokens, s
 from starlette.testclient import TestClient
 
 from jaxrl.errors import ConfigError
-from jaxrl.service import journal, snapshots, wire
+from jaxrl.service import files, journal, wire
 from jaxrl.service.journal import Journal
 from jaxrl.service.operations import Operations
 from jaxrl.service.recovery import recover
 from jaxrl.service.routes import make_app
 from jaxrl.service.sampler import BASE, Sampler
 from jaxrl.service.snapshots import Snapshots
-from jaxrl.service.store import Store
+from jaxrl.service.store import Address, Store
 from jaxrl.service.worker import Pass, Worker
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("the_mesh_as_it_was")]
@@ -63,9 +64,7 @@ def script(session: str) -> list[tuple[str, object, dict]]:
 def answered(client: Client, path, body, headers) -> bytes:
     """The result of a request, which is sent again until there is one."""
     promise = client.ok(path, body, headers=headers)
-    answer = client.post("retrieve_future", {"request_id": promise["request_id"]})
-    assert answer.status_code == 200, answer.text
-    return answer.content
+    return client.retrieve(promise).content
 
 
 def play(client: Client, answers: list, session: str = "", key: str = "one") -> list[bytes]:
@@ -148,7 +147,7 @@ def test_killed_at_any_point_a_run_is_the_run_without(server, tmp_path, monkeypa
 
     with Restarted(server, folder) as client:
         monkeypatch.setattr(Journal, "append", watched_append)
-        monkeypatch.setattr(snapshots.os, "replace", watched_replace)
+        monkeypatch.setattr(files.os, "replace", watched_replace)
         play(client, answers)
         monkeypatch.undo()
         monkeypatch.setattr("jaxrl.service.worker.SNAPSHOT_SECONDS", seconds)
@@ -186,9 +185,8 @@ def play_rounds(client: Client, answers: list, session: str = "") -> list[bytes]
     for requests in rounds(session)[(len(answers) - 1) // 2:]:
         promises = [client.ok(path, body, headers=headers) for path, body, headers in requests]
         for promise in promises:
-            answer = client.post("retrieve_future", {"request_id": promise["request_id"]})
-            assert answer.status_code == 200 and b'"error"' not in answer.content, answer.text
-            answers.append(answer.content)
+            answers.append(client.retrieve(promise).content)
+            assert b'"error"' not in answers[-1], answers[-1]
     return answers
 
 
@@ -280,6 +278,70 @@ def test_a_damaged_end_is_dropped_and_a_second_server_is_refused(tmp_path, caplo
         assert [r.header["n"] for r in again.records()] == [*range(left), 9]
         again.close()
     assert journal.HEAD.size == 12
+
+
+@pytest.mark.parametrize("sync", [0, 0.01, None])
+def test_what_a_power_failure_leaves(tmp_path, monkeypatch, sync):
+    """The disk has a record before `append` returns, soon, or whenever the system likes; a compacted journal at once."""
+    fsync, on_disk = os.fsync, {}
+
+    def watched(number):
+        fsync(number)
+        on_disk[os.fstat(number).st_ino] = os.fstat(number).st_size
+
+    monkeypatch.setattr(os, "fsync", watched)
+    one = Journal(tmp_path / "journal", sync)
+
+    def kept():
+        return on_disk.get(one.path.stat().st_ino, 0)
+
+    for number in range(3):
+        one.append({"kind": "request", "n": number}, bytes(100))
+        assert sync != 0 or kept() == one.bytes
+    if sync:
+        deadline = time.monotonic() + 60
+        while kept() < one.bytes and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert (kept() == one.bytes) == (sync is not None)
+    one.append({"kind": "request", "n": 3})
+    one.sync()  # before a snapshot
+    assert (kept() == one.bytes) == (sync is not None)
+    one.compact(lambda record: record)
+    assert kept() == one.bytes
+
+    def broken(number):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    if sync == 0:
+        before = one.path.read_bytes()
+        with pytest.raises(OSError, match="Input/output"):
+            one.append({"kind": "request", "n": 4})
+        assert one.path.read_bytes() == before
+    elif sync:
+        one.append({"kind": "request", "n": 4})
+        deadline = time.monotonic() + 60
+        with pytest.raises(OSError, match="Input/output"):
+            while time.monotonic() < deadline:
+                one.append({"kind": "request", "n": 5})
+                time.sleep(0.01)
+    one.close()
+
+
+def test_saved_files_are_on_the_disk_before_their_name(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(files.os, "fsync", lambda number: order.append(os.readlink(f"/proc/self/fd/{number}").rpartition("/")[2]))
+    replace = os.replace
+    monkeypatch.setattr(files.os, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
+
+    def adapter(folder):
+        folder.mkdir(parents=True)
+        (folder / "adapter.bin").write_bytes(bytes(10))
+
+    store = Store(tmp_path)
+    store.write(Address("run", "weights", "one"), {"request": "a", "expires": None}, adapter, {"count": np.zeros(1)})
+    assert set(order[:order.index("rename")]) == {"adapter.bin", "about.json", "optimizer.npz", ".one.new"} and order[-1] == "weights"
+    assert sorted(store.moments(Address("run", "weights", "one"))) == ["count"]
 
 
 @pytest.mark.full

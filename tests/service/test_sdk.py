@@ -116,3 +116,12 @@ def test_math_rl(server, place, loss):
     rows = [row for row in metrics(place / folder) if "optim/entropy" in row]
     assert len(rows) == 3
     assert all(abs(row["optim/kl_sample_train_v1"]) < 1e-3 for row in rows)  # the trainer's log-probs are the sampler's
+
+
+def test_the_notebook_of_a_loss_of_one_s_own(server, place):
+    """Cell by cell, with a server of its own; it asserts that the reward rises."""
+    cells = json.loads((ROOT / "notebooks/own_loss_over_the_service.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (place / "notebook.py").write_text(source)
+    lines = client({**server, "JAXRL_SERVICE_MODEL": NAMES[0]}, place, "notebook.py").splitlines()
+    assert lines[-1].startswith("tinker://") and "adapter_model.safetensors" in lines[-1]

@@ -48,5 +48,5 @@ def axes(model) -> dict[str, int]:
 
 def sharding(one: NamedSharding, axis: int) -> NamedSharding:
     """Returns the sharding of a stacked leaf: that of the leaf, and whole along the bank."""
-    spec = (*one.spec, *(None,) * axis)
+    spec = (*one.spec, *(None,) * (axis - len(one.spec)))
     return NamedSharding(one.mesh, P(*spec[:axis], None, *spec[axis:]), memory_kind=one.memory_kind)

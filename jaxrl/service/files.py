@@ -1,0 +1,30 @@
+"""Makes files survive a power failure: their contents, then their names. Called by journal, snapshots and store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk has the names in a folder."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sync_tree(folder: Path) -> None:
+    """Waits until the disk has all files in a folder and below, and their names."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with open(Path(path) / name, "rb") as f:
+                os.fsync(f.fileno())
+        sync_folder(Path(path))
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Renames a file or folder whose contents the disk has, and waits until the disk has its name, too."""
+    os.replace(temporary, path)
+    sync_folder(path.parent)
