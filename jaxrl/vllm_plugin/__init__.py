@@ -482,7 +482,8 @@ def _name_beside_tower(name: str) -> str:
 
 
 def _pieces(model, sent) -> Iterator[tuple]:
-    packed = getattr(model, "packed_modules_mapping", {})
+    inner = getattr(model, "language_model", model)  # Qwen2-VL's outer model does not name them
+    packed = {**getattr(inner, "packed_modules_mapping", {}), **getattr(model, "packed_modules_mapping", {})}
     modules = dict(model.named_modules())
     for full, parameter in model.named_parameters():
         path, _, leaf = full.rpartition(".")
