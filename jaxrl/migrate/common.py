@@ -279,6 +279,23 @@ def lora(
         m.lacks(keys[-1], "dropout of adapters is for SFT alone here")
 
 
+def rollout_weights(m: Migration, loss: str, low: str, high: str) -> None:
+    """Sets a policy gradient whose tokens are weighed by their ratio of policy to sampler, by 0 outside of bounds, by
+    their keys. The ratio is that of the policy before an optimizer step, so that there must be one per step."""
+    if updates(m) > 1:
+        why = f"{updates(m)} optimizer steps per batch, each with weights of its own: there is one"
+        m.lacks(loss, why, refuse=True)
+        return
+    m.set("algorithm.policy_loss", "pg", loss)
+    m.set("algorithm.ratio", "token", loss)
+    m.set("algorithm.old_logprobs", "recompute", loss)
+    m.set("algorithm.mismatch.correction", "token_mis", loss)
+    m.set("algorithm.mismatch.low", max(1 - m.number(low), 0.0), low)
+    m.set("algorithm.mismatch.cap", 1 + m.number(high), high)
+    bounds = f"{max(1 - m.number(low), 0):g} to {1 + m.number(high):g}"
+    m.facts["clip"] = f"weights against the sampler of {bounds}, others 0"
+
+
 def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:
     """Sets Clip-Cov's share of tokens and bounds, by their keys; it reads the trainer's log-probs before the update."""
     m.set("algorithm.cov_share", m.number(share), share, loss)

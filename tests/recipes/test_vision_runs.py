@@ -160,12 +160,13 @@ model_name_or_path = "{model}"
 """
 
 
-def of_cosmos_rl(tmp_path, checkpoint, policy="", kind="sft", more=""):
-    """Options that a Cosmos-RL config of a checkpoint becomes."""
+def of_cosmos_rl(tmp_path, checkpoint, policy="", kind="sft", more="", name="Qwen2.5-VL-tiny"):
+    """Options that a Cosmos-RL config of a checkpoint becomes. name: the trained one's; the teacher's is Qwen2.5-VL-tiny."""
     from jaxrl.migrate import __main__ as command
-    model = tmp_path / "Qwen2.5-VL-tiny"
-    model.exists() or model.symlink_to(checkpoint[0], target_is_directory=True)
-    (tmp_path / "job.toml").write_text(COSMOS.format(type=kind, model=model, policy=policy) + more.format(model=model))
+    for one in {name, "Qwen2.5-VL-tiny"}:
+        (tmp_path / one).symlink_to(checkpoint[0], target_is_directory=True)
+    model, teacher = tmp_path / name, tmp_path / "Qwen2.5-VL-tiny"
+    (tmp_path / "job.toml").write_text(COSMOS.format(type=kind, model=model, policy=policy) + more.format(model=teacher))
     assert command.main(["cosmos_rl", str(tmp_path / "job.toml"), "--gpus=1", f"--out={tmp_path / 'out'}"]) == 0
     c = load_config(str(tmp_path / "out" / "job.py"))
     assert c.model.path == str(model)
@@ -191,13 +192,14 @@ def test_what_cosmos_rl_freezes_of_a_qwen2_5_vl_stays_where_it_is(tmp_path, chec
 @pytest.mark.full
 def test_a_qwen2_5_vl_is_the_teacher_that_a_cosmos_rl_config_names(tmp_path, checkpoint):
     """distillation.model_name_or_path: of rows of text, which its text model judges. A student that is its teacher has nothing to learn."""
-    c = of_cosmos_rl(tmp_path, checkpoint, kind="grpo", more='[distillation]\nenable = true\nmodel_name_or_path = "{model}"\n')
-    assert c.teacher.path == c.model.path and c.run.recipe == "distill"
+    c = of_cosmos_rl(tmp_path, checkpoint, kind="grpo", more='[distillation]\nenable = true\nmodel_name_or_path = "{model}"\n', name="student")
+    assert c.teacher.path == str(tmp_path / "Qwen2.5-VL-tiny") and c.run.recipe == "distill"
     rows = [{"prompt": f"how many {colour} shapes?"} for colour in ("red", "green", "blue", "red")]
     job = load_config("vision:qwen2_5_tiny", {
         "run.dir": str(tmp_path / "run"), "run.recipe": "distill", "run.warm_start": "", "model.path": c.model.path, "teacher.path": c.teacher.path,
         "teacher.dtype": "fp32", "distill.loss": c.distill.loss, "data.image_column": "", "data.image_min_pixels": None,
-        "data.image_max_pixels": None, "reward.functions": (), "train.steps": 1, "data.prompts_per_step": 2, "eval.sets": (), "eval.controls": (),
+        "data.image_max_pixels": None, "reward.functions": (), "data.answer_column": "", "train.steps": 1, "data.prompts_per_step": 2,
+        "eval.sets": (), "eval.controls": (),
         "eval.before": False, "eval.after": False, **QUIET})
     jaxrl.train(job, data=rows)
     step = next(row for row in rows_of(tmp_path / "run") if "distill/divergence" in row)

@@ -145,14 +145,13 @@ CRITIC = tuple(
 def loss(m: Migration):
     a, name = ALGO, ALGO + "policy_loss_type"
     kind = m.text(name)
-    known = ("regular", "dual_clip", "gspo", "cispo", "sapo", "dppo", "clip_cov")
-    if kind not in known:
-        m.lacks(
-            name,
-            f"{kind!r} is none of the losses here; one of your own is a function (docs/guides/extend.md)",
-            refuse=True,
-        )
+    if kind not in ("regular", "dual_clip", "gspo", "cispo", "sapo", "dppo", "clip_cov", "rollout_is"):
+        why = f"{kind!r} is none of the losses here; one of your own is a function (docs/guides/extend.md)"
+        m.lacks(name, why, refuse=True)
         return
+    if kind == "rollout_is":
+        common.rollout_weights(m, name, a + "eps_clip_low", a + "eps_clip_high")
+        return reduction(m)
     loss = kind if kind in ("cispo", "sapo", "dppo") else "clip"
     m.set("algorithm.policy_loss", loss, name)
     m.set("algorithm.ratio", "sequence_token" if kind == "gspo" else "token", name)
@@ -274,12 +273,7 @@ def mismatch(m: Migration):
     }.get(ratio, ("", ""))
     if not ratio and m.flag(ALGO + "use_tis"):
         ratio, cap, key = "token", ALGO + "tis_imp_ratio_cap", ALGO + "use_tis"
-    for name in (
-        "outlier_token_is_threshold_low",
-        "outlier_token_is_threshold_high",
-        "token_mask_is_threshold_low",
-        "token_mask_is_threshold_high",
-    ):
+    for name in (f"{kind}_is_threshold_{side}" for kind in ("outlier_token", "token_mask") for side in ("low", "high")):
         if m[o + name] is not None and (ratio or mask or name.startswith("token")):
             m.lacks(
                 o + name,
@@ -289,6 +283,11 @@ def mismatch(m: Migration):
             )
     if m.options.get("algorithm.old_logprobs", ("", ()))[0] == "rollout":
         m.set("algorithm.mismatch.correction", "none", o + "tis_ratio_type")
+        return
+    if m.text(ALGO + "policy_loss_type") == "rollout_is":
+        if mask or ratio:
+            own = o + ("sequence_mask_metric" if mask else "tis_ratio_type")
+            m.lacks(own, "one correction at a time, and rollout_is is one", refuse=True)
         return
     if mask and ratio or mask == "product":
         m.lacks(
@@ -300,16 +299,13 @@ def mismatch(m: Migration):
         m.set("algorithm.mismatch.correction", "geometric_mis", o + "sequence_mask_metric")
         m.set("algorithm.mismatch.low", m.number(o + "geo_mask_low"), o + "geo_mask_low")
         m.set("algorithm.mismatch.cap", m.number(o + "geo_mask_high"), o + "geo_mask_high")
-        m.differs(
-            "sequences that the geometric mask keeps are also weighed by their ratio, which lies within its bounds"
-        )
+        m.differs("sequences that the geometric mask keeps are also weighed by their ratio, within its bounds")
     elif ratio in ("token", "sequence"):
         m.set("algorithm.mismatch.correction", f"{ratio}_tis", key)
         m.set("algorithm.mismatch.cap", m.number(cap), cap)
     else:
-        m.set(
-            "algorithm.mismatch.correction", "none", o + "tis_ratio_type", o + "sequence_mask_metric", ALGO + "use_tis"
-        )
+        which = (o + "tis_ratio_type", o + "sequence_mask_metric", ALGO + "use_tis")
+        m.set("algorithm.mismatch.correction", "none", *which)
 
 
 def filtering(m: Migration):
