@@ -227,7 +227,7 @@ def test_a_cycle_has_what_fits_and_each_run_s_order(tmp_path):
     for run, numbers in (("a:1", (0, 1, 3)), ("b:1", (0,)), ("c:1", (0,))):
         for number in numbers:
             posted(worker, run, number, 100, learn=run != "c:1")
-    assert taken(worker) == [("a:1", "a:1:0"), ("b:1", "b:1:0"), ("a:1", "a:1:1")]
+    assert taken(worker) == [("a:1", "a:1:0"), ("a:1", "a:1:1"), ("b:1", "b:1:0")]
     assert taken(worker) == [("c:1", "c:1:0")] and not worker._take()
     posted(worker, "d:1", 0, 1 << 20)
     posted(worker, "b:1", 1, 100)
