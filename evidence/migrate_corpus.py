@@ -127,7 +127,8 @@ CORPUS = {
                 "qwen2.5-1.5b-grpo-megatron", "qwen2.5-1.5b-grpo-fsdp", "qwen2.5-1.5b-grpo-megatron-dynamic", "qwen2.5-1.5b-is-megatron",
                 "qwen2.5-1.5b-grpo-megatron-pipeline", "qwen2.5-1.5b-ppo-megatron", "qwen2.5-1.5b-reinpp-megatron",
                 "qwen2.5-1.5b-single-gpu", "qwen2.5-32b-grpo-megatron", "qwen3-30b-grpo-megatron", "moonlight-16b-grpo-megatron")),
-            "reasoning/config/vqa/qwen2.5-vl-3b-grpo-fsdp", "reasoning/config/vqa/qwen3-vl-2b-grpo-fsdp-geo3k", "agent/coding_online_rl/config/qwen2.5-1.5b-grpo-llm_judge",
+            "reasoning/config/vqa/qwen2.5-vl-3b-grpo-fsdp", "reasoning/config/vqa/qwen3-vl-2b-grpo-fsdp-geo3k",
+            "agent/coding_online_rl/config/qwen2.5-1.5b-grpo-llm_judge",
             "agent/searchr1/config/train_qwen2.5", "embodiment/config/maniskill_grpo_openvla")]),
         ("RLinf/RLinf", "v0.1", "0.1", [f"examples/reasoning/config/math/{n}.yaml" for n in (
             "qwen2.5-1.5b-grpo-megatron", "qwen2.5-1.5b-grpo-fsdp", "qwen2.5-7b-grpo-megatron", "qwen2.5-1.5b-reinpp-megatron")]),

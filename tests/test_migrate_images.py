@@ -32,13 +32,12 @@ def of(system, settings, version=None, cmd=""):
     ("verl", VERL, "images"), ("verl", {**VERL, D + "image_key": "pictures"}, "pictures"), ("areal", AREAL, "images"), ("roll", ROLL, "images"),
     ("rlinf", RLINF, "pictures"), ("skyrl", {"trainer.policy.model.path": VL, "generator.vision_language_generator": True}, "images"),
 ])
-def test_completions_of_images_are_drawn_by_the_embedded_sampler(system, settings, column):
+def test_completions_of_images_are_drawn_by_vllm(system, settings, column):
     m = of(system, settings)
     v = values(m)
     assert not any(refuse for _, _, refuse in m.lacking), m.lacking
-    assert v["data.image_column"] == column and v["rollout.engine"] == "jax"
-    assert not [o for o in v if o.startswith(("rollout.vllm.", "rollout.servers"))]
-    assert not [t for t in m.needs_you if "vllm" in t.lower()] and any("embedded sampler" in t for t in m.different)
+    assert v["data.image_column"] == column and v.get("rollout.engine", "vllm") == "vllm"
+    assert not any("embedded sampler" in t for t in m.different)
     assert not [r for r in m.records() if r.kind == "equivalent" and not r.targets and r.key not in ("data.use_chat_template",)]
 
 
@@ -115,7 +114,7 @@ def test_sizes_and_numbers_of_images():
 @pytest.mark.parametrize(("system", "settings", "why"), [
     ("verl", {**VERL, "algorithm.adv_estimator": "gae"}, "a critic is of text"),
     ("skyrl", {"trainer.policy.model.path": VL, "generator.vision_language_generator": True, "generator.max_turns": 3,
-               "environment.env_class": "geometry3k"}, "episodes are of text"),
+               "environment.env_class": "geometry3k"}, "not translated yet"),
     ("roll", {"teacher_pretrain": VL, "student_pretrain": VL, "kd_objective": "reverse_kl", "sequence_length": 512}, "images are for sft and rl"),
     ("rlinf", {**RLINF, "data.image_keys": ["left", "right"]}, "images are of one column"),
 ])
@@ -124,22 +123,25 @@ def test_what_images_are_not_for_is_refused_by_name_alone(system, settings, why)
     assert [text for _, text, refuse in m.lacking if refuse and why in text] and m.outcome(False) == "refused"
 
 
-def test_rows_with_images_are_neither_cut_nor_trained_on_all_turns():
+def test_rows_with_images_are_not_cut_and_are_trained_on_all_turns():
     m = of("verl", {"model.path": VL, "data.messages_key": "messages", "data.train_files": "a.parquet"}, cmd="sft_trainer")
-    assert values(m)["data.train_turns"] == "last" and any("last assistant turn" in t for _, t, _ in m.lacking)
-    assert values(of("verl", {"model.path": "Qwen/Qwen2.5-7B", "data.messages_key": "messages"}, cmd="sft_trainer"))["data.train_turns"] == "all"
+    assert values(m)["data.train_turns"] == "all"
     m = of("verl", {**VERL, D + "truncation": "left"})
     assert values(m)["data.overlong_prompt"] == "filter" and D + "truncation" in [k for k, _, _ in m.lacking]
 
 
-def test_a_sampler_ahead_has_the_servers_devices_or_is_named():
-    apart = {**AREAL, "rollout.backend": "vllm:d4p1t1", "actor.backend": "fsdp:d4p1t1", "rollout.max_head_offpolicyness": 2,
-             "cluster.n_nodes": 1, "actor.recompute_logprob": True, "actor.use_decoupled_loss": True}
-    v = values(of("areal", apart))
-    assert v["mesh.roles.policy"] == {"devices": "0-3"} and v["mesh.roles.sampler"] == {"devices": "4-7"}
+def test_servers_of_images_keep_their_devices():
+    v = values(of("areal", {**AREAL, "rollout.backend": "vllm:d4p1t1", "actor.backend": "fsdp:d4p1t1", "rollout.max_head_offpolicyness": 2,
+                            "cluster.n_nodes": 1, "actor.recompute_logprob": True, "actor.use_decoupled_loss": True}))
+    assert v["mesh.roles.policy"] == {"devices": "0-3"} and v["rollout.vllm.devices"] == ("4", "5", "6", "7")
     assert v["rollout.max_staleness"] == 2 and v["rollout.placement"] == "disaggregated"
-    m = of("areal", {**apart, "rollout.backend": "vllm:d8p1t1", "actor.backend": "fsdp:d8p1t1", "cluster.n_nodes": 2})
-    assert "rollout.max_staleness" not in values(m) and "rollout.max_head_offpolicyness" in [k for k, _, _ in m.lacking]
+
+
+def test_the_sampler_of_text_alone_has_the_devices_of_the_servers():
+    v = values(of("skyrl", {"trainer.policy.model.path": VL, "trainer.policy.language_model_only": True, "trainer.placement.colocate_all": False,
+                            "trainer.placement.policy_num_gpus_per_node": 4, "generator.num_inference_engines": 4}))
+    assert v["mesh.roles.policy"] == {"devices": "0-3"} and v["mesh.roles.sampler"] == {"devices": "4-7"}
+    assert v["rollout.engine"] == "jax" and v["rollout.placement"] == "disaggregated"
 
 
 def test_text_alone_of_a_model_with_a_tower():
@@ -192,4 +194,5 @@ def test_a_script_of_images_passes_the_checks_and_plans_with_image_tokens(tmp_pa
     assert said.startswith("full") and "--config.plan.image_tokens=768" in said
     config = load_config(os.path.join("out", "geo.py"))
     check(config)
-    assert tuple(config.model.frozen) == ("vision/.*",) and config.rollout.engine == "jax" and config.rollout.placement == "colocated"
+    assert tuple(config.model.frozen) == ("vision/.*",) and config.rollout.engine == "vllm" and config.rollout.placement == "colocated"
+    assert not config.rollout.vllm.engine_kwargs.to_dict()  # mm_preprocessor_cache

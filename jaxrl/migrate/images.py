@@ -20,7 +20,8 @@ PARTS = {  # of a tower, by transformers' names
     "merger": "vision/merger/.*",
     "deepstack_merger_list": r"vision/tap_\d+/.*",
 }
-VLLM = "an option of vLLM's servers; jaxrl's own sampler, which draws the completions of images, does without"
+VLLM = "an option of vLLM's servers; jaxrl's own sampler does without"
+PREPROCESSING = re.compile(r"rollout\.vllm\.engine_kwargs\.(.*_)?mm_.*")  # of images, by vLLM
 
 
 def has_tower(path: str) -> bool:
@@ -76,7 +77,7 @@ def settle(m: Migration, key: str) -> None:
         return
     why = {"rl": "", "sft": ""}.get(recipe, f"run.recipe={recipe} is of text: images are for sft and rl")
     if any(option.startswith("env.") for option in m.options):
-        why = "episodes are of text: images are for jobs of one turn"
+        why = "jobs of episodes with images are trained here and not translated yet"
     elif m.options.get("algorithm.advantage", ("",))[0] == "gae":
         why = "a critic is of text: images are for advantages without one"
     if why:
@@ -84,8 +85,9 @@ def settle(m: Migration, key: str) -> None:
         m.needs_you.clear()
         return
     _of_rows(m)
-    if recipe == "rl":
-        _sampler(m)
+    for option in [name for name in m.options if PREPROCESSING.fullmatch(name)]:
+        for key in m.options.pop(option)[1]:
+            m.mark(key, "automatic", "servers get finished patches, and preprocess no image")
     column = m.options.get("data.image_column", ("images",))[0]
     m.image_tokens = m.options.get("data.max_prompt_tokens", (512, ()))[0] * 3 // 4
     if most := m.options.get("data.image_max_pixels", (0, ()))[0]:
@@ -94,11 +96,10 @@ def settle(m: Migration, key: str) -> None:
 
 
 def _of_rows(m: Migration) -> None:
-    """Rows with images are never cut, and SFT is on their last turn."""
+    """Rows with images are never cut."""
     for option, value, ours, why in (
         ("data.overlong_prompt", "truncate_left", "filter", "a prompt with images is not cut: it is left out"),
         ("data.overlong_completion", "split", "truncate", "a row with images is not split: it loses its end"),
-        ("data.train_turns", "all", "last", "of rows with images the last assistant turn is trained, not all"),
     ):
         found, keys = m.options.get(option, ("", ()))
         if found == value:
@@ -108,7 +109,8 @@ def _of_rows(m: Migration) -> None:
 
 
 def _sampler(m: Migration) -> None:
-    """Completions of images are drawn by the embedded sampler, on the trainer's devices or on those of the servers."""
+    """Completions of text alone by a model with a tower, which vLLM has with its tower only, are drawn by the embedded
+    sampler, on the trainer's devices or on those of the servers."""
     o = m.options
     own = [int(n) for row in o.get("rollout.vllm.devices", ((), ()))[0] for n in str(row).split(",")]
     apart, keys = o.get("rollout.placement", ("", ()))
@@ -120,8 +122,8 @@ def _sampler(m: Migration) -> None:
     m.needs_you = [t for t in m.needs_you if "rollout.servers" not in t and "rollout.vllm." not in t]
     m.different = [t for t in m.different if "sampled by vLLM" not in t]
     m.differs(
-        "completions are sampled by jaxrl's embedded sampler (rollout.engine=jax), not by vLLM, which is not handed "
-        "images: the same distribution, other random numbers, and slower"
+        "completions are sampled by jaxrl's embedded sampler (rollout.engine=jax), not by vLLM, which has this family "
+        "with its tower alone: the same distribution, other random numbers, and slower"
     )
     if apart == "disaggregated" and own:
         m.set("mesh.roles.sampler", {"devices": ranges(sorted(own))}, *keys)
