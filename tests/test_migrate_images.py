@@ -195,4 +195,4 @@ def test_a_script_of_images_passes_the_checks_and_plans_with_image_tokens(tmp_pa
     config = load_config(os.path.join("out", "geo.py"))
     check(config)
     assert tuple(config.model.frozen) == ("vision/.*",) and config.rollout.engine == "vllm" and config.rollout.placement == "colocated"
-    assert not config.rollout.vllm.engine_kwargs.to_dict()  # mm_preprocessor_cache
+    assert "disable_mm_preprocessor_cache" not in config.rollout.vllm.engine_kwargs
