@@ -302,7 +302,8 @@ class Trainer:
                     zeros, metrics = empty(state.trainable, state.frozen, device)
                     grads = zeros if grads is None else grads
                     self._zeros.setdefault(rows.tokens.shape, jax.device_get(metrics))
-                grads, metrics = accumulate(*params, grads, self._zeros[rows.tokens.shape], (device,), None)
+                sums = jax.device_put(self._zeros[rows.tokens.shape], self.everywhere)
+                grads, metrics = accumulate(*params, grads, sums, (device,), None)
             pending.append((micro, metrics))
         out = {name: np.zeros(len(packed.traj.tokens), self.dtype) for name in ("logprob", "losses")}
         for micro, metrics in pending:
