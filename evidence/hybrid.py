@@ -1,7 +1,7 @@
 """Recurrent layers: what the backward pass keeps, and a training step beside transformers' and beside copies of prompts.
 
 python evidence/hybrid.py                    both parts
-python evidence/hybrid.py temporaries        compiled, nothing is run; 10 minutes on 2 cores
+python evidence/hybrid.py temporaries        compiled, nothing is run; minutes on 2 idle cores
 python evidence/hybrid.py temporaries --tpu v5e     the same for a TPU that is not here; needs libtpu
 python evidence/hybrid.py times              runs: an idle machine
 
@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from jaxrl.kernels.recurrence import api, chunks_of  # noqa: E402
 
 HEADS, REPEATS, SIZE = 16, 2, 128
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LENGTHS = (1024, 2048, 4096, 8192)
 TOKENS_AT_MOST = 1024  # of the form by tokens, whose temporaries grow by 10 MiB a token
 GROUPS, MEMBERS, PROMPT, COMPLETION = 4, 8, 384, 64
 MODEL = {
