@@ -3,6 +3,7 @@ says how (jax_numpy_rank_promotion)."""
 
 import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -13,8 +14,13 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes t
 # run of the tests takes a third of the time. Runs look there anyway.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "jaxrl" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Programs compile in a third of the time without LLVM's optimisations. Sections of .ci/run test those that users run.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Programs compile in a quarter of the time without LLVM's optimisations, in one piece, and (a flag of the jax of Python 3.11)
+# by the older of XLA's two ways to write loops. Sections of .ci/run test those that users run.
+FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true",
+         "--xla_cpu_parallel_codegen_split_count=1"]
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -38,15 +44,30 @@ def no_mesh():
         yield
 
 
+def pytest_collection_finish():
+    """What was imported lives as long as the process: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+LAST_CLEARED = {"bytes": 1 << 29}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
-    """Compiled programs end with the file that compiled them where the process holds more than 1 GiB; it would grow to 5."""
+    """Compiled programs end with a file's tests once the process has grown by 512 MiB since the last time: without this it
+    grows to 5 GiB, and clearing after every file compiles programs again that several files share."""
     yield
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
-    if pages * os.sysconf("SC_PAGE_SIZE") > 1 << 30:
+    if resident_bytes() > LAST_CLEARED["bytes"] + (1 << 29):
         jax.clear_caches()
         gc.collect()
         give_back()
+        LAST_CLEARED["bytes"] = resident_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -517,6 +517,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),
         "report": O(True, "write <run.dir>/report.html, the run as one page, when the run ends (docs/guides/report.md)"),
         "rollouts": O(True, "write every step's rollouts to <run.dir>/rollouts as JSONL"),
+        "thumbnails": O(16, "different images of a step's or an evaluation's completions that are kept as small PNG files in <run.dir>/images"
+                        " for the report; 0 = none", bound=">=0"),
         "level": O("info", "log level", choices=("debug", "info", "warning", "error")),
     },
     "plan": {

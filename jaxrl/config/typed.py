@@ -605,6 +605,7 @@ class Log(Group):
     trace_requests: bool
     report: bool
     rollouts: bool
+    thumbnails: int
     level: str
 
 

@@ -11,7 +11,7 @@ from jaxrl.report import curves, timeline
 from jaxrl.report.explained import explained_steps, tried_changes
 from jaxrl.report.findings import findings
 from jaxrl.report.runs import Run, labels, read_run
-from jaxrl.report.samples import samples
+from jaxrl.report.samples import pictures, samples
 
 FACTS = ("run.recipe", "algorithm.preset", "model.path", "rollout.engine", "run.seed")
 
@@ -32,6 +32,7 @@ def content(folders, steps: list[int] | None = None, watch: float = 0.0) -> dict
         run.name = name
     grouped = curves.groups(runs)
     charts = curves.charts(runs, grouped)
+    shown = samples(runs, steps)
     return {
         "jaxrl": jaxrl.__version__, "watch": watch,
         "made": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
@@ -39,7 +40,8 @@ def content(folders, steps: list[int] | None = None, watch: float = 0.0) -> dict
         "charts": charts, "sections": curves.sections(charts), "phases": [timeline.phases(run) for run in runs],
         "plan": [timeline.plan(run) for run in runs], "findings": [findings(run) for run in runs],
         "explained": [explained_steps(run) for run in runs], "tried": [tried_changes(run) for run in runs],
-        "samples": samples(runs, steps), "differ": _differences(runs), "options": [_options(run) for run in runs],
+        "samples": shown, "pictures": pictures(runs, shown), "differ": _differences(runs),
+        "options": [_options(run) for run in runs],
     }
 
 

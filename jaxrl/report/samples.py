@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import jaxrl
+from jaxrl.data.images.thumbnails import FOLDER
 from jaxrl.errors import ConfigError
 from jaxrl.records import files
 from jaxrl.report.runs import Run
@@ -15,6 +17,7 @@ from jaxrl.report.thin import short, shorts
 
 STEPS = 8                # of training, evenly spaced, the first and the last among them
 CHARACTERS = 900_000     # of all runs' completions together
+PICTURE_BYTES = 4_000_000  # of all runs' images together
 MAX_TEXT_CHARS = 20_000         # characters of one text, half from its beginning and half from its end
 MOST_TOKENS = 4_000      # of one completion
 EMBEDDED = Path(jaxrl.__file__).parent / "data" / "embedded"
@@ -37,6 +40,22 @@ def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
         rows, used = _rows(records, room, speak[i])
         out.append({"run": i, "what": what, "step": step, "of": len(records), "rows": rows, "size": used})
     return [{k: v for k, v in part.items() if k != "size"} for part in out if part["rows"]]
+
+
+def pictures(runs: list[Run], shown: list[dict]) -> list[dict[str, str]]:
+    """Returns of each run {file: data URI} of the images of `samples`, while there is room. Their PNG files are read
+    from the run's images/ alone."""
+    out: list[dict[str, str]] = [{} for _ in runs]
+    room = PICTURE_BYTES
+    for part in shown:
+        run, kept = runs[part["run"]], out[part["run"]]
+        for name in dict.fromkeys(name for row in part["rows"] for name in row.get("images", ())):
+            path = run.folder / FOLDER / Path(name).name
+            if name in kept or not path.is_file() or path.stat().st_size * 4 // 3 > room:
+                continue
+            kept[name] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+            room -= len(kept[name])
+    return out
 
 
 def token_values(run: Run, step: int) -> dict[tuple, dict[str, list]]:
@@ -112,6 +131,7 @@ def _row(record: dict, speak: TokenTexts) -> dict:
            "version": [record.get("version"), record.get("last_version")]}
     row |= {name: _number(record.get(name)) for name in ("score", "advantage") if record.get(name) is not None}
     row |= {name: record[name] for name in ("accurate", "source") if name in record}
+    row |= {"images": images} if (images := [str(name) for name in record.get("images") or ()]) else {}
     row |= {"answer": _cut(record["answer"])} if record.get("answer") is not None else {}
     if outcomes := {k: v for k, v in (reward.get("outcomes") or {}).items() if v != "ok"}:
         row["outcomes"] = outcomes

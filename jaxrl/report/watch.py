@@ -10,7 +10,7 @@ from jaxrl.report.content import content
 from jaxrl.report.page import embedded, page
 
 LOOPBACK = "127.0.0.1"
-READ = ("metrics.jsonl", "summary.json", "config.json", "rollouts", "eval")
+READ = ("metrics.jsonl", "summary.json", "config.json", "rollouts", "eval", "images")
 
 
 class WatchedRuns:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrl.config import adapter_table
 from jaxrl.data.images.controls import CONTROLS
+from jaxrl.data.images.thumbnails import save
 from jaxrl.processes.exchange import owner_process
 from jaxrl.rl.episodes import add_episode_rewards, check_failures, conversations
 from jaxrl.rl.trajectories import (
@@ -101,6 +102,8 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
         metrics |= {f"eval/{name}/reward/{k}": v for k, v in _rewards(result).items()}
         rows[name] = records(traj, examples, texts, result,
                              episodes=conversations(traj, job.tokenizer) if c.episodes else None)
+        if s.peers.first:
+            save(s.run_dir, traj, scores, c.log.thumbnails)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
             record["accurate"] = bool(hit)
         for control in c.eval.controls:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxrl.data.images.thumbnails import file_names
 from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.rewards import RewardItem
 from jaxrl.rollout import Key, Outcome, Request, Result, SamplingParams, Turn
@@ -171,7 +172,8 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
     """Returns one JSON-able record per trajectory: prompt, completion, reference answer, rewards, sampled tokens.
 
     `prompt` is the text that the model saw, `asked` the row's prompt where it differs; `tokens` are all sampled tokens,
-    `version` and `last_version` the weights of the first and the last.
+    `version` and `last_version` the weights of the first and the last, `images` the files of data.images.thumbnails,
+    some of which are written.
 
     Args:
       examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] or None.
@@ -196,6 +198,8 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
             "last_version": int(traj.versions[at[-1]]) if len(at) else -1,
             **({"source": source} if (source := getattr(example, "source", "")) else {}),
         })
+    if traj.pictures is not None:
+        out = [record | {"images": names} for record, names in zip(out, file_names(traj), strict=True)]
     if advantages is not None:
         out = [record | {"advantage": advantage} for record, advantage in zip(out, _finite(advantages), strict=True)]
     if episodes is not None:

@@ -20,7 +20,7 @@ from jaxrl.config.load import redacted
 from jaxrl.errors import ConfigError
 
 # What a fresh start moves away.
-OWN_FILES = ("metrics.jsonl", "summary.json", "report.html", "rollouts", "record", "eval", "tensorboard")
+OWN_FILES = ("metrics.jsonl", "summary.json", "report.html", "rollouts", "record", "eval", "images", "tensorboard")
 
 
 def write_atomic(path: Path, text: str) -> None:

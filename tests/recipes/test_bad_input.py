@@ -17,6 +17,11 @@ from jaxrl.main import main
 TINY = f"--config={tiny_job.__file__}"
 
 
+def files_of(folder):
+    """Without what Python keeps of a file that it imported."""
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
     """refused("option=value", ...) runs the tiny job in a folder and returns what the user is told."""
@@ -25,10 +30,10 @@ def refused(tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         for name in ("devices", "local_devices"):
             monkeypatch.setattr(jax, name, device_work)
-        before = set(tmp_path.rglob("*"))
+        before = files_of(tmp_path)
         flags = ["--config.run.dir=run", "--config.run.compile_cache=", "--config.log.console=off"]
         assert main([config, *flags, *[f"--config.{o}" for o in overrides]]) == 2
-        assert set(tmp_path.rglob("*")) == before
+        assert files_of(tmp_path) == before
         said = capsys.readouterr().err
         assert said.startswith("jaxrl: ") and "Traceback" not in said
         return said

@@ -22,11 +22,14 @@ def rows_of(folder, name="metrics.jsonl"):
 @pytest.mark.parametrize("variant", ["tiny", "qwen2_5_tiny"])
 def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path, variant):
     """Warm start and GRPO: log-probs of sampler and trainer agree; controls are evaluated; the export brings tower and sizes of pictures."""
-    c = load_config(f"vision:{variant}", {"run.dir": str(tmp_path / "run"), **QUIET})
+    c = load_config(f"vision:{variant}", {"run.dir": str(tmp_path / "run"), "log.thumbnails": 1, **QUIET})
     summary = jaxrl.train(c)
     steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
     assert summary["finished"] and len(steps) == 2
     assert all(row["gap/max"] < 1e-4 and 0 < row["packing/patch_fill"] <= 1 for row in steps)
+    kept = {f"images/{path.name}" for path in (tmp_path / "run/images").iterdir()}
+    asked = {name for file in (tmp_path / "run/rollouts").iterdir() for row in rows_of(file.parent, file.name) for name in row["images"]}
+    assert len(kept) == 3 and len(kept & asked) == 2  # one of each step, one of the held-out set
     after = summary["eval_after"]["sets"]["test"]
     assert {"blank/accuracy", "swapped/accuracy", "accuracy"} <= after.keys()
     again = jaxrl.train(load_config(f"vision:{variant}", {

@@ -114,6 +114,14 @@ def png_of(image: Image) -> bytes:
     return out.getvalue()
 
 
+def thumbnail(pixels_HxWx3: np.ndarray, longest: int) -> bytes:
+    """Returns uint8 pixels as a PNG file, made smaller until no side is longer than `longest` pixels."""
+    out, image = io.BytesIO(), _pillow().fromarray(pixels_HxWx3)
+    image.thumbnail((longest, longest))  # bicubic
+    image.save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
 def _pillow():
     try:
         import PIL.Image

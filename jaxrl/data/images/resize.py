@@ -173,3 +173,10 @@ def cut(pixels_HxWxC: np.ndarray, rule: Rule) -> np.ndarray:
     m, p = rule.merge, rule.patch
     blocks = pixels_HxWxC.reshape(height // (m * p), m, p, width // (m * p), m, p, channels)
     return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, channels * p * p)
+
+
+def join(patches: np.ndarray, grid: tuple[int, int], merge: int) -> np.ndarray:
+    """Returns the [H, W, 3] uint8 pixels that `cut` cut. grid: rows and columns of patches. merge: Rule.merge."""
+    (rows, columns), p = grid, math.isqrt(patches.shape[1] // 3)
+    blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, p, p)
+    return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * p, columns * p, 3)

@@ -278,6 +278,12 @@ function pieceText(row, piece) {
   }
   return box;
 }
+function pictures(part, row) {
+  if (!row.images) return null;
+  const kept = row.images.filter(n => D.pictures[part.run][n]), more = row.images.length - kept.length;
+  return el("div", { className: "pictures" }, kept.map(n => el("img", { src: D.pictures[part.run][n], title: n, alt: n })),
+    more > 0 && el("span", { className: "soft" }, `${more} image${more > 1 ? "s" : ""} not kept (log.thumbnails)`));
+}
 function detail(part, row) {
   const verdict = Object.entries(row.parts).map(([n, v]) => `${n} ${fmt(v)}`).join(", ");
   const facts = [["score", row.score], ["advantage", row.advantage]].filter(([, v]) => v !== undefined).map(([n, v]) => `${n} ${fmt(v)}`);
@@ -294,7 +300,7 @@ function detail(part, row) {
     : state.colour === "trained" ? [el("i", { className: "dot", style: { background: "rgba(var(--up), .4)" } }), " sampled and trained  ", el("i", { className: "dot", style: { background: "rgba(var(--down), .4)" } }), " put in between, not trained"] : "";
   return [el("div", null, facts.join(" · ")), verdict && el("div", { className: "soft" }, "rewards: " + verdict),
     row.answer !== undefined && el("div", { className: "soft" }, "reference answer: " + row.answer), el("div", { className: "soft" }, legend),
-    el("div", { className: "piece" }, el("span", { className: "soft" }, "prompt"), el("div", { className: "text put" }, row.prompt)),
+    el("div", { className: "piece" }, el("span", { className: "soft" }, "prompt"), pictures(part, row), el("div", { className: "text put" }, row.prompt)),
     ...row.pieces.map(p => el("div", { className: "piece" }, el("span", { className: "soft" }, p.trained
       ? (p.turn === undefined ? "completion" : `model, turn ${p.turn + 1}`) + (p.reward ? `, reward ${fmt(p.reward)}` : "") + (p.opens ? ", a new sequence" : "")
       : "put in between, not trained"), pieceText(row, p)))];
