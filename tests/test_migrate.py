@@ -247,7 +247,7 @@ def test_models_that_are_trained_are_not(name):
 
 def test_a_default_model_that_reads_images_is_a_job_of_images():
     m = trained(migrated("cosmos_rl", {k: v for k, v in table_of("cosmos_rl").required.items() if k != "policy.model_name_or_path"}))
-    assert values(m)["model.path"] == "Qwen/Qwen2.5-VL-7B-Instruct" and values(m)["rollout.engine"] == "jax"
+    assert values(m)["model.path"] == "Qwen/Qwen2.5-VL-7B-Instruct" and values(m)["rollout.engine"] == "vllm"
 
 
 def test_verls_reward_model_is_alone():

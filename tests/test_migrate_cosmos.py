@@ -281,4 +281,4 @@ def test_towers_by_cosmos_names():
                                 ({"trainable_map.visual": False}, "model.frozen", ("vision/.*",))):
         m = trained(migrated("cosmos_rl", {**SFT, **model, **{f"policy.{k}": v for k, v in given.items()}}))
         assert values(m)[option] == want and not any("Qwen2.5-VL" in text for text in map(str, m.lacking))
-    assert values(trained(of(model)))["rollout.engine"] == "jax"
+    assert values(trained(of(model)))["rollout.engine"] == "vllm"

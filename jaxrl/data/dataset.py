@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 RESERVED = {  # argument names of rewards and environments that are not columns -> what they hold
     "prompt": "the prompt", "completion": "the completion", "prompts": "the prompts", "completions": "the completions",
     "token_ids": "the completion's ids", "context_ids": "the ids before it", "finish": "why it ended",
-    "group": "the number of its group", "sample": "its number in the group", "user": "the options of reward.user",
+    "image_sizes": "the sizes of its images", "group": "the number of its group", "sample": "its number in the group",
+    "user": "the options of reward.user",
     "format_pattern": "the option of this name", "code_score": "the option of this name",
     "answer": "the column of data.answer_column"}
 

@@ -24,6 +24,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.telemetry.run_dir import write_atomic
 
 FOLDER, HEADER = "record", "header.json"
+THUMBNAILS = "images"  # folder of a run directory, see data.images.thumbnails
 FORMAT = 1  # raised when an older jaxrl could not read what a newer one writes
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{16})\.npz")
 

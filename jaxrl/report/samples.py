@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 import jaxrl
-from jaxrl.data.images.thumbnails import FOLDER
 from jaxrl.errors import ConfigError
 from jaxrl.records import files
 from jaxrl.report.runs import Run
@@ -50,7 +49,7 @@ def pictures(runs: list[Run], shown: list[dict]) -> list[dict[str, str]]:
     for part in shown:
         run, kept = runs[part["run"]], out[part["run"]]
         for name in dict.fromkeys(name for row in part["rows"] for name in row.get("images", ())):
-            path = run.folder / FOLDER / Path(name).name
+            path = run.folder / files.THUMBNAILS / Path(name).name
             if name in kept or not path.is_file() or path.stat().st_size * 4 // 3 > room:
                 continue
             kept[name] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

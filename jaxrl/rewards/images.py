@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-import io
 import re
 from typing import Any
 
@@ -36,8 +35,8 @@ class RowImage:
     @functools.cached_property
     def pillow(self) -> Any:
         """The upright image in RGB, of Pillow."""
-        from PIL import Image, ImageOps
-        return ImageOps.exif_transpose(Image.open(io.BytesIO(self.file))).convert("RGB")
+        from jaxrl.data.images.decode import upright
+        return upright(self.file)
 
     @functools.cached_property
     def pixels(self) -> Any:

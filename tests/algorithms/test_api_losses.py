@@ -26,10 +26,12 @@ def test_losses_and_gradients_are_those_of_the_documented_formulas():
     a, w, bounds = torch.tensor(advantage), torch.tensor(weight), (torch.tensor(low), torch.tensor(high))
     ratio = (x - torch.tensor(sampled)).exp()
     each = {"cross_entropy": -w * x, "importance_sampling": -w * ratio * a,
-            "ppo": -w * torch.minimum(ratio * a, torch.clamp(ratio, *bounds) * a)}
+            "ppo": -w * torch.minimum(ratio * a, torch.clamp(ratio, *bounds) * a),
+            "cispo": -w * torch.clamp(ratio, *bounds).detach() * a * x,
+            "dro": -w * (a * x - bounds[0] / 2 * (x - torch.tensor(sampled)) ** 2)}
     assert each.keys() == API_LOSSES.keys()
     wanted = sum(each[name][torch.tensor(names == loss.number)].sum() for name, loss in API_LOSSES.items())
     wanted.backward()
     assert float(value) == pytest.approx(wanted.item(), rel=1e-13)
     np.testing.assert_allclose(gradient, x.grad.numpy(), atol=1e-13)
-    assert (gradient == 0).mean() > 0.05  # clipped
+    assert (gradient == 0).mean() > 0.03  # clipped

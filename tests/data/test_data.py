@@ -626,7 +626,8 @@ def test_names_of_our_own_are_in_one_table():
     from jaxrl.data.dataset import RESERVED
     from jaxrl.rewards.calling import EXTRAS, SHARED
 
-    assert set(RESERVED) == {"prompt", "completion", "prompts", "completions", "answer", *EXTRAS, *SHARED}
+    images = {"images"}  # data.image_column has them
+    assert set(RESERVED) == {"prompt", "completion", "prompts", "completions", "answer", *EXTRAS, *SHARED} - images
 
 
 def test_rows_of_messages_are_prompts_without_their_last_answer(chat, tmp_path, caplog):

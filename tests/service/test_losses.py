@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from helpers.peft_cases import Imported, checkpoint, in_float64, lora_config, torch_model, wrapped
-from helpers.service_cases import (
+from helpers.tiny_models import VOCAB
+from helpers.trainer_cases import (
     CONFIGS,
     LARGEST,
     LONGEST,
@@ -18,7 +19,6 @@ from helpers.service_cases import (
     trainer_of,
     under_peft_s_names,
 )
-from helpers.tiny_models import VOCAB
 
 from jaxrl.algorithms.api_losses import API_LOSSES, token_losses
 from jaxrl.service import bodies

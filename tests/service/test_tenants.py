@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from helpers.peft_cases import Imported, checkpoint, in_float64, lora_config, torch_model, wrapped
-from helpers.service_cases import (
+from helpers.tiny_models import VOCAB
+from helpers.trainer_cases import (
     CONFIGS,
     LARGEST,
     LONGEST,
@@ -20,7 +21,6 @@ from helpers.service_cases import (
     trainer_of,
     under_peft_s_names,
 )
-from helpers.tiny_models import VOCAB
 
 from jaxrl.algorithms.api_losses import API_LOSSES
 from jaxrl.service import bodies

@@ -15,7 +15,7 @@ from jaxrl import training
 from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
 from jaxrl.models import build
-from jaxrl.run.model_checks import check_experts
+from jaxrl.run.model_checks import check_layers
 from jaxrl.training import router
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics, make_apply
@@ -124,7 +124,7 @@ def test_a_router_without_a_bias_is_told():
         for key, value in options.items():
             put(c, key, value)
         with pytest.raises(ConfigError, match=text):
-            check_experts(c, model if "bias" in text else build(HF, compute_dtype=jnp.float32, scan_layers=False))
+            check_layers(c, model if "bias" in text else build(HF, compute_dtype=jnp.float32, scan_layers=False))
 
 
 def case():

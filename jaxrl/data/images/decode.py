@@ -105,6 +105,12 @@ def as_text(value) -> str:
     raise TypeError(f"{type_of(value)} is no image")
 
 
+def upright(file: bytes):
+    """Returns the image of a file that was examined before: of Pillow, upright, in RGB."""
+    from PIL import ImageOps
+    return ImageOps.exif_transpose(_pillow().open(io.BytesIO(file))).convert("RGB")
+
+
 def png_of(image: Image) -> bytes:
     """Returns an image in memory as a PNG file, in RGB if PNG does not have its colours."""
     pillow, out = _pillow(), io.BytesIO()

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxrl.data.images.decode import thumbnail
 from jaxrl.data.images.resize import join
+from jaxrl.records.files import THUMBNAILS as FOLDER
 from jaxrl.types import Pictures, Trajectories
 
-FOLDER = "images"
 LONGEST = 256  # pixels per side
 
 log = logging.getLogger("jaxrl")
