@@ -254,6 +254,7 @@ def texts_of_the_code() -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_messages_that_the_troubleshooting_page_explains_exist():
     text, code = (DOCS / "guides/troubleshooting.md").read_text("utf-8"), texts_of_the_code()
     messages = [m for m in re.findall(r"(?m)^\| `([^`]+)` \|", text)]

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 import jaxrl
 
 ROOT = Path(jaxrl.__file__).parent
@@ -78,6 +80,7 @@ def test_circles_are_found():
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
+@pytest.mark.full
 def test_no_circle_of_imports():
     assert len(modules()) > 100 and "jaxrl.training.objective" in imports(False)["jaxrl.training.update"]
     assert circles(imports(False)) == []

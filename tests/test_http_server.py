@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from helpers.tiers import first_only
 
 from jaxrl.envs.proxy import Proxy
 from jaxrl.processes import http_server
@@ -147,7 +148,7 @@ def proxy(tmp_path):
         thread.join()
 
 
-@pytest.fixture(params=[sandbox_service, weights, watch, proxy], ids=lambda made: made.__name__)
+@pytest.fixture(params=first_only([proxy, sandbox_service, weights, watch]), ids=lambda made: made.__name__)
 def ours(request, tmp_path):
     """(port, key, a path, the status that whoever shows the key gets there); without a key the Host is asked for."""
     with request.param(tmp_path) as found:

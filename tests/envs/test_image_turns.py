@@ -159,6 +159,7 @@ def test_ten_thousand_fuzzed_turns():
     assert check_fuzzed(2000) >= 10_000
 
 
+@pytest.mark.full
 def test_a_prompt_that_holds_all_is_what_its_turns_were():
     """Turns that go on in their slot, and the same turns each prefilled whole, have the same tokens and log-probs."""
     (_, kept, traj, own, _, counters), (_, whole, _, _, _, others) = (play("board", 2, keep=keep) for keep in (True, False))

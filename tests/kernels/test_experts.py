@@ -172,6 +172,7 @@ def test_experts_without_a_gate(monkeypatch, name):
         close(run("reference", ids, arrays)[0], want, 1e-12)
 
 
+@pytest.mark.full
 def test_the_tpu_kernels_equal_the_reference_in_float64(monkeypatch):
     """Interpreted: forward and every gradient to 1e-12, for every routing through one program, with tiles that reach beyond
     the last column and experts of several blocks; then with biases and clamped gates."""

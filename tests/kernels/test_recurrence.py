@@ -126,7 +126,7 @@ def test_gradients(name, delta, heads, repeats, key, value, length, continues):
             assert np.linalg.norm(got[n] - want[n]) <= 1e-12 * np.linalg.norm(want[n]), n
 
 
-@DELTA
+@pytest.mark.parametrize("delta", [pytest.param(True, marks=pytest.mark.full), False])
 @CHUNKED
 def test_neighbours_change_no_bit(name, delta):
     """fp32, one program: outputs and gradients of each sequence are the same bits whatever lies beside it, and those of

@@ -128,6 +128,7 @@ FIELDS = [({"vision": VISION[0]}, "qwen3_vl"), ({"text": TEXT[0]}, "qwen3_vl"), 
           *(({"tie_word_embeddings": True}, kind) for kind in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl"))]
 
 
+@pytest.mark.full
 @first_cases(4, "change, kind", FIELDS, ids=json.dumps)
 def test_every_field_is_read(tmp_path, want_of, change, kind):
     """With the field flipped our logits are transformers' again, and differ from those before."""

@@ -126,6 +126,7 @@ def test_shaping_holds_for_it(policys, tmp_path):
 # -- what it reads
 
 
+@pytest.mark.full
 def test_an_episode_is_scored_by_its_last_sequence(policys):
     judge, (_, score) = judge_of(policys[0]), policys
     for rewrite in (False, True):
@@ -175,6 +176,7 @@ def test_another_tokenizer_reads_text(tmp_path):
                   load_tokenizer(tiny_job.get_config()))
 
 
+@pytest.mark.full
 def test_a_rotary_scaling_that_depends_on_the_length_is_refused(tmp_path):
     """Of a reward model as of a policy: beyond the original window its scores would be others than transformers'."""
     path = policys_path(tmp_path)

@@ -102,6 +102,7 @@ def blind(completion):
     return 1.0
 
 
+@pytest.mark.full
 def test_functions_get_the_pictures_of_their_row():
     """Through real workers: pixels as the data have them, sizes without any file read, nothing for a function that names neither."""
     dataset, source, pixels, tokenizer = data()

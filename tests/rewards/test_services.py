@@ -69,6 +69,7 @@ def test_batches_go_to_the_servers_in_turns_with_the_columns_that_are_named():
         del os.environ["TEST_KEY"]
 
 
+@pytest.mark.full
 def test_cosmos_enqueues_and_polls_until_scores_are_there():
     def answer(number, path, headers, body):
         if path == "/api/reward/enqueue":
@@ -172,6 +173,7 @@ def test_deadline_retries_and_concurrency_are_kept(kind):
         assert most[0] == 2 and len(server.requests) == 6 and np.isfinite(result.total).all()
 
 
+@pytest.mark.full
 def test_several_services_have_names_weights_and_failures_of_their_own():
     with Scripted(lambda *_: {"scores": [None, 1, 1, 1]}) as one, Scripted(lambda *_: {"scores": []}) as two:
         c = config(servers=(one.url,), scale=3.0)
@@ -304,6 +306,7 @@ def test_what_is_judged_cannot_pass_for_the_frame():
         assert token not in inside
 
 
+@pytest.mark.full
 def test_agreement_with_labelled_rows_is_told_and_may_stop_the_run(tmp_path):
     """Row 0 agrees, a point apart; 1 and 2 lie on other sides, 4 and 8 points apart; 3 has no score."""
     labels, said = (9, 2, 9, 5), ("10", "6", "1", "none")

@@ -64,7 +64,7 @@ OPTIONS = [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_p": 0.8}, {"top
 
 
 @first_cases(1, "vocab", [97, 256])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@first_cases(1, "options", OPTIONS[::-1], ids=str)
 def test_draws_follow_the_truncated_distribution(vocab, options):
     logits = np.random.default_rng(vocab).normal(size=vocab) * 2
     p = SamplingParams(**options)

@@ -202,6 +202,7 @@ def answering(request, tmp_path):
     server.server_close()
 
 
+@pytest.mark.full
 def test_a_request_is_tried_again_within_the_wait_for_its_batch(answering):
     """By default half of rollout.timeout_seconds goes by before a request without an answer is sent again."""
     server, router = answering

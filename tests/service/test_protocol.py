@@ -77,6 +77,7 @@ def test_a_request_that_is_sent_again_is_applied_once(client):
     assert client.ok("create_session", body, headers=key) == client.ok("create_session", body, headers=key)
 
 
+@pytest.mark.full
 def test_requests_run_in_the_order_of_their_numbers(client):
     """Pieces of one call arrive with the first one last; a step before its gradients waits for them."""
     session = client.session()
