@@ -126,7 +126,6 @@ def test_shaping_holds_for_it(policys, tmp_path):
 # -- what it reads
 
 
-@pytest.mark.full
 def test_an_episode_is_scored_by_its_last_sequence(policys):
     judge, (_, score) = judge_of(policys[0]), policys
     for rewrite in (False, True):
