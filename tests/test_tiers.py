@@ -27,7 +27,7 @@ MECHANISMS = {
     "certificates": "test_certify.py::test_a_defect_of_loss_or_advantage_is_found",
     "differences of runs": "test_diff.py::test_the_first_difference_is_named",
     "episodes": "envs/test_env_options.py::test_history",
-    "credit by turn": "envs/test_credit.py::test_cutting_a_trajectory_changes_neither_loss_nor_gradient",
+    "credit by turn": "envs/test_credit.py::test_a_ratio_of_sequences_is_of_segments",
     "rollouts ahead of training": "rollout/test_ahead.py::test_every_group_is_used_once_in_order_within_the_bound",
     "the contract of engines": "rollout/test_rollout_conformance.py::test_logprobs_are_the_scorers_at_that_temperature",
     "the embedded sampler": "rollout/test_rollout_engine.py::test_samples_are_bitwise_the_same_under_permutation_refill_and_other_neighbours",
