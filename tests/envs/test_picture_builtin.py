@@ -113,10 +113,22 @@ def test_demonstrations_do_what_pays_and_the_lazy_ones_seldom():
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains(tmp_path, name):
+    trains(tmp_path, name)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_it_trains_through_vllm(tmp_path):
+    """Each turn's request has all pictures of its conversation: a map for each turn."""
+    trains(tmp_path, "lake_pixels", {"rollout.engine": "vllm", "rollout.slots": 0, "rollout.compaction": True, "rollout.vllm.setup_seconds": 600.0})
+
+
+def trains(tmp_path, name, changes=()):
     """Two steps from random weights: log-probs of sampler and trainer agree, grey pictures are a control."""
     few = {"data.prompts_per_step": 2, "rollout.group_size": 2, "rollout.slots": 4, "train.steps": 2, "env.workers": 1, "eval.max_rows": 2,
            "log.tensorboard": False, "log.console": "off", "run.dir": str(tmp_path / "run"), "run.warm_start": "", "model.init": "random",
-           "model.tokenizer": "jaxrl://pictures/tokenizer"}
+           "model.tokenizer": "jaxrl://pictures/tokenizer",
+           "rollout.stop_token_ids": tuple(range(3, 60)), **dict(changes)}  # or no turn of random weights would end before its limit
     config = load_config(f"env:{name}", few)
     put(config, "model.config", load_config(f"env_sft:{name}").model.config.to_dict())
     summary = jaxrl.train(config)
@@ -124,3 +136,5 @@ def test_it_trains(tmp_path, name):
     steps = [row for row in steps if "loss" in row]
     assert summary["finished"] and len(steps) == 2 and "blank/accuracy" in summary["eval_after"]["sets"]["test"]
     assert all(row["gap/max"] < 1e-4 and row["packing/patch_fill"] > 0 for row in steps)
+    asked = [json.loads(line) for line in (tmp_path / "run/rollouts/step_00000002.jsonl").read_text().splitlines()]
+    assert any(sum(piece["trained"] for piece in row["episode"]) > 1 for row in asked) and any((tmp_path / "run/images").iterdir())
