@@ -90,7 +90,7 @@ def images(system: str, k: Keys, c, version: str) -> dict:
     """What jobs of images have of their own; {} of others."""
     if not re.fullmatch(SEEN, c.model.path) and not (system == "rlinf" and k("data.type") == "vlm"):
         return {}
-    out = {"sampler": (c.rollout.engine, "vllm")} if c.run.recipe == "rl" else {"trained turns": (c.data.train_turns, "all")}
+    out = {"sampler": (c.rollout.engine, "vllm")} if c.run.recipe == "rl" else {}
     if system == "verl":  # utils/dataset/rl_dataset.py; workers/fsdp_workers.py, which the engines of 0.8 and 0.9 replace
         out["column"] = (c.data.image_column, k("data.image_key", default="images"))
         freezes = version < "0.8" and _engine_of_verl(k) == "fsdp" and k("actor_rollout_ref.actor.freeze_vision_tower", default=False)

@@ -49,7 +49,7 @@ def verl_sft(k, c, version: str) -> dict:
         "epochs": (c.data.epochs, k("trainer.total_epochs", default=4)),
         "steps": (c.train.steps or None, k("trainer.total_training_steps")),
         "last batch": (c.data.drop_last, True),
-        "trained": (c.data.train_turns, "last" if re.search(r"-VL-", c.model.path) else "all"),  # rows with images: the last turn
+        "trained": (c.data.train_turns, "all"),
         "messages": (c.data.prompt_column, k("data.messages_key", default="messages")),
         "floor": (c.optimizer.floor if schedule != "constant" else 0.0,
                   (k("optim.min_lr", default=0.0) / rate if mega else k("optim.min_lr_ratio", default=0.0)) if schedule != "constant" else 0.0),
