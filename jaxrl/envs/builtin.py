@@ -188,16 +188,17 @@ class LakePixels(Lake):
     """Environment `lake` whose maps are pictures of 8 x 8 pixels per cell; the map is the state's anchor."""
 
     def reset(self, row, seed):
-        return drawn(super().reset(row, seed))
+        super().reset(row, seed)
+        return drawn(self.grid)
 
     def step(self, action):
         step = super().step(action)
-        return Step(drawn(step.observation), step.reward, step.done)
+        return Step(drawn(self.grid), step.reward, step.done)
 
 
-def drawn(seen: Observation) -> Observation:
-    """Returns an observation of a map as one of its picture."""
-    return Observation([{"type": "image", "image": pixels.draw_map(seen.text)}], state=seen.state)
+def drawn(grid: str) -> Observation:
+    """Returns a map's picture."""
+    return Observation([{"type": "image", "image": pixels.draw_map(grid)}], state=grid)
 
 
 # ---------------------------------------------------------------------------------------------------------------- spot

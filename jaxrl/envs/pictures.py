@@ -61,7 +61,7 @@ def as_text(value, where: str):
             raise BadEnvironment(f"{where}: an image cannot be read: {type(e).__name__}") from None
     elif is_pillow(value):
         value = of_pillow(value)
-    elif is_array(value):
+    elif value is not None and is_array(value):
         if not is_image(value):
             raise BadEnvironment(f"{where}: an array of {value.dtype} {list(value.shape)}: expected uint8 "
                                  "[height, width, 3]")

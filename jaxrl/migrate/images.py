@@ -105,7 +105,10 @@ def _of_rows(m: Migration) -> None:
         if found == value:
             m.options[option] = (ours, keys)
             given = next((k for k in keys if m.given(k)), "")
-            (m.lacks if given else m.needs)(*((given, why) if given else (f"{option}={ours}: {why}",)))
+            if given:
+                m.lacks(given, why)
+            else:
+                m.needs(f"{option}={ours}: {why}")
 
 
 def _sampler(m: Migration) -> None:

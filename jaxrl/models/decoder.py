@@ -197,8 +197,8 @@ class Seen(NamedTuple):
 
     features: jax.Array
     taps: tuple[jax.Array, ...]
-    inserts: jax.Array
-    rotary: jax.Array
+    inserts: Any
+    rotary: Any
 
     def of_tokens(self, features, other=None):
         """[B, L, D]: the features of the tokens that are an image's, `other` (None = 0) at the others."""

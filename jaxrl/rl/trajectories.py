@@ -278,7 +278,7 @@ def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
         for more, *rest in episode[0] if episode else ():
             images = tuple(TurnImage(first, tuple(grid), number, held.get(number % BLANK))
                            for first, grid, number in (rest[6] if len(rest) > 6 else ()))
-            turns.append(Turn(flat["added"][added:added + more], *rest[:6], images))
+            turns.append(Turn._make((flat["added"][added:added + more], *rest[:6], images)))
             added += more
         outcome = Outcome(**episode[1]) if episode and episode[1] else None
         columns = {own: flat[name][part] for name, own in COLUMNS.items()}

@@ -356,8 +356,8 @@ class EpisodeEngine(Engine):
             self._finish(episode, "abort")
             return []
         messages, found = self.images.found(data["messages"])
-        rendered = self.renderer.first_with_images(messages, data["tools"] or [])
-        ids, images = self.images.expanded(*rendered, found, episode.request, 0)
+        ids, at = self.renderer.first_with_images(messages, data["tools"] or [])
+        ids, images = self.images.expanded(ids, at, found, episode.request, 0)
         first, most = episode.request, self.longest - len(ids)
         most = min(first.sampling.max_new_tokens, most, data["max_tokens"] or most)
         if episode.side_calls >= self.env.max_turns or most < 1:
@@ -379,13 +379,13 @@ class EpisodeEngine(Engine):
         whole = data["rewrite"] or not episode.turns
         if not whole and self.env.history == "append":
             messages, found = self.images.found(messages)
-            rendered = self.renderer.extend_with_images(episode.ids, messages, self.env.max_observation_tokens)
+            ids, at = self.renderer.extend_with_images(episode.ids, messages, self.env.max_observation_tokens)
             shown = sum(image.held is None for image in episode.images)
-            ids, images = self.images.expanded(*rendered, found, episode.request, shown)
+            ids, images = self.images.expanded(ids, at, found, episode.request, shown)
             return ids, False, images
         messages, found = self.images.found(messages if whole else [*episode.messages, *messages])
-        rendered = self.renderer.first_with_images(messages, data["tools"] or [])
-        ids, images = self.images.expanded(*rendered, found, episode.request, 0)
+        ids, at = self.renderer.first_with_images(messages, data["tools"] or [])
+        ids, images = self.images.expanded(ids, at, found, episode.request, 0)
         known, same = len(episode.ids), len(episode.images)
         before = [(image.first, image.number) for image in images[:same]]
         if known and len(ids) > known and np.array_equal(ids[:known], episode.ids) and before == [

@@ -288,8 +288,8 @@ class Worker:
                 why, line.failure = line.failure, ""
                 raise Refused(422, f"{task.name}: nothing was applied, because {why}")
             if isinstance(task.work, Pass):
-                work = task.work
-                return work.answer(*self.trainer.forward_backward(line.run, work.batch, work.learn)), None
+                one = task.work
+                return one.answer(*self.trainer.forward_backward(line.run, one.batch, one.learn)), None
             result = task.work(line.run)
             if line.next == 1:
                 line.run, result = result
@@ -299,6 +299,7 @@ class Worker:
 
     def _hand_over(self, task: Task) -> None:
         """Runs a task without a run, which hands its future to the sampler."""
+        assert not isinstance(task.work, Pass)
         try:
             task.work(None)
         except Exception as e:

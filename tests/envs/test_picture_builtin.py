@@ -41,7 +41,7 @@ def shown(observation):
 def test_a_lake_is_drawn():
     """Every cell of a map has its own look, the state is the map, and a step is that of `lake`."""
     world, cells = builtin.LakePixels(), ".#OGBTP*+WX"
-    drawn = shown(builtin.drawn(builtin.Observation(cells)))
+    drawn = shown(builtin.drawn(cells))
     tiles = [drawn[:, 8 * i:8 * i + 8].tobytes() for i in range(len(cells))]
     assert drawn.shape == (8, 88, 3) and len(set(tiles)) == len(cells) and set(pixels.THINGS) == set(cells)
     seen = world.reset({"map": "PG\nO#"}, 3)

@@ -85,7 +85,7 @@ def keys(*names_and_values: tuple) -> tuple[Key, ...]:
                  for more in (rest[0] if rest else {},))
 
 
-def frozen(role: str, beside=None) -> Joint:
+def frozen(role: str, beside=None) -> Key | Joint:
     """Returns the rule of the dtype of the reference or the teacher."""
     rows = (K(REF + "model_args.dtype", "equivalent", default="bf16", other="fp32", beside=beside or {}),
             K(REF + "strategy_args.strategy_name", "equivalent", default="hf_infer"), K(REF + CONFIG + "param_dtype", "equivalent"))

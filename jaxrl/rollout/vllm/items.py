@@ -37,7 +37,7 @@ def encode(patches: np.ndarray, grid: tuple[int, int]) -> Item:
                          "field": ["flat", {"keep_on_cpu": False, "slices": [[0, len(patches), None]], "dim": 0}]},
         "image_grid_thw": {"data": _tensor(np.array([1, *grid])), "field": ["batched", {"keep_on_cpu": True}]},
     }
-    return Item(digest, base64.b64encode(msgpack.packb(fields)).decode())
+    return Item(digest, base64.b64encode(msgpack.Packer().pack(fields)).decode())
 
 
 def _tensor(array: np.ndarray) -> list:

@@ -195,7 +195,7 @@ class Publisher:
 
     def _changed_tower(self, replicas) -> tuple[bool, bytes]:
         """Returns (whether a tower has to be sent to servers, its digest). A server keeps it until it sleeps."""
-        if self.model.config.vision is None:
+        if self.model.config.vision is None or self._params is None:
             return False, b""
         now = adapters.digest(self._params["vision"]).tobytes()
         held = all(r.index in self.verified and self.fleet.memories[r.url].state == "awake" for r in replicas)
