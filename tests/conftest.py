@@ -10,6 +10,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes that tests start, too
+# They read the bytecode of jaxrl and write none: Python takes a file that a test writes twice within a second for the first.
+os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "1")
 # Programs that were compiled before, by this run or an earlier one, are not compiled again, the small ones neither: a second
 # run of the tests takes a third of the time. Runs look there anyway.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "jaxrl" / "xla"))
