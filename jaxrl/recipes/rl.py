@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from jaxrl.data.images.thumbnails import save
 from jaxrl.replay import parity
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate_only
@@ -67,9 +66,6 @@ def run(config, inputs=None) -> dict:
             if roles.reference is not None:
                 after.append(lambda batch, metrics: metrics.update(
                     roles.after_step(s.step, s.stream.epoch(s.progress.cursor))))
-            if job.images is not None and s.peers.first:
-                before.append(lambda batch, prepared: s.telemetry.aside(
-                    lambda: save(s.run_dir, batch.traj, batch.result.total, spec.log.thumbnails)))
             if spec.record.every:
                 before.append(recording.before_update)
                 after.append(recording.after_update)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.algorithms import TOKEN_MASKS, StepTokens, explained_variance
+from jaxrl.data.images.thumbnails import save
 from jaxrl.rl import advantages
 from jaxrl.rl.episodes import conversations
 from jaxrl.rl.metrics import accuracy_rewards, check_logprob_gap, histograms, mean_metrics, rollout_metrics
@@ -86,8 +87,9 @@ def one_step(loop: Loop) -> StepResult | None:
     with s.phase("score"):
         prepared = prepare(c, roles, batch, layout)
     per_completion = traj.total(prepared.advantages.tokens) / np.maximum(traj.total(), 1)  # means over loss tokens
+    kept = save(s.run_dir, traj, batch.result.total, c.log.thumbnails) if s.peers.first else {}
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
-                   conversations(traj, job.tokenizer) if c.episodes else None)
+                   conversations(traj, job.tokenizer) if c.episodes else None, kept)
     admitted = [{"admitted": group.admitted} for group in batch.groups]
     s.telemetry.rollouts(s.step + 1, [row | more for row, more in zip(rows, admitted, strict=True)])
     with s.phase("update"):

@@ -192,16 +192,16 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
         for example, text, finish, group, sample, tokens, before in rows]
 
 
-def records(traj: Trajectories, examples, texts, result, advantages=None, episodes=None) -> list[dict]:
+def records(traj: Trajectories, examples, texts, result, advantages=None, episodes=None, kept=None) -> list[dict]:
     """Returns one JSON-able record per trajectory: prompt, completion, reference answer, rewards, sampled tokens.
 
     `prompt` is the text that the model saw, `asked` the row's prompt where it differs; `tokens` are all sampled tokens,
-    `version` and `last_version` the weights of the first and the last, `images` the files of data.images.thumbnails,
-    some of which are written.
+    `version` and `last_version` the weights of the first and the last, `images` the files of its images, "" for
+    those without one.
 
     Args:
       examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] or None.
-      episodes: of `episodes.conversations`, or None.
+      episodes: of `episodes.conversations`, or None. kept: of data.images.thumbnails.save.
     """
     out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)
     for i, (example, text, scored, at, score) in enumerate(rows):
@@ -223,7 +223,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
             **({"source": source} if (source := getattr(example, "source", "")) else {}),
         })
     if traj.pictures is not None:
-        out = [record | {"images": names} for record, names in zip(out, file_names(traj), strict=True)]
+        out = [record | {"images": names} for record, names in zip(out, file_names(traj, kept or {}), strict=True)]
     if advantages is not None:
         out = [record | {"advantage": advantage} for record, advantage in zip(out, _finite(advantages), strict=True)]
     if episodes is not None:

@@ -46,17 +46,25 @@ def test_what_was_cut_is_joined(patch, merge, rows, columns):
 
 def test_the_first_pictures_are_kept_and_groups_with_different_scores_come_first(tmp_path, caplog):
     traj = batch([5, 6, 7, 8, 8], groups=[0, 0, 1, 1])
-    assert thumbnails.file_names(traj) == [["images/5.png"], ["images/6.png", "images/7.png"], ["images/8.png"], ["images/8.png"]]
-    thumbnails.save(tmp_path, traj, [1, 1, 0, 1], most=2)
-    assert sorted(p.name for p in (tmp_path / "images").iterdir()) == ["5.png", "8.png"]
-    shown = np.asarray(PIL.Image.open(tmp_path / "images/8.png"))
-    np.testing.assert_array_equal(shown, pixels_of(8))
-    (tmp_path / "images/5.png").write_bytes(b"as it was")
-    thumbnails.save(tmp_path, traj, [1, 1, 0, 1], most=9)
-    assert (tmp_path / "images/5.png").read_bytes() == b"as it was"
+    kept = thumbnails.save(tmp_path, traj, [1, 1, 0, 1], most=2)
+    assert list(kept) == [8, 5] and thumbnails.file_names(traj, kept) == [[kept[5]], ["", ""], [kept[8]], [kept[8]]]
+    assert {f"images/{p.name}" for p in (tmp_path / "images").iterdir()} == set(kept.values())
+    np.testing.assert_array_equal(np.asarray(PIL.Image.open(tmp_path / kept[8])), pixels_of(8))
+    (tmp_path / kept[5]).write_bytes(b"as it was")
+    assert thumbnails.save(tmp_path, traj, [1, 1, 0, 1], most=9).items() > kept.items()
+    assert (tmp_path / kept[5]).read_bytes() == b"as it was"
     assert len(list((tmp_path / "images").iterdir())) == 4
     thumbnails.save(tmp_path, batch([99, 1, 2], groups=[0, 0]), [0, 1], most=9)
     assert "the image is gone" in caplog.text
+
+
+def test_a_number_that_means_another_picture_has_another_file(tmp_path):
+    """Numbers count the data sets of a process: an evaluation by itself has others than its run."""
+    first, other = batch([5, 6, 7], groups=[0, 0]), batch([5, 6, 7], groups=[0, 0])
+    other.pictures = other.pictures._replace(patches=lambda numbers: patches_of([n + 10 for n in numbers]))
+    a, b = (thumbnails.save(tmp_path, one, [0, 1], most=3) for one in (first, other))
+    assert a.keys() == b.keys() and not set(a.values()) & set(b.values())
+    np.testing.assert_array_equal(np.asarray(PIL.Image.open(tmp_path / a[5])), pixels_of(5))
 
 
 def test_large_pictures_are_made_smaller():
@@ -66,16 +74,16 @@ def test_large_pictures_are_made_smaller():
 
 def test_the_report_shows_what_was_kept_of_its_own_folder(tmp_path):
     run = tmp_path / "run"
-    thumbnails.save(run_folder(run), batch([5, 6, 7], groups=[0, 0]), [0, 1], most=1)
+    kept = thumbnails.save(run_folder(run), batch([5, 6, 7], groups=[0, 0]), [0, 1], most=1)
     (tmp_path / "secret.png").write_bytes(b"secret")
     rows = [{"group": 0, "sample": i, "prompt": "?", "completion": "!", "score": i, "finish": "stop", "images": names}
-            for i, names in enumerate((["images/5.png", "images/6.png"], ["../secret.png"]))]
+            for i, names in enumerate(([kept[5], ""], ["../secret.png"]))]
     (run / "rollouts").mkdir()
     (run / "rollouts/step_00000001.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     told = content([run])
-    assert [row["images"] for row in told["samples"][0]["rows"]] == [["images/5.png", "images/6.png"], ["../secret.png"]]
-    assert list(told["pictures"][0]) == ["images/5.png"]
-    assert told["pictures"][0]["images/5.png"].startswith("data:image/png;base64,iVBOR")
+    assert [row["images"] for row in told["samples"][0]["rows"]] == [[kept[5], ""], ["../secret.png"]]
+    assert list(told["pictures"][0]) == [kept[5]]
+    assert told["pictures"][0][kept[5]].startswith("data:image/png;base64,iVBOR")
 
 
 def run_folder(folder):

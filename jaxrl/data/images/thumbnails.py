@@ -1,10 +1,11 @@
 """Small PNG files of the images that a run's completions are about, as the model saw them, for its report.
 
-    images/<number>.png    number: hexadecimal, of Pictures.numbers; records name their files
+    images/<digest>.png    of pixels and grid: an evaluation of other rows in the same run directory has other files
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -20,37 +21,42 @@ LONGEST = 256  # pixels per side
 log = logging.getLogger("jaxrl")
 
 
-def file_names(traj: Trajectories) -> list[list[str]]:
-    """Returns the names of each trajectory's files, relative to the run directory, in the order of its images."""
-    return [[f"{FOLDER}/{number:x}.png" for number in numbers] for numbers in _numbers(traj)]
+def file_names(traj: Trajectories, kept: dict[int, str]) -> list[list[str]]:
+    """Returns the names of each trajectory's files, in the order of its images; "" for those that are not in `kept`."""
+    return [[kept.get(number, "") for number in numbers] for numbers in _numbers(traj)]
 
 
-def save(folder: Path, traj: Trajectories, scores, most: int) -> None:
+def save(folder: Path, traj: Trajectories, scores, most: int) -> dict[int, str]:
     """Writes the files that are missing, of at most `most` different images: those of groups with different scores come
     first, as in the report. What cannot be written or read is logged.
 
     Args:
       folder: run directory. scores: [N] of the trajectories.
+
+    Returns:
+      Number of a picture -> name of its file, relative to the run directory; {} if files cannot be written.
     """
     if traj.pictures is None or not most:
-        return
+        return {}
     try:
-        _save(folder, traj.pictures, _first(traj, np.asarray(scores), most))
+        return _save(folder, traj.pictures, _first(traj, np.asarray(scores), most))
     except Exception as e:  # a report without a picture is no reason to end a run
         log.warning("%s: pictures for the report are not written: %s", folder / FOLDER, e)
+        return {}
 
 
-def _save(folder: Path, pictures: Pictures, numbers: list[int]) -> None:
-    missing = [n for n in numbers if not (folder / FOLDER / f"{n:x}.png").exists()]
-    if not missing:
-        return
+def _save(folder: Path, pictures: Pictures, numbers: list[int]) -> dict[int, str]:
     grids = dict(zip(pictures.numbers.tolist(), pictures.grids.tolist(), strict=True))
-    (folder / FOLDER).mkdir(exist_ok=True)
-    for number, patches in zip(missing, pictures.patches(np.array(missing)), strict=True):
-        made = thumbnail(join(patches, grids[number], pictures.merge), LONGEST)
-        unnamed = folder / FOLDER / f".{number:x}.tmp"
-        unnamed.write_bytes(made)
-        unnamed.replace(folder / FOLDER / f"{number:x}.png")
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    kept = {}
+    for number, patches in zip(numbers, pictures.patches(np.array(numbers)), strict=True):
+        digest = hashlib.blake2b(repr(grids[number]).encode() + patches.tobytes(), digest_size=8).hexdigest()
+        kept[number] = f"{FOLDER}/{digest}.png"
+        if not (path := folder / kept[number]).exists():
+            unnamed = path.with_suffix(".tmp")
+            unnamed.write_bytes(thumbnail(join(patches, grids[number], pictures.merge), LONGEST))
+            unnamed.replace(path)
+    return kept
 
 
 def _first(traj: Trajectories, scores, most: int) -> list[int]:
