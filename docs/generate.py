@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jaxrl.config.help import GROUPS, by_preset, conditions, joined
+from jaxrl.config.help import by_preset, conditions, joined
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema import SCHEMA, options
+from jaxrl.config.sections import GROUPS, headings
 from jaxrl.resolve.checks.unread import SELECTORS, owned
 from jaxrl.telemetry.names import METRICS
 
@@ -69,9 +70,13 @@ def options_page() -> str:
         common, further = conditions(group)
         for clause, without in common.items():
             out += ["", f"All{' but ' * bool(without)}{', '.join(map(code, without))} need {code(clause)}."]
-        out += ["", "| option | default | values | meaning |", "|---|---|---|---|"]
+        head, titles = ["", "| option | default | values | meaning |", "|---|---|---|---|"], headings()
+        out += head if f"{group}.{next(iter(SCHEMA[group]), '')}" not in titles else []
         for name, option in options().items():
             if name == group or name.startswith(group + "."):
+                if name in titles:
+                    title = titles[name].partition(": ")[2]
+                    out += ["", f"### {title[0].upper()}{title[1:]}", *head]
                 meaning = cell(option.doc)
                 if name == "optimizer.lr":
                     meaning += "; `None`: by recipe, " + ", ".join(f"{r} {row.lr}" for r, row in RECIPES.items()) + "; with adapters ten times that"

@@ -1,5 +1,6 @@
 """The command `jaxrl`: its programs, its help, and what it answers to a slip of the keys."""
 
+import itertools
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from jaxrl import __main__ as cli
 from jaxrl import __version__, launch
 from jaxrl.config import help
 from jaxrl.config.schema import SCHEMA, options
+from jaxrl.config.sections import GROUPS, headings
 from jaxrl.main import main
 from jaxrl.telemetry import METRICS
 
@@ -107,7 +109,7 @@ def test_the_overview_is_a_page_and_names_every_group(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert set(help.GROUPS) == set(SCHEMA)
+    assert set(GROUPS) == set(SCHEMA)
     assert all(f"\n  {name} " in text for name in SCHEMA) and "Lists are written a,b" in text and "grpo" in text
     assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 80
 
@@ -120,6 +122,19 @@ def test_every_group_has_a_page_and_together_they_are_all(capsys):
     assert main(["--help=metrics"]) == 0
     out = capsys.readouterr().out
     assert all(f"    {m.name}  " in out for m in METRICS)
+
+
+def test_large_groups_have_headings(capsys):
+    """A heading stands before the option it names; no reader meets more than 16 options in one stretch, a group of 15 needs none."""
+    titles, names = headings(), list(options())
+    assert set(titles) <= set(names)
+    for group in SCHEMA:
+        own = [name for name in names if name.startswith(f"{group}.")]
+        starts = [i for i, name in enumerate(own) if name in titles]
+        assert not starts or starts[0] == 0
+        assert max([b - a for a, b in itertools.pairwise([*(starts or [0]), len(own)])]) <= 16, group
+    assert main(["--help=algorithm"]) == 0
+    assert "\n\nalgorithm: KL to the reference\n  --config.algorithm.kl.coef=" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, shown, absent", [

@@ -9,11 +9,13 @@ import runpy
 import shutil
 import textwrap
 from collections import Counter
+from collections.abc import Mapping
 
 from jaxrl.config.load import shipped_configs
 from jaxrl.config.option import ROOT, Option
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema import SCHEMA, options
+from jaxrl.config.sections import GROUPS, headings
 from jaxrl.config.suggest import ELSEWHERE
 from jaxrl.errors import ConfigError
 
@@ -37,38 +39,7 @@ example: jaxrl {command} --config=grpo --config.optimizer.lr=1e-5
 
 groups:
 """
-GROUPS = {
-    "run": "what to do, where to write, seeds, resume",
-    "model": "the policy: weights, tokenizer, attention, what trains",
-    "lora": "adapters: rank, targets, quantised base, adapter sets",
-    "mesh": "devices: replicas, shards, long rows, experts, roles",
-    "data": "prompts and rows: files, columns, lengths, mixing, order",
-    "rollout": "completions: engine, sampling, lengths; rollout.vllm: servers",
-    "env": "episodes of several turns: environments, tools, limits",
-    "sandbox": "where programs written by the model run",
-    "reward": "reward functions, judges, services, shaping",
-    "reward_model": "training a reward model on pairs (run.recipe=reward_model)",
-    "algorithm": "preset, advantages, policy loss, clipping, KL, mismatch",
-    "preference": "DPO and its relatives (run.recipe=preference)",
-    "critic": "the value model of PPO and its relatives",
-    "reference": "the reference policy of KL terms and preferences",
-    "distill": "learning from a teacher's log-probs (run.recipe=distill)",
-    "teacher": "the teacher's model",
-    "optimizer": "optimizer, learning rate, schedule, clipping of gradients",
-    "train": "steps, precision, tokens per microbatch, what ends a run",
-    "eval": "held-out sets, how often, how they are sampled",
-    "checkpoint": "how often, how many, exports, uploads",
-    "log": "console, TensorBoard, W&B, report, rollouts on disk",
-    "plan": "devices to plan for (run.mode=plan)",
-    "profile": "traces of steps and of device memory",
-    "launch": "how the processes of a run find each other",
-    "record": "what a step leaves for replay",
-    "replay": "recorded steps computed again (run.mode=replay, explain)",
-    "fork": "a run that begins at a step of another",
-    "certify": "claims about your own code, tested (run.mode=certify)",
-    "faults": "faults to inject, for tests",
-    "user": "options of your own, read by your files",
-}
+
 
 
 def requested(argv: list[str]) -> str | None:
@@ -162,11 +133,17 @@ def conditions(group: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     return common, {name: [c for c in own if c not in common] for name, own in clauses.items()}
 
 
-def option_lines(shown: dict[str, Option]) -> str:
+MOST_WITHOUT_TITLES = 15  # options in a list that needs no headings
+
+
+def option_lines(shown: Mapping[str, Option]) -> str:
     """Returns lines for options, with default, choices, meaning and conditions."""
-    lines = []
+    lines: list[str] = []
+    titles = headings() if len(shown) > MOST_WITHOUT_TITLES else {}
     further = {name: clauses for group in SCHEMA for name, clauses in conditions(group)[1].items()}
     for name, opt in shown.items():
+        if name in titles:
+            lines += [*[""] * bool(lines), titles[name]]
         recipes = ", ".join(f"{recipe} {row.lr}" for recipe, row in RECIPES.items()) if name == "optimizer.lr" else ""
         by_recipe = f"; None = by recipe: {recipes}; with lora.rank ten times that" if recipes else ""
         needs = f". Needs {joined(further[name])}" if further.get(name) else ""

@@ -6,6 +6,9 @@ Counts are global over all hosts unless the text says "per data shard". Times ar
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl.config import schema_jobs as jobs
@@ -45,6 +48,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
     "model": {
         "path": O("", "HF folder or hub id: weights, config and tokenizer"),
         "revision": O(None, "hub revision", str),
+        "trust_remote_code": O(False, "let transformers run tokenizer code from the model folder"),
         "tokenizer_revision": O(None, "hub revision of the tokenizer; None = model.revision where model.tokenizer is empty", str),
         "init": O("pretrained", "pretrained: load weights; random: initialise from run.seed", choices=("pretrained", "random")),
         "config": O({}, "HF config entries (model_type, hidden_size, ...) for init=random without a folder, or to override it"),
@@ -66,7 +70,6 @@ SCHEMA: dict[str, dict[str, Any]] = {
                         choices=("auto", "tpu", "xla", "reference")),
         "trainable": O((".*",), "patterns of parameter names that train"),
         "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),
-        "trust_remote_code": O(False, "let transformers run tokenizer code from the model folder"),
     },
     "lora": jobs.LORA,
     "mesh": {
@@ -569,15 +572,17 @@ SCHEMA: dict[str, dict[str, Any]] = {
 }
 
 
-def options(tree: dict | None = None, prefix: str = "") -> dict[str, Option]:
-    """Flat view of the schema: dotted name -> Option."""
+def _rows(tree: dict, prefix: str = "") -> dict[str, Option]:
     out = {}
-    for name, node in (SCHEMA if tree is None else tree).items():
-        if isinstance(node, Option):
-            out[prefix + name] = node
-        else:
-            out.update(options(node, f"{prefix}{name}."))
+    for name, node in tree.items():
+        out |= {prefix + name: node} if isinstance(node, Option) else _rows(node, f"{prefix}{name}.")
     return out
+
+
+@functools.cache
+def options() -> Mapping[str, Option]:
+    """Flat view of the schema, in its order: dotted name -> Option. Made once, read-only."""
+    return MappingProxyType(_rows(SCHEMA))
 
 
 def free_tables() -> list[str]:

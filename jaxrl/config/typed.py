@@ -45,6 +45,7 @@ class Run(Group):
 class Model(Group):
     path: str
     revision: str | None
+    trust_remote_code: bool
     tokenizer_revision: str | None
     init: str
     config: Any
@@ -61,7 +62,6 @@ class Model(Group):
     recurrence: str
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]
-    trust_remote_code: bool
 
 
 class Lora(Group):

@@ -35,6 +35,8 @@ class Imported:
         self._name = name
 
     def __getattr__(self, name):
+        if name.startswith(("_", "pytest")):  # pytest's own questions when it collects
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
 

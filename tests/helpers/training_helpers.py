@@ -1,6 +1,7 @@
 """A tiny model and a synthetic batch of groups, shared by the training tests."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -36,11 +37,15 @@ NESTED = {"kl_coef": "kl.coef", "kl_estimator": "kl.estimator", "mismatch": "mis
           "mismatch_low": "mismatch.low", "sequence_delta": "mismatch.sequence_delta", "old": "old_logprobs"}
 
 
+@functools.cache
+def grpo_options():
+    return FrozenConfigDict({**editable(resolve(default_config(), engine="jax")).algorithm, "user": {}})
+
+
 def policy_objective(base=None, **changes):
     """The policy's objective with GRPO's options and no mismatch correction, or `base`, with `changes` of either."""
     if base is None:
-        options = editable(resolve(default_config(), engine="jax")).algorithm
-        base = training.PolicyGradient(options=FrozenConfigDict({**options, "user": {}}))
+        base = training.PolicyGradient(options=grpo_options())
         changes = {"mismatch": "none", "old": "current"} | changes
     own = {name: changes.pop(name) for name in list(changes) if name in {f.name for f in dataclasses.fields(base)}}
     options = base.options.to_dict()
