@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 from transformers import AutoTokenizer
 
 from jaxrl.config.load import load_config
@@ -214,7 +215,7 @@ def colours_of(pixels):
     return out
 
 
-@pytest.mark.parametrize("name", shapes.PICTURES)
+@first_cases(1, "name", shapes.PICTURES)
 def test_pictures_are_those_of_the_generator_and_questions_fit_them(name):
     from PIL import Image
     shipped, made, seen = shapes_rows(name), shapes.rows(name), []

