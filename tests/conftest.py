@@ -22,7 +22,8 @@ FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_pas
          "--xla_cpu_parallel_codegen_split_count=1"]
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+if "optimization_level" not in (given := os.environ.get("XLA_FLAGS", "")):
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *FLAGS])
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -387,7 +387,7 @@ def test_mesh_splits_batch_parameters_and_width(tokenizer):
     """Four devices. Batch rows go over dp x fsdp x ep, their tokens over cp, parameters over fsdp x cp x ep x tp, experts over ep,
     whole ones, and their matrices over fsdp x tp; between layers rows over dp x fsdp x ep and tokens over cp x tp (sequence parallelism). (Also under
     run.deterministic.)"""
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     out = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MESHES), json.dumps(MODEL), tokenizer],
         env=env,

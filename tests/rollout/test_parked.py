@@ -360,7 +360,7 @@ SHARDED = """
 @pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.nightly)])
 def test_on_a_mesh_of_two_devices(axis):
     """Slots over dp, heads over tp: the cache is extended in place, each device its own part."""
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu",
            "PYTHONPATH": os.pathsep.join(sys.path)}
     code = textwrap.dedent(SHARDED).replace("AXIS", repr(axis))
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)

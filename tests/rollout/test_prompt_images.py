@@ -292,7 +292,7 @@ SHARDED = """
 @pytest.mark.slow
 def test_on_a_mesh_of_four_devices():
     """Prompts and their patches over dp, heads over tp: the log-probs are the trainer's of one device."""
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr[-3000:]
     assert float(out.stdout.split("RESULT")[1]) < 2e-5

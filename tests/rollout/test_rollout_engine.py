@@ -320,7 +320,7 @@ SHARDED = """
 
 @pytest.mark.slow
 def test_slots_over_data_axes_and_heads_over_tp():
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu",
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu",
            "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))}
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], env=env, capture_output=True, text=True,
                          timeout=300)
