@@ -68,7 +68,8 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
         return None
     folder = hf.folder_of(source_of(m.path), m.revision, hf.TEXT_FILES) if m.path else None
     refused = _refused(config)
-    images = ImageSource(config, outer["model_type"], tokenizer, folder, outer["vision_config"], refused)
+    tower = nested.tower_config(outer, hf_config["model_type"])
+    images = ImageSource(config, outer["model_type"], tokenizer, folder, tower, refused)
     if config.env.image_tokens and config.episodes:
         if refused:
             images.close()
@@ -97,7 +98,7 @@ def with_tower(config, inputs, images: ImageSource):
     source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
     table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     assert table.config.vision is not None
-    images.window = table.config.vision.window
+    images.window, images.two_way = table.config.vision.window, table.config.vision.two_way
     return inputs._replace(hf_config=hf_config, table=table, images=images)
 
 
