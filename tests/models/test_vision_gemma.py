@@ -2,6 +2,10 @@
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -295,3 +299,14 @@ def test_flops_match_the_compiled_tower():
     run = jax.jit(lambda p, images: tower.see(model, p, images)[:2]).lower(params, images).compile()
     whole = model.config.vision.pair_flops(GRID)
     assert run.cost_analysis()["flops"] == pytest.approx(64 * model.flops_per_patch + whole, rel=0.03)
+
+
+@pytest.mark.full
+def test_meshes_compute_what_one_device_does(folder):
+    """Rows over dp and fsdp, tokens over cp (gathered, and in a ring), heads over tp; some devices have no image."""
+    tests = Path(__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    done = subprocess.run([sys.executable, str(tests / "helpers" / "sharded_gemma.py"), str(folder[0])], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4 and all(logits < LIMIT and gradients < 3e-5 for logits, gradients in found), found
