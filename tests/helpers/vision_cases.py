@@ -42,7 +42,7 @@ KINDS = {  # model_type -> text_config, vision_config
 }
 GEMMA_GRID = (8, 8)
 
-TEXTS = ["qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "qwen2_vl_text"]
+TEXTS = ["qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "qwen2_vl_text", "gemma3_vision_text"]
 
 
 def config(text=None, vision=None, kind="qwen3_vl", **outer) -> dict:

@@ -256,7 +256,7 @@ COLUMNS = ["model_type", "read", "trained", "sampled", "exported", "LoRA", "vLLM
 
 def test_every_cell_of_the_table_is_a_test_of_that_family():
     page = PAGE.read_text("utf-8")
-    legend = {key: row for key, *row in re.findall(r"^\| ([a-z]) \| `(\S+::\w+)` \| [^|]*?(?:`(tests/\S+)`)? \|$", page, re.M)}
+    legend = {key: row for key, *row in re.findall(r"^\| ([a-z]+) \| `(\S+::\w+)` \| [^|]*?(?:`(tests/\S+)`)? \|$", page, re.M)}
     assert "| " + " | ".join(COLUMNS) + " |" in page
     rows = {kind: cells.split(" | ") for kind, cells in re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.M)}
     assert rows.keys() == FAMILIES.keys() | ALIASES.keys()

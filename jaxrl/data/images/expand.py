@@ -19,8 +19,8 @@ STAND_INS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters, of which no
 class Tokens(NamedTuple):
     """What a family writes for an image: `start`, then `pad` once per image token, then `end`.
 
-    marker: what a chat template writes for an image, which becomes the whole; "" = the template writes the whole itself,
-    with one `pad`.
+    marker: what a chat template writes for an image, which becomes the whole; "" = the template writes the whole
+    itself, with one `pad`.
     """
 
     start: str
@@ -93,7 +93,8 @@ def restore(rendered: str, stand_ins: tuple[str, str], tokens: Tokens, images: i
     pieces, (of_pad, _) = rendered.split(tokens.written), stand_ins
     if len(pieces) - 1 != images:
         raise ImageError(f"the chat template writes {len(pieces) - 1} of {images} images; give "
-                         f"model.chat_template=FILE, one that writes {tokens.marker or tokens.text} for a content part of type image")
+                         f"model.chat_template=FILE, one that writes {tokens.marker or tokens.text} for a content part "
+                         "of type image")
     marks = []
     for i, piece in enumerate(pieces):
         marks += [True] * bool(i) + [False] * piece.count(of_pad)

@@ -27,8 +27,8 @@ CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What turns pixels into patches. `least` and `most` bound the pixels of a resized image, unless every image becomes a
-    square of `side` pixels."""
+    """What turns pixels into patches. `least` and `most` bound the pixels of a resized image, unless every image
+    becomes a square of `side` pixels."""
 
     patch: int
     merge: int = 2
@@ -121,8 +121,8 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
     squares, read, known = bool(rule.side), *((READ_OF_SQUARES, SERVED_OF_SQUARES) if rule.side else (READ, SERVED))
     for option, bound in (("data.image_min_pixels", least), ("data.image_max_pixels", most)):
         if squares and bound is not None:
-            raise ConfigError(f"{option}={bound}: a {model_type} model sees every image as {rule.side} x {rule.side} pixels; "
-                              "leave it out")
+            raise ConfigError(f"{option}={bound}: a {model_type} model sees every image as {rule.side} x {rule.side} "
+                              "pixels; leave it out")
     size = given.pop("size", None) or {}
     if squares and size.get("height") != size.get("width"):
         raise ConfigError(f"{name}: size={size!r}: a {model_type} model sees squares; give one number for both sides")

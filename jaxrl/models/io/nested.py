@@ -29,8 +29,8 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 
 
 def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False):
-    """Returns (a folder's tensors of the text model, named as if it were alone, and of the tower, whose names begin with
-    `model.`; the others).
+    """Returns (a folder's tensors of the text model, named as if it were alone, and of the tower, whose names begin
+    with `model.`; the others).
 
     Args:
       kind: the text model's type.

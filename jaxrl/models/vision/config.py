@@ -20,8 +20,8 @@ DEFAULTS = {  # transformers' by kind (Family.vision)
                 "window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
     "qwen2": {**_ALL, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4},
     "siglip": {"depth": 12, "num_heads": 12, "num_channels": 3, "patch_size": 16, "image_size": 224, "hidden_size": 768,
-               "intermediate_size": 3072, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "vision_use_head": True,
-               "attention_dropout": 0.0, OF_IMAGE: 256},
+               "intermediate_size": 3072, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+               "vision_use_head": True, "attention_dropout": 0.0, OF_IMAGE: 256},
 }
 _SIZES = {"depth": "depth", "heads": "num_heads", "patch": "patch_size", "merge": "spatial_merge_size",
           "frames": "temporal_patch_size", "channels": "in_channels", "width": "hidden_size",
@@ -30,8 +30,8 @@ SIZES = {  # our field -> HF's
     "qwen3": {**_SIZES, "positions": "num_position_embeddings"},
     "qwen2_5": _SIZES,
     "qwen2": {**_SIZES, "width": "embed_dim", "out_size": "hidden_size", "mlp": "mlp_ratio"},  # of the width
-    "siglip": {"depth": "depth", "heads": "num_heads", "patch": "patch_size", "channels": "num_channels", "width": "hidden_size",
-               "mlp": "intermediate_size"},
+    "siglip": {"depth": "depth", "heads": "num_heads", "patch": "patch_size", "channels": "num_channels",
+               "width": "hidden_size", "mlp": "intermediate_size"},
 }
 NAMES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 SAME = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}  # in published files, not read by transformers
@@ -145,8 +145,8 @@ def vision_config(given: dict, kind: str, out_size: int, layers: int) -> VisionC
     if hf["hidden_act"] not in (*ACTIVATIONS, "quick_gelu"):
         raise _refused(hf, "hidden_act", f"choose {', '.join(ACTIVATIONS)}, quick_gelu")
     if kind == "siglip":
-        return VisionConfig(kind, **sizes, **_squares(hf, sizes["patch"]), out_size=out_size, activation=hf["hidden_act"],
-                            **pixels)
+        return VisionConfig(kind, **sizes, **_squares(hf, sizes["patch"]), out_size=out_size,
+                            activation=hf["hidden_act"], **pixels)
     if sizes["out_size"] != out_size:
         raise _refused(hf, names["out_size"], f"the decoder's hidden_size is {out_size}; make them equal")
     rope = {"rope_theta": 10000.0, **(hf["rope_parameters"] or {})}
@@ -167,8 +167,9 @@ def _squares(hf, patch: int) -> dict:
     size, tokens = (number(hf, key, least=1, kind=int) for key in ("image_size", OF_IMAGE))
     side, features = size // patch, math.isqrt(tokens)
     if size % patch or features**2 != tokens or side % features:
-        raise ConfigError(f"model config: vision_config.image_size={size} has {size / patch:g} x {size / patch:g} patches of "
-                          f"{patch}, which do not make {OF_IMAGE}={tokens} features of equal squares of patches")
+        sides = f"{size / patch:g} x {size / patch:g}"
+        raise ConfigError(f"model config: vision_config.image_size={size} has {sides} patches "
+                          f"of {patch}, which do not make {OF_IMAGE}={tokens} features of equal squares of patches")
     eps = float(number(hf, "layer_norm_eps", least=0))
     return dict(merge=side // features, frames=1, positions=side**2, theta=0.0, eps=eps, init_std=0.02, two_way=True)
 

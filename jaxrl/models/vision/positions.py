@@ -38,8 +38,8 @@ def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterabl
 
 
 def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable[int]], merge: int) -> np.ndarray:
-    """Returns the last position that each token of a sequence sees, [length] int32: that of the last token of its image,
-    its own elsewhere. Arguments as in `rotary_positions`.
+    """Returns the last position that each token of a sequence sees, [length] int32: that of the last token of its
+    image, its own elsewhere. Arguments as in `rotary_positions`.
     """
     out = np.arange(length, dtype=np.int32)
     for first, (height, width) in zip(firsts, grids, strict=True):
@@ -107,7 +107,8 @@ def image_rows(placed: Iterable[Placed], positions_RxL: np.ndarray, patches: int
     count, length = positions_RxL.shape[:2]
     out = Images(patches=np.zeros((count, patches, width), np.uint8), places=np.zeros((count, patches, 4), np.int32),
                  segments=np.zeros((count, patches), np.int32), inserts=np.full((count, length), -1, np.int32),
-                 **{"rotary" if positions_RxL.ndim == 3 else "reach": positions_RxL}, windows=np.zeros((count, patches), np.int32) if window else None)
+                 **{"rotary" if positions_RxL.ndim == 3 else "reach": positions_RxL},
+                 windows=np.zeros((count, patches), np.int32) if window else None)
     used, number, windows = (np.zeros(count, np.int64) for _ in range(3))
     for row, columns, grid, own in placed:
         begin, end = used[row], used[row] + len(own)

@@ -15,7 +15,8 @@ Rows = tuple[Row, ...]
 
 
 class Tables(NamedTuple):
-    """Rows of a tower. tap: of a tower whose features are taken behind several layers. layers: HF's name of their list."""
+    """Rows of a tower. tap: of a tower whose features are taken behind several layers. layers: HF's name of the list of
+    layers."""
 
     input: Rows
     layer: Rows
@@ -120,7 +121,8 @@ def entries(config: VisionConfig, scan_layers: bool) -> list[Entry]:
             out += parameters.entries(config, tables.layer, ("vision", f"group_{i}"), group, len(group), tables.layers)
         else:
             for number in group:
-                out += parameters.entries(config, tables.layer, ("vision", f"layer_{number}"), [number], 0, tables.layers)
+                out += parameters.entries(config, tables.layer, ("vision", f"layer_{number}"), [number], 0,
+                                          tables.layers)
     return out
 
 

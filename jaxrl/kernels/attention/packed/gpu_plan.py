@@ -20,8 +20,8 @@ UNIT = 128  # rows are filled up to whole numbers of this; every tile and block 
 class Plan(NamedTuple):
     """For tiles of queries and the key blocks each visits (or, transposed, key tiles and the query blocks)."""
 
-    q_info: object  # [B, I, L] int32: how far they see; where there are segments, these and prefixes; positions, if these
-    # are not how far they see
+    q_info: object  # [B, I, L] int32: positions, and where there are segments also segments and prefixes; where queries
+    # have a reach, that in the place of positions, and these last
     k_info: object  # [B, I, S] int32: positions, and segments
     order: object   # [B * N] int32: tiles row * N + tile, the most expensive ones first
     counts: object  # [B, N, 2] int32: blocks that all of the tile sees all of, all blocks with work
