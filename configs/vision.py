@@ -6,7 +6,8 @@ Expected:  docs/guides/vision.md.
 
 The reward reads the final box alone. The warm start ends while most answers are wrong; the policy learns to look from their rewards.
 
-Variants:  tiny (a few seconds, learns next to nothing; for tests); qwen2_5, qwen2_5_tiny: the same with a Qwen2.5-VL.
+Variants:  tiny (a few seconds, learns next to nothing; for tests); qwen2_5, qwen2_5_tiny: the same with a Qwen2.5-VL;
+           gemma3, gemma3_tiny: with a Gemma 3.
 """
 
 from jaxrl.config import default_config
@@ -14,16 +15,18 @@ from jaxrl.errors import ConfigError
 
 
 def get_config(arg=None):
-    """arg: None, 'tiny', 'qwen2_5' or 'qwen2_5_tiny'."""
-    if arg not in (None, "tiny", "qwen2_5", "qwen2_5_tiny"):
-        raise ConfigError(f"vision has the variants 'tiny', 'qwen2_5' and 'qwen2_5_tiny', not {arg!r}")
+    """arg: None, 'tiny', 'qwen2_5', 'qwen2_5_tiny', 'gemma3' or 'gemma3_tiny'."""
+    if arg not in (None, "tiny", "qwen2_5", "qwen2_5_tiny", "gemma3", "gemma3_tiny"):
+        raise ConfigError(f"vision has the variants 'tiny', 'qwen2_5', 'qwen2_5_tiny', 'gemma3' and 'gemma3_tiny', not {arg!r}")
+    kind = next((kind for kind in ("qwen2_5", "gemma3") if (arg or "").startswith(kind)), "")
     size = "tiny" if (arg or "").endswith("tiny") else "short"
     c = default_config()
     c.run.recipe = "rl"
-    c.run.warm_start = "vision_sft:" + ("qwen2_5_" if (arg or "").startswith("qwen2_5") else "") + size
+    c.run.warm_start = "vision_sft:" + (f"{kind}_" if kind else "") + size
 
     c.data.path = ("jaxrl://shapes/train.parquet",)
-    c.data.image_min_pixels = c.data.image_max_pixels = 24 * 24  # as the warm start
+    if kind != "gemma3":
+        c.data.image_min_pixels = c.data.image_max_pixels = 24 * 24  # as the warm start
     c.data.prompts_per_step = 32
     c.data.max_prompt_tokens = 32
 

@@ -5,15 +5,32 @@ Hardware:  any; two CPU cores.
 Expected:  docs/guides/vision.md, which has the accuracy on grey and on exchanged pictures, too.
 
 Variants:  short (ends before it looks well: the warm start of configs/vision.py); tiny (a few seconds, learns next to nothing; for tests);
-           qwen2_5, qwen2_5_short, qwen2_5_tiny: the same with a Qwen2.5-VL in place of a Qwen3-VL, whose tower attends within windows.
+           qwen2_5, qwen2_5_short, qwen2_5_tiny: the same with a Qwen2.5-VL in place of a Qwen3-VL, whose tower attends within windows;
+           gemma3, gemma3_short, gemma3_tiny: with a Gemma 3, whose image tokens see each other in the decoder.
 """
 
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
 
+KINDS = {"qwen2_5": "qwen2_5_vl", "gemma3": "gemma3"}  # of the variants, but for the first
+
+
+def gemma():
+    """The config.json of a small Gemma 3: SigLIP on pictures of 24 x 24 pixels, 9 image tokens."""
+    text = dict(model_type="gemma3_text", vocab_size=64, hidden_size=96, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=3,
+                head_dim=32, query_pre_attn_scalar=32, intermediate_size=256, max_position_embeddings=256, initializer_range=0.08,
+                sliding_window=16, sliding_window_pattern=3)
+    tower = dict(model_type="siglip_vision_model", num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128,
+                 image_size=24, patch_size=4, vision_use_head=False)
+    return dict(model_type="gemma3", image_token_index=5, boi_token_index=3, eoi_token_index=4, mm_tokens_per_image=9,
+                text_config=text, vision_config=tower)
+
+
 def model_of(kind):
     """The config.json of a small model of this model_type."""
+    if kind == "gemma3":
+        return gemma()
     text = dict(vocab_size=64, hidden_size=96, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=3,
                 intermediate_size=256, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.08)
     tower = dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=4, out_hidden_size=96, initializer_range=0.08)
@@ -29,19 +46,22 @@ def model_of(kind):
 
 
 def get_config(arg=None):
-    """arg: None, 'short' or 'tiny', with 'qwen2_5' or 'qwen2_5_' before it."""
-    kind, size = ("qwen2_5_vl", arg.removeprefix("qwen2_5").removeprefix("_")) if (arg or "").startswith("qwen2_5") else ("qwen3_vl", arg)
-    if size not in (None, "", "short", "tiny"):
-        raise ConfigError(f"vision_sft has the variants 'short', 'tiny', 'qwen2_5', 'qwen2_5_short' and 'qwen2_5_tiny', not {arg!r}")
+    """arg: None, 'short' or 'tiny', with 'qwen2_5', 'qwen2_5_', 'gemma3' or 'gemma3_' before it."""
+    name = next((name for name in KINDS if (arg or "").startswith(name)), "")
+    kind, size = KINDS.get(name, "qwen3_vl"), (arg or "").removeprefix(name).removeprefix("_")
+    if size not in ("", "short", "tiny"):
+        raise ConfigError("vision_sft has the variants 'short', 'tiny', 'qwen2_5', 'qwen2_5_short', 'qwen2_5_tiny', 'gemma3', 'gemma3_short' "
+                          f"and 'gemma3_tiny', not {arg!r}")
     c = default_config()
     c.run.recipe = "sft"
 
     c.model.init = "random"
-    c.model.tokenizer = "jaxrl://shapes/tokenizer"
+    c.model.tokenizer = "jaxrl://shapes/tokenizer" + ("_gemma3" if kind == "gemma3" else "")
     c.model.config = model_of(kind)
 
     c.data.path = ("jaxrl://shapes/sft.parquet",)
-    c.data.image_min_pixels = c.data.image_max_pixels = 24 * 24  # the pictures' own size: a cell is one image token
+    if kind != "gemma3":  # which sees every image as its own square
+        c.data.image_min_pixels = c.data.image_max_pixels = 24 * 24  # the pictures' own size: a cell is one image token
     c.data.prompts_per_step = 32
     c.data.max_prompt_tokens = 32
     c.rollout.engine = "jax"

@@ -6,7 +6,8 @@ Files (Parquet, one question per row, with the picture's PNG file in the column 
     sft.parquet    demonstrations: image, prompt, completion
     train.parquet  RL prompts: image, prompt, answer
     test.parquet   held-out prompts, of pictures that occur nowhere else
-    tokenizer/     word-level tokenizer in HF format, with Qwen's tokens around images
+    tokenizer/         word-level tokenizer in HF format, with Qwen's tokens around images
+    tokenizer_gemma3/  the same with Gemma 3's tokens and turns
 
 A picture has 24 x 24 pixels in 3 x 3 cells, of which 4 to 8 hold a circle, a square or a triangle in red, green or blue,
 each of its own size, place and shade. A question names a colour and asks how many there are: 0 to 4, about equally
@@ -107,10 +108,14 @@ def rows(file: str) -> list[dict]:
     return out
 
 
-def tokenizer_files() -> dict[str, str]:
-    """Returns name -> text of the tokenizer's files."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<unk>"]
-    words = ["\n", " ", "\\boxed{", "}", "?", "user", "assistant", "system", "how", "many", "none", *COLOURS, "shapes",
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<unk>"]
+GEMMA = ["<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<unk>"]
+
+
+def tokenizer_files(special: list[str] = QWEN, image: str = "<|vision_start|><|image_pad|><|vision_end|>", answers: str = "assistant") -> dict[str, str]:
+    """Returns name -> text of the tokenizer's files. special: padding, begin and end of a turn, begin and end of an image, an image token,
+    the unknown word. image: what the chat template writes for one. answers: its name of the role assistant."""
+    words = ["\n", " ", "\\boxed{", "}", "?", "user", answers, "system", "how", "many", "none", *COLOURS, "shapes",
              *map(str, range(10)), *(name((r, c)) for r in range(CELLS) for c in range(CELLS))]
     added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
               "special": True} for i, token in enumerate(special)]
@@ -119,17 +124,23 @@ def tokenizer_files() -> dict[str, str]:
                                "behavior": "Isolated", "invert": False},
              "post_processor": None, "decoder": {"type": "Fuse"},
              "model": {"type": "WordLevel", "vocab": {t: i for i, t in enumerate(special + words)}, "unk_token": "<unk>"}}
-    image = "<|vision_start|><|image_pad|><|vision_end|>"
-    template = ("{%- for message in messages -%}<|im_start|>{{ message.role }}{{ '\\n' }}"
+    begin, end = special[1:3]
+    role = "{{ message.role }}" if answers == "assistant" else "{{ '" + answers + "' if message.role == 'assistant' else message.role }}"
+    template = ("{%- for message in messages -%}" + begin + role + "{{ '\\n' }}"
                 "{%- if message.content is string -%}{{ message.content }}{%- else -%}{%- for part in message.content -%}"
                 "{%- if part.type == 'image' -%}" + image + "{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}"
-                "<|im_end|>{{ '\\n' }}{%- endfor -%}"
-                "{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\\n' }}{%- endif -%}")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|endoftext|>", "eos_token": "<|im_end|>",
+                + end + "{{ '\\n' }}{%- endfor -%}"
+                "{%- if add_generation_prompt -%}" + begin + answers + "{{ '\\n' }}{%- endif -%}")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": special[0], "eos_token": end,
               "unk_token": "<unk>", "additional_special_tokens": special[1:6], "clean_up_tokenization_spaces": False,
               "model_max_length": 256, "chat_template": template}
     return {"tokenizer.json": json.dumps(whole, indent=1, ensure_ascii=False) + "\n",
             "tokenizer_config.json": json.dumps(config, indent=1) + "\n"}
+
+
+def tokenizers() -> dict[str, dict[str, str]]:
+    """Returns folder -> files."""
+    return {"tokenizer": tokenizer_files(), "tokenizer_gemma3": tokenizer_files(GEMMA, "<start_of_image>", "model")}
 
 
 def main():
@@ -138,11 +149,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER)
     out = parser.parse_args().out
-    (out / "tokenizer").mkdir(parents=True, exist_ok=True)
     for file in PICTURES:
         pq.write_table(pa.Table.from_pylist(rows(file)), out / f"{file}.parquet", compression="zstd", use_dictionary=True)
-    for name_, text in tokenizer_files().items():
-        (out / "tokenizer" / name_).write_text(text, "utf-8")
+    for folder, files in tokenizers().items():
+        (out / folder).mkdir(parents=True, exist_ok=True)
+        for name_, text in files.items():
+            (out / folder / name_).write_text(text, "utf-8")
     print({p.name: p.stat().st_size for p in sorted(out.glob("*.parquet"))})
 
 

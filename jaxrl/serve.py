@@ -90,7 +90,7 @@ class Host:
         hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False, images=True)
         if tower := hf_config.pop(IMAGES, None):
             files = hf.folder_of(m.path, m.revision, hf.TEXT_FILES) if m.path else None
-            rule = rule_of(hf_config[hf.SOURCE]["outer"]["model_type"], files)
+            rule = rule_of(hf_config[hf.SOURCE]["outer"]["model_type"], files, tower=tower)
             hf_config[IMAGES] = {**tower, "mean": rule.mean, "std": rule.std}
         dtype = DTYPES.get(config.rollout.dtype) or DTYPES.get(config.train.compute_dtype, "")
         rank = configured_rank(config.lora) if config.lora.publish == "adapter" else 0

@@ -63,6 +63,7 @@ class Pictures(NamedTuple):
     patches: Callable[[np.ndarray], list[np.ndarray]]  # numbers [K] -> of each picture [N, width] uint8
     window: int = 0  # image tokens per side of the tower's windows, 0 = it has none
     kept: tuple = ()  # as Places.kept
+    two_way: bool = False  # the tokens of an image see each other, and have one position (VisionConfig.two_way)
 
     @property
     def counts(self) -> np.ndarray:
@@ -78,8 +79,8 @@ class Pictures(NamedTuple):
     def of(cls, places: Sequence[Places | Pictures | None], source) -> Pictures | None:
         """Returns the images of sequences, in their order; None if there is none.
 
-        places: those of each sequence, of a Pictures with one sequence alone. source: has merge, width, patches and
-        window: a data.images.source.ImageSource or a Pictures.
+        places: those of each sequence, of a Pictures with one sequence alone. source: has merge, width, patches,
+        window and two_way: a data.images.source.ImageSource or a Pictures.
         """
         own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
         if not own:
@@ -88,7 +89,8 @@ class Pictures(NamedTuple):
                                   for name in ("firsts", "grids", "numbers"))
         sequences = np.repeat([i for i, _ in own], [len(one.firsts) for _, one in own])
         kept = tuple(held for _, one in own for held in one.kept)
-        return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches, source.window, kept)
+        return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches, source.window, kept,
+                   source.two_way)
 
 
 @dataclasses.dataclass
@@ -182,7 +184,9 @@ class Images(flax.struct.PyTreeNode):
     places: Any  # [R, P, 4] int32: row, column, rows and columns of the patch's image
     segments: Any  # [R, P] int32: number of the patch's image in its row, 0 = none
     inserts: Any  # [R, L] int32: feature of its row that stands in the place of the token's embedding, -1 = none
-    rotary: Any  # [R, L, 3] int32: position of the token by time, row and column
+    rotary: Any = None  # [R, L, 3] int32: position of the token by time, row and column; None: it has one position
+    reach: Any = None  # [R, L] int32: last position that the token sees: its own, of an image that of the last token of
+    # it; None: the tokens of an image see those before them
     windows: Any = None  # [R, P] int32: number of the patch's window in its row; None: the tower has none
 
 

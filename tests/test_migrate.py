@@ -219,7 +219,7 @@ def test_experts_are_split_over_as_many_gpus_as_there_are():
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen1.5-VL-Chat", "OpenGVLab/InternVL3-1B",
-                                  "Qwen/Qwen3.8-Flash-Next", "microsoft/phi-2", "google/gemma-3-12b-it",
+                                  "Qwen/Qwen3.8-Flash-Next", "microsoft/phi-2", "google/gemma-3n-E4B-it",
                                   "google/recurrentgemma-2b-it", "allenai/OLMo-7B-hf", "XiaomiMiMo/MiMo-V2-Flash",
                                   "zai-org/GLM-4.1V-9B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct",
                                   "openbmb/MiniCPM-o-2_6", "tencent/Hy3", "tiiuae/falcon-7b", "tiiuae/falcon-mamba-7b"])

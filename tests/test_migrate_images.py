@@ -47,11 +47,25 @@ def test_the_names_of_models_with_a_tower(name):
     assert "rollout.engine" in values(of("verl", {**VERL, M + "path": name}))
 
 
-@pytest.mark.parametrize("name", ["OpenGVLab/InternVL3-8B", "zai-org/GLM-4.1V-9B-Thinking", "google/gemma-3-12b-it", "deepseek-ai/deepseek-vl2"])
+@pytest.mark.parametrize("name", ["OpenGVLab/InternVL3-8B", "zai-org/GLM-4.1V-9B-Thinking", "google/gemma-3n-E4B-it", "deepseek-ai/deepseek-vl2"])
 def test_models_of_images_of_other_families_are_refused_by_name(name):
     assert not has_tower(name)
     lacking = of("verl", {**VERL, M + "path": name}).lacking
     assert any(refuse and "of a family whose tower is not read here" in why for _, why, refuse in lacking)
+
+
+@pytest.mark.parametrize("system, settings, size", [
+    ("verl", {**VERL, M + "path": "google/gemma-3-12b-it", D + "mm_processor_kwargs.max_pixels": 500000}, D + "mm_processor_kwargs.max_pixels"),
+    ("roll", {**ROLL, "pretrain": "google/gemma-3-4b-it", "actor_train.data_args.image_max_pixels": 99999,
+              "actor_train.model_args.freeze_module_prefix": "vision_tower.encoder"}, "actor_train.data_args.image_max_pixels")])
+def test_gemma_3_is_sampled_here_and_sees_squares(system, settings, size):
+    """Its images have one size, and vLLM is not asked for completions behind them; text alone is drawn by vLLM."""
+    m = of(system, settings)
+    v = values(m)
+    assert not any(refuse for _, _, refuse in m.lacking), m.lacking
+    assert v["rollout.engine"] == "jax" and "data.image_max_pixels" not in v and m.marks[size][0] == "inert"
+    assert m.image_tokens == 256 and any("see each other" in t for t in m.different)
+    assert v.get("model.frozen", (r"vision/(group|layer)_\d+/.*",)) == (r"vision/(group|layer)_\d+/.*",)
 
 
 @pytest.mark.parametrize(("pattern", "want"), [
@@ -70,13 +84,18 @@ def test_patterns_of_towers_are_of_parameters_that_models_have():
 
     from jaxrl import models
     from jaxrl.models.io import hf
-    for kind in ("qwen3", "qwen2_5"):
-        text = load_config(f"configs/vision_sft.py:{'qwen2_5_' if kind == 'qwen2_5' else ''}tiny").model.config.to_dict()
+    for kind in ("qwen3", "qwen2_5", "gemma3"):
+        text = load_config(f"configs/vision_sft.py:{'' if kind == 'qwen3' else f'{kind}_'}tiny").model.config.to_dict()
         table = models.build(hf.load_config("", None, text, weights=False, images=True), compute_dtype="float32", scan_layers=True)
         names = ["/".join(entry.path) for entry in table.entries]
-        for part in ("visual", "visual.blocks", "visual.patch_embed", "visual.merger"):
+        parts = ("vision_tower", "vision_tower.encoder", "vision_tower.embeddings", "multi_modal_projector") if kind == "gemma3" else (
+            "visual", "visual.blocks", "visual.patch_embed", "visual.merger")
+        for part in parts:
             assert any(re.fullmatch(tower(part), name) for name in names), (kind, part)
-        assert not any("merger" in name for name in names if re.fullmatch(tower("visual.blocks"), name))
+        assert not any("merger" in name for name in names if re.fullmatch(tower(parts[1]), name))
+        if kind == "gemma3":  # whose projector is no part of vision_tower
+            rest = {name for name in names if name.startswith("vision/") and not re.fullmatch(tower("vision_tower"), name)}
+            assert rest == {"vision/merger/soft_norm/scale", "vision/merger/project/kernel"}
 
 
 def test_frozen_towers_of_verl_and_roll():

@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl.data.chat_template import PromptError
 from jaxrl.data.dataset import Row
 from jaxrl.data.images.expand import Tokens as ImageTokens
-from jaxrl.data.images.expand import escape
+from jaxrl.data.images.expand import escape, spelled
 from jaxrl.data.suffixes import QUESTION
 from jaxrl.data.turns import TurnRenderer, continuation_ids
 from jaxrl.errors import ConfigError
@@ -147,8 +147,8 @@ class CompletionRenderer:
             return self.renderer.render_turn(messages, completion, tools=row.tools)
         clean = escape([*messages, completion], row.images.tokens)
         before, body, end = self.renderer.render_turn(clean.messages[:-1], clean.messages[-1], tools=row.tools)
-        pad = row.images.tokens.pad
-        return before.replace(clean.stand_in, pad), body.replace(clean.stand_in, pad), end
+        before, body = (spelled(text, clean.stand_ins, row.images.tokens) for text in (before, body))
+        return before, body, end
 
     def ids(self, texts, known: dict[str, list[int]]) -> list[np.ndarray]:
         """Returns the [C] int32 ids of each completion, tokenized in one call.

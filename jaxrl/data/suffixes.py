@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 
 from jaxrl.data.chat_template import PromptError, Template
+from jaxrl.data.images.expand import Tokens as ImageTokens
 from jaxrl.data.tokens import Tokens
 
 SENTINEL = re.compile(r"QZ([abcni])(\d{3})ZXQ")  # nine letters and digits, the call id that some templates require
@@ -73,10 +74,10 @@ def parts_of(message: dict) -> list[dict]:
 
 
 class Suffixes:
-    """Shapes of new messages, each rendered once. image: text of the image token; "" = messages are text."""
+    """Shapes of new messages, each rendered once. images: how images are written; None = messages are text."""
 
-    def __init__(self, template: Template, tokens: Tokens, image: str = ""):
-        self.template, self.tokens, self.image = template, tokens, image
+    def __init__(self, template: Template, tokens: Tokens, images: ImageTokens | None = None):
+        self.template, self.tokens, self.images = template, tokens, images
         self.arguments_as_text = False  # whether the template expects call arguments as JSON text
         self.is_calls: Callable[[str, int], bool] | None = None  # whether a text is exactly so many complete calls
         self._shapes: dict[tuple, Shape] = {}
@@ -198,7 +199,8 @@ class Suffixes:
         wanted, number = [], itertools.count()
         for kind in _contents(key):
             wanted += [IMAGE] if kind == IMAGE else [side + f"{i:03d}" for i in [next(number)] for side in "cb"]
-        pattern = re.compile("|".join([SENTINEL.pattern, *([re.escape(self.image)] if self.image else [])]))
+        of_images = [re.escape(self.images.written)] if self.images else []
+        pattern = re.compile("|".join([SENTINEL.pattern, *of_images]))
         written = [IMAGE if m[1] is None else m[1] + m[2] for m in pattern.finditer(text) if m[1] in ("c", "b", None)]
         if written.count(IMAGE) != wanted.count(IMAGE):
             raise PromptError(f"the chat template writes {written.count(IMAGE)} of {wanted.count(IMAGE)} images")
@@ -216,6 +218,9 @@ class Suffixes:
             pieces += [text[at:match.start()], (int(match[2]), names[match[1]])]
             at = match.end()
         pieces.append(text[at:])
+        if self.images:
+            own = self.images
+            pieces = [p.replace(own.written, own.expanded) if isinstance(p, str) else p for p in pieces]
         return tuple(p for p in pieces if p), tuple(self._editor(*e) for e in edits)
 
     def _edit(self, text: str, i: int):

@@ -63,7 +63,7 @@ class TurnRenderer:
         marks = (*THINK, *(mark for parser in PARSERS.values() for mark in parser.marks))
         self.tokens = tokens or Tokens(tokenizer, marks)
         self.types, self.inline = argument_types(self.tools), config.env.observations == "inline"
-        self._suffixes = Suffixes(self.template, self.tokens, images.pad if images else "")
+        self._suffixes = Suffixes(self.template, self.tokens, images)
         self._reads_calls = bool(self.tools) or config.env.parser != "auto"
         self._alone = {mark: self.tokens.added[mark] for mark in marks if mark in self.tokens.added
                        and self.tokens.written(mark) == [self.tokens.added[mark]]}
@@ -95,7 +95,7 @@ class TurnRenderer:
         clean = escape(marked, self._image_tokens()) if count else None
         text = self.template.conversation(clean.messages if clean else marked, self.template.generation_prompt,
                                           **kwargs) + self.template.prefix
-        text, marks = restore(text, clean.stand_in, self._image_tokens(), count) if clean else (text, [])
+        text, marks = restore(text, clean.stand_ins, self._image_tokens(), count) if clean else (text, [])
         ids, at = [], 0
         for match in HIDDEN.finditer(text):
             ids += [*self.tokens.written(text[at:match.start()]), *self.tokens.plain(hidden[int(match[1])])]

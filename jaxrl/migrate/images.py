@@ -7,26 +7,34 @@ import re
 from jaxrl.migrate.devices import ranges
 from jaxrl.migrate.table import Migration
 
-READ = re.compile(r"qwen(2|2\.5|3)-?vl.*")  # names of checkpoints whose tower is read, in lower case
+SQUARES = re.compile(r"gemma-3-(4|12|27)b.*")  # names, in lower case, of checkpoints that see every image as one square
+READ = re.compile(rf"qwen(2|2\.5|3)-?vl.*|{SQUARES.pattern}")  # and of all whose tower is read
 TOWER = re.compile(
     r"\^?(?:model\\?\.)?(visual|vision_model|vision_tower|multi_modal_projector|vision_projection)(?:\\?\.([a-z]\w*))?"
     r"(?:\\?\.|\.\*|\\?\.\.\*)?\$?"
 )
 PARTS = {  # of a tower, by transformers' names
     None: "vision/.*",
+    "encoder": r"vision/(group|layer)_\d+/.*",
+    "embeddings": r"vision/(patch|positions)/.*",
     "blocks": r"vision/(group|layer)_\d+/.*",
     "patch_embed": "vision/patch/.*",
     "pos_embed": "vision/positions/.*",
     "merger": "vision/merger/.*",
     "deepstack_merger_list": r"vision/tap_\d+/.*",
 }
+BESIDE = "vision/(?!merger/(soft_norm|project)/).*"  # SigLIP, beside which lies Gemma 3's projector
 VLLM = "an option of vLLM's servers; jaxrl's own sampler does without"
 PREPROCESSING = re.compile(r"rollout\.vllm\.engine_kwargs\.(.*_)?mm_.*")  # of images, by vLLM
 
 
 def has_tower(path: str) -> bool:
     """Whether a model is, by its name, one whose tower for images is read."""
-    return bool(READ.fullmatch(str(path).rstrip("/").rsplit("/", 1)[-1].lower()))
+    return bool(READ.fullmatch(_name(path)))
+
+
+def _name(path) -> str:
+    return str(path).rstrip("/").rsplit("/", 1)[-1].lower()
 
 
 def tower(pattern: str) -> str:
@@ -34,7 +42,9 @@ def tower(pattern: str) -> str:
     found = TOWER.fullmatch(pattern)
     if found is None:
         return ""
-    return PARTS["merger"] if found[1].endswith(("projector", "projection")) else PARTS.get(found[2], "")
+    if found[1].endswith(("projector", "projection")):
+        return PARTS["merger"]
+    return BESIDE if found[1] == "vision_tower" and not found[2] else PARTS.get(found[2], "")
 
 
 def frozen(m: Migration, names: list[str], *keys: str) -> None:
@@ -71,9 +81,10 @@ def without(m: Migration) -> None:
 def settle(m: Migration, key: str) -> None:
     """Makes a job of images, whose rules have run, one that jaxrl has, or refuses it. key: what names the model."""
     recipe = m.options.get("run.recipe", ("rl", ()))[0]
+    squares = SQUARES.fullmatch(_name(m.options["model.path"][0]))
     if m.options.get("data.image_column", ("images",))[0] == "":  # text alone
-        if recipe in ("rl", "distill"):
-            _sampler(m)
+        if recipe in ("rl", "distill") and not squares:
+            _sampler(m, "which has this family with its tower alone")
         return
     why = {"rl": "", "sft": ""}.get(recipe, f"run.recipe={recipe} is of text: images are for sft and rl")
     if any(option.startswith("env.") for option in m.options):
@@ -92,7 +103,20 @@ def settle(m: Migration, key: str) -> None:
     m.image_tokens = m.options.get("data.max_prompt_tokens", (512, ()))[0] * 3 // 4
     if most := m.options.get("data.image_max_pixels", (0, ()))[0]:
         m.image_tokens = max(min(m.image_tokens, most // 28**2), 1)
+    if squares:
+        _squares(m)
+        if recipe == "rl":
+            _sampler(m, "whose image tokens do not see each other on every device")
     m.facts["images"] = f"column {column}; rows without images make it a job of text"
+
+
+def _squares(m: Migration) -> None:
+    """A model that sees every image as one square has no sizes of images."""
+    for option in ("data.image_min_pixels", "data.image_max_pixels"):
+        for key in m.options.pop(option, (None, ()))[1]:
+            if m.given(key):
+                m.mark(key, "inert", "Gemma 3 sees every image as 896 x 896 pixels, 256 tokens")
+    m.image_tokens = min(m.options.get("data.max_prompt_tokens", (512, ()))[0] * 3 // 4, 256)
 
 
 def _of_rows(m: Migration) -> None:
@@ -111,9 +135,9 @@ def _of_rows(m: Migration) -> None:
                 m.needs(f"{option}={ours}: {why}")
 
 
-def _sampler(m: Migration) -> None:
-    """Completions of text alone by a model with a tower, which vLLM has with its tower only, are drawn by the embedded
-    sampler, on the trainer's devices or on those of the servers."""
+def _sampler(m: Migration, why: str) -> None:
+    """Completions that vLLM is not asked for are drawn by the embedded sampler, on the trainer's devices or on those of
+    the servers. why: what of vLLM."""
     o = m.options
     own = [int(n) for row in o.get("rollout.vllm.devices", ((), ()))[0] for n in str(row).split(",")]
     apart, keys = o.get("rollout.placement", ("", ()))
@@ -125,8 +149,8 @@ def _sampler(m: Migration) -> None:
     m.needs_you = [t for t in m.needs_you if "rollout.servers" not in t and "rollout.vllm." not in t]
     m.different = [t for t in m.different if "sampled by vLLM" not in t]
     m.differs(
-        "completions are sampled by jaxrl's embedded sampler (rollout.engine=jax), not by vLLM, which has this family "
-        "with its tower alone: the same distribution, other random numbers, and slower"
+        f"completions are sampled by jaxrl's embedded sampler (rollout.engine=jax), not by vLLM, {why}: the same "
+        "distribution, other random numbers, and slower"
     )
     if apart == "disaggregated" and own:
         m.set("mesh.roles.sampler", {"devices": ranges(sorted(own))}, *keys)

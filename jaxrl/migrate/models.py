@@ -8,14 +8,14 @@ from jaxrl.migrate import images
 from jaxrl.migrate.table import Migration
 
 _VISION = (
-    "is a model of images and text of a family whose tower is not read here; those of Qwen2-VL, Qwen2.5-VL and "
-    "Qwen3-VL are"
+    "is a model of images and text of a family whose tower is not read here; those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL "
+    "and Gemma 3 are"
 )
 # names of checkpoints without their owners, in lower case, and what the model is; none of models/families.py
 NOT_TRAINED = (
     (r"(?!qwen(2|2\.5|3)-?vl).*(^|[-_.\d])vl([-_.\d].*|$)", _VISION),
     (r".*(internvl|llava|minicpm-[ov]|openvla|molmo|-omni|smolvlm|idefics|paligemma|kimi-vl|glm-4\.\dv).*", _VISION),
-    (r"(gemma-3-(4|12|27)b|gemma-?3n|gemma-?4|llama-3\.2-(11|90)b|llama-4|mistral-small-3\.|kimi-k2\.5).*", _VISION),
+    (r"(gemma-?3n|gemma-?4|llama-3\.2-(11|90)b|llama-4|mistral-small-3\.|kimi-k2\.5).*", _VISION),
     (r"qwen-?3\.8-flash-next.*", "is of the family qwen4_exp, which is not trained here"),
     (
         r"(.*mamba|jamba|bamba|kimi-linear|lfm2|recurrentgemma|olmo-hybrid"

@@ -239,7 +239,7 @@ class ModelConfig:
         counts it). Gemma 3's and Llama 3's windows are given as stretched.
         """
         stretched = [0.0]
-        for rope in self.ropes if self.family != "gemma3_text" else ():
+        for rope in self.ropes if not self.family.startswith("gemma3") else ():
             if rope.kind in ("linear", "yarn"):
                 stretched.append(rope.factor * (rope.original_max if rope.kind == "yarn" else self.max_positions))
         longest = max(self.max_positions, int(max(stretched)))

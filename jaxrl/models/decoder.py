@@ -193,12 +193,13 @@ def watched(see: Callable):
 
 class Seen(NamedTuple):
     """What a decoder reads of a batch's images: features [B, F, D] in the place of embeddings, features `taps` that are
-    added behind the first layers, and inserts and rotary of jaxrl.types.Images."""
+    added behind the first layers, and inserts, rotary and reach of jaxrl.types.Images."""
 
     features: jax.Array
     taps: tuple[jax.Array, ...]
     inserts: Any
     rotary: Any
+    reach: Any = None
 
     def of_tokens(self, features, other=None):
         """[B, L, D]: the features of the tokens that are an image's, `other` (None = 0) at the others."""
@@ -217,6 +218,7 @@ class Shared(NamedTuple):
     whose: jax.Array | None = None  # number of the token's adapter
     chunks: RowChunks | None = None  # where layers have a recurrence
     taps: tuple[jax.Array, ...] = ()  # [B, L, D] added behind each of the first layers
+    reach: jax.Array | None = None  # [B, L] last position that the token sees, see jaxrl.types.Images
 
 
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
@@ -245,7 +247,8 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     positions, segments = shared.positions, shared.segments
     if cache is None:
         kv = {"k": k.reshape(*k.shape[:2], -1), "v": v.reshape(*v.shape[:2], -1)}
-        out = sharded_attention(q, k, v, positions, positions, segments, segments, shared.prefixes, **options)
+        out = sharded_attention(q, k, v, positions, positions, segments, segments, shared.prefixes, shared.reach,
+                                **options)
     else:
         kv = {"k": write(cache["k"], k, positions, index), "v": write(cache["v"], v, positions, index)}
         attend = sharded_cached_attention if positions.shape[1] == 1 else extended_attention
@@ -348,15 +351,16 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     x = residual(x * jnp.asarray(cfg.embed_scale, dtype))
     x = x if seen is None else residual(seen.of_tokens(seen.features, x))
     acc = jnp.promote_types(dtype, jnp.float32)
-    work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts)
+    reach = None if seen is None else seen.reach
+    work = {window: _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, reach, cache, prompts)
             for window in {layer.window for layer in cfg.layers}}
     at = positions_BxL if shift_B is None else positions_BxL + shift_B[:, None]
-    at = at if seen is None else seen.rotary
+    at = at if seen is None or seen.rotary is None else seen.rotary
     turned = [rotations(rope, cfg.rotary_size or cfg.head_dim, at, acc) for rope in cfg.ropes]
     taps = () if seen is None else tuple(map(seen.of_tokens, seen.taps))
     keep = keep_kv or cache is not None
     chunks = _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep) if cfg.num_recurrent else None
-    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL, chunks, taps)
+    shared = Shared(positions_BxL, prefixes_BxL, turned, segments_BxL, work, whose_BxL, chunks, taps, reach)
     before, repeats, behind = spans(cfg, model.scan_layers)
     x, kv, auxiliary = _unrolled(model, before, params, x, shared, cache, keep)
     if repeats:
@@ -384,7 +388,7 @@ def _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep):
     return row_chunks(positions_BxL, segments, prefixes_BxL, enters)
 
 
-def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, prompts):
+def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, reach_BxL, cache, prompts):
     """Computes the attention work of this window once for all its layers."""
     cfg, options = model.config, dict(window=window, implementation=model.attention)
     if cache is not None and positions_BxL.shape[1] > 1:
@@ -394,7 +398,7 @@ def _work(model, window, positions_BxL, segments_BxL, prefixes_BxL, cache, promp
         return cached_attention_work(positions_BxL, prompts, leaf.shape[-3:], leaf.dtype, cfg.num_heads,
                                      cfg.cache_heads, **options)
     return attention_work(cfg.num_heads, cfg.num_kv_heads, cfg.row_head_size, model.compute_dtype, positions_BxL,
-                          segments_BxL, prefixes_BxL, ring=model.ring, **options)
+                          segments_BxL, prefixes_BxL, reach_BxL, ring=model.ring, **options)
 
 
 def _layer(model, layer: Layer, params, x, shared, cache, index):

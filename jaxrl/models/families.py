@@ -84,6 +84,9 @@ class Family:
     norm_eps: str = "rms_norm_eps"
     renamed: dict = dataclasses.field(default_factory=dict)  # older names of fields
     spelled: tuple = ()                  # (beginning of a tensor's name on disk, ours)
+    stored_type: str = ""                # model_type of its text_config on disk, where several families have the same
+    tower: str = r"(model\.)?visual\..*"  # pattern of the names of a tower's tensors on disk
+    of_tower: tuple[str, ...] = ()       # fields of the config around vision_config that are read with it
     vision: str = ""                     # tower for images beside it on disk, a row of models.vision.rows.TABLES; read where asked for
     mrope: str = ""                      # a token has three positions (Rope.axes), which frequencies read in "turns" or in "runs"
     within: tuple = (("model.language_model.", "model."),)  # names in a model of several parts begin so, and so alone
@@ -130,7 +133,8 @@ _MAMBA = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamb
 _MAMBA_SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 _IN_VLLM = "vLLM holds -exp(A_log) in place of A_log, which the check of published weights cannot compare yet"
 _MTP = r"model\.mtp_layers\..*"  # MiMo's
-TOWER = r"(model\.)?visual\..*"
+TOWER = Family.tower
+GEMMA_TOWER = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 _BESIDE = r"mtp\..*|" + TOWER
 _GLM = {**_SHARED, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 2,
         "attention_bias": True, "partial_rotary_factor": 0.5}
@@ -362,6 +366,12 @@ FAMILIES = {
         shared_expert_size="shared_expert_intermediate_size", norm_topk="norm_topk_prob",
         vllm_assumes={"attention_bias": False, "tie_word_embeddings": False}),
 }
+FAMILIES["gemma3_vision_text"] = dataclasses.replace(
+    FAMILIES["gemma3_text"], architecture="Gemma3ForConditionalGeneration", classifier_name="", classifies=False, stored_type="gemma3_text",
+    final_softcap="",  # which transformers does not read of this model
+    defaults={**FAMILIES["gemma3_text"].defaults, "vocab_size": 262208, "num_attention_heads": 8}, vision="siglip",
+    tower=GEMMA_TOWER, unread=GEMMA_TOWER, of_tower=("mm_tokens_per_image",),
+    within=(("language_model.", ""), ("model.language_model.", "model.")))
 # Models of several parts: model_type -> (model_type of the text part, architecture).
 NESTED = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
@@ -371,6 +381,7 @@ NESTED = {
     "qwen2_vl": ("qwen2_vl_text", "Qwen2VLForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
     "mistral3": ("ministral3", "Mistral3ForConditionalGeneration"),
+    "gemma3": ("gemma3_vision_text", "Gemma3ForConditionalGeneration"),
 }
 # Of them those whose config.json may hold the fields of the text part beside the others, which are these.
 FLAT = ("qwen2_5_vl", "qwen2_vl")
@@ -428,9 +439,8 @@ def family_of(hf_config: dict) -> Family:
     known = ", ".join([*FAMILIES, *NESTED, *ALIASES])
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
-        hint = " (the text-only Gemma 3 checkpoints have model_type gemma3_text)" if kind == "gemma3" else ""
         missing = f"; {not_yet(str(kind))}" if not_yet(str(kind)) else ""
-        raise ConfigError(f"model_type={kind!r} is not supported{hint}; choose a checkpoint of: {known}{missing}")
+        raise ConfigError(f"model_type={kind!r} is not supported; choose a checkpoint of: {known}{missing}")
     family = FAMILIES[kind]
     names = hf_config.get("architectures") or [family.architecture]
     if not {family.architecture, family.classifier} & set(names):
@@ -456,8 +466,9 @@ def text_part(hf_config: dict) -> dict:
     names = hf_config.get("architectures") or [architecture]
     if architecture not in names:
         raise ConfigError(f"architectures={names!r} is not supported; take a {architecture} checkpoint")
-    if not isinstance(own, dict) or own.get("model_type", text) not in (text, kind):
-        raise ConfigError(f"model config: text_config={own!r}; give a table whose model_type is {text}")
+    stored = FAMILIES[text].stored_type or text
+    if not isinstance(own, dict) or own.get("model_type", stored) not in (stored, kind):
+        raise ConfigError(f"model config: text_config={own!r}; give a table whose model_type is {stored}")
     beside = {k: hf_config[k] for k in ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype") if k in hf_config}
     if kind in FLAT and isinstance(own.get("tie_word_embeddings"), bool):  # transformers ties them where either says so
         beside["tie_word_embeddings"] = own["tie_word_embeddings"] or beside.get("tie_word_embeddings", False)

@@ -45,6 +45,7 @@ class Row:
     exact: bool = False           # a few columns that decide, or of a tower: never in few bits
     fixed: bool = False           # numbers that choose and do not weigh: without gradient, and in fp32 wherever they are
     wide: bool = False            # in fp32 wherever they are, and trained
+    straight: bool = False        # HF's tensor of a linear map has the inputs first, as ours
     whole: bool = False           # HF's tensor of a linear map keeps every axis, outputs first (a convolution's patches)
     part: tuple[int | str, int] | tuple[()] = ()  # (groups, place): `hf` is one tensor of several rows, see models.io.parts
 
@@ -345,6 +346,8 @@ class Entry:
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of one HF tensor: (outputs, inputs) of a linear map, else that of the array."""
         shape, inputs = self.kind[0], self.inputs
+        if self.row.straight:
+            return shape
         if self.row.whole:
             return *shape[inputs:], *shape[:inputs]
         if inputs:
@@ -379,7 +382,7 @@ class Entry:
     def from_hf(self, tensor):
         """Converts an HF tensor to ours (at one index): a view, so that slicing it copies only the slice."""
         shape = self.kind[0]
-        if not self.inputs:
+        if not self.inputs or self.row.straight:
             return tensor.reshape(shape)
         outputs = shape[self.inputs:]
         tensor = tensor.reshape(*outputs, *shape[:self.inputs])
@@ -387,7 +390,7 @@ class Entry:
 
     def to_hf(self, array):
         """Ours (at one index) -> HF tensor. numpy or jax."""
-        if not self.inputs:
+        if not self.inputs or self.row.straight:
             return array.reshape(self.hf_shape)
         if self.row.whole:
             return array.transpose(*range(self.inputs, array.ndim), *range(self.inputs))

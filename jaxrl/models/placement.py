@@ -200,7 +200,7 @@ embed.defvjp(_embed, _embed_gradient, symbolic_zeros=True)
 
 
 def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments=None, k_segments=None,
-                      q_prefixes=None, work=None, sinks=None, **options):
+                      q_prefixes=None, q_reach=None, work=None, sinks=None, **options):
     """Runs kernels.attention, each device on its own rows and heads.
 
     Over cp each device has the queries of its tokens and gathers keys, values and their positions and segments; with
@@ -210,26 +210,26 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     If tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the one
     key-value head that its query heads read. If tp divides no heads, every device of tp does the same work.
     """
-    arguments = (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments, k_segments, q_prefixes)
+    arguments = (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments, k_segments, q_prefixes, q_reach)
     mesh = _mesh()
     if mesh is None:
-        return attention(*arguments, work=work, sinks_H=sinks, **options)
+        return attention(*arguments[:-1], work=work, sinks_H=sinks, q_reach_BxL=q_reach, **options)
     batch, length, heads, _ = q_BxLxHxK.shape
     groups, tp = k_BxSxGxK.shape[2], mesh.shape["tp"]
     data, (q_axis, kv_axis, shared_kv) = _data_axes(mesh, batch), _heads(mesh, heads, groups)
     tokens = _tokens_axis(mesh, length) if k_BxSxGxK.shape[1] == length else None
 
-    def local(work, sinks, q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefixes):
+    def local(work, sinks, q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefixes, q_reach):
+        more: dict[str, Any] = dict(options, work=work, sinks_H=sinks, q_reach_BxL=q_reach)
         if shared_kv:
             mine = jax.lax.axis_index("tp") * groups // tp
             k, v = (jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
         if isinstance(work, Ring):
             rest = q_positions, k_positions, q_segments, k_segments, q_prefixes
-            return ring_attention(q, k, v, *rest, axis=tokens, work=work, sinks_H=sinks, **options)
+            return ring_attention(q, k, v, *rest, axis=tokens, **more)
         k, v = _whole_rows(tokens, k, v)
         k_positions, k_segments = _whole_rows(tokens, k_positions, k_segments)
-        rest = q_positions, k_positions, q_segments, k_segments, q_prefixes
-        return attention(q, k, v, *rest, work=work, sinks_H=sinks, **options)
+        return attention(q, k, v, q_positions, k_positions, q_segments, k_segments, q_prefixes, **more)
 
     q_spec, kv_spec = P(data, tokens, q_axis, None), P(data, tokens, kv_axis, None)
     lists = _own_lists(mesh, (batch, length)) if tokens else P(data)
@@ -374,20 +374,21 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
     return jax.shard_map(local, in_specs=specs, out_specs=own, check_vma=False)(*arguments)
 
 
-def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, ring=False, **options):
+def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, prefixes_BxL, reach_BxL=None, ring=False,
+                   **options):
     """Computes kernels.attention.work_of self-attention over these rows, for sharded_attention's `work`: each device's
     own, or that of a ring over cp if `ring`.
     """
-    rows = tuple(x for x in (positions_BxL, segments_BxL, prefixes_BxL) if x is not None)
+    rows = (positions_BxL, segments_BxL, prefixes_BxL, reach_BxL)
 
-    def local(heads, groups, positions, segments=None, prefixes=None):
+    def local(heads, groups, positions, segments, prefixes, reach):
         k_positions, k_segments = _whole_rows(tokens, positions, segments)
         if ring and tokens:
             shape = (*positions.shape, heads, size), (*positions.shape, groups, size)
-            return ring_work_of(*shape, dtype, positions, k_positions, segments, k_segments, prefixes,
+            return ring_work_of(*shape, dtype, positions, k_positions, segments, k_segments, prefixes, reach,
                                 count=mesh.shape[tokens], **options)
         shape = (*positions.shape, heads, size), (*k_positions.shape, groups, size)
-        return work_of(*shape, dtype, positions, k_positions, segments, k_segments, prefixes, **options)
+        return work_of(*shape, dtype, positions, k_positions, segments, k_segments, prefixes, reach, **options)
 
     mesh = _mesh()
     if mesh is None:

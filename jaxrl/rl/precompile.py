@@ -84,7 +84,8 @@ def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
 def _images(vision, rows: int, length: int, patches: int, where) -> Images:
     array = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=where)  # noqa: E731
     return Images(patches=array(patches, vision.channels * vision.patch**2, dtype=jnp.uint8), places=array(patches, 4),
-                  segments=array(patches), inserts=array(length), rotary=array(length, 3),
+                  segments=array(patches), inserts=array(length),
+                  **({"reach": array(length)} if vision.two_way else {"rotary": array(length, 3)}),
                   windows=array(patches) if vision.window else None)
 
 

@@ -411,8 +411,8 @@ class EmbeddedEngine(Engine):
         p, progress, controls = sample.request.sampling, *self._table
         s, prompt = sample.slot, sample.request.prompt
         self._whose[s] = sample.request.adapter
-        grids = () if sample.request.pictures is None else sample.request.pictures.grids
-        shift = None if self._vision is None else rotary_shift(grids, self._vision.merge)
+        grids, tower = () if sample.request.pictures is None else sample.request.pictures.grids, self._vision
+        shift = None if tower is None else 0 if tower.two_way else rotary_shift(grids, tower.merge)
         for column, value in zip(progress, (prompt[-1], len(prompt) - 1, 0, sample.limit, True, shift), strict=True):
             if column is not None:
                 column[s] = value

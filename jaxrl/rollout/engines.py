@@ -157,9 +157,15 @@ def check_tower_served(config, hf_config: dict, tower) -> None:
     if engine_name(config) != "vllm" or not recipe_of(config).samples:
         return
     name = f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}"
+    from jaxrl.models.families import family_of  # which imports jax
+    if tower is None and family_of(hf_config).stored_type:
+        return  # it has the text model by itself, too
     if tower is None:
         raise ConfigError(f"{name} and data without images: vLLM has this family with its tower alone, which is not "
                           "read here; set rollout.engine=jax")
+    if tower.two_way:
+        raise ConfigError(f"{name} and images, whose tokens see each other: vLLM's attention for CPUs reads them "
+                          "causally, and jaxrl does not write its items for GPUs yet; set rollout.engine=jax")
     if tower.theta != VLLM_TOWER_THETA:
         raise ConfigError(f"{name} and vision_config.rope_parameters.rope_theta={tower.theta:g}: vLLM computes towers "
                           f"with {VLLM_TOWER_THETA:g}; set rollout.engine=jax")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.models.vision.config import VisionConfig
-from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions
+from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions, token_positions
 from jaxrl.types import Images, Pictures
 
 
@@ -72,13 +72,13 @@ def prompt_images(vision: VisionConfig, pictures: Sequence[Pictures | None], len
       patches: for which a row has room.
     """
     merge, placed = vision.merge, []
-    rotary = np.zeros((len(lengths), width, 3), np.int32)
+    of_tokens = np.zeros((len(lengths), width, *(() if vision.two_way else (3,))), np.int32)
     for row, (own, length) in enumerate(zip(pictures, lengths, strict=True)):
         firsts, grids, pixels = ((), (), ()) if own is None else (own.firsts, own.grids, own.patches(own.numbers))
-        rotary[row, :length] = rotary_positions(length, firsts, grids, merge)
+        of_tokens[row, :length] = token_positions(vision.two_way, length, firsts, grids, merge)
         placed += [Placed(row, first + np.arange(len(values) // merge**2), grid, values)
                    for first, grid, values in zip(firsts, grids, pixels, strict=True)]
-    return image_rows(placed, rotary, patches, merge, vision.channels * vision.patch**2, vision.window)
+    return image_rows(placed, of_tokens, patches, merge, vision.channels * vision.patch**2, vision.window)
 
 
 def suffix_pieces(images: Images, suffixes: Sequence[tuple[int, int, int, np.ndarray]], shape: tuple[int, int],

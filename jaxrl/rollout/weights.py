@@ -67,7 +67,8 @@ def _renaming(model):
     begin with model.language_model."""
     if model.config.vision is None:
         return lambda name: name
-    return lambda name: re.sub(r"^model\.(?!visual\.)", "model.language_model.", name)
+    inside = re.compile(r"model\.(?!visual\.|vision_tower\.|multi_modal_projector\.)")
+    return lambda name: "model.language_model." + name[6:] if inside.match(name) else name
 
 
 def _layers(model, tower: bool) -> list[list[tuple]]:

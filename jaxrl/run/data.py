@@ -68,11 +68,17 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
         return None
     folder = hf.folder_of(source_of(m.path), m.revision, hf.TEXT_FILES) if m.path else None
     refused = _refused(config)
-    images = ImageSource(config, outer["model_type"], tokenizer, folder, outer["vision_config"], refused)
+    tower = nested.tower_config(outer, hf_config["model_type"])
+    images = ImageSource(config, outer["model_type"], tokenizer, folder, tower, refused)
     if config.env.image_tokens and config.episodes:
         if refused:
             images.close()
             raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {refused} does not train on images yet")
+        if images.rule.side:
+            images.close()
+            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: a {outer['model_type']} model reads the "
+                              "tokens of an image both ways, and new tokens of a conversation are not yet read so: "
+                              "leave it at 0, or choose a model of another family")
         images.use(f"env.image_tokens={config.env.image_tokens}")
     return images
 
@@ -97,7 +103,7 @@ def with_tower(config, inputs, images: ImageSource):
     source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
     table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     assert table.config.vision is not None
-    images.window = table.config.vision.window
+    images.window, images.two_way = table.config.vision.window, table.config.vision.two_way
     return inputs._replace(hf_config=hf_config, table=table, images=images)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.errors import ConfigError
+from jaxrl.models.vision.rows import TOWERS
 from jaxrl.training import router
 
 
@@ -29,6 +30,6 @@ def check_layers(config, model) -> None:
 def check_tower(model) -> None:
     """Raises ConfigError for several adapters on a model's tower, whose patches have no adapter of their own."""
     adapter = model.adapter
-    if adapter is not None and adapter.parts and any(t.name.startswith("model.visual.") for t in adapter.targets):
+    if adapter is not None and adapter.parts and any(t.name.startswith(TOWERS) for t in adapter.targets):
         raise ConfigError("lora.adapters with images: several adapters share a tower, which has none of its own; leave "
                           "it out with lora.exclude=('.*visual.*',)")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.algorithms.aggregation import aggregation_weights
-from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions
+from jaxrl.models.vision.positions import Placed, image_rows, token_positions
 from jaxrl.training import ranks
 from jaxrl.training.layout import Microbatch
 from jaxrl.types import Images, PackedBatch, Pictures, Trajectories
@@ -74,15 +74,16 @@ def _images(traj: Trajectories, pictures: Pictures, micro: Microbatch, row, at, 
     shown = np.flatnonzero(first >= 0)
     if not len(shown):
         return None
-    rotary = np.repeat(position[:, None], 3, axis=1)
+    of_tokens = position.copy() if pictures.two_way else np.repeat(position[:, None], 3, axis=1)
     for sequence in {i for blocks in micro.rows for block in blocks for i in block.sequences}:
         own = pictures.sequences == sequence
         if own.any():
             span = packed[traj.offsets[sequence]:traj.offsets[sequence + 1]]
-            values = rotary_positions(len(span), pictures.firsts[own], pictures.grids[own], pictures.merge)
-            rotary[span[span >= 0]] = values[span >= 0]
-    out = np.zeros((len(micro.rows), micro.row_length, 3), np.int32)
-    out[row, at] = rotary
+            values = token_positions(pictures.two_way, len(span), pictures.firsts[own], pictures.grids[own],
+                                     pictures.merge)
+            of_tokens[span[span >= 0]] = values[span >= 0]
+    out = np.zeros((len(micro.rows), micro.row_length, *of_tokens.shape[1:]), np.int32)
+    out[row, at] = of_tokens
     patches, counts = pictures.patches(pictures.numbers[shown]), pictures.counts // pictures.merge**2
     places = [Placed(row[first[i]], at[first[i] + np.arange(counts[i])], pictures.grids[i], own)
               for i, own in zip(shown, patches, strict=True)]

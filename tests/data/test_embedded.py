@@ -238,12 +238,13 @@ def test_pictures_are_those_of_the_generator_and_questions_fit_them(name):
     assert max(counts.values()) < 0.35 * len(made)  # what a policy that does not look can reach
 
 
-def test_the_tokenizer_of_shapes_knows_every_word():
-    tokenizer = AutoTokenizer.from_pretrained(shapes.FOLDER / "tokenizer")
+@pytest.mark.parametrize("folder", shapes.tokenizers())
+def test_the_tokenizer_of_shapes_knows_every_word(folder):
+    tokenizer = AutoTokenizer.from_pretrained(shapes.FOLDER / folder)
     for name in shapes.PICTURES:
         texts = {row[column] for row in shapes_rows(name) for column in ("prompt", "completion") if column in row}
         ids = tokenizer(sorted(texts), add_special_tokens=False)["input_ids"]
         assert tokenizer.unk_token_id not in {i for own in ids for i in own}
         assert tokenizer.batch_decode(ids) == sorted(texts)
-    for file, text in shapes.tokenizer_files().items():
-        assert (shapes.FOLDER / "tokenizer" / file).read_text("utf-8") == text
+    for file, text in shapes.tokenizers()[folder].items():
+        assert (shapes.FOLDER / folder / file).read_text("utf-8") == text

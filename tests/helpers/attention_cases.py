@@ -35,6 +35,7 @@ class Case:
     shuffled: bool = False  # keys in another order than queries
     queries: int = 0        # only the last so many queries; 0 = all
     sinks: bool = False
+    images: bool = False    # every other 37 positions see each other
 
     @property
     def options(self):
@@ -59,6 +60,8 @@ CASES = [
     Case("documents", length=700, heads=2, groups=1, window=200),
     Case("prompts", dtype="bfloat16"), Case("documents", dtype="bfloat16", size=128, softcap=20.0),
     Case("ones", dtype="bfloat16", size=96), Case("padding", dtype="bfloat16", window=40, heads=8),
+    Case("prompts", images=True, window=50), Case("documents", images=True, window=20, shuffled=True, dtype="bfloat16"),
+    Case("whole", images=True, window=90), Case("prompts", images=True),
     Case("prompts", sinks=True, window=50), Case("padding", sinks=True, softcap=2.0, dtype="bfloat16"),
 ]
 
@@ -75,6 +78,8 @@ HOPPER_CASES = [
     Case("whole", length=300, heads=1, groups=1, dtype="bfloat16"),
     Case("documents", length=260, heads=1, groups=1, queries=70, dtype="bfloat16"),
     Case("prompts", length=150, heads=2, groups=1, window=33, sinks=True, dtype="bfloat16"),
+    Case("prompts", length=150, heads=2, groups=1, window=50, images=True, dtype="bfloat16"),
+    Case("whole", length=200, heads=1, groups=1, window=90, images=True, dtype="bfloat16"),
 ]
 
 
@@ -146,7 +151,9 @@ def inputs(case: Case):
     cotangent = np.where(means[..., None, None], cotangent, 0)
     of_keys = [None if x is None else x[:, order] for x in (positions, segments)]
     of_queries = [None if x is None else x[:, last] for x in (positions, segments, prefixes)]
-    ids = Ids(of_queries[0], of_keys[0], of_queries[1], of_keys[1], of_queries[2])
+    begin = positions // 37 * 37
+    reach = np.where(begin % 2 == 1, begin + 36, positions)[:, last] if case.images else None
+    ids = Ids(of_queries[0], of_keys[0], of_queries[1], of_keys[1], of_queries[2], reach)
     more = (2 * rng.normal(size=case.heads).astype(np.float32),) * case.sinks
     return (q[:, last], k[:, order], v[:, order], *more), cotangent[:, last], ids, means[:, last]
 
@@ -160,11 +167,11 @@ def in_a_ring(name: str, case: Case, count: int, mesh=None):
         ids = Ids(**ids)
         rows = [None if x is None else jax.lax.all_gather(x, "cp", axis=1, tiled=True) for x in (ids.k_positions, ids.k_segments)]
         q, k = qkv[:2]
-        work = packed.ring.work_of(q.shape, k.shape, q.dtype, ids.q_positions, rows[0], ids.q_segments, rows[1], ids.q_prefixes, count=count,
+        work = packed.ring.work_of(q.shape, k.shape, q.dtype, ids.q_positions, rows[0], ids.q_segments, rows[1], ids.q_prefixes, ids.q_reach, count=count,
                                    window=case.window, implementation=name)
 
         def run(q, k, v, *sinks):
-            return packed.ring.attention(q, k, v, *ids, axis="cp", work=work, implementation=name, **case.options,
+            return packed.ring.attention(q, k, v, *ids[:5], q_reach_BxL=ids.q_reach, axis="cp", work=work, implementation=name, **case.options,
                                          **dict(zip(("sinks_H",), sinks, strict=False)))
 
         out, pull = jax.vjp(run, *qkv)

@@ -13,7 +13,8 @@ from helpers.model_cases import QUICK
 from helpers.tiny_models import SIZES
 from jaxrl.models import build
 from jaxrl.models.io import hf
-from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions
+from jaxrl.data.images.resize import join
+from jaxrl.models.vision.positions import Placed, image_rows, token_positions
 
 PAD = 90  # the image token
 TEXT = {**SIZES, "model_type": "qwen3_vl_text", "num_hidden_layers": 3, "head_dim": 12,
@@ -28,19 +29,29 @@ _TOWER = {k: v for k, v in VISION.items() if k not in ("num_position_embeddings"
 TOWER_2_5 = {**_TOWER, "hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [2]}  # windows of 2 x 2 tokens
 TOWER_2 = {**{k: v for k, v in _TOWER.items() if k not in ("intermediate_size", "out_hidden_size")}, "embed_dim": 24, "hidden_size": 32,
            "mlp_ratio": 1}
+GEMMA = {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 3,
+         "sliding_window_pattern": 3, "rope_theta": 700.0, "rope_local_base_freq": 90.0}
+SIGLIP = dict(model_type="siglip_vision_model", num_hidden_layers=3, hidden_size=24, num_attention_heads=4, intermediate_size=20, image_size=32,
+              patch_size=4, vision_use_head=False)  # 8 x 8 patches, 2 x 2 tokens
 KINDS = {  # model_type -> text_config, vision_config
     "qwen3_vl": (TEXT, VISION),
     "qwen3_vl_moe": ({**TEXT, "model_type": "qwen3_vl_moe_text", **EXPERTS}, {**VISION, "model_type": "qwen3_vl_moe_vision"}),
     "qwen2_5_vl": ({**SIZES, "num_hidden_layers": 3, "rope_scaling": ROPE}, TOWER_2_5),
     "qwen2_vl": ({**SIZES, "num_hidden_layers": 3, "rope_scaling": ROPE}, TOWER_2),
+    "gemma3": (GEMMA, SIGLIP),
 }
+GEMMA_GRID = (8, 8)
 
-TEXTS = ["qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "qwen2_vl_text"]
+TEXTS = ["qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "qwen2_vl_text", "gemma3_vision_text"]
 
 
 def config(text=None, vision=None, kind="qwen3_vl", **outer) -> dict:
     """The content of a config.json."""
     of_text, of_tower = KINDS[kind]
+    if kind == "gemma3":
+        return {"model_type": kind, "image_token_index": PAD, "boi_token_index": 92, "eoi_token_index": 93, "mm_tokens_per_image": 4,
+                "tie_word_embeddings": False, **outer, "text_config": {**of_text, "tie_word_embeddings": False, **(text or {})},
+                "vision_config": {**of_tower, **(vision or {})}}
     return {"model_type": kind, "image_token_id": PAD, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
             "tie_word_embeddings": False, **outer, "text_config": {**of_text, **(text or {})}, "vision_config": {**of_tower, **(vision or {})}}
 
@@ -70,6 +81,8 @@ def make(directory=None, dtype="float32", **changes):
                 weight.normal_(0.0, 0.3)
                 if ("norm" in name or "ln_q" in name) and name.endswith("weight"):
                     weight.add_(1.0)
+            elif name.endswith("mm_input_projection_weight"):  # zeros at the start
+                weight.normal_(0.0, 0.2)
     if directory is not None:
         model.to(getattr(torch, dtype)).save_pretrained(directory)
     return model
@@ -102,7 +115,12 @@ def theirs(model, ids, firsts, grids, patches, frames=2, grad=False):
     """Logits [L, V] of transformers' model."""
     import torch
     values = {}
-    if grids:
+    if grids and model.config.model_type == "gemma3":
+        merge = model.config.vision_config.image_size // model.config.vision_config.patch_size // int(model.config.mm_tokens_per_image**0.5)
+        whole = np.stack([join(own, grid, merge) for own, grid in zip(patches, grids, strict=True)]).transpose(0, 3, 1, 2)
+        values = {"pixel_values": torch.tensor((whole / 255.0 - 0.5) / 0.5, dtype=next(model.parameters()).dtype),
+                  "token_type_ids": torch.tensor((ids == PAD).astype(np.int64))[None]}
+    elif grids:
         flat = np.concatenate(patches).reshape(-1, 3, 1, patches[0].shape[1] // 3) / np.float32(255)
         flat = (np.broadcast_to((flat - np.float32(0.5)) / np.float32(0.5), (len(flat), 3, frames, flat.shape[3]))).reshape(len(flat), -1)
         kinds = (ids == PAD).astype(np.int64)
@@ -113,23 +131,23 @@ def theirs(model, ids, firsts, grids, patches, frames=2, grad=False):
     return out if grad else out.numpy()
 
 
-def rows(sequences, length=40, room=64, merge=2, rows=None, window=0):
+def rows(sequences, length=40, room=64, merge=2, rows=None, window=0, two_way=False):
     """Packs sequences (ids, firsts, grids, patches), of each the row it lies in (None: each its own), into
     (tokens, positions, segments, prefixes, Images) and places [(row, columns)]."""
     rows = range(len(sequences)) if rows is None else rows
     shape = max(rows) + 1, length
-    tokens, positions, segments, rotary = (np.zeros(s, np.int32) for s in (shape, shape, shape, (*shape, 3)))
+    tokens, positions, segments, of_tokens = (np.zeros(s, np.int32) for s in (shape, shape, shape, shape if two_way else (*shape, 3)))
     used, number, placed, places = np.zeros(shape[0], int), np.zeros(shape[0], int), [], []
     for row, (ids, firsts, grids, patches) in zip(rows, sequences, strict=True):
         columns = used[row] + np.arange(len(ids))
         number[row] += 1
         tokens[row, columns], positions[row, columns], segments[row, columns] = ids, np.arange(len(ids)), number[row]
-        rotary[row, columns] = rotary_positions(len(ids), firsts, grids, merge)
+        of_tokens[row, columns] = token_positions(two_way, len(ids), firsts, grids, merge)
         placed += [Placed(row, used[row] + f + np.arange(len(p) // merge**2), g, p) for f, g, p in zip(firsts, grids, patches, strict=True)]
         places.append((row, columns))
         used[row] += len(ids)
     width = next((p.shape[1] for *_, patches in sequences for p in patches), 48)
-    return (tokens, positions, segments, np.zeros_like(tokens)), image_rows(placed, rotary, room, merge, width, window), places
+    return (tokens, positions, segments, np.zeros_like(tokens)), image_rows(placed, of_tokens, room, merge, width, window), places
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)

@@ -25,7 +25,7 @@ from jaxrl.models import build
 B, L, H, G, K = 2, 13, 6, 2, 4
 SINKS = np.array([-30.0, -1.0, 0.0, 0.5, 2.0, 30.0])  # of nearly no weight, and of nearly all
 OPTIONS = [dict(window=w, softcap=c) for w, c in itertools.product((0, 3), (0.0, 2.0))] + [
-    dict(window=3, softcap=2.0, sinks_H=SINKS)]
+    dict(window=3, softcap=2.0, sinks_H=SINKS), dict(window=2, softcap=0.0, q_reach_BxL=1), dict(window=0, softcap=0.0, q_reach_BxL=2)]
 
 
 def inputs(length=L, dtype=np.float64, seed=0):
@@ -44,11 +44,13 @@ def inputs(length=L, dtype=np.float64, seed=0):
 
 def run(q, k, v, positions, segments, prefixes, order=None, **options):
     order = np.arange(q.shape[1]) if order is None else order
+    if "q_reach_BxL" in options:  # so many positions further, of every other query
+        options["q_reach_BxL"] = positions + options["q_reach_BxL"] * (positions % 2)
     return attention(q, k[:, order], v[:, order], positions, positions[:, order], segments, segments[:, order],
                      prefixes, **options)
 
 
-def oracle(q, k, v, positions, segments, prefixes, window, softcap, scale, sinks_H=None):
+def oracle(q, k, v, positions, segments, prefixes, window, softcap, scale, sinks_H=None, q_reach_BxL=0):
     """The docstring of api.attention, one query, head and key at a time."""
     out = np.zeros_like(q)
     for b, i, h in itertools.product(*map(range, q.shape[:3])):
@@ -57,7 +59,8 @@ def oracle(q, k, v, positions, segments, prefixes, window, softcap, scale, sinks
             own = segments[b, j] == segments[b, i]
             shared = prefixes[b, i] != 0 and segments[b, j] == prefixes[b, i]
             ahead = positions[b, i] - positions[b, j]
-            if (own or shared) and ahead >= 0 and (not window or ahead < window):
+            further = q_reach_BxL * (positions[b, i] % 2)
+            if (own or shared) and ahead >= -further and (not window or ahead < window):
                 s = scale * q[b, i, h] @ k[b, j, h // (H // G)]
                 scores.append(softcap * np.tanh(s / softcap) if softcap else s)
                 values.append(v[b, j, h // (H // G)])
@@ -164,10 +167,10 @@ def test_gradients_of_sinks(monkeypatch):
 
 
 EVERY_DAY = {"prompts-shuffled=True", "prompts-window=33-softcap=5.0-scale=0.3", "padding",
-             "ones-size=96-dtype=bfloat16", "prompts-window=50-sinks=True"}
+             "ones-size=96-dtype=bfloat16", "prompts-window=50-sinks=True", "prompts-window=50-images=True"}
 
 
-PUSHED = {"documents-queries=70", "prompts-heads=6-groups=1-size=128", "all_padding-length=140"}  # by .ci/run
+PUSHED = {"whole-window=90-images=True", "documents-queries=70", "prompts-heads=6-groups=1-size=128", "all_padding-length=140"}  # by .ci/run
 
 
 def marks(name, case):

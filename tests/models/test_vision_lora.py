@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import warnings
 
 import jax
@@ -23,13 +24,15 @@ from jaxrl.run.model_checks import check_tower
 
 pytestmark = pytest.mark.torch
 PIECES = ([5, (4, 6), 3, (2, 2), 4], [3, (8, 2), 6])
-KINDS = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"]
+KINDS = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe", "gemma3"]
+OF_TOWER = {"gemma3": ".*(vision_tower|multi_modal_projector).*"}  # pattern of the names of a tower's modules, else .*visual.*
 
 
-def sequences():
+def sequences(tower):
     out = []
     for i, pieces in enumerate(PIECES):
-        ids, firsts, grids = cases.sequence(i, pieces)
+        pieces = [cases.GEMMA_GRID if tower.two_way and not isinstance(piece, int) else piece for piece in pieces]
+        ids, firsts, grids = cases.sequence(i, pieces, tower.merge)
         out.append((ids, firsts, grids, [cases.pixels(10 * i + k, grid) for k, grid in enumerate(grids)]))
     return out
 
@@ -46,7 +49,8 @@ def attached(path, images=True, **given):
 
 
 def logits_and_gradients(model, params):
-    arrays, images, places = cases.rows(sequences(), window=model.config.vision.window)
+    tower = model.config.vision
+    arrays, images, places = cases.rows(sequences(tower), window=tower.window, merge=tower.merge, two_way=tower.two_way, room=128)
     real = jnp.asarray(arrays[2] > 0)[..., None]
 
     def loss(params):
@@ -59,8 +63,9 @@ def logits_and_gradients(model, params):
 
 @pytest.mark.full
 @first_cases(2, "kind, options", [
-    ("qwen2_5_vl", {}), ("qwen3_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_5_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_vl", {}),
-    ("qwen3_vl", {}), ("qwen2_5_vl", {"target_modules": ["qkv", "mlp.0", "q_proj"], "rank_pattern": {"visual.*qkv": 2}}), ("qwen3_vl_moe", {})],
+    ("gemma3", {}), ("qwen2_5_vl", {}), ("qwen3_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_5_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_vl", {}),
+    ("qwen3_vl", {}), ("qwen2_5_vl", {"target_modules": ["qkv", "mlp.0", "q_proj"], "rank_pattern": {"visual.*qkv": 2}}), ("qwen3_vl_moe", {}),
+    ("gemma3", {"exclude_modules": OF_TOWER["gemma3"]})],
     ids=json.dumps)
 def test_outputs_gradients_and_files_are_pefts(tmp_path, kind, options):
     """Of prompts with images, for every A and B; what PEFT saved is written again to the byte."""
@@ -76,7 +81,7 @@ def test_outputs_gradients_and_files_are_pefts(tmp_path, kind, options):
     assert {outer_name(model, t.name): (t.rank, t.scale) for t in adapter.targets} == peft_case.chosen(other)
     params = adapters.joined(base, leaves)
     got, grads = logits_and_gradients(model, params)
-    for logits, one in zip(got, sequences(), strict=True):
+    for logits, one in zip(got, sequences(model.config.vision), strict=True):
         want = cases.theirs(other, *one, grad=True)
         np.testing.assert_allclose(logits, want.detach().numpy(), atol=3e-5)
         torch.log_softmax(want, -1).sin().sum().backward()
@@ -94,8 +99,9 @@ def test_outputs_gradients_and_files_are_pefts(tmp_path, kind, options):
 def test_a_text_job_adapts_the_language_model_and_peft_opens_it_there(tmp_path, kind):
     """Its options may name the tower, which it does not read; PEFT finds the same modules in the whole model, and the same logits."""
     other = cases.make(tmp_path / "base", kind=kind)
-    model, base = attached(tmp_path / "base", images=False, exclude=(".*visual.*",))
-    whole, _ = attached(tmp_path / "base", exclude=(".*visual.*",))
+    of_tower = OF_TOWER.get(kind, ".*visual.*")
+    model, base = attached(tmp_path / "base", images=False, exclude=(of_tower,))
+    whole, _ = attached(tmp_path / "base", exclude=(of_tower,))
     assert model.adapter == whole.adapter
     model, _ = attached(tmp_path / "base", images=False)
     assert model.adapter == whole.adapter
@@ -108,7 +114,7 @@ def test_a_text_job_adapts_the_language_model_and_peft_opens_it_there(tmp_path, 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys.*")
         other = theirs.PeftModel.from_pretrained(other, tmp_path / "ours")
-    assert {n for n in peft_case.chosen(other) if "visual" in n} == set()
+    assert not [n for n in peft_case.chosen(other) if re.fullmatch(of_tower, n)]
     ids, *rest = cases.sequence(0, [9])
     arrays, _, places = cases.rows([(ids, *rest, [])])
     got = np.asarray(cases.logits(model, params, arrays, None))[places[0]]

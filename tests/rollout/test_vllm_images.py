@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
+from helpers import vision_cases
 from helpers.rollout_helpers import config, random_params
 from helpers.tiers import first_cases
 from helpers.vllm_cases import own_servers
@@ -266,6 +267,20 @@ def test_what_vllm_would_compute_otherwise_is_refused():
     with pytest.raises(ConfigError, match="rope_theta=50: vLLM computes towers with 10000"):
         check_tower_served(cfg, told, dataclasses.replace(tower, theta=50.0))
     check_tower_served(config(), told, None)  # the embedded sampler serves both
+
+
+@pytest.mark.torch
+def test_a_tower_read_both_ways_is_refused(tmp_path):
+    """Gemma 3: with images by name; without, vLLM gets the text model by itself."""
+    given = vision_cases.config(kind="gemma3")
+    told, cfg = hf.load_config("", overrides=given, images=True), config(engine="vllm")
+    with pytest.raises(ConfigError, match="images, whose tokens see each other.*rollout.engine=jax"):
+        check_tower_served(cfg, told, models.build(told, compute_dtype=jnp.float32, scan_layers=False).config.vision)
+    text = hf.load_config("", overrides=given)
+    check_tower_served(cfg, text, None)
+    servers.write_model_folder(tmp_path / "m", text)
+    written = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert written["model_type"] == "gemma3_text" and written["architectures"] == ["Gemma3ForCausalLM"] and "vision_config" not in written
 
 
 def test_an_image_that_cannot_be_read_any_more_stops_the_run():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.data.images.read import Image, ImageError, image_of
-from jaxrl.data.images.resize import BICUBIC, Rule, cut
+from jaxrl.data.images.resize import Rule, cut
 from jaxrl.errors import ConfigError, type_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # of a GIF, the first frame
@@ -83,7 +83,7 @@ def picture_of(image: Image, rule: Rule, limit: int) -> Picture:
     stored = pixels.shape[:2]
     height, width = rule.size(*stored)
     pillow = _pillow()
-    resized = np.asarray(pillow.fromarray(pixels).resize((width, height), resample=BICUBIC))
+    resized = np.asarray(pillow.fromarray(pixels).resize((width, height), resample=rule.resample))
     grid = height // rule.patch, width // rule.patch
     patches = cut(resized, rule)
     digest = hashlib.blake2b(repr(grid).encode() + patches.tobytes(), digest_size=16).digest()

@@ -21,13 +21,14 @@ from jaxrl.errors import ConfigError
 
 VERSION = 1  # of the rules below, in every key of what was made with them
 LONGEST = 200  # times the other side
-BICUBIC = 3  # Pillow's number
+BILINEAR, BICUBIC = 2, 3  # Pillow's numbers
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What turns pixels into patches. `least` and `most` bound the pixels of a resized image."""
+    """What turns pixels into patches. `least` and `most` bound the pixels of a resized image, unless every image
+    becomes a square of `side` pixels."""
 
     patch: int
     merge: int = 2
@@ -36,6 +37,8 @@ class Rule:
     most: int = 28 * 28 * 1280
     mean: tuple[float, ...] = CLIP[0]
     std: tuple[float, ...] = CLIP[1]
+    resample: int = BICUBIC
+    side: int = 0
 
     @property
     def factor(self) -> int:
@@ -47,6 +50,8 @@ class Rule:
         a side more than LONGEST times the other."""
         if not height or not width or height * width == 1:
             raise ImageError(f"an image of {width}x{height} pixels")
+        if self.side:
+            return self.side, self.side
         if max(height, width) / min(height, width) > LONGEST:
             raise ImageError(f"an image of {width}x{height} pixels: one side is more than {LONGEST} times the other")
         sides = height, width
@@ -75,6 +80,7 @@ RULES = {  # by the model_type of config.json, with what its checkpoints say whe
     "qwen2_5_vl": Rule(patch=14),
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "gemma3": Rule(patch=14, merge=4, frames=1, mean=(0.5,) * 3, std=(0.5,) * 3, resample=BILINEAR, side=896),
 }
 READ = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "frames", "min_pixels": "least",
         "max_pixels": "most", "image_mean": "mean", "image_std": "std"}
@@ -82,8 +88,14 @@ SERVED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_conve
           "do_pad": False, "resample": BICUBIC, "rescale_factor": 1 / 255, "input_data_format": "channels_last",
           "data_format": "channels_first",
           "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")}
+SERVED_OF_SQUARES = {
+    **SERVED, "resample": BILINEAR, "do_pan_and_scan": False,
+    "image_processor_type": ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil")}
+READ_OF_SQUARES = {"height": "side", "width": "side", "image_mean": "mean", "image_std": "std"}
 OF_NO_PIXEL = {"processor_class", "feature_extractor_type", "default_to_square", "device", "disable_grouping",
-               "return_tensors", "auto_map", "_valid_processor_keys", "backend", "transformers_version"}
+               "return_tensors", "auto_map", "_valid_processor_keys", "backend", "transformers_version",
+               "image_seq_length", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops",
+               "pan_and_scan_min_ratio_to_activate"}
 
 
 def rule_of(model_type: str, folder: Path | None = None, least: int | None = None, most: int | None = None,
@@ -101,23 +113,33 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
     """
     if model_type not in RULES:
         raise ConfigError(f"model_type={model_type!r} has no rule for images; choose one of {', '.join(RULES)}")
-    sizes = {ours: tower[theirs] for ours, theirs in OF_TOWER.items() if tower and tower.get(theirs) is not None}
+    of_tower = OF_SQUARES if RULES[model_type].side else OF_TOWER
+    sizes = {ours: tower[theirs] for ours, theirs in of_tower.items() if tower and tower.get(theirs) is not None}
+    if RULES[model_type].side and tower:
+        sizes["merge"] = pooled(tower)
     rule, (name, given) = dataclasses.replace(RULES[model_type], **sizes), _stored(folder)
+    squares, read, known = bool(rule.side), *((READ_OF_SQUARES, SERVED_OF_SQUARES) if rule.side else (READ, SERVED))
+    for option, bound in (("data.image_min_pixels", least), ("data.image_max_pixels", most)):
+        if squares and bound is not None:
+            raise ConfigError(f"{option}={bound}: a {model_type} model sees every image as {rule.side} x {rule.side} "
+                              "pixels; leave it out")
     size = given.pop("size", None) or {}
+    if squares and size.get("height") != size.get("width"):
+        raise ConfigError(f"{name}: size={size!r}: a {model_type} model sees squares; give one number for both sides")
     given = {**{READ_SIZE.get(k, k): v for k, v in size.items()}, **{k: v for k, v in given.items() if v is not None}}
     for key, value in given.items():
-        if key in SERVED:
-            served = SERVED[key] if isinstance(SERVED[key], tuple) else (SERVED[key],)
+        if key in known:
+            served = known[key] if isinstance(known[key], tuple) else (known[key],)
             if not any(value == one or (isinstance(value, float) and math.isclose(value, one)) for one in served):
                 raise ConfigError(f"{name}: {key}={value!r} is not supported; images are made with {served[0]!r}")
-        elif key not in READ and key not in OF_NO_PIXEL:
+        elif key not in read and key not in OF_NO_PIXEL:
             raise ConfigError(f"{name}: {key}={value!r} is not read here and may change pixels; leave it out if it "
                               "does not")
-    fields = {READ[key]: tuple(map(float, v)) if isinstance(v, list) else v for key, v in given.items() if key in READ}
+    fields = {read[key]: tuple(map(float, v)) if isinstance(v, list) else v for key, v in given.items() if key in read}
     bounds = {"least": least, "most": most}
     rule = dataclasses.replace(rule, **fields | {name: bound for name, bound in bounds.items() if bound is not None})
     _check(rule, name)
-    if wrong := [f"{theirs}={sizes[ours]}" for ours, theirs in OF_TOWER.items()
+    if wrong := [f"{theirs}={sizes[ours]}" for ours, theirs in of_tower.items()
                  if ours in sizes and sizes[ours] != getattr(rule, ours)]:
         raise ConfigError(f"{name} does not cut images for this tower: vision_config has {', '.join(wrong)}; fetch "
                           "both files of one checkpoint")
@@ -126,12 +148,23 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
 
 def as_fields(rule: Rule) -> dict:
     """Returns the content of a preprocessor_config.json that says what a rule does."""
+    if rule.side:
+        return {"image_processor_type": SERVED_OF_SQUARES["image_processor_type"][0], "image_mean": rule.mean,
+                "image_std": rule.std, "resample": rule.resample, "size": {"height": rule.side, "width": rule.side}}
     names = {ours: theirs for theirs, ours in READ.items() if ours not in ("least", "most")}
     return {"image_processor_type": SERVED["image_processor_type"][1],
             **{theirs: getattr(rule, ours) for ours, theirs in names.items()},
             "size": {"shortest_edge": rule.least, "longest_edge": rule.most}}
 
 
+def pooled(tower: dict) -> int:
+    """Returns how many patches per side make one image token, by a tower's image_size, patch_size and
+    mm_tokens_per_image (of the config around it)."""
+    patches, tokens = tower.get("image_size", 0) // tower.get("patch_size", 1), tower.get("mm_tokens_per_image", 256)
+    return max(1, patches // max(1, math.isqrt(tokens)))
+
+
+OF_SQUARES = {"patch": "patch_size", "side": "image_size"}
 OF_TOWER = {"patch": "patch_size", "merge": "spatial_merge_size", "frames": "temporal_patch_size"}
 READ_SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 

@@ -53,7 +53,8 @@ class ImageSource:
     Attributes:
       used: whether a row with images was read.
       merge: patches per side of an image token. width: numbers of a patch. mean, std: of its pixels.
-      window: image tokens per side of the tower's windows, 0 = it has none; set by run.data.with_tower.
+      window: image tokens per side of the tower's windows, 0 = it has none; two_way: whether the tokens of an image see
+        each other; both set by run.data.with_tower.
     """
 
     def __init__(self, config, model_type: str, tokenizer, folder: Path | None = None, tower: dict | None = None,
@@ -65,7 +66,7 @@ class ImageSource:
         self.most, self.limit = data.max_images, data.image_decode_limit
         self.cuts = [f"data.{name}={data[name]}" for name, bad in (
             ("overlong_prompt", "truncate_left"), ("overlong_completion", "split")) if data[name] == bad]
-        self.merge, self.width, self.window = self.rule.merge, 3 * self.rule.patch**2, 0
+        self.merge, self.width, self.window, self.two_way = self.rule.merge, 3 * self.rule.patch**2, 0, False
         self.mean, self.std = self.rule.mean, self.rule.std
         self._sets: list = []
         self._held = weakref.WeakValueDictionary[int, Image]()
@@ -139,7 +140,7 @@ class ImageSource:
         """
         clean = escape(messages, self.tokens)
         own = sum(part["type"] == "image" for m in messages if isinstance(m["content"], list) for part in m["content"])
-        text, marks = restore(render(clean.messages), clean.stand_in, self.tokens, own)
+        text, marks = restore(render(clean.messages), clean.stand_ins, self.tokens, own)
         return text, RowImages(images, marks, self.tokens)
 
     def grids(self, found: RowImages) -> np.ndarray:

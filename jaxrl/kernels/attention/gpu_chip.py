@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Op:
     """The static part of a call: factor on the scores, soft-cap and window (0 = none), whether there are segments,
-    whether `accumulate` keeps to registers, and whether blocks are counted."""
+    whether `accumulate` keeps to registers, whether blocks are counted, and whether queries have a reach."""
 
     scale: float
     softcap: float
@@ -38,6 +38,7 @@ class Op:
     segments: bool
     in_registers: bool
     count: bool = False
+    reach: bool = False
 
 
 def sizes_of(table: dict[int, Sizes], head_size: int) -> Sizes:

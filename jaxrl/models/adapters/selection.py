@@ -15,7 +15,7 @@ from jaxrl.models.adapters import Adapter, Target, adaptable, module_of
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import shortened
-from jaxrl.models.vision.rows import module_names
+from jaxrl.models.vision.rows import TOWERS, module_names
 
 ALL_LINEAR, HEAD, EMBEDDING = "all-linear", module_of(hf.HEAD), module_of(hf.EMBEDDING)
 
@@ -68,8 +68,8 @@ def unread_modules(model) -> list[str]:
 
 def outer_name(model, name: str) -> str:
     """Returns transformers' name of a tensor or module: a text model with a tower lies within another model there."""
-    inside = name.startswith("model.") and not name.startswith("model.visual.")
-    if FAMILIES[model.config.family].vision and inside:
+    family = FAMILIES[model.config.family]
+    if family.vision and name.startswith("model.") and not re.fullmatch(family.tower, f"{name}."):
         return "model.language_model." + name.removeprefix("model.")
     return name
 
@@ -206,7 +206,7 @@ def _refuse_experts(chosen: Selection, experts: list[str]) -> None:
     taken = [key for key in experts if _listed(names, key) and not _listed(chosen.exclude_modules, key)
              and (not chosen.layers_to_transform or _layer(key) in chosen.layers_to_transform)]
     if taken:
-        if all(".visual." in key for key in taken):
+        if all(key.startswith(TOWERS) for key in taken):
             raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on the first "
                               f"product of a tower are not supported; leave it out (lora.exclude={taken[0]!r})")
         raise ConfigError(f"lora.targets={shown(names)} takes {shortened(taken, 2)} in: adapters on experts and their "

@@ -85,8 +85,8 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         if stored:
             kind = _kind(config, overrides)
             source |= {"within": nested.within(stored, kind)} if source["outer"] or FAMILIES[kind].spelled else {}
-            source |= {"flat": True} if nested.is_flat(stored) else {}
-            stored, others = nested.split(stored, _kind(config, overrides), images)
+            source |= nested.tower_layout(stored, kind)
+            stored, others = nested.split(stored, kind, images)
             source |= {"folder": str(folder.absolute())} if others else {}
             counts = collections.Counter(t.dtype for t in scaled.of_values(stored) if t.dtype in tensorfile.DTYPES)
             source["dtype"] = max(counts, key=counts.__getitem__) if counts else "F32"
@@ -99,7 +99,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
         source["outer"] = nested.outer(overrides or {})
     config = text_part(_override(config, overrides or {}))
     if family_of(config).vision and images:
-        config[IMAGES] = source.get("outer", {}).get("vision_config") or {}
+        config[IMAGES] = nested.tower_config(source.get("outer", {}), config["model_type"])
     return {**config, SOURCE: source}
 
 
@@ -390,8 +390,10 @@ def _within(source, config) -> dict:
     if source.get("flat_config"):
         return {**outer, **{k: v for k, v in config.items() if k not in ("architectures", "model_type")}}
     kinds = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
-    return {**outer, **{k: v for k, v in kinds.items() if k in outer},
-            "text_config": {k: v for k, v in config.items() if k != "architectures"}}
+    text = {k: v for k, v in config.items() if k != "architectures"}
+    if stored := FAMILIES[config["model_type"]].stored_type:
+        text["model_type"] = stored
+    return {**outer, **{k: v for k, v in kinds.items() if k in outer}, "text_config": text}
 
 
 def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], str]:

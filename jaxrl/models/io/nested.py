@@ -1,10 +1,12 @@
 """Folders that hold more than the text model: a tower for images, heads that predict further tokens (`mtp.`). The text
 model is read out of them, with the tower where it is asked for, and an export writes the rest back as it was.
 
-Two layouts are read, and the source's is written:
+Several layouts are read, and the source's is written:
 
     model.language_model.*, model.visual.*    as transformers 5 writes them
     model.*, visual.*                         as some checkpoints were published
+    language_model.model.*, vision_tower.*, multi_modal_projector.*    Gemma 3; with `model.` before the tower's and
+        model.language_model.* where transformers keeps its own names, and with vision_tower.vision_model.* as published
 """
 
 from __future__ import annotations
@@ -17,32 +19,33 @@ import re
 from pathlib import Path
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, FLAT, NESTED, OUTER, TOWER
+from jaxrl.models.families import FAMILIES, FLAT, NESTED, OUTER
 from jaxrl.models.io import tensorfile
 
 log = logging.getLogger("jaxrl")
+SHORT, INNER = "vision_tower.", "vision_tower.vision_model."
 KEYS = ("text_config", "quantization_config")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def split(stored: dict[str, tensorfile.Stored], kind: str, images: bool = False):
-    """Returns (a folder's tensors of the text model, named as if it were alone, and of the tower as `model.visual.`;
-    the others).
+    """Returns (a folder's tensors of the text model, named as if it were alone, and of the tower, whose names begin
+    with `model.`; the others).
 
     Args:
       kind: the text model's type.
       images: the tower is read, too.
     """
-    unread = FAMILIES[kind].unread
+    unread, tower = FAMILIES[kind].unread, FAMILIES[kind].tower
     if not unread and not FAMILIES[kind].spelled:
         return stored, {}
     others = {name: t for name, t in stored.items()
-              if re.fullmatch(unread, name) and not (images and re.fullmatch(TOWER, name))}
+              if re.fullmatch(unread, name) and not (images and re.fullmatch(tower, name))}
     own, (inside, alone) = {}, within(stored, kind)
     for name, t in stored.items():
         if name not in others:
-            if re.fullmatch(TOWER, name):
-                name = "model." + name.removeprefix("model.")
+            if re.fullmatch(tower, name):
+                name = "model." + name.removeprefix("model.").replace(INNER, SHORT, 1)
             else:
                 name = alone + name.removeprefix(inside) if name.startswith(inside) else name
                 name = _respelled(name, FAMILIES[kind].spelled)
@@ -61,9 +64,12 @@ def within(names, kind: str) -> tuple[str, str]:
     return next((pair for pair in pairs if any(name.startswith(pair[0]) for name in names)), pairs[0])
 
 
-def is_flat(stored: dict[str, tensorfile.Stored]) -> bool:
-    """Returns whether the tensors of a folder's tower are called `visual.`, not `model.visual.`"""
-    return any(name.startswith("visual.") for name in stored)
+def tower_layout(stored: dict[str, tensorfile.Stored], kind: str) -> dict:
+    """Returns how the tensors of a folder's tower are called: `flat` if their names do not begin with `model.`, `inner`
+    if those of SigLIP lie within a vision_model."""
+    names = [name for name in stored if re.fullmatch(FAMILIES[kind].tower, name)]
+    flat, inner = any(not name.startswith("model.") for name in names), any(INNER in name for name in names)
+    return ({"flat": True} if flat else {}) | ({"inner": True} if inner else {})
 
 
 def report(folder, others) -> None:
@@ -79,6 +85,12 @@ def outer(config: dict) -> dict:
     if config.get("model_type") not in NESTED:
         return {}
     return {k: v for k, v in config.items() if (k in OUTER if is_flat_config(config) else k not in KEYS)}
+
+
+def tower_config(around: dict, kind: str) -> dict:
+    """Returns the vision_config of a config of several parts, with the fields around it that belong to the tower. kind:
+    the text model's type."""
+    return {**(around.get("vision_config") or {}), **{k: around[k] for k in FAMILIES[kind].of_tower if k in around}}
 
 
 def is_flat_config(config: dict) -> bool:
@@ -154,7 +166,8 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
     inside, begin = source.get("within") or FAMILIES[kind].within[0]
 
     def there(name: str) -> str:
-        if re.fullmatch(TOWER, name):
+        if re.fullmatch(FAMILIES[kind].tower, name):
+            name = name.replace(SHORT, INNER, 1) if source.get("inner") else name
             return name.removeprefix("model.") if source.get("flat") else name
         name = _respelled(name, [pair[::-1] for pair in spelled])
         return inside + name.removeprefix(begin) if name.startswith(begin) else name

@@ -9,6 +9,7 @@ from typing import Any
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import ACTIVATIONS, number
 
+OF_IMAGE = "mm_tokens_per_image"  # an entry of the config around vision_config
 _ALL = {"depth": 32, "num_heads": 16, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2,
         "temporal_patch_size": 2, "initializer_range": 0.02, "rope_parameters": None}
 DEFAULTS = {  # transformers' by kind (Family.vision)
@@ -18,6 +19,9 @@ DEFAULTS = {  # transformers' by kind (Family.vision)
     "qwen2_5": {**_ALL, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "out_hidden_size": 3584,
                 "window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
     "qwen2": {**_ALL, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4},
+    "siglip": {"depth": 12, "num_heads": 12, "num_channels": 3, "patch_size": 16, "image_size": 224, "hidden_size": 768,
+               "intermediate_size": 3072, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+               "vision_use_head": True, "attention_dropout": 0.0, OF_IMAGE: 256},
 }
 _SIZES = {"depth": "depth", "heads": "num_heads", "patch": "patch_size", "merge": "spatial_merge_size",
           "frames": "temporal_patch_size", "channels": "in_channels", "width": "hidden_size",
@@ -26,6 +30,8 @@ SIZES = {  # our field -> HF's
     "qwen3": {**_SIZES, "positions": "num_position_embeddings"},
     "qwen2_5": _SIZES,
     "qwen2": {**_SIZES, "width": "embed_dim", "out_size": "hidden_size", "mlp": "mlp_ratio"},  # of the width
+    "siglip": {"depth": "depth", "heads": "num_heads", "patch": "patch_size", "channels": "num_channels",
+               "width": "hidden_size", "mlp": "intermediate_size"},
 }
 NAMES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 SAME = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}  # in published files, not read by transformers
@@ -35,8 +41,9 @@ OF_NO_NUMBER = {"model_type", "dtype", "torch_dtype", "transformers_version", "a
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """A tower: patches with rotary positions by row and column (Qwen3-VL: with learned ones, too), layers of attention
-    within each image or within windows of it, and mergers of m x m patches into one feature."""
+    """A tower: patches with rotary positions by row and column (Qwen3-VL: with learned ones, too; SigLIP: with these
+    alone), layers of attention within each image or within windows of it, and mergers of m x m patches into one
+    feature."""
 
     kind: str               # row of vision.rows.TABLES
     depth: int
@@ -48,7 +55,7 @@ class VisionConfig:
     frames: int             # times that a still image is repeated along time
     out_size: int           # of a feature, the decoder's hidden size
     activation: str
-    theta: float
+    theta: float            # of the rotary positions; 0 = there are none
     init_std: float
     positions: int = 0      # learned ones, a square; 0 = none
     taps: tuple[int, ...] = ()  # layers behind which features are taken, for the first layers of the decoder
@@ -59,11 +66,18 @@ class VisionConfig:
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of pixels from 0 to 1, by channel; see data.images.resize
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
+    two_way: bool = False   # the tokens of an image see each other in the decoder, where they have one position each
+
     norm_offset = 0.0  # norms scale by their weight
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
+
+    @property
+    def image_side(self) -> int:
+        """Pixels per side of every image, where all have one size; else 0."""
+        return 0 if self.theta else self.side * self.patch
 
     @property
     def merged(self) -> int:
@@ -120,23 +134,44 @@ def vision_config(given: dict, kind: str, out_size: int, layers: int) -> VisionC
     sizes: dict[str, Any] = {ours: number(hf, name, least=1, kind=int) for ours, name in names.items()}
     if kind == "qwen2":
         sizes["mlp"] *= sizes["width"]
-    if sizes["width"] % sizes["heads"] or sizes["width"] // sizes["heads"] % 4:
+    multiple = 1 if kind == "siglip" else 4
+    if sizes["width"] % sizes["heads"] or sizes["width"] // sizes["heads"] % multiple:
         raise _refused(hf, "num_heads", f"heads of {names['width']}={sizes['width']} need a size that is a multiple of "
-                       "4")
+                       f"{multiple}")
     if math.isqrt(sizes.get("positions", 0))**2 != sizes.get("positions", 0):
         raise _refused(hf, "num_position_embeddings", "give a square number")
     if sizes["channels"] != 3:
-        raise _refused(hf, "in_channels", "images have 3")
-    if sizes["out_size"] != out_size:
-        raise _refused(hf, names["out_size"], f"the decoder's hidden_size is {out_size}; make them equal")
+        raise _refused(hf, names["channels"], "images have 3")
     if hf["hidden_act"] not in (*ACTIVATIONS, "quick_gelu"):
         raise _refused(hf, "hidden_act", f"choose {', '.join(ACTIVATIONS)}, quick_gelu")
+    if kind == "siglip":
+        return VisionConfig(kind, **sizes, **_squares(hf, sizes["patch"]), out_size=out_size,
+                            activation=hf["hidden_act"], **pixels)
+    if sizes["out_size"] != out_size:
+        raise _refused(hf, names["out_size"], f"the decoder's hidden_size is {out_size}; make them equal")
     rope = {"rope_theta": 10000.0, **(hf["rope_parameters"] or {})}
     if rope.get("rope_type", "axial") != "axial" or rope.keys() - {"rope_type", "rope_theta"}:
         raise _refused(hf, "rope_parameters", "towers have an axial one, of which rope_theta is read")
     theta, init_std = float(number(rope, "rope_theta", above=0)), number(hf, "initializer_range", least=0)
     return VisionConfig(kind, **sizes, **_taps(hf, sizes["depth"], layers), **_windows(hf, sizes),
                         activation=hf["hidden_act"], theta=theta, init_std=init_std, **pixels)
+
+
+def _squares(hf, patch: int) -> dict:
+    """Returns the fields of a tower whose images are squares of one size, each pooled into a square of features."""
+    if hf["vision_use_head"]:
+        raise _refused(hf, "vision_use_head", "its pooling head is not read; set it to false if features are those of "
+                       "patches")
+    if hf["attention_dropout"]:
+        raise _refused(hf, "attention_dropout", "towers train without; set it to 0")
+    size, tokens = (number(hf, key, least=1, kind=int) for key in ("image_size", OF_IMAGE))
+    side, features = size // patch, math.isqrt(tokens)
+    if size % patch or features**2 != tokens or side % features:
+        sides = f"{size / patch:g} x {size / patch:g}"
+        raise ConfigError(f"model config: vision_config.image_size={size} has {sides} patches "
+                          f"of {patch}, which do not make {OF_IMAGE}={tokens} features of equal squares of patches")
+    eps = float(number(hf, "layer_norm_eps", least=0))
+    return dict(merge=side // features, frames=1, positions=side**2, theta=0.0, eps=eps, init_std=0.02, two_way=True)
 
 
 def _taps(hf, depth: int, layers: int) -> dict:

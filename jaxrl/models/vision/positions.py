@@ -1,7 +1,8 @@
 """Where images and tokens lie, in numpy on the host: positions of tokens, rows and columns of patches, rows of patches.
 
 A token of text has three equal positions. An image whose first token has position p has (p, p + row, p + column), rows
-and columns being those of its tokens; what follows goes on at p + the larger of its two sides.
+and columns being those of its tokens; what follows goes on at p + the larger of its two sides. Where the tokens of an
+image see each other (VisionConfig.two_way), every token has one position, its index, and a reach.
 
 Legend: R rows, L tokens per row, P patches per row, m patches per side of a token.
 """
@@ -34,6 +35,24 @@ def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterabl
         inside[first:first + count] = np.indices((height, width)).reshape(2, -1).T
     start = np.cumsum(steps) - steps
     return np.concatenate([start[:, None], start[:, None] + inside], axis=1).astype(np.int32)
+
+
+def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable[int]], merge: int) -> np.ndarray:
+    """Returns the last position that each token of a sequence sees, [length] int32: that of the last token of its
+    image, its own elsewhere. Arguments as in `rotary_positions`.
+    """
+    out = np.arange(length, dtype=np.int32)
+    for first, (height, width) in zip(firsts, grids, strict=True):
+        count = height * width // merge**2
+        assert 0 <= first and first + count <= length, f"an image of {count} tokens at {first} of {length}"
+        out[first:first + count] = first + count - 1
+    return out
+
+
+def token_positions(two_way: bool, length: int, firsts, grids, merge: int) -> np.ndarray:
+    """Returns what a sequence's images change about its tokens' positions: `reach_positions` for a tower whose images
+    are read both ways, else `rotary_positions`."""
+    return (reach_positions if two_way else rotary_positions)(length, firsts, grids, merge)
 
 
 def rotary_shift(grids: Iterable[Iterable[int]], merge: int) -> int:
@@ -72,23 +91,24 @@ class Placed(NamedTuple):
     patches: np.ndarray
 
 
-def image_rows(placed: Iterable[Placed], rotary_RxLx3: np.ndarray, patches: int, merge: int, width: int,
+def image_rows(placed: Iterable[Placed], positions_RxL: np.ndarray, patches: int, merge: int, width: int,
                window: int = 0) -> Images:
     """Puts images into rows of patches, one behind the other, and of each image one window behind the other.
 
     Args:
       placed: the images of all rows.
-      rotary_RxLx3: of the tokens.
+      positions_RxL: of the tokens, as `token_positions` returns those of a sequence: [R, L, 3] or [R, L].
       patches: P, a multiple of m * m.
       width: numbers of a patch.
       window: tokens per side of a window, 0 = the tower has none.
 
     Raises ValueError for a row whose images have more patches than P.
     """
-    count, length = rotary_RxLx3.shape[:2]
+    count, length = positions_RxL.shape[:2]
     out = Images(patches=np.zeros((count, patches, width), np.uint8), places=np.zeros((count, patches, 4), np.int32),
                  segments=np.zeros((count, patches), np.int32), inserts=np.full((count, length), -1, np.int32),
-                 rotary=rotary_RxLx3, windows=np.zeros((count, patches), np.int32) if window else None)
+                 **{"rotary" if positions_RxL.ndim == 3 else "reach": positions_RxL},
+                 windows=np.zeros((count, patches), np.int32) if window else None)
     used, number, windows = (np.zeros(count, np.int64) for _ in range(3))
     for row, columns, grid, own in placed:
         begin, end = used[row], used[row] + len(own)

@@ -9,17 +9,20 @@ from jaxrl.models import parameters
 from jaxrl.models.parameters import Entry, Row
 from jaxrl.models.vision.config import VisionConfig
 
-HF = "model.visual"
+HF, SIGLIP, PROJECTOR = "model.visual", "model.vision_tower", "model.multi_modal_projector"
+TOWERS = tuple(f"{name}." for name in (HF, SIGLIP, PROJECTOR))  # how the names of a tower's tensors begin
 Rows = tuple[Row, ...]
 
 
 class Tables(NamedTuple):
-    """Rows of a tower. tap: of a tower whose features are taken behind several layers."""
+    """Rows of a tower. tap: of a tower whose features are taken behind several layers. layers: HF's name of the list of
+    layers."""
 
     input: Rows
     layer: Rows
     merger: Rows
     tap: Rows = ()
+    layers: str = f"{HF}.blocks"
 
     def of_tap(self, number: int) -> Rows:
         return tuple(dataclasses.replace(row, hf=row.hf.format(number)) for row in self.tap)
@@ -67,6 +70,28 @@ def _merger(hf: str, names: tuple[str, str, str], normed: str, rms: bool = False
             *_linear("down", down, ("mlp", "embed"), ("merged", "out_size")))
 
 
+def _siglip() -> Tables:
+    """Of SigLIP and of Gemma 3's projector: the last layer norm, and behind the mean over m x m patches an RMS norm and
+    one matrix, which lies on a disk with its inputs first."""
+    patch = _linear("patch", f"{SIGLIP}.embeddings.patch_embedding", (None, None, None, "embed"),
+                    ("channels", "patch", "patch", "width"), 3, whole=True, adapts=False)
+    positions = Row("positions/embedding", (None, "embed"), f"{SIGLIP}.embeddings.position_embedding.weight",
+                    sizes=("positions", "width"))
+    into, inner, wide = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed"), ("heads", "head_dim", "width")
+    maps = [_linear(f"attention/{ours}", f"self_attn.{hf}_proj", into, ("width", "heads", "head_dim"))
+            for ours, hf in (("query", "q"), ("key", "k"), ("value", "v"))]
+    maps += [_linear("attention/out", "self_attn.out_proj", inner, wide, 2),
+             _linear("mlp/up", "mlp.fc1", ("embed", "mlp"), ("width", "mlp")),
+             _linear("mlp/down", "mlp.fc2", ("mlp", "embed"), ("mlp", "width"))]
+    layer = (*_norm("attention_norm", "layer_norm1", "width"), *_norm("mlp_norm", "layer_norm2", "width"),
+             *(row for rows in maps for row in rows))
+    merger = (*_norm("norm", f"{SIGLIP}.post_layernorm", "width"),
+              Row("soft_norm/scale", ("norm",), f"{PROJECTOR}.mm_soft_emb_norm.weight", init="one", sizes=("width",)),
+              Row("project/kernel", ("embed", "mlp"), f"{PROJECTOR}.mm_input_projection_weight", 1,
+                  sizes=("width", "out_size"), exact=True, adapts=False, straight=True))
+    return Tables((*patch, positions), layer, merger, layers=f"{SIGLIP}.encoder.layers")
+
+
 _OF_3, _OF_2 = ("norm", "linear_fc1", "linear_fc2"), ("ln_q", "mlp.0", "mlp.2")
 TABLES = {  # Family.vision
     "qwen3": Tables(
@@ -80,6 +105,7 @@ TABLES = {  # Family.vision
         _merger(f"{HF}.merger", _OF_2, "width", rms=True)),
     "qwen2": Tables(
         _patch(bias=False), _layer(False, {"up": "fc1", "down": "fc2"}), _merger(f"{HF}.merger", _OF_2, "width")),
+    "siglip": _siglip(),
 }
 
 
@@ -92,18 +118,18 @@ def entries(config: VisionConfig, scan_layers: bool) -> list[Entry]:
         out += parameters.entries(config, tables.of_tap(i), ("vision", f"tap_{i}"))
     for i, group in enumerate(config.groups):
         if scan_layers:
-            out += parameters.entries(config, tables.layer, ("vision", f"group_{i}"), group, len(group), f"{HF}.blocks")
+            out += parameters.entries(config, tables.layer, ("vision", f"group_{i}"), group, len(group), tables.layers)
         else:
             for number in group:
                 out += parameters.entries(config, tables.layer, ("vision", f"layer_{number}"), [number], 0,
-                                          f"{HF}.blocks")
+                                          tables.layers)
     return out
 
 
 def module_names(kind: str, layers: int = 64) -> list[str]:
     """Returns the HF names of the linear maps that towers of a kind have in up to so many layers."""
     tables = TABLES[kind]
-    of_layers = [f"{HF}.blocks.{i}.{row.hf}" for i in range(layers) for row in tables.layer if row.inputs]
+    of_layers = [f"{tables.layers}.{i}.{row.hf}" for i in range(layers) for row in tables.layer if row.inputs]
     of_taps = [row.hf for i in range(layers) for row in tables.of_tap(i) if row.inputs]
     names = [*of_layers, *(row.hf for row in (*tables.input, *tables.merger) if row.inputs), *of_taps]
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))

@@ -39,9 +39,7 @@ def see(model, params, images) -> Seen:
     acc = jnp.promote_types(model.compute_dtype, jnp.float32)
     tables, x = TABLES[cfg.kind], _patches(model, params, images.patches)
     x = residual(x + _positions(model, params, images.places) if cfg.positions else x)
-    quarter = cfg.head_dim // 4
-    rope = Rope("axial", theta=cfg.theta, axes=(0,) * quarter + (1,) * quarter)
-    rotation = rotations(rope, cfg.head_dim, images.places[..., :2], acc)
+    rotation = _rotation(cfg, images.places, acc) if cfg.theta else None
     same, within = jnp.zeros_like(images.segments), {False: images.segments}
     within |= {True: images.windows} if cfg.window else {}
     work = {windowed: attention_work(cfg.heads, cfg.heads, cfg.head_dim, model.compute_dtype, same, ids, None, window=0,
@@ -53,8 +51,21 @@ def see(model, params, images) -> Seen:
         if group[-1] in cfg.taps:
             table = tables.of_tap(len(taps))
             taps.append(_merged(model, table, params[f"tap_{len(taps)}"], x, together=True))
-    features = _merged(model, tables.merger, params["merger"], x, together=False)
-    return Seen(features, tuple(taps), images.inserts, images.rotary)
+    features = _features(model, tables.merger, params["merger"], x)
+    return Seen(features, tuple(taps), images.inserts, images.rotary, images.reach)
+
+
+def _features(model, table, params, x_BxPxD):
+    if model.config.vision.kind == "siglip":
+        return _pooled(model, table, params, x_BxPxD)
+    return _merged(model, table, params, x_BxPxD, together=False)
+
+
+def _rotation(cfg, places_BxPx4, dtype):
+    """Angles by row and column of each patch, of half of a head each."""
+    quarter = cfg.head_dim // 4
+    rope = Rope("axial", theta=cfg.theta, axes=(0,) * quarter + (1,) * quarter)
+    return rotations(rope, cfg.head_dim, places_BxPx4[..., :2], dtype)
 
 
 def _weights(model, table, params) -> Weights:
@@ -68,17 +79,20 @@ def _patches(model, params, patches_BxPxn):
     x = patches_BxPxn.reshape(*patches_BxPxn.shape[:2], cfg.channels, -1).astype(acc) * (1 / 255)
     mean, std = (jnp.asarray(values, acc)[None, None, :, None] for values in (cfg.mean, cfg.std))
     x = ((x - mean) / std).reshape(patches_BxPxn.shape).astype(model.compute_dtype)
-    kernel = gathered(own.values["patch/kernel"], own.rows["patch/kernel"].axes, acc).sum(axis=1)
+    kernel = gathered(own.values["patch/kernel"], own.rows["patch/kernel"].axes, acc)
+    kernel = kernel.sum(axis=1) if kernel.ndim == 5 else kernel
     y, bias = product(x, kernel.reshape(-1, cfg.width).astype(x.dtype), 1), own.values.get("patch/bias")
     return y if bias is None else y + like(bias.astype(x.dtype), y)
 
 
 def _positions(model, params, places_BxPx4):
     """The learned positions, read bilinearly at each patch, [B, P, D]: the first and the last of a side lie on the
-    first and the last row (column) of patches, whatever their number."""
+    first and the last row (column) of patches, whatever their number. Of images of one size each patch has its own."""
     cfg, dtype = model.config.vision, model.compute_dtype
     acc = jnp.promote_types(dtype, jnp.float32)
     table = gathered(fetched(params["positions"]["embedding"]), (None, "embed"), acc)
+    if cfg.image_side:
+        return jnp.take(table, places_BxPx4[..., 0] * cfg.side + places_BxPx4[..., 1], axis=0).astype(dtype)
 
     def ends(at, size):
         """(the two learned positions around a patch, their weights), along one side, in fp32 as transformers."""
@@ -125,7 +139,8 @@ def _layer(model, params, x, shared):
     x = checkpoint_name(x, KEPT)
     with jax.named_scope("attention"):
         q, k, v = own.linears("attention", rows(_norm(own, "attention_norm", x)), "query", "key", "value")
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         y = sharded_attention(q, k, v, same, same, segments, segments, None, window=0, implementation=model.attention,
                               work=work)
         x = residual(x + residual(rows(own.linear("attention/out", y))))
@@ -147,3 +162,17 @@ def _merged(model, table, params, x_BxPxD, together: bool):
     x = (x if together else _norm(own, "norm", x)).reshape(batch, length // count, count * width)
     x = _norm(own, "norm", x) if together else x
     return rows(own.linear("down", ACTIVATIONS["gelu"](own.linear("up", x))))
+
+
+def _pooled(model, table, params, x_BxPxD):
+    """Features [B, F, E] of the means of m x m patches, which lie behind each other (Gemma 3's projector)."""
+    own, cfg = _weights(model, table, params), model.config.vision
+    batch, length, width = x_BxPxD.shape
+    count = cfg.merge**2
+    assert length % count == 0, f"{length} patches a row, {count} a feature"
+    acc = jnp.promote_types(x_BxPxD.dtype, jnp.float32)
+    y = _norm(own, "norm", rows(x_BxPxD)).astype(acc).reshape(batch, length // count, count, width).mean(axis=2)
+    y = y.astype(x_BxPxD.dtype).astype(acc)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + cfg.eps)
+    y = y * like(1 + own.values["soft_norm/scale"].astype(acc), y)
+    return rows(own.linear("project", y.astype(x_BxPxD.dtype)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxrl.config.lengths import longest_prompt
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import IMAGES, family_of
+from jaxrl.models.families import FAMILIES, IMAGES, family_of
 from jaxrl.models.io.hf import SOURCE
 from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext
@@ -116,6 +116,8 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
         config.pop(key, None)
     if family.router == "sigmoid":
         config["scoring_func"] = "sigmoid"  # without it vLLM's DeepSeek takes softmax
+    if family.stored_type:
+        config |= {"model_type": family.stored_type, "architectures": [FAMILIES[family.stored_type].architecture]}
     if (tower := hf_config.get(IMAGES)) is not None:
         del config["architectures"]
         config = {**hf_config[SOURCE]["outer"], "architectures": [architecture(family.architecture)],

@@ -29,11 +29,11 @@ ORDERS = {"cpu": XLA, "gpu": ("gpu", "cudnn", *XLA), "tpu": ("tpu", *XLA)}
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS, q_segments_BxL=None,
               k_segments_BxS=None, q_prefixes_BxL=None, window=0, softcap=0.0, scale=None, implementation="auto",
-              work=None, sinks_H=None):
+              work=None, sinks_H=None, q_reach_BxL=None):
     """Computes grouped-query attention, softmax(softcap(scale * q.k) over the visible keys, and the head's sink) @ v.
 
     Query i sees key j where all of these hold:
-      k_positions[j] <= q_positions[i];
+      k_positions[j] <= q_positions[i], or q_reach[i] where it is given;
       k_segments[j] is q_segments[i], or q_prefixes[i] where that is not 0 (skipped where segments are None);
       q_positions[i] - k_positions[j] < window, where window > 0.
     A query that sees no key, and a query of padding (segment 0), returns a finite value without meaning, and gradients
@@ -53,6 +53,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
       work: of work_of for the same ids, window and implementation; None = each call looks for itself.
       sinks_H: a score per head of a key that every query sees and that has no value (see sinks.py); None = there is
         none.
+      q_reach_BxL: int, the last position that a query sees, its own or a later one; None = its own. Queries of an image
+        whose tokens see each other have the position of its last token.
 
     Returns:
       out_BxLxHxK in v's dtype; scores and softmax are fp32 or better.
@@ -65,7 +67,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
         raise ValueError(f"attention: {heads} query heads are not a multiple of {groups} key-value heads")
     scale = q_BxLxHxK.shape[-1] ** -0.5 if scale is None else scale
 
-    ids = Ids(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL)
+    ids = ids_of(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, q_reach_BxL, window)
 
     def ask(name):
         known = {"work": work[name]} if work and name in work else {}
@@ -76,7 +78,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
 
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
-            q_prefixes_BxL=None, *, window=0, implementation="auto", among=None) -> dict:
+            q_prefixes_BxL=None, q_reach_BxL=None, *, window=0, implementation="auto", among=None) -> dict:
     """Returns what `attention` needs before it computes: the same for all layers of a window, so it is done once per
     step.
 
@@ -84,13 +86,21 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
     axes are rows, or devices' own lists; empty where the implementation that will run needs none. among: names of the
     implementations that may run; None = all.
     """
-    ids = Ids(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL)
+    ids = ids_of(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, q_reach_BxL, window)
 
     def ask(name):
         return {name: WORK[name](q_shape, kv_shape, dtype, ids, window=window)} if name in WORK else {}
 
     asked = [name for name in order(implementation) if among is None or name in among]
     return first_that_serves("attention", asked, ask, silent=XLA)
+
+
+def ids_of(q_positions, k_positions, q_segments, k_segments, q_prefixes, q_reach, window) -> Ids:
+    """Returns the Ids of a call. Without a window a query's position says nothing but how far it sees: there every
+    implementation serves a reach."""
+    if q_reach is not None and not window:
+        q_positions, q_reach = q_reach, None
+    return Ids(q_positions, k_positions, q_segments, k_segments, q_prefixes, q_reach)
 
 
 def order(implementation: str) -> tuple[str, ...]:

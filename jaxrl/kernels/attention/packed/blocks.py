@@ -27,12 +27,15 @@ def active_blocks(ids: Ids, *, window, block_q, block_k):
     Padding queries (segment 0) want nothing. Rows of 1 broadcast over B. The last blocks may be partly empty. XLA for
     TPUs and GPUs reduces the comparisons as it makes them: no [L, S] array exists; for CPUs it does, of bools.
     """
-    q_pos, k_pos, q_seg, k_seg, prefixes = filled_ids(ids, block_q, block_k)
-    if q_seg is not None:
+    q_pos, k_pos, q_seg, k_seg, prefixes, reach = filled_ids(ids, block_q, block_k)
+    if q_seg is not None and reach is None:
         q_pos = jnp.where(q_seg == 0, NO_QUERY, q_pos)
-    q_pos, q_seg, prefixes = (x if x is None else x.reshape(len(x), -1, 1, block_q) for x in (q_pos, q_seg, prefixes))
+    elif q_seg is not None:
+        reach = jnp.where(q_seg == 0, NO_QUERY, reach)
+    q_pos, q_seg, prefixes, reach = (x if x is None else x.reshape(len(x), -1, 1, block_q)
+                                     for x in (q_pos, q_seg, prefixes, reach))
     k_pos, k_seg = (x if x is None else x.reshape(len(x), 1, -1, block_k) for x in (k_pos, k_seg))
-    return visible(Ids(q_pos, k_pos, q_seg, k_seg, prefixes), window).any(axis=(3, 4))
+    return visible(Ids(q_pos, k_pos, q_seg, k_seg, prefixes, reach), window).any(axis=(3, 4))
 
 
 def block_lists(active_BxNxM) -> BlockLists:
@@ -52,5 +55,5 @@ def filled(x_BxL, block, value):
 
 def filled_ids(ids: Ids, block_q, block_k) -> Ids:
     """Returns both sides up to a multiple of their blocks, with what sees nothing and is not seen."""
-    sides = (block_q, NO_QUERY), (block_k, NO_KEY), (block_q, 0), (block_k, 0), (block_q, 0)
+    sides = (block_q, NO_QUERY), (block_k, NO_KEY), (block_q, 0), (block_k, 0), (block_q, 0), (block_q, NO_QUERY)
     return Ids(*(x if x is None else filled(x, *side) for x, side in zip(ids, sides, strict=True)))

@@ -49,11 +49,12 @@ def _lists(rows, ids: Ids, window) -> BlockLists:
         return None if x is None else _cut_blocks(_cut(x, value), count, -(-blocks // count))
 
     def some(of_queries):
-        positions, segments, prefixes = (None if x is None else x.reshape(len(x), -1) for x in of_queries)
-        own = ids._replace(q_positions=positions, q_segments=segments, q_prefixes=prefixes)
+        positions, segments, prefixes, reach = (None if x is None else x.reshape(len(x), -1) for x in of_queries)
+        own = ids._replace(q_positions=positions, q_segments=segments, q_prefixes=prefixes, q_reach=reach)
         return active_blocks(own, window=window, block_q=BLOCK, block_k=BLOCK)
 
-    found = jax.lax.map(some, (cut(ids.q_positions, NO_QUERY), cut(ids.q_segments, 0), cut(ids.q_prefixes, 0)))
+    found = jax.lax.map(some, (cut(ids.q_positions, NO_QUERY), cut(ids.q_segments, 0), cut(ids.q_prefixes, 0),
+                               cut(ids.q_reach, NO_QUERY)))
     return block_lists(_joined(found, blocks))
 
 
@@ -91,8 +92,8 @@ def _prepared(rows, ids: Ids, work, window):
         ids = ids._replace(q_segments=jnp.ones_like(ids.q_positions), k_segments=jnp.ones_like(ids.k_positions))
     if ids.q_prefixes is None:
         ids = ids._replace(q_prefixes=jnp.zeros_like(ids.q_segments))
-    ids = Ids(*(_cut(jnp.broadcast_to(x, (rows, x.shape[1])), value)
-                for x, value in zip(ids, (NO_QUERY, NO_KEY, 0, 0, 0), strict=True)))
+    ids = Ids(*(x if x is None else _cut(jnp.broadcast_to(x, (rows, x.shape[1])), value)
+                for x, value in zip(ids, (NO_QUERY, NO_KEY, 0, 0, 0, NO_QUERY), strict=True)))
     return ids, BlockLists(*(jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in work))
 
 
@@ -253,7 +254,7 @@ def _joined(x, blocks):
 
 
 def _of_queries(ids: Ids):
-    return ids.q_positions, ids.q_segments, ids.q_prefixes
+    return ids.q_positions, ids.q_segments, ids.q_prefixes, *(() if ids.q_reach is None else (ids.q_reach,))
 
 
 def _bias(q_ids, ids: Ids, at_Bxnxm, counts_Bxn, window):
@@ -270,7 +271,7 @@ def _bias(q_ids, ids: Ids, at_Bxnxm, counts_Bxn, window):
         k_ids = [jax.vmap(lambda x, at: x[at])(x, at_Bxnxm) for x in k_ids]
         counted = jnp.arange(m)[None, None] < counts_Bxn[..., None]  # the lists repeat their last block
         k_ids = [x.reshape(rows, n, -1) for x in (jnp.where(counted[..., None], k_ids[0], NO_KEY), k_ids[1])]
-    mask = reference.visible(Ids(q_ids[0], k_ids[0], q_ids[1], k_ids[1], q_ids[2]), window)
+    mask = reference.visible(Ids(q_ids[0], k_ids[0], q_ids[1], k_ids[1], *q_ids[2:]), window)
     bias = jnp.where(mask, 0.0, reference.hidden_score(jnp.float32)).swapaxes(-1, -2)
     return bias.reshape(*bias.shape[:3], -1, BLOCK)
 

@@ -30,6 +30,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     if not q_BxLxHxK.dtype == k_BxSxGxK.dtype == v_BxSxGxK.dtype:
         raise NotImplementedError(
             f"inputs of {q_BxLxHxK.dtype}, {k_BxSxGxK.dtype} and {v_BxSxGxK.dtype}; cuDNN takes one type")
+    if ids.q_reach is not None:
+        raise NotImplementedError("queries that see later keys within a window; cuDNN is not asked for them")
     if sinks is not None:
         raise NotImplementedError("attention sinks; cuDNN is not asked for them")
     if softcap:
@@ -74,7 +76,7 @@ def one_sequence(shape, ids: Ids):
     So it is where a row holds one sequence from position 0 on, then padding: one segment, or a prompt and one
     completion behind it, whose prefix is the prompt.
     """
-    q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL = ids
+    q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, _ = ids
     at = jnp.arange(shape[1])[None]
     if q_segments_BxL is None:
         real = jnp.ones(shape, bool)

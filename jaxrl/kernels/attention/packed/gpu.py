@@ -108,7 +108,8 @@ def prepared(q, k, v, ids, window, softcap, scale, work, interpret):
     interpret = interpreted(interpret)
     sizes = sizes_for(q.shape[3])
     work = work or work_of(q.shape, k.shape, q.dtype, ids, window=window, interpret=interpret or False)
-    op = Op(float(scale), float(softcap), window, ids.q_segments is not None, in_registers=not interpret)
+    op = Op(float(scale), float(softcap), window, ids.q_segments is not None, in_registers=not interpret,
+            reach=ids.q_reach is not None)
     full = [jnp.pad(x, [(0, 0), (0, -x.shape[1] % UNIT), (0, 0), (0, 0)]) for x in (q, k, v)]
     return Call(op, sizes, interpret), (jax.tree.map(lambda x: x[0], work), *full)
 

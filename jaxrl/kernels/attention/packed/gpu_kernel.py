@@ -96,16 +96,18 @@ def steps(blocks, body, skip, carry):
 def visible(q_info, k_info, shape, op, transposed=False):
     """Returns bool `shape`: which key each query sees. Rows are queries, or keys where `transposed`.
 
-    q_info [positions, segments, prefixes] and k_info [positions, segments]: int32 in shared memory, as `gpu_plan`
-    makes them; without segments only positions. Before the copy engine overwrites them, commit_smem.
+    q_info [reach, segments, prefixes, positions] and k_info [positions, segments]: int32 in shared memory, as
+    `gpu_plan` makes them; without segments neither these nor prefixes, and where queries reach no further than
+    themselves, their reach is their position. Before the copy engine overwrites them, commit_smem.
     """
     def spread(ref, by_column):
         vector = plgpu.load(ref, layout=gp.BY_COLUMN if by_column else gp.BY_ROW)
         return gp.columns(vector, shape) if by_column else gp.rows(vector, shape)
 
-    q_pos, *q_rest = (spread(q_info.at[i], transposed) for i in range(3 if op.segments else 1))
+    reach, *q_rest = (spread(q_info.at[i], transposed) for i in range((3 if op.segments else 1) + op.reach))
+    q_pos = q_rest.pop() if op.reach else reach
     k_pos, *k_rest = (spread(k_info.at[i], not transposed) for i in range(2 if op.segments else 1))
-    mask = k_pos <= q_pos
+    mask = k_pos <= reach
     if op.window:
         mask &= q_pos - k_pos < op.window
     if op.segments:

@@ -20,7 +20,8 @@ UNIT = 128  # rows are filled up to whole numbers of this; every tile and block 
 class Plan(NamedTuple):
     """For tiles of queries and the key blocks each visits (or, transposed, key tiles and the query blocks)."""
 
-    q_info: object  # [B, I, L] int32: positions, and where there are segments also segments and prefixes
+    q_info: object  # [B, I, L] int32: positions, and where there are segments also segments and prefixes; where queries
+    # have a reach, that in the place of positions, and these last
     k_info: object  # [B, I, S] int32: positions, and segments
     order: object   # [B * N] int32: tiles row * N + tile, the most expensive ones first
     counts: object  # [B, N, 2] int32: blocks that all of the tile sees all of, all blocks with work
@@ -36,7 +37,7 @@ def plan(batch, ids: Ids, *, window, parts, block, transposed=False) -> Plan:
     block_q, block_k = (block, ROWS) if transposed else (ROWS, block)
     active = active_blocks(ids, window=window, block_q=block_q, block_k=block_k)
     q_info, k_info = _info(*ids)
-    full = active & _all_visible(q_info, k_info, window, block_q, block_k)
+    full = active & _all_visible(q_info, k_info, window, block_q, block_k, ids.q_reach is not None)
     if transposed:
         active, full = active.swapaxes(1, 2), full.swapaxes(1, 2)
     active, full = (x.reshape(x.shape[0], -1, parts, x.shape[2]) for x in (active, full))
@@ -57,24 +58,24 @@ def entry(value, parts, part=None):
     return block, None if part is None else lax.rem(lax.div(value, jnp.int32(1) + part), jnp.int32(2)) == 1
 
 
-def _info(q_pos, k_pos, q_seg, k_seg, q_pre):
-    q, k = [q_pos], [k_pos]
+def _info(q_pos, k_pos, q_seg, k_seg, q_pre, reach):
+    q, k, behind = [q_pos if reach is None else reach], [k_pos], [] if reach is None else [q_pos]
     if q_seg is not None:
         prefix = q_seg if q_pre is None else jnp.where(q_pre == 0, q_seg, q_pre)
-        q = [jnp.where(q_seg == 0, NO_QUERY, q_pos), q_seg, prefix]
+        q = [jnp.where(q_seg == 0, NO_QUERY, q[0]), q_seg, prefix]
         k = [jnp.where(k_seg == 0, NO_KEY, k_pos), k_seg]
-    return (jnp.stack(jnp.broadcast_arrays(*part), axis=1).astype(jnp.int32) for part in (q, k))
+    return (jnp.stack(jnp.broadcast_arrays(*part), axis=1).astype(jnp.int32) for part in ([*q, *behind], k))
 
 
-def _all_visible(q_info, k_info, window, block_q, block_k):
+def _all_visible(q_info, k_info, window, block_q, block_k, reaches):
     """Returns bool [B, N, M]: blocks where every query sees every key, as far as extremes tell (masking is never
     wrong)."""
     q, k = (x.reshape(*x.shape[:2], -1, block) for x, block in ((q_info, block_q), (k_info, block_k)))
     (q_low, q_high), (k_low, k_high) = ((x.min(axis=3), x.max(axis=3)) for x in (q, k))
     sees = k_high[:, 0, None, :] <= q_low[:, 0, :, None]
     if window:
-        sees &= q_high[:, 0, :, None] - k_low[:, 0, None, :] < window
-    if q.shape[1] > 1:
+        sees &= q_high[:, -1 if reaches else 0, :, None] - k_low[:, 0, None, :] < window
+    if k.shape[1] > 1:
         k_one = (k_low[:, 1] == k_high[:, 1])[:, None, :]
         mine = [(q_low[:, i] == q_high[:, i])[:, :, None] & (q_low[:, i, :, None] == k_low[:, 1, None, :])
                 for i in (1, 2)]

@@ -19,6 +19,7 @@ class Ids(NamedTuple):
     q_segments: jax.Array | None = None   # [B, L]
     k_segments: jax.Array | None = None   # [B, S]
     q_prefixes: jax.Array | None = None   # [B, L]
+    q_reach: jax.Array | None = None      # [B, L]
 
 
 def hidden_score(dtype):
@@ -30,7 +31,7 @@ def visible(ids: Ids, window):
     """Returns the mask of api.attention: bool [B, L, S], True where the query sees the key. More leading axes
     broadcast."""
     q_pos, k_pos = ids.q_positions[..., :, None], ids.k_positions[..., None, :]
-    mask = k_pos <= q_pos
+    mask = k_pos <= (q_pos if ids.q_reach is None else ids.q_reach[..., :, None])
     if window:
         mask &= q_pos - k_pos < window
     if ids.q_segments is not None and ids.k_segments is not None:

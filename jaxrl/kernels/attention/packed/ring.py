@@ -47,7 +47,7 @@ class _How(NamedTuple):
 
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
-            q_prefixes_BxL=None, *, count: int, **options) -> Ring:
+            q_prefixes_BxL=None, q_reach_BxL=None, *, count: int, **options) -> Ring:
     """Returns api.work_of where the S keys are those of `count` devices, one after another; kv_shape: of one
     device's."""
     def cut(x):
@@ -56,7 +56,7 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
     def of_part(keys):
         positions, segments = keys
         return api.work_of(q_shape, kv_shape, dtype, q_positions_BxL, positions, q_segments_BxL, segments,
-                           q_prefixes_BxL, among=PARTS, **options)
+                           q_prefixes_BxL, q_reach_BxL, among=PARTS, **options)
 
     found = jax.lax.map(of_part, (cut(k_positions_BxS), cut(k_segments_BxS)))
     return Ring(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found))
@@ -64,11 +64,12 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 
 def attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, q_positions_BxL, k_positions_BxL, q_segments_BxL=None,
               k_segments_BxL=None, q_prefixes_BxL=None, *, axis: str, work: Ring, window=0, softcap=0.0, scale=None,
-              implementation="auto", sinks_H=None):
+              implementation="auto", sinks_H=None, q_reach_BxL=None):
     """Computes api.attention within a shard_map over `axis`: queries, keys and ids are this device's, seen are the keys
     of all devices of the axis. work: of `work_of`. Implementations without lse stand aside."""
     scale = q_BxLxHxK.shape[-1] ** -0.5 if scale is None else scale
-    ids = Ids(q_positions_BxL, k_positions_BxL, q_segments_BxL, k_segments_BxL, q_prefixes_BxL)
+    ids = api.ids_of(q_positions_BxL, k_positions_BxL, q_segments_BxL, k_segments_BxL, q_prefixes_BxL, q_reach_BxL,
+                     window)
     ids = Ids(*(x if x is None else jnp.broadcast_to(x, (len(q_BxLxHxK), x.shape[1])) for x in ids))
     options = ("window", window), ("softcap", softcap), ("scale", float(scale))
 

@@ -117,16 +117,17 @@ def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
     length, keys = _tiles(q.shape[1]) * TILE, _tiles(k.shape[1]) * TILE
     call = Call(batch, length, keys, heads, k.shape[2], size, str(q.dtype), window, float(softcap), float(scale),
                 ids.q_segments is not None, ids.q_segments is not None and ids.q_prefixes is not None, interpret,
-                cores=cores())
+                cores=cores(), reaching=ids.q_reach is not None)
 
-    q_position, k_position, q_segment, k_segment, prefix = (
+    q_position, k_position, q_segment, k_segment, prefix, reach = (
         x if x is None else jnp.broadcast_to(x, (batch, x.shape[1])) for x in filled_ids(ids, length, keys))
-    q_ids, k_ids = [q_position], [k_position]
+    q_ids, k_ids = [reach if call.reaching else q_position], [k_position]
     if call.segmented:
-        q_ids = [jnp.where(q_segment == 0, NO_QUERY, q_position), q_segment]
+        q_ids = [jnp.where(q_segment == 0, NO_QUERY, q_ids[0]), q_segment]
         k_ids.append(k_segment)
     if call.prefixed:
         q_ids.append(jnp.where(prefix == 0, NO_QUERY, prefix))
+    q_ids += [q_position] * call.reaching
     return call, (work, _by_head(q, length), _by_head(k, keys), _by_head(v, keys), jnp.stack(q_ids, axis=1),
                   jnp.stack(k_ids, axis=2))
 

@@ -9,7 +9,7 @@ query is a row of lanes.
 Softmax is in base 2: p = 2^(s - m), with log2(e) in the scores' factor; `lse` is in base 2 too.
 
 Legend: B rows, L queries, S keys (both whole blocks), H query heads, G key-value heads, K head size, P key-value heads
-of a step, I id columns (position; segment; prefix), T entries.
+of a step, I id columns (position or reach; segment; prefix; position), T entries.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Call:
     interpret: object = False  # for pallas_call
     counted: bool = False      # kernels return how many tiles they computed too
     cores: int = 1             # over which blocks of heads are spread
+    reaching: bool = False     # queries see keys up to their reach: it is their first id, their position the last one
 
     @property
     def per_group(self):
@@ -136,7 +137,7 @@ def _mask(q_ids, k_ids, call):
     q_pos, k_pos = q_ids[0:1], k_ids[:, 0:1]
     mask = k_pos <= q_pos
     if call.window:
-        mask &= q_pos - k_pos < call.window
+        mask &= (q_ids[-1:] if call.reaching else q_pos) - k_pos < call.window
     if call.segmented:
         same = k_ids[:, 1:2] == q_ids[1:2]
         if call.prefixed:
