@@ -6,6 +6,7 @@ Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,6 +74,28 @@ class Pictures(NamedTuple):
         """Returns the indices into [T] of all image tokens. offsets: as Trajectories.offsets."""
         begins, counts = offsets[self.sequences] + self.firsts, self.counts // self.merge**2
         return np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts, strict=True)])
+
+    def select(self, sequences: Sequence[int]) -> Pictures | None:
+        """Returns the images of some sequences, which are numbered anew in this order; None if there is none."""
+        own = [np.flatnonzero(self.sequences == q) for q in sequences]
+        at = np.concatenate([np.zeros(0, np.int64), *own])
+        if not len(at):
+            return None
+        return self._replace(sequences=np.repeat(np.arange(len(own)), [len(one) for one in own]),
+                             firsts=self.firsts[at], grids=self.grids[at], numbers=self.numbers[at])
+
+    def digests(self, count: int) -> list[bytes]:
+        """Returns 16 bytes of the images of each of `count` sequences: where they begin, their grids and their pixels;
+        of one without images b"".
+        """
+        wanted = np.unique(self.numbers)
+        shown = dict(zip(wanted.tolist(), self.patches(wanted), strict=True))
+        pixels = {number: hashlib.blake2b(own.tobytes(), digest_size=16).digest() for number, own in shown.items()}
+        out = {}
+        for sequence, first, grid, number in zip(self.sequences, self.firsts, self.grids, self.numbers, strict=True):
+            digest = out.setdefault(int(sequence), hashlib.blake2b(digest_size=16))
+            digest.update(repr((int(first), *map(int, grid))).encode() + pixels[int(number)])
+        return [out[i].digest() if i in out else b"" for i in range(count)]
 
     @classmethod
     def of(cls, places: Sequence[Places | Pictures | None], source) -> Pictures | None:

@@ -454,7 +454,7 @@ def text_part(hf_config: dict) -> dict:
     if own is None and kind in FLAT:
         own = {k: v for k, v in hf_config.items() if k not in OUTER}
     names = hf_config.get("architectures") or [architecture]
-    if architecture not in names:
+    if not {architecture, classifier_of(kind)} & set(names):
         raise ConfigError(f"architectures={names!r} is not supported; take a {architecture} checkpoint")
     if not isinstance(own, dict) or own.get("model_type", text) not in (text, kind):
         raise ConfigError(f"model config: text_config={own!r}; give a table whose model_type is {text}")
@@ -469,6 +469,12 @@ def text_part(hf_config: dict) -> dict:
         if own[key] != beside[key]:
             raise ConfigError(f"model config: {key}={beside[key]!r} beside {own[key]!r} in text_config; make them equal")
     return {**own, **beside, "model_type": text} | {k: v for k, v in hf_config.items() if k.startswith("jaxrl_")}
+
+
+def classifier_of(kind: str) -> str:
+    """Returns the name of the sequence classifier of a model of several parts (a key of NESTED). transformers has none
+    of those with a tower; what reward models are called follows its names."""
+    return NESTED[kind][1].replace("ForConditionalGeneration", "ForSequenceClassification")
 
 
 def _by_its_family(hf_config, kind: str, architecture: str, dropped) -> dict:

@@ -79,7 +79,7 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
 
 def _refused(spec) -> str:
     """Returns what of a job does not take images, as "option=value"; "" if everything does."""
-    for name, does_not in (("run.recipe", spec.run.recipe not in ("sft", "rl")),
+    for name, does_not in (("run.recipe", spec.run.recipe not in ("sft", "rl", "preference", "reward_model")),
                            ("algorithm.advantage", spec.needs_critic), ("fork.run", bool(spec.fork.run)),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
@@ -120,13 +120,21 @@ def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, ima
     return max((int(one.patches.max(initial=0)) for one in datasets), default=0)
 
 
-def with_room(job, dataset):
-    """Returns the job with packed rows that have room for the images of its training data."""
-    patches, own = dataset.patches, dataset.target_lengths
-    c, unit = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks
-    if c.recipe.samples:  # a prompt stands once before completions of unknown length
-        own = np.full_like(own, c.rollout.group_size * c.rollout.max_new_tokens // 2)
-    tokens, pairs = own + dataset.prompt_lengths, np.stack([patches, 0 * patches], axis=1)
+def with_room(job, dataset, held_out=()):
+    """Returns the job with packed rows that have room for the images of its training data (None: it has none) and of
+    held-out sets, where their completions are laid out in rows, too."""
+    c, unit, whole = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks, []
+    for one in [*([] if dataset is None else [dataset]), *(held_out if c.recipe.pairs else ())]:
+        own = one.target_lengths + one.rejected_lengths
+        if c.recipe.samples:  # a prompt stands once before completions of unknown length
+            own = np.full_like(own, c.rollout.group_size * c.rollout.max_new_tokens // 2)
+        elif c.recipe.pairs and not c.train.share_prompts:  # and twice
+            own = own // 2
+        whole.append((one.patches, own + one.prompt_lengths))
+    if not whole:
+        return job
+    patches, tokens = (np.concatenate(values) for values in zip(*whole, strict=True))
+    pairs = np.stack([patches, 0 * patches], axis=1)
     if c.env.image_tokens and c.episodes:  # as many as an episode may show
         tokens, pairs = np.array([c.longest]), np.array([[0, c.env.image_tokens * job.images.merge**2]])
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from jaxrl.data.images.source import BLANK
+
+log = logging.getLogger("jaxrl")
 
 
 def blank(batch: list, episodes: bool = False) -> list:
@@ -33,6 +36,22 @@ def swapped(batch: list, episodes: bool = False) -> list:
 
 
 CONTROLS = {"blank": blank, "swapped": swapped}
+
+
+def controlled(config, name: str, batch: list) -> dict[str, list]:
+    """Returns {"": the rows, "/<control>": those of each of eval.controls that has any}.
+
+    batch: [(position, Example)] of the held-out set `name`.
+    """
+    out = {"": batch}
+    for control in config.eval.controls:
+        episodes = config.episodes and config.env.image_tokens > 0
+        other = CONTROLS[control](batch, episodes)
+        if other:
+            out[f"/{control}"] = other
+        else:
+            log.warning("eval.controls: no two rows of %s have images of the same sizes: none is %s", name, control)
+    return out
 
 
 def _with(example, numbers):
