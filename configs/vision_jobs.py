@@ -1,8 +1,10 @@
-"""Other jobs on questions about pictures: a policy that sees learns from pairs (DPO), or from a reward model that sees.
+"""Other jobs on questions about pictures: a policy that sees learns from pairs (DPO), a reward model, or a teacher.
 
 Command:   jaxrl train --config=configs/vision_jobs.py:dpo
            jaxrl train --config=configs/vision_jobs.py:reward_model
            jaxrl train --config=configs/vision_jobs.py:rl
+           jaxrl train --config=configs/vision_sft.py     # the teacher of the next
+           jaxrl train --config=configs/vision_jobs.py:distill
 Hardware:  any; two CPU cores.
 Expected:  docs/guides/vision.md.
 
@@ -12,13 +14,13 @@ of one form, so that only the picture tells them apart.
 The reward model learns from the same pairs; `rl` starts from the same warm start and sees the score of the reward model's export,
 whether a completion is right (`boxed`) is shown beside it with weight 0.
 
-Variants:  dpo, reward_model, rl, and dpo_tiny, reward_model_tiny (a few seconds, learn next to nothing; for tests).
+Variants:  dpo, reward_model, rl, distill, each with '_tiny' behind it, too (a few seconds, learns next to nothing; for tests).
 """
 
 from jaxrl.config import default_config, load_config
 from jaxrl.errors import ConfigError
 
-JOBS = ("dpo", "reward_model", "rl")
+JOBS = ("dpo", "reward_model", "rl", "distill")
 
 
 def get_config(arg=None):
@@ -39,7 +41,7 @@ def get_config(arg=None):
     c.train.tokens_per_microbatch = 2048
     c.train.row_counts = 1
     c.eval.controls = ("blank", "swapped")
-    {"dpo": dpo, "reward_model": reward_model}[job](c)
+    {"dpo": dpo, "reward_model": reward_model, "distill": distill}[job](c)
     if tiny:
         c.data.prompts_per_step, c.data.max_rows = 4, 32
         c.train.steps = 3
@@ -59,11 +61,7 @@ def dpo(c):
     c.train.steps = 75
     c.eval.sets = ("pairs=jaxrl://shapes/pairs_test.parquet", "test=jaxrl://shapes/test.parquet")
     c.eval.every_steps = 25
-    c.reward.functions = ("boxed",)
-    c.rollout.engine = "jax"  # completes the held-out prompts
-    c.rollout.prompt_lengths = (32,)
-    c.rollout.slots = 128
-    c.rollout.compaction = False
+    completes(c)
 
 
 def reward_model(c):
@@ -75,6 +73,30 @@ def reward_model(c):
     c.train.steps = 200
     c.eval.sets = ("pairs=jaxrl://shapes/pairs_test.parquet",)
     c.eval.every_steps = 50
+
+
+def distill(c):
+    c.run.recipe = "distill"
+    c.distill.loss = "sampled"
+    c.teacher.path = "runs/vision_sft/export"
+    c.teacher.dtype = "fp32"  # as small models on the CPU compute
+    c.data.path = ("jaxrl://shapes/train.parquet",)
+    c.data.prompts_per_step = 32
+    c.rollout.group_size = 4
+    c.optimizer.lr = 3e-4
+    c.train.steps = 40
+    c.eval.sets = ("test=jaxrl://shapes/test.parquet",)
+    c.eval.every_steps = 20
+    completes(c)
+
+
+def completes(c):
+    """Sets the sampler, and the reward that says which completions are right."""
+    c.reward.functions = ("boxed",)
+    c.rollout.engine = "jax"
+    c.rollout.prompt_lengths = (32,)
+    c.rollout.slots = 128
+    c.rollout.compaction = False
 
 
 def rl(tiny):

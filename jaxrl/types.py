@@ -84,6 +84,18 @@ class Pictures(NamedTuple):
         return self._replace(sequences=np.repeat(np.arange(len(own)), [len(one) for one in own]),
                              firsts=self.firsts[at], grids=self.grids[at], numbers=self.numbers[at])
 
+    @classmethod
+    def joined(cls, batches: Sequence[Trajectories]) -> Pictures | None:
+        """Returns the images of batches, whose sequences are numbered through; None if there is none."""
+        starts = np.cumsum([0, *(one.num_sequences for one in batches)])
+        own = [(start, one.pictures) for start, one in zip(starts, batches, strict=False) if one.pictures is not None]
+        if not own:
+            return None
+        both = lambda name: np.concatenate([getattr(one, name) for _, one in own])  # noqa: E731
+        return own[0][1]._replace(sequences=np.concatenate([start + one.sequences for start, one in own]),
+                                  firsts=both("firsts"), grids=both("grids"), numbers=both("numbers"),
+                                  kept=tuple(held for _, one in own for held in one.kept))
+
     def digests(self, count: int) -> list[bytes]:
         """Returns 16 bytes of the images of each of `count` sequences: where they begin, their grids and their pixels;
         of one without images b"".

@@ -79,7 +79,9 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
 
 def _refused(spec) -> str:
     """Returns what of a job does not take images, as "option=value"; "" if everything does."""
-    for name, does_not in (("run.recipe", spec.run.recipe not in ("sft", "rl", "preference", "reward_model")),
+    known = spec.run.recipe in ("sft", "rl", "preference", "reward_model", "distill")
+    for name, does_not in (("run.recipe", not known),
+                           ("teacher.servers", spec.run.recipe == "distill" and bool(spec.teacher.servers)),
                            ("algorithm.advantage", spec.needs_critic), ("fork.run", bool(spec.fork.run)),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
