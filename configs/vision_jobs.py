@@ -68,11 +68,11 @@ def reward_model(c):
     c.run.recipe = "reward_model"
     c.data.path = ("jaxrl://shapes/pairs.parquet",)
     c.data.prompts_per_step = 32
-    c.optimizer.lr = 1e-3
+    c.optimizer.lr = 3e-4
     c.optimizer.schedule = "cosine"
-    c.train.steps = 200
+    c.train.steps = 400
     c.eval.sets = ("pairs=jaxrl://shapes/pairs_test.parquet",)
-    c.eval.every_steps = 50
+    c.eval.every_steps = 100
 
 
 def distill(c):

@@ -64,6 +64,8 @@ class Pictures(NamedTuple):
     patches: Callable[[np.ndarray], list[np.ndarray]]  # numbers [K] -> of each picture [N, width] uint8
     window: int = 0  # image tokens per side of the tower's windows, 0 = it has none
     kept: tuple = ()  # as Places.kept
+    # numbers [K] -> of each picture [tokens, (1 + taps) * size], which a role set that keeps them; None = patches count
+    features: Callable[[np.ndarray], list[np.ndarray]] | None = None
 
     @property
     def counts(self) -> np.ndarray:
@@ -211,7 +213,8 @@ class Trajectories:
 
 
 class Images(flax.struct.PyTreeNode):
-    """The images of packed rows: a row of patches beside each row of tokens (P patches per row)."""
+    """The images of packed rows: a row of patches beside each row of tokens (P patches per row), or of features, which a
+    tower made of them before; then patches, places, segments and windows are None."""
 
     patches: Any  # [R, P, 3 * p * p] uint8, see data.images.resize.cut; 0 where there is none
     places: Any  # [R, P, 4] int32: row, column, rows and columns of the patch's image
@@ -219,6 +222,7 @@ class Images(flax.struct.PyTreeNode):
     inserts: Any  # [R, L] int32: feature of its row that stands in the place of the token's embedding, -1 = none
     rotary: Any  # [R, L, 3] int32: position of the token by time, row and column
     windows: Any = None  # [R, P] int32: number of the patch's window in its row; None: the tower has none
+    features: Any = None  # [R, F, (1 + taps) * size] in the compute dtype: of the merger, then of each tap
 
 
 class PackedBatch(flax.struct.PyTreeNode):

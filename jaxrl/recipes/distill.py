@@ -128,7 +128,7 @@ class Student(Policy):
 
     def most_probable(self, traj, layout) -> np.ndarray:
         """Returns the student's most probable token ids at each token, [T, distill.top_k]."""
-        return self.reader(self.params(), traj, layout)["ids"]
+        return self.reader(self.params(), self.shown(traj), layout)["ids"]
 
     def update(self, batches) -> dict:
         if not self.extra_params:
@@ -290,6 +290,7 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
 def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str, float]:
     """Runs all optimizer steps of a batch; returns the means of their metrics."""
     c, policy, pending = parts.s.spec, parts.roles.policy, []
+    traj = policy.shown(traj)
     a = c.algorithm
     dropped = a.mask_truncated & (traj.finish == 1)
     if a.early_stop_ratio or a.early_stop_kl:

@@ -159,9 +159,9 @@ class Losses:
 
 def one_update(policy: Policy, step: PreferenceStep, derivative) -> dict[str, Any]:
     """Runs one optimizer step along the derivative [N]; returns its metrics, which stay on the device."""
-    weights = training.sequence_weights(step.traj, derivative)
+    weights, traj = training.sequence_weights(step.traj, derivative), policy.shown(step.traj)
     micro = step.layout.minibatches[0].microbatches
-    return policy.update(policy.put(training.pack(step.traj, m, {}, weights)) for m in micro)
+    return policy.update(policy.put(training.pack(traj, m, {}, weights)) for m in micro)
 
 
 class HeldOutEvaluation:

@@ -146,7 +146,7 @@ def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
         scores = model.score(traj, layout)[traj.loss_mask]
         loss, derivative, found = batch.loss(scores)
     with s.phase("update"):
-        weights = training.score_weights(traj, derivative)
+        weights, traj = training.score_weights(traj, derivative), model.shown(traj)
         packed = (training.pack(traj, m, {}, weights) for m in layout.minibatches[0].microbatches)
         metrics = host_scalars(model.update(map(model.put, packed)))
     lengths = traj.completion_lengths - 1  # without the slot

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config import adapter_table
-from jaxrl.data.images.controls import controlled
+from jaxrl.data.images.controls import controlled, with_own_pictures
 from jaxrl.data.images.thumbnails import save
 from jaxrl.processes.exchange import owner_process
 from jaxrl.rl.episodes import add_episode_rewards, check_failures, conversations
@@ -117,7 +117,7 @@ def accurate(job, traj, examples, texts, result):
     completion is accurate [rows, samples])."""
     c = job.config
     if job.reward_model is not None:
-        result = job.reward_model.add_scores(traj, examples, texts, result)
+        result = job.reward_model.add_scores(with_own_pictures(traj, examples), examples, texts, result)
     source = c.eval.accuracy_from or next(iter(result.parts))
     scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # no completion: failed, not wrong
     hits = np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark

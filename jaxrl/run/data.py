@@ -17,6 +17,7 @@ from jaxrl.data.images.source import ImageSource
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import IMAGES
 from jaxrl.models.io import hf, nested
+from jaxrl.rewards.services import service_options
 from jaxrl.roles.parameters import source_of
 from jaxrl.training.layout import row_patches
 
@@ -82,7 +83,7 @@ def _refused(spec) -> str:
     known = spec.run.recipe in ("sft", "rl", "preference", "reward_model", "distill")
     for name, does_not in (("run.recipe", not known),
                            ("teacher.servers", spec.run.recipe == "distill" and bool(spec.teacher.servers)),
-                           ("algorithm.advantage", spec.needs_critic), ("fork.run", bool(spec.fork.run)),
+                           ("fork.run", bool(spec.fork.run)),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
             return f"{name}={get(spec, name)!r}"
@@ -112,6 +113,15 @@ def check_controls(spec, eval_sets: dict) -> None:
         return
     if spec.eval.controls and not any(one.patches.any() for one in eval_sets.values()):
         raise ConfigError(f"eval.controls={tuple(spec.eval.controls)}: no row of eval.sets has an image; leave it out")
+
+
+def check_judges(spec, images: ImageSource | None) -> None:
+    """Raises ConfigError for a judge that is shown images, which no row has."""
+    for name, (kind, o) in service_options(spec.reward).items():
+        if kind == "judge" and o["images"] and name in (*spec.reward.functions, *spec.eval.rewards) and (
+                images is None or not images.used):
+            raise ConfigError(f"the judge {name!r} has images=True (reward.judge.images), and no row has an image; "
+                              "leave it out")
 
 
 def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, image_tokens: int = 0) -> int:

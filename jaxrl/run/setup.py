@@ -42,7 +42,16 @@ from jaxrl.rollout import EngineContext, engine_row, make_engine
 from jaxrl.rollout.engines import check_served, check_tower_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
-from jaxrl.run.data import check_controls, load_data, most_patches, open_images, sets_to_complete, with_room, with_tower
+from jaxrl.run.data import (
+    check_controls,
+    check_judges,
+    load_data,
+    most_patches,
+    open_images,
+    sets_to_complete,
+    with_room,
+    with_tower,
+)
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
 from jaxrl.run.model_checks import check_classifier, check_layers, check_tower
@@ -213,6 +222,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     tools = pool.tools if pool is not None else ()
     train_set, eval_sets = load_data(c, inputs, model_inputs.tokenizer, model_inputs.eos_ids[0], tools, images)
     check_controls(c, eval_sets)
+    check_judges(c, images)
     if images is not None and images.used:  # else a job of text, whose model is read without its tower
         model_inputs = with_tower(c, model_inputs, images)
         if s.resumed is None:

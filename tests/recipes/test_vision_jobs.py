@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.run_tools import fingerprint
+from safetensors.numpy import load_file
 
 import jaxrl
 from jaxrl.config import load_config
@@ -15,6 +16,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.recipes.distill import join_batches
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.roles import teacher_files, towers
+from jaxrl.roles.kept_features import KeptFeatures
 from jaxrl.types import Places
 
 QUIET = {"log.console": "off", "log.tensorboard": False}
@@ -76,7 +78,7 @@ def test_a_reward_model_that_sees_is_trained_and_scores_a_policy(tmp_path):
     c = job("rl", tmp_path / "run", **{"reward.model.path": str(tmp_path / "scorer/export"), "eval.sets": (), "eval.controls": (), "train.steps": 1,
                                        "reward.model.weight": 3.0})
     jaxrl.train(c)
-    scores = [row["rewards"]["reward_model"] for row in map(json.loads, next((tmp_path / "run/rollouts").iterdir()).read_text().splitlines())]
+    scores = [row["reward"]["parts"]["reward_model"] for row in map(json.loads, next((tmp_path / "run/rollouts").iterdir()).read_text().splitlines())]
     assert len(scores) == 16 and len(set(scores)) > 8 and np.isfinite(scores).all()
 
 
@@ -107,11 +109,37 @@ def test_a_teacher_that_sees_teaches(tmp_path, options):
 def test_a_stopped_job_goes_on_bitwise(tmp_path, name, options):
     options = {**options, "optimizer.schedule": "constant"}
     jaxrl.train(job(name, tmp_path / "whole", **options))
-    jaxrl.train(job(name, tmp_path / "parts", **options, **{"train.steps": 1, "eval.sets": (), "eval.controls": ()}))
+    jaxrl.train(job(name, tmp_path / "parts", **{**options, "train.steps": 1, "eval.sets": (), "eval.controls": ()}))
     jaxrl.train(job(name, tmp_path / "parts", **options))
     last = [{k: v for k, v in lines(tmp_path / run)[-1].items() if k != "time"} for run in ("whole", "parts")]
     assert last[0] == last[1]
     assert fingerprint(tmp_path / "whole")["export/model.safetensors"] == fingerprint(tmp_path / "parts")["export/model.safetensors"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dpo", "rl", "distill"])
+def test_a_frozen_tower_is_computed_once_for_each_picture(tmp_path, name, monkeypatch):
+    """Whatever passes read it, over both passes over the data; the run is the one with fresh features."""
+    made, make = [], KeptFeatures._make
+    monkeypatch.setattr(KeptFeatures, "_make", lambda self, pictures, rows: (
+        made.extend(pictures.numbers[[i for row in rows for i in row]].tolist()), make(self, pictures, rows)))
+    options = {"model.frozen": ("vision/.*",), "eval.sets": (), "eval.controls": (), "train.steps": 3, "data.max_rows": 8, "checkpoint.at_end": False,
+               "optimizer.lr": 1e-2}
+    if name == "distill":
+        jaxrl.train(job("dpo", tmp_path / "teacher", **{**PAIRS, "run.seed": 1, "eval.sets": (), "eval.controls": (), "train.steps": 1}))
+        options |= {"teacher.path": str(tmp_path / "teacher/export"), "distill.on_policy": 0.0, "distill.loss": "forward",
+                    "data.path": ("jaxrl://shapes/sft.parquet",)}
+    if name == "rl":
+        options |= {"algorithm.kl.coef": 0.1, "algorithm.kl.placement": "loss"}
+    losses = []
+    for kind in ("auto", "fresh"):
+        jaxrl.train(job(name, tmp_path / kind, **options, **{"train.image_features": kind}))
+        losses.append([line["loss"] for line in lines(tmp_path / kind) if "loss" in line])
+        assert len(made) == len(set(made)) == 8
+    assert len(losses[0]) == 3
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    weights = [load_file(tmp_path / kind / "export/model.safetensors") for kind in ("auto", "fresh")]
+    assert all(np.abs(a - weights[1][k]).max() < 1e-3 for k, a in weights[0].items())
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,11 @@ def see(model, params, images) -> Seen:
       model: one whose config has a tower. params: its whole tree.
       images: jaxrl.types.Images of the rows.
     """
-    cfg, params = model.config.vision, params["vision"]
+    cfg = model.config.vision
+    if images.features is not None:
+        features, *taps = jnp.split(images.features.astype(model.compute_dtype), 1 + len(cfg.taps), axis=-1)
+        return Seen(rows(features), tuple(map(rows, taps)), images.inserts, images.rotary)
+    params = params["vision"]
     assert (images.windows is not None) == bool(cfg.window), "rows of images are those of another tower"
     acc = jnp.promote_types(model.compute_dtype, jnp.float32)
     tables, x = TABLES[cfg.kind], _patches(model, params, images.patches)
