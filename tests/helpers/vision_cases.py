@@ -103,10 +103,12 @@ def theirs(model, ids, firsts, grids, patches, frames=2, grad=False):
     import torch
     values = {}
     if grids:
-        flat = np.concatenate(patches).reshape(-1, 3, 1, patches[0].shape[1] // 3) / np.float32(255)
-        flat = (np.broadcast_to((flat - np.float32(0.5)) / np.float32(0.5), (len(flat), 3, frames, flat.shape[3]))).reshape(len(flat), -1)
+        dtype = next(model.parameters()).dtype
+        number = np.float64 if dtype == torch.float64 else np.float32
+        flat = np.concatenate(patches).reshape(-1, 3, 1, patches[0].shape[1] // 3) / number(255)
+        flat = (np.broadcast_to((flat - number(0.5)) / number(0.5), (len(flat), 3, frames, flat.shape[3]))).reshape(len(flat), -1)
         kinds = (ids == PAD).astype(np.int64)
-        values = {"pixel_values": torch.tensor(flat, dtype=torch.float32), "image_grid_thw": torch.tensor([(1, *g) for g in grids]),
+        values = {"pixel_values": torch.tensor(flat, dtype=dtype), "image_grid_thw": torch.tensor([(1, *g) for g in grids]),
                   "mm_token_type_ids": torch.tensor(kinds)[None]}
     with torch.set_grad_enabled(grad):
         out = model(input_ids=torch.tensor(ids)[None].long(), use_cache=False, **values).logits[0]

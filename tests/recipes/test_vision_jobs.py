@@ -50,6 +50,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+BOXED = {"reward.model.path": "", "reward.model.dtype": "bf16", "reward.weights": ()}
 PAIRS = {"eval.sets": ("pairs=jaxrl://shapes/pairs_test.parquet",), "eval.before": False}
 
 
@@ -117,6 +118,16 @@ def test_a_stopped_job_goes_on_bitwise(tmp_path, name, options):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_critic_sees(tmp_path, shared):
+    """PPO with a critic of its own trunk and tower, and with the policy's: values are trained, and differ with the picture alone."""
+    c = job("rl", tmp_path / "run", **BOXED, **{"algorithm.preset": "ppo", "critic.shared": shared, "eval.sets": (), "eval.controls": ()})
+    jaxrl.train(c)
+    steps = [line for line in lines(tmp_path / "run") if "value/loss" in line]
+    assert len(steps) == 2 and all(np.isfinite(line["value/loss"]) and line["packing/patch_fill"] > 0 for line in steps)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dpo", "rl", "distill"])
 def test_a_frozen_tower_is_computed_once_for_each_picture(tmp_path, name, monkeypatch):
     """Whatever passes read it, over both passes over the data; the run is the one with fresh features."""
@@ -124,13 +135,13 @@ def test_a_frozen_tower_is_computed_once_for_each_picture(tmp_path, name, monkey
     monkeypatch.setattr(KeptFeatures, "_make", lambda self, pictures, rows: (
         made.extend(pictures.numbers[[i for row in rows for i in row]].tolist()), make(self, pictures, rows)))
     options = {"model.frozen": ("vision/.*",), "eval.sets": (), "eval.controls": (), "train.steps": 3, "data.max_rows": 8, "checkpoint.at_end": False,
-               "optimizer.lr": 1e-2}
+               "optimizer.lr": 1e-4, "reference.dtype": "fp32"}
     if name == "distill":
         jaxrl.train(job("dpo", tmp_path / "teacher", **{**PAIRS, "run.seed": 1, "eval.sets": (), "eval.controls": (), "train.steps": 1}))
         options |= {"teacher.path": str(tmp_path / "teacher/export"), "distill.on_policy": 0.0, "distill.loss": "forward",
                     "data.path": ("jaxrl://shapes/sft.parquet",)}
     if name == "rl":
-        options |= {"algorithm.kl.coef": 0.1, "algorithm.kl.placement": "loss"}
+        options |= {**BOXED, "algorithm.kl.coef": 0.1, "algorithm.kl.placement": "loss"}
     losses = []
     for kind in ("auto", "fresh"):
         jaxrl.train(job(name, tmp_path / kind, **options, **{"train.image_features": kind}))

@@ -85,8 +85,8 @@ def _positions(model, params, places_BxPx4):
     table = gathered(fetched(params["positions"]["embedding"]), (None, "embed"), acc)
 
     def ends(at, size):
-        """(the two learned positions around a patch, their weights), along one side, in fp32 as transformers."""
-        where = at.astype(jnp.float32) * (cfg.side - 1) / jnp.maximum(size - 1, 1).astype(jnp.float32)
+        """(the two learned positions around a patch, their weights), along one side, in fp32 or better."""
+        where = at.astype(acc) * (cfg.side - 1) / jnp.maximum(size - 1, 1).astype(acc)
         low = jnp.floor(where)
         first = low.astype(jnp.int32)
         share = where - low
