@@ -5,14 +5,16 @@
 Files (Parquet, one question per row, with the picture's PNG file in the column `image`):
     sft.parquet    demonstrations: image, prompt, completion
     train.parquet  RL prompts: image, prompt, answer
-    test.parquet   held-out prompts, of pictures that occur nowhere else
+    pairs.parquet  a right and a wrong completion each: image, prompt, chosen, rejected
+    test.parquet   held-out prompts, of pictures that occur nowhere else; pairs_test.parquet held-out pairs
     tokenizer/         word-level tokenizer in HF format, with Qwen's tokens around images
     tokenizer_gemma3/  the same with Gemma 3's tokens and turns
 
 A picture has 24 x 24 pixels in 3 x 3 cells, of which 4 to 8 hold a circle, a square or a triangle in red, green or blue,
 each of its own size, place and shade. A question names a colour and asks how many there are: 0 to 4, about equally
 often, so that a policy that does not look is right once in five times. `JUMP` of the demonstrations give the number at
-once, the others name the cells first.
+once, the others name the cells first. So do pairs, both completions alike; the wrong one has another number, or has left
+a cell out or named an empty one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ CELLS, SIDE = 3, 8  # cells per side, pixels per side of a cell
 COLOURS = {"red": (210, 60, 50), "green": (60, 170, 70), "blue": (60, 90, 210)}
 SHAPES = ("circle", "square", "triangle")
 MOST = 4            # of what a question asks for
-PICTURES = {"sft": 2500, "train": 1200, "test": 300}  # the held-out ones have one question each
+PICTURES = {"sft": 2500, "train": 1200, "test": 300, "pairs": 400, "pairs_test": 100}  # held-out prompts: one question each
 JUMP = 0.5          # share of demonstrations that do not name cells
 
 
@@ -90,6 +92,25 @@ def picture(rng: random.Random, questions: int):
     return drawn(cells, rng), [(f"how many {colour} shapes?", found[colour]) for colour in asked]
 
 
+def completion(cells: list, jump: bool) -> str:
+    """Returns the answer that cells give, which it names first unless jump."""
+    work = "" if jump else (" ".join(map(name, sorted(cells))) or "none") + "\n"
+    return f"{work}\\boxed{{{len(cells)}}}"
+
+
+def pair(cells: list, rng: random.Random) -> dict:
+    """Returns a right and a wrong completion."""
+    if rng.random() < JUMP:
+        other = rng.choice([n for n in range(MOST + 1) if n != len(cells)])
+        return {"chosen": completion(cells, True), "rejected": completion([(0, 0)] * other, True)}
+    wrong = list(cells)
+    if cells and (len(cells) == MOST or rng.random() < 0.5):
+        wrong.remove(rng.choice(wrong))
+    else:
+        wrong.append(rng.choice([(r, c) for r in range(CELLS) for c in range(CELLS) if (r, c) not in cells]))
+    return {"chosen": completion(cells, False), "rejected": completion(wrong, False)}
+
+
 def rows(file: str) -> list[dict]:
     """Returns the rows of a file."""
     rng, out = random.Random(f"shapes {file}"), []
@@ -97,10 +118,11 @@ def rows(file: str) -> list[dict]:
         pixels, questions = picture(rng, 1 if file == "test" else len(COLOURS))
         image = {"bytes": png(pixels), "path": None}
         for prompt, cells in questions:
-            row = {"image": image, "prompt": prompt}
+            row: dict = {"image": image, "prompt": prompt}
             if file == "sft":
-                work = "" if rng.random() < JUMP else (" ".join(map(name, cells)) or "none") + "\n"
-                row["completion"] = f"{work}\\boxed{{{len(cells)}}}"
+                row["completion"] = completion(cells, rng.random() < JUMP)
+            elif file.startswith("pairs"):
+                row |= pair(cells, rng)
             else:
                 row["answer"] = str(len(cells))
             out.append(row)

@@ -6,6 +6,7 @@ Legend: T tokens of a host batch, Q sequences, N trajectories, R packed rows, L 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,6 +65,8 @@ class Pictures(NamedTuple):
     window: int = 0  # image tokens per side of the tower's windows, 0 = it has none
     kept: tuple = ()  # as Places.kept
     two_way: bool = False  # the tokens of an image see each other, and have one position (VisionConfig.two_way)
+    # numbers [K] -> of each picture [tokens, (1 + taps) * size], which a role set that keeps them; None = patches count
+    features: Callable[[np.ndarray], list[np.ndarray]] | None = None
 
     @property
     def counts(self) -> np.ndarray:
@@ -74,6 +77,40 @@ class Pictures(NamedTuple):
         """Returns the indices into [T] of all image tokens. offsets: as Trajectories.offsets."""
         begins, counts = offsets[self.sequences] + self.firsts, self.counts // self.merge**2
         return np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts, strict=True)])
+
+    def select(self, sequences: Sequence[int]) -> Pictures | None:
+        """Returns the images of some sequences, which are numbered anew in this order; None if there is none."""
+        own = [np.flatnonzero(self.sequences == q) for q in sequences]
+        at = np.concatenate([np.zeros(0, np.int64), *own])
+        if not len(at):
+            return None
+        return self._replace(sequences=np.repeat(np.arange(len(own)), [len(one) for one in own]),
+                             firsts=self.firsts[at], grids=self.grids[at], numbers=self.numbers[at])
+
+    @classmethod
+    def joined(cls, batches: Sequence[Trajectories]) -> Pictures | None:
+        """Returns the images of batches, whose sequences are numbered through; None if there is none."""
+        starts = np.cumsum([0, *(one.num_sequences for one in batches)])
+        own = [(start, one.pictures) for start, one in zip(starts, batches, strict=False) if one.pictures is not None]
+        if not own:
+            return None
+        both = lambda name: np.concatenate([getattr(one, name) for _, one in own])  # noqa: E731
+        return own[0][1]._replace(sequences=np.concatenate([start + one.sequences for start, one in own]),
+                                  firsts=both("firsts"), grids=both("grids"), numbers=both("numbers"),
+                                  kept=tuple(held for _, one in own for held in one.kept))
+
+    def digests(self, count: int) -> list[bytes]:
+        """Returns 16 bytes of the images of each of `count` sequences: where they begin, their grids and their pixels;
+        of one without images b"".
+        """
+        wanted = np.unique(self.numbers)
+        shown = dict(zip(wanted.tolist(), self.patches(wanted), strict=True))
+        pixels = {number: hashlib.blake2b(own.tobytes(), digest_size=16).digest() for number, own in shown.items()}
+        out = {}
+        for sequence, first, grid, number in zip(self.sequences, self.firsts, self.grids, self.numbers, strict=True):
+            digest = out.setdefault(int(sequence), hashlib.blake2b(digest_size=16))
+            digest.update(repr((int(first), *map(int, grid))).encode() + pixels[int(number)])
+        return [out[i].digest() if i in out else b"" for i in range(count)]
 
     @classmethod
     def of(cls, places: Sequence[Places | Pictures | None], source) -> Pictures | None:
@@ -178,7 +215,8 @@ class Trajectories:
 
 
 class Images(flax.struct.PyTreeNode):
-    """The images of packed rows: a row of patches beside each row of tokens (P patches per row)."""
+    """The images of packed rows: a row of patches beside each row of tokens (P patches per row), or of features, which a
+    tower made of them before; then patches, places, segments and windows are None."""
 
     patches: Any  # [R, P, 3 * p * p] uint8, see data.images.resize.cut; 0 where there is none
     places: Any  # [R, P, 4] int32: row, column, rows and columns of the patch's image
@@ -188,6 +226,7 @@ class Images(flax.struct.PyTreeNode):
     reach: Any = None  # [R, L] int32: last position that the token sees: its own, of an image that of the last token of
     # it; None: the tokens of an image see those before them
     windows: Any = None  # [R, P] int32: number of the patch's window in its row; None: the tower has none
+    features: Any = None  # [R, F, (1 + taps) * size] in the compute dtype: of the merger, then of each tap
 
 
 class PackedBatch(flax.struct.PyTreeNode):

@@ -411,6 +411,10 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "steps": O(None, "end after this many steps (RL steps, or SFT updates); None = 100, or no limit where data.epochs or"
                          " train.max_samples is set. A run ends at the first of the three that is set", int, bound=">0"),
         "max_samples": O(0, "end after this many samples; 0 = no limit", bound=">=0"),
+        "image_features": O("auto", "auto: features of images are made once per image and kept where nothing of the tower trains; fresh: every"
+                                    " pass makes them anew", choices=("auto", "fresh"), needs="data.image_column"),
+        "image_cache_gb": O(4.0, "host memory for kept features, in GB; the least recently used ones leave first", bound=">0",
+                            needs="data.image_column"),
         "tokens_per_microbatch": O(0, "rows x row length held at once, per data shard, one row at least; 0 = 16384, on CPUs 2048,"
                                       " or 1024 of dense models from hidden size 512 on", bound=">=0"),
         "score_tokens_per_microbatch": O(0, "the same where nothing is learnt: old and reference log-probs, values; 0 = the update's own"

@@ -298,6 +298,7 @@ class Reward_Judge(Group):
     prompt_file: str
     rubric: str
     rubric_column: str
+    images: bool
     pattern: str
     words: Any
     lowest: float
@@ -521,6 +522,8 @@ class Train_LossScale(Group):
 class Train(Group):
     steps: int | None
     max_samples: int
+    image_features: str
+    image_cache_gb: float
     tokens_per_microbatch: int
     score_tokens_per_microbatch: int
     row_lengths: tuple[int, ...]

@@ -53,6 +53,7 @@ class Example:
       images: where the prompt's images stand, one image token per feature in `prompt_ids`, one per image in
         `prompt_text`; None without images.
       grey: whether pictures that its episode shows are grey ones (eval.controls=blank).
+      own_images: the row's own images where `images` shows another row's (eval.controls=swapped); else None.
     """
 
     prompt_ids: np.ndarray
@@ -68,6 +69,7 @@ class Example:
     rewards: tuple[str, ...] | None = None
     images: Places | None = None
     grey: bool = False
+    own_images: Places | None = None
 
 
 def assistant_content(message: dict):

@@ -93,15 +93,20 @@ def _train_rows(config, bad, rows=None, images=None):
             limit=data.max_rows, keep=_kept(config, images)))
     if not data.eval_fraction:
         return tables, None, []
-    prompt = (lambda row: holdout_prompt(row, data)) if recipe_of(config).pairs else (
-        lambda row: [row.get(prompt_column(row, data.prompt_column)), *([row.get(images.column_of(row))] if images
-                                                                         else [])])
+    pairs = recipe_of(config).pairs
+
+    def prompt(row):
+        own = holdout_prompt(row, data, images is not None) if pairs else row.get(prompt_column(row, data.prompt_column))
+        return [own, *([row.get(images.column_of(row))] if images else [])]
+
     return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))
 
 
 def _kept(config, images) -> tuple[str, ...]:
     """Returns the columns whose binary values are kept: those of images, and of prompts with image parts."""
-    return (*images.columns, config.data.prompt_column, "messages") if images else ()
+    data, pairs = config.data, recipe_of(config).pairs
+    return (*images.columns, data.prompt_column, "messages", *(data.chosen_column, data.rejected_column) * pairs) if (
+        images) else ()
 
 
 def _load_heldout(config, tokenizer, eos_id, tables, rows, tools, images) -> Dataset:

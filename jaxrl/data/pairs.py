@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 import os
 
+import numpy as np
+
 from jaxrl.algorithms.preference import LOSSES
 from jaxrl.data.chat_template import PromptError, check_messages
 from jaxrl.data.dataset import Reader, Row, assistant_content, missing_column, prompt_column
@@ -36,10 +38,10 @@ class PairReader(Reader):
 
     def __call__(self, row: dict, where: str = "") -> Row:
         """Returns the Row of a raw row. Raises PromptError naming the column and the remedy."""
-        data, rejected = self.data, None
-        plain = {name: row[name] for name in row if name not in (data.chosen_column, data.rejected_column)}
+        data = self.data
+        plain, rejected = self._plain(row)
         if is_pair(row, data):
-            plain[data.prompt_column], plain[data.completion_column], rejected = split_pair(row, data)
+            pass
         elif self.targets == "optional" and not is_labelled(row, data):
             plain.pop(data.completion_column, None)
         else:
@@ -48,6 +50,18 @@ class PairReader(Reader):
             plain[data.margin_column] = margin_of(plain[data.margin_column], data.margin_column)
         return super().__call__(plain, where)._replace(rejected=rejected)
 
+    def images_in(self, row: dict, where: str) -> list:
+        return super().images_in(self._plain(row)[0], where)
+
+    def _plain(self, row: dict) -> tuple[dict, str | dict | None]:
+        """Returns (a row with a prompt and the chosen completion, the rejected one) of a pair, (row, None) of others."""
+        data = self.data
+        plain = {name: row[name] for name in row if name not in (data.chosen_column, data.rejected_column)}
+        if not is_pair(row, data):
+            return plain, None
+        plain[data.prompt_column], plain[data.completion_column], rejected = split_pair(row, data,
+                                                                                        self.images is not None)
+        return plain, rejected
 
     def _label(self, row: dict) -> bool:
         data = self.data
@@ -74,8 +88,11 @@ def is_pair(row: dict, data) -> bool:
     return row.get(data.chosen_column) is not None or row.get(data.rejected_column) is not None
 
 
-def split_pair(row: dict, data) -> tuple:
-    """Returns (prompt, chosen completion, rejected completion) of a pair as texts or messages. Raises PromptError."""
+def split_pair(row: dict, data, images: bool = False) -> tuple:
+    """Returns (prompt, chosen completion, rejected completion) of a pair as texts or messages. Raises PromptError.
+
+    images: messages of the prompt may have image parts, which stay as they are.
+    """
     for option in ("chosen_column", "rejected_column"):
         if row.get(data[option]) is None:
             raise missing_column(row, data[option], f"data.{option}")
@@ -84,12 +101,12 @@ def split_pair(row: dict, data) -> tuple:
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise PromptError(f"{names}: one is text, the other is not")
     if not isinstance(chosen, str):
-        (before, chosen), (other, rejected) = _answer(chosen, data.chosen_column), _answer(rejected,
-                                                                                           data.rejected_column)
-        if before != other:
+        (before, chosen), (other, rejected) = (_answer(row[data[f"{name}_column"]], data[f"{name}_column"], images)
+                                               for name in ("chosen", "rejected"))
+        if not _equal(before, other):
             raise PromptError(f"{names}: the messages before the completion differ; expected the same prompt "
                               "and one completion each")
-        prompt = pair_prompt(prompt, before, data.prompt_column)
+        prompt = pair_prompt(prompt, before, data.prompt_column, images)
     elif prompt is None:
         prompt, chosen, rejected = shared_text(chosen, rejected, data.prompt_column)
     if chosen == rejected:
@@ -97,39 +114,62 @@ def split_pair(row: dict, data) -> tuple:
     return prompt, chosen, rejected
 
 
-def _answer(messages, name: str) -> tuple[list[dict], str | dict]:
+def _answer(messages, name: str, images: bool) -> tuple[list[dict], str | dict]:
     """Returns (messages before the last, the last message's content as `assistant_content` returns it)."""
     try:
-        messages = check_messages(messages)
+        messages = check_messages(messages, images)
     except PromptError as e:
         raise PromptError(f"column {name!r}: {e}") from None
     if messages[-1]["role"] != "assistant":
         raise PromptError(f"column {name!r} ends with the role {messages[-1]['role']!r}, expected the "
                           "assistant's")
+    if not isinstance(messages[-1]["content"], str):
+        raise PromptError(f"column {name!r}: the completion holds an image: models write text alone")
     return messages[:-1], assistant_content(messages[-1])
 
 
-def holdout_prompt(row: dict, data):
-    """Returns the prompt that decides on which side of the held-out split a row falls; None if it cannot be read."""
+def holdout_prompt(row: dict, data, images: bool = False):
+    """Returns the prompt that decides on which side of the held-out split a row falls; None if it cannot be read.
+
+    images: as for split_pair.
+    """
     if row.get(data.prompt_column) is not None or not is_pair(row, data):
         return row.get(prompt_column(row, data.prompt_column))
     try:
-        return split_pair(row, data)[0]
+        return split_pair(row, data, images)[0]
     except PromptError:  # reported when the row is read
         return None
 
 
-def pair_prompt(prompt, before: list[dict], name: str):
-    """Returns the prompt of a row whose completions are messages with `before` in front of them."""
+def _equal(a, b) -> bool:
+    """Whether two values of rows are the same; images in memory may be arrays."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else a == b
+
+
+def _text(message: dict) -> str:
+    """Returns the text of a message, without its images."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
+def pair_prompt(prompt, before: list[dict], name: str, images: bool = False):
+    """Returns the prompt of a row whose completions are messages with `before` in front of them.
+
+    images: as for split_pair.
+    """
     if not before:
         if prompt is None:
             raise PromptError(f"there is no prompt: neither a column {name!r} (data.prompt_column) nor messages before "
                               "the completion")
         return prompt
     if isinstance(prompt, str):
-        same = any(message["content"].strip() == prompt.strip() for message in before)
+        same = any(_text(message).strip() == prompt.strip() for message in before)
     else:
-        same = prompt is None or check_messages(prompt) == before
+        same = prompt is None or _equal(check_messages(prompt, images), before)
     if not same:
         raise PromptError(f"the messages before the completion are not those of column {name!r} (data.prompt_column)")
     return before

@@ -88,3 +88,7 @@ class Steps:
             raise PromptError("a step has no tokens")
         ends = np.array([i == len(piece) - 1 for piece in pieces for i in range(len(piece))])
         return prompt, [i for piece in pieces for i in piece], ends
+
+    def with_images(self, row: Row, prompt: list[int], counts) -> tuple:
+        """As `__call__`, and the first tokens of images after the prompt, of which there are none."""
+        return *self(row, prompt), []

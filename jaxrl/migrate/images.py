@@ -86,11 +86,11 @@ def settle(m: Migration, key: str) -> None:
         if recipe in ("rl", "distill") and not squares:
             _sampler(m, "which has this family with its tower alone")
         return
-    why = {"rl": "", "sft": ""}.get(recipe, f"run.recipe={recipe} is of text: images are for sft and rl")
+    why = {"rl": "", "sft": ""}.get(recipe, f"jobs of run.recipe={recipe} with images are trained here and not translated yet")
     if any(option.startswith("env.") for option in m.options):
         why = "jobs of episodes with images are trained here and not translated yet"
     elif m.options.get("algorithm.advantage", ("",))[0] == "gae":
-        why = "a critic is of text: images are for advantages without one"
+        why = "critics that see are trained here and not translated yet"
     if why:
         m.lacks(key, f"{m.options['model.path'][0]} reads images, and {why}", refuse=True)
         m.needs_you.clear()

@@ -464,7 +464,7 @@ def text_part(hf_config: dict) -> dict:
     if own is None and kind in FLAT:
         own = {k: v for k, v in hf_config.items() if k not in OUTER}
     names = hf_config.get("architectures") or [architecture]
-    if architecture not in names:
+    if not {architecture, classifier_of(kind)} & set(names):
         raise ConfigError(f"architectures={names!r} is not supported; take a {architecture} checkpoint")
     stored = FAMILIES[text].stored_type or text
     if not isinstance(own, dict) or own.get("model_type", stored) not in (stored, kind):
@@ -480,6 +480,12 @@ def text_part(hf_config: dict) -> dict:
         if own[key] != beside[key]:
             raise ConfigError(f"model config: {key}={beside[key]!r} beside {own[key]!r} in text_config; make them equal")
     return {**own, **beside, "model_type": text} | {k: v for k, v in hf_config.items() if k.startswith("jaxrl_")}
+
+
+def classifier_of(kind: str) -> str:
+    """Returns the name of the sequence classifier of a model of several parts (a key of NESTED). transformers has none
+    of those with a tower; what reward models are called follows its names."""
+    return NESTED[kind][1].replace("ForConditionalGeneration", "ForSequenceClassification")
 
 
 def _by_its_family(hf_config, kind: str, architecture: str, dropped) -> dict:

@@ -30,6 +30,7 @@ from jaxrl.planning.workload import (
     token_shards,
     weight_bytes,
 )
+from jaxrl.roles.kept_features import keeps_features
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, targets
 from jaxrl.training import optimizer, streaming, update
 
@@ -133,7 +134,8 @@ def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) ->
     one = weight_bytes(model, mesh, TRAIN_RULES, 1)
     out = {"update_params": one * size, "update_optimizer": MOMENTS.get(config.optimizer.name, 2) * one * size,
            "update_gradients": one * 4,
-           "update_batch": _batch_bytes(rows(config, data_shards(mesh), model=model), model, mesh)}
+           "update_batch": _batch_bytes(rows(config, data_shards(mesh), model=model), model, mesh,
+                                        keeps_features(config, model))}
     if config.needs_reference:
         out["reference"] = one * SIZES[config.reference.dtype]
     if config.needs_critic and not config.shares_trunk:
@@ -169,13 +171,15 @@ def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float
     return slots / data_shards(mesh) * (kv + state_bytes(cfg, mesh, width))
 
 
-def _batch_bytes(what: Rows, model, mesh: dict) -> float:
+def _batch_bytes(what: Rows, model, mesh: dict, kept: bool = False) -> float:
     count, length = what.shape
     text = 13 * 4 * count * length  # 7 integer arrays, about 6 columns and weights
     if not what.patches:
         return text / token_shards(mesh)
     tower = model.config.vision
     of_patches = tower.channels * tower.patch**2 + 4 * (5 + (tower.window > 0))
+    if kept:
+        of_patches = model.compute_dtype.itemsize * (1 + len(tower.taps)) * tower.out_size / tower.merge**2
     return (text + 16 * count * length + of_patches * count * what.patches) / token_shards(mesh)
 
 
@@ -370,7 +374,9 @@ def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dic
             learns = name in ("update", "critic")
             count, length = shape if learns else scored
             temp = temporaries(config, model, mesh, (count, length), name)
-            temp += tower_temporaries(model, mesh, count, places[length], learns)
+            reads = name in ("update", "score") or name == "score_reference" and not config.reference.path
+            if not (reads and keeps_features(config, model)):
+                temp += tower_temporaries(model, mesh, count, places[length], learns)
         elif name in ("update_apply", "critic_apply"):
             temp = _apply(config, model, mesh, name)
         elif name == "publish":

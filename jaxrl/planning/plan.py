@@ -28,6 +28,7 @@ from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
 from jaxrl.resolve.spec import resolve
 from jaxrl.rollout import engine_row
+from jaxrl.roles.kept_features import keeps_features
 from jaxrl.sharding import ROLLOUT_RULES, targets
 
 log = logging.getLogger("jaxrl")
@@ -197,6 +198,8 @@ def _memory(case: Case, cpu: dict, own: dict | None) -> tuple[dict, dict, dict]:
     if case.target.kind == "cpu":
         return {name: size + cpu["host"][name] for name, size in cpu["live"].items()}, cpu["programs"], {}
     host = {name: size for name, size in (own or cpu)["host"].items() if size}
+    if keeps_features(case.config, case.model):
+        host["features of images"] = case.config.train.image_cache_gb * 1e9 / case.target.per_host
     if not own:
         return cpu["live"], memory.counted_programs(case.config, case.model, case.mesh, case.rollout,
                                                     case.programs), host

@@ -96,11 +96,13 @@ def _reinforcement(out: Lowering, job, keep):
         reference = memory.kept(reference) if job.streams("reference") else reference
         out.live["reference"] = reference
     routes = precompile.routes(c, job, "sampled")
-    batch = precompile.batch(job, precompile.max_rows(job.score_shapes), _support(c), ("scored",), routes)
+    batch, fresh = (precompile.batch(job, precompile.max_rows(job.score_shapes), _support(c), ("scored",), routes, kept)
+                    for kept in (True, False))
     if "old" in roles.loss.needs and keep("score"):
         out.programs["score"] = roles.score.program.lower(params, batch)
     if reference is not None and keep("score_reference"):
-        out.programs["score_reference"] = roles.score.program.lower(reference, batch.replace(routes=None))
+        shown = fresh if c.reference.path else batch
+        out.programs["score_reference"] = roles.score.program.lower(reference, shown.replace(routes=None))
     critic = roles.critic
     if critic is not None and not critic.shared:
         critic_state = critic.abstract()
@@ -109,7 +111,7 @@ def _reinforcement(out: Lowering, job, keep):
     else:
         params_of_critic = params
     if critic is not None and keep("value"):
-        out.programs["value"] = critic._score.program.lower(params_of_critic, batch.replace(routes=None))
+        out.programs["value"] = critic._score.program.lower(params_of_critic, fresh.replace(routes=None))
     return policy_params(state.trainable, state.frozen)
 
 
@@ -138,7 +140,7 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
     if update.in_parts == "none":
         on_devices = jax.tree.map(lambda s: NamedSharding(job.mesh, s.sharding.spec), state.opt_state)
         state = state.replace(opt_state=precompile.shaped(state.opt_state, on_devices))
-    batch = precompile.update_batch(job, objective, precompile.max_rows(job.row_shapes))
+    batch = precompile.update_batch(job, objective, precompile.max_rows(job.row_shapes), name != "critic")
     carry = precompile.update_sums(job, update, state, batch)
     out.live |= {f"{name}_gradients": carry[0], f"{name}_batch": batch}
     if keep(name):

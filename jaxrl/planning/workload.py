@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.kernels.experts import tuned
+from jaxrl.roles.kept_features import keeps_features
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for, targets
 from jaxrl.sharding.mesh import DATA_AXES, row_parts
 from jaxrl.training.layout import make_layout, row_patches, row_shapes
@@ -164,6 +165,8 @@ def useful_flops(config, model) -> float:
     of_answer, _ = split_flops(model, prompt + (answer + 1) / 2)
     scored = answer + (prompt if config.train.loss_on_prompt and not rl else 0)
     text = prompts * prompt * of_prompt + sequences * (answer * of_answer + scored * head)
+    if keeps_features(config, model):  # each picture once
+        return 3 * config.updates[0] * text + config.data.prompts_per_step * tower_flops(config, model)
     return 3 * config.updates[0] * (text + prompts * tower_flops(config, model))
 
 
@@ -192,6 +195,7 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
     scored = what.scored / token_shards(mesh)
     factor, head_factor = (1, 1) if forward_only else (passes(model), 4)
     images = count * what.patches / max(1, prompt_patches(config, model)) / token_shards(mesh)
+    images *= not keeps_features(config, model)
     flops = (factor * (tokens * body + images * tower_flops(config, model)) + head_factor * scored * head) / mesh["tp"]
     widths = sum((math.prod(e.shape[e.stacked:][:e.inputs]) + math.prod(e.shape[e.stacked:][e.inputs:]))
                  * len(e.hf_names) * e.row.share

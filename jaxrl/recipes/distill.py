@@ -24,6 +24,7 @@ import numpy as np
 from jaxrl import training
 from jaxrl.algorithms.distillation import sampled_advantages
 from jaxrl.data import Interrupted
+from jaxrl.data.images.thumbnails import save
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.episodes import conversations
@@ -40,7 +41,7 @@ from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Progress, Session
 from jaxrl.run.setup import Job, open_run
 from jaxrl.telemetry.flops import Speed
-from jaxrl.types import Trajectories
+from jaxrl.types import Pictures, Trajectories
 
 
 class StepInputs(NamedTuple):
@@ -65,7 +66,7 @@ def run(config, inputs=None) -> dict:
         c = job.config
         if c.run.mode == "eval":
             return evaluate_only(s, job)
-        teachers.check(c, job.tokenizer)
+        teachers.check(c, job.tokenizer, job.images)
         roles, rows, rollouts = Roles(job, s.total_steps), MixedRows(s.stream, c), None
         if drawn:
             rollouts = Rollouts.open(s, job, stream=rows, reward_model=None, per_step=drawn)
@@ -127,7 +128,7 @@ class Student(Policy):
 
     def most_probable(self, traj, layout) -> np.ndarray:
         """Returns the student's most probable token ids at each token, [T, distill.top_k]."""
-        return self.reader(self.params(), traj, layout)["ids"]
+        return self.reader(self.params(), self.shown(traj), layout)["ids"]
 
     def update(self, batches) -> dict:
         if not self.extra_params:
@@ -201,7 +202,7 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
     if s.stopping():
         return None
     if inputs:
-        pieces.append(demonstrations([e for _, e in inputs], [p for p, _ in inputs], False))
+        pieces.append(demonstrations([e for _, e in inputs], [p for p, _ in inputs], False, job.images))
     traj = join_batches(pieces, c.distill.on_prompt)
     from_rows = np.arange(traj.num_trajectories) >= traj.num_trajectories - len(inputs)
     seed = minibatch_seed(c.run.seed, s.step)
@@ -217,7 +218,8 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
         known = columns.get("advantage", np.zeros(len(traj.tokens)))[:len(batch.traj.tokens)]
         per_completion = batch.traj.total(known) / np.maximum(batch.traj.total(), 1)
         rows = records(batch.traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
-                       conversations(batch.traj, job.tokenizer) if c.episodes else None)
+                       conversations(batch.traj, job.tokenizer) if c.episodes else None,
+                       save(s.run_dir, batch.traj, batch.result.total, c.log.thumbnails) if s.peers.first else {})
         s.telemetry.rollouts(s.step + 1, rows)
     with s.changing():
         with s.phase("update"):
@@ -236,7 +238,7 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
 def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
     """Joins the student's completions and the rows', in this order, to one batch.
 
-    on_prompt: prompt tokens are scored too, except the first, which nothing predicts.
+    on_prompt: prompt tokens are scored too, except the first, which nothing predicts, and those of images.
     """
     if len(pieces) == 2:
         a, b = pieces
@@ -245,7 +247,8 @@ def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
         joined: dict[str, Any] = {name: both(name) for name in names}
         traj = Trajectories(**joined,
                             offsets=np.concatenate([a.offsets, a.offsets[-1] + b.offsets[1:]]),
-                            group=np.concatenate([a.group, a.group.max() + 1 + np.arange(len(b.group))]))
+                            group=np.concatenate([a.group, a.group.max() + 1 + np.arange(len(b.group))]),
+                            pictures=Pictures.joined(pieces))
     else:
         traj = pieces[0]
     if not on_prompt:
@@ -253,8 +256,10 @@ def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
     mask = traj.loss_mask.copy()
     for start, prompt in zip(traj.offsets, traj.prompt_lengths, strict=False):
         mask[start + 1:start + prompt] = True
+    if traj.pictures is not None:
+        mask[traj.pictures.tokens(traj.offsets)] = False
     fields = ("tokens", "offsets", "logprobs", "versions", "prompt_lengths", "group", "sample", "seed", "finish",
-              "columns", "trajectory", "prefix")
+              "columns", "trajectory", "prefix", "pictures")
     return Trajectories(**{name: getattr(traj, name) for name in fields}, loss_mask=mask)
 
 
@@ -285,6 +290,7 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
 def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str, float]:
     """Runs all optimizer steps of a batch; returns the means of their metrics."""
     c, policy, pending = parts.s.spec, parts.roles.policy, []
+    traj = policy.shown(traj)
     a = c.algorithm
     dropped = a.mask_truncated & (traj.finish == 1)
     if a.early_stop_ratio or a.early_stop_kl:

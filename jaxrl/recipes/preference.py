@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.algorithms.preference import Table, needs_reference, preference_loss, weighted
+from jaxrl.data.images.controls import controlled
 from jaxrl.recipes.sft import demonstrations, log_line
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate, publish_latest, summary, write_records
@@ -31,6 +32,7 @@ from jaxrl.run.fit import fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import first_prompt, open_run
 from jaxrl.training.score import make_score
+from jaxrl.types import Places
 
 
 def run(config, inputs=None) -> dict:
@@ -78,6 +80,7 @@ class Completion(NamedTuple):
 
     prompt_ids: np.ndarray
     target_ids: np.ndarray
+    images: Places | None
     trained: None = None
 
 
@@ -98,7 +101,7 @@ class PreferenceStep:
                 chosen.append(len(completions))
             mine = [e.target_ids] if e.rejected_ids is None else [e.target_ids, e.rejected_ids]
             good += [bool(e.columns[label])] if e.rejected_ids is None else [True, False]
-            completions += [Completion(e.prompt_ids, ids) for ids in mine]
+            completions += [Completion(e.prompt_ids, ids, e.images) for ids in mine]
             rows += [row] * len(mine)
         self.completions, self.rows, chosen = completions, rows, np.array(chosen, int)
         self.table = Table(chosen, chosen + 1, np.array(good, bool))
@@ -110,15 +113,15 @@ class PreferenceStep:
         Returns (traj, layout); completions are cut to the longest sequence.
         """
         longest, count = self.job.config.longest, len(self.examples)
-        before = [self.examples[(row - 1) % count].prompt_ids for row in self.rows]
-        completions = [Completion(p, a.target_ids[:max(1, longest - len(p))])
-                   for p, a in zip(before, self.completions, strict=True)]
+        before = [self.examples[(row - 1) % count] for row in self.rows]
+        completions = [Completion(e.prompt_ids, a.target_ids[:max(1, longest - len(e.prompt_ids))], e.images)
+                       for e, a in zip(before, self.completions, strict=True)]
         return lay_out(self.job, completions, self.rows)
 
 
 def lay_out(job, completions, rows):
     """Returns (Trajectories, training.Layout) of completions. rows: number of the row of each."""
-    traj = demonstrations(completions, rows, loss_on_prompt=False)
+    traj = demonstrations(completions, rows, loss_on_prompt=False, images=job.images)
     return traj, training.make_layout(traj.sizes, job.row_shapes, share_prompts=job.config.train.share_prompts)
 
 
@@ -156,20 +159,24 @@ class Losses:
 
 def one_update(policy: Policy, step: PreferenceStep, derivative) -> dict[str, Any]:
     """Runs one optimizer step along the derivative [N]; returns its metrics, which stay on the device."""
-    weights = training.sequence_weights(step.traj, derivative)
+    weights, traj = training.sequence_weights(step.traj, derivative), policy.shown(step.traj)
     micro = step.layout.minibatches[0].microbatches
-    return policy.update(policy.put(training.pack(step.traj, m, {}, weights)) for m in micro)
+    return policy.update(policy.put(training.pack(traj, m, {}, weights)) for m in micro)
 
 
 class HeldOutEvaluation:
-    """Evaluates held-out sets: loss and implicit rewards of pairs (or of completions with labels), as in one step; sets
-    of prompts are completed and scored as in any job. Returns what Session expects of an evaluation."""
+    """Evaluates held-out sets: loss and implicit rewards of pairs (or of completions with labels), as in one step, once
+    more with other pictures for each of eval.controls; sets of prompts are completed and scored as in any job. Returns
+    what Session expects of an evaluation."""
 
     def __init__(self, s, job, role: Role, losses: Losses, sync=None):
         self.role, self.losses = role, losses
-        prompts = sets_to_complete(job.config, job.eval_sets)
-        self.steps = {name: PreferenceStep(job, [data[i] for i in range(len(data))])
-                      for name, data in job.eval_sets.items() if name not in prompts}
+        prompts, self.steps = sets_to_complete(job.config, job.eval_sets), {}
+        for name, data in job.eval_sets.items():
+            if name not in prompts:
+                rows = [(i, data[i]) for i in range(len(data))]
+                for control, shown in controlled(job.config, name, rows).items():
+                    self.steps[name + control] = PreferenceStep(job, [e for _, e in shown])
         self.completions = None
         if sync is not None:
             self.completions = Evaluation(s, with_prompt_sets(job), sync)
@@ -188,6 +195,10 @@ class HeldOutEvaluation:
         out, right, pairs = {}, 0.0, 0
         for name, step in self.steps.items():
             found = self.losses(self.role, step)[2]
+            if "/" in name:  # a control
+                kept = {"loss": "loss", "reward/accuracy": "accuracy"}
+                out |= {f"eval/{name}/{kept[key]}": found[key] for key in kept if key in found}
+                continue
             out |= {f"eval/{name}/{key}": value for key, value in found.items()}
             count = len(step.table.chosen)
             right, pairs = right + count * found.get("reward/accuracy", 0.0), pairs + count

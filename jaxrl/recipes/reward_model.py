@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl import training
 from jaxrl.algorithms.scores import bradley_terry, step_labels
+from jaxrl.data.images.controls import controlled
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.resolve.spec import resolve
@@ -31,7 +32,7 @@ from jaxrl.run.fit import StepResult, fit
 from jaxrl.run.session import Session
 from jaxrl.run.setup import Job, open_run
 from jaxrl.training.score import make_value_score
-from jaxrl.types import Trajectories
+from jaxrl.types import Pictures, Trajectories
 
 EVAL_ROWS = 256  # of held-out rows scored at once
 
@@ -46,7 +47,7 @@ def run(config, inputs=None) -> dict:
             def step():
                 with s.phase("data"):
                     rows, cursor = job.stream.take(s.progress.cursor)
-                    batch = make_batch([example for _, example in rows], c)
+                    batch = make_batch([example for _, example in rows], c, job.images)
                 with s.changing():
                     s.fault("update")
                     metrics = one_step(s, job, model, batch)
@@ -114,23 +115,26 @@ class Batch:
     loss: Callable[[np.ndarray], tuple[float, np.ndarray, dict]]
 
 
-def make_batch(examples, c) -> Batch:
+def make_batch(examples, c, images=None) -> Batch:
     """Builds the batch of some examples.
 
     Sequences 2 i and 2 i + 1 are the chosen and the rejected completion of example i; with reward_model.kind=steps
-    sequence i is that of example i.
+    sequence i is that of example i. images: the job's ImageSource.
     """
     options = c.reward_model
+    shown = images and Pictures.of(
+        [e.images for e in examples for _ in range(1 if options.kind == "steps" else 2)], images)
     if options.kind == "steps":
         traj = training.scored_behind([e.prompt_ids for e in examples], [e.target_ids for e in examples],
-                                      np.arange(len(examples)), [np.flatnonzero(e.trained) for e in examples])
+                                      np.arange(len(examples)), [np.flatnonzero(e.trained) for e in examples],
+                                      pictures=shown)
         labels = np.concatenate([e.columns["labels"] for e in examples])
         return Batch(traj, lambda scores: step_labels(scores, labels))
     prompts = [e.prompt_ids for e in examples for _ in range(2)]
     answers = [ids for e in examples for ids in (e.target_ids, e.rejected_ids)]
     pairs = np.arange(len(examples))
     margin = np.array([e.columns.get(c.data.margin_column) or 0.0 for e in examples])
-    traj = training.scored_behind(prompts, answers, np.repeat(pairs, 2))
+    traj = training.scored_behind(prompts, answers, np.repeat(pairs, 2), pictures=shown)
     return Batch(traj, lambda scores: bradley_terry(scores, 2 * pairs, 2 * pairs + 1, margin, options.center))
 
 
@@ -142,7 +146,7 @@ def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
         scores = model.score(traj, layout)[traj.loss_mask]
         loss, derivative, found = batch.loss(scores)
     with s.phase("update"):
-        weights = training.score_weights(traj, derivative)
+        weights, traj = training.score_weights(traj, derivative), model.shown(traj)
         packed = (training.pack(traj, m, {}, weights) for m in layout.minibatches[0].microbatches)
         metrics = host_scalars(model.update(map(model.put, packed)))
     lengths = traj.completion_lengths - 1  # without the slot
@@ -160,7 +164,7 @@ def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
 
 class Evaluation:
     """Measures accuracy on held-out rows: the share of pairs whose chosen completion scores higher (ties are wrong), or
-    of steps whose score has the right sign."""
+    of steps whose score has the right sign; once more with other pictures for each of eval.controls."""
 
     def __init__(self, s, job, model: Scorer):
         self.s, self.job, self.model = s, job, model
@@ -169,17 +173,19 @@ class Evaluation:
         """Returns (metrics, {}, entry of summary.json); all empty after a stop."""
         metrics, rows, judged = {}, {}, []
         for name, dataset in self.job.eval_sets.items():
-            pieces = []
-            for start in range(0, len(dataset), EVAL_ROWS):
-                if self.s.together("held-out rows", lambda: None if self.s.interrupted() else True) is None:
-                    return {}, {}, {}
-                pieces.append(self._scored([dataset[i] for i in range(start, min(start + EVAL_ROWS, len(dataset)))]))
-            count = sum(n for n, _, _ in pieces)
-            for key in dict.fromkeys(k for _, found, _ in pieces for k in found):
-                parts = [(n, found[key]) for n, found, _ in pieces if key in found]
-                metrics[f"eval/{name}/{key}"] = sum(n * v for n, v in parts) / sum(n for n, _ in parts)
-            judged.append((count, metrics[f"eval/{name}/accuracy"]))
-            rows[name] = [row for *_, more in pieces for row in more]
+            whole = [(i, dataset[i]) for i in range(len(dataset))]
+            for control, batch in controlled(self.job.config, name, whole).items():
+                pieces = []
+                for start in range(0, len(batch), EVAL_ROWS):
+                    if self.s.together("held-out rows", lambda: None if self.s.interrupted() else True) is None:
+                        return {}, {}, {}
+                    pieces.append(self._scored([e for _, e in batch[start:start + EVAL_ROWS]]))
+                for key in dict.fromkeys(k for _, found, _ in pieces for k in found):
+                    parts = [(n, found[key]) for n, found, _ in pieces if key in found]
+                    metrics[f"eval/{name}{control}/{key}"] = sum(n * v for n, v in parts) / sum(n for n, _ in parts)
+                if not control:
+                    judged.append((sum(n for n, _, _ in pieces), metrics[f"eval/{name}/accuracy"]))
+                    rows[name] = [row for *_, more in pieces for row in more]
         metrics["eval/accuracy"] = sum(n * v for n, v in judged) / sum(n for n, _ in judged)
         if self.s.peers.first:
             write_records(self.s.run_dir, self.s.step, rows)
@@ -187,7 +193,7 @@ class Evaluation:
 
     def _scored(self, examples) -> tuple[int, dict, list[dict]]:
         """Returns (number of slots or pairs, metrics, records) of some rows."""
-        job, batch = self.job, make_batch(examples, self.job.config)
+        job, batch = self.job, make_batch(examples, self.job.config, self.job.images)
         traj = batch.traj
         layout = training.make_layout(traj.sizes, job.score_shapes, share_prompts=job.config.train.share_prompts)
         scores = self.model.score(traj, layout)[traj.loss_mask].astype(np.float64)

@@ -118,7 +118,7 @@ def one_update(job, policy: Policy, traj: Trajectories, step: int):
 
     Returns (metrics, which stay on the device; Layout.metrics). step: completed steps, for dropout seeds.
     """
-    layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False)
+    layout, traj = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False), policy.shown(traj)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
 
     def columns(number: int) -> dict:

@@ -9,7 +9,9 @@ cached on disk by a digest of the whole request, so each request is sent once.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -57,15 +59,16 @@ class Judge(Service):
         """Returns per completion (score in 0..1, {cached: 0 or 1}), or the ServiceError."""
         o, many = self.o, range(len(completions))
         rubrics, answers = (columns.get(name) or [None] * len(completions) for name in (o["rubric_column"], "answer"))
-        conversations = [self.messages(prompts[i], completions[i], rubrics[i], answers[i]) for i in many]
+        shown = columns.get("images") or [()] * len(completions)
+        conversations = [self.messages(prompts[i], completions[i], rubrics[i], answers[i], shown[i]) for i in many]
         async with self.client() as client:
             return await asyncio.gather(*(self._one(client, messages) for messages in conversations))
 
     async def _one(self, client, messages):
         return await self.run_until_deadline(lambda budget: self.score_messages(client, budget, messages))
 
-    def messages(self, prompt, completion: str, rubric, answer) -> list[dict]:
-        """Returns the request messages for one completion."""
+    def messages(self, prompt, completion: str, rubric, answer, images=()) -> list[dict]:
+        """Returns the request messages for one completion. images: rewards.images.RowImage, shown before the text."""
         o, text = self.o, CONTROL.sub(lambda m: m[0] + " ", printable(completion))
         values = {"prompt": prompt_text(prompt), "rubric": o["rubric"] if rubric is None else str(rubric),
                   "answer": "" if answer is None else str(answer), "lowest": f"{o['lowest']:g}",
@@ -73,7 +76,11 @@ class Judge(Service):
         whole = json.dumps([o["prompt"], values, text, o["model"]], sort_keys=True)
         n = hashlib.sha256(whole.encode()).hexdigest()[:16]
         values["completion"] = f"<answer {n}>\n{text}\n</answer {n}>"
-        return [{"role": "user", "content": FRAME.format(n=n) + fill_placeholders(o["prompt"], values)}]
+        whole = FRAME.format(n=n) + fill_placeholders(o["prompt"], values)
+        if not images:
+            return [{"role": "user", "content": whole}]
+        parts = [{"type": "image_url", "image_url": {"url": data_uri(image.file)}} for image in images]
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": whole}]}]
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
         """Returns (score in 0..1, {cached}). An unreadable reply is requested once more. Raises ServiceError."""
@@ -132,6 +139,20 @@ class Judge(Service):
         os.replace(part, path)
 
 
+class SeeingJudge(Judge):
+    """A Judge that is shown the images of the row (reward.judge.images)."""
+
+    async def __call__(self, prompts, completions, images=None, **columns):
+        return await super().__call__(prompts, completions, images=images, **columns)
+
+
+def data_uri(file: bytes) -> str:
+    """Returns an image's file as a data URI."""
+    starts = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"RIFF": "webp", b"BM": "bmp", b"GIF8": "gif"}
+    kind = next((kind for start, kind in starts.items() if file.startswith(start)), "png")
+    return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"
+
+
 def reply_text(reply, where: str) -> str:
     """Returns the text of a chat completion. Raises ServiceError."""
     choices = get_field(reply, "choices", list, where)
@@ -142,10 +163,18 @@ def reply_text(reply, where: str) -> str:
 
 
 def prompt_text(prompt) -> str:
-    """Returns a prompt as text; each message is preceded by its role."""
+    """Returns a prompt as text; each message is preceded by its role, an image is [image 1], [image 2] ..."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in prompt)
+    numbers = itertools.count(1)
+
+    def content(message):
+        parts = message.get("content")
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            return parts
+        return "".join(f"[image {next(numbers)}]" if part.get("type") == "image" else str(part.get("text")) for part in parts)
+
+    return "\n\n".join(f"{m.get('role')}: {content(m)}" if isinstance(m, dict) else str(m) for m in prompt)
 
 
 def fill_placeholders(prompt: str, values: dict[str, str]) -> str:
@@ -160,4 +189,4 @@ def unknown_names(prompt: str) -> list[str]:
 
 def make(o: dict, place: dict) -> Judge:
     """Returns the reward of a judge's options and its service's place."""
-    return Judge(o, place)
+    return (SeeingJudge if o.get("images") else Judge)(o, place)

@@ -7,7 +7,6 @@ eval.rewards; nothing here trains.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config import adapter_table
-from jaxrl.data.images.controls import CONTROLS
+from jaxrl.data.images.controls import controlled, with_own_pictures
 from jaxrl.data.images.thumbnails import save
 from jaxrl.processes.exchange import owner_process
 from jaxrl.rl.episodes import add_episode_rewards, check_failures, conversations
@@ -31,8 +30,6 @@ from jaxrl.roles import parameters
 from jaxrl.roles.role import policy_params
 from jaxrl.rollout import generate
 from jaxrl.telemetry import dumps, write_atomic
-
-log = logging.getLogger("jaxrl")
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
@@ -105,16 +102,11 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
                              episodes=conversations(traj, job.tokenizer) if c.episodes else None, kept=kept)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):
             record["accurate"] = bool(hit)
-        for control in c.eval.controls:
-            other = CONTROLS[control](batch, c.episodes and c.env.image_tokens > 0)
-            if not other:
-                log.warning("eval.controls: no two rows of %s have images of the same sizes: none is %s", name,
-                            control)
-            scored = other and complete_rows(s, job, name, other, sampling, receive, control)
+        for control, other in list(controlled(c, name, batch).items())[1:]:
+            scored = complete_rows(s, job, name, other, sampling, receive, control[1:])
             if scored is None:
                 return {}, {}
-            if scored:
-                metrics |= {f"eval/{name}/{control}/{k}": v for k, v in _scores(accurate(job, *scored)[2]).items()}
+            metrics |= {f"eval/{name}{control}/{k}": v for k, v in _scores(accurate(job, *scored)[2]).items()}
     together = np.concatenate(list(hits_of.values()))
     metrics |= {f"eval/{k}": v for k, v in _scores(together).items()}
     return metrics, rows
@@ -125,7 +117,7 @@ def accurate(job, traj, examples, texts, result):
     completion is accurate [rows, samples])."""
     c = job.config
     if job.reward_model is not None:
-        result = job.reward_model.add_scores(traj, examples, texts, result)
+        result = job.reward_model.add_scores(with_own_pictures(traj, examples), examples, texts, result)
     source = c.eval.accuracy_from or next(iter(result.parts))
     scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # no completion: failed, not wrong
     hits = np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark

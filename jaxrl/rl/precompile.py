@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl import sharding, training
+from jaxrl.roles.kept_features import keeps_features
 from jaxrl.sharding import memory
 from jaxrl.telemetry import compilations
 from jaxrl.types import Images, PackedBatch
@@ -65,9 +66,9 @@ def shape_of(micro, patches) -> tuple[int, int, int]:
     return len(micro.rows), micro.row_length, micro.patches if shown else 0
 
 
-def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
+def batch(job, shape, columns, weights, routes: int = 0, kept: bool = True) -> PackedBatch:
     """Returns a microbatch of ShapeDtypeStructs. shape: (rows, row length, patches of a row; 0 = no image). columns: as
-    returned by `columns`.
+    returned by `columns`. kept: the policy's features are read where they are kept (roles.kept_features), not patches.
     """
     rows, length, patches = shape
     where = sharding.batch_sharding(job.mesh)
@@ -78,21 +79,27 @@ def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
                        columns={name: array(*kind) for name, kind in columns.items()},
                        weights={name: array(jnp.float32) for name in weights},
                        routes=array(jnp.int16, (routes,)) if routes else None,
-                       images=_images(job.model.config.vision, rows, length, patches, where) if patches else None)
+                       images=_images(job, rows, length, patches, where, kept) if patches else None)
 
 
-def _images(vision, rows: int, length: int, patches: int, where) -> Images:
+def _images(job, rows: int, length: int, patches: int, where, kept: bool) -> Images:
+    vision = job.model.config.vision
     array = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=where)  # noqa: E731
+    of_tokens = {"inserts": array(length)} | (
+        {"reach": array(length)} if vision.two_way else {"rotary": array(length, 3)})
+    if kept and keeps_features(job.config, job.model):
+        size, dtype = (1 + len(vision.taps)) * vision.out_size, job.model.compute_dtype
+        features = array(patches // vision.merge**2, size, dtype=dtype)
+        return Images(None, None, None, **of_tokens, features=features)
     return Images(patches=array(patches, vision.channels * vision.patch**2, dtype=jnp.uint8), places=array(patches, 4),
-                  segments=array(patches), inserts=array(length),
-                  **({"reach": array(length)} if vision.two_way else {"rotary": array(length, 3)}),
+                  segments=array(patches), **of_tokens,
                   windows=array(patches) if vision.window else None)
 
 
-def update_batch(job, objective, shape) -> PackedBatch:
-    """Returns a microbatch of an update, of ShapeDtypeStructs. shape: as in `batch`."""
+def update_batch(job, objective, shape, kept: bool = True) -> PackedBatch:
+    """Returns a microbatch of an update, of ShapeDtypeStructs. shape, kept: as in `batch`."""
     found = routes(job.config, job, "sampled", "scored") if objective.routers else 0
-    return batch(job, shape, columns(job.config, objective), objective.weights, found)
+    return batch(job, shape, columns(job.config, objective), objective.weights, found, kept)
 
 
 def shaped(tree, where):

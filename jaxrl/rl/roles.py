@@ -75,7 +75,7 @@ class Roles:
     def policy(self) -> Policy:
         """The parameters that train, with their optimizer; made on first use."""
         policy = Policy(self.job, self.loss, self.total_steps * self.updates_per_step, self.score)
-        if isinstance(self.reference, BaseReference):
+        if self.reference is not None:
             self.reference.policy = policy
         return policy
 

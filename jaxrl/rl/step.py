@@ -207,7 +207,7 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
     Args:
       policy: roles.role.Policy. meanwhile: called after each optimizer step was dispatched.
     """
-    traj, a, pending = batch.traj, spec.algorithm, []
+    traj, a, pending = policy.shown(batch.traj), spec.algorithm, []
     weigh = make_loss_weigher(spec, batch, prepared.columns)
     if a.early_stop_ratio or a.early_stop_kl:
         policy.state = clear_early_stop(policy.state)

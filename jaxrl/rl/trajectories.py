@@ -188,7 +188,7 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
         RewardItem(prompt=example.prompt, completion=prefix + text, finish=FINISH[finish], group=int(group),
                    sample=int(sample), token_ids=tokens.tolist(), context_ids=before,
                    columns={"answer": example.answer, **example.columns}, functions=getattr(example, "rewards", None),
-                   images=images and images.row_files(example.images))
+                   images=images and images.row_files(getattr(example, "own_images", None) or example.images))
         for example, text, finish, group, sample, tokens, before in rows]
 
 

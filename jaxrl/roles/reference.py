@@ -40,7 +40,8 @@ class Reference(Role):
     is loaded again.
     """
 
-    policy: Policy  # whose base it is, where adapters train: set by rl.roles.Roles and by sums.ReferenceSums
+    # whose base it is where adapters train, and whose features it reads: set by rl.roles.Roles and sums.ReferenceSums
+    policy: Policy
 
     def __init__(self, job, score=None):
         super().__init__("reference", job, score)
@@ -48,6 +49,10 @@ class Reference(Role):
         self.dtype = parameters.DTYPES[self.options.dtype]
         self.moves = bool(self.options.reset_steps or self.options.reset_epochs)
         self.epochs = 0.0
+
+    def shown(self, traj):
+        """Returns a batch as the policy reads it, whose tower the reference has unless it has a path of its own."""
+        return traj if traj.pictures is None or self.options.path else self.policy.shown(traj)
 
     def abstract(self):
         """Returns shapes, dtypes and shardings of its checkpointed arrays; {} if it never changes."""

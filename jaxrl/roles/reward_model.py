@@ -22,7 +22,7 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.models.value import ValueModel
 from jaxrl.rewards.items import RewardResult, reward_metrics
-from jaxrl.roles import parameters
+from jaxrl.roles import parameters, towers
 from jaxrl.roles.role import Role
 from jaxrl.training.score import make_value_score
 
@@ -40,8 +40,9 @@ class RewardModelFiles(NamedTuple):
     render: str
 
 
-def read_reward_model(config, tokenizer) -> RewardModelFiles | None:
+def read_reward_model(config, tokenizer, images=None) -> RewardModelFiles | None:
     """Reads description and tokenizer of reward.model.path; returns None if it is empty. tokenizer: the policy's.
+    images: the ImageSource of a job whose rows hold images, which the reward model sees, too.
 
     Raises ConfigError if they cannot be read, if the weights are not a sequence classifier with one label, or if
     completions cannot be expressed in its tokens.
@@ -51,7 +52,7 @@ def read_reward_model(config, tokenizer) -> RewardModelFiles | None:
         return None
     try:
         source = parameters.source_of(o.path)
-        hf_config = hf.load_config(source, o.revision, weights=False)
+        hf_config = towers.described(source, o.revision, images, weights=False)
         table = models.build(hf_config, compute_dtype="float32", scan_layers=True)
         tree = ValueModel(table, name=o.head, bias=False)
         hf.check_critic(tree, source, o.revision, scores=True)
@@ -69,6 +70,9 @@ def read_reward_model(config, tokenizer) -> RewardModelFiles | None:
         why = "its tokenizer has no chat template; set text"
     elif render != "tokens" and episodes(config):
         why = "episodes can only be scored by their sampled tokens; use a reward model with the policy's tokenizer"
+    elif render != "tokens" and images is not None:
+        why = ("completions on images can only be scored by their tokens; use a reward model with the policy's "
+               "tokenizer")
     elif len(own) > table.config.vocab_size:
         why = f"its tokenizer has {len(own)} entries, its vocab_size is {table.config.vocab_size}"
     if why:
@@ -86,9 +90,15 @@ def longest_scored(config, render: str) -> int:
 
 
 class RewardModel(Role):
-    """The reward model of a job, loaded on its devices. Args: job; read: its description (read_reward_model)."""
+    """The reward model of a job, loaded on its devices.
 
-    def __init__(self, job, read: RewardModelFiles):
+    Args:
+      job: run.setup.Job, with room for images in its rows.
+      read: its description (read_reward_model).
+      patches: most of the images of a sequence.
+    """
+
+    def __init__(self, job, read: RewardModelFiles, patches: int = 0):
         super().__init__(PART, job)
         c, o = job.config, job.config.reward.model
         scan, compute = c.model.scan_layers == "true", job.compute_dtype
@@ -106,6 +116,7 @@ class RewardModel(Role):
         mesh, windows = job.mesh_of(PART), [layer.window for layer in self.model.config.layers]
         self.shapes = training.row_shapes((), self.longest + 1, tokens, sharding.data_shards(mesh), c.train.row_counts,
                                           mesh.shape["cp"], windows, bool(self.model.config.num_recurrent))
+        self.shapes = towers.with_room(self.shapes, job, patches)
         with self.on():
             where = parameters.param_shardings(job, tree=self.tree, role=PART)
             self.state = hf.load_critic(self.tree, read.source, o.revision, where, parameters.DTYPES[o.dtype])
@@ -130,8 +141,10 @@ class RewardModel(Role):
         sizes = np.array([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
         fits, values = np.flatnonzero((sizes > 0) & (sizes <= self.longest)), np.full(len(sizes), np.nan)
         if len(fits):
+            last = [*(traj.first[1:] - 1), traj.num_sequences - 1]
             own = training.scored_behind([prompts[i] for i in fits], [completions[i] for i in fits], traj.group[fits],
-                                         prefixes=prefixes[fits])
+                                         prefixes=prefixes[fits],
+                                         pictures=traj.pictures and traj.pictures.select([last[i] for i in fits]))
             layout = training.make_layout(own.sizes, self.shapes, share_prompts=self.share)
             values[fits] = self.score(own, layout)[own.loss_mask]
             self.rest()

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from flax.traverse_util import unflatten_dict
 
 from jaxrl import training
 from jaxrl.config import adapter_table
@@ -24,6 +25,7 @@ from jaxrl.models.io import hf
 from jaxrl.processes.exchange import gather, put
 from jaxrl.processes.group import peers
 from jaxrl.roles import parameters
+from jaxrl.roles.kept_features import KeptFeatures, keeps_features
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import batch_sharding, processes_of
 from jaxrl.telemetry.health import finite
@@ -79,6 +81,11 @@ class Role:
         tree = training.merge(state.trainable, state.frozen) if isinstance(state, TrainState) else state
         return tree if self.streamed_from_host else memory.to_devices(tree)
 
+    def shown(self, traj):
+        """Returns a batch as this role's passes read it: its pictures with features that are kept, if there are any.
+        Collective."""
+        return traj
+
     def score(self, traj, layout, columns=None) -> np.ndarray:
         """Scores a batch under these parameters. Collective: processes without devices of the role receive the result.
 
@@ -88,7 +95,7 @@ class Role:
         Returns:
           [T] float32, log-probs or values at loss tokens.
         """
-        where, sent = self.scored_by, b""
+        where, sent, traj = self.scored_by, b"", self.shown(traj)
         if where is None or jax.process_index() in where:
             with self.on():
                 scored = self._score(self.params(), traj, layout, *([] if columns is None else [columns]))
@@ -122,6 +129,21 @@ class Policy(Role):
         self.optimizer, schedule = parameters.policy_optimizer(job, max(1, updates))
         self.program = training.make_update(job.model, self.optimizer, schedule, objective, parameters.in_parts(job))
         self.adapters = adapter_table.names(job.config)  # of an adapter set; () without one
+
+    @functools.cached_property
+    def features(self) -> KeptFeatures | None:
+        """The features of images that are kept; None if the tower trains, or no row has an image."""
+        if self.job.images is None or not keeps_features(self.job.config, self.job.model):
+            return None
+
+        def tower():
+            flat = {name: x for name, x in self.state.frozen.items() if name.startswith("vision/")}
+            return memory.to_devices(unflatten_dict(flat, sep="/"))["vision"]
+
+        return KeptFeatures(self.job, tower, self.put)
+
+    def shown(self, traj):
+        return traj if self.features is None else self.features.shown(traj)
 
     def update(self, batches) -> dict:
         """Runs one optimizer step on the microbatches of a minibatch; returns its metrics, on the device."""

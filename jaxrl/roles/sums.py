@@ -27,14 +27,15 @@ def logprob_sums(role, traj, layout) -> np.ndarray:
 
 
 def completion_keys(traj) -> list[bytes]:
-    """Returns a hash of prompt and completion token ids for each trajectory (of one sequence each).
+    """Returns a hash of prompt and completion token ids and images for each trajectory (of one sequence each).
 
-    Another text, template or tokenizer gives another key.
+    Another text, template, tokenizer or picture gives another key.
     """
-    out = []
+    out, shown = [], traj.pictures and traj.pictures.digests(traj.num_sequences)
     for i, prompt in enumerate(traj.prompt_lengths):
         ids = traj.tokens[traj.offsets[i]:traj.offsets[i + 1]].astype("<i4")
-        out.append(hashlib.blake2b(int(prompt).to_bytes(8, "little") + ids.tobytes(), digest_size=KEY).digest())
+        whole = int(prompt).to_bytes(8, "little") + ids.tobytes() + (shown[i] if shown else b"")
+        out.append(hashlib.blake2b(whole, digest_size=KEY).digest())
     return out
 
 

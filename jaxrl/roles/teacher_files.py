@@ -3,14 +3,15 @@ recipes.distill writes them (teacher.save); roles.teachers.FileTeacher reads the
 
 A folder of safetensors files, each of which holds n sequences with t loss tokens in all:
 
-    keys      uint8 [n, 16]    blake2b of the sequence's token ids (int32, little-endian), then of its loss mask as bits
+    keys      uint8 [n, 16]    blake2b of the sequence's token ids (int32, little-endian), then of its loss mask as bits,
+                               then, of one with images, of where they lie and their pixels (types.Pictures.digests)
     offsets   int64 [n + 1]    where the loss tokens of each begin
     ids       int32 [t, K]     the highest first; -1 = none
     logprobs  float32 or float16 [t, K]
 
 and, as text in its metadata: vocabulary (teachers.vocabulary), temperature, teacher (a name, for people), sha256 (of
 the bytes of the four arrays, one after the other; checked when the file is opened). The key is a hash of token ids, so
-another template, tokenizer or system prompt gives another key; a missing key is an error.
+another template, tokenizer or system prompt gives another key, and so does another picture; a missing key is an error.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ WIDTH = 16  # bytes of a key
 ARRAYS = ("keys", "offsets", "ids", "logprobs")
 
 
-def key(tokens, mask) -> bytes:
-    """Returns the key of one sequence. tokens: its ids. mask: its loss tokens."""
+def keys_of(traj) -> list[bytes]:
+    """Returns the key of each sequence."""
+    shown = traj.pictures.digests(traj.num_sequences) if traj.pictures is not None else [b""] * traj.num_sequences
+    pieces = zip(traj.offsets, traj.offsets[1:], shown, strict=False)
+    return [key(traj.tokens[a:b], traj.loss_mask[a:b], images) for a, b, images in pieces]
+
+
+def key(tokens, mask, images: bytes = b"") -> bytes:
+    """Returns the key of one sequence. tokens: its ids. mask: its loss tokens. images: digest of its images."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=WIDTH)
-    digest.update(np.packbits(np.asarray(mask, bool)).tobytes())
+    digest.update(np.packbits(np.asarray(mask, bool)).tobytes() + images)
     return digest.digest()
 
 
@@ -47,7 +55,7 @@ def write(folder, name: str, traj, ids, logprobs, *, vocabulary: str, temperatur
     folder.mkdir(parents=True, exist_ok=True)
     pieces = list(zip(traj.offsets, traj.offsets[1:], strict=False))
     scored = [int(traj.loss_mask[a:b].sum()) for a, b in pieces]
-    keys = b"".join(key(traj.tokens[a:b], traj.loss_mask[a:b]) for a, b in pieces)
+    keys = b"".join(keys_of(traj))
     arrays = {"keys": np.frombuffer(keys, np.uint8).reshape(-1, WIDTH).copy(),
               "offsets": np.concatenate([[0], np.cumsum(scored)]).astype(np.int64),
               "ids": np.ascontiguousarray(ids[traj.loss_mask], np.int32),
@@ -115,9 +123,9 @@ class TeacherFiles:
         """
         ids = np.full((len(traj.tokens), self.top), -1, np.int32)
         logprobs, missing = np.zeros(ids.shape, np.float32), []
-        for i, (a, b) in enumerate(zip(traj.offsets, traj.offsets[1:], strict=False)):
+        for i, (a, b, own) in enumerate(zip(traj.offsets, traj.offsets[1:], keys_of(traj), strict=False)):
             mask = traj.loss_mask[a:b]
-            found = self._found.get(key(traj.tokens[a:b], mask))
+            found = self._found.get(own)
             if found is None:
                 missing.append(i)
                 continue
@@ -127,7 +135,7 @@ class TeacherFiles:
             logprobs[at] = file.get_slice("logprobs")[start:end][:, :self.top]
         if missing:
             raise ConfigError(f"teacher.files={self.folder!r}: {len(missing)} of this step's {len(traj.lengths)} rows "
-                              "are missing: the files were written for other rows, another template or another "
+                              "are missing: the files were written for other rows or images, another template or another "
                               "distill.on_prompt; write them again with teacher.save")
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 

@@ -28,7 +28,7 @@ from jaxrl.processes.exchange import decode, encode, gather
 from jaxrl.processes.group import peers
 from jaxrl.resolve.checks.distill import teacher_kind
 from jaxrl.resolve.spec import SHALLOW
-from jaxrl.roles import parameters
+from jaxrl.roles import parameters, towers
 from jaxrl.roles.role import Role
 from jaxrl.roles.teacher_files import TeacherFiles
 from jaxrl.rollout.vllm.scoring import PromptScorer
@@ -48,8 +48,11 @@ def needed_part(config) -> str:
     return "hidden" if not d.top_k else "top" if d.loss == "forward" else "at"
 
 
-def check(config, tokenizer) -> None:
-    """Raises ConfigError, before any device work, for a teacher that cannot be read or has another vocabulary."""
+def check(config, tokenizer, images=None) -> None:
+    """Raises ConfigError, before the model is loaded, for a teacher that cannot be read or has another vocabulary.
+
+    images: the ImageSource of a job whose rows hold images, which the teacher sees, too.
+    """
     t = config.teacher
     if teacher_kind(config) == "files":
         TeacherFiles(t.files, vocabulary(tokenizer), config.distill)
@@ -62,7 +65,7 @@ def check(config, tokenizer) -> None:
     try:
         check_vocabulary(tokenizer, jaxrl_data.load_tokenizer(own), t.path)
         if teacher_kind(config) == "local":
-            described = hf.load_config(parameters.source_of(t.path), t.revision)
+            described = towers.described(parameters.source_of(t.path), t.revision, images)
             table = models.build(described, compute_dtype=jnp.float32, scan_layers=True)
             table.check_length(longest_sequence(config))
             hf.check_weights(table, parameters.source_of(t.path), t.revision)
@@ -106,7 +109,7 @@ class LocalTeacher(Role):
         c = job.config
         self.options, self.wants = c.teacher, needed_part(c)
         source = parameters.source_of(self.options.path)
-        described = hf.load_config(source, self.options.revision)
+        described = towers.described(source, self.options.revision, job.images)
         unrolled = c.platform.kind == "cpu" and described.get("num_hidden_layers", 0) <= SHALLOW
         self.model = models.build(described, compute_dtype=job.compute_dtype, scan_layers=not unrolled,
                                   attention=c.model.attention, experts=c.model.experts,

@@ -17,6 +17,7 @@ from jaxrl.data.images.source import ImageSource
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import IMAGES
 from jaxrl.models.io import hf, nested
+from jaxrl.rewards.services import service_options
 from jaxrl.roles.parameters import source_of
 from jaxrl.training.layout import row_patches
 
@@ -85,8 +86,10 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
 
 def _refused(spec) -> str:
     """Returns what of a job does not take images, as "option=value"; "" if everything does."""
-    for name, does_not in (("run.recipe", spec.run.recipe not in ("sft", "rl")),
-                           ("algorithm.advantage", spec.needs_critic), ("fork.run", bool(spec.fork.run)),
+    known = spec.run.recipe in ("sft", "rl", "preference", "reward_model", "distill")
+    for name, does_not in (("run.recipe", not known),
+                           ("teacher.servers", spec.run.recipe == "distill" and bool(spec.teacher.servers)),
+                           ("fork.run", bool(spec.fork.run)),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
             return f"{name}={get(spec, name)!r}"
@@ -118,6 +121,15 @@ def check_controls(spec, eval_sets: dict) -> None:
         raise ConfigError(f"eval.controls={tuple(spec.eval.controls)}: no row of eval.sets has an image; leave it out")
 
 
+def check_judges(spec, images: ImageSource | None) -> None:
+    """Raises ConfigError for a judge that is shown images, which no row has."""
+    for name, (kind, o) in service_options(spec.reward).items():
+        if kind == "judge" and o["images"] and name in (*spec.reward.functions, *spec.eval.rewards) and (
+                images is None or not images.used):
+            raise ConfigError(f"the judge {name!r} has images=True (reward.judge.images), and no row has an image; "
+                              "leave it out")
+
+
 def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, image_tokens: int = 0) -> int:
     """Returns the most patches that the images of a prompt have; 0 without images. image_tokens: most of an episode."""
     if images is not None and image_tokens:
@@ -126,13 +138,21 @@ def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, ima
     return max((int(one.patches.max(initial=0)) for one in datasets), default=0)
 
 
-def with_room(job, dataset):
-    """Returns the job with packed rows that have room for the images of its training data."""
-    patches, own = dataset.patches, dataset.target_lengths
-    c, unit = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks
-    if c.recipe.samples:  # a prompt stands once before completions of unknown length
-        own = np.full_like(own, c.rollout.group_size * c.rollout.max_new_tokens // 2)
-    tokens, pairs = own + dataset.prompt_lengths, np.stack([patches, 0 * patches], axis=1)
+def with_room(job, dataset, held_out=()):
+    """Returns the job with packed rows that have room for the images of its training data (None: it has none) and of
+    held-out sets, where their completions are laid out in rows, too."""
+    c, unit, whole = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks, []
+    for one in [*([] if dataset is None else [dataset]), *(held_out if c.recipe.pairs else ())]:
+        own = one.target_lengths + one.rejected_lengths
+        if c.recipe.samples:  # a prompt stands once before completions of unknown length
+            own = np.full_like(own, c.rollout.group_size * c.rollout.max_new_tokens // 2)
+        elif c.recipe.pairs and not c.train.share_prompts:  # and twice
+            own = own // 2
+        whole.append((one.patches, own + one.prompt_lengths))
+    if not whole:
+        return job
+    patches, tokens = (np.concatenate(values) for values in zip(*whole, strict=True))
+    pairs = np.stack([patches, 0 * patches], axis=1)
     if c.env.image_tokens and c.episodes:  # as many as an episode may show
         tokens, pairs = np.array([c.longest]), np.array([[0, c.env.image_tokens * job.images.merge**2]])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.errors import ConfigError
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.vision.rows import TOWERS
 from jaxrl.training import router
 
@@ -25,6 +26,14 @@ def check_layers(config, model) -> None:
     if t.router_bias_rate and config.lora.rank:
         raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with lora.rank={config.lora.rank}: the base of "
                           "adapters does not change; leave it out")
+
+
+def check_classifier(config, model_type: str) -> None:
+    """Raises ConfigError for a reward model of a family without a sequence classifier."""
+    if config.run.recipe == "reward_model" and not FAMILIES[model_type].classifies:
+        images = "; rows with images train one with its tower" * FAMILIES[model_type].vision
+        raise ConfigError(f"run.recipe=reward_model with model_type={model_type}: transformers has no sequence "
+                          f"classifier of this family to be written as; choose a model of another family{images}")
 
 
 def check_tower(model) -> None:

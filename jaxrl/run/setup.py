@@ -42,10 +42,19 @@ from jaxrl.rollout import EngineContext, engine_row, make_engine
 from jaxrl.rollout.engines import check_served, check_tower_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
-from jaxrl.run.data import check_controls, load_data, most_patches, open_images, sets_to_complete, with_room, with_tower
+from jaxrl.run.data import (
+    check_controls,
+    check_judges,
+    load_data,
+    most_patches,
+    open_images,
+    sets_to_complete,
+    with_room,
+    with_tower,
+)
 from jaxrl.run.environments import episode_engine, open_episode_pool
 from jaxrl.run.judge_server import JudgeServers
-from jaxrl.run.model_checks import check_layers, check_tower
+from jaxrl.run.model_checks import check_classifier, check_layers, check_tower
 from jaxrl.run.session import Session
 from jaxrl.sharding import memory
 from jaxrl.sharding.mesh import processes_of
@@ -206,7 +215,6 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     jaxrl_data.template_date(model_inputs.tokenizer, (s.resumed and s.resumed.host.get("read") or {}).get("day", ""))
     if s.resumed is None:
         check_weights(c, model_inputs)
-    reward_model = read_reward_model(c, model_inputs.tokenizer) if with_rewards else None
     if pool is not None:
         pool.ready()
     if (images := open_images(c, model_inputs.hf_config, model_inputs.tokenizer)) is not None:
@@ -214,10 +222,14 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     tools = pool.tools if pool is not None else ()
     train_set, eval_sets = load_data(c, inputs, model_inputs.tokenizer, model_inputs.eos_ids[0], tools, images)
     check_controls(c, eval_sets)
+    check_judges(c, images)
     if images is not None and images.used:  # else a job of text, whose model is read without its tower
         model_inputs = with_tower(c, model_inputs, images)
         if s.resumed is None:
             check_weights(c, model_inputs)
+    elif models.FAMILIES[model_inputs.hf_config["model_type"]].vision:
+        check_classifier(c, model_inputs.hf_config["model_type"])
+    reward_model = read_reward_model(c, model_inputs.tokenizer, model_inputs.images) if with_rewards else None
     if models.FAMILIES[model_inputs.hf_config["model_type"]].vision:
         adapted = attach_adapter(c, dataclasses.replace(model_inputs.table, scan_layers=False))
         adapters.check(adapted)
@@ -270,16 +282,15 @@ def open_run(s, with_engine: bool = True) -> Job:
     without weights. Raises ConfigError."""
     read = read_job_inputs(s, with_engine)
     job = open_job(s.spec, read.model_inputs)
-    if job.images is not None and read.stream is not None:
-        job = with_room(job, read.stream.dataset)
+    if job.images is not None:
+        job = with_room(job, read.stream and read.stream.dataset, read.eval_sets.values())
     s.set_spec(job.config)
     check_kernels(s, job)
-    engine = None
+    engine, most = None, most_patches(read.stream, read.eval_sets, job.images,
+                                      job.config.env.image_tokens * job.config.episodes)
     if with_engine and read.rewards is not None:
         engine = make_engine(EngineContext(job.config, engine_model(job), job.tokenizer, job.mesh_of("sampler"),
-                                           job.eos_ids, job.hf_config,
-                                           most_patches(read.stream, read.eval_sets, job.images,
-                                                        job.config.env.image_tokens * job.config.episodes)))
+                                           job.eos_ids, job.hf_config, most))
         overlaps = job.apart("sampler")
         if read.pool is not None:
             engine = episode_engine(engine, read.pool, job.config, job.tokenizer, job.images)
@@ -290,7 +301,7 @@ def open_run(s, with_engine: bool = True) -> Job:
                 raise ConfigError(f"rollout.placement=colocated: the engine {job.config.rollout.engine!r} cannot rest "
                                   "(EngineInfo.sleeps)")
             engine.sleep()  # frees its devices for the parameters that are loaded next
-    reward_model = RewardModel(job, read.reward_model) if read.reward_model is not None else None
+    reward_model = RewardModel(job, read.reward_model, most) if read.reward_model is not None else None
     return dataclasses.replace(job, rewards=read.rewards, eval_rewards=read.eval_rewards, eval_sets=read.eval_sets,
                                stream=read.stream, engine=engine, reward_model=reward_model)
 
@@ -363,9 +374,8 @@ def read_model_inputs(config, tokenizer=None) -> ModelInputs:
         raise ConfigError(f"lora.publish=adapter with {merged} (model_type={hf_config['model_type']}): adapters on "
                           f"them are not known to work in {engine_row(config).title}; set lora.publish=merged")
     check_served(config, hf_config, family)
-    if not family.classifies and config.run.recipe == "reward_model":
-        raise ConfigError(f"run.recipe=reward_model with model_type={hf_config['model_type']}: transformers has no "
-                          "sequence classifier of this family to be written as; choose a model of another family")
+    if not family.vision:  # with its tower jaxrl writes one that it reads itself
+        check_classifier(config, hf_config["model_type"])
     own = tokenizer is not None
     tokenizer = jaxrl_data.apply_overrides(config, copy.deepcopy(tokenizer)) if own else (
         jaxrl_data.load_tokenizer(config))

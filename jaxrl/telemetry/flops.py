@@ -3,7 +3,8 @@
 Counted is what the mathematics needs: matrix products of every token that is not padding, attention of each token to
 what it may see, recurrences, the tower for every image once per copy of its prompt, the head where a token is sampled
 or scored; a multiply and an add are two operations.
-Not counted: recomputation, padding, masked pairs, elementwise work, the gradient that frozen matrices do without.
+Not counted: recomputation, padding, masked pairs, elementwise work, the gradient that frozen matrices do without, and
+features of images that are kept (train.image_features).
 
 Legend: N sequences.
 """
@@ -29,9 +30,10 @@ class Operations:
     Args:
       model: jaxrl.models.Model.
       trainable: names of the trained parameters.
+      keeps_features: no pass but a rollout computes the tower, which does not train.
     """
 
-    def __init__(self, model, trainable):
+    def __init__(self, model, trainable, keeps_features: bool = False):
         cfg = model.config
         self._windows = Counter(cfg.windows)
         self._pair = cfg.pair_flops
@@ -46,6 +48,7 @@ class Operations:
         self._patch, self._vision = model.flops_per_patch, cfg.vision
         self._tower_learns = any(name in trainable for name in tower)
         self._tower_trains = sum(n for name, n in tower.items() if name in trainable) / (sum(tower.values()) or 1)
+        self._kept = keeps_features and not self._tower_learns
         self._head_trains = ("embed/embedding" if cfg.tied else "head/kernel") in trainable
 
     def layers(self, first_N, end_N) -> tuple[float, float]:
@@ -102,6 +105,8 @@ class Operations:
           head: log-probs are computed (else values).
         """
         matrices, attention, of_patches, pairs = self._forward(traj, shared)
+        if self._kept and head:
+            of_patches = pairs = 0.0
         scored = self.head * float(traj.loss_mask.sum())
         return matrices + attention + (of_patches + pairs) + head * scored
 
@@ -115,6 +120,8 @@ class Operations:
             return 3 * (matrices + attention + of_patches + pairs)
         scored = self.head * float(traj.loss_mask.sum())
         layers = (2 + self._trains) * matrices + 3 * attention + (2 + self._head_trains) * scored
+        if self._kept:
+            return layers
         if not self._tower_learns:
             return layers + of_patches + pairs
         return layers + (2 + self._tower_trains) * of_patches + 3 * pairs
@@ -126,7 +133,7 @@ class Speed:
     """
 
     def __init__(self, job, trainable):
-        self.operations = Operations(job.model, trainable)
+        self.operations = Operations(job.model, trainable, job.config.train.image_features != "fresh")
         self._devices = {phase: job.mesh_of("sampler" if phase == "rollout" else "policy").size for phase in PHASES}
         name = name_of(job.mesh.devices.flat[0])
         chip = CHIPS.get(name or "")  # a CPU's figure in the table is that of one machine, so no share is taken of it

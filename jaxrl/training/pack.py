@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.algorithms.aggregation import aggregation_weights
-from jaxrl.models.vision.positions import Placed, image_rows, token_positions
+from jaxrl.models.vision.positions import Placed, feature_rows, image_rows, token_positions
 from jaxrl.training import ranks
 from jaxrl.training.layout import Microbatch
 from jaxrl.types import Images, PackedBatch, Pictures, Trajectories
@@ -84,9 +84,11 @@ def _images(traj: Trajectories, pictures: Pictures, micro: Microbatch, row, at, 
             of_tokens[span[span >= 0]] = values[span >= 0]
     out = np.zeros((len(micro.rows), micro.row_length, *of_tokens.shape[1:]), np.int32)
     out[row, at] = of_tokens
-    patches, counts = pictures.patches(pictures.numbers[shown]), pictures.counts // pictures.merge**2
+    content, counts = pictures.features or pictures.patches, pictures.counts // pictures.merge**2
     places = [Placed(row[first[i]], at[first[i] + np.arange(counts[i])], pictures.grids[i], own)
-              for i, own in zip(shown, patches, strict=True)]
+              for i, own in zip(shown, content(pictures.numbers[shown]), strict=True)]
+    if pictures.features is not None:
+        return feature_rows(places, out, micro.patches // pictures.merge**2)
     return image_rows(places, out, micro.patches, pictures.merge, pictures.width, pictures.window)
 
 

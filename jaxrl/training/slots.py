@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl.types import Trajectories
 
 
-def scored_behind(prompts, completions, groups, reads=None, prefixes=None) -> Trajectories:
+def scored_behind(prompts, completions, groups, reads=None, prefixes=None, pictures=None) -> Trajectories:
     """Builds N sequences prompt + completion + one token (0), with loss_mask True at each slot that is read.
 
     Args:
@@ -20,6 +20,7 @@ def scored_behind(prompts, completions, groups, reads=None, prefixes=None) -> Tr
       reads: N ascending int arrays of indices into the completions, behind which a score is read; None: behind the
         last token of each sequence.
       prefixes: [N] as Trajectories.prefix; None = the groups.
+      pictures: as Trajectories.pictures.
 
     Raises ValueError for a sequence without tokens.
     """
@@ -36,4 +37,5 @@ def scored_behind(prompts, completions, groups, reads=None, prefixes=None) -> Tr
         tokens=np.concatenate(tokens), offsets=offsets, loss_mask=np.concatenate(mask), logprobs=zeros,
         versions=zeros.astype(np.int32) - 1, prompt_lengths=np.array([len(p) for p in prompts], np.int32),
         group=np.asarray(groups, np.int64), sample=np.zeros(n, np.int32), seed=np.zeros(n, np.uint32),
-        finish=np.zeros(n, np.int8), prefix=None if prefixes is None else np.asarray(prefixes, np.int64))
+        finish=np.zeros(n, np.int8), prefix=None if prefixes is None else np.asarray(prefixes, np.int64),
+        pictures=pictures)

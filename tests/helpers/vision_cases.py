@@ -115,16 +115,18 @@ def theirs(model, ids, firsts, grids, patches, frames=2, grad=False):
     """Logits [L, V] of transformers' model."""
     import torch
     values = {}
+    dtype = next(model.parameters()).dtype
+    number = np.float64 if dtype == torch.float64 else np.float32
     if grids and model.config.model_type == "gemma3":
         merge = model.config.vision_config.image_size // model.config.vision_config.patch_size // int(model.config.mm_tokens_per_image**0.5)
         whole = np.stack([join(own, grid, merge) for own, grid in zip(patches, grids, strict=True)]).transpose(0, 3, 1, 2)
-        values = {"pixel_values": torch.tensor((whole / 255.0 - 0.5) / 0.5, dtype=next(model.parameters()).dtype),
+        values = {"pixel_values": torch.tensor((whole / number(255) - number(0.5)) / number(0.5), dtype=dtype),
                   "token_type_ids": torch.tensor((ids == PAD).astype(np.int64))[None]}
     elif grids:
-        flat = np.concatenate(patches).reshape(-1, 3, 1, patches[0].shape[1] // 3) / np.float32(255)
-        flat = (np.broadcast_to((flat - np.float32(0.5)) / np.float32(0.5), (len(flat), 3, frames, flat.shape[3]))).reshape(len(flat), -1)
+        flat = np.concatenate(patches).reshape(-1, 3, 1, patches[0].shape[1] // 3) / number(255)
+        flat = (np.broadcast_to((flat - number(0.5)) / number(0.5), (len(flat), 3, frames, flat.shape[3]))).reshape(len(flat), -1)
         kinds = (ids == PAD).astype(np.int64)
-        values = {"pixel_values": torch.tensor(flat, dtype=torch.float32), "image_grid_thw": torch.tensor([(1, *g) for g in grids]),
+        values = {"pixel_values": torch.tensor(flat, dtype=dtype), "image_grid_thw": torch.tensor([(1, *g) for g in grids]),
                   "mm_token_type_ids": torch.tensor(kinds)[None]}
     with torch.set_grad_enabled(grad):
         out = model(input_ids=torch.tensor(ids)[None].long(), use_cache=False, **values).logits[0]

@@ -624,6 +624,15 @@ def test_published_models_with_images(tmp_path, name, target, parameters, tower_
             lambda c: plan.counted_peak(c, {}), lambda c: workload.useful_flops(c.config, c.model),
             lambda c: plan.times(c, {})["phases"]["update"]["ideal"], lambda c: plan.times(c, {})["phases"]["rollout"]["ideal"])):
         assert less < more < 2 * less
+    still = cases.open_case(load_config("grpo_gsm8k", options | {"plan.image_tokens": 768, "model.frozen": ("vision/.*",)}))
+    fresh = cases.open_case(load_config("grpo_gsm8k", options | {"plan.image_tokens": 768, "model.frozen": ("vision/.*",),
+                                                                 "train.image_features": "fresh"}))
+    for fewer, more in ((f(still), f(fresh)) for f in (  # kept features: no pass over the tower, and its work once per picture
+            lambda c: workload.useful_flops(c.config, c.model), lambda c: plan.times(c, {})["phases"]["update"]["ideal"],
+            lambda c: memory.counted_programs(c.config, c.model, c.mesh, c.rollout, ("update",))["update"]["temporaries"])):
+        assert fewer < more
+    once = workload.useful_flops(fresh.config, fresh.model) - workload.useful_flops(still.config, still.model)
+    assert once == pytest.approx(2 * still.config.data.prompts_per_step * workload.tower_flops(still.config, still.model))
 
 
 @pytest.mark.slow

@@ -1,20 +1,32 @@
 """Rewards with images: what functions that name them receive, and boxes and points in every frame."""
 
+import base64
 import io
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.service_cases import Scripted, service_scores
 from PIL import Image as Pillow
 
 from jaxrl.config.load import default_config
 from jaxrl.data import load_tokenizer, load_train
-from jaxrl.data.images.source import ImageSource
+from jaxrl.data.dataset import Example
+from jaxrl.data.images.controls import CONTROLS, with_own_pictures
+from jaxrl.data.images.source import BLANK, ImageSource
+from jaxrl.errors import ConfigError
+from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
 from jaxrl.rewards import RewardItem, RewardPool, images
 from jaxrl.rewards import published as p
+from jaxrl.rewards.calling import Call
 from jaxrl.rewards.images import Sizes, as_stored, iou, last_numbers, reference_box
 from jaxrl.rewards.items import item_hash, item_json, trial_items
+from jaxrl.rewards.services import find_services
+from jaxrl.rl.trajectories import reward_items
+from jaxrl.run.data import check_judges
+from jaxrl.types import Places
 
 SIZES = [Sizes(stored=(100, 400), seen=(50, 100))]
 TOWER = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -130,3 +142,71 @@ def test_what_a_text_job_sends_is_as_before():
     assert "image" not in item_json(item, 0, ("context_ids", "images", "image_sizes"))
     hashes = {item_hash(RewardItem("q", "x", images=one)) for one in (None, SimpleNamespace(numbers=[]), files, SimpleNamespace(numbers=[8]))}
     assert len(hashes) == 3
+
+
+def test_a_judge_is_shown_the_images_of_the_row(tmp_path):
+    """As data URIs of their files before the text, in which they are numbered; other pictures are other requests; without the option none."""
+    def answer(number, path, headers, body):
+        content = json.loads(body)["messages"][0]["content"]
+        if isinstance(content, str):
+            return chat("Score: 1")
+        *shown, text = content
+        assert "user: [image 1]same as[image 2]?" in text["text"] and "system" not in text["text"]
+        files = [base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,")) for part in shown]
+        sizes = [Pillow.open(io.BytesIO(file)).size for file in files]
+        return chat(f"Score: {sum(width for width, _ in sizes) // 16}")
+
+    def row(*widths):
+        files = [base64.b64encode(png_file(width)).decode() for width in widths]
+        prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "same as"}, {"type": "image"}, {"type": "text", "text": "?"}]}]
+        fields = {"images": files, "image_sizes": [[[16, w], [16, w]] for w in widths]}
+        return vars(RewardItem(prompt, "yes", {"answer": "yes"})) | fields
+
+    with Scripted(answer) as server:
+        given = dict(model="m", servers=(server.url,), cache=str(tmp_path))
+        rows = [SimpleNamespace(**row(16, 32)), SimpleNamespace(**row(16, 64)), SimpleNamespace(**row(16, 32))]
+        assert [score for score, _ in service_scores("judge", rows, images=True, **given)] == [0.3, 0.5, 0.3]
+        assert 2 <= len(server.requests) <= 3  # equal ones may be asked for at once
+        assert [score for score, _ in service_scores("judge", rows, **given)] == [0.1] * 3
+        c = default_config()
+        c.reward.judge.update({**given, "images": True})
+        options = [find_services(c, {"judge"}, {}).options["judge"], find_services(default_config_of(given), {"judge"}, {}).options["judge"]]
+        assert options[0]["images"] and "images" not in options[1]  # a job of text has the key that it had
+        traits = Call("judge", "judge", {"services": {"judge": options[0]}, "places": {"judge": {"urls": [server.url], "cache": "", "key_env": ""}}})
+        assert traits.traits()["images"] and traits.batched
+    c.reward.functions = ("judge",)
+    for images in (None, SimpleNamespace(used=False)):
+        with pytest.raises(ConfigError, match="the judge 'judge' has images=True .*and no row has an image"):
+            check_judges(c, images)
+    check_judges(c, SimpleNamespace(used=True))
+
+
+def default_config_of(given):
+    c = default_config()
+    c.reward.judge.update(given)
+    return c
+
+
+def chat(text):
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def png_file(width):
+    out = io.BytesIO()
+    Pillow.fromarray(np.full((16, width, 3), 90, np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_controls_are_judged_by_the_rows_own_pictures():
+    """Rewards, judges and reward models get what the row holds, whatever the policy was shown: else a control would ask about other pictures."""
+    places = [Places(np.array([1]), np.array([[2, 2]]), np.array([n])) for n in (1, 2, 3)]
+    rows = [(i, Example(np.arange(4), "", "q", None, {}, "", images=one)) for i, one in enumerate(places)]
+    source = SimpleNamespace(merge=2, width=48, window=0, patches=None, row_files=lambda places: places.numbers.tolist())
+    for name, control in CONTROLS.items():
+        shown = [e for _, e in control(rows)]
+        traj = demonstrations([SimpleNamespace(prompt_ids=e.prompt_ids, target_ids=e.prompt_ids, trained=None, images=e.images) for e in shown],
+                              range(3), False, source)
+        assert set(traj.pictures.numbers.tolist()) != {1, 2, 3} or traj.pictures.numbers.tolist() != [1, 2, 3], name
+        assert with_own_pictures(traj, shown).pictures.numbers.tolist() == [1, 2, 3]
+        _, items = reward_items(traj, shown, lambda ids: [""] * 3, images=source)
+        assert [item.images[0] & ~BLANK for item in items] == [1, 2, 3]

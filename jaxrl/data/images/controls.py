@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from jaxrl.data.images.source import BLANK
+
+log = logging.getLogger("jaxrl")
 
 
 def blank(batch: list, episodes: bool = False) -> list:
@@ -27,12 +30,42 @@ def swapped(batch: list, episodes: bool = False) -> list:
     out = []
     for rows in alike.values():
         shift = len(rows) // 2  # neighbours in the data often ask about one picture
-        out += [(i, _with(e, rows[(k + shift) % len(rows)][1].images.numbers)) for k, (i, e) in enumerate(rows)
-                if len(rows) > 1]
+        out += [(i, dataclasses.replace(_with(e, rows[(k + shift) % len(rows)][1].images.numbers), own_images=e.images))
+                for k, (i, e) in enumerate(rows) if len(rows) > 1]
     return sorted(out, key=lambda row: row[0])
 
 
 CONTROLS = {"blank": blank, "swapped": swapped}
+
+
+def with_own_pictures(traj, examples):
+    """Returns the Trajectories of a control with the rows' own pictures, for those who judge completions.
+
+    examples: Example of each trajectory.
+    """
+    if traj.pictures is None:
+        return traj
+    numbers = traj.pictures.numbers & ~BLANK
+    for i, example in enumerate(examples):
+        if example.own_images is not None:
+            numbers[traj.pictures.sequences == i] = example.own_images.numbers
+    return dataclasses.replace(traj, pictures=traj.pictures._replace(numbers=numbers))
+
+
+def controlled(config, name: str, batch: list) -> dict[str, list]:
+    """Returns {"": the rows, "/<control>": those of each of eval.controls that has any}.
+
+    batch: [(position, Example)] of the held-out set `name`.
+    """
+    out = {"": batch}
+    for control in config.eval.controls:
+        episodes = config.episodes and config.env.image_tokens > 0
+        other = CONTROLS[control](batch, episodes)
+        if other:
+            out[f"/{control}"] = other
+        else:
+            log.warning("eval.controls: no two rows of %s have images of the same sizes: none is %s", name, control)
+    return out
 
 
 def _with(example, numbers):

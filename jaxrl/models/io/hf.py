@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.families import FAMILIES, IMAGES, NEXT_TOKENS, family_of, text_part
+from jaxrl.models.families import FAMILIES, IMAGES, NEXT_TOKENS, classifier_of, family_of, text_part
 from jaxrl.models.io import fused, nested, parts, scaled, tensorfile
 from jaxrl.models.io.tensorfile import shortened
 from jaxrl.models.value import ValueModel
@@ -346,9 +346,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
     """
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)
-    planned, within = nested.place(
-        planned, hf_config.get(SOURCE, {}), model.config.family, isinstance(model, ValueModel),
-        images=model.config.vision is not None)
+    sees, scores = model.config.vision is not None, isinstance(model, ValueModel)
+    planned, within = nested.place(planned, hf_config.get(SOURCE, {}), model.config.family, scores and not sees, sees)
     if jax.process_index() != 0:
         tensorfile.write_folder(None, planned, shard_gb * 1e9)
         return
@@ -369,11 +368,13 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
         config |= {k: float(config[k]) for k in FLOATS if type(config.get(k)) is int}
         if config.get("eos_token_id") is None:  # left out, it and its like mean tokens of the family's own vocabulary
             config |= {k: v for k, v in _special_ids(eos_ids, tokenizer).items() if config.get(k) is None}
-        if isinstance(model, ValueModel):
-            config |= _classifier(model, config, tokenizer, eos_ids)
-        else:
+        head = _classifier(model, config, tokenizer, eos_ids) if scores else {}
+        if not scores:
             _write_json(temporary / "generation_config.json", _generation_config(hf_config, config, eos_ids))
-        _write_json(temporary / "config.json", _within(hf_config[SOURCE], config) if within else config)
+        whole = _within(hf_config[SOURCE], config) if within else config
+        if within and scores:
+            head["architectures"] = [classifier_of(whole["model_type"])]
+        _write_json(temporary / "config.json", whole | head)
         for file, content in hf_config[SOURCE].get("processors", {}).items() if within else ():
             _write_json(temporary / file, content)
         if tokenizer is not None:

@@ -83,7 +83,7 @@ def window_order(grid: tuple[int, int], merge: int, window: int) -> tuple[np.nda
 
 
 class Placed(NamedTuple):
-    """An image of a packed row: the row, the indices of its tokens in the row, and the image's patches."""
+    """An image of a packed row: the row, the indices of its tokens in the row, and the image's patches (or features)."""
 
     row: int
     columns: np.ndarray
@@ -127,3 +127,26 @@ def image_rows(placed: Iterable[Placed], positions_RxL: np.ndarray, patches: int
         out.inserts[row, columns] = features
         used[row] = end
     return out
+
+
+def feature_rows(placed: Iterable[Placed], positions_RxL: np.ndarray, features: int) -> Images:
+    """Puts images whose features are known into rows of features, in the order of their tokens.
+
+    Args:
+      placed: the images of all rows; patches are the features [F, size] of one.
+      positions_RxL: as in `image_rows`.
+      features: that a row has room for.
+
+    Raises ValueError for a row whose images have more.
+    """
+    placed = list(placed)
+    count, length = positions_RxL.shape[:2]
+    values = np.zeros((count, features, placed[0].patches.shape[1]), placed[0].patches.dtype)
+    inserts, used = np.full((count, length), -1, np.int32), np.zeros(count, np.int64)
+    for row, columns, _, own in placed:
+        begin, end = used[row], used[row] + len(own)
+        if end > features:
+            raise ValueError(f"row {row} has images of {end} features or more, a row has room for {features}")
+        values[row, begin:end], inserts[row, columns], used[row] = own, np.arange(begin, end), end
+    return Images(None, None, None, inserts, features=values,
+                  **{"rotary" if positions_RxL.ndim == 3 else "reach": positions_RxL})

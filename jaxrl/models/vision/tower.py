@@ -34,7 +34,11 @@ def see(model, params, images) -> Seen:
       model: one whose config has a tower. params: its whole tree.
       images: jaxrl.types.Images of the rows.
     """
-    cfg, params = model.config.vision, params["vision"]
+    cfg = model.config.vision
+    if images.features is not None:
+        features, *taps = jnp.split(images.features.astype(model.compute_dtype), 1 + len(cfg.taps), axis=-1)
+        return Seen(rows(features), tuple(map(rows, taps)), images.inserts, images.rotary, images.reach)
+    params = params["vision"]
     assert (images.windows is not None) == bool(cfg.window), "rows of images are those of another tower"
     acc = jnp.promote_types(model.compute_dtype, jnp.float32)
     tables, x = TABLES[cfg.kind], _patches(model, params, images.patches)
@@ -95,8 +99,8 @@ def _positions(model, params, places_BxPx4):
         return jnp.take(table, places_BxPx4[..., 0] * cfg.side + places_BxPx4[..., 1], axis=0).astype(dtype)
 
     def ends(at, size):
-        """(the two learned positions around a patch, their weights), along one side, in fp32 as transformers."""
-        where = at.astype(jnp.float32) * (cfg.side - 1) / jnp.maximum(size - 1, 1).astype(jnp.float32)
+        """(the two learned positions around a patch, their weights), along one side, in fp32 or better."""
+        where = at.astype(acc) * (cfg.side - 1) / jnp.maximum(size - 1, 1).astype(acc)
         low = jnp.floor(where)
         first = low.astype(jnp.int32)
         share = where - low

@@ -1,0 +1,58 @@
+"""Models beside the policy that see a job's images: a teacher, a reward model. They get the policy's patches, so their
+towers must cut and normalise images alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxrl import models
+from jaxrl.data.images.resize import RULES, rule_of
+from jaxrl.errors import ConfigError
+from jaxrl.models.families import IMAGES
+from jaxrl.models.io import hf
+
+SAME = ("patch", "merge", "frames", "mean", "std")  # fields of a Rule that decide what a patch is
+
+
+def described(source: str, revision: str | None, images=None, weights: bool = True) -> dict:
+    """Returns the HF config of a model that sees a job's images, with its tower.
+
+    Args:
+      source, revision: a folder or hub id.
+      images: the job's ImageSource; None: a job of text, whose models are read without a tower.
+      weights: as hf.load_config's.
+
+    Raises ConfigError for a model without a tower, and for one whose tower sees other patches.
+    """
+    out = hf.load_config(source, revision, weights=weights, images=images is not None)
+    if images is None:
+        return out
+    kind = (out[hf.SOURCE].get("outer") or {}).get("model_type")
+    if kind not in RULES or not out.get(IMAGES):
+        raise ConfigError(f"the data holds images, and this model (model_type={out['model_type']}) is read without a "
+                          "tower for them; choose one with a tower, or leave the images out with data.image_column=''")
+    rule = rule_of(kind, hf.folder_of(source, revision, hf.TEXT_FILES), tower=out[IMAGES])
+    differs = [f"{name} is {getattr(rule, name)} and the policy's {getattr(images.rule, name)}" for name in SAME
+               if getattr(rule, name) != getattr(images.rule, name)]
+    out[IMAGES] = {**out[IMAGES], "mean": images.mean, "std": images.std}
+    vision = models.build(out, compute_dtype=jnp.float32, scan_layers=True).config.vision
+    if vision is not None and vision.window != images.window:
+        differs.append(f"windows have {vision.window} image tokens a side and the policy's {images.window}")
+    if differs:
+        raise ConfigError(f"its tower sees other images than the policy's: {'; '.join(differs)}; take a model of the "
+                          "policy's family")
+    return out
+
+
+def with_room(shapes, job, patches: int):
+    """Returns RowShapes with room for as large a share of patches as the policy's rows have, and for `patches`, the
+    most of one sequence; as they are in a job of text."""
+    if job.images is None:
+        return shapes
+    own, unit = job.row_shapes, 8 * job.images.merge**2 * shapes.ranks
+    share = own.patches[-1] / own.lengths[-1] if own.patches else 0.0
+    return dataclasses.replace(shapes, patches=tuple(
+        -(-max(patches, int(share * length)) // unit) * unit for length in shapes.lengths))
