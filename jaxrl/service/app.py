@@ -10,8 +10,9 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
   --name=NAME         a further name of the model, for clients that ask for another one; may be given again
   --rank=32           largest rank of an adapter: memory and time are those of this rank
   --alpha=32          of every adapter; its scale is alpha / rank
-  --unembed=refuse    what becomes of a run that asks for an adapter on the output matrix (train_unembed=True, the SDK's
-                      default): refuse, or leave-out: it is trained without one, and the client's log has a warning
+  --unembed=train     what a run that asks for an adapter on the output matrix has (train_unembed=True, the SDK's
+                      default): one; or leave-out: none, and the client's log has a warning. train costs every run
+                      rank x vocabulary numbers, and their moments and gradients
   --together=8        most requests of several runs in one forward and backward pass, which needs memory for as many
                       adapters and their gradients; 1 = each by itself
   --max-length=2048   most tokens of a sequence, prompt and completion; longer requests are refused, none is cut
@@ -37,6 +38,7 @@ docs/guides/service.md walks from the installation to a trained adapter, and lis
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -50,7 +52,7 @@ from jaxrl.config.load import default_config, parse_flags, put
 from jaxrl.errors import ConfigError
 
 log = logging.getLogger("jaxrl")
-KEYS = "JAXRL_SERVICE_KEYS"
+KEYS, UNEMBED = "JAXRL_SERVICE_KEYS", ("train", "leave-out")
 
 
 class Options(NamedTuple):
@@ -64,7 +66,7 @@ class Options(NamedTuple):
     host: str = "127.0.0.1"
     port: int = 8317
     dir: str = "runs/service"
-    unembed: str = "refuse"
+    unembed: str = "train"
     together: int = 8
     sync: float | None = 0.1
     config: dict = {}
@@ -95,8 +97,8 @@ def parse(argv: list[str]) -> Options:
     options = Options(**found)
     if options.sync is not None and not 0 <= options.sync <= 60:
         raise ConfigError(f"--sync={options.sync:g}: must be 0 to 60 seconds, or never")
-    if options.unembed not in ("refuse", "leave-out"):
-        raise ConfigError(f"--unembed={options.unembed}: choose refuse or leave-out")
+    if options.unembed not in UNEMBED:
+        raise ConfigError(f"--unembed={options.unembed}: choose {' or '.join(UNEMBED)}")
     for name, least in (("rank", 1), ("together", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}")
@@ -149,7 +151,7 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     from jaxrl.service.sampler import Sampler
     from jaxrl.service.snapshots import Snapshots
     from jaxrl.service.store import Store
-    from jaxrl.service.trainer import Trainer
+    from jaxrl.service.trainer import Trainer, with_head
     from jaxrl.service.worker import Worker
 
     config = config_of(options)
@@ -157,6 +159,8 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     inputs = read_model_inputs(config)
     check_weights(resolve(config), inputs)
     job = open_job(resolve(config), inputs)
+    if options.unembed == "train":
+        job = dataclasses.replace(job, model=with_head(job.model, options.rank))
     base = flattened(parameters.base_params(job))
     places = flattened(parameters.param_shardings(job))
     chunk = job.config.train.logprob_chunk
@@ -184,7 +188,8 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
 
     digest: of the base's parameters.
     """
-    file, now = folder / "base.json", {"digest": digest, "alpha": options.alpha, "rank": options.rank}
+    file = folder / "base.json"
+    now = {"digest": digest, "alpha": options.alpha, "rank": options.rank, "unembed": options.unembed}
     was = json.loads(file.read_text("utf-8")) if file.exists() else now
     if was["digest"] != digest:
         raise ConfigError(f"--model={options.model}: the runs in {folder} are of another base model (or of another "
@@ -193,6 +198,9 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
         raise ConfigError(f"--rank={options.rank} --alpha={options.alpha:g}: the runs in {folder} were trained with "
                           f"--rank={was['rank']} --alpha={was['alpha']:g}; set at least this rank and this alpha, or "
                           "choose another --dir")
+    if (unembed := was.get("unembed", "leave-out")) != options.unembed:
+        raise ConfigError(f"--unembed={options.unembed}: the runs in {folder} were trained with --unembed={unembed}; "
+                          "set that, or choose another --dir")
     file.write_text(json.dumps(now) + "\n", "utf-8")
 
 

@@ -117,16 +117,15 @@ def read(kind: str, body: dict, where: str = "") -> dict:
 
 
 def lora_options(config: dict, seed: int, leave_out: bool) -> LoraOptions:
-    """Returns the adapter that a lora_config describes. Raises Refused for train_unembed=True without `leave_out`.
+    """Returns the adapter that a lora_config describes. Raises Refused.
 
-    seed: where it names none.
+    Args:
+      seed: where it names none.
+      leave_out: train_unembed=True trains no output matrix.
     """
     c = read("lora_config", config)
-    if c["train_unembed"] and not leave_out:
-        raise Refused(422, "lora_config.train_unembed=True: this server has no adapter on the output matrix; set "
-                      "train_unembed=False, or, for recipes that cannot, start the server with --unembed=leave-out")
     own = seed if c["seed"] is None else c["seed"] % 2**32
-    return LoraOptions(c["rank"], own, c["train_attn"], c["train_mlp"])
+    return LoraOptions(c["rank"], own, c["train_attn"], c["train_mlp"], c["train_unembed"] and not leave_out)
 
 
 def check_optimizer(config: dict | None) -> None:

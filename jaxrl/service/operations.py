@@ -75,7 +75,7 @@ class Operations:
       eos_ids: end tokens. longest: most tokens of a sequence. vocab: token ids are below it. has_text: whether stop
         texts can be searched.
       journal: service.journal.Journal; None = nothing survives this process.
-      leave_out: whether a run that asks for train_unembed=True is trained without it; else it is refused.
+      leave_out: whether a run that asks for train_unembed=True is trained without it.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,
@@ -259,8 +259,7 @@ class Operations:
         def prepare():
             self._check_base(b["base_model"])
             bodies.check_optimizer(b["optimizer_config"])
-            accepted = self.recorded is not None  # by a process whose option may have been another
-            options = bodies.lora_options(b["lora_config"], _seed_of(model_id), self.leave_out or accepted)
+            options = bodies.lora_options(b["lora_config"], _seed_of(model_id), self.leave_out)
 
             def work(_):
                 run = self.trainer.start(options)
@@ -320,7 +319,7 @@ class Operations:
     def _load(self, address: Address, about: dict, optimizer: bool):
         """Returns a run with saved weights. Called in the worker's thread."""
         options = LoraOptions(**about["lora"])
-        _, leaves = peft.read(self.store.adapter(address), self.trainer.model.base)
+        _, leaves = peft.read(self.store.adapter(address), self.trainer.model.base, head=True)
         moments = None
         if optimizer:
             saved = self.store.moments(address)
