@@ -56,7 +56,8 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
       ids_RxSxK, top: as in kernels.logprob.logprob_and_entropy, which appends their results to the tuple.
     """
     head, tied = model.head(params), model.config.tied
-    few, more = low_rank(params, hidden_RxSxD, model.compute_dtype, batch.adapters) or (None, None)
+    own = low_rank(params, hidden_RxSxD, model.compute_dtype, batch.adapters)
+    few, more = own or (None, None)
 
     def compute(hidden, targets, valid, support, ids, few, more):
         return logprob_and_entropy(
@@ -77,9 +78,14 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
         )
 
     inputs = hidden_RxSxD, batch.targets, valid_RxS, batch.columns.get("support"), ids_RxSxK, few, more
-    if few is None or more.ndim == 2:
+    if own is None or own.more.ndim == 2:
         return compute(*inputs)
-    one = lambda row: compute(*jax.tree.map(lambda x: x[None], row[:-1]), row[-1])  # noqa: E731
+
+    def one(row):
+        *of_row, more = row
+        hidden, targets, valid, support, ids, few = jax.tree.map(lambda x: x[None], of_row)
+        return compute(hidden, targets, valid, support, ids, few, more)
+
     return jax.tree.map(lambda x: x[:, 0], jax.lax.map(one, inputs))  # a bank: each row has an adapter of its own
 
 

@@ -56,13 +56,13 @@ def data(rng, sizes=(9, 1, 16, 23, 5, 12)):
 def of_loss(rows, name):
     """The data with the tensors that a loss reads."""
     names = ("target_tokens", "weights", *API_LOSSES[name].tensors)
-    return [Datum(tokens, {key: tensors[key] for key in names}) for tokens, tensors in rows]
+    return [Datum(tokens, {key: tensors[key] for key in names}) for tokens, tensors, *_ in rows]
 
 
 def their_loss(model, rows, name, low=0.8, high=1.2):
     """(log-probs of every datum, the documented sum over all of them)."""
     total, found = 0.0, []
-    for tokens, tensors in rows:
+    for tokens, tensors, *_ in rows:
         logits = model(torch.tensor(tokens[None]).long()).logits[0]
         logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tensors["target_tokens"])[:, None])[:, 0]
         w, a, q = (torch.tensor(tensors[key]) for key in ("weights", "advantages", "logprobs"))

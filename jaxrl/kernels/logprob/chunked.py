@@ -353,7 +353,7 @@ def _of_logits(block, targets_C, numbers, of_ids, temperature, softcap):
     logp = block.logits - highest - log_sum
     p, target = jnp.exp(logp), targets_C[:, None] == block.first + jnp.arange(logp.shape[1])[None]
     d = g_logp * (target - p) - g_entropy * p * (logp + entropy)
-    d = (d if of_ids is None else _of_ids(d, p, *of_ids, block)) / temperature
+    d = (d if of_ids is None else _of_ids(d, p, of_ids[0], of_ids[1], block)) / temperature
     if softcap:
         d = d * (1 - jnp.square(block.capped / softcap))
     return d if block.seen is None else jnp.where(block.seen, d, 0)
@@ -407,6 +407,7 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
             one, none, (jnp.arange(len(line.at)), line.at, *(x if x is None else line.chunks(x) for x in per_token)))
         if none is None:
             return (line.back(grad_hidden, valid.shape),)
+        assert grad_head is not None
         grad_head = jax.lax.psum(grad_head, split.over) if split and split.over else grad_head
         if more is not None:
             return (*(line.back(x, valid.shape) for x in (grad_hidden, grad_few)), grad_head.astype(more.dtype))
