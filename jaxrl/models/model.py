@@ -20,6 +20,7 @@ import numpy as np
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters, decoder, parameters, recurrent, unstacked
 from jaxrl.models.adapters import adapter_set
+from jaxrl.models.adapters.head import added_to, low_rank
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.placement import gathered, put_slots, stored, take_slots, whole
 from jaxrl.models.vision import tower
@@ -199,6 +200,8 @@ class Model:
         acc = jnp.promote_types(self.compute_dtype, jnp.float32)
         contract = (((hidden.ndim - 1,), (1 if self.config.tied else 0,)), ((), ()))
         logits = jax.lax.dot_general(hidden, self.head(params), contract, preferred_element_type=acc)
+        if (own := low_rank(params, hidden, self.compute_dtype)) is not None:
+            logits = added_to(logits, own)
         cap = self.config.final_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 

@@ -10,11 +10,15 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
   --name=NAME         a further name of the model, for clients that ask for another one; may be given again
   --rank=32           largest rank of an adapter: memory and time are those of this rank
   --alpha=32          of every adapter; its scale is alpha / rank
-  --unembed=refuse    what becomes of a run that asks for an adapter on the output matrix (train_unembed=True, the SDK's
-                      default): refuse, or leave-out: it is trained without one, and the client's log has a warning
+  --unembed=train     what a run that asks for an adapter on the output matrix has (train_unembed=True, the SDK's
+                      default): one; or leave-out: none, and the client's log has a warning. train costs every run
+                      rank x vocabulary numbers, and their moments and gradients
   --together=8        most requests of several runs in one forward and backward pass, which needs memory for as many
                       adapters and their gradients; 1 = each by itself
+  --sampler=jax       what samples: the embedded sampler, or vllm: a vLLM server that this command starts (or those of
+                      --config.rollout.servers), which gets the adapter of the weights whose turn it is
   --max-length=2048   most tokens of a sequence, prompt and completion; longer requests are refused, none is cut
+  --image-tokens=0    most image tokens of a sequence, of a model with a tower for images (Qwen-VL); 0 = text alone
   --host=127.0.0.1    address to listen on; another than loopback needs keys
   --port=8317
   --dir=runs/service  folder of saved weights (adapters in PEFT's files, one folder for each tinker:// path) and of the
@@ -37,6 +41,7 @@ docs/guides/service.md walks from the installation to a trained adapter, and lis
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -51,6 +56,7 @@ from jaxrl.errors import ConfigError
 
 log = logging.getLogger("jaxrl")
 KEYS = "JAXRL_SERVICE_KEYS"
+CHOICES = {"unembed": ("train", "leave-out"), "sampler": ("jax", "vllm")}
 
 
 class Options(NamedTuple):
@@ -64,7 +70,9 @@ class Options(NamedTuple):
     host: str = "127.0.0.1"
     port: int = 8317
     dir: str = "runs/service"
-    unembed: str = "refuse"
+    unembed: str = "train"
+    sampler: str = "jax"
+    image_tokens: int = 0
     together: int = 8
     sync: float | None = 0.1
     config: dict = {}
@@ -74,7 +82,7 @@ def parse(argv: list[str]) -> Options:
     """Parses a command line. Raises ConfigError."""
     found: dict = {"config": {}, "names": ()}
     kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str,
-             "unembed": str, "together": int, "sync": _seconds}
+             "unembed": str, "sampler": str, "image-tokens": int, "together": int, "sync": _seconds}
     for argument in argv:
         flag, given, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not given:
@@ -95,9 +103,11 @@ def parse(argv: list[str]) -> Options:
     options = Options(**found)
     if options.sync is not None and not 0 <= options.sync <= 60:
         raise ConfigError(f"--sync={options.sync:g}: must be 0 to 60 seconds, or never")
-    if options.unembed not in ("refuse", "leave-out"):
-        raise ConfigError(f"--unembed={options.unembed}: choose refuse or leave-out")
-    for name, least in (("rank", 1), ("together", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0)):
+    for name, choices in CHOICES.items():
+        if getattr(options, name) not in choices:
+            raise ConfigError(f"--{name}={getattr(options, name)}: choose {' or '.join(choices)}")
+    for name, least in (("rank", 1), ("together", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0),
+                        ("image_tokens", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}")
     return options
@@ -118,7 +128,9 @@ def config_of(options: Options):
     c.data.max_prompt_tokens, c.rollout.max_new_tokens = length - 1, length - 1
     c.eval.max_new_tokens, c.train.max_sequence_tokens = length - 1, length
     c.train.row_lengths = tuple(sorted({-(-length // 32) * 8, -(-length // 8) * 8}))  # a quarter of the longest, and it
-    c.rollout.engine, c.rollout.slots, c.rollout.stop_token_ids = "jax", 32, (0,) * ENDS
+    c.rollout.engine = options.sampler
+    if options.sampler == "jax":
+        c.rollout.slots, c.rollout.stop_token_ids = 32, (0,) * ENDS
     for name, value in options.config.items():
         put(c, name, value)
     return c
@@ -138,10 +150,10 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
 
     from jaxrl import sharding, training
     from jaxrl.models.parameters import flattened
-    from jaxrl.resolve.spec import resolve
     from jaxrl.roles import parameters
     from jaxrl.rollout import EngineContext, make_engine
-    from jaxrl.run.setup import check_weights, open_job, read_model_inputs, start_jax
+    from jaxrl.rollout.engines import engine_row
+    from jaxrl.service.images import Sight
     from jaxrl.service.journal import Journal
     from jaxrl.service.operations import Operations
     from jaxrl.service.recovery import recover
@@ -152,31 +164,65 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     from jaxrl.service.trainer import Trainer
     from jaxrl.service.worker import Worker
 
-    config = config_of(options)
-    start_jax(resolve(config))
-    inputs = read_model_inputs(config)
-    check_weights(resolve(config), inputs)
-    job = open_job(resolve(config), inputs)
+    job, patches = open_base(options)
     base = flattened(parameters.base_params(job))
     places = flattened(parameters.param_shardings(job))
     chunk = job.config.train.logprob_chunk
     trainer = Trainer(job.model, base, places, sharding.replicated(job.mesh), job.row_shapes, job.put, options.alpha,
                       chunk, options.together)
-    engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, (), job.hf_config))
+    engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, (), job.hf_config, patches))
     read = training.make_reader(job.model, temperature=1.0, chunk=chunk, put=job.put)
     sampler = Sampler(engine, read, job.row_shapes, trainer.params, trainer.base_leaves(),
-                      turn=max(64, 2 * job.config.rollout.slots))
+                      turn=max(64, 2 * engine_row(job.config).slots(job.config.rollout, 0)))
     journal = Journal(Path(options.dir) / "journal", options.sync)
     check_folder(journal.path.parent, options, bytes(parameters.base_digest(base)).hex())
     worker = Worker(trainer, sampler, Snapshots(journal.path.parent, trainer, journal.sync))
     names = (options.names[0] if options.names else options.model, *options.names[1:],
              *([options.model] if options.names else []))
     operations = Operations(worker, Store(Path(options.dir)), names, job.eos_ids, options.max_length,
-                            job.model.config.vocab_size, journal=journal, leave_out=options.unembed == "leave-out")
+                            job.model.config.vocab_size, journal=journal, leave_out=options.unembed == "leave-out",
+                            sight=Sight(job.images, options.image_tokens) if patches else None)
     log.info("%d x %s, %.2f M parameters, adapters of rank 1 to %d", jax.device_count(), jax.devices()[0].device_kind,
              job.model.base.num_parameters / 1e6, options.rank)
     recover(operations, journal)
     return Server(make_app(operations, keys), worker, names)
+
+
+def open_base(options: Options):
+    """Returns (Job of base, adapters, devices and rows; most patches of a sequence). Raises ConfigError."""
+    from jaxrl.resolve.spec import resolve
+    from jaxrl.run.setup import check_weights, open_job, read_model_inputs, start_jax
+    from jaxrl.service.trainer import with_head
+
+    config = config_of(options)
+    start_jax(resolve(config))
+    inputs = read_model_inputs(config)
+    check_weights(resolve(config), inputs)
+    job, patches = open_job(resolve(config), with_sight(options, resolve(config), inputs)), 0
+    if (images := job.images) is not None:
+        patches, unit = options.image_tokens * images.merge**2, 8 * images.merge**2 * job.row_shapes.ranks
+        room = (-(-patches // unit) * unit,) * len(job.row_shapes.lengths)
+        job = dataclasses.replace(job, row_shapes=dataclasses.replace(job.row_shapes, patches=room))
+    if options.unembed == "train":
+        job = dataclasses.replace(job, model=with_head(job.model, options.rank))
+    return job, patches
+
+
+def with_sight(options: Options, spec, inputs):
+    """Returns the ModelInputs with the tower for images, if there are to be images. Raises ConfigError without one."""
+    from jaxrl.run.data import open_images, with_tower
+    from jaxrl.run.setup import check_weights
+
+    if not options.image_tokens:
+        return inputs
+    images = open_images(spec, inputs.hf_config, inputs.tokenizer)
+    if images is None:
+        raise ConfigError(f"--image-tokens={options.image_tokens}: --model={options.model} is read without a tower for "
+                          "images; leave the option out")
+    images.use(f"--image-tokens={options.image_tokens}")
+    inputs = with_tower(spec, inputs, images)
+    check_weights(spec, inputs)
+    return inputs
 
 
 def check_folder(folder: Path, options: Options, digest: str) -> None:
@@ -184,7 +230,8 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
 
     digest: of the base's parameters.
     """
-    file, now = folder / "base.json", {"digest": digest, "alpha": options.alpha, "rank": options.rank}
+    file = folder / "base.json"
+    now = {"digest": digest, "alpha": options.alpha, "rank": options.rank, "unembed": options.unembed}
     was = json.loads(file.read_text("utf-8")) if file.exists() else now
     if was["digest"] != digest:
         raise ConfigError(f"--model={options.model}: the runs in {folder} are of another base model (or of another "
@@ -193,6 +240,9 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
         raise ConfigError(f"--rank={options.rank} --alpha={options.alpha:g}: the runs in {folder} were trained with "
                           f"--rank={was['rank']} --alpha={was['alpha']:g}; set at least this rank and this alpha, or "
                           "choose another --dir")
+    if (unembed := was.get("unembed", "leave-out")) != options.unembed:
+        raise ConfigError(f"--unembed={options.unembed}: the runs in {folder} were trained with --unembed={unembed}; "
+                          "set that, or choose another --dir")
     file.write_text(json.dumps(now) + "\n", "utf-8")
 
 
@@ -218,7 +268,10 @@ def serve(server: Server, options: Options) -> None:
           flush=True)
     log.info("ready: %s at http://%s:%d, sequences of up to %d tokens", ", ".join(server.names), host, port,
              options.max_length)
-    server.worker.serve()
+    try:
+        server.worker.serve()
+    finally:
+        server.worker.sampler.engine.close()
     http.should_exit = True
     thread.join(5.0)
 

@@ -7,6 +7,7 @@ Legend: N positions of a datum, P prompt tokens.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from typing import Any, NamedTuple
@@ -15,10 +16,13 @@ import numpy as np
 
 from jaxrl.algorithms.api_losses import API_LOSSES
 from jaxrl.rollout.protocol import SamplingParams
+from jaxrl.service.images import Sight, expanded
 from jaxrl.service.packing import Batch
 from jaxrl.service.refusals import Refused
 from jaxrl.service.sampler import ENDS
 from jaxrl.service.trainer import COLUMNS, AdamSettings, LoraOptions
+from jaxrl.service.wire import ImageChunk
+from jaxrl.types import Pictures, Places
 
 TEXTS, INTEGER, NUMBER, FLAG, TABLE, LIST, ANY = (str,), (int,), (int, float), (bool,), (dict,), (list,), (object,)
 WORDS = {TEXTS: "a text", INTEGER: "a whole number", NUMBER: "a number", FLAG: "true or false", TABLE: "an object",
@@ -66,6 +70,7 @@ BODIES: dict[str, dict[str, Field]] = {
                 "type": Field(ANY)},
     "sampling_params": {"max_tokens": Field(INTEGER), "seed": Field(INTEGER), "stop": Field(ANY),
                         "temperature": Field(NUMBER, 1.0), "top_k": Field(INTEGER, -1), "top_p": Field(NUMBER, 1.0)},
+    "image": {"data": ID, "format": Field(TEXTS), "expected_tokens": Field(INTEGER), "type": Field(ANY)},
     "retrieve_future": {"request_id": ID, "allow_metadata_only": Field(FLAG, False)},
     "cancel_future": {"request_id": ID},
 }
@@ -117,16 +122,15 @@ def read(kind: str, body: dict, where: str = "") -> dict:
 
 
 def lora_options(config: dict, seed: int, leave_out: bool) -> LoraOptions:
-    """Returns the adapter that a lora_config describes. Raises Refused for train_unembed=True without `leave_out`.
+    """Returns the adapter that a lora_config describes. Raises Refused.
 
-    seed: where it names none.
+    Args:
+      seed: where it names none.
+      leave_out: train_unembed=True trains no output matrix.
     """
     c = read("lora_config", config)
-    if c["train_unembed"] and not leave_out:
-        raise Refused(422, "lora_config.train_unembed=True: this server has no adapter on the output matrix; set "
-                      "train_unembed=False, or, for recipes that cannot, start the server with --unembed=leave-out")
     own = seed if c["seed"] is None else c["seed"] % 2**32
-    return LoraOptions(c["rank"], own, c["train_attn"], c["train_mlp"])
+    return LoraOptions(c["rank"], own, c["train_attn"], c["train_mlp"], c["train_unembed"] and not leave_out)
 
 
 def check_optimizer(config: dict | None) -> None:
@@ -151,11 +155,12 @@ def adam_settings(body: dict) -> AdamSettings:
 # ---- data of a loss
 
 
-def batch(data, loss_fn: str, config: dict, longest: int, vocab: int) -> Batch:
+def batch(data, loss_fn: str, config: dict, longest: int, vocab: int, sight: Sight | None = None) -> Batch:
     """Returns the data of a forward_backward as the trainer takes them. Raises Refused naming datum, field and value.
 
     Args:
       data: wire.Datum list. longest: most tokens of a sequence, the last target included. vocab: ids are below it.
+      sight: what reads images; None = none are served.
     """
     loss = API_LOSSES.get(loss_fn)
     if loss is None:
@@ -176,9 +181,11 @@ def batch(data, loss_fn: str, config: dict, longest: int, vocab: int) -> Batch:
     if not data:
         raise Refused(422, "data is empty: send at least one datum")
     low, high = (*bounds.values(), 0.0, 0.0)[:2]
-    tokens, targets, columns = [], [], {name: [] for name in COLUMNS}
+    tokens, targets, columns, places = [], [], {name: [] for name in COLUMNS}, []
     for i, datum in enumerate(data):
-        count = len(datum.tokens)
+        seen, its_places = expanded(datum.tokens, datum.images, sight, f"data[{i}].model_input")
+        datum, count = datum._replace(tokens=seen), len(seen)
+        places.append(its_places)
         own = _datum(datum, f"data[{i}]", loss_fn, loss.tensors, longest, vocab)
         tokens.append(datum.tokens)
         targets.append(own.pop("target_tokens").astype(np.int32))
@@ -187,7 +194,7 @@ def batch(data, loss_fn: str, config: dict, longest: int, vocab: int) -> Batch:
                "low": np.full(count, low), "high": np.full(count, high)}
         for name in COLUMNS:
             columns[name].append(own[name])
-    return Batch(tokens, targets, columns)
+    return Batch(tokens, targets, columns, sight and sight.pictures(places))
 
 
 def _datum(datum, where: str, loss_fn: str, needed, longest: int, vocab: int) -> dict[str, np.ndarray]:
@@ -241,14 +248,16 @@ class Sample(NamedTuple):
     seed: int | None
     scores: bool
     last: int | None
+    pictures: Pictures | None = None
 
 
-def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_text: bool) -> Sample:
+def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_text: bool,
+           sight: Sight | None = None) -> Sample:
     """Returns the sampling request of a body that `read` has checked. Raises Refused."""
     for name, (nothing, remedy) in NOT_SERVED.items():
         if body[name] != nothing:
             raise Refused(422, f"asample.{name}={body[name]!r} is not served here; {remedy}")
-    prompt = prompt_tokens(body["prompt"], longest, vocab)
+    prompt, places = prompt_tokens(body["prompt"], longest, vocab, sight)
     if not 1 <= body["num_samples"] <= MOST_SAMPLES:
         raise Refused(422, f"asample.num_samples={body['num_samples']}: must be 1 to {MOST_SAMPLES}")
     last = body["prompt_logprobs_last_n"]
@@ -268,25 +277,39 @@ def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_t
                                 max_new_tokens=min(wanted, room), stop=texts, stop_token_ids=ids)
     except ValueError as e:
         raise Refused(422, f"asample: {e}") from None
-    return Sample(prompt, body["num_samples"], params, p["seed"], body["prompt_logprobs"], last)
+    return Sample(prompt, body["num_samples"], params, p["seed"], body["prompt_logprobs"], last,
+                  sight and sight.pictures([places]))
 
 
-def prompt_tokens(prompt: dict, longest: int, vocab: int) -> np.ndarray:
-    """Returns the token ids [P] of a prompt of text chunks. Raises Refused."""
-    parts = []
+def prompt_tokens(prompt: dict, longest: int, vocab: int, sight: Sight | None) -> tuple[np.ndarray, Places | None]:
+    """Returns (the token ids [P] of a prompt's chunks, where images stand). Raises Refused."""
+    parts, images = [], []
     for k, chunk in enumerate(prompt.get("chunks") or []):
+        if isinstance(chunk, dict) and chunk.get("type") == "image":
+            images.append(_image(chunk, len(parts), f"prompt.chunks[{k}]"))
+            continue
         if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
             kind = chunk.get("type") if isinstance(chunk, dict) else chunk
-            raise Refused(422, f"prompt.chunks[{k}] is of the type {kind!r}: this server takes encoded_text alone")
+            raise Refused(422, f"prompt.chunks[{k}] is of the type {kind!r}: this server takes encoded_text and image")
         tokens = chunk.get("tokens")
         if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
             raise Refused(422, f"prompt.chunks[{k}].tokens: expected a list of whole numbers")
         parts += tokens
-    if not 1 <= len(parts) < longest:
-        raise Refused(422, f"prompt has {len(parts)} tokens: this server serves 1 to {longest - 1}, so that one can be "
-                      "sampled; shorten it, or start the server with a larger --max-length")
     _check_ids(np.array(parts, object), vocab, "prompt")
-    return np.array(parts, np.int32)
+    tokens, places = expanded(np.array(parts, np.int32), tuple(images), sight, "prompt")
+    if not 1 <= len(tokens) < longest:
+        raise Refused(422, f"prompt has {len(tokens)} tokens: this server serves 1 to {longest - 1}, so that one can "
+                      "be sampled; shorten it, or start the server with a larger --max-length")
+    return tokens, places
+
+
+def _image(chunk: dict, at: int, where: str) -> ImageChunk:
+    """Returns an image chunk of JSON, whose data are base64."""
+    b = read("image", chunk, where)
+    try:
+        return ImageChunk(at, base64.b64decode(b["data"], validate=True), b["expected_tokens"])
+    except ValueError as e:
+        raise Refused(422, f"{where}.data is no base64: {e}") from None
 
 
 def _stops(stop, eos_ids, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -75,11 +75,12 @@ class Operations:
       eos_ids: end tokens. longest: most tokens of a sequence. vocab: token ids are below it. has_text: whether stop
         texts can be searched.
       journal: service.journal.Journal; None = nothing survives this process.
-      leave_out: whether a run that asks for train_unembed=True is trained without it; else it is refused.
+      leave_out: whether a run that asks for train_unembed=True is trained without it.
+      sight: service.images.Sight; None = images are refused.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,
-                 has_text: bool = True, journal: Journal | None = None, leave_out: bool = False):
+                 has_text: bool = True, journal: Journal | None = None, leave_out: bool = False, sight=None):
         self.worker, self.trainer, self.sampler, self.store = worker, worker.trainer, worker.sampler, store
         self.names, self.eos_ids, self.longest, self.vocab, self.has_text = names, eos_ids, longest, vocab, has_text
         self.sessions: dict[str, dict] = {}
@@ -88,6 +89,7 @@ class Operations:
         self.promises: dict[str, Promise] = {}
         self.created: dict[str, str] = {}  # idempotency key -> session
         self.journal, self.snapshots, self.leave_out = journal, worker.snapshots, leave_out
+        self.sight = sight
         self.recorded: dict[str, Record] | None = None  # results of an earlier process, while its journal is replayed
         self._swept = time.monotonic()
 
@@ -259,8 +261,7 @@ class Operations:
         def prepare():
             self._check_base(b["base_model"])
             bodies.check_optimizer(b["optimizer_config"])
-            accepted = self.recorded is not None  # by a process whose option may have been another
-            options = bodies.lora_options(b["lora_config"], _seed_of(model_id), self.leave_out or accepted)
+            options = bodies.lora_options(b["lora_config"], _seed_of(model_id), self.leave_out)
 
             def work(_):
                 run = self.trainer.start(options)
@@ -320,7 +321,7 @@ class Operations:
     def _load(self, address: Address, about: dict, optimizer: bool):
         """Returns a run with saved weights. Called in the worker's thread."""
         options = LoraOptions(**about["lora"])
-        _, leaves = peft.read(self.store.adapter(address), self.trainer.model.base)
+        _, leaves = peft.read(self.store.adapter(address), self.trainer.model.base, head=True)
         moments = None
         if optimizer:
             saved = self.store.moments(address)
@@ -336,7 +337,7 @@ class Operations:
 
         def prepare():
             data = wire.read_data(request.data)
-            batch = bodies.batch(data, request.loss_fn, request.config, self.longest, self.vocab)
+            batch = bodies.batch(data, request.loss_fn, request.config, self.longest, self.vocab, self.sight)
             return Pass(batch, not request.forward_only,
                         lambda logprobs, loss: wire.forward_backward_output(logprobs, {"loss:sum": loss}))
 
@@ -451,7 +452,7 @@ class Operations:
         """Samples from the weights of a sampling session."""
         b = bodies.read("asample", body)
         session = self.sampling_session(b["sampling_session_id"])
-        sample = bodies.sample(b, self.eos_ids, self.longest, self.vocab, self.has_text)
+        sample = bodies.sample(b, self.eos_ids, self.longest, self.vocab, self.has_text, self.sight)
         name = f"{b['sampling_session_id']}:{b['seq_id']}"
 
         def begin(future, recorded):
@@ -459,7 +460,7 @@ class Operations:
                 return
             inner, record = Future(), self._recorder(name)
             inner.add_done_callback(lambda done: _answer(done, future, record))
-            job = SampleJob(name, session.version, *sample, inner)
+            job = SampleJob(name, session.version, *sample, future=inner)
 
             def work(_):
                 self._fetch(session)

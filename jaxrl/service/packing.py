@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.training.layout import Block, Microbatch, RowShapes, make_layout, row_count
-from jaxrl.types import Sizes, Trajectories
+from jaxrl.types import Pictures, Sizes, Trajectories
 
 
 class Batch(NamedTuple):
@@ -25,11 +25,13 @@ class Batch(NamedTuple):
     Attributes:
       tokens, targets: [N] int32 of each datum, of equal lengths.
       columns: {name of trainer.COLUMNS: [N] of each datum}.
+      pictures: the images of the data; None = there is none. A batch with images is computed by itself.
     """
 
     tokens: list[np.ndarray]
     targets: list[np.ndarray]
     columns: dict[str, list[np.ndarray]]
+    pictures: Pictures | None = None
 
 
 class Packed(NamedTuple):
@@ -163,6 +165,6 @@ def ragged(batch: Batch, dtype) -> tuple[Trajectories, dict[str, np.ndarray]]:
     traj = Trajectories(
         tokens=tokens, offsets=offsets, loss_mask=mask, logprobs=zeros, versions=zeros.astype(np.int32) - 1,
         prompt_lengths=np.zeros(count, np.int32), group=np.arange(count), sample=np.zeros(count, np.int32),
-        seed=np.zeros(count, np.uint32), finish=np.zeros(count, np.int8))
+        seed=np.zeros(count, np.uint32), finish=np.zeros(count, np.int8), pictures=batch.pictures)
     columns = {name: column(parts, dtype) for name, parts in batch.columns.items()}
     return traj, columns | {"target": column(batch.targets, np.int32)}

@@ -117,8 +117,8 @@ class Api:
         address = Address.parse(bodies.read("weights_info", bodies.parse(raw))["tinker_path"])
         about = self.operations.store.about(address)
         lora = about["lora"]
-        return {"base_model": about["base_model"], "is_lora": True, "lora_rank": lora["rank"], "train_unembed": False,
-                "train_mlp": lora["mlp"], "train_attn": lora["attention"]}
+        return {"base_model": about["base_model"], "is_lora": True, "lora_rank": lora["rank"],
+                "train_unembed": lora.get("unembed", False), "train_mlp": lora["mlp"], "train_attn": lora["attention"]}
 
     async def forward_backward(self, request, raw):
         """Accepts data of a loss."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections import deque
 from typing import Any
 
@@ -21,8 +22,9 @@ import numpy as np
 from jaxrl import training
 from jaxrl.rollout.protocol import Request, SamplingParams
 from jaxrl.service.refusals import Refused
-from jaxrl.types import Trajectories
+from jaxrl.types import Pictures, Trajectories
 
+log = logging.getLogger("jaxrl")
 BASE = ""  # name of the version without an adapter
 ENDS = 16  # end tokens that one request may have
 
@@ -36,6 +38,7 @@ class SampleJob:
       prompt: [P] int32. count: samples. params: of each; its stop_token_ids are all of the end tokens.
       seed: decides all samples; None = drawn from the id, so that the same request gives the same samples.
       scores: return log-probs of the prompt. last: of its last tokens alone; None = of all.
+      pictures: the prompt's images; None = there is none.
       future: gets (samples, prompt log-probs [P] or None), or an exception.
     """
 
@@ -47,6 +50,7 @@ class SampleJob:
     seed: int | None
     scores: bool
     last: int | None
+    pictures: Pictures | None
     future: Any
     samples: list = dataclasses.field(default_factory=list)
     logprobs: np.ndarray | None = None
@@ -128,8 +132,11 @@ class Sampler:
         self._waiting.clear()
         self._running.clear()
         self._published = None
-        self.engine.abort()
-        self.engine.poll(0.0)
+        try:
+            self.engine.abort()
+            self.engine.poll(0.0)
+        except Exception as e:  # such as servers that are lost: later jobs are told so
+            log.warning("service: the sampler cannot be emptied: %s", e)
         for job in jobs:
             if not job.future.done():
                 job.future.set_exception(error)
@@ -171,7 +178,8 @@ class Sampler:
             self._waiting.extendleft(reversed(jobs))  # `fail` ends them
             raise
         for job in jobs:
-            requests = [Request(f"{job.id}/{i}", job.prompt, job.params, sample_seed(job.seed, job.id, i))
+            requests = [Request(f"{job.id}/{i}", job.prompt, job.params, sample_seed(job.seed, job.id, i),
+                                pictures=job.pictures)
                         for i in range(job.count)]
             try:
                 self.engine.submit(requests)
@@ -199,7 +207,7 @@ class Sampler:
             job.logprobs = np.full(len(job.prompt), np.nan, np.float32)
         if not long:
             return
-        traj = prompts([job.prompt for job in long])
+        traj = prompts([job.prompt for job in long], [job.pictures for job in long])
         layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
         found = self.read(self._tree, traj, layout)["logprob"]
         for job, start in zip(long, traj.offsets, strict=False):
@@ -210,6 +218,13 @@ class Sampler:
         job = self._running.pop(result.id, None)
         if job is None:
             return
+        if (result.versions != self._count).any():
+            versions = sorted(set(result.versions.tolist()))
+            if not job.future.done():
+                job.future.set_exception(Refused(
+                    500, f"asample: the engine sampled from the weights {versions}, not from {self._count}, which were "
+                    "asked for: nothing of it is answered"))
+            return
         index = int(result.id.rpartition("/")[2])
         job.samples[index] = (result.tokens, result.logprobs, result.finish)
         job.missing -= 1
@@ -217,8 +232,9 @@ class Sampler:
             job.future.set_result((job.samples, job.logprobs))
 
 
-def prompts(tokens: list[np.ndarray]) -> Trajectories:
-    """Returns sequences as a ragged batch in which every token but the first is scored."""
+def prompts(tokens: list[np.ndarray], pictures) -> Trajectories:
+    """Returns sequences, with the Pictures of each (None: it has none), as a ragged batch in which every token but the
+    first is scored."""
     offsets = np.cumsum([0, *map(len, tokens)])
     mask, count = np.ones(offsets[-1], bool), len(tokens)
     mask[offsets[:-1]] = False
@@ -226,4 +242,5 @@ def prompts(tokens: list[np.ndarray]) -> Trajectories:
     return Trajectories(
         tokens=np.concatenate(tokens).astype(np.int32), offsets=offsets, loss_mask=mask, logprobs=zeros,
         versions=zeros.astype(np.int32) - 1, prompt_lengths=np.zeros(count, np.int32), group=np.arange(count),
-        sample=np.zeros(count, np.int32), seed=np.zeros(count, np.uint32), finish=np.zeros(count, np.int8))
+        sample=np.zeros(count, np.int32), seed=np.zeros(count, np.uint32), finish=np.zeros(count, np.int8),
+        pictures=Pictures.of(pictures, next(filter(None, pictures), None)))

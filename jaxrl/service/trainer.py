@@ -4,7 +4,8 @@ Requests of several runs share a forward and backward pass: their adapters are a
 rows of the same microbatches. The gradient of each request is taken out of the bank and added to its run's window, so a
 run has nothing of another, not even what is not finite.
 
-The model has one adapter of the largest rank on every linear map of its layers. A run of a smaller rank, or on fewer
+The model has one adapter of the largest rank on every linear map of its layers, and on the output matrix if its runs
+may have one there. A run of a smaller rank, or on fewer
 modules, leaves the other columns of A and B at zero: both of their gradients are zero there, so they stay zero, and
 every run shares the same few programs. The scale of the adapter and the settings of the optimizer are data, too.
 
@@ -66,12 +67,13 @@ class AdamState(NamedTuple):
 
 
 class LoraOptions(NamedTuple):
-    """What a run's adapter is: rank, seed of A, and which linear maps have one."""
+    """What a run's adapter is: rank, seed of A, and which linear maps have one; unembed: the output matrix."""
 
     rank: int
     seed: int = 0
     attention: bool = True
     mlp: bool = True
+    unembed: bool = False
 
 
 @dataclasses.dataclass
@@ -133,16 +135,33 @@ def lora_adapter(model, options: LoraOptions, alpha: float) -> adapters.Adapter:
     found = resolved(Selection(options.rank, alpha), model, strict=True)
     in_mlp = {name for name, places in linears(model).items() if "mlp" in places[0].entry.path}
     chosen = tuple(t for t in found.targets if (options.mlp if t.name in in_mlp else options.attention))
+    if options.unembed:
+        chosen += (adapters.Target(adapters.HEAD, options.rank, found.targets[0].scale),)
     if not chosen:
         raise Refused(422, "lora_config: train_mlp=False and train_attn=False leave nothing to train here")
     return dataclasses.replace(found, targets=chosen)
+
+
+def with_head(model, rank: int):
+    """Returns a model with an adapter of this rank on the output matrix, too."""
+    head = adapters.Target(adapters.HEAD, rank, 1.0)
+    adapter = dataclasses.replace(model.adapter, targets=(*model.adapter.targets, head))
+    return dataclasses.replace(model, adapter=adapter)
+
+
+def rows_mix(model, unembed: bool) -> bool:
+    """Whether other rows of a pass decide the bits of a row (experts, recurrent layers), or a bank of adapters on the
+    output matrix would have to cross devices: rows are split over them."""
+    mesh = jax.sharding.get_mesh()
+    split = not mesh.empty and any(mesh.shape.get(axis, 1) > 1 for axis in ("dp", "fsdp", "cp", "ep"))
+    return bool(model.config.num_expert_layers or model.config.num_recurrent or unembed and split)
 
 
 class Trainer:
     """The programs and the base that all runs share.
 
     Args:
-      model: jaxrl.models.Model whose adapter has the largest rank on every linear map.
+      model: jaxrl.models.Model whose adapter has the largest rank on every linear map; see `with_head`.
       base: flat dict of the base's parameters, on the devices.
       places: flat name -> sharding of the model's parameters. everywhere: sharding of small arrays.
       row_shapes: training.RowShapes; a datum and its last target fit the longest row.
@@ -161,8 +180,8 @@ class Trainer:
         self.optimizer = adam()
         self.update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
         self.shared_update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
-        rows_mix = model.config.num_expert_layers or model.config.num_recurrent  # where other rows decide a row's bits
-        self.together = 1 if rows_mix else together
+        self.unembed = adapters.adapts_head(model.adapter)
+        self.together = 1 if rows_mix(model, self.unembed) else together
         scaled = make_scaled(model, objective)
         self._evaluate = jax.jit(lambda trainable, frozen, stats, batch: scaled(trainable, frozen, batch, stats)[1])
         self._start = jax.jit(lambda trainable, frozen: training.init_state(trainable, frozen, self.optimizer))
@@ -184,12 +203,14 @@ class Trainer:
             raise Refused(422, f"lora_config.rank={options.rank}: this server trains ranks 1 to {self.rank}; start it "
                           f"with --rank={max(options.rank, 1)}")
         adapter = lora_adapter(self.model.base, options, self.alpha)
+        self._check_head(options)
         own = dataclasses.replace(self.model, adapter=adapter)
         key = jax.random.fold_in(jax.random.key(options.seed), LORA_STREAM)
         return self.restored(options, initial(own, key, self.base, "default"))
 
     def restored(self, options: LoraOptions, leaves: dict, moments=None) -> Run:
         """Starts a run from the leaves of its own rank, by flat name; `moments` are a save's (count, mu, nu)."""
+        self._check_head(options)
         adapter = lora_adapter(self.model.base, options, self.alpha)
         padded = self._padded({name: np.asarray(x, self.dtype) for name, x in leaves.items()})
         trainable = {name: x for name, x in padded.items() if not name.endswith("/scale")}
@@ -204,6 +225,11 @@ class Trainer:
             step = jax.device_put(np.array(count, np.int32), state.step.sharding)  # a buffer of its own: it is donated
             run.state = state.replace(opt_state=opt_state, step=step)
         return run
+
+    def _check_head(self, options: LoraOptions) -> None:
+        if options.unembed and not self.unembed:
+            raise Refused(422, "the adapter has columns of the output matrix (train_unembed=True), and this server was "
+                          "started with --unembed=leave-out: start it with --unembed=train")
 
     def _padded(self, leaves: dict) -> dict:
         """Returns all leaves of the model's adapter; columns and modules that `leaves` lacks are zero."""

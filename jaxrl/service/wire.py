@@ -26,7 +26,9 @@ TABLE: dict[str, tuple[tuple[int, str, str], ...]] = {
     "SparseCsr": ((1, "values", "bytes"), (2, "crow_indices", "bytes"), (3, "col_indices", "bytes")),
     "Tensor": ((1, "dense", "bytes?"), (2, "sparse_csr", "SparseCsr?"), (3, "dtype", "DType"), (4, "shape", "int64*")),
     "EncodedTextChunk": ((1, "tokens", "bytes"),),
-    "ImageChunk": ((1, "data", "bytes"),),
+    "ImageDimensions": ((1, "width", "uint32"), (2, "height", "uint32")),
+    "ImageChunk": ((1, "data", "bytes"), (2, "format", "string"), (3, "expected_tokens", "int32?"),
+                   (4, "override_dimensions", "ImageDimensions?")),
     "DmelChunk": ((1, "dmel", "bytes"),),
     "Chunk": ((1, "encoded_text", "EncodedTextChunk?"), (2, "image", "ImageChunk?"), (3, "dmel", "DmelChunk?")),
     "Datum": ((1, "model_input", "Chunk*"), (2, "loss_fn_inputs", "map:Tensor")),
@@ -48,11 +50,21 @@ DTYPES = {1: np.dtype(np.float32), 2: np.dtype(np.int64), 3: np.dtype(np.int32)}
 FLOAT32 = 1
 
 
+class ImageChunk(NamedTuple):
+    """An image of a model's input. at: tokens of text before it. expected: tokens that the client counts; None."""
+
+    at: int
+    data: bytes
+    expected: int | None
+
+
 class Datum(NamedTuple):
-    """A training example. tokens: [N] int32, the model's input. tensors: the loss's inputs by name."""
+    """A training example. tokens: int32, the text of the model's input. tensors: the loss's inputs by name. images: of
+    the input."""
 
     tokens: np.ndarray
     tensors: dict[str, np.ndarray]
+    images: tuple[ImageChunk, ...] = ()
 
 
 class ForwardBackward(NamedTuple):
@@ -131,23 +143,34 @@ def parse_forward_backward(body: bytes) -> ForwardBackward:
 
 def read_data(data) -> list[Datum]:
     """Converts the data of a request to arrays. Raises Refused naming the datum and the field."""
-    return [Datum(read_tokens(datum.model_input, f"data[{i}].model_input"),
-                  {name: read_tensor(tensor, f"data[{i}].loss_fn_inputs[{name!r}]")
-                   for name, tensor in datum.loss_fn_inputs.items()}) for i, datum in enumerate(data)]
+    out = []
+    for i, datum in enumerate(data):
+        tokens, images = read_tokens(datum.model_input, f"data[{i}].model_input")
+        out.append(Datum(tokens, {name: read_tensor(tensor, f"data[{i}].loss_fn_inputs[{name!r}]")
+                                  for name, tensor in datum.loss_fn_inputs.items()}, images))
+    return out
 
 
-def read_tokens(chunks, where: str) -> np.ndarray:
-    """Returns the int32 token ids of text chunks."""
-    parts = []
+def read_tokens(chunks, where: str) -> tuple[np.ndarray, tuple[ImageChunk, ...]]:
+    """Returns (the int32 token ids of text chunks, the images between them)."""
+    parts, images, length = [], [], 0
     for k, chunk in enumerate(chunks):
-        for kind in ("image", "dmel"):
-            if chunk.HasField(kind):
-                raise Refused(422, f"{where}[{k}] is a chunk of kind {kind}: this server trains on text; send "
-                              "encoded_text chunks alone")
+        if chunk.HasField("dmel"):
+            raise Refused(422, f"{where}[{k}] is a chunk of kind dmel: this server trains on text and images; leave it "
+                          "out")
+        if chunk.HasField("image"):
+            own = chunk.image
+            if own.HasField("override_dimensions"):
+                raise Refused(422, f"{where}[{k}].override_dimensions is not served here: the image's own size counts; "
+                              "leave it out, or resize the image")
+            expected = own.expected_tokens if own.HasField("expected_tokens") else None
+            images.append(ImageChunk(length, own.data, expected))
+            continue
         if not chunk.HasField("encoded_text") or len(chunk.encoded_text.tokens) % 4:
             raise Refused(422, f"{where}[{k}]: expected an encoded_text chunk of whole int32 tokens")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        length += len(parts[-1])
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32), tuple(images)
 
 
 def read_tensor(tensor, where: str) -> np.ndarray:

@@ -69,6 +69,11 @@ class Pass(NamedTuple):
     placement: list | None = None
 
     @property
+    def joins(self) -> bool:
+        """Whether it may be computed together with others: not as it was before, and not with images."""
+        return self.placement is None and self.batch.pictures is None
+
+    @property
     def tokens(self) -> int:
         """Returns what it counts as: a backward pass is about twice a forward pass."""
         return tokens_of(self.batch) * (3 if self.learn else 1)
@@ -192,7 +197,7 @@ class Worker:
             self._clock = max(self._clock, self._lines[ready[0]].served)
             group = [self._pop(ready[0])]
             work = group[0].task.work
-            if not isinstance(work, Pass) or work.placement is not None:
+            if not isinstance(work, Pass) or not work.joins:
                 return group
             room = CYCLE_TOKENS - work.tokens
             while len(group) < self.trainer.together:
@@ -206,7 +211,7 @@ class Worker:
     def _joins(self, model_id: str, learn: bool, room: int) -> bool:
         line = self._lines[model_id]
         work = line.held[line.next].work
-        return isinstance(work, Pass) and work.placement is None and work.learn == learn and work.tokens <= room
+        return isinstance(work, Pass) and work.joins and work.learn == learn and work.tokens <= room
 
     def _pop(self, model_id: str) -> Turn:
         """Takes the next task of a run, which pays for it."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.kernels.logprob import logprob_and_entropy
+from jaxrl.models.adapters.head import low_rank
 from jaxrl.models.feed_forward import by_token
 from jaxrl.models.placement import at_sources, split_of
 from jaxrl.models.value import values
@@ -55,20 +56,37 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
       ids_RxSxK, top: as in kernels.logprob.logprob_and_entropy, which appends their results to the tuple.
     """
     head, tied = model.head(params), model.config.tied
-    return logprob_and_entropy(
-        hidden_RxSxD,
-        head,
-        batch.targets,
-        valid_RxS,
-        batch.columns.get("support"),
-        ids_RxSxK,
-        temperature=temperature,
-        top=top,
-        softcap=model.config.final_softcap,
-        chunk=chunk,
-        split=split_of(valid_RxS.shape, head.shape[0 if tied else 1]),
-        transposed=tied,
-    )
+    own = low_rank(params, hidden_RxSxD, model.compute_dtype, batch.adapters)
+    few, more = own or (None, None)
+
+    def compute(hidden, targets, valid, support, ids, few, more):
+        return logprob_and_entropy(
+            hidden,
+            head,
+            targets,
+            valid,
+            support,
+            ids,
+            few,
+            more,
+            temperature=temperature,
+            top=top,
+            softcap=model.config.final_softcap,
+            chunk=chunk,
+            split=split_of(valid.shape, head.shape[0 if tied else 1]),
+            transposed=tied,
+        )
+
+    inputs = hidden_RxSxD, batch.targets, valid_RxS, batch.columns.get("support"), ids_RxSxK, few, more
+    if own is None or own.more.ndim == 2:
+        return compute(*inputs)
+
+    def one(row):
+        *of_row, more = row
+        hidden, targets, valid, support, ids, few = jax.tree.map(lambda x: x[None], of_row)
+        return compute(hidden, targets, valid, support, ids, few, more)
+
+    return jax.tree.map(lambda x: x[:, 0], jax.lax.map(one, inputs))  # a bank: each row has an adapter of its own
 
 
 def forward_logprobs(model, params, batch, **options):

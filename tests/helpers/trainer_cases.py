@@ -18,7 +18,7 @@ from jaxrl.models.adapters import Adapter, Target, peft
 from jaxrl.models.adapters.selection import linears
 from jaxrl.models.io import hf
 from jaxrl.models.parameters import flattened
-from jaxrl.service.trainer import LoraOptions, Trainer, lora_adapter
+from jaxrl.service.trainer import LoraOptions, Trainer, lora_adapter, with_head
 from jaxrl.service.wire import Datum
 
 torch = Imported("torch")
@@ -26,11 +26,12 @@ RANK, LARGEST, LONGEST, BETA = 3, 5, 40, 0.3
 CONFIGS = {"ppo": {"clip_low_threshold": 0.9}, "cispo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2}, "dro": {"beta": BETA}}
 
 
-def trainer_of(path, dtype, together=1):
-    """A Trainer whose largest rank is LARGEST, on a mesh of one device."""
+def trainer_of(path, dtype, together=1, unembed=False):
+    """A Trainer whose largest rank is LARGEST, on a mesh of one device. unembed: with adapters on the output matrix."""
     base = build(hf.load_config(str(path)), compute_dtype=dtype, scan_layers=True, attention="reference")
     params = flattened(hf.load_params(base, str(path), dtype=dtype))
     model = dataclasses.replace(base, adapter=Adapter(tuple(Target(name, LARGEST, 1.0) for name in linears(base))))
+    model = with_head(model, LARGEST) if unembed else model
     mesh = sharding.make_mesh({"dp": 1, "fsdp": 1, "tp": 1, "cp": 1, "ep": 1}, jax.devices()[:1])
     jax.set_mesh(mesh)
     everywhere = NamedSharding(mesh, P())
@@ -55,13 +56,13 @@ def data(rng, sizes=(9, 1, 16, 23, 5, 12)):
 def of_loss(rows, name):
     """The data with the tensors that a loss reads."""
     names = ("target_tokens", "weights", *API_LOSSES[name].tensors)
-    return [Datum(tokens, {key: tensors[key] for key in names}) for tokens, tensors in rows]
+    return [Datum(tokens, {key: tensors[key] for key in names}) for tokens, tensors, *_ in rows]
 
 
 def their_loss(model, rows, name, low=0.8, high=1.2):
     """(log-probs of every datum, the documented sum over all of them)."""
     total, found = 0.0, []
-    for tokens, tensors in rows:
+    for tokens, tensors, *_ in rows:
         logits = model(torch.tensor(tokens[None]).long()).logits[0]
         logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tensors["target_tokens"])[:, None])[:, 0]
         w, a, q = (torch.tensor(tensors[key]) for key in ("weights", "advantages", "logprobs"))
@@ -76,8 +77,8 @@ def their_loss(model, rows, name, low=0.8, high=1.2):
 
 def adopted(trainer, theirs):
     """A run with PEFT's numbers."""
-    run = trainer.start(LoraOptions(RANK))
-    own = dataclasses.replace(trainer.model, adapter=lora_adapter(trainer.model.base, LoraOptions(RANK), trainer.alpha))
+    run = trainer.start(LoraOptions(RANK, unembed=trainer.unembed))
+    own = dataclasses.replace(trainer.model, adapter=lora_adapter(trainer.model.base, run.options, trainer.alpha))
     stored = {name: Held(x) for name, x in their_adapter(theirs).items()}
     leaves = peft._values(own.adapter, own.base, stored)
     return trainer.restored(run.options, leaves)

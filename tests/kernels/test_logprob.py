@@ -69,6 +69,36 @@ def test_kept_logits_are_those_that_would_be_made_again(blocks, monkeypatch):
     assert products == more - 1
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_part_of_low_rank_is_a_head_with_it_added(implementation, transposed, blocks):
+    """Value and gradients of (hidden A) B beside the head, in float64; the head has no gradient of its own."""
+    with jax.enable_x64(True):
+        hidden, head, targets, valid = _inputs(dtype=jnp.float64)
+        a, b = (jax.random.normal(jax.random.key(k), shape) for k, shape in ((7, (16, 3)), (8, (3, 50))))
+        ids = jnp.concatenate([targets[..., None], jnp.full((3, 13, 1), -1)], -1)
+
+        def loss(parts, apart):
+            hidden, a, b = parts
+            whole = head if apart else head + a @ b
+            few = (hidden @ a, b) if apart else (None, None)
+            logp, ent, _, most, own = logprob_and_entropy(
+                hidden, whole.T if transposed else whole, targets, valid, None, ids, *few, softcap=5.0, top=2, chunk=6,
+                temperature=0.7, transposed=transposed, implementation=implementation)
+            return jnp.sum(jnp.sin(logp) + 0.3 * jnp.square(ent)) + own.sum(), (logp, ent, most)
+
+        one, other = (jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)((hidden, a, b), apart) for apart in (True, False))
+        assert min(float(jnp.abs(g).max()) for g in one[1]) > 1e-2
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11), one, other)
+
+
+def test_a_head_beside_a_part_of_low_rank_has_no_gradient():
+    hidden, head, targets, _ = _inputs()
+    loss = lambda w: logprob_and_entropy(hidden, w, targets, None, None, None, hidden[..., :1], head[:1])[0].sum()  # noqa: E731
+    with pytest.raises(ValueError, match="has no gradient itself"):
+        jax.grad(loss)(head)
+
+
 @pytest.mark.full
 @IMPLEMENTATIONS
 def test_an_embedding_table_serves_as_it_lies(implementation, blocks):

@@ -291,8 +291,8 @@ def test_bad_requests_name_field_value_and_remedy(client):
         told = client.refused(path, body)
         assert what in told, (path, body, told)
     for number, lora, what in ((10, {"rank": 0}, "rank=0"), (11, {"rank": 5}, "start it with --rank=5"),
-                               (12, {"rank": 2, "train_unembed": True}, "train_unembed=True: this server has no adapter on the output matrix"),
-                               (13, {"rank": 2, "train_unembed": None}, "set train_unembed=False")):
+                               (12, {"rank": 2, "train_attn": False, "train_mlp": False}, "leave nothing to train here"),
+                               (13, {"rank": 2, "train_unembed": 1}, "lora_config.train_unembed='1': expected true or false")):
         body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": {"train_unembed": False, **lora}}
         assert what in client.refused("create_model", body)
     assert client.loss(run, seq, ROWS) == before
@@ -383,7 +383,7 @@ def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
     ([], "--model is missing"), (["--model=a", "x"], "x: expected --NAME=VALUE"), (["--model=a", "--rank=two"], "--rank=two: expected a number"),
     (["--model=a", "--rank=0"], "--rank=0: must be at least 1"),
     (["--model=a", "--sync=90"], "--sync=90: must be 0 to 60 seconds, or never"), (["--model=a", "--sync=soon"], "expected a number"),
-    (["--model=a", "--unembed=yes"], "choose refuse or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
+    (["--model=a", "--unembed=yes"], "choose train or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
     (["--model=a", "--config.rollout.slot=3"], "rollout.slot")])
 def test_the_command_line_is_checked(argv, what):
     with pytest.raises(ConfigError, match=what.replace("(", r"\(")):

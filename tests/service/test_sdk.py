@@ -58,7 +58,7 @@ def server(place):
     """The environment of a client of a server that `jaxrl serve tinker` started."""
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "jaxrl", "serve", "tinker", f"--model={place / NAMES[0]}", *(f"--name={name}" for name in NAMES),
-               "--max-length=512", "--port=0", "--unembed=leave-out", f"--dir={place / 'saved'}"]
+               "--max-length=512", "--port=0", f"--dir={place / 'saved'}"]
     process = subprocess.Popen(command, cwd=place, env=environ, stdout=subprocess.PIPE, text=True)
     try:
         lines = [process.stdout.readline() for _ in range(2)]

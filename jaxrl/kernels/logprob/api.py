@@ -18,6 +18,8 @@ def logprob_and_entropy(
     valid_RxS=None,
     support_RxSxK=None,
     ids_RxSxK=None,
+    few_RxSxr=None,
+    more_rxV=None,
     *,
     temperature=1.0,
     softcap=0.0,
@@ -27,17 +29,17 @@ def logprob_and_entropy(
     transposed=False,
     implementation="chunked",
 ) -> tuple[jax.Array, ...]:
-    """Computes log-prob of the targets and entropy of their distributions, softmax(softcap(hidden @ head) /
-    temperature).
+    """Computes log-prob of targets and entropy of softmax(softcap(hidden @ head + few @ more) / temperature).
 
     Args:
       hidden_RxSxD: hidden states that predict the targets, compute dtype.
       head: output matrix [D, V], or [V, D] where `transposed`; cast to the compute dtype, its gradient summed in fp32.
       targets_RxS: int token ids.
-      valid_RxS: bool; where False both results and gradients are 0, and no logits are computed. None = all valid.
+      valid_RxS: bool; where False results and gradients are 0, and no logits are computed. None = all valid.
       support_RxSxK: int token ids, -1 = unused: the distribution is cut to these tokens and renormalised (the target is
         one of them; 0 of them where not valid). None = the whole vocabulary.
       ids_RxSxK: int token ids, different within a token, -1 = unused: their log-probs are returned too. None = none.
+      few_RxSxr, more_rxV: their product is added to the logits: an adapter of the head, which has no gradient then.
       temperature: positive number (may be traced); no gradient flows to it.
       softcap: Gemma-style cap on the logits, 0 = none (static).
       top: how many of the most probable tokens to return too, 0 = none (static).
@@ -54,19 +56,18 @@ def logprob_and_entropy(
       Where the head is not differentiated its gradient is not computed.
 
     Raises:
-      ValueError: top outside 0..V; ids together with a support.
+      ValueError: top outside 0..V; ids together with a support; a head that is differentiated beside `more`.
     """
     vocab = head.shape[0 if transposed else 1]
     if not 0 <= top <= vocab:
         raise ValueError(f"logprob_and_entropy: top={top} of a vocabulary of {vocab}")
     if ids_RxSxK is not None and support_RxSxK is not None:
         raise ValueError("logprob_and_entropy: ids together with a support: a token outside it has no log-prob")
-    if valid_RxS is None:
-        valid_RxS = jnp.ones(targets_RxS.shape, bool)
+    valid_RxS = jnp.ones(targets_RxS.shape, bool) if valid_RxS is None else valid_RxS
     if support_RxSxK is None:
         support_RxSxK = jnp.zeros((*targets_RxS.shape, 0), jnp.int32)
     temperature = jnp.asarray(temperature, jnp.promote_types(hidden_RxSxD.dtype, jnp.float32))
-    inputs = hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top
+    inputs = hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr, more_rxV
     if implementation == "reference":
-        return reference.logprob_and_entropy(*inputs, transposed)
-    return chunked.logprob_and_entropy(*inputs, chunk, split, transposed)
+        return reference.logprob_and_entropy(*inputs, softcap, top, transposed)
+    return chunked.logprob_and_entropy(*inputs, softcap, top, chunk, split, transposed)

@@ -5,7 +5,8 @@ skipped. The forward pass keeps its inputs and three numbers per token (see _Sum
 chunk's logits again and writes
     d logits = g_logp * (onehot - p) - g_entropy * p * (log p + H) + scatter(g_ids) - p * sum(g_ids)
 (H the entropy, g_ids of the log-probs at given token ids), then applies the chain rule of temperature and soft-cap. The
-head's gradient, as large as the head and in fp32, is made only where the head is differentiated.
+head's gradient, as large as the head and in fp32, is made only where the head is differentiated. Where logits have a
+part of low rank (few @ more) that has gradients, and the head has none.
 
 On CPUs the vocabulary is cut into blocks too, so that a chunk's logits stay in the cache from the product that makes
 them to the last use of them; the sums over the vocabulary are then carried from block to block. One CPU device that has
@@ -15,7 +16,7 @@ On a mesh (`Split`) every device works on its own rows and its own part of the v
 device skips its own empty chunks, and the head's gradient is summed over the rows' devices once, after the last chunk.
 
 Legend: R rows, S loss tokens per row, N = R * S, C tokens per chunk, T chunks, D hidden size, V vocabulary, W tokens
-of the vocabulary in a block.
+of the vocabulary in a block, r rank.
 """
 
 from __future__ import annotations
@@ -189,12 +190,13 @@ class _Head(NamedTuple):
     vocab: int
     width: int
     first: jax.Array | int  # id of this device's first token
+    more: jax.Array | None = None  # [r, V] this device's part of it
 
     @classmethod
-    def of(cls, weights, transposed: bool, tokens: int, axis):
+    def of(cls, weights, transposed: bool, tokens: int, axis, more=None):
         vocab = weights.shape[0 if transposed else 1]
         width = min(vocab, max(LOGITS_CPU // tokens, NARROWEST)) if platform() == "cpu" else vocab
-        return cls(weights, transposed, vocab, width, _first_token(vocab, axis))
+        return cls(weights, transposed, vocab, width, _first_token(vocab, axis), more)
 
     @property
     def count(self) -> int:
@@ -215,15 +217,20 @@ class _Head(NamedTuple):
             return self.weights
         return jax.lax.dynamic_slice_in_dim(self.weights, self.start(i), self.width, axis=0 if self.transposed else 1)
 
+    def part_of_more(self, i):
+        """Returns [r, W]; None without."""
+        if self.more is None or self.width == self.vocab:
+            return self.more
+        return jax.lax.dynamic_slice_in_dim(self.more, self.start(i), self.width, axis=1)
+
     def backward(self, d_CxW, i):
         """Returns [C, D]: a gradient of the i-th block's logits, times its weights."""
-        acc = jnp.promote_types(d_CxW.dtype, jnp.float32)
-        contract = (((1,), (0 if self.transposed else 1,)), ((), ()))
-        return jax.lax.dot_general(d_CxW, self.part(i).astype(d_CxW.dtype), contract, preferred_element_type=acc)
+        return _times_weights(d_CxW, self.part(i), self.transposed)
 
-    def block(self, i, hidden_CxD, support_CxK, temperature, softcap, capped=None) -> _Block:
+    def block(self, i, hidden_CxD, few_Cxr, support_CxK, temperature, softcap, capped=None) -> _Block:
         """Returns one block's part. capped: the block's product where it was kept."""
-        capped = capped_logits(hidden_CxD, self.part(i), softcap, self.transposed) if capped is None else capped
+        if capped is None:
+            capped = capped_logits(hidden_CxD, self.part(i), softcap, self.transposed, few_Cxr, self.part_of_more(i))
         start = self.start(i)
         seen = None
         if self.vocab % self.width:
@@ -246,24 +253,32 @@ class _Head(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(grad_DxV, old + more_DxW, self.start(i), axis=1)
 
 
-@custom_vjp(7, 8, 9, 10, 11)
-def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
-                        chunk, split, transposed):
+def _times_weights(d_CxW, part, transposed: bool):
+    acc = jnp.promote_types(d_CxW.dtype, jnp.float32)
+    contract = (((1,), (0 if transposed else 1,)), ((), ()))
+    return jax.lax.dot_general(d_CxW, part.astype(d_CxW.dtype), contract, preferred_element_type=acc)
+
+
+@custom_vjp(9, 10, 11, 12, 13)
+def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
+                        more_rxV, softcap, top, chunk, split, transposed):
     """Computes log-probs and entropies in chunks; arguments and results as in api.logprob_and_entropy.
 
     Returns:
       (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop), with ids_RxSxK at last their
       log-probs.
     """
-    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
-                    chunk, split, transposed, keep=False)[0]
+    return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
+                    more_rxV, softcap, top, chunk, split, transposed, keep=False)[0]
 
 
 def _placed(local, split, transposed: bool, inputs: str, outputs: str):
-    """Runs `local` on every device's part. r = split by rows and slots, v = the head, by vocabulary, w = whole."""
+    """Runs `local` on every device's part. r = split by rows and slots, v = the head, m = rows of it, both by
+    vocabulary, w = whole."""
     if split is None:
         return local
-    specs = {"r": split.spec, "v": P(split.vocab) if transposed else P(None, split.vocab), "w": P()}
+    specs = {"r": split.spec, "v": P(split.vocab) if transposed else P(None, split.vocab), "m": P(None, split.vocab),
+             "w": P()}
     return jax.shard_map(local, in_specs=tuple(specs[c] for c in inputs), out_specs=tuple(specs[c] for c in outputs),
                          check_vma=False)
 
@@ -272,26 +287,28 @@ def _rule(*arguments):
     """Runs `_forward` for the backward pass; keeps whether the head is differentiated: () or None."""
     inputs = (x.value if hasattr(x, "perturbed") else x for x in arguments)
     out, saved = _forward(*inputs)
+    if arguments[1].perturbed and arguments[7] is not None:
+        raise ValueError("logprob_and_entropy: a head with a part of low rank has no gradient itself")
     return out, (() if arguments[1].perturbed else None, *saved)
 
 
-def _forward(hidden, head, targets, valid, support, ids, temperature, softcap, top, chunk, split, transposed,
-             keep=True):
+def _forward(hidden, head, targets, valid, support, ids, temperature, few, more, softcap, top, chunk, split,
+             transposed, keep=True):
     axis, count = split.vocab if split else None, None if ids is None else ids.shape[-1]
 
-    def local(hidden, head, targets, valid, support, ids, temperature):
+    def local(hidden, head, targets, valid, support, ids, temperature, few, more):
         line = _line(valid, min(chunk, valid.size))
-        blocks, kept = _Head.of(head, transposed, line.at.shape[1], axis), None
+        blocks, kept = _Head.of(head, transposed, line.at.shape[1], axis, more), None
         if keep and split is None and platform() == "cpu" and line.at.size * blocks.count * blocks.width <= KEPT_CPU:
             kept = jnp.zeros((len(line.at), blocks.count, line.at.shape[1], blocks.width), temperature.dtype)
 
         def one(kept, xs):
-            t, at, h_CxD, t_C, kept_CxK, ids_CxK = xs
+            t, at, h_CxD, few_Cxr, t_C, kept_CxK, ids_CxK = xs
 
             def compute(kept):
                 def add(carry, i):
                     sums, kept = carry
-                    block = blocks.block(i, h_CxD, kept_CxK, temperature, softcap)
+                    block = blocks.block(i, h_CxD, few_Cxr, kept_CxK, temperature, softcap)
                     return (sums.and_block(block, t_C, ids_CxK),
                             kept if kept is None else kept.at[t, i].set(block.capped))
 
@@ -308,13 +325,13 @@ def _forward(hidden, head, targets, valid, support, ids, temperature, softcap, t
 
             return jax.lax.cond(at[0] < valid.size, compute, skip, kept)
 
-        per_token = (x if x is None else line.chunks(x) for x in (hidden, targets, support, ids))
+        per_token = (x if x is None else line.chunks(x) for x in (hidden, few, targets, support, ids))
         kept, out = jax.lax.scan(one, kept, (jnp.arange(len(line.at)), line.at, *per_token))
         empty = (0, 0, 0, 0, -1, 0, 0) if top else (0,) * 5
         return (*(line.back(x, valid.shape, none) for x, none in zip(out, empty, strict=False)), kept)
 
-    inputs = hidden, head, targets, valid, support, ids, temperature
-    placed = _placed(local, split, transposed, "rvrrrrw", "rrrr" + "rr" * bool(top) + "r" * (count is not None) + "w")
+    inputs = hidden, head, targets, valid, support, ids, temperature, few, more
+    placed = _placed(local, split, transposed, "rvrrrrwrm", "rrrr" + "rr" * bool(top) + "r" * (count is not None) + "w")
     logp, entropy, highest, log_sum, *most, kept = placed(*inputs)
     return (logp, entropy, *most), (*inputs, highest, log_sum, entropy, kept)
 
@@ -326,63 +343,83 @@ def _of_ids(d_CxW, p_CxW, g_CxK, ids_CxK, block):
     return (d_CxW - p_CxW * g_CxK.sum(-1, keepdims=True)).at[places].add(g_CxK, mode="drop")
 
 
+def _of_logits(block, targets_C, numbers, of_ids, temperature, softcap):
+    """Returns [C, W]: the gradient of a _Block's logits, before temperature and cap.
+
+    numbers: top, log(total), entropy, and gradients of log-prob and entropy, [C] each. of_ids: (gradients of the
+    log-probs at given ids, the ids) [C, K]; None = nobody asks.
+    """
+    highest, log_sum, entropy, g_logp, g_entropy = (x[:, None] for x in numbers)
+    logp = block.logits - highest - log_sum
+    p, target = jnp.exp(logp), targets_C[:, None] == block.first + jnp.arange(logp.shape[1])[None]
+    d = g_logp * (target - p) - g_entropy * p * (logp + entropy)
+    d = (d if of_ids is None else _of_ids(d, p, of_ids[0], of_ids[1], block)) / temperature
+    if softcap:
+        d = d * (1 - jnp.square(block.capped / softcap))
+    return d if block.seen is None else jnp.where(block.seen, d, 0)
+
+
 def _backward(softcap, top, chunk, split, transposed, saved, grads):
     learns, hidden, head, *_, kept = saved
+    has_few = saved[8] is not None
     grads = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in grads]
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     axis = split.vocab if split else None
 
-    def local(hidden, head, targets, valid, support, ids, temperature, *numbers):
+    def local(hidden, head, targets, valid, support, ids, temperature, few, more, *numbers):
         line = _line(valid, min(chunk, valid.size))
-        blocks = _Head.of(head, transposed, line.at.shape[1], axis)
+        blocks = _Head.of(head, transposed, line.at.shape[1], axis, more)
 
         def one(grad_head, xs):
-            t, at, h_CxD, t_C, kept_CxK, ids_CxK, *numbers, g_ids = xs
-            highest, log_sum, entropy, g_logp, g_entropy = (x[:, None] for x in numbers)
-            h_DxC = h_CxD.T if platform() != "cpu" else jax.lax.optimization_barrier(h_CxD.T)  # once, not per block
+            t, at, h_CxD, few_Cxr, t_C, kept_CxK, ids_CxK, *numbers, g_ids = xs
+            of_head = h_CxD if few_Cxr is None else few_Cxr
+            h_DxC = of_head.T if platform() != "cpu" else jax.lax.optimization_barrier(of_head.T)  # once, not per block
 
             def add(grads, i):
-                grad_head, grad_h = grads
-                block = blocks.block(i, h_CxD, kept_CxK, temperature, softcap, kept if kept is None else kept[t, i])
-                logp = block.logits - highest - log_sum
-                p, target = jnp.exp(logp), t_C[:, None] == block.first + jnp.arange(blocks.width)[None]
-                d = g_logp * (target - p) - g_entropy * p * (logp + entropy)
-                d = (d if g_ids is None else _of_ids(d, p, g_ids, ids_CxK, block)) / temperature
-                if softcap:
-                    d = d * (1 - jnp.square(block.capped / softcap))
-                if block.seen is not None:
-                    d = jnp.where(block.seen, d, 0)
-                d = d.astype(h_CxD.dtype)
-                if learns is None:
-                    return None, grad_h + blocks.backward(d, i)
+                grad_head, grad_h, grad_few = grads
+                block = blocks.block(i, h_CxD, few_Cxr, kept_CxK, temperature, softcap,
+                                     kept if kept is None else kept[t, i])
+                of_ids = None if g_ids is None else (g_ids, ids_CxK)
+                d = _of_logits(block, t_C, numbers, of_ids, temperature, softcap).astype(h_CxD.dtype)
+                if few_Cxr is not None:
+                    grad_few = grad_few + _times_weights(d, blocks.part_of_more(i), False)
+                elif learns is None:
+                    return None, grad_h + blocks.backward(d, i), None
                 more_w = jax.lax.dot_general(h_DxC, d, (((1,), (0,)), ((), ())), preferred_element_type=acc)
-                return blocks.added(grad_head, more_w, i), grad_h + blocks.backward(d, i)
+                return blocks.added(grad_head, more_w, i), grad_h + blocks.backward(d, i), grad_few
 
             def compute(grad_head):
-                grad_head, grad_h = blocks.scan(add, (grad_head, jnp.zeros(h_CxD.shape, acc)))
-                return grad_head, _over(axis, jax.lax.psum, grad_h).astype(h_CxD.dtype)
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, acc), (h_CxD, few_Cxr))
+                grad_head, *grads = blocks.scan(add, (grad_head, *zeros))
+                return grad_head, [x if x is None else _over(axis, jax.lax.psum, x).astype(h_CxD.dtype) for x in grads]
 
             def skip(grad_head):
-                return grad_head, jnp.zeros_like(h_CxD)
+                return grad_head, [x if x is None else jnp.zeros_like(x) for x in (h_CxD, few_Cxr)]
 
             return jax.lax.cond(at[0] < valid.size, compute, skip, grad_head)
 
         *numbers, g_ids = numbers
         g_ids = g_ids if g_ids is None else jnp.where(ids < 0, 0, g_ids)
-        per_token = (hidden, targets, support, ids, *numbers, g_ids)
+        per_token = (hidden, few, targets, support, ids, *numbers, g_ids)
         none = None if learns is None else jnp.zeros(head.shape[::-1] if transposed else head.shape, acc)
-        grad_head, grad_hidden = jax.lax.scan(
+        none = none if more is None else jnp.zeros(more.shape, acc)
+        grad_head, (grad_hidden, grad_few) = jax.lax.scan(
             one, none, (jnp.arange(len(line.at)), line.at, *(x if x is None else line.chunks(x) for x in per_token)))
-        if learns is None:
+        if none is None:
             return (line.back(grad_hidden, valid.shape),)
+        assert grad_head is not None
         grad_head = jax.lax.psum(grad_head, split.over) if split and split.over else grad_head
+        if more is not None:
+            return (*(line.back(x, valid.shape) for x in (grad_hidden, grad_few)), grad_head.astype(more.dtype))
         grad_head = grad_head.T if transposed else grad_head  # collected as [D, V]: so its products are fastest
         return line.back(grad_hidden, valid.shape), grad_head.astype(head.dtype)
 
-    placed = _placed(local, split, transposed, "rvrrrrwrrrrrr", "r" if learns is None else "rv")
+    placed = _placed(local, split, transposed, "rvrrrrwrmrrrrrr", "rrm" if has_few else "r" if learns is None else "rv")
     of_ids = None if saved[6] is None else grads[-1]  # the most probable tokens have no gradient
-    grad_hidden, *grad_head = placed(*saved[1:-1], *grads[:2], of_ids)
-    return grad_hidden, *(grad_head or [None]), None, None, None, None, None
+    grad_hidden, *of_head = placed(*saved[1:-1], *grads[:2], of_ids)
+    grad_few, grad_more = of_head if has_few else (None, None)
+    grad_head = of_head[0] if of_head and not has_few else None
+    return grad_hidden, grad_head, None, None, None, None, None, grad_few, grad_more
 
 
 logprob_and_entropy.defvjp(_rule, _backward, symbolic_zeros=True)

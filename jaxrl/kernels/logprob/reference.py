@@ -12,11 +12,16 @@ import jax
 import jax.numpy as jnp
 
 
-def capped_logits(hidden, head, softcap, transposed):
-    """Maps [..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped."""
+def capped_logits(hidden, head, softcap, transposed, few=None, more=None):
+    """Maps [..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped.
+
+    few [..., r], more [r, V]: their product is added before the cap; None = there is none.
+    """
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     contract = ((hidden.ndim - 1,), (1 if transposed else 0,)), ((), ())
     logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), contract, preferred_element_type=acc)
+    if few is not None:
+        logits = logits + capped_logits(few, more, 0.0, False)
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
@@ -33,10 +38,10 @@ def allowed(support, vocab: int):
     return mask.reshape(*support.shape[:-1], vocab)
 
 
-def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
-                        transposed):
+def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
+                        more_rxV, softcap, top, transposed):
     """See api.logprob_and_entropy."""
-    logits = capped_logits(hidden_RxSxD, head, softcap, transposed) / temperature
+    logits = capped_logits(hidden_RxSxD, head, softcap, transposed, few_RxSxr, more_rxV) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)

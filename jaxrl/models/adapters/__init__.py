@@ -51,6 +51,7 @@ from jaxrl.processes.exchange import to_host
 from jaxrl.sharding import memory
 
 NODE = "lora"  # name of a module's adapter in the tree
+HEAD = "lm_head"  # HF's module of the output matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +99,26 @@ def adaptable(entry) -> bool:
     """Whether an entry of the parameter table can have an adapter: it is the kernel of a linear map in a layer or in a
     tower.
 
-    Head, embedding, routers and experts cannot, since the code that uses them reads their weights directly; they
-    can be trained whole.
+    Embedding, routers and experts cannot, since the code that uses them reads their weights directly; they can be
+    trained whole. The head is apart from these (`head_entry`).
     """
     return (bool(entry.inputs) and entry.row.adapts and entry.path[-1] == "kernel"
             and (entry.path[0] == "vision" or any("layers." in name for name in entry.hf_names)))
+
+
+def head_entry(base) -> parameters.Entry:
+    """Returns the entry of the output matrix in a base's parameter table; where the output matrix is the embedding, one
+    that no array has, for the shapes and the place of its adapter (models.adapters.head)."""
+    if found := [e for e in base if e.path == ("head", "kernel")]:
+        return found[0]
+    table = next(e for e in base if e.path == ("embed", "embedding"))
+    row = dataclasses.replace(next(row for row in parameters.MODEL if row.path == "head/kernel"), when="")
+    return parameters.Entry(row, ("head", "kernel"), table.shape[::-1], row.axes, (f"{HEAD}.weight",), 0)
+
+
+def adapts_head(adapter: Adapter) -> bool:
+    """Whether an adapter is on the output matrix, too."""
+    return any(target.name == HEAD for target in adapter.targets)
 
 
 def first_parts(base) -> dict[str, str]:
@@ -126,6 +142,8 @@ def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
         out += quantized.entries_of(entry, adapter.quantized) if entry.path in few else [entry]
         if adaptable(entry) and any(module_of(name) in ranks for name in entry.hf_names):
             out += _entries_of(entry, sum(widths(adapter, entry)), adapter)
+    if adapts_head(adapter):
+        out += _entries_of(head_entry(base), ranks[HEAD].rank, adapter)
     return tuple(sorted(out, key=lambda entry: entry.path))
 
 
@@ -170,7 +188,7 @@ def check(model) -> None:
 
 
 def _check(adapter: Adapter, base) -> None:
-    linear = {module_of(name) for entry in base if adaptable(entry) for name in entry.hf_names}
+    linear = {module_of(name) for entry in base if adaptable(entry) for name in entry.hf_names} | {HEAD}
     known = {module_of(name): entry for entry in base for name in entry.hf_names}
     names = [target.name for target in adapter.targets]
     if unknown := [name for name in names if name not in linear]:
@@ -185,7 +203,14 @@ def _check(adapter: Adapter, base) -> None:
     for name in adapter.saved:
         if name in names:
             raise ConfigError(f"lora.modules_to_save: {name} is a target, too; leave it out of one of the two")
-    saved_paths(adapter, base)
+    saved = saved_paths(adapter, base)
+    if HEAD in names:
+        if adapter.parts or adapter.shifted or adapter.decomposed or adapter.dropout:
+            raise ConfigError(f"lora.targets: {HEAD} with lora.adapters, lora.dora, lora.dropout, or an init that "
+                              "starts as a part of the base: adapters on the output matrix are plain ones")
+        if "embed/embedding" in saved and not any(e.path == ("head", "kernel") for e in base):
+            raise ConfigError(f"lora.modules_to_save: the embedding is the output matrix of this model, and {HEAD} is "
+                              "a target; leave it out of one of the two")
     _check_bits(adapter, base)
 
 
@@ -240,7 +265,8 @@ def trains(model) -> frozenset[str]:
 
 def without(params):
     """Returns the base's parameters: the tree without `lora` nodes. Codes stay codes and no array is copied."""
-    return {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
+    nodes = {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
+    return {name: node for name, node in nodes.items() if not isinstance(node, dict) or node}
 
 
 def joined(params, flat: dict):
@@ -263,9 +289,13 @@ def merged(model, params):
 
     Kernels become W + scale * A B, with columns scaled to the length m if the adapter is decomposed. They are computed
     in fp32 or better and cast back to W's dtype (fp32 or better if W is stored as codes). Kernels missing in `params`
-    are skipped. Pure and jittable; `params` is not changed.
+    are skipped. Pure and jittable; `params` is not changed. Raises ConfigError for an adapter on an output matrix that
+    is the embedding.
     """
     flat = parameters.flattened(params)
+    if adapts_head(model.adapter) and model.config.tied:
+        raise ConfigError("the adapter on the output matrix cannot be merged: it is the embedding of this model, too; "
+                          "use the adapter beside the base")
     out = {name: value for name, value in flat.items() if not is_adapter(name)}
     for entry in in_few_bits(model.adapter, model.base.entries):
         name = "/".join(entry.path)
@@ -277,9 +307,11 @@ def merged(model, params):
     lead, first = {"/".join(entry.path): entry.stacked for entry in model.base.entries}, first_parts(model.base.entries)
     inner = {"/".join(e.path): tuple(range(e.stacked, e.stacked + e.inputs)) for e in model.base.entries}
     for name in out:
-        leaves = f"{name.rpartition('/')[0]}/{NODE}/"
+        own_module = name.rpartition("/")[0]
+        leaves = f"{own_module}/{NODE}/"
         if name.endswith("/kernel") and f"{leaves}b" in flat:
-            acc, shared = jnp.promote_types(out[name].dtype, jnp.float32), f"{first[name.rpartition('/')[0]]}/{NODE}/"
+            acc = jnp.promote_types(out[name].dtype, jnp.float32)
+            shared = f"{first.get(own_module, own_module)}/{NODE}/"
             where = {leaf: (shared if leaf in ("a", "a0", "scale") else leaves) + leaf
                      for leaf in ("a", "b", "scale", "a0", "b0", "m")}
             own = {leaf: flat[path].astype(acc) for leaf, path in where.items() if path in flat}
@@ -367,8 +399,8 @@ def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
     if name not in DRAWS:
         raise ConfigError(f"lora.init={name!r}: choose {', '.join(DRAWS)}")
     targets = {target.name: target for target in model.adapter.targets}
-    drawn, rows = _drawn(model, key, targets, DRAWS[name]), {e.path: e for e in model.base.entries}
-    out = {}
+    drawn = _drawn(model, key, targets, DRAWS[name])
+    rows, out = {e.path: e for e in (*model.base.entries, head_entry(model.base.entries))}, {}
     for entry in model.entries:
         if entry.row.init != "adapter" or entry.path[-1] == "m":
             continue
@@ -415,6 +447,9 @@ def _drawn(model, key, targets, draw) -> dict[str, jax.Array]:
             if name in targets:
                 shape, axes = (part[:entry.inputs] for part in entry.kind)
                 kinds.setdefault((shape + (targets[name].rank,), axes + (None,)), []).append(name)
+    if HEAD in targets:
+        (inputs, _), (axis, _) = head_entry(model.base.entries).kind
+        kinds.setdefault(((inputs, targets[HEAD].rank), (axis, None)), []).append(HEAD)
     out = {}
     for (shape, axes), names in kinds.items():
         hashes = np.array([zlib.crc32(name.encode()) for name in names], np.uint32)

@@ -23,15 +23,14 @@ import jax
 import numpy as np
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.adapters import NODE, Adapter, module_of
+from jaxrl.models.adapters import HEAD, NODE, Adapter, module_of
 from jaxrl.models.adapters.initialization import is_shifted
 from jaxrl.models.adapters.selection import (
     ALL_LINEAR,
-    HEAD,
     Selection,
+    adapted,
     around,
     hf_shape,
-    linears,
     outer_name,
     resolved,
     selection_of,
@@ -156,8 +155,8 @@ def _field(names) -> str | tuple[str, ...]:
     return names if isinstance(names, str) else tuple(names or ())
 
 
-def _adapter(src: Source, model) -> Adapter:
-    found = resolved(_from_config(src.config, src.path), model, strict=False)
+def _adapter(src: Source, model, head: bool = False) -> Adapter:
+    found = resolved(_from_config(src.config, src.path), model, strict=False, head=head)
     return dataclasses.replace(found, decomposed=bool(src.config.get("use_dora")))
 
 
@@ -166,18 +165,19 @@ def _same(one: Adapter, other: Adapter) -> bool:
     return (one.targets, one.saved, one.decomposed) == (other.targets, other.saved, other.decomposed)
 
 
-def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
+def read(folder, model, head: bool = False) -> tuple[Adapter, dict[str, np.ndarray]]:
     """Reads the adapter in a PEFT folder (or hub id) and its values, laid out as in the model's parameter tree.
 
     Returns (Adapter, {path joined by "/": array}): a, b and scale beside every adapted kernel, fp32 (float64 where the
-    file has it) and padded with zeros where ranks differ, and the arrays of modules that were trained whole.
+    file has it) and padded with zeros where ranks differ, and the arrays of modules that were trained whole. head:
+    whether the output matrix may have an adapter.
 
     Raises ConfigError naming the folder for files that do not fit each other or the model, and for adapters that
     compute something that is not served (biases, PiSSA that was not converted ...).
     """
     src = source(str(folder))
-    adapter = _adapter(src, model)
-    modules, wanted = linears(model), {}
+    adapter = _adapter(src, model, head)
+    modules, wanted = adapted(model), {}
     for t in adapter.targets:
         (outputs, inputs), name = hf_shape(modules[t.name]), PREFIX + outer_name(model, t.name)
         wanted[f"{name}.lora_A.weight"] = (t.rank, inputs)
@@ -202,7 +202,7 @@ def read(folder, model) -> tuple[Adapter, dict[str, np.ndarray]]:
 
 def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
     wide = np.result_type(np.float32, *(tensorfile.DTYPES[t.dtype] for t in stored.values() if t.dtype == "F64"))
-    modules, out = linears(model), {}
+    modules, out = adapted(model), {}
     ranks: dict[tuple, int] = {}
     for t in adapter.targets:
         path = modules[t.name][0].entry.path
@@ -382,7 +382,7 @@ def _listing(value):
 
 def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
     """Returns PEFT's name -> array in its dtype. Collective if arrays are spread over processes."""
-    adapter, modules, leaves, out = model.adapter, linears(model), {}, {}
+    adapter, modules, leaves, out = model.adapter, adapted(model), {}, {}
 
     def leaf(node, path):
         if path not in leaves:

@@ -11,13 +11,13 @@ import re
 from typing import Any, NamedTuple
 
 from jaxrl.errors import ConfigError
-from jaxrl.models.adapters import Adapter, Target, adaptable, module_of
+from jaxrl.models.adapters import HEAD, Adapter, Target, adaptable, head_entry, module_of
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.io import hf
 from jaxrl.models.io.tensorfile import shortened
 from jaxrl.models.vision.rows import TOWERS, module_names
 
-ALL_LINEAR, HEAD, EMBEDDING = "all-linear", module_of(hf.HEAD), module_of(hf.EMBEDDING)
+ALL_LINEAR, EMBEDDING = "all-linear", module_of(hf.EMBEDDING)
 
 
 # ---- the modules of a model ------------------------------------------------------------------------------------------
@@ -46,6 +46,11 @@ def linears(model) -> dict[str, tuple[Place, ...]]:
         if adaptable(place.entry):
             found.setdefault(module_of(name), []).append(place)
     return {name: tuple(sorted(places, key=lambda place: place.entry.row.part)) for name, places in found.items()}
+
+
+def adapted(model) -> dict[str, tuple[Place, ...]]:
+    """Returns `linears` and the output matrix, whose adapter has a place of its own where it is the embedding."""
+    return linears(model) | {HEAD: (Place(head_entry(model.base.entries), ()),)}
 
 
 def hf_shape(places: tuple[Place, ...]) -> tuple[int, int]:
@@ -165,10 +170,12 @@ def _layer(key: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def resolved(chosen: Selection, model, strict: bool) -> Adapter:
+def resolved(chosen: Selection, model, strict: bool, head: bool = False) -> Adapter:
     """Returns the Adapter that a Selection gives for a model.
 
-    strict: every entry must match something, as for jaxrl's options; PEFT's own folders may name more.
+    Args:
+      strict: every entry must match something, as for jaxrl's options; PEFT's own folders may name more.
+      head: whether the output matrix may have one.
     """
     modules = linears(model)
     every = [EMBEDDING, *modules, HEAD]  # what PEFT has adapters for
@@ -185,10 +192,10 @@ def resolved(chosen: Selection, model, strict: bool) -> Adapter:
             and not _listed(chosen.exclude_modules, name)
             and not any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in save)
             and (not chosen.layers_to_transform or _layer(name) in chosen.layers_to_transform)]
-    if refused := [outer[key] for key in targets if key in (HEAD, EMBEDDING)]:
+    if refused := [outer[key] for key in targets if key == EMBEDDING or key == HEAD and not head]:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)} takes {' and '.join(refused)} in: adapters on "
-                          "embeddings and output matrices are not served; leave them out (lora.exclude), or train them "
-                          "whole with lora.modules_to_save")
+                          "embeddings are not served, and those on output matrices by jaxrl serve tinker alone; leave "
+                          "them out (lora.exclude), or train them whole with lora.modules_to_save")
     if not targets:
         raise ConfigError(f"lora.targets={shown(chosen.target_modules)}: nothing is left after lora.exclude="
                           f"{shown(chosen.exclude_modules)}, lora.layers={chosen.layers_to_transform} and "
