@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 CONTINUES, ZERO, PROMPT, GIVEN = range(4)  # the state that a chunk, or a token, begins with: that before it, or another
+SAVES = 4          # in a chunk's word, beside its start: the state behind it is a prompt's so far
 LONG = 1024        # rows from here on have long chunks
 STRETCH = 16       # chunks between which the backward pass finds a state
 
