@@ -197,9 +197,10 @@ def main():
         for name, size, module in recurrence_kernels():
             results.append({"kernel": name, "recurrence": size, **assembled(module, Path(folder))})
             print(results[-1], flush=True)
-    rows = [[r["kernel"], r.get("head_size", r.get("expert", r.get("recurrence"))), r.get("window", ""), r.get("softcap", ""), r["registers"], r["spilled_bytes"],
+    sizes = [r.get("head_size", r.get("expert", r.get("recurrence"))) for r in results]
+    rows = [[r["kernel"], size, r.get("window", ""), r.get("softcap", ""), r["registers"], r["spilled_bytes"],
              "yes" if r["serialised"] else "no", " / ".join(str(loop["instructions"]) for loop in r["loops"]),
-             " / ".join(str(loop["spills"]) for loop in r["loops"])] for r in results]
+             " / ".join(str(loop["spills"]) for loop in r["loops"])] for r, size in zip(results, sizes, strict=True)]
     table(["kernel", "head, expert, or keys and values", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop",
            "spills in it"], rows)
     record("gpu_compile", results, at)

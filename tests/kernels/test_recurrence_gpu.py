@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from test_attention_gpu import MOSAIC, lowered, strict
 from test_recurrence import LENGTH, NAMES, ids, inputs
 
+from jaxrl.kernels import check
 from jaxrl.kernels.recurrence import api, chunks_of, gpu, recurrence
 from jaxrl.kernels.recurrence.gpu_call import call_of
 
@@ -94,6 +95,13 @@ def test_neighbours_change_no_bit():
     for moved in (run(1, 19, 33), run(0, 50, 5)):
         for a, b in zip(alone, moved, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.mosaic
+def test_the_verdict_on_the_kernels():
+    """What a run on a Hopper GPU asks before it trains: rows of 1,024 tokens, in chunks of 64."""
+    verdict = check.recurrent_layer("gpu", jnp.bfloat16, check.Recurrence(1, 64, 64))
+    assert verdict.state == "right" and verdict.error < 0.02, verdict
 
 
 @pytest.mark.mosaic

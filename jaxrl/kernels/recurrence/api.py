@@ -41,7 +41,8 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
 
     Returns:
       out_BxLxGxV in v's dtype; state_BxGxKxV in fp32 or better, behind the last token of each row that enters it.
-      Sums and the state are fp32 or better; gpu rounds q, k and what is multiplied with the state to v's dtype. Rows whose chunks do not fit (chunks_of) are NaN.
+      Sums and the state are fp32 or better; gpu rounds q, k and what is multiplied with a state to v's dtype. Rows
+      whose chunks do not fit (chunks_of) are NaN.
 
     Raises ValueError: unknown implementation, or G not a multiple of H.
     """

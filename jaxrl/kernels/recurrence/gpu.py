@@ -27,7 +27,6 @@ from jaxrl.kernels.recurrence.chunks import SAVES, Chunks, tokens_per_chunk
 from jaxrl.kernels.recurrence.gpu_call import Call, call_of
 from jaxrl.types import custom_vjp
 
-
 WINDOW = 64  # chunks between which a pair of states is kept
 
 
@@ -48,14 +47,17 @@ class Made(NamedTuple):
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True, interpret=None):
     """See api.recurrence. Raises NotImplementedError for what gpu_call.call_of names."""
     call = call_of(delta, v.dtype, tokens_per_chunk(v.shape[1]), k.shape[3], v.shape[3], interpret)
-    return xla.in_rows(*_rule(call, q.astype(v.dtype), k.astype(v.dtype), v, g, beta, xla.by_group(k, v, state), chunks),
-                       chunks)
+    given = xla.by_group(k, v, state)
+    out, now = _rule(call, q.astype(v.dtype), k.astype(v.dtype), v, g, beta, given, chunks)
+    return xla.in_rows(out, now, chunks)
 
 
 @custom_vjp(0)
 def _rule(call: Call, q, k, v, g, beta, given, chunks):
-    """Returns (out [windows, N, B, C, h, r, V], the last states [B, h, r, K, V]). given: as those, before the rows; what
-    a row continues from is the state before its first window."""
+    """Returns (out [windows, N, B, C, h, r, V], the last states [B, h, r, K, V]).
+
+    given: the states before the rows. What a row continues from is the state before its first window.
+    """
     return _forward(call, q, k, v, g, beta, given, chunks)[:2]
 
 
@@ -110,7 +112,7 @@ _rule.defvjp(_rule_forward, _rule_backward)
 
 
 def _window_backward(call, d_pair, arrays, enters, flags, pair, d_out):
-    """Returns the gradients of the pair before a window and of its arrays, from those of the pair behind it and of out."""
+    """Returns the gradients of the pair before a window and of its arrays, from those of out and of the pair behind."""
     from jaxrl.kernels.recurrence.gpu_kernels import backward, forward
 
     made, pull = jax.vjp(functools.partial(_made, call, enters), *arrays)
@@ -155,7 +157,8 @@ def _made(call: Call, enters, *arrays) -> Made:
     q, k, *_ = arrays
     found = xla.prepared(call.delta, (*arrays, enters), jax.lax.Precision.HIGH)
     flat = lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:])  # noqa: E731
-    return Made(q, k, flat(found.reads) if call.delta else None, flat(found.writes).swapaxes(3, 4), flat(found.attended),
+    reads = flat(found.reads) if call.delta else None
+    return Made(q, k, reads, flat(found.writes).swapaxes(3, 4), flat(found.attended),
                 jnp.stack([flat(found.faded), flat(found.left)], axis=3), flat(found.end))
 
 
@@ -170,8 +173,8 @@ def _operands(made: Made, flags):
 
 
 def _gradients(made: Made, d_out, states, updates, d_updates, d_states) -> Made:
-    """Returns the gradients of `made` from those of out, the states before chunks, the updates, and the gradients of the
-    updates and of the states behind chunks, all of them transposed (gpu_kernels)."""
+    """Returns the gradients of `made` from those of out, the states before chunks, the updates, and the gradients of
+    the updates and of the states behind chunks, all of them transposed (gpu_kernels)."""
     acc, dtype = jnp.float32, made.q.dtype
     count, batch, size, heads, key = made.q.shape
     product = lambda how, a, b: jnp.einsum(how, a, b, preferred_element_type=acc)  # noqa: E731

@@ -1,5 +1,5 @@
-"""What the Hopper kernels of `recurrence` know without importing Mosaic: the static part of a call, and what they do not
-serve."""
+"""What the Hopper kernels of `recurrence` know without importing Mosaic: the static part of a call, and what they do
+not serve."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def call_of(delta: bool, dtype, size: int, key: int, value: int, interpret=None)
                                   f"multiples of 16 up to {WIDEST} and values of multiples of {ROWS}")
     stages = (MEMORY - kept(size, key)) // (each := staged(delta, size, key))
     if stages < 1:
-        raise NotImplementedError(f"keys of {key} numbers; the Mosaic GPU kernels would take {kept(size, key) + each >> 10} "
-                                  f"of {MEMORY >> 10} KiB of shared memory")
+        raise NotImplementedError(f"keys of {key} numbers; the Mosaic GPU kernels would take "
+                                  f"{kept(size, key) + each >> 10} of {MEMORY >> 10} KiB of shared memory")
     return Call(delta, min(stages, MOST), interpreted(interpret))
 
 

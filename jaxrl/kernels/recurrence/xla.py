@@ -52,9 +52,9 @@ def by_group(k, v, state):
 
 
 def in_stretches(length: int, q, k, v, g, beta, chunks: Chunks):
-    """Returns (([q, k, v, g, beta, enters], [start, saves, count]) of `length` chunks each, [stretches, N, B, ...], used
-    [stretches] bool). The first ones of tokens, [C, ...], with value heads as h, r; the others of chunks."""
-    acc, (batch, _, heads, _) = jnp.promote_types(v.dtype, jnp.float32), k.shape
+    """Returns (([q, k, v, g, beta, enters], [start, saves, count]) of `length` chunks each, [stretches, N, B, ...],
+    used [stretches] bool). The first ones of tokens, [C, ...], with value heads as h, r; the others of chunks."""
+    acc, heads = jnp.promote_types(v.dtype, jnp.float32), k.shape[2]
     repeats = v.shape[2] // heads
     grouped = lambda x: x.reshape(*x.shape[:2], heads, repeats, *x.shape[3:])  # noqa: E731
     g, beta = grouped(g.astype(acc)), grouped(beta.astype(acc))
@@ -70,8 +70,8 @@ def in_stretches(length: int, q, k, v, g, beta, chunks: Chunks):
 
 
 def in_rows(out, now, chunks: Chunks):
-    """Returns (out [B, L, G, V], state [B, G, K, V]) of out [stretches, N, B, C, h, r, V] and the last states [B, h, r, K,
-    V]; NaN for rows that do not fit."""
+    """Returns (out [B, L, G, V], state [B, G, K, V]) of out [stretches, N, B, C, h, r, V] and the last states [B, h, r,
+    K, V]; NaN for rows that do not fit."""
     out = back(out.reshape(-1, *out.shape[2:])[:chunks.start.shape[1]], chunks)
     out, now = out.reshape(*out.shape[:2], -1, out.shape[-1]), now.reshape(len(now), -1, *now.shape[3:])
     return tuple(jnp.where(chunks.fits.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan) for x in (out, now))
@@ -121,8 +121,8 @@ def by_key(x_NxBxCxhxK):
 def _stretch(delta, carry, given, own):
     """Returns (pair, out [N, B, C, h, r, V]) of a stretch.
 
-    carry: the state before it and that behind the prompt, each [B, h, r, K, V] in fp32 or better; pair: those behind it.
-    given: the state before the rows. own: of `in_stretches`.
+    carry: the state before it and that behind the prompt, each [B, h, r, K, V] in fp32 or better; pair: those behind
+    it. given: the state before the rows. own: of `in_stretches`.
     """
     arrays, (start, saves, _) = own
     (q, k, v, *_), acc = arrays, carry[0].dtype
