@@ -23,12 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.recurrence import xla
-from jaxrl.kernels.recurrence.chunks import SAVES, Chunks, tokens_per_chunk
+from jaxrl.kernels.recurrence.chunks import SAVES, WINDOW, Chunks, tokens_per_chunk
 from jaxrl.kernels.recurrence.gpu_call import Call, call_of
 from jaxrl.types import custom_vjp
-
-WINDOW = 64  # chunks between which a pair of states is kept
-
 
 class Made(NamedTuple):
     """What goes through the chunks, fp32 but q and k: q, k [N, B, C, h, K]; of value heads reads [N, B, G, C, K] (None

@@ -27,6 +27,11 @@ def call_of(delta: bool, dtype, size: int, key: int, value: int, interpret=None)
     interpret: False, True, or what the interpreter is told; None = where this is no GPU.
     """
     check_chip(dtype, interpret)
+    return Call(delta, stages_of(delta, size, key, value), interpreted(interpret))
+
+
+def stages_of(delta: bool, size: int, key: int, value: int) -> int:
+    """Returns the chunks in the ring, or raises as `call_of` does."""
     if key % 16 or key > WIDEST or value % ROWS:
         raise NotImplementedError(f"keys of {key} and values of {value} numbers; the Mosaic GPU kernels take keys of "
                                   f"multiples of 16 up to {WIDEST} and values of multiples of {ROWS}")
@@ -34,7 +39,7 @@ def call_of(delta: bool, dtype, size: int, key: int, value: int, interpret=None)
     if stages < 1:
         raise NotImplementedError(f"keys of {key} numbers; the Mosaic GPU kernels would take "
                                   f"{kept(size, key) + each >> 10} of {MEMORY >> 10} KiB of shared memory")
-    return Call(delta, min(stages, MOST), interpreted(interpret))
+    return min(stages, MOST)
 
 
 def staged(delta: bool, size: int, key: int) -> int:
