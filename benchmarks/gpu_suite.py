@@ -90,6 +90,7 @@ PARTS = {
     "torch-generate": Part("transformers' generate, 0.5B case", "peers:generate", ("0.5B",), ("tiny",), {}),
     "experts": Part("a model of 64 experts, 8 to a token, 1.1B parameters: the update", "training:run", ("experts",), ("tiny experts",)),
     "experts-layers": kernels("layers of experts, 8 to 128 of them", "experts"),
+    "recurrence": kernels("recurrences of Qwen3.5 and Nemotron 3, rows of 8k and 32k", "recurrence"),
     "ahead": Part("max_staleness=2 with the embedded sampler on the trainer's device", "training:ahead", ("0.5B", 6), ("tiny", 4)),
     "logprob": kernels("log-probs and gradients of a head, chunked and whole", "logprob"),
     "correctness": Part("every kernel beside float64", "kernels:correctness", (), (), SHARED),

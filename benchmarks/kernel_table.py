@@ -7,8 +7,8 @@ every implementation to float64 on this device first (`correctness`, tests/helpe
 every part: a matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Attention counts the products of visible
 pairs (4 K per pair and query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt
 that slots share once, experts the three products of a token with each of its own (6 D F), three times that with
-gradients. Times are medians of device time, calls queued one behind the other; attention's block lists are made once
-per step and timed in a row of their own. What cannot run says why. No new row is begun after --minutes.
+gradients, recurrences the products of their chunks, and three times that. Times are medians of device time, calls
+queued one behind the other; attention's block lists are made once per step and timed in a row of their own. What cannot run says why. No new row is begun after --minutes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,20 @@ LAYERS = {  # experts, slots of a token, hidden size, width
     **{f"{count} experts": (count, 4, 2048, 768) for count in (8, 128, 32, 16, 64)},  # the same products for all
     "tiny": (4, 2, 64, 64),
 }
+RULES = {  # of recurrent layers: key heads, value heads, key size, value size, delta
+    "Qwen3.5-4B": (16, 32, 128, 128, True),
+    "Nemotron-3-30B-A3B": (8, 64, 128, 64, False),
+    "tiny": (2, 4, 16, 64, True),
+}
 COMPARED = ("Qwen2.5-1.5B", "Qwen3-8B", "Gemma-3-4B", "tiny")  # models that the other libraries run, too
 FULL = dict(models=[m for m in MODELS if m not in ("tiny", "gpt-oss-20b")], causal=8192, packed=16384, documents=16,
             decode=((256, 4096), (8, 32768)),
             shared=(256, 16, 1024, 512), tokens=32768, logprob="Qwen2.5-1.5B",
             masks=(("gpt-oss-20b", 128, True), ("gpt-oss-20b", 0, True), ("Gemma-3-4B", 1024, False)),
-            layers=[m for m in LAYERS if m != "tiny"], routed=16384, matmul=8192, copy=1 << 31)
+            layers=[m for m in LAYERS if m != "tiny"], routed=16384, rules=[m for m in RULES if m != "tiny"], rows=(8192, 32768),
+            matmul=8192, copy=1 << 31)
 TINY = dict(models=["tiny"], causal=256, packed=512, documents=4, decode=((4, 256),),
-            shared=(8, 4, 128, 64), tokens=512, logprob="tiny", layers=["tiny"], routed=256,
+            shared=(8, 4, 128, 64), tokens=512, logprob="tiny", layers=["tiny"], routed=256, rules=["tiny"], rows=(256,),
             masks=(("tiny", 64, True), ("tiny", 64, False)),
             matmul=512, copy=1 << 24)
 BLOCKWISE_UP_TO = 16384
@@ -340,6 +346,29 @@ def experts(table, model, tokens):
                           lambda function=function: compiled(function, x, *weights), flops=factor * flops)
 
 
+def recurrence(table, model, tokens):
+    """The recurrence of a layer over one row: a prompt of an eighth of the tokens and seven completions of it; forward, and
+    forward with the gradients of all inputs, whose operations are counted three times."""
+    from jaxrl.kernels.recurrence import api, chunks_of, flops
+
+    heads, groups, key, value, delta = RULES[model]
+    each = tokens // 8
+    segments = jnp.repeat(jnp.arange(1, 9, dtype=jnp.int32), each)[None]
+    chunks = jax.jit(chunks_of)(segments, jnp.where(segments > 1, 1, 0))
+    unit = lambda x: x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)  # noqa: E731
+    q, k = (unit(normal(i, (1, 8 * each, heads, key))) for i in (0, 1))
+    v, g = normal(2, (1, 8 * each, groups, value)), -jax.nn.softplus(normal(3, (1, 8 * each, groups)).astype(jnp.float32))
+    beta, work = jax.nn.sigmoid(normal(4, (1, 8 * each, groups)).astype(jnp.float32)), 8 * each * flops(groups, key, value, delta=delta)
+    for name in api.ORDERS[jax.default_backend()]:
+        def way(*arrays, name=name):
+            return api.IMPLEMENTATIONS[name](*arrays, chunks, delta=delta)[0]  # by its own name: nothing steps in for it
+
+        for what, factor, function in (("forward", 1, way), ("forward + backward", 3, jax.grad(
+                lambda *a, way=way: jnp.sum(way(*a).astype(jnp.float32)), tuple(range(5))))):
+            table.measure(f"recurrence {what}", model, f"{8 * each} tokens, 8 segments", name,
+                          lambda function=function: compiled(function, q, k, v, g, beta), flops=factor * work)
+
+
 def logprob(table, model, tokens):
     """Log-prob and its gradients from hidden states, in chunks and with all logits at once: time and compiled
     temporaries."""
@@ -414,6 +443,7 @@ def numbered(names) -> list[tuple]:
     from jaxrl.kernels import check
     from jaxrl.kernels.attention import cached
     from jaxrl.kernels.experts import api as expert_api
+    from jaxrl.kernels.recurrence import api as recurrent_api
     from jaxrl.models.feed_forward import clamped
 
     out = [(name, case, functools.partial(attention_cases.check, name, case), False) for name in names
@@ -438,8 +468,13 @@ def numbered(names) -> list[tuple]:
                 for case in (dataclasses.replace(case, dtype="bfloat16") for case in attention_cases.SHARED_CASES)
                 if name in cached.api.WORK]
 
+    def held_rule(name, rule):
+        right(check.recurrent_layer(name, jnp.bfloat16, rule))
+
     def routed(name, layer):
-        verdict = check.expert_layer(name, jnp.bfloat16, layer)
+        right(check.expert_layer(name, jnp.bfloat16, layer))
+
+    def right(verdict):
         if verdict.state == "refused":
             raise NotImplementedError(verdict.text)
         assert verdict.state == "right", verdict.text
@@ -448,7 +483,9 @@ def numbered(names) -> list[tuple]:
     layers = ((64, 64, {}), (192, 320, {}), (192, 320, limited), (2048, 768, {}), (2880, 1440, limited))
     out += [(f"experts {name}", (size, width, bool(more)), functools.partial(routed, name, check.Experts(size, width, **more)), False)
             for name in expert_api.ORDERS[jax.default_backend()] for size, width, more in layers]
-    return out
+    rules = (check.Recurrence(), check.Recurrence(2, 128, 128), check.Recurrence(8, 128, 64, delta=False))
+    return out + [(f"recurrence {name}", tuple(rule), functools.partial(held_rule, name, rule), False)
+                  for name in recurrent_api.ORDERS[jax.default_backend()] for rule in rules]
 
 
 def line(row) -> str:
@@ -478,6 +515,12 @@ def of_experts(table, sizes):
         experts(table, model, sizes["routed"])
 
 
+def of_recurrences(table, sizes):
+    for model in sizes["rules"]:
+        for tokens in sizes["rows"]:
+            recurrence(table, model, tokens)
+
+
 def of_attention(table, sizes):
     for model in sorted(sizes["models"], key=lambda m: m not in COMPARED):
         attention(table, model, sizes["causal"], 1)
@@ -504,7 +547,8 @@ def of_logprob(table, sizes):
     logprob(table, sizes["logprob"], sizes["tokens"])
 
 
-PARTS = {"experts": of_experts, "attention": of_attention, "masks": of_masks, "decoding": of_decoding, "logprob": of_logprob}
+PARTS = {"experts": of_experts, "attention": of_attention, "masks": of_masks, "decoding": of_decoding, "logprob": of_logprob,
+         "recurrence": of_recurrences}
 
 
 def run(name: str, table: Table, sizes) -> None:

@@ -33,12 +33,17 @@ from jaxrl.kernels.attention.packed import gpu  # noqa: E402
 from jaxrl.kernels.attention.packed.reference import Ids  # noqa: E402
 from jaxrl.kernels.experts import api, experts  # noqa: E402
 from jaxrl.kernels.experts import gpu as of_experts  # noqa: E402
+from jaxrl.kernels.recurrence import chunks_of  # noqa: E402
+from jaxrl.kernels.recurrence import gpu as of_recurrences  # noqa: E402
 from jaxrl.models.feed_forward import GATED, clamped  # noqa: E402
 
 LENGTH, HEADS, GROUPS, ROWS = 4096, 8, 2, 2
 CASES = [(size, 0, 0.0) for size in (64, 80, 96, 128, 192, 256)] + [(128, 1024, 0.0), (128, 0, 30.0), (256, 1024, 50.0)]
 
 LAYERS = [(128, 2048, 768, GATED["silu"], False), (8, 7168, 2048, GATED["silu"], False), (4, 2880, 2880, clamped(1.702, 7.0), True)]
+
+# key heads, value heads, key size, value size, delta, tokens: Qwen3.5's, in a row and in a short one; Nemotron 3's, Granite 4's and Falcon-H1's
+RULES = [(16, 32, 128, 128, True, 8192), (16, 32, 128, 128, True, 512), (8, 64, 128, 64, False, 8192), (1, 48, 128, 64, False, 8192)]
 
 
 def modules(function, *shapes) -> list[bytes]:
@@ -112,6 +117,23 @@ def expert_kernels():
             yield f"experts: {name}", f"{size} x {width}", module
 
 
+def recurrence_kernels():
+    """(name, key x value size, serialised kernel) of recurrences: forward, forward that keeps the states, backward."""
+    for heads, groups, key, value, delta, length in RULES:
+        like = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((ROWS, length, *shape), dtype)  # noqa: E731, B023
+        arrays = [like(heads, key), like(heads, key), like(groups, value)]
+        arrays += [like(groups, dtype=jnp.float32)] * 2
+
+        def loss(*arrays, segments, delta=delta):
+            out, state = of_recurrences.recurrence(*arrays, chunks_of(segments), delta=delta, interpret=False)
+            return out.astype(jnp.float32).sum() + state.sum()
+
+        both = jax.value_and_grad(lambda *x: loss(*x[:-1], segments=x[-1]), tuple(range(5)))
+        found = modules(both, *arrays, like(dtype=jnp.int32))
+        for name, module in zip(("forward", "states", "backward"), found, strict=True):
+            yield f"recurrence: {name}{'' if delta else ', no delta'}, {length} tokens", f"{key} x {value}", module
+
+
 def compile_here(path: str) -> None:
     """In a process with the stand-in driver: hands the kernel to Mosaic's compiler, which writes its dumps, and
     ends."""
@@ -172,10 +194,14 @@ def main():
         for name, size, module in expert_kernels():
             results.append({"kernel": name, "expert": size, **assembled(module, Path(folder))})
             print(results[-1], flush=True)
-    rows = [[r["kernel"], r.get("head_size", r.get("expert")), r.get("window", ""), r.get("softcap", ""), r["registers"], r["spilled_bytes"],
+        for name, size, module in recurrence_kernels():
+            results.append({"kernel": name, "recurrence": size, **assembled(module, Path(folder))})
+            print(results[-1], flush=True)
+    sizes = [r.get("head_size", r.get("expert", r.get("recurrence"))) for r in results]
+    rows = [[r["kernel"], size, r.get("window", ""), r.get("softcap", ""), r["registers"], r["spilled_bytes"],
              "yes" if r["serialised"] else "no", " / ".join(str(loop["instructions"]) for loop in r["loops"]),
-             " / ".join(str(loop["spills"]) for loop in r["loops"])] for r in results]
-    table(["kernel", "head, or expert", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop",
+             " / ".join(str(loop["spills"]) for loop in r["loops"])] for r, size in zip(results, sizes, strict=True)]
+    table(["kernel", "head, expert, or keys and values", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop",
            "spills in it"], rows)
     record("gpu_compile", results, at)
 

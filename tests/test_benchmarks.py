@@ -24,11 +24,12 @@ def test_kernels(capsys):
     masks = (", window 64, sinks", ", window 64")
     assert {row["op"] for row in rows} == {
         "matmul", "copy", "decoding", "decoding, shared prompts", "log-prob forward + backward", "experts forward", "experts forward + backward",
+        "recurrence forward", "recurrence forward + backward",
         *(f"{kind}attention{mask} {way}ward" for kind in ("", "packed ") for way in ("for", "back") for mask in ("", *masks)),
         *(f"decoding{mask}" for mask in masks)} and rows == table.rows
     assert all(row["milliseconds"] > 0 for row in rows)
     shares = [kernels.correctness(kernels.held_here(), share=(i, 2), threads=2) for i in range(2)]
-    assert [len(share) for share in shares] == [6, 5] and not any(row["error"] for share in shares for row in share)
+    assert [len(share) for share in shares] == [7, 7] and not any(row["error"] for share in shares for row in share)
 
 
 @pytest.fixture

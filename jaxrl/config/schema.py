@@ -67,7 +67,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "experts": O("auto", "their implementation (docs/explanations/kernels.md); auto: the platform's",
                      choices=("auto", "tpu", "gpu", "blocks", "reference")),
         "recurrence": O("auto", "implementation of recurrent layers (docs/explanations/kernels.md); auto: the platform's",
-                        choices=("auto", "tpu", "xla", "reference")),
+                        choices=("auto", "tpu", "gpu", "xla", "reference")),
         "trainable": O((".*",), "patterns of parameter names that train"),
         "frozen": O((), "patterns of parameter names that do not (wins over trainable)"),
     },

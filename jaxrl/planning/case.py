@@ -16,6 +16,8 @@ from jaxrl import models, sharding
 from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.kernels.attention.packed import tpu
+from jaxrl.kernels.recurrence import chunks, gpu_call
+from jaxrl.kernels.recurrence import tpu as tpu_rule
 from jaxrl.models.io import hf
 from jaxrl.planning import memory, workload
 from jaxrl.planning.workload import SIZES, data_shards
@@ -199,32 +201,56 @@ def _with_warm_start(config):
 
 
 def with_kernels(model, target):
-    """Returns the model for counting: `attention` is what `auto` picks on the target. (Programs use the config's.)"""
-    if model.attention != "auto" or target.kind == "cpu":
+    """Returns the model for counting: `attention` and `recurrence` are what `auto` picks on the target. (Programs use
+    the config's.)"""
+    if target.kind == "cpu":
         return model
+    found = {"attention": _attention_runs, "recurrence": _recurrence_runs}
+    own = {op: target.kind for op, runs in found.items() if getattr(model, op) == "auto" and runs(model, target)}
+    return dataclasses.replace(model, **own)
+
+
+def _attention_runs(model, target) -> bool:
+    """Whether the target's own kernel of attention serves the model."""
     size = model.config.row_head_size
+    if target.kind == "gpu":
+        return target.name in HOPPER and model.compute_dtype.itemsize <= 2 and 64 <= size <= 256
     queries, keys = ((1, 2, heads, size) for heads in (model.config.num_heads, model.config.num_kv_heads))
+    return _serves(tpu.check, queries, keys, model.compute_dtype)
+
+
+def _recurrence_runs(model, target) -> bool:
+    """The same of recurrent layers."""
+    cfg, size = model.config, chunks.tokens_per_chunk(chunks.LONG)
+    sizes = size, cfg.linear_key_size, cfg.linear_value_size
+    if not cfg.num_recurrent:
+        return False
+    if target.kind == "gpu":
+        low = target.name in HOPPER and model.compute_dtype.itemsize <= 2
+        return low and _serves(gpu_call.stages_of, not cfg.is_mamba, *sizes)
+    heads = tpu_rule.heads_of_step(cfg.linear_key_heads, cfg.linear_value_heads // cfg.linear_key_heads)
+    return tpu_rule.vmem(tpu_rule.Call(*heads, not cfg.is_mamba, False), *sizes) <= tpu_rule.VMEM
+
+
+def _serves(check, *arguments) -> bool:
     try:
-        if target.kind == "tpu":
-            tpu.check(queries, keys, model.compute_dtype)
-        elif target.name not in HOPPER or model.compute_dtype.itemsize > 2 or not 64 <= size <= 256:
-            return model
+        check(*arguments)
     except NotImplementedError:
-        return model
-    return dataclasses.replace(model, attention=target.kind)
+        return False
+    return True
 
 
 def _model(spec, hf_config: dict):
     c = spec.model
     return _build(json.dumps(hf_config, sort_keys=True, default=str), spec.train.compute_dtype, c.scan_layers == "true",
-                  c.remat, c.attention, c.remat_every, spec.train.matmul, c.ring_attention)
+                  c.remat, c.attention, c.recurrence, c.remat_every, spec.train.matmul, c.ring_attention)
 
 
 @functools.lru_cache(maxsize=32)
-def _build(description: str, dtype: str, scan: bool, remat: str, attention: str, every: int, matmul: str,
-           ring: bool):
+def _build(description: str, dtype: str, scan: bool, remat: str, attention: str, recurrence: str, every: int,
+           matmul: str, ring: bool):
     return models.build(json.loads(description), compute_dtype=jnp.dtype(DTYPES[dtype]), scan_layers=scan, remat=remat,
-                        attention=attention, remat_every=every, matmul=matmul, ring=ring)
+                        attention=attention, recurrence=recurrence, remat_every=every, matmul=matmul, ring=ring)
 
 
 def _rollout(config, model, target, mesh: dict):

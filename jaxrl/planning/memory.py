@@ -224,8 +224,9 @@ def recurrence_workspace(model, rows: float, length: int, parts: int, backward: 
     cfg = model.config
     if not cfg.num_recurrent:
         return 0.0
-    return rows * 4 * recurrence.workspace(
-        cfg.linear_value_heads, cfg.linear_key_size, cfg.linear_value_size, length, backward) / parts
+    rule = recurrence.Rule(cfg.linear_key_heads, cfg.linear_value_heads, cfg.linear_key_size, cfg.linear_value_size,
+                           not cfg.is_mamba)
+    return rows / parts * recurrence.workspace(model.recurrence, rule, length, model.compute_dtype.itemsize, backward)
 
 
 def temporaries(config, model, mesh: dict, shape, kind: str) -> float:

@@ -24,6 +24,11 @@ MAMBA = {  # a recurrence, experts, attention, an MLP: each a layer
     "ssm_state_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 16, "max_position_embeddings": 512,
 }
+FALCON = {  # a recurrence beside attention in each layer, one key head for all value heads
+    "model_type": "falcon_h1", "vocab_size": 192, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_rms_norm": True,
+    "max_position_embeddings": 512,
+}
 HYBRID = {
     "model_type": "qwen3_5_text",
     "vocab_size": 192,
@@ -41,6 +46,8 @@ HYBRID = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+
+RECURRENT = {"hybrid": HYBRID, "nemotron": MAMBA, "falcon": FALCON}
 
 
 def digits(prompt, completion, **columns):
@@ -62,8 +69,8 @@ def get_config(arg=None):
     c.optimizer.lr, c.optimizer.warmup_steps = 3e-2, 1
     c.checkpoint.every_steps, c.checkpoint.keep = 2, 10
     c.log.tensorboard = False
-    if arg == "hybrid":
-        c.model.config = HYBRID
+    if arg in RECURRENT:
+        c.model.config = RECURRENT[arg]
     if arg == "sft":
         c.run.recipe = "sft"
         c.data.path, c.eval.sets, c.log.every_steps = ("jaxrl://arith/sft.jsonl",), (), 2

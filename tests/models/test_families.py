@@ -34,7 +34,7 @@ ROWS = [  # of helpers.tiny_models, one or more of each family
     "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe",
     "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     "nemotron_h", "nemotron_h_dense", "granite4", "granite4_dense", "falcon_h1", "falcon_h1_plain"]
-PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them (granite-4.0-h-tiny.json: from memory)
+PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them
     "Kimi-K2-Instruct": 1026.4, "MiMo-7B-RL": 7.6, "Seed-OSS-36B-Instruct": 36.2, "gemma-7b-it": 8.5,
     "OLMo-2-1124-7B-Instruct": 7.3, "Olmo-3-7B-Instruct": 7.3, "SmolLM3-3B": 3.1, "Ministral-3-8B-Instruct-2512-BF16": 8.5,
     "GLM-4-9B-0414": 9.4, "glm-4-9b-chat-hf": 9.4, "phi-4": 14.7, "Phi-4-mini-instruct": 3.8,
@@ -42,6 +42,9 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
     "Qwen2.5-VL-7B-Instruct": 7.6, "Qwen3-VL-30B-A3B-Instruct": 30.5, "gemma-3-4b-it": 3.9, "gemma-3-27b-it": 27.0,
 }
+# granite-4.0-h-tiny.json is not a copy of its config.json, which no public repository was found to hold whole. Copies of parts of it have
+# the same sizes, layers, embedding_multiplier, logits_scaling and rms_norm_eps; attention_multiplier and residual_multiplier, which decide
+# no parameter, are as in the family's other models.
 WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen3-VL-30B-A3B-Instruct": 31.07, "gemma-3-4b-it": 4.30, "gemma-3-27b-it": 27.43}  # the same of the whole model
 
 

@@ -21,6 +21,7 @@ from jaxrl import main as command
 from jaxrl import models, sharding
 from jaxrl.config.load import config_of, load_config
 from jaxrl.errors import ConfigError
+from jaxrl.kernels import recurrence
 from jaxrl.models.families import IMAGES
 from jaxrl.planning import case as cases
 from jaxrl.planning import collectives, compiling, fit, memory, plan, roofline, workload
@@ -589,6 +590,32 @@ def test_states_and_rule_of_real_hybrids(hf, target, changes, size, state, token
     assert found["rule_flops_per_token"] == found["layers"] * rule
     assert 0.01 < found["rule_share"] < 0.04 and found["workspace_bytes"] > 2**30
     assert plan.counted_peak(case, {}) > memory.standing(case.config, case.model, case.mesh)["update_params"] + found["workspace_bytes"]
+
+
+# MiB of compiled temporaries of one row of Qwen3.5-4B's layer in bf16: XLA's for CPUs and for a v5e and the TPU kernel
+# (evidence/hybrid.py temporaries, docs/explanations/kernels.md), the Hopper kernel for an H100 (jax 0.12.0.1, abd5ee2d).
+COMPILED = [("xla", 1024, True, 776), ("xla", 8192, True, 1768), ("xla", 8192, False, 925), ("xla", 8192, True, 1735), ("tpu", 8192, False, 674),
+            ("tpu", 8192, True, 1264), ("gpu", 2048, False, 464), ("gpu", 2048, True, 1112), ("gpu", 8192, True, 1569), ("gpu", 16384, True, 2285)]
+
+
+@pytest.mark.parametrize("name, length, backward, mib", COMPILED)
+def test_workspace_of_a_recurrence_is_what_compilers_take(name, length, backward, mib):
+    rule = recurrence.Rule(16, 32, 128, 128, True)
+    assert recurrence.workspace(name, rule, length, 2, backward) / 2**20 == pytest.approx(mib, rel=0.2)
+
+
+def test_a_plan_counts_the_recurrence_that_runs():
+    """The kernel where the target has one that serves the model, in place of what XLA keeps of a stretch."""
+    c = load_config("grpo_gsm8k", {"run.mode": "plan", "plan.target": "h200:1", "rollout.engine": "jax", "algorithm.kl.coef": 0.0})
+    model, falcon = (cases.case_of(c, hf).model for hf in (QWEN3_5_4B, json.loads((NEMOTRON.parent / "Falcon-H1-0.5B-Instruct.json").read_text())))
+    plain, keys_of_256 = (dataclasses.replace(m, recurrence="auto") for m in (model, falcon))
+    keys_of_256 = dataclasses.replace(keys_of_256, config=dataclasses.replace(keys_of_256.config, linear_key_size=256))
+    names = "cpu:1", "v5p:1", "h100:1", "a100:1"
+    on = [[cases.with_kernels(m, targets.parse(name)).recurrence for name in names] for m in (plain, keys_of_256)]
+    assert on == [["auto", "tpu", "gpu", "auto"], ["auto", "tpu", "auto", "auto"]]
+    assert cases.with_kernels(dataclasses.replace(plain, recurrence="xla"), targets.parse("h100:1")).recurrence == "xla"
+    counted = {name: memory.recurrence_workspace(cases.with_kernels(plain, targets.parse(name)), 1, 8192, 1, True) for name in names}
+    assert counted["v5p:1"] < counted["cpu:1"] == counted["a100:1"] and counted["h100:1"] != counted["cpu:1"]
 
 
 def test_a_tower_is_named_as_not_planned_or_planned(tmp_path):

@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_job
-from helpers.rollout_helpers import HF, random_params
+from helpers.rollout_helpers import HF, random_params, requests
 from helpers.tiny_models import ARCHITECTURES, EXPERTS, HYBRIDS
-from helpers.vllm_cases import agree, own_servers
+from helpers.vllm_cases import TIMEOUT, agree, own_servers
 
 import jaxrl
 from jaxrl import models
-from jaxrl.rollout.vllm.publish import WeightMismatch
+from jaxrl.rollout import generate
+from jaxrl.rollout.vllm.publish import WeightMismatch, sequence_logprobs
 
 pytestmark = pytest.mark.vllm
 HEADS = {"head_dim": 32}  # vLLM's attention for CPUs serves no smaller ones
@@ -22,7 +23,10 @@ LINEAR = {**HEADS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "line
 OTHERS = {  # what differs from the entries in helpers.tiny_models
     "qwen3_5": {**LINEAR, "tie_word_embeddings": True}, "qwen3_5_moe": LINEAR, "qwen3_next": {**LINEAR, "norm_topk_prob": True},
     "gemma": {**HEADS, "attention_bias": False, "tie_word_embeddings": True},  # vLLM takes them for granted
+    "gemma2": {**HEADS, "tie_word_embeddings": True}, "gemma3": {**HEADS, "tie_word_embeddings": True},
+    "olmo2": {**HEADS, "attention_bias": False},
 }
+DENSE = ("mistral", "qwen3", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "ministral3", "granite", "ernie4_5", "hunyuan", "minimax_m2")
 
 
 def made(name):
@@ -46,6 +50,24 @@ def test_every_publish_reaches_every_tensor(name):
         assert engine.publisher.last_probe < 1e-5
         agree(engine, model, second, 5)
         assert {name for found in engine.fleet.controls[0].digests() for name in found} == set(engine.publisher._digests)
+
+
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in DENSE if name != "qwen3")])
+def test_a_family_computes_the_trainers_log_probs(name):
+    """Of what it sampled within 1e-5, after weights that it was given; not those of other weights."""
+    hf_config, model, (first, second) = made(name)
+    asked = requests(6, seed=40)
+    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always") as engine:
+        engine.publish(second, 5)
+        results = generate(engine, asked, TIMEOUT)
+        assert {name for found in engine.fleet.controls[0].digests() for name in found} == set(engine.publisher._digests)
+
+    def gap(params):
+        ours = [sequence_logprobs(model, params, np.concatenate([a.prompt, r.tokens]).astype(np.int32))[len(a.prompt) - 1:]
+                for a, r in zip(asked, results, strict=True)]
+        return max(np.abs(np.asarray(o) - r.logprobs).max() for o, r in zip(ours, results, strict=True))
+
+    assert gap(second) <= 1e-5 and gap(first) > 0.1, (gap(second), gap(first))
 
 
 @pytest.mark.slow

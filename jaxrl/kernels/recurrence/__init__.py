@@ -3,6 +3,7 @@
 from jaxrl.kernels.recurrence.api import recurrence
 from jaxrl.kernels.recurrence.chunks import (
     Chunks,
+    Rule,
     chunks_of,
     flops,
     room,
@@ -13,5 +14,5 @@ from jaxrl.kernels.recurrence.chunks import (
 from jaxrl.kernels.recurrence.convolution import convolution
 from jaxrl.kernels.recurrence.reference import step
 
-__all__ = ["Chunks", "chunks_of", "convolution", "flops", "recurrence", "room", "step", "tokens_per_chunk",
+__all__ = ["Chunks", "Rule", "chunks_of", "convolution", "flops", "recurrence", "room", "step", "tokens_per_chunk",
            "tokens_per_room", "workspace"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from jaxrl.kernels.fallback import first_that_serves, trusted
 from jaxrl.kernels.platform import platform
-from jaxrl.kernels.recurrence import reference, tpu, xla
+from jaxrl.kernels.recurrence import gpu, reference, tpu, xla
 from jaxrl.kernels.recurrence.chunks import Chunks
 
-IMPLEMENTATIONS = {"xla": xla.recurrence, "tpu": tpu.recurrence, "reference": reference.recurrence}
-ORDERS = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("tpu", "xla")}
+IMPLEMENTATIONS = {"xla": xla.recurrence, "gpu": gpu.recurrence, "tpu": tpu.recurrence,
+                   "reference": reference.recurrence}
+ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 
 def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chunks, state_BxGxKxV=None,
@@ -35,12 +36,13 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
       chunks: of chunks_of, for these rows.
       state_BxGxKxV: where rows that continue begin; None = zeros.
       implementation: "auto" (the first of the platform's ORDERS that serves the call) or a name in IMPLEMENTATIONS; xla
-        stands behind tpu where that cannot serve the call, and the reason is logged once.
+        stands behind tpu and gpu where they cannot serve the call, and the reason is logged once.
       delta: whether what the state returns for a token's key is taken off before its value is written.
 
     Returns:
       out_BxLxGxV in v's dtype; state_BxGxKxV in fp32 or better, behind the last token of each row that enters it.
-      Sums and the state are fp32 or better. Rows whose chunks do not fit (chunks_of) are NaN.
+      Sums and the state are fp32 or better; gpu rounds q, k and what is multiplied with a state to v's dtype. Rows
+      whose chunks do not fit (chunks_of) are NaN.
 
     Raises ValueError: unknown implementation, or G not a multiple of H.
     """
@@ -61,4 +63,4 @@ def order(implementation: str) -> tuple[str, ...]:
         return trusted("recurrence", ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"recurrence implementation {implementation!r}: choose auto, {', '.join(IMPLEMENTATIONS)}")
-    return (implementation, "xla") if implementation == "tpu" else (implementation,)
+    return (implementation, "xla") if implementation in ("gpu", "tpu") else (implementation,)

@@ -14,8 +14,12 @@ import jax
 import jax.numpy as jnp
 
 CONTINUES, ZERO, PROMPT, GIVEN = range(4)  # the state that a chunk, or a token, begins with: that before it, or another
+SAVES = 4          # in a chunk's word, beside its start: the state behind it is its prompt's
 LONG = 1024        # rows from here on have long chunks
 STRETCH = 16       # chunks between which the backward pass finds a state
+WINDOW = 64        # the same on GPUs
+# Implementation -> how often compilers hold a stretch's fp32 numbers at once, forward and backward; TPUs have them on chip.
+HELD = {"xla": (2.5, 5.0), "gpu": (0.55, 1.5), "tpu": (0.0, 0.0)}
 
 
 def tokens_per_chunk(length: int) -> int:
@@ -41,13 +45,29 @@ def flops(heads: int, key: int, value: int, size: int = 64, delta: bool = True) 
     return heads * (within + 6 * key * value + 2 * size * size // 3)
 
 
-def workspace(heads: int, key: int, value: int, length: int, backward: bool) -> int:
-    """Returns the fp32 numbers that xla.recurrence holds for one row of `length` tokens beside inputs and output: what
-    a stretch computes, and for the backward pass its gradients and the pairs of states between stretches."""
-    size, pair = tokens_per_chunk(length), 2 * key * value
-    each = 4 * size + 3 * key + 2 * value
-    stretches = -(-room(length) // STRETCH)
-    return heads * (STRETCH * size * each * (3 if backward else 1) + pair * (stretches + 2 if backward else 1))
+class Rule(NamedTuple):
+    """Sizes of a recurrence: key and value heads, numbers of a key and of a value, whether it has a delta."""
+
+    keys: int
+    values: int
+    key: int
+    value: int
+    delta: bool
+
+
+def workspace(implementation: str, rule: Rule, length: int, width: int, backward: bool) -> float:
+    """Returns the bytes that a recurrence holds for one row of `length` tokens beside inputs and output: the operands
+    by chunk, what a stretch computes, and for the backward pass the gradients of both and the pairs of states between
+    stretches. Within a fifth of what compilers take (tests/planning/test_plan.py). width: bytes of a value."""
+    size, stretch = tokens_per_chunk(length), WINDOW if implementation == "gpu" else STRETCH
+    stretches = -(-room(length) // stretch)
+    of_keys = 4 if rule.delta and implementation != "gpu" else width  # queries and keys of unit length are fp32
+    token = 2 * rule.keys * rule.key * of_keys + 2 * rule.values * rule.value * width  # with the outputs
+    token += 4 * rule.values * (4 if implementation == "tpu" else 2)
+    each = rule.values * (4 * size + 3 * rule.key + 2 * rule.value)
+    computed = HELD.get(implementation, HELD["xla"])[backward] * each * stretch * size * 4
+    pairs = 8 * rule.values * rule.key * rule.value * (stretches + 2 if backward else 1)
+    return (1 + backward) * token * stretches * stretch * size + computed + pairs
 
 
 class Chunks(NamedTuple):

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from jaxrl.kernels.attention.tpu_parts import VMEM, WORDS
 from jaxrl.kernels.platform import platform
-from jaxrl.kernels.recurrence.chunks import STRETCH, Chunks, back, gather, into, tokens_per_chunk
+from jaxrl.kernels.recurrence.chunks import SAVES, STRETCH, Chunks, back, gather, into, tokens_per_chunk
 from jaxrl.kernels.recurrence.tpu_chunk import GATES
-from jaxrl.kernels.recurrence.tpu_passes import SAVES, USED, Call, Laid, backward, forward
+from jaxrl.kernels.recurrence.tpu_passes import USED, Call, Laid, backward, forward
 from jaxrl.kernels.recurrence.xla import at_most_zero
 from jaxrl.types import custom_vjp
 

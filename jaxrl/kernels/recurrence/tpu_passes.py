@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.kernels.attention.tpu_parts import VMEM
-from jaxrl.kernels.recurrence.chunks import GIVEN, PROMPT, STRETCH, ZERO, flops
+from jaxrl.kernels.recurrence.chunks import GIVEN, PROMPT, SAVES, STRETCH, ZERO, flops
 from jaxrl.kernels.recurrence.tpu_chunk import (
     asked_for,
     dot,
@@ -28,7 +28,7 @@ from jaxrl.kernels.recurrence.tpu_chunk import (
     update_of,
 )
 
-SAVES, USED = 4, 8  # bits of a chunk's word beside its start
+USED = 8  # in a chunk's word, beside its start and SAVES
 
 
 class Call(NamedTuple):

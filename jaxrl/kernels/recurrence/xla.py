@@ -18,6 +18,7 @@ Legend: N chunks of a stretch, B rows, C tokens per chunk, h key heads, r value 
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,43 +31,67 @@ BASE = 16  # rows of an inverse by substitution; larger ones are merged of these
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
     """See api.recurrence."""
-    acc = jnp.promote_types(v.dtype, jnp.float32)
-    batch, length, heads, key = k.shape
-    repeats, value = v.shape[2] // heads, v.shape[3]
-    given = jnp.zeros((batch, heads, repeats, key, value), acc)
-    if state is not None:
-        given = state.astype(acc).reshape(given.shape)
-    grouped = lambda x: x.reshape(batch, length, heads, repeats, *x.shape[3:])  # noqa: E731
-    g, beta = grouped(g.astype(acc)), grouped(beta.astype(acc))
-    arrays = [into(x, chunks) for x in (q, k, grouped(v), g, beta)] + [gather(chunks.enters, chunks)]
-    flags = [x.T for x in (chunks.start, chunks.saves)]
-    count = arrays[0].shape[0]
-    missing = -count % STRETCH
-
-    def cut(x):
-        """[N, ...] as [stretches, STRETCH, ...], filled up with chunks without tokens."""
-        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, STRETCH, *x.shape[1:])
-
-    stretches = jax.tree.map(cut, (arrays, flags))
-    used = jnp.any(cut(chunks.count.T) > 0, axis=(1, 2))
+    given = by_group(k, v, state)
+    stretches, used = in_stretches(STRETCH, q, k, v, g, beta, chunks)
 
     def stretch(carry, this):
         own, used = this
-        blank = jnp.zeros((*own[0][2].shape[:3], heads, repeats, value), v.dtype)
+        blank = jnp.zeros(own[0][2].shape, v.dtype)
         return jax.lax.cond(used, _STRETCHES[delta], lambda carry, given, own: (carry, blank), carry, given, own)
 
     stretch = jax.checkpoint(stretch, prevent_cse=False)
     (now, _), out = jax.lax.scan(stretch, (given, jnp.zeros_like(given)), (stretches, used))
-    out = back(out.reshape(-1, *out.shape[2:])[:count], chunks).reshape(v.shape)
-    bad = lambda x: jnp.where(chunks.fits.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)  # noqa: E731
-    return bad(out), bad(now.reshape(batch, heads * repeats, key, value))
+    return in_rows(out, now, chunks)
 
 
-def _stretch(delta, carry, given, own):
-    """(states behind N chunks, their outputs [N, B, C, h, r, V])."""
-    (q, k, v, g, beta, enters), (start, saves) = own
-    acc, dtype = carry[0].dtype, v.dtype
-    size = q.shape[2]
+def by_group(k, v, state):
+    """Returns the states before rows by key head, [B, h, r, K, V] in fp32 or better; zeros for None."""
+    (batch, _, heads, key), acc = k.shape, jnp.promote_types(v.dtype, jnp.float32)
+    shape = batch, heads, v.shape[2] // heads, key, v.shape[3]
+    return jnp.zeros(shape, acc) if state is None else state.astype(acc).reshape(shape)
+
+
+def in_stretches(length: int, q, k, v, g, beta, chunks: Chunks):
+    """Returns (([q, k, v, g, beta, enters], [start, saves, count]) of `length` chunks each, [stretches, N, B, ...],
+    used [stretches] bool). The first ones of tokens, [C, ...], with value heads as h, r; the others of chunks."""
+    acc, heads = jnp.promote_types(v.dtype, jnp.float32), k.shape[2]
+    repeats = v.shape[2] // heads
+    grouped = lambda x: x.reshape(*x.shape[:2], heads, repeats, *x.shape[3:])  # noqa: E731
+    g, beta = grouped(g.astype(acc)), grouped(beta.astype(acc))
+    arrays = [into(x, chunks) for x in (q, k, grouped(v), g, beta)] + [gather(chunks.enters, chunks)]
+    flags = [x.T for x in (chunks.start, chunks.saves, chunks.count)]
+    missing = -arrays[0].shape[0] % length
+
+    def cut(x):
+        """[N, ...] as [stretches, length, ...], filled up with chunks without tokens."""
+        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, length, *x.shape[1:])
+
+    return jax.tree.map(cut, (arrays, flags)), jnp.any(cut(chunks.count.T) > 0, axis=(1, 2))
+
+
+def in_rows(out, now, chunks: Chunks):
+    """Returns (out [B, L, G, V], state [B, G, K, V]) of out [stretches, N, B, C, h, r, V] and the last states [B, h, r,
+    K, V]; NaN for rows that do not fit."""
+    out = back(out.reshape(-1, *out.shape[2:])[:chunks.start.shape[1]], chunks)
+    out, now = out.reshape(*out.shape[:2], -1, out.shape[-1]), now.reshape(len(now), -1, *now.shape[3:])
+    return tuple(jnp.where(chunks.fits.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan) for x in (out, now))
+
+
+class Prepared(NamedTuple):
+    """What of chunks depends on no state, [N, B, h, r, ...]. U = writes - reads S, S the state before the chunk."""
+
+    reads: Any             # [..., C, K]; None without the delta
+    writes: jax.Array      # [..., C, V]
+    attended: jax.Array    # [..., C, C] weights of the chunk's own updates
+    faded: jax.Array       # [..., C] what is left of S at each token
+    left: jax.Array        # [..., C] what is left of each token behind the chunk; 0: it does not enter
+    end: jax.Array         # [...] what is left of S there
+
+
+def prepared(delta: bool, arrays, precision=EXACT) -> Prepared:
+    """Returns the Prepared of the arrays of `in_stretches`. precision: of the products with the inverse."""
+    q, k, v, g, beta, enters = arrays
+    acc, size = g.dtype, q.shape[2]
     row = jnp.arange(size)
     wide = lambda mask: mask.reshape(*(1,) * 4, size, size)  # noqa: E731
     lower, strictly = wide(row[:, None] >= row[None]), wide(row[:, None] > row[None])
@@ -78,17 +103,32 @@ def _stretch(delta, carry, given, own):
         "nbihk,nbjhk->nbhij", a, b, preferred_element_type=acc, precision=EXACT)[:, :, :, None]
     system = jnp.where(strictly, pairs(k, k) * decay * beta[..., None], 0) if delta else None
     solved = inverse(system) if delta else None
-    attended = pairs(q, k) * decay
-    q, k, v = (x.astype(acc) for x in (q, k, v))
-    q, k = (jnp.moveaxis(x, 2, 3)[:, :, :, None] for x in (q, k))  # [N, B, h, 1, C, K]
-    v = jnp.moveaxis(v, 2, 4)                                      # [N, B, h, r, C, V]
-    product = lambda a, b: jnp.matmul(a, b, precision=EXACT)  # noqa: E731
-    faded = jnp.exp(total)[..., None]
-    reads, writes = (product(solved, beta[..., None] * faded * k), product(solved, beta[..., None] * v)) if delta else (
+    attended, faded = pairs(q, k) * decay, jnp.exp(total)
+    k, v = by_key(k.astype(acc)), jnp.moveaxis(v.astype(acc), 2, 4)  # [N, B, h, 1, C, K], [N, B, h, r, C, V]
+    product = lambda b: jnp.matmul(solved, b, precision=precision)  # noqa: E731
+    reads, writes = (product(beta[..., None] * faded[..., None] * k), product(beta[..., None] * v)) if delta else (
         None, beta[..., None] * v)
-    end = jnp.sum(jnp.where(enters[:, :, None, None], by_head(g), 0), axis=-1)[..., None, None]
-    kept = jnp.where(enters[:, :, None, None, :, None], jnp.exp(at_most_zero(end - total[..., None])) * k, 0)
-    asked = faded * q
+    end = jnp.sum(jnp.where(enters[:, :, None, None], by_head(g), 0), axis=-1)
+    left = jnp.where(enters[:, :, None, None], jnp.exp(at_most_zero(end[..., None] - total)), 0)
+    return Prepared(reads, writes, attended, faded, left, jnp.exp(end))
+
+
+def by_key(x_NxBxCxhxK):
+    """Returns [N, B, h, 1, C, K]."""
+    return jnp.moveaxis(x_NxBxCxhxK, 2, 3)[:, :, :, None]
+
+
+def _stretch(delta, carry, given, own):
+    """Returns (pair, out [N, B, C, h, r, V]) of a stretch.
+
+    carry: the state before it and that behind the prompt, each [B, h, r, K, V] in fp32 or better; pair: those behind
+    it. given: the state before the rows. own: of `in_stretches`.
+    """
+    arrays, (start, saves, _) = own
+    (q, k, v, *_), acc = arrays, carry[0].dtype
+    made = prepared(delta, arrays)
+    product = lambda a, b: jnp.matmul(a, b, precision=EXACT)  # noqa: E731
+    kept, asked = (x[..., None] * by_key(y.astype(acc)) for x, y in ((made.left, k), (made.faded, q)))
 
     def one(carry, this):
         now, prompt = carry
@@ -97,10 +137,11 @@ def _stretch(delta, carry, given, own):
         now = jnp.select([start == ZERO, start == PROMPT, start == GIVEN], [jnp.zeros_like(now), prompt, given], now)
         update = writes - product(reads, now) if delta else writes
         out = product(asked, now) + product(attended, update)
-        now = jnp.exp(end) * now + product(jnp.swapaxes(kept, -1, -2), update)
-        return (now, jnp.where(saves.reshape(start.shape), now, prompt)), out.astype(dtype)
+        now = end[..., None, None] * now + product(jnp.swapaxes(kept, -1, -2), update)
+        return (now, jnp.where(saves.reshape(start.shape), now, prompt)), out.astype(v.dtype)
 
-    carry, out = jax.lax.scan(one, carry, (start, saves, reads, writes, attended, asked, kept, end))
+    carry, out = jax.lax.scan(
+        one, carry, (start, saves, made.reads, made.writes, made.attended, asked, kept, made.end))
     return carry, jnp.moveaxis(out, 4, 2)
 
 
