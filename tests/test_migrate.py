@@ -26,6 +26,8 @@ from jaxrl.resolve.checks.common import check
 
 # Keys whose default, written down, is not what they are when left out: that is their point.
 NOT_THE_SAME = {"roll": ("actor_train.data_args.image_",), "roll/on_policy_distill": ("student_train.data_args.image_",),
+                "roll/agentic": ("actor_infer.generating_args.",),
+                "roll/agentic": ("actor_infer.generating_args.",),
                 "trl/preference": ("desirable_", "undesirable_", "cpo_alpha", "simpo_gamma"),
                 "skyrl": ("generator.eval_sampling_params.",),
                 "areal": ("actor.reward_norm.", "actor.adv_norm.", "critic.", "eval_gconfig.", "gconfig.max_tokens", "sglang.context")}

@@ -49,15 +49,17 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         raise Unreadable(path.name, "", asked[0])
     if not settings:
         raise Unreadable(path.name, "", f"holds no key of {table.title}")
+    referred: set[str] = set()
     try:
-        settings = interpolate(settings, dict(table.resolvers), environment)
+        settings = interpolate(settings, dict(table.resolvers), environment, referred)
     except (ValueError, RecursionError) as e:
         raise e if isinstance(e, Unreadable) else Unreadable(path.name, "", str(e)) from None
     flat: dict[str, Setting] = {}
     for s in settings.values():  # a key that named a table
         merge(flat, [x for x in leaves(s.key, s.value, s.where)], table.groups)
     asked = [text for text in asked if text.partition("=")[0] not in flat]
-    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command, tuple(asked))
+    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command, tuple(asked),
+                  frozenset(referred))
 
 
 def _flag(text: str) -> list[Setting]:
