@@ -79,7 +79,8 @@ def outcome_of(system: str, version: str, file: Path, out: Path) -> tuple[str, l
             config.model.chat_template = ""
         check(config)
     except ConfigError as e:
-        return "wrong", [str(e)]
+        asked = any("data.path" in text for text in report["needs_you"]) and "data.path is empty" in str(e)
+        return (report["outcome"], reasons) if asked else ("wrong", [str(e)])
     finally:
         os.chdir(here)
     return report["outcome"], reasons

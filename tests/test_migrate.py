@@ -842,7 +842,7 @@ def test_the_report_says_the_outcome_first(tmp_path, capsys):
 
 
 def test_what_decides_a_branch_is_named(tmp_path, capsys):
-    script = ("DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}\ncase \"${DEVICE}\" in\n  gpu) n=8 ;;\n  npu) n=16 ;;\n"
+    script = ("DEVICE=${DEVICE:-$(lspci | tail -1)}\ncase \"${DEVICE}\" in\n  gpu) n=8 ;;\n  npu) n=16 ;;\n"
               "esac\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$n actor_rollout_ref.rollout.gpu_memory_utilization=0.$n\n")
     assert run(tmp_path, script, system="verl")[0] == 2
     assert capsys.readouterr().err.endswith("give what decides there, DEVICE=gpu or DEVICE=npu\n")

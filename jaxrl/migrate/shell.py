@@ -16,6 +16,8 @@ from typing import NamedTuple
 from jaxrl.migrate.source import DEEPEST, MOST, UNDECIDED, Unreadable, arithmetic
 from jaxrl.migrate.yaml_files import text_of
 
+NPU = re.compile(r"\$\((python3? -c ['\"]import torch_npu['\"])[^&|]*&&\s*echo\s+\w+\s*\|\|\s*echo\s+(\w+)\s*\)")
+
 
 class Word(NamedTuple):
     """A word as it stands in the script, quotes and all; an operator where `op`."""
@@ -481,6 +483,10 @@ class _Walk:
             end = _unit_end(text, i, line, self.name)
             if text[i:end].strip("$()` ") == "pwd":
                 return end, ["."]
+            if probe := NPU.fullmatch(text[i:end]):
+                self.script.note(f"{self.name}:{line}: {probe[1]}: taken for a machine without NPUs; for one with them "
+                                 "give the variable after the file")
+                return end, [probe[2]]
             self.script.note(f"{self.name}:{line}: {text[i:end][:60]} is a command, which is not run")
             return end, [text[i:end]]
         if text.startswith("${", i):

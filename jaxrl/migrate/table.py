@@ -389,6 +389,11 @@ class Migration:
         if self.options.get("optimizer.schedule", ("constant",))[0] == "constant":  # what only a decay reads
             for option in ("optimizer.floor", "optimizer.decay_steps", "optimizer.decay_shape"):
                 self.options.pop(option, None)
+        remat, of = self.options.get("model.remat", ("auto", ()))
+        if self.options.get("mesh.roles.policy", ({},))[0].get("rest") == "streamed" and remat == "none":
+            self.options["model.remat"] = ("full", of)
+            why = "as their weights are on the host between uses"
+            self.differs(f"layers are computed again in the backward pass (model.remat=full), {why}")
         for option, (value, keys) in self.options.items():
             name = next((k for k in keys if self.given(k)), keys[0] if keys else "")
             try:
@@ -397,6 +402,13 @@ class Migration:
                 given = f"{_short(self[name])}: " if name and "*" not in name else ""
                 unset = self._unset(self[name]) if given else ""
                 raise Unreadable(self.where(name), name, f"{given}{e}{unset}") from None
+
+    def ask_data(self) -> Migration:
+        """Asks for the rows where nothing of the source names them."""
+        named = any(o == "data.path" or o.startswith("data.sources.") for o in self.options)
+        if not named and not self.refused and not any("data.path" in text for text in self.needs_you):
+            self.needs("data.path: the file names no data set: name your rows")
+        return self
 
     def ask_version(self) -> Migration:
         """Asks for the version where the source has keys that the assumed one has not."""

@@ -58,7 +58,7 @@ RULES = (
         *(k for r in TABLE.rules if isinstance(r, Joint) and r.title == "batch" for k in r.keys if k.name.startswith("actor_train"))),
         meaning.batch),
     Joint("advantage", (
-        *(replace(k, beside=GROUP | k.beside) for r in TABLE.rules if isinstance(r, Joint) and r.title == "advantage" for k in r.keys
+        *(replace(k, beside={**GROUP, **k.beside}) for r in TABLE.rules if isinstance(r, Joint) and r.title == "advantage" for k in r.keys
           if k.name not in ("norm_mean_type", "norm_std_type", "reward_norm", "reward_shift", "reward_scale")),
         K(NORM + "grouping", "equivalent", default=Since(("0.1.0", "state"), ("0.2.0", "batch")), other="traj_group_id",
           beside={**GROUP, NORM + "method": "mean", "adv_estimator": "grpo"}),
@@ -133,7 +133,7 @@ def in_groups(rule: Key | Joint) -> Key | Joint:
     if isinstance(rule, Joint):
         return replace(rule, keys=tuple(in_groups(k) for k in rule.keys))
     many = {**GROUP, "rollout_batch_size": 1024} if "rollout_batch_size" in rule.beside else {}
-    return replace(rule, beside=rule.beside | many)
+    return replace(rule, beside={**rule.beside, **many})
 
 
 AGENTIC = replace(
