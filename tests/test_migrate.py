@@ -26,6 +26,9 @@ from jaxrl.resolve.checks.common import check
 
 # Keys whose default, written down, is not what they are when left out: that is their point.
 NOT_THE_SAME = {"roll": ("actor_train.data_args.image_",), "roll/on_policy_distill": ("student_train.data_args.image_",),
+                "roll/agentic": ("actor_infer.generating_args.",),
+                "roll/agentic": ("actor_infer.generating_args.",),
+                "tunix": ("ppo_config.", "rl_training_config.", "tokenizer_config.tokenizer_path"),
                 "trl/preference": ("desirable_", "undesirable_", "cpo_alpha", "simpo_gamma"),
                 "skyrl": ("generator.eval_sampling_params.",),
                 "areal": ("actor.reward_norm.", "actor.adv_norm.", "critic.", "eval_gconfig.", "gconfig.max_tokens", "sglang.context")}
@@ -594,6 +597,7 @@ STARTS = {  # system -> a command that starts a job
     "rlinf": "python examples/reasoning/main_grpo.py data.rollout_batch_size=64 algorithm.group_size=8 data.max_prompt_length=512 "
              "runner.seq_length=2048 actor.optim.lr=2e-5",
     "roll": "python examples/start_rlvr_pipeline.py --config_name job rollout_batch_size=64 actor_train.training_args.learning_rate=1e-6",
+    "tunix": "python3 -m tunix.cli.grpo_main base_config.yaml batch_size=64 model_config.model_id=a/b grpo_config.num_generations=4",
     "cosmos_rl": "cosmos-rl --config job.toml train.train_policy.type=grpo train.train_batch_per_replica=64",
 }
 
@@ -719,6 +723,7 @@ MISPLACED = {  # keys of each system, below a table that does not have them
     "trl": (
         "fsdp_config.learning_rate deepspeed_config.num_generations parallelism_config.max_steps "
         "training.learning_rate grpo.num_generations"),
+    "tunix": "rl_training_config.num_generations rollout_config.beta model_config.total_generation_steps",
     "verl": (
         "data.ppo_mini_batch_size data.n data.use_kl_loss trainer.train_batch_size trainer.max_response_length "
         "actor_rollout_ref.actor.train_batch_size actor_rollout_ref.actor.adv_estimator "
@@ -840,7 +845,7 @@ def test_the_report_says_the_outcome_first(tmp_path, capsys):
 
 
 def test_what_decides_a_branch_is_named(tmp_path, capsys):
-    script = ("DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}\ncase \"${DEVICE}\" in\n  gpu) n=8 ;;\n  npu) n=16 ;;\n"
+    script = ("DEVICE=${DEVICE:-$(lspci | tail -1)}\ncase \"${DEVICE}\" in\n  gpu) n=8 ;;\n  npu) n=16 ;;\n"
               "esac\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$n actor_rollout_ref.rollout.gpu_memory_utilization=0.$n\n")
     assert run(tmp_path, script, system="verl")[0] == 2
     assert capsys.readouterr().err.endswith("give what decides there, DEVICE=gpu or DEVICE=npu\n")

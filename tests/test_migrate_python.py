@@ -6,6 +6,7 @@ import pytest
 from test_migrate import migrated, run, values
 
 from jaxrl.config.load import load_config
+from jaxrl.migrate import __main__ as command
 from jaxrl.resolve.checks.common import check
 
 GRPO = '''
@@ -127,3 +128,19 @@ def test_several_turns_are_an_environment_with_a_stub_that_runs(system, settings
 def test_bounds_of_turns_without_the_switch_are_asked_about():
     m = migrated("verl", {"actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 5})
     assert any("multi_turn.enable=True after the file" in text for text in m.needs_you)
+
+
+def test_a_program_without_a_trainer_is_no_job(tmp_path):
+    (tmp_path / "rows.py").write_text('from datasets import load_dataset\nload_dataset("a/rows").push_to_hub("b/rows")\n')
+    assert command.main(["trl", str(tmp_path / "rows.py"), "--gpus=2", f"--out={tmp_path / 'out'}"]) == 2
+
+
+def test_options_of_accelerate_are_no_job():
+    m = migrated("trl", {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 8})
+    assert m.outcome(False) == "refused" and "accelerate" in m.lacking[0][1]
+
+
+def test_rows_that_no_file_names_are_asked_for(tmp_path):
+    _, report, _ = run(tmp_path, GRPO.replace('load_dataset("someone/sums", "main", split=["train", "test"])', "None").replace("data = data.map(lambda row: row)", ""), "--gpus=2",
+                       name="job.py", system="trl")
+    assert any(text.startswith("data.path: the source names no data set") for text in report["needs_you"])

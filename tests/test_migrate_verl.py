@@ -5,6 +5,7 @@ import json
 import pytest
 from test_migrate import migrated, values
 
+from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.read import read
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import table_of
@@ -165,3 +166,17 @@ def test_null_under_an_older_name_says_nothing():
         assert "mine.py" in verl({first: "mine.py", second: None}).files["job_reward.py"]
     with pytest.raises(Unreadable, match="another version"):
         verl({old: "mine.py", new: "yours.py"})
+
+
+def test_a_probe_for_npus_fails_and_weights_on_the_host_are_computed_again(tmp_path):
+    """Scripts of verl 0.9 decide by a probe; a policy whose weights are streamed keeps no layer's activations."""
+    (tmp_path / "run.sh").write_text("""DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+case $DEVICE in gpu) n=8;; npu) n=16;; *) exit 1;; esac
+python3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$n algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.offload_policy=True \\
+    actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.model.path=a/b
+""")
+    out = tmp_path / "out"
+    assert command.main(["verl", str(tmp_path / "run.sh"), f"--out={out}"]) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["gpus"] == 8 and any("taken for a machine without NPUs" in text for text in report["notes"])
+    assert "c.model.remat = 'full'" in (out / "run.py").read_text() and any("model.remat=full" in text for text in report["differs"])

@@ -48,7 +48,7 @@ def test_every_key_that_is_one_option_here_is_answered_with_it(system):
             if name not in options() and "*" not in name:
                 assert next(iter(of_one)) in unknown_option(name), name
                 asked += 1
-    assert asked > 60
+    assert asked > 50
 
 
 @pytest.mark.parametrize("name, ours", [

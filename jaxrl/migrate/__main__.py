@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         if not gpus:
             raise Unreadable("--gpus", "", f"{given} is no number of GPUs")
         source = read(table, Path(file), overrides)
-        m = trained(Migration(table, source, version, gpus if "gpus" in flags else 0, name_of(file)).run())
+        m = trained(Migration(table, source, version, gpus if "gpus" in flags else 0, name_of(file)).run()).ask_data()
         if "from-version" not in flags:
             m.ask_version()
         data = write(Path(flags.get("out", "migrated")), m, file, "strict" in flags)

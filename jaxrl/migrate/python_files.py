@@ -68,6 +68,9 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
                 asked.append(f"{key}={value} is computed ({place}): give {key}=VALUE after the file")
             else:
                 settings.append(Setting(key, value, place))
+    names = {_name(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
+    if not command and not names & set(calls.flags):
+        raise Unreadable(path.name, "", "starts no trainer: no config class or trainer is called")
     given = {s.key for s in settings}
     asked = [text for text in dict.fromkeys(asked) if text.partition("=")[0] not in given]
     asked += [
@@ -82,7 +85,7 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
         and isinstance(n.func.value, ast.Name)
         and "data" in n.func.value.id
     ]
-    if any(isinstance(n, ast.Name | ast.Attribute) and _name(n).rpartition(".")[2] in calls.flags for n in nodes):
+    if names & set(calls.flags):
         asked.insert(
             0,
             f"{path.name} takes further values from its command line: give them as --key=value after the file, or "

@@ -49,15 +49,17 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         raise Unreadable(path.name, "", asked[0])
     if not settings:
         raise Unreadable(path.name, "", f"holds no key of {table.title}")
+    referred: set[str] = set()
     try:
-        settings = interpolate(settings, dict(table.resolvers), environment)
+        settings = interpolate(settings, dict(table.resolvers), environment, referred)
     except (ValueError, RecursionError) as e:
         raise e if isinstance(e, Unreadable) else Unreadable(path.name, "", str(e)) from None
     flat: dict[str, Setting] = {}
     for s in settings.values():  # a key that named a table
         merge(flat, [x for x in leaves(s.key, s.value, s.where)], table.groups)
     asked = [text for text in asked if text.partition("=")[0] not in flat]
-    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command, tuple(asked))
+    return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command, tuple(asked),
+                  frozenset(referred))
 
 
 def _flag(text: str) -> list[Setting]:
@@ -118,6 +120,9 @@ def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool
                 out.append(Setting(off, False, where))
             else:
                 out.append(Setting(name, True if not value else value[0] if len(value) == 1 else value, where))
+        elif table.config_words and (file := re.fullmatch(table.config_words, text)):
+            configs.append(file[1])
+            out += override(text, where)
         elif not text.startswith("--"):
             mine = fits and not _NAME.fullmatch(text)
             out += [s for s in override(text, where) if "." in s.key or len(out) or mine or s.key in known]
@@ -133,7 +138,9 @@ def _value(word: str) -> bool:
 def _named_config(path: Path, folder: str, config: str, notes) -> list[Setting]:
     """Returns the config that a command names, where it lies beside the script."""
     name = config if config.endswith((".yaml", ".yml", ".toml", ".json")) else f"{config}.yaml"
-    for place in (path.parent / folder / name, path.parent / Path(folder).name / name, path.parent / Path(name).name):
+    above = (place / name for place in path.resolve().parents)
+    near = (path.parent / folder / name, path.parent / Path(folder).name / name, path.parent / Path(name).name)
+    for place in (*near, *above):
         if "$" not in str(place) and place.is_file():
             return read_toml(place) if place.suffix == ".toml" else YamlReader(notes).file(place)
     notes.append(

@@ -115,6 +115,9 @@ def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, se
     if isinstance(value, str):
         if value.startswith("./") and value[2:].partition(":")[0] in files:
             return f"beside({value[2:]!r})", {"beside"}
+        name, _, file = value.partition("=")
+        if option == "eval.sets" and file.startswith("./") and file[2:] in files:
+            return f"{name + '='!r} + beside({file[2:]!r})", {"beside"}
         path = value.replace("=~/", "=$HOME/", 1) if option == "eval.sets" else value
         path = "$HOME/" + path[2:] if path.startswith("~/") else path
         return (f"here({path!r})", {"here"}) if _VARIABLE.search(path) else (repr(value), set())

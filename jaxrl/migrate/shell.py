@@ -13,8 +13,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxrl.migrate.awk import computed
 from jaxrl.migrate.source import DEEPEST, MOST, UNDECIDED, Unreadable, arithmetic
 from jaxrl.migrate.yaml_files import text_of
+
+NPU = re.compile(r"\$\((python3? -c ['\"]import torch_npu['\"])[^&|]*&&\s*echo\s+\w+\s*\|\|\s*echo\s+(\w+)\s*\)")
 
 
 class Word(NamedTuple):
@@ -481,6 +484,14 @@ class _Walk:
             end = _unit_end(text, i, line, self.name)
             if text[i:end].strip("$()` ") == "pwd":
                 return end, ["."]
+            named = r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))"
+            body = re.sub(named, lambda m: self.plain(m[1] or m[2]), text[i + 2 : end - 1])
+            if (number := computed(body)) is not None:
+                return end, [number]
+            if probe := NPU.fullmatch(text[i:end]):
+                self.script.note(f"{self.name}:{line}: {probe[1]}: taken for a machine without NPUs; for one with them "
+                                 "give the variable after the file")
+                return end, [probe[2]]
             self.script.note(f"{self.name}:{line}: {text[i:end][:60]} is a command, which is not run")
             return end, [text[i:end]]
         if text.startswith("${", i):

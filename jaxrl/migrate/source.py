@@ -39,12 +39,14 @@ class Setting(NamedTuple):
 class Source(NamedTuple):
     """What was read. settings: by key, in the order of the source, the last of several wins. notes: what was not
     followed (branches of a script, commands in its values, included files that are not at hand). command: the words
-    of a script's command that are no settings. asked: values that a program computes."""
+    of a script's command that are no settings. asked: values that a program computes. referred: keys and tables that
+    another value refers to by ${...}."""
 
     settings: dict[str, Setting]
     notes: list[str]
     command: str = ""
     asked: tuple[str, ...] = ()
+    referred: frozenset[str] = frozenset()
 
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?")
@@ -167,18 +169,19 @@ def interpolate(
     settings: dict[str, Setting],
     resolvers: dict[str, Callable] | None = None,
     environment: dict[str, str] | None = None,
+    referred: set[str] | None = None,
 ) -> dict[str, Setting]:
     """Returns settings with ${a.b}, ${.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default} and a system's own
     resolvers replaced, and the escaped `\\${...}` as Literal text. A variable of the environment that was not given
     stays as $NAME; a key that is not there stays as text where the source has a default for it (the table knows), so
-    that what reads it decides."""
-    state = _Interpolation(settings, resolvers or {}, environment or {})
+    that what reads it decides. referred: gets the keys and tables that some `${...}` names."""
+    state = _Interpolation(settings, resolvers or {}, environment or {}, set() if referred is None else referred)
     return {key: s._replace(value=state.value(s.value, s, 0)) for key, s in settings.items()}
 
 
 class _Interpolation:
-    def __init__(self, settings, resolvers, environment):
-        self.settings, self.resolvers, self.environment = settings, resolvers, environment
+    def __init__(self, settings, resolvers, environment, referred):
+        self.settings, self.resolvers, self.environment, self.referred = settings, resolvers, environment, referred
 
     def value(self, value, at: Setting, depth: int):
         if isinstance(value, list):
@@ -244,6 +247,7 @@ class _Interpolation:
             up = len(name) - len(name.lstrip("."))
             parents = at.key.split(".")[:-up]
             name = ".".join([*parents, name.lstrip(".")])
+        self.referred.add(name)
         if name in self.settings:
             s = self.settings[name]
             return self.value(s.value, s, depth)

@@ -98,6 +98,7 @@ class Table:
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
     flags: bool = False  # whether a command's --name value are keys
     groups: tuple[str, ...] = ()  # hydra's groups of configs: `engine=megatron` beside `engine.a=1`
+    config_words: str = ""  # pattern of a command's words that name files of keys, the file as its first group
     required: Mapping[str, Any] = field(default_factory=dict)
     calls: Any = None  # python_files.Calls: what a program in Python is read for
     job: str = ""
@@ -150,11 +151,12 @@ class Migration:
         self.facts: dict[str, Any] = {}
         self._known = {key.name: key for key in table.keys()}
         self.singles = source.settings  # keys of the source, which patterns took together
-        self._assign(source.settings)
+        self.variables: list[Setting] = []  # no keys of the system: other values of the source refer to them
+        self._assign(source.settings, source.referred)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _assign(self, settings):
+    def _assign(self, settings, referred):
         exact, wild = self.table.owners
         carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
         names = names_of(self.table.name)
@@ -177,6 +179,8 @@ class Migration:
                 homes = [n for n in homes if "." not in n]
             if row and not passes and not (homes and row.kind == "unsupported" and not row.refuse):
                 self.owned.setdefault(owner, []).append(s)
+            elif self._is_variable(s.key, referred) and not (homes and "." in s.key and s.key.split(".")[0] in tables):
+                self.variables.append(s)
             elif homes:
                 home = max(homes, key=lambda n: (_shared(n, s.key), not n.startswith("critic.")))
                 home = home if "." in home else "the top level"
@@ -197,6 +201,11 @@ class Migration:
                     found[-1].key,
                     f"is {found[0].key} of another version, which is set at {found[0].where}: set one of them",
                 )
+
+    @staticmethod
+    def _is_variable(key: str, referred) -> bool:
+        """Whether another value refers to a key, or to a table that it is in."""
+        return key in referred or any(key.startswith(name + ".") for name in referred)
 
     def given(self, name: str) -> bool:
         """Whether the source sets the key."""
@@ -346,7 +355,8 @@ class Migration:
                     raise
                 keys = keys or self.table.keys()  # of a rule about what others have set
                 name = next((k.name for k in keys if self.given(k.name)), keys[0].name)
-                value = self[name] if "*" not in name else self.all(name)[-1].value
+                given = self.all(name)
+                value = self[name] if "*" not in name else given[-1].value if given else None
                 raise Unreadable(self.where(name), name, f"{_short(value)} cannot be what it should be ({e})") from None
         self._check()
         return self
@@ -380,6 +390,11 @@ class Migration:
         if self.options.get("optimizer.schedule", ("constant",))[0] == "constant":  # what only a decay reads
             for option in ("optimizer.floor", "optimizer.decay_steps", "optimizer.decay_shape"):
                 self.options.pop(option, None)
+        remat, of = self.options.get("model.remat", ("auto", ()))
+        if self.options.get("mesh.roles.policy", ({},))[0].get("rest") == "streamed" and remat == "none":
+            self.options["model.remat"] = ("full", of)
+            why = "as their weights are on the host between uses"
+            self.differs(f"layers are computed again in the backward pass (model.remat=full), {why}")
         for option, (value, keys) in self.options.items():
             name = next((k for k in keys if self.given(k)), keys[0] if keys else "")
             try:
@@ -388,6 +403,13 @@ class Migration:
                 given = f"{_short(self[name])}: " if name and "*" not in name else ""
                 unset = self._unset(self[name]) if given else ""
                 raise Unreadable(self.where(name), name, f"{given}{e}{unset}") from None
+
+    def ask_data(self) -> Migration:
+        """Asks for the rows where nothing of the source names them."""
+        named = any(o == "data.path" or o.startswith("data.sources.") for o in self.options)
+        if not named and not self.refused and not any("data.path" in text for text in self.needs_you):
+            self.needs("data.path: the file names no data set: name your rows")
+        return self
 
     def ask_version(self) -> Migration:
         """Asks for the version where the source has keys that the assumed one has not."""
@@ -438,6 +460,8 @@ class Migration:
                     kind, note = ("ask", 'said under "Needs you"') if asked else changes
                 out.append(Record(s.key, s.value, s.where, kind, targets, note))
         out += [Record(s.key, s.value, s.where, "unknown", {}, note) for s, note in self.unknown]
+        named = "a variable of the file, used where it is named"
+        out += [Record(s.key, s.value, s.where, "automatic", {}, named) for s in self.variables]
         return sorted(out, key=lambda r: r.key)
 
     def outcome(self, strict: bool) -> str:

@@ -7,7 +7,7 @@ import importlib
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.table import Table
 
-SYSTEMS = ("areal", "cosmos_rl", "rlinf", "roll", "skyrl", "trl", "verl")
+SYSTEMS = ("areal", "cosmos_rl", "rlinf", "roll", "skyrl", "trl", "tunix", "verl")
 
 
 def table_of(system: str) -> Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jaxrl.migrate import common
 from jaxrl.migrate.jobs import EPISODES, Job
+from jaxrl.migrate.jobs import EVAL as EVAL_MODE
 from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import roll_layout as places_
 from jaxrl.migrate.systems import roll_meaning as meaning
@@ -105,8 +106,12 @@ OTHER = (
 )
 
 JOBS = (
-    Job("the agentic pipeline", EPISODES, r"\bstart_agentic\w*", ("custom_envs.**", "train_env_manager.**", "val_env_manager.**", "env_manager.**",
-                                                              "env_config.**", "custom_env.**", "env_manager_cls")),
+    Job("rollouts of the agentic pipeline without training", EVAL_MODE, r"\bstart_agentic_rollout\w*"),
+    Job("distillation in the agentic pipeline", EPISODES, keys=("pure_opd_pipeline_type=agentic",)),
+    Job("the agentic pipeline", command=r"\bstart_agentic\w*", keys=("train_env_manager.**", "val_env_manager.**"),
+        table="roll_agentic:AGENTIC"),
+    Job("environments without a job, which other files include", EPISODES, keys=(
+        "custom_envs.**", "env_manager.**", "env_config.**", "custom_env.**", "env_manager_cls"), file=True),
     Job("on-policy distillation", command=r"\bstart_onpolicy_distill\w*", keys=("student_train.**", "student_infer.**", "use_opd", "is_pure_opd"),
         table="roll_jobs:ON_POLICY"),
     Job("distillation", command=r"\bstart_distill_pipeline\w*", keys=("student.**", "kd_objective", "distill_loss_weight"),

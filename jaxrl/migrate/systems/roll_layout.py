@@ -26,6 +26,7 @@ ULYSSES, STRATEGY, WORKER = (
     TRAIN + "worker_cls",
 )
 MOST_DEVICES = 100_000
+EPISODE = "tokens of an episode"  # a fact of the agentic pipeline
 
 
 PER_DEVICE, ACCUMULATION = TRAIN + ARGS + "per_device_train_batch_size", TRAIN + ARGS + "gradient_accumulation_steps"
@@ -152,7 +153,8 @@ def reference_dtype(m: Migration):
 
 
 def memory(m: Migration):
-    longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    both = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    longest = m.facts.get(EPISODE, both)
     dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
     if m.flag(dynamic) and m.integer(most):
         m.set("train.tokens_per_microbatch", max(m.integer(most), longest), dynamic, most)

@@ -26,14 +26,19 @@ from jaxrl.migrate.table import Migration
 
 
 def batch(m: Migration):
-    """Mini-batches are sequences per device x accumulation x data-parallel ranks."""
-    prompts, group = m.integer("rollout_batch_size"), m.integer("num_return_sequences_in_group")
-    common.batch(m, prompts, group, ("rollout_batch_size",), "num_return_sequences_in_group")
+    group_key = "num_return_sequences_in_group"
+    prompts_of_step(m, m.integer("rollout_batch_size"), m.integer(group_key), group_key)
+
+
+def prompts_of_step(m: Migration, prompts: int, group: int, group_key: str, filled: bool = False):
+    """Sets the batch. Mini-batches are sequences per device x accumulation x data-parallel ranks. filled: whether the
+    source copies sequences until they make one."""
+    common.batch(m, prompts, group, ("rollout_batch_size",), group_key)
     epochs = m.integer("ppo_epochs")
     m.set("algorithm.ppo_epochs", epochs, "ppo_epochs")
     tp, pp, cp, _ = sizes(m)
     count = len(devices(m, TRAIN)) or m.gpus
-    keys = (PER_DEVICE, ACCUMULATION, TRAIN + "device_mapping", "rollout_batch_size", "num_return_sequences_in_group")
+    keys = (PER_DEVICE, ACCUMULATION, TRAIN + "device_mapping", "rollout_batch_size", group_key)
     if not count:
         m.set("algorithm.num_minibatches", 1, *keys)
         m.needs(
@@ -49,6 +54,9 @@ def batch(m: Migration):
     dp = count // (tp * pp * cp)
     size, total = m.integer(PER_DEVICE) * m.integer(ACCUMULATION) * dp, prompts * group
     m.facts["sequences per optimizer step"] = size
+    if filled and size > total:
+        m.differs(f"ROLL copies sequences until {total} are the {size} of an optimizer step; here it has each once")
+        size = total
     if not size or total % size or prompts % max(total // size, 1):
         m.lacks(
             ACCUMULATION,
@@ -124,33 +132,44 @@ def advantage(m: Migration):
     if group < 2 and "group" in (mean, std):
         mean = std = "none"  # a group of one: its deviation is not defined there
         m.differs("a group of one completion has no mean and deviation: advantages are not normalised")
+    keys = {option: (f"norm_{option}_type", *OLD_NORM) for option in ("mean", "std")}
+    normalised(m, name, {"mean": mean, "std": std}, keys, group)
+    domains = {s.key.split(".")[1] for s in m.all("rewards.*.tag_included") + m.all("rewards.*.worker_cls")}
+    if len(domains) > 1 and (m.flag("whiten_advantages") or "batch" in (mean, std)):
+        m.differs("ROLL whitens and normalises within each domain of `rewards`, here it is over the whole batch")
+
+
+def normalised(m: Migration, name: str, norms: dict[str, str], keys: dict[str, tuple[str, ...]], group: int):
+    """Sets the advantage of an estimator, gae or reinforce's kin, of rewards that are brought to norms (mean, std) by
+    their keys."""
     kl = m.flag("add_token_level_kl")
     kind = "gae" if name == "gae" else "returns" if kl or m.number("gamma") != 1 else "outcome"
     m.set("algorithm.advantage", kind, "adv_estimator", "add_token_level_kl", "gamma")
-    if name == "gae":
-        for option, value in (("mean", mean), ("std", std)):
+    for option, value in norms.items():
+        if name == "gae":
             m.set(f"algorithm.advantage_{option}", "none", "adv_estimator")
-            m.set(f"reward.norm_{option}", value, f"norm_{option}_type", *OLD_NORM)
-    else:
-        m.set("algorithm.advantage_mean", mean, "adv_estimator", "norm_mean_type", *OLD_NORM)
-        m.set("algorithm.advantage_std", std, "adv_estimator", "norm_std_type", *OLD_NORM)
+            m.set(f"reward.norm_{option}", value, *keys[option])
+        else:
+            m.set(f"algorithm.advantage_{option}", value, "adv_estimator", *keys[option])
     if kind != "outcome":
         m.set("algorithm.gamma", m.number("gamma"), "gamma")
+    bounded(m, norms, group)
+    if kind == "gae":
+        m.set("algorithm.lam", m.number("lambd"), "lambd")
+        _critic(m)
+    m.facts["advantage"] = f"{name}, mean {norms['mean']}, deviation {norms['std']}" + (
+        ", whitened" if m.flag("whiten_advantages") else ""
+    )
+
+
+def bounded(m: Migration, norms: dict[str, str], group: int):
+    """Sets what is done to advantages and rewards beside their norms."""
     m.set("algorithm.whiten", m.flag("whiten_advantages"), "whiten_advantages")
     clip = m.number("advantage_clip")
     if clip:
         m.set("algorithm.advantage_low", -float(clip), "advantage_clip")
         m.set("algorithm.advantage_high", float(clip), "advantage_clip")
-    _reward_clip(m, mean, std, group)
-    if kind == "gae":
-        m.set("algorithm.lam", m.number("lambd"), "lambd")
-        _critic(m)
-    m.facts["advantage"] = f"{name}, mean {mean}, deviation {std}" + (
-        ", whitened" if m.flag("whiten_advantages") else ""
-    )
-    domains = {s.key.split(".")[1] for s in m.all("rewards.*.tag_included") + m.all("rewards.*.worker_cls")}
-    if len(domains) > 1 and (m.flag("whiten_advantages") or "batch" in (mean, std)):
-        m.differs("ROLL whitens and normalises within each domain of `rewards`, here it is over the whole batch")
+    _reward_clip(m, norms["mean"], norms["std"], group)
 
 
 def _norms(m: Migration, name: str) -> tuple[str, str]:
@@ -233,7 +252,7 @@ AGGREGATIONS = {
 }
 
 
-def loss(m: Migration):
+def loss(m: Migration, ratio_key: str = "importance_sampling"):
     kind = m.choice("loss_agg_mode", AGGREGATIONS)
     versions, dynamic = m.table.versions, TRAIN + "use_dynamic_batching_in_train"
     if kind == "token_mean" and versions.index(m.version) < versions.index("0.2.0"):
@@ -249,18 +268,19 @@ def loss(m: Migration):
             "ROLL's seq-mean-token-sum-norm adds up the completions, not divided by their number; here it is the mean, "
             "as Dr.GRPO has it: its learning rate may have to be that much larger"
         )
-    ratio = m.choice("importance_sampling", {"token": "token", "seq": "sequence"})
+    ratio = m.choice(ratio_key, {"token": "token", "seq": "sequence"})
     clip, wide = m.number("pg_clip"), m.flag("use_pg_clip_range")
     low = m.number("pg_clip_low") if wide else clip
     high = m.number("pg_clip_high") if wide else clip
     if not wide:
         for key in ("pg_clip_low", "pg_clip_high"):
             m.mark(key, "inert", "read with use_pg_clip_range alone")
-    variant = m.text(TRAIN + "pg_variant") if "ActorPGWorker" in m.text(WORKER) else "ppo"
+    own = "ActorPGWorker" in m.text(WORKER) or "actor_pg_worker" in m.text(WORKER)
+    variant = m.text(TRAIN + "pg_variant") if own else "ppo"
     variant = variant or "vanilla"
     if variant == "ppo":
         m.set("algorithm.policy_loss", "clip", WORKER, TRAIN + "pg_variant")
-        m.set("algorithm.ratio", ratio or "token", "importance_sampling")
+        m.set("algorithm.ratio", ratio or "token", ratio_key)
         m.set("algorithm.clip_low", low, "use_pg_clip_range", "pg_clip_low" if wide else "pg_clip")
         m.set("algorithm.clip_high", high, "use_pg_clip_range", "pg_clip_high" if wide else "pg_clip")
         dual = round(1 + 2 * clip, 12) if m.flag("dual_clip_loss") else 0.0
@@ -394,24 +414,29 @@ def mismatch(m: Migration):
 
 
 def sampling(m: Migration):
-    values = _drawn(m, INFER + SAMPLE)
+    drawn_by(m, INFER + SAMPLE)
+
+
+def drawn_by(m: Migration, at: str):
+    """Sets how completions are drawn, by the table of generating_args of a role."""
+    values = drawn(m, at)
     for option, (value, *keys) in values.items():
         m.set(f"rollout.{option}", value, *keys)
-    if not m.flag(INFER + SAMPLE + "do_sample"):
+    if not m.flag(at + "do_sample"):
         m.lacks(
-            INFER + SAMPLE + "do_sample",
+            at + "do_sample",
             "greedy completions of a group are all equal: nothing can be learnt",
             refuse=True,
         )
-    stop = m.list(INFER + SAMPLE + "stop_strings")
+    stop = m.list(at + "stop_strings")
     if stop:
-        m.set("rollout.stop", tuple(str(s) for s in stop), INFER + SAMPLE + "stop_strings")
+        m.set("rollout.stop", tuple(str(s) for s in stop), at + "stop_strings")
     m.facts["sampling"] = ", ".join(f"{o} {v[0]}" for o, v in values.items() if o != "repetition_penalty")
-    if drawn := values["temperature"][0]:  # logits of the update are not divided by it
-        common.temperatures(m, 1.0, drawn, INFER + SAMPLE + "temperature")
+    if heat := values["temperature"][0]:  # logits of the update are not divided by it
+        common.temperatures(m, 1.0, heat, at + "temperature")
 
 
-def _drawn(m: Migration, at: str) -> dict:
+def drawn(m: Migration, at: str) -> dict:
     """Sampling options of a role: option -> (value, keys)."""
     greedy = not m.flag(at + "do_sample")
     top_k = m.integer(at + "top_k")
@@ -435,7 +460,7 @@ def evaluation(m: Migration):
     if not interval:
         m.facts["evaluation"] = "none"
         return
-    for option, (value, *keys) in _drawn(m, VALID + SAMPLE).items():
+    for option, (value, *keys) in drawn(m, VALID + SAMPLE).items():
         m.set(f"eval.{option}", value, *keys)
     count = VALID + SAMPLE + "num_return_sequences"
     m.set("eval.samples", m.integer(count), count)

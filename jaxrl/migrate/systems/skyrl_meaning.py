@@ -455,8 +455,9 @@ def layout(m: Migration):
         urls = [u if "://" in str(u) else f"http://{u}" for u in m.list(ENGINE + "external_server_urls")]
         for option in ("rollout.vllm.devices", "rollout.vllm.replicas", "rollout.placement", "mesh.roles.policy"):
             m.options.pop(option, None)
-        m.set("rollout.servers", tuple(urls), ENGINE + "external_server_urls", ENGINE + "run_engines_locally")
-        m.needs("the servers of rollout.servers are started with jaxrl's plugin, see docs/guides/vllm.md")
+        m.set("rollout.servers", tuple(u for u in urls if "$" not in u), ENGINE + "external_server_urls",
+              ENGINE + "run_engines_locally")
+        m.needs("rollout.servers: name the servers, started with jaxrl's plugin (docs/guides/vllm.md)")
 
 
 MESH = tuple(MEGATRON + name for name in devices.MEGATRON.values()) + (

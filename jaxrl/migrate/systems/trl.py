@@ -35,6 +35,9 @@ CALLS = Calls(
 PAIRS = ("desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "cpo_alpha", "simpo_gamma",
          "loss_type=sigmoid", "loss_type=ipo", "loss_type=hinge", "loss_type=apo_zero", "loss_type=robust", "loss_type=simpo")
 JOBS = (
+    Job("a file of accelerate's options, which starts processes,", "the config or script of the trainer", keys=(
+        "compute_environment", "distributed_type", "deepspeed_config.**", "fsdp_config.**"), unless=(
+        *GRPO, "model_name_or_path", "dataset_name", "learning_rate", "output_dir", "per_device_train_batch_size"), file=True),
     Job("a trainer of TRL that is not read", "its page, docs/guides/from_trl.md, names what is nearest; it",
         r"\b(trl (rloo|ppo|async_grpo|sdpo|sdft|tpo|ssd)|(rloo|ppo|async_grpo|sdpo|sdft|tpo|ssd)\w*\.py)\b"),
     Job("generalised knowledge distillation", command=r"\b(trl gkd|gkd\w*\.py)\b", keys=("lmbda",), table="trl_jobs:GKD"),

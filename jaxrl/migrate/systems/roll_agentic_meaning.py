@@ -1,0 +1,372 @@
+"""What keys of ROLL's agentic pipeline mean together: the joint rules of its table. See systems/roll_agentic.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import pprint
+from typing import Any
+
+from jaxrl.migrate import common, episodes
+from jaxrl.migrate.systems import roll_meaning
+from jaxrl.migrate.systems.roll_layout import ARGS, EPISODE, INFER, SAMPLE, TRAIN
+from jaxrl.migrate.table import Migration
+
+ENV, VAL, NORM = "train_env_manager.", "val_env_manager.", "reward_normalization."
+MANAGERS = "roll.pipeline.agentic.env_manager."
+TRAJECTORIES = {"TrajEnvManager", "VLTrajEnvManager"}
+STEPS = {"StepEnvManager", "StepConcatEnvManager"}
+MOST_ROWS = 4096
+
+STUB = '''"""Episodes of ROLL's agentic pipeline ({what}): name what makes the environments.
+
+Turns, templates and bounds are those of the config. As it stands every episode ends after the model's first turn, with
+the score 0. Names and formats: docs/guides/environments.md.
+"""
+
+ENVS = {envs}
+
+
+class Ends:
+    """Ends at once; it stands in until `make` is written."""
+
+    def reset(self, seed=None):
+        return "", {{}}
+
+    def step(self, action):
+        return "", 0.0, True, False, {{}}
+
+
+def make(env_type, config):
+    """Returns an environment with gem's `reset(seed)` and `step(action)`."""
+    # WRITE HERE. ROLL's environments run as they are, where its package is installed:
+    #     import gem
+    #     import roll.pipeline.agentic.env  # registers env_type
+    #     return gem.make(env_id=env_type, **config)
+    return Ends()
+
+
+async def episode(task, chat):
+    """One trajectory of the environment that the row's tag names, by the group's seed. Scored by the sum of rewards."""
+    said = ENVS[task.row["tag"]]
+    env = make(said["env_type"], said["config"])
+    observation, info = env.reset(seed=task.seed % 2**31)
+    instruction, suffix, tool = info.get("env_instruction", ""), info.get("suffix", ""), False
+    for step in range(said["max_steps"]):
+{messages}
+        turn = await chat.send(messages, max_tokens=said["max_tokens"])
+        observation, reward, ended, _, info = env.step(turn.text)
+        chat.reward(float(reward))
+        tool, suffix = info.get("use_tool", False), info.get("suffix", "")
+        if ended:
+            break
+'''
+TURNS = """        text = said["template"].format(
+            observation=observation, suffix=suffix, turn_idx=step + 1, actions_left=said["max_steps"] - step,
+            max_response_length=said["max_tokens"])
+        if tool:
+            messages = [{"role": "tool", "content": observation}]
+        elif step:
+            messages = [{"role": "user", "content": text}]
+        else:
+            text = f"{instruction}\\n{text}" if instruction else text
+            messages = [{"role": "system", "content": said["system"]}, {"role": "user", "content": text}]"""
+STEP = """        chat.state(str(observation))
+        text = said["template"].format(
+            env_instruction=instruction, current_observation=observation, current_step=step + 1, step_count=step,
+            history="", history_length=0, max_response_length=said["max_tokens"])
+        messages = [{"role": "system", "content": said["system"]}] if said["system"] else []
+        messages.append({"role": "user", "content": text})
+        if step:  # every turn reads the present alone, and is trained as a sequence of its own
+            chat.rewrite(messages)
+            messages = []"""
+
+
+def table_of(m: Migration, tag: str) -> dict[Any, Any]:
+    """Returns an entry of custom_envs as a nested table."""
+    out: dict[Any, Any] = {}
+    for s in m.all("custom_envs.**"):
+        if s.key.startswith(f"custom_envs.{tag}."):
+            rest = s.key.removeprefix(f"custom_envs.{tag}.")
+            *above, leaf = [*rest[:-2].split("."), "."] if rest.endswith("..") else rest.split(".")
+            at = out
+            for name in above:
+                at = at.setdefault(name, {})
+            at[leaf] = str(s.value) if isinstance(s.value, float) and not math.isfinite(s.value) else s.value
+    return _numbered(out)
+
+
+def _numbered(table):
+    """Returns a table whose keys are numbers where all of a table's are: YAML has them so."""
+    if not isinstance(table, dict):
+        return table
+    whole = table and all(str(k).isdigit() for k in table)
+    return {int(k) if whole else k: _numbered(v) for k, v in table.items()}
+
+
+def tags(m: Migration, role: str) -> list[str]:
+    return [str(t) for t in m.list(role + "tags")]
+
+
+def drawn_at(m: Migration, role: str) -> str:
+    """Returns the generating_args that count: those of actor_infer, where it has any, are everybody's."""
+    own = [s.key for s in m.singles.values() if s.key.startswith(INFER + SAMPLE)]
+    if own and any(s.key.startswith(role + SAMPLE) for s in m.singles.values()):
+        for s in [s for s in m.singles.values() if s.key.startswith(role + SAMPLE)]:
+            m.mark(s.key, "inert", "actor_infer.generating_args is set, and wins")
+    return (INFER if own else role) + SAMPLE
+
+
+def lengths(m: Migration):
+    """A trajectory has sequence_length tokens; a turn the fewest of three bounds."""
+    whole = m.integer("sequence_length")
+    keys = ("sequence_length",)
+    if not whole:
+        if not m.integer("response_length"):
+            m.lacks("sequence_length", "neither it nor response_length is set: ROLL does not start", refuse=True)
+        whole, keys = (
+            m.integer("prompt_length") + (m.integer("response_length") or 1024),
+            ("prompt_length", "response_length"),
+        )
+    elif m.given("response_length"):
+        m.mark("response_length", "inert", "sequence_length is set, and wins")
+    drawn = drawn_at(m, ENV) + "max_new_tokens"
+    bounds = [int(n) for tag in tags(m, ENV) if isinstance(n := table_of(m, tag).get("max_tokens_per_step"), int)]
+    turn = min(int(m.integer(drawn)), whole - 1, max(bounds, default=whole))
+    m.set("rollout.max_new_tokens", max(turn, 1), drawn, *keys, *(["custom_envs.**"] if bounds else []))
+    m.set("data.max_prompt_tokens", min(m.integer("prompt_length"), max(whole - turn, 64)), "prompt_length", *keys)
+    m.facts[EPISODE] = whole
+    for key in ("val_prompt_length", "val_sequence_length"):
+        m.mark(key, "inert", "the agentic pipeline bounds evaluation by sequence_length, too")
+
+
+def batch(m: Migration):
+    """Counts trajectories; prompts are groups of them."""
+    total, group = m.integer("rollout_batch_size"), max(m.integer(ENV + "group_size"), 1)
+    if total < 1 or total % group:
+        m.lacks("rollout_batch_size", f"{total} trajectories are no multiple of groups of {group}", refuse=True)
+        return
+    roll_meaning.prompts_of_step(m, total // group, group, ENV + "group_size", filled=True)
+
+
+def _norms(m: Migration) -> dict[str, str]:
+    """Returns what rewards are brought to, mean and std: none, group or batch."""
+    grouping, method = m.text(NORM + "grouping"), m.text(NORM + "method")
+    whole, first = grouping.lower() == "batch", m.version in ("0.1.0", "0.1.1")
+    own = {"mean": ("mean", "mean_std", "asym_clip"), "std": ("mean_std", "asym_clip")}
+    out = {}
+    for name, methods in own.items():
+        key = NORM + f"norm_{name}_type"
+        given = "" if first else m.text(key)
+        out[name] = given or (("batch" if whole else "group") if method in methods else "none")
+        if out[name] == "group" and grouping in ("batch", "tags"):
+            out[name] = "batch"
+    if method == "asym_clip" and first:
+        m.lacks(NORM + "method", "asym_clip: advantages are not clipped between their norm and what follows")
+    if grouping == "tags" and len(tags(m, ENV)) > 1 and "batch" in out.values():
+        m.lacks(
+            NORM + "grouping", "tags: rewards are normalised within each environment there, here over the whole batch"
+        )
+    if grouping not in ("batch", "tags", "traj_group_id") and set(out.values()) & {"group"}:
+        m.lacks(NORM + "grouping", f"{grouping!r} is none of traj_group_id, tags and batch", refuse=True)
+    if out["std"] == "group" and out["mean"] != "group":
+        m.lacks(NORM + "norm_std_type", "the group's deviation without its mean", refuse=True)
+    return out
+
+
+def advantage(m: Migration):
+    name, group = m.text("adv_estimator"), max(m.integer(ENV + "group_size"), 1)
+    norms = _norms(m)
+    keys = {option: (NORM + "grouping", NORM + "method", NORM + f"norm_{option}_type") for option in norms}
+    if group < 2 and "group" in norms.values() and name != "gigpo":
+        m.lacks(NORM + "grouping", "the norm of groups of one: every advantage is 0 there", refuse=True)
+        norms = {"mean": "none", "std": "none"}
+    if name != "gigpo":
+        m.mark("step_reward_weight", "inert", "read by gigpo alone")
+        m.mark("episode_reward_weight", "inert", "read by gigpo alone")
+    if name not in ("gigpo", "step_reinforce"):
+        m.mark("step_reward_gamma", "inert", "read by gigpo and step_reinforce alone")
+    if name in ("grpo", "reinforce", "gae") or name == "agentic_reinforce" and m.number("gamma") == 1:
+        roll_meaning.normalised(m, name, norms, keys, group)
+        if m.number("gamma") != 1 and name != "gae":
+            m.differs("ROLL discounts over the environment's tokens, too; here over those that were sampled")
+    elif name == "gigpo":
+        _gigpo(m, norms, keys)
+    elif name == "step_reinforce" and m.number("step_reward_gamma") == 1 and set(norms.values()) == {"none"}:
+        m.set("algorithm.advantage", "returns", "adv_estimator")
+        m.set("algorithm.gamma", 1.0, "step_reward_gamma")
+        for option in norms:
+            m.set(f"algorithm.advantage_{option}", "none", "adv_estimator", *keys[option])
+        roll_meaning.bounded(m, norms, group)
+        m.facts["advantage"] = "rewards to go of turns" + (", whitened" if m.flag("whiten_advantages") else "")
+    elif name == "step_reinforce":
+        key = NORM + "method" if set(norms.values()) != {"none"} else "step_reward_gamma"
+        m.lacks(
+            key,
+            "returns of steps that are discounted, or normalised over steps: there are those of whole episodes, of"
+            " turns of a group (algorithm.advantage=turn) and of turns in one state (gigpo)",
+            refuse=True,
+        )
+    else:
+        why = f"{name!r} is none of grpo, reinforce, gae, gigpo, step_reinforce and, with gamma=1, agentic_reinforce"
+        m.lacks("adv_estimator", why, refuse=True)
+
+
+def _gigpo(m: Migration, norms: dict[str, str], keys: dict[str, tuple[str, ...]]):
+    if norms["mean"] != "group":
+        m.lacks(NORM + "grouping", "gigpo compares the episodes of a group", refuse=True)
+        return
+    m.set("algorithm.advantage", "gigpo", "adv_estimator")
+    for option, value in norms.items():
+        m.set(f"algorithm.advantage_{option}", value, *keys[option])
+    m.set("algorithm.turn_gamma", m.number("step_reward_gamma"), "step_reward_gamma")
+    step, whole = m.number("step_reward_weight"), m.number("episode_reward_weight")
+    if not step or whole != 1:
+        m.lacks(
+            "episode_reward_weight", "the episode's advantage has weight 1, the step's another one above 0", refuse=True
+        )
+        return
+    m.set("algorithm.anchor_coef", float(step), "step_reward_weight")
+    roll_meaning.bounded(m, norms, m.integer(ENV + "group_size"))
+    m.facts["advantage"] = "gigpo" + (", whitened" if m.flag("whiten_advantages") else "")
+    m.differs("ROLL's mean and deviation of episodes count an episode once for each of its steps; here once")
+
+
+def loss(m: Migration):
+    roll_meaning.loss(m, "ratio_type")
+    if m.text("ratio_type") != "token":
+        m.lacks(
+            "ratio_type",
+            f"{m['ratio_type']}: a ratio of each turn: there are those of tokens and of sequences",
+            refuse=True,
+        )
+    if m.options.get("algorithm.aggregation", ("",))[0] == "constant":
+        whole = m.facts[EPISODE]
+        m.options["algorithm.aggregation_constant"] = (whole - 1, ("loss_agg_mode", "sequence_length"))
+        m.facts["Dr.GRPO's constant"] = whole - 1
+
+
+def sampling(m: Migration):
+    roll_meaning.drawn_by(m, drawn_at(m, ENV))
+
+
+def evaluation(m: Migration):
+    interval, group = m.integer("eval_steps"), max(m.integer(VAL + "group_size"), 1)
+    groups, count = m.integer(VAL + "num_env_groups"), m.integer("val_batch_size")
+    if interval < 1:
+        common.triggers(m, "eval.every_steps", 0, "eval_steps")
+        m.facts["evaluation"] = "none"
+        return
+    rows = max(count // group, 1) if count > 0 else groups
+    of = _shares(m, VAL)
+    file = f"{m.name}_eval.jsonl"
+    m.files[file] = _rows(of, rows)
+    m.set(
+        "eval.sets",
+        (f"val=./{file}",),
+        VAL + "tags",
+        VAL + "num_groups_partition",
+        "val_batch_size",
+        VAL + "num_env_groups",
+    )
+    common.triggers(m, "eval.every_steps", interval, "eval_steps")
+    m.set("eval.before", True, "eval_steps")
+    m.set("eval.after", False, "eval_steps")
+    at = drawn_at(m, VAL)
+    for option, (value, *keys) in roll_meaning.drawn(m, at).items():
+        m.set(f"eval.{option}", value, *keys)
+    m.set("eval.samples", group if m.options["eval.temperature"][0] else 1, VAL + "group_size")
+    m.facts["evaluation"] = (
+        f"every {interval} steps and before, {rows} groups of {group}, temperature {m.options['eval.temperature'][0]}"
+    )
+
+
+def _shares(m: Migration, role: str) -> list[tuple[str, int]]:
+    """Returns (tag, groups of it) of a role."""
+    names, parts = tags(m, role), [int(n) for n in m.list(role + "num_groups_partition")]
+    return list(zip(names, parts, strict=False)) or [(names[0] if names else "", 1)]
+
+
+def _rows(shares: list[tuple[str, int]], count: int) -> str:
+    """Returns JSON lines of count rows with tags by their shares, in turn."""
+    total, out, done = sum(n for _, n in shares) or 1, [], [0] * len(shares)
+    for i in range(min(count, MOST_ROWS)):
+        behind = [n * (i + 1) / total - have for (_, n), have in zip(shares, done, strict=True)]
+        at = behind.index(max(behind))
+        done[at] += 1
+        out.append(json.dumps({"prompt": shares[at][0], "tag": shares[at][0]}))
+    return "\n".join(out) + "\n"
+
+
+def environments(m: Migration):
+    """Writes the rows (one for each group of environments) and the episode."""
+    prompts = m.options.get("data.prompts_per_step", (1,))[0]
+    file = f"{m.name}_rows.jsonl"
+    m.files[file] = _rows(_shares(m, ENV), max(m.integer(ENV + "num_env_groups"), prompts))
+    m.set("data.path", (f"./{file}",), ENV + "tags", ENV + "num_groups_partition", ENV + "num_env_groups")
+    m.set("data.prompt_column", "prompt", ENV + "tags")
+    m.set("data.answer_column", "", ENV + "tags")
+    m.set("reward.functions", (), ENV + "tags")
+    evaluated = tags(m, VAL) if m.integer("eval_steps") > 0 else []
+    found: dict[str, dict] = {tag: table_of(m, tag) for tag in [*tags(m, ENV), *evaluated]}
+    named = {str(t.get("env_manager_cls") or "TrajEnvManager").rpartition(".")[2] for t in found.values()}
+    turns = [t["max_steps"] for t in found.values() if isinstance(t.get("max_steps"), int)]
+    places = list(found)
+    used = sorted(
+        (s for s in m.all("custom_envs.**") if s.key.split(".")[1] in found),
+        key=lambda s: places.index(s.key.split(".")[1]),
+    )
+    what = ", ".join(dict.fromkeys(str(t.get("env_type") or tag) for tag, t in found.items()))
+    bound = next((s.key for s in used if s.key.endswith(".max_steps")), ENV + "tags")
+    said = [f"{tag}: {key}={value}" for tag, t in found.items() for key, value in t.items()]
+    m.set(
+        "env.max_observation_tokens",
+        max(m.facts[EPISODE] - m.options["rollout.max_new_tokens"][0], 1),
+        "sequence_length",
+    )
+    episodes.episode(m, f"ROLL's {what}", said, max(turns) if turns else None, bound)
+    episodes.longest(m, m.facts[EPISODE], "sequence_length")
+    for s in m.all("custom_envs.**"):
+        if s.key != bound:
+            kind = ("ask", "written into the stub of the episode") if s in used else ("inert", "no role names its tag")
+            m.mark(s.key, *kind)
+    if missing := [tag for tag, t in found.items() if not t]:
+        m.needs(
+            f"custom_envs.{missing[0]}: not in the file, though tags name it: fill it in in {m.name}_env.py"
+        )
+    if named <= TRAJECTORIES or named <= STEPS:
+        m.files[f"{m.name}_env.py"] = _stub(m, found, what, STEP if named <= STEPS else TURNS)
+    if named & STEPS:
+        m.lacks(
+            TRAIN + ARGS + "gradient_accumulation_steps"
+            if m.given(TRAIN + ARGS + "gradient_accumulation_steps")
+            else bound,
+            "each step of an episode is a sample there, so that optimizer steps follow from how many there are; "
+            "here an episode is one,"
+            " of as many sequences",
+        )
+    if "StepEnvManager" in named and any("history_length" in t for t in found.values()):
+        m.needs(
+            f"{m.name}_env.py: add the last history_length steps, which ROLL writes into the prompt as {{history}}"
+        )
+    m.needs_you.sort(key=lambda text: "WRITE HERE" in text)
+    m.differs("an environment reads a completion's text, in ROLL with the special tokens at its end")
+    m.differs("seeds of environments are others; one group has one, as there")
+
+
+def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str:
+    """Returns the episode of environments that are made by their type, with what the config says of them."""
+    envs = {
+        tag: {
+            "env_type": str(t.get("env_type") or tag),
+            "max_steps": t.get("max_steps") or m.options.get("env.max_turns", (8,))[0],
+            "max_tokens": t.get("max_tokens_per_step") or 0,
+            "system": t.get("agent_system_template") or "",
+            "template": t.get("agent_template") or "{observation}",
+            "config": t.get("env_config") or {},
+        }
+        for tag, t in found.items()
+    }
+    text = ascii(what).strip("'").replace('"', "").replace("\\", "/")
+    literal = pprint.pformat(envs, width=112, sort_dicts=False)
+    return STUB.format(what=text[:80], envs=literal, messages=messages)

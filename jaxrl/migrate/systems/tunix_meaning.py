@@ -1,0 +1,502 @@
+"""What keys of Tunix mean together: the joint rules of its table. See systems/tunix.py."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+
+from jaxrl.migrate import common, episodes
+from jaxrl.migrate.devices import mesh, ranges, rest
+from jaxrl.migrate.table import Migration
+
+MODEL, ACTOR, CRITIC = "model_config.", "actor_model_config.", "critic_model_config."
+ROLLOUT, TRAINING = "rollout_config.", "rl_training_config."
+OPT, VALUE = TRAINING + "actor_optimizer_config.", TRAINING + "critic_optimizer_config."
+GRPO, AGENTIC, PPO = "grpo_config.", "agentic_grpo_config.", "ppo_config."
+SYSTEM = (
+    "You are given a problem. Think about the problem and provide your reasoning. Place it between <reasoning> and "
+    "</reasoning>. Then, provide the final answer (i.e., just one numerical value) between <answer> and </answer>."
+)
+TARGETS = {  # names of Tunix's layers in module_path -> projections
+    "q_einsum": ("q_proj",),
+    "kv_einsum": ("k_proj", "v_proj"),
+    "qkv_einsum": ("q_proj", "k_proj", "v_proj"),
+    "attn_vec_einsum": ("o_proj",),
+    **{n: (n,) for n in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
+}
+REWARD = '''"""Tunix's reward files, called as it does: each function gets lists, and a completion's score is their sum.
+
+The files lie where Tunix was started; put its checkout's folder into the environment variable TUNIX.
+"""
+
+import importlib.util
+import inspect
+import os
+
+FILES = {files!r}
+_functions = []
+
+
+def prepare():
+    for file in FILES:
+        place = os.path.join(os.environ.get("TUNIX", "."), file)
+        if not os.path.exists(place):
+            raise RuntimeError(f"{{file}}: not found; name the folder that it is below in the variable TUNIX")
+        spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), place)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        own = (f for _, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__)
+        _functions.extend(own)
+
+
+def score(prompt, completion, answer=None, **columns):
+    rows = {{name: [value] for name, value in columns.items()}}
+    return float(sum(f(prompts=[prompt], completions=[completion], answer=[answer], **rows)[0] for f in _functions))
+
+
+score.prepare = prepare
+'''
+
+
+def algorithm(m: Migration) -> str:
+    """Returns the table of the algorithm: grpo_config., agentic_grpo_config. or ppo_config."""
+    mode = m.text("training_mode")
+    if mode.startswith("agentic") or not mode and m.given("env_class_path"):
+        return AGENTIC
+    tables = {s.key.partition(".")[0] + "." for s in m.singles.values()}
+    return PPO if "ppo_main" in m.command or not m.command and PPO in tables and GRPO not in tables else GRPO
+
+
+def unread(m: Migration, *names: str):
+    """Marks options of the other algorithms' tables."""
+    own = algorithm(m)
+    for place in (GRPO, AGENTIC, PPO):
+        for name in names if place != own else ():
+            m.mark(place + name, "inert", f"{own.strip('.')} is the one that is read")
+
+
+def owner(m: Migration, name: str) -> str:
+    """Returns the key of the actor that counts: its own where it is not base_config.yaml's value, else the model's."""
+    own = m[ACTOR + name]
+    return ACTOR + name if own is not None and own != m.default(MODEL + name) else MODEL + name
+
+
+OPTAX = {"b1": 0.9, "b2": 0.999, "weight_decay": 1e-4, "end_value": 0.0}  # what AdamW and its schedule take unset
+
+
+def rate(m: Migration, place: str, name: str):
+    """Returns an option of an optimizer's table, which replaces base_config.yaml's as soon as a key of it is set."""
+    key = place + name
+    if m.given(key) or not any(k.startswith(TRAINING) for k in m.singles):
+        return m[key] if m[key] is not None or place == OPT else m[OPT + name]
+    return OPTAX.get(name)
+
+
+def model(m: Migration):
+    name = owner(m, "model_id")
+    path = m.text(name)
+    m.set("model.path", path, name)
+    m.set("run.seed", m.integer(MODEL + "rng_seed"), MODEL + "rng_seed")
+    if "/" not in path or m.text(MODEL + "model_source") not in ("huggingface", ""):
+        source = m.text(MODEL + "model_source")
+        m.needs(f"model.path={path}: of {source}: name the Hugging Face folder or hub id of the same model")
+    tokenizer = m.text("tokenizer_config.tokenizer_path")
+    given = m.given("tokenizer_config.tokenizer_path")
+    if given and m.text("tokenizer_config.tokenizer_type") == "huggingface" and tokenizer.lower() != path.lower():
+        m.set("model.tokenizer", tokenizer, "tokenizer_config.tokenizer_path")
+
+
+def lengths(m: Migration):
+    m.set("data.max_prompt_tokens", m.integer(ROLLOUT + "max_prompt_length"), ROLLOUT + "max_prompt_length")
+    m.set("data.overlong_prompt", "filter", ROLLOUT + "max_prompt_length")
+    m.set("rollout.max_new_tokens", m.integer(ROLLOUT + "total_generation_steps"), ROLLOUT + "total_generation_steps")
+    own = AGENTIC + "max_response_length"
+    if m[own] is not None and m.integer(own) != m.integer(ROLLOUT + "total_generation_steps"):
+        m.lacks(own, "a response is bounded by rollout.max_new_tokens and train.max_sequence_tokens: set them by hand")
+
+
+def batch(m: Migration):
+    """Counts prompts; a mini-batch is an optimizer step."""
+    own = algorithm(m)
+    group_key = own + "num_generations" if own != PPO else PPO + "num_iterations"
+    prompts = m.integer("batch_size")
+    common.batch(m, prompts, m.integer(group_key) if own != PPO else 1, ("batch_size",), group_key)
+    epochs = m.integer(own + "num_iterations")
+    m.set("algorithm.ppo_epochs", epochs, own + "num_iterations")
+    size = m.integer(TRAINING + "mini_batch_size")
+    common.minibatches(
+        m, "algorithm.num_minibatches", prompts, size, epochs, "batch_size", TRAINING + "mini_batch_size"
+    )
+    if epochs > 1 and size and size < prompts:
+        m.differs("Tunix repeats each mini-batch before the next one; here the batch is gone through as often")
+    unread(m, "num_generations", "num_iterations")
+    m.mark("training_mode", "automatic", f"{own.strip('.')} is read")
+
+
+def advantage(m: Migration):
+    own = algorithm(m)
+    unread(m, "advantage_estimator", "gae_lambda", "gamma", "clip_range_value")
+    if own == PPO:
+        for option, name in (("lam", "gae_lambda"), ("gamma", "gamma")):
+            m.set(f"algorithm.{option}", m.number(PPO + name), PPO + name)
+        m.set("algorithm.advantage", "gae", PPO + "gae_lambda")
+        for option in ("advantage_mean", "advantage_std"):
+            m.set(f"algorithm.{option}", "none", PPO + "gae_lambda")
+        m.set("algorithm.whiten", True, PPO + "gae_lambda")
+        m.set("critic.value_clip", float(m.number(PPO + "clip_range_value") or 0), PPO + "clip_range_value")
+        m.facts["advantage"] = "gae, whitened"
+        return
+    kinds = {
+        "grpo": ("group", "group"),
+        "agentic_grpo": ("group", "group"),
+        "rloo": ("leave_one_out", "none"),
+        "agentic_rloo": ("leave_one_out", "none"),
+        "drgrpo": ("group", "none"),
+    }
+    found = m.choice(own + "advantage_estimator", kinds)
+    mean, std = found or ("group", "group")
+    m.set("algorithm.advantage", "outcome", own + "advantage_estimator")
+    m.set("algorithm.advantage_mean", mean, own + "advantage_estimator")
+    m.set("algorithm.advantage_std", std, own + "advantage_estimator")
+    m.set("algorithm.whiten", False, own + "advantage_estimator")
+    m.facts["advantage"] = f"mean {mean}, deviation {std}"
+
+
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "sequence-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+}
+
+
+def loss(m: Migration):
+    own = algorithm(m)
+    unread(
+        m,
+        "loss_algo",
+        "epsilon",
+        "epsilon_low",
+        "epsilon_high",
+        "epsilon_c",
+        "loss_agg_mode",
+        "entropy_coef",
+        "policy_loss_fn",
+    )
+    m.set("algorithm.policy_loss", "clip", own + "epsilon")
+    if own == PPO:
+        m.set("algorithm.ratio", "token", own + "epsilon")
+        m.set("algorithm.aggregation", "token_mean", own + "epsilon")
+        m.set("algorithm.entropy_coef", float(m.number(PPO + "entropy_coef") or 0), PPO + "entropy_coef")
+    else:
+        ratio = m.choice(own + "loss_algo", {"grpo": "token", "gspo-token": "sequence_token"})
+        m.set("algorithm.ratio", ratio or "token", own + "loss_algo")
+        kind = m.choice(own + "loss_agg_mode", AGGREGATIONS)
+        m.set("algorithm.aggregation", kind or "sequence_mean", own + "loss_agg_mode")
+        m.set("algorithm.entropy_coef", 0.0, own + "loss_algo")
+        if m.text(own + "policy_loss_fn") not in ("grpo", "agentic_grpo"):
+            m.lacks(
+                own + "policy_loss_fn", "a loss of its own: write it as a function (docs/guides/extend.md)", refuse=True
+            )
+    for side in ("low", "high"):
+        key = own + f"epsilon_{side}"
+        key = key if (own == PPO or side == "high") and m[key] is not None else own + "epsilon"
+        m.set(f"algorithm.clip_{side}", m.number(key), key)
+    dual = m.number(own + "epsilon_c")
+    m.set("algorithm.dual_clip", float(dual or 0), own + "epsilon_c")
+    low, high = (m.options[f"algorithm.clip_{side}"][0] for side in ("low", "high"))
+    m.facts["clip"] = f"{1 - low:g} to {1 + high:g}" + (f", dual {dual:g}" if dual else "")
+
+
+def kl(m: Migration):
+    own, kinds = algorithm(m), {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
+    unread(m, "beta", "kl_loss_mode", "kl_method")
+    name, coef = own + ("kl_method" if own == PPO else "kl_loss_mode"), float(m.number(own + "beta"))
+    estimator = m.choice(name, kinds) or "k1"
+    if own != PPO and estimator == "k1" and coef:
+        m.lacks(
+            own + "beta",
+            "k1 in the loss has no gradient on average: there is no KL here, as in effect there; one that acts is "
+            "algorithm.kl.coef with algorithm.kl.estimator=low_var",
+        )
+        coef = 0.0
+    common.kl(m, coef, estimator, "reward" if own == PPO else "loss", own + "beta", name)
+
+
+def mismatch(m: Migration):
+    """Ratios are to the sampler's log-probs where it returns them; token weights of the trainer's to the sampler's."""
+    own, drawn = algorithm(m), m.flag(ROLLOUT + "return_logprobs")
+    unread(m, "use_rollout_logps", "sampler_is", "sampler_is_threshold")
+    if own == PPO:
+        m.set("algorithm.old_logprobs", "recompute", ROLLOUT + "return_logprobs")
+        m.set("algorithm.mismatch.correction", "none", ROLLOUT + "return_logprobs")
+        return
+    weighed = m.text(own + "sampler_is") == "token" and drawn
+    if m.text(own + "sampler_is") == "token" and not drawn:
+        m.mark(own + "sampler_is", "inert", "the sampler returns no log-probs (return_logprobs)")
+    if weighed:
+        m.set("algorithm.mismatch.correction", "token_tis", own + "sampler_is", ROLLOUT + "return_logprobs")
+        m.set("algorithm.mismatch.cap", float(m.number(own + "sampler_is_threshold")), own + "sampler_is_threshold")
+        m.set("algorithm.old_logprobs", "recompute", own + "sampler_is")
+    elif drawn and m.flag(own + "use_rollout_logps"):
+        m.set("algorithm.old_logprobs", "rollout", ROLLOUT + "return_logprobs", own + "use_rollout_logps")
+        m.set("algorithm.mismatch.correction", "none", ROLLOUT + "return_logprobs")
+    else:
+        m.set("algorithm.old_logprobs", "auto", ROLLOUT + "return_logprobs", own + "use_rollout_logps")
+        m.set("algorithm.mismatch.correction", "none", ROLLOUT + "return_logprobs")
+
+
+def sampling(m: Migration):
+    top_k = m.integer(ROLLOUT + "top_k")
+    m.set("rollout.temperature", m.number(ROLLOUT + "temperature"), ROLLOUT + "temperature")
+    m.set("rollout.top_p", 1.0 if m[ROLLOUT + "top_p"] is None else m.number(ROLLOUT + "top_p"), ROLLOUT + "top_p")
+    m.set("rollout.top_k", top_k if top_k and top_k > 0 else -1, ROLLOUT + "top_k")
+    m.facts["sampling"] = (
+        f"temperature {m[ROLLOUT + 'temperature']}, top_p {m[ROLLOUT + 'top_p']}, top_k {m[ROLLOUT + 'top_k']}"
+    )
+    if algorithm(m) == PPO and m.number(ROLLOUT + "temperature") != 1:
+        m.differs(
+            "Tunix's PPO takes the loss's log-probs at temperature 1 and the old ones at the sampler's; here both are "
+            "the sampler's"
+        )
+
+
+def data(m: Migration):
+    source, name = m.text("data_source"), m.text("dataset_name")
+    gsm8k = name in ("gsm8k", "openai/gsm8k", "openai/gsm8k:main")
+    module = m.text("data_module")
+    if module:
+        m.needs(
+            f"data.path: rows are made by the module {module}: write them as it does into a file, and name it here"
+        )
+    elif source == "local" and m.text("data_directory"):
+        common.data_files(m, [m.text("data_directory")], "data_directory")
+    elif gsm8k:
+        m.set("data.path", ("openai/gsm8k",), "dataset_name")
+        m.set("data.subset", "main", "dataset_name")
+    elif source == "huggingface":
+        path, _, subset = name.partition(":")
+        m.set("data.path", (path,), "dataset_name")
+        if subset:
+            m.set("data.subset", subset, "dataset_name")
+    else:
+        m.needs(f"data.path: {name} of {source or 'no source'}: name its rows on the Hugging Face hub or as a file")
+    split = m.text("train_split")
+    if split and split != "train":
+        m.set("data.split", split, "train_split")
+    if not module and source != "local":
+        m.set("data.prompt_column", "question", "dataset_name")
+        if algorithm(m) == AGENTIC:
+            m.differs("answers are whole rows, as there; of GSM8K data.answer_pattern='#### (.*)' takes the number")
+        else:
+            m.set("data.answer_pattern", "#### (.*)", "dataset_name")
+        own = m.text(AGENTIC + "system_prompt") if algorithm(m) == AGENTIC else SYSTEM
+        if own:
+            m.set("data.system_prompt", own, AGENTIC + "system_prompt", "dataset_name")
+    elif m.text("prompt_key") != "prompts":
+        m.set("data.prompt_column", m.text("prompt_key"), "prompt_key")
+    files = [str(f) for f in m.list("reward_functions")]
+    if files:
+        common.reward_file(m, REWARD.format(files=files), "reward_functions")
+        m.needs(f"{m.name}_reward.py calls {', '.join(files)} where Tunix's checkout lies: export TUNIX=FOLDER")
+    if m.flag("verl_compatible"):
+        m.lacks(
+            "verl_compatible",
+            "its reward files have verl's signature: call compute_score in the reward file",
+            refuse=False,
+        )
+
+
+def run(m: Migration):
+    key = TRAINING + "max_steps"
+    steps = m.integer(key) if m.given(key) or not any(k.startswith(TRAINING) for k in m.singles) else 0
+    m.set("train.steps", steps or 1, key)
+    if not steps:
+        m.needs("train.steps: max_steps is 0: batches of an epoch times epochs, which the rows decide")
+    m.mark("num_batches", "automatic", "max_steps ends the run")
+    m.mark("num_train_epochs", "automatic", "max_steps ends the run")
+    m.mark("train_fraction", "automatic", "max_steps ends the run")
+    common.triggers(m, "eval.every_steps", 0, TRAINING + "eval_every_n_steps", "num_test_batches")
+    m.set("eval.after", False, TRAINING + "eval_every_n_steps")
+    m.facts["evaluation"] = "none: its command line hands the trainer no held-out rows"
+
+
+def _rate(m: Migration, place: str) -> dict[str, tuple]:
+    """Returns option -> (value, its keys) of an optimizer's table."""
+    kind = rate(m, place, "schedule_type") or ""
+    peak = rate(m, place, "peak_value" if kind else "learning_rate")
+    if peak is None:
+        m.needs(f"optimizer.lr: {place}{'peak_value' if kind else 'learning_rate'} is not set")
+        peak = 3e-5
+    out: dict[str, tuple] = {
+        "lr": (float(peak), place + ("peak_value" if kind else "learning_rate"), place + "schedule_type")
+    }
+    for name in ("b1", "b2", "weight_decay"):
+        out[name] = (float(rate(m, place, name)), place + name)
+    if kind != "warmup_cosine_decay_schedule":
+        return out | {"schedule": ("constant", place + "schedule_type"), "warmup_steps": (0, place + "warmup_steps")}
+    whole = int(rate(m, place, "decay_steps") or m.integer(TRAINING + "max_steps") or 1)
+    warm = int(rate(m, place, "warmup_steps") or whole // 10)
+    out |= {"schedule": ("cosine", place + "schedule_type"), "warmup_steps": (warm, place + "warmup_steps")}
+    out["decay_steps"] = (max(whole - warm, 1), place + "decay_steps", place + "warmup_steps")
+    if first := rate(m, place, "init_value"):
+        out["warmup_start"] = (float(first) / float(peak), place + "init_value")
+    out["floor"] = (float(rate(m, place, "end_value") or 0) / float(peak), place + "end_value")
+    return out
+
+
+def optimizer(m: Migration):
+    kind = rate(m, OPT, "opt_type")
+    if str(kind or "adamw").lower() != "adamw":
+        m.lacks(OPT + "opt_type", f"{kind}: the optimizer is AdamW")
+    shape = rate(m, OPT, "schedule_type") or ""
+    if shape not in ("", "warmup_cosine_decay_schedule"):
+        m.lacks(
+            OPT + "schedule_type",
+            f"{shape}: of optax's schedules warmup_cosine_decay_schedule is read; set optimizer.lr by hand",
+        )
+    for option, (value, *keys) in _rate(m, OPT).items():
+        m.set(f"optimizer.{option}", value, *keys)
+    m.set("optimizer.max_grad_norm", 0.0, OPT + "opt_type")
+    o = m.options
+    warm = o["optimizer.warmup_steps"][0]
+    m.facts["learning rate"] = f"{o['optimizer.lr'][0]}, {o['optimizer.schedule'][0]}, warm-up {warm} updates"
+
+
+def critics_optimizer(m: Migration):
+    given = [s.key for s in m.singles.values() if s.key.startswith(VALUE)]
+    if algorithm(m) != PPO:
+        for key in given:
+            m.mark(key, "inert", "GRPO has no critic")
+        return
+    if not given:
+        m.needs("critic.lr: critic_optimizer_config is not set, and a critic needs an optimizer there")
+        return
+    theirs = {option: (value, tuple(keys)) for option, (value, *keys) in _rate(m, VALUE).items()}
+    lr, keys = theirs.pop("lr")
+    m.set("critic.lr", lr, *keys)
+    common.critics_optimizer(m, theirs)
+
+
+def _sizes(m: Migration, key: str, names: str) -> dict[str, int]:
+    """Returns axis -> size of a mesh, of texts such as "(2,4)" and "('fsdp','tp')"."""
+
+    def parts(text) -> list:
+        found = ast.literal_eval(str(text)) if isinstance(text, str) else text
+        return list(found) if isinstance(found, list | tuple) else [found]
+
+    try:
+        sizes, axes = parts(m[key]), parts(m[names])
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise m.wrong(key, 'sizes such as "(2,4)"') from None
+    return {str(a): int(s) for a, s in zip(axes, sizes, strict=False)}
+
+
+def layout(m: Migration):
+    shape, names = owner(m, "mesh.shape"), owner(m, "mesh.axis_names")
+    sizes = _sizes(m, shape, names)
+    count = math.prod(sizes.values())
+    tp, keys = sizes.get("tp", sizes.get("tensor", 1)), (shape, names)
+    mesh(m, keys, keys, tp=tp, gpus=count, fsdp=sizes.get("fsdp", 0))
+    m.gpus = m.gpus or count
+    m.facts["chips"] = count
+    m.set("rollout.engine", "jax", "rollout_engine")
+    other = "rollout_model_config.mesh.shape"
+    if m[other] is not None:
+        axes = "rollout_model_config.mesh.axis_names"
+        theirs = _sizes(m, other, axes if m[axes] is not None else names)
+        more = math.prod(theirs.values())
+        m.set("mesh.roles.policy", {"devices": ranges(list(range(count)))}, *keys)
+        m.set("mesh.roles.sampler", {"devices": ranges(list(range(count, count + more)))}, other)
+        m.facts["chips"] = count + more
+    if m.text("rollout_engine") != "vanilla":
+        m.differs(
+            "completions are sampled by jaxrl's embedded sampler, not by vLLM or SGLang-JAX: the same distribution"
+        )
+    if m.flag("offload_to_cpu"):
+        rest(m, "host", "offload_to_cpu")
+
+
+def adapters(m: Migration):
+    place = ACTOR if m[ACTOR + "lora_config.rank"] is not None else MODEL
+    rank = m[place + "lora_config.rank"]
+    if rank is None:
+        return
+    alpha, modules = place + "lora_config.alpha", place + "lora_config.module_path"
+    names = re.split(r"\|", m.text(modules) or m.text(ACTOR + "lora_config.module_path"))
+    found = [TARGETS.get(n.strip().removeprefix(".*").strip("/"), ()) for n in names]
+    if not all(found):
+        m.needs(f"lora.targets: {m[modules]}: name these layers by projections (q_proj ...)")
+    targets = list(dict.fromkeys(t for part in found for t in part))
+    common.lora(
+        m,
+        m.integer(place + "lora_config.rank"),
+        float(m[alpha] or 2.0),
+        targets,
+        None,
+        "",
+        0.0,
+        (place + "lora_config.rank", alpha, modules),
+    )
+    if algorithm(m) == PPO and m[CRITIC + "lora_config.rank"] is not None:
+        m.lacks(CRITIC + "lora_config.rank", "a critic trains whole")
+
+
+def remat(m: Migration):
+    key = owner(m, "remat_config")
+    value = m[key]
+    kinds = {"1": "none", "NONE": "none", "2": "full", "BLOCK": "full", "3": "full", "DECODER": "full"}
+    if value is not None:
+        m.set("model.remat", kinds.get(str(value).upper(), "auto"), key)
+
+
+def dtypes(m: Migration):
+    m.set("train.compute_dtype", common.DTYPES.get(m.text(MODEL + "dtype"), "bf16"), MODEL + "dtype")
+    m.set("rollout.dtype", common.DTYPES.get(m.text(MODEL + "dtype"), "bf16"), MODEL + "dtype")
+    loaded = m[ACTOR + "load_dtype"]
+    held = common.DTYPES.get(str(loaded), "bf16") if loaded is not None else "bf16"
+    m.set("train.param_dtype", held, ACTOR + "load_dtype")
+
+
+def memory(m: Migration):
+    longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    size = m.integer(TRAINING + "train_micro_batch_size")
+    if size:
+        sequences = size * m.options["rollout.group_size"][0]
+        m.set("train.tokens_per_microbatch", sequences * longest, TRAINING + "train_micro_batch_size")
+    m.mark(TRAINING + "gradient_accumulation_steps", "automatic", "it follows from the micro-batch")
+
+
+def places(m: Migration):
+    key = TRAINING + "checkpoint_root_directory"
+    if m.given(key):
+        m.set("run.dir", m.text(key).rstrip("/"), key)
+    options = TRAINING + "checkpointing_options."
+    common.checkpoints(m, options + "save_interval_steps", options + "max_to_keep")
+
+
+def turns(m: Migration):
+    if algorithm(m) != AGENTIC:
+        return
+    env, agent, bound = m.text("env_class_path"), m.text("agent_class_path"), m.integer(AGENTIC + "max_turns")
+    ahead = m.integer(AGENTIC + "off_policy_steps")
+    if ahead:
+        m.set("rollout.max_staleness", ahead, AGENTIC + "off_policy_steps")
+    if not env and not agent and (bound or 1) == 1:
+        m.mark(AGENTIC + "max_turns", "automatic", "one turn")
+        return
+    said = [
+        f"{s.key}={s.value}"
+        for name in ("agent_class_path", "env_class_path", "agent_kwargs.*", "env_kwargs.*")
+        for s in m.all(name)
+    ]
+    steps = next((s for s in m.all("env_kwargs.*") if s.key.endswith("max_steps")), None)
+    turns_ = bound or (int(steps.value) if steps and isinstance(steps.value, int) else None)
+    if not m.list("reward_functions"):
+        m.set("reward.functions", (), "reward_functions")
+    keys = (AGENTIC + "max_turns",) if bound else ("env_class_path", "env_kwargs.*")
+    episodes.episode(m, env or agent, said, turns_, *keys)
+    both = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
+    episodes.longest(m, both, ROLLOUT + "total_generation_steps")
+    for s in (*m.all("agent_class_path"), *m.all("agent_kwargs.*"), *m.all("env_kwargs.*")):
+        m.mark(s.key, "ask", "written into the stub of the episode")

@@ -1,0 +1,177 @@
+"""jaxrl.migrate: ROLL's agentic pipeline, its rows, environments and stub."""
+
+import json
+
+import pytest
+from helpers.tiny_job import get_config
+from test_migrate import migrated, values
+
+import jaxrl
+from jaxrl.config.load import load_config
+from jaxrl.migrate import __main__ as command
+from jaxrl.resolve.checks.common import check
+
+CONFIG = """
+defaults:
+  - ../config/envs@_here_
+exp_name: lake
+rollout_batch_size: 64
+val_batch_size: 6
+sequence_length: 900
+adv_estimator: grpo
+whiten_advantages: true
+pretrain: a/model
+steps_of_a_game: 3
+actor_train:
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 4}
+  device_mapping: list(range(0,8))
+  strategy_args: {strategy_name: megatron_train}
+actor_infer: {strategy_args: {strategy_name: vllm}, device_mapping: "list(range(0,8))"}
+reward_normalization: {grouping: traj_group_id, method: mean_std}
+train_env_manager:
+  num_env_groups: 8
+  group_size: 8
+  tags: [Lake, Box]
+  num_groups_partition: [6, 2]
+  generating_args: {max_new_tokens: 128, temperature: 0.9, top_p: 1.0, top_k: -1}
+val_env_manager:
+  num_env_groups: 3
+  group_size: 2
+  tags: [Box]
+  num_groups_partition: [3]
+  generating_args: {max_new_tokens: 128, temperature: 0.0}
+custom_envs:
+  Lake: {env_type: frozen_lake, max_steps: "${steps_of_a_game}", max_tokens_per_step: 64, agent_system_template: Play.,
+         agent_template: "Turn {turn_idx}: {observation}, {actions_left} left", env_config: {grid: {0: W, 1: .}, words: {".": empty}}}
+  Box: {env_type: sokoban, max_steps: 5, max_tokens_per_step: 32, agent_system_template: Push., agent_template: "{observation}"}
+  Unused: {env_type: webshop, max_steps: 50}
+"""
+GROUPED = {"sequence_length": 900, "train_env_manager.group_size": 8, "rollout_batch_size": 64, "reward_normalization.grouping": "traj_group_id"}
+
+
+def written(tmp_path, text):
+    (tmp_path / "lake.yaml").write_text(text)
+    status = command.main(["roll", str(tmp_path / "lake.yaml"), f"--out={tmp_path / 'out'}"])
+    return status, json.loads((tmp_path / "out" / "report.json").read_text()), tmp_path / "out"
+
+
+def test_the_agentic_pipeline_is_rows_an_environment_and_a_stub(tmp_path, monkeypatch):
+    status, report, out = written(tmp_path, CONFIG)
+    monkeypatch.chdir(tmp_path)
+    c = load_config(str(out / "lake.py"))
+    assert status == 0 and report["outcome"] == "partial" and report["job"] == "agentic" and not report["lacks"]
+    assert (c.data.prompts_per_step, c.rollout.group_size, c.algorithm.num_minibatches) == (8, 8, 1)
+    assert (c.rollout.max_new_tokens, c.train.max_sequence_tokens, c.train.tokens_per_microbatch) == (64, 900, 1800)
+    assert (c.env.max_turns, c.env.function, c.reward.functions) == (5, str(out / "lake_env.py:episode"), ())
+    assert (c.eval.sets, c.eval.samples, c.eval.temperature) == ((f"val={out}/lake_eval.jsonl",), 1, 0.0)
+    assert (c.algorithm.advantage_mean, c.algorithm.advantage_std, c.algorithm.whiten) == ("group", "group", True)
+    tags = [json.loads(line)["tag"] for line in (out / "lake_rows.jsonl").read_text().splitlines()]
+    assert (tags.count("Lake"), tags.count("Box")) == (6, 2) and (out / "lake_eval.jsonl").read_text().count("Box") == 2 * 3
+    space: dict = {}
+    exec((out / "lake_env.py").read_text(), space)
+    lake = space["ENVS"]["Lake"]
+    assert lake["config"] == {"grid": {0: "W", 1: "."}, "words": {".": "empty"}} and (lake["max_steps"], lake["max_tokens"]) == (3, 64)
+    kinds = {k["key"]: k["kind"] for k in report["keys"]}
+    assert kinds["steps_of_a_game"] == "automatic" and kinds["custom_envs.Unused.max_steps"] == "inert" and "unknown" not in kinds.values()
+    c.run.mode, c.plan.target = "plan", "h100:8"
+    check(c)
+
+
+WORLD = '''
+class Walk:
+    """Three steps to the right win."""
+
+    def __init__(self, goal):
+        self.goal, self.at, self.said = goal, 0, []
+
+    def reset(self, seed=None):
+        return "start", {"env_instruction": "Walk."}
+
+    def step(self, action):
+        self.at += 1
+        return f"at {self.at}", 0.25, self.at >= self.goal, False, {"use_tool": self.at == 2}
+
+
+def make(env_type, config):
+    return Walk(5)
+'''
+
+
+@pytest.mark.parametrize("managers", ["TrajEnvManager", "StepEnvManager"])
+def test_the_stub_plays_an_environment_as_roll_does(tmp_path, managers):
+    """Messages, turns and rewards of an environment with gem's methods, in the stub that was written."""
+    import asyncio
+
+    text = CONFIG.replace("agent_system_template: Play.,", f"agent_system_template: Play., env_manager_cls: roll.{managers},").replace(
+        "Box: {", f"Box: {{env_manager_cls: roll.{managers}, ")
+    if managers.startswith("Step"):
+        text = text.replace("Turn {turn_idx}: {observation}, {actions_left} left", "{env_instruction} {current_step}: {current_observation}")
+    _, report, out = written(tmp_path, text)
+    space: dict = {}
+    exec((out / "lake_env.py").read_text() + WORLD, space)
+    chat, task = _Chat(), type("Task", (), {"row": {"tag": "Lake"}, "seed": 2**40 + 7, "prompt": ""})
+    assert asyncio.run(space["episode"](task, chat)) is None and chat.rewards == [0.25] * 3 and chat.most == [64] * 3
+    if managers.startswith("Traj"):
+        assert chat.sent == [
+            [("system", "Play."), ("user", "Walk.\nTurn 1: start, 3 left")], [("user", "Turn 2: at 1, 2 left")], [("tool", "at 2")]]
+    else:
+        assert chat.sent == [[("system", "Play."), ("user", "Walk. 1: start")], [], []] and chat.states == ["start", "at 1", "at 2"]
+        assert chat.rewritten == [[("system", "Play."), ("user", f"Walk. {n}: at {n - 1}")] for n in (2, 3)]
+        assert any("each step of an episode is a sample there" in e["why"] for e in report["lacks"])
+
+
+class _Chat:
+    def __init__(self):
+        self.sent, self.rewards, self.most, self.states, self.rewritten = [], [], [], [], []
+
+    async def send(self, messages, max_tokens=0):
+        self.sent.append([(m["role"], m["content"]) for m in messages])
+        self.most.append(max_tokens)
+        return type("Turn", (), {"text": "right"})
+
+    def reward(self, x):
+        self.rewards.append(x)
+
+    def state(self, key):
+        self.states.append(key)
+
+    def rewrite(self, messages):
+        self.rewritten.append([(m["role"], m["content"]) for m in messages])
+
+
+def test_rewards_are_normalised_as_their_own_table_says():
+    def norms(**changes):
+        v = values(migrated("roll/agentic", {**GROUPED, "adv_estimator": "grpo", **{f"reward_normalization.{k}": x for k, x in changes.items()}}))
+        return v["algorithm.advantage_mean"], v["algorithm.advantage_std"]
+
+    assert norms() == ("none", "none")  # whatever the estimator is called
+    assert norms(method="mean") == ("group", "none") and norms(method="asym_clip") == ("group", "group")
+    assert norms(method="mean_std", grouping="batch") == norms(method="mean_std", grouping="tags") == ("batch", "batch")
+    assert norms(method="mean_std", norm_std_type="batch") == ("group", "batch")
+    one = {**GROUPED, "adv_estimator": "grpo", "reward_normalization.method": "mean", "train_env_manager.group_size": 1}
+    assert migrated("roll/agentic", one).outcome(False) == "refused"
+
+
+def test_gigpo_and_returns_of_steps():
+    v = values(migrated("roll/agentic", {**GROUPED, "adv_estimator": "gigpo", "reward_normalization.method": "mean", "step_reward_gamma": 0.9}))
+    assert (v["algorithm.advantage"], v["algorithm.turn_gamma"], v["algorithm.advantage_std"]) == ("gigpo", 0.9, "none")
+    steps = {**GROUPED, "adv_estimator": "step_reinforce", "step_reward_gamma": 1.0}
+    v = values(migrated("roll/agentic", steps))
+    assert (v["algorithm.advantage"], v["algorithm.gamma"], v["algorithm.advantage_mean"]) == ("returns", 1.0, "none")
+    assert migrated("roll/agentic", {**steps, "step_reward_gamma": 0.9}).outcome(False) == "refused"
+
+
+@pytest.mark.full
+def test_the_stub_trains_as_it_stands(tmp_path):
+    _, _, out = written(tmp_path, CONFIG)
+    config = get_config()
+    config.data.path, config.data.prompt_column, config.data.answer_column = (str(out / "lake_rows.jsonl"),), "prompt", ""
+    config.eval.sets = ()
+    config.env.function, config.env.max_turns, config.reward.functions = str(out / "lake_env.py:episode"), 3, ()
+    chat = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    (tmp_path / "chat.jinja").write_text(chat)
+    config.model.chat_template, config.env.max_observation_tokens = str(tmp_path / "chat.jinja"), 32
+    config.run.dir, config.train.steps = str(tmp_path / "run"), 2
+    jaxrl.train(config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward/mean"] for line in lines if "reward/mean" in line] == [0.0, 0.0]
