@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 
 def capped_logits(hidden, head, softcap, transposed):
-    """Maps [..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped."""
+    """Returns logits [..., V] in fp32 or better, soft-capped (0 = none), of hidden [..., D] and head [D, V]
+    (transposed: [V, D])."""
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     contract = ((hidden.ndim - 1,), (1 if transposed else 0,)), ((), ())
     logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), contract, preferred_element_type=acc)
@@ -24,7 +25,7 @@ OUTSIDE = -1e30  # logit of a token outside the support: finite, so that 0 * it 
 
 
 def allowed(support, vocab: int):
-    """Maps [..., K] token ids, -1 = unused -> [..., V] bool; all True where K is 0."""
+    """Returns the mask [..., V] of supports [..., K] of token ids, -1 = unused; all True where K is 0."""
     if not support.shape[-1]:
         return jnp.ones((*support.shape[:-1], vocab), bool)
     flat = support.reshape(-1, support.shape[-1])
@@ -35,7 +36,7 @@ def allowed(support, vocab: int):
 
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
                         transposed):
-    """See api.logprob_and_entropy."""
+    """Computes api.logprob_and_entropy with full logits [R, S, V]; same arguments and results."""
     logits = capped_logits(hidden_RxSxD, head, softcap, transposed) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)
@@ -55,12 +56,13 @@ KINDS = ("forward", "reverse", "jsd")
 
 
 def mixture(logp, logq, beta: float):
-    """Returns log(beta q + (1 - beta) p)"""
+    """Returns log(beta q + (1 - beta) p), elementwise, of log-probs of student p and teacher q. 0 < beta < 1."""
     return jnp.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
 
 
 def divergence(logp, logq, kind: str, beta: float):
-    """Maps [..., V] log-probs of student and teacher -> [...], see divergence.py."""
+    """Returns the divergence in nats, [...], of log-probs [..., V] of student and teacher; kinds as in
+    divergence.py."""
     kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), axis=-1)  # noqa: E731
     if kind == "forward":
         return kl(logq, logp)

@@ -94,7 +94,10 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 
 
 def order(implementation: str) -> tuple[str, ...]:
-    """Returns the implementations to try, in order."""
+    """Returns the names in IMPLEMENTATIONS to try, in order; the last one serves every call.
+
+    "auto" gives the platform's ORDERS without kernels that are distrusted; a name gives itself and XLA's behind it.
+    Raises ValueError for an unknown name."""
     if implementation == "auto":
         return trusted("attention", ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:
