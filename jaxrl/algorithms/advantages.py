@@ -189,7 +189,15 @@ def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_reward
 
 
 def token_returns(rewards_T, mask_T, offsets, gamma):
-    """Returns the reward to go over loss tokens, R_t = r_t + gamma * R_next [T]; 0 on the others."""
+    """Returns the discounted sum of rewards from each loss token to the end of its trajectory, float64 [T].
+
+    R_t = r_t + gamma * R_next, where next is the trajectory's next loss token; 0 outside mask_T.
+
+    Args:
+      rewards_T: [T], read at loss tokens only.
+      mask_T: [T] bool, the loss tokens.
+      offsets: [N+1]; trajectory i owns tokens offsets[i]:offsets[i+1].
+      gamma: discount per loss token."""
     return gae(rewards_T, np.zeros(len(mask_T)), mask_T, offsets, gamma, 1.0)[0]
 
 

@@ -32,11 +32,15 @@ DENSE = ("forward", "reverse", "jsd")
 
 
 def with_tail(logp_K, used_K):
-    """Appends the log-prob of all other tokens: [..., K] -> [..., K+1].
+    """Appends the log-prob of all tokens that are not listed: [..., K] -> [..., K+1], log(1 - sum of the K
+    probabilities).
 
-    used_K: bool; False = the place holds no token. If the mass of the K rounds to 1 or more, the tail
-    is one rounding error.
-    """
+    Args:
+      logp_K: [..., K] log-probs of the listed tokens, in nats.
+      used_K: [..., K] bool; False = the place holds no token: its log-prob is returned as 0 and its mass is not
+        counted.
+
+    If the listed mass rounds to 1 or more, the tail is the log of one rounding error of logp_K's dtype."""
     logp = jnp.where(used_K, logp_K, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(logp, axis=-1, keepdims=True))
     total = top + jnp.log(jnp.sum(jnp.where(used_K, jnp.exp(logp - top), 0), axis=-1, keepdims=True))

@@ -90,11 +90,17 @@ def cispo_loss(logp, old, advantage, mask, max_ratio, min_ratio, *, log_ratio=No
 
 
 def sapo_loss(logp, old, advantage, mask, tau_pos, tau_neg, *, log_ratio=None):
-    """SAPO (arXiv 2511.20347): -A * (4 / tau) * sigmoid(tau * (r - 1)), tau = tau_pos where A > 0, else tau_neg.
+    """Returns SAPO's loss of each token (arXiv 2511.20347), -A * (4 / tau) * sigmoid(tau * (r - 1)), and its stats.
 
-    A soft gate: the gradient is that of -A r times 4 s (1 - s), s the sigmoid: 1 at r = 1, falling on both sides.
-    Nothing is clipped. tau > 0.
-    """
+    tau = tau_pos where A > 0, else tau_neg; both must be positive. A soft gate: the gradient is that of -A r times 4 s
+    (1 - s), s the sigmoid: 1 at r = 1, falling on both sides. Nothing is clipped.
+
+    Args:
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage, mask: of the same shape.
+      log_ratio: log r in place of logp - old; None = that difference.
+
+    Returns:
+      (loss, stats): loss with the shape of logp, 0 where mask is false."""
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
     tau = jnp.where(advantage > 0, tau_pos, tau_neg).astype(ratio.dtype)
@@ -133,14 +139,23 @@ def topr_loss(logp, old, advantage, mask, sequences, by_token):
 
 
 def policy_gradient_loss(logp, advantage, mask, *, old=None):
-    """REINFORCE: -A * logp (Williams 1992). No ratio, no bound; `ratio` in stats is exp(logp - old), 1 without old."""
+    """Returns the REINFORCE loss of each token, -A * logp (Williams 1992), and its stats. No ratio, no clipping.
+
+    Args:
+      logp, advantage: one per token, any one shape; not read where mask is false, where the loss is 0.
+      old: proximal log-probs in nats, for the stats only; None = the current ones.
+
+    Returns:
+      (loss, stats): stats["ratio"] is exp(logp - old), 1 without old."""
     logp = jnp.where(mask, logp, 0)
     ratio = masked_exp(jnp.zeros_like(logp) if old is None else logp - old, mask)
     return -jnp.where(mask, advantage, 0) * logp, _stats(ratio, mask, jnp.zeros_like(mask))
 
 
 def nll_loss(logp, mask):
-    """-logp, 0 where masked. VAPO's loss on positive examples (arXiv 2504.05118), with weights 1 / their tokens."""
+    """Returns the negative log-likelihood -logp of each token, in nats, with the shape of logp; 0 where mask is false.
+
+    VAPO's loss on positive examples (arXiv 2504.05118); the caller's weights divide by the number of their tokens."""
     return -jnp.where(mask, logp, 0)
 
 
@@ -160,7 +175,14 @@ def value_loss(values, old_values, returns, mask, clip):
 
 
 def explained_variance(values_T, returns_T, mask_T) -> float:
-    """1 - var(R - v) / var(R) over tokens where mask, 1 = perfect; 0 where var(R) is 0. Host numpy, float64."""
+    """Returns 1 - var(R - v) / var(R) over the tokens where mask is true; 1 = perfect, 0 if var(R) is 0 or there is no
+    token.
+
+    Host numpy, float64; variances have ddof 0.
+
+    Args:
+      values_T, returns_T: [T] the critic's values v and its targets R.
+      mask_T: [T] bool."""
     mask = np.asarray(mask_T, bool)
     returns = np.asarray(returns_T, np.float64)[mask]
     error = returns - np.asarray(values_T, np.float64)[mask]

@@ -13,25 +13,28 @@ MAX_LOG = 20.0  # exponents are bounded here; beyond, ratios have lost all meani
 
 
 def masked_exp(x, mask):
-    """exp(x) where mask, else 0, with finite value and gradient for any x where masked.
+    """Returns exp(x) where mask is true, else 0, with finite value and gradient for any x where masked.
 
-    The mask is applied before exp (0 * inf in a gradient is NaN). Above MAX_LOG the function continues linearly, so
-    that its gradient does not vanish where it is needed most.
-    """
+    x and mask have one shape. The mask is applied before exp (0 * inf in a gradient is NaN). Above MAX_LOG the
+    function continues linearly, so that its gradient does not vanish where it is needed most."""
     x = jnp.where(mask, x, 0)
     bounded = jnp.minimum(x, MAX_LOG)
     return jnp.where(mask, jnp.exp(bounded) * (1 + x - bounded), 0)
 
 
 def masked_expm1(x, mask):
-    """masked_exp(x, mask) - 1 where mask, else 0, without cancellation at small x."""
+    """Returns `masked_exp(x, mask)` - 1 where mask is true, else 0, without cancellation at small x."""
     x = jnp.where(mask, x, 0)
     bounded = jnp.minimum(x, MAX_LOG)
     return jnp.where(mask, jnp.expm1(bounded) + jnp.exp(bounded) * (x - bounded), 0)
 
 
 def sequence_sum(x_RxS, sequences_RxS):
-    """Sum over each sequence's slots, broadcast back to them; 0 at unused slots, for any x there. dtype of x."""
+    """Returns the sum of x over each sequence's slots, broadcast back to them, [R, S] in x's dtype; 0 at unused slots.
+
+    Args:
+      x_RxS: [R, S]; anything at unused slots.
+      sequences_RxS: [R, S] int, id of the slot's sequence within its row, 0 = unused."""
     used = sequences_RxS > 0
     slots = x_RxS.shape[1]
 
@@ -44,9 +47,13 @@ def sequence_sum(x_RxS, sequences_RxS):
 
 
 def sequence_mean(x_RxS, mask_RxS, sequences_RxS):
-    """Mean over each sequence's slots where mask, broadcast to all its slots (masked ones too).
+    """Returns the mean of x over each sequence's slots where mask is true, broadcast to all its slots (masked ones
+    too).
 
     The denominator is max(count, 1): 0 for a sequence that is masked throughout, and at unused slots.
-    """
+
+    Args:
+      x_RxS: [R, S] over packed slots. mask_RxS: [R, S] bool.
+      sequences_RxS: [R, S] int, id of the slot's sequence within its row, 0 = unused."""
     total = sequence_sum(jnp.where(mask_RxS, x_RxS, 0), sequences_RxS)
     return total / jnp.maximum(sequence_sum(mask_RxS.astype(total.dtype), sequences_RxS), 1)

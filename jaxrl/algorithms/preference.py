@@ -52,15 +52,21 @@ class PreferenceBatch(NamedTuple):
 
     @property
     def x(self):
-        """[N] log-ratio to the reference, s - r."""
+        """Log-ratio of each completion to the reference, s - r, in nats: [N] float64."""
         return self.s - self.r
 
     def sides(self, values_N):
-        """Returns (values of the chosen [P], values of the rejected [P])."""
+        """Returns ([P] values of the chosen completions, [P] values of the rejected ones), from values [N] by
+        completion."""
         return values_N[self.table.chosen], values_N[self.table.rejected]
 
     def pairs(self, loss_P, slope_c, slope_w):
-        """Returns (mean, derivative [N]) of losses of pairs, from their derivatives by s of either side."""
+        """Returns (mean of the pairs' losses, its derivative by s, float64 [N]).
+
+        Args:
+          loss_P: [P] loss of each pair.
+          slope_c, slope_w: [P] derivatives of a pair's loss by s of its chosen and of its rejected completion;
+            divided by P here."""
         derivative, count = np.zeros(len(self.s)), max(len(loss_P), 1)
         np.add.at(derivative, self.table.chosen, np.broadcast_to(slope_c, loss_P.shape) / count)
         np.add.at(derivative, self.table.rejected, np.broadcast_to(slope_w, loss_P.shape) / count)
@@ -68,12 +74,12 @@ class PreferenceBatch(NamedTuple):
 
 
 def sp(a):
-    """Returns softplus, log(1 + e^a), without overflow."""
+    """Returns softplus, log(1 + e^a), elementwise and without overflow."""
     return np.logaddexp(0.0, a)
 
 
 def sigmoid(a):
-    """Returns 1 / (1 + e^-a), without overflow."""
+    """Returns 1 / (1 + e^-a), elementwise and without overflow."""
     return np.exp(-sp(-a))
 
 
@@ -93,26 +99,36 @@ def _d(batch: PreferenceBatch):
 
 
 def dpo(batch: PreferenceBatch):
-    """DPO (arXiv 2305.18290, eq. 7): sp(-d); with eps > 0 conservative DPO: (1 - eps) sp(-d) + eps sp(d)."""
+    """Computes DPO (arXiv 2305.18290, eq. 7): sp(-d), d = beta (x_c - x_w); with label_smoothing eps > 0 conservative
+    DPO: (1 - eps) sp(-d) + eps sp(d).
+
+    Returns (mean over pairs, its derivative by s [N])."""
     return _of_difference(batch, *_smoothed(_d(batch), batch.options.label_smoothing))
 
 
 def robust(batch: PreferenceBatch):
-    """Robust DPO (arXiv 2403.00409, eq. 12), unbiased where a share eps of the labels is flipped:
-    ((1 - eps) sp(-d) - eps sp(d)) / (1 - 2 eps)."""
+    """Computes robust DPO (arXiv 2403.00409, eq. 12), unbiased where a share eps (label_smoothing) of the labels is
+    flipped:
+    ((1 - eps) sp(-d) - eps sp(d)) / (1 - 2 eps), d = beta (x_c - x_w). Returns (mean over pairs, its derivative by s
+    [N])."""
     d, eps = _d(batch), batch.options.label_smoothing
     loss = ((1 - eps) * sp(-d) - eps * sp(d)) / (1 - 2 * eps)
     return _of_difference(batch, loss, (-(1 - eps) * sigmoid(-d) - eps * sigmoid(d)) / (1 - 2 * eps))
 
 
 def hinge(batch: PreferenceBatch):
-    """SLiC's (arXiv 2305.10425), with log-ratios (arXiv 2309.06657): max(0, 1 - d)."""
+    """Computes SLiC's loss (arXiv 2305.10425) with log-ratios (arXiv 2309.06657): max(0, 1 - d), d = beta (x_c - x_w).
+
+    Returns (mean over pairs, its derivative by s [N])."""
     d = _d(batch)
     return _of_difference(batch, np.maximum(1 - d, 0), -(d < 1).astype(float))
 
 
 def ipo(batch: PreferenceBatch):
-    """IPO (arXiv 2310.12036, eq. 17): (z - 1 / (2 beta))^2. With ipo_mean each side's x is divided by its |y|."""
+    """Computes IPO (arXiv 2310.12036, eq. 17): (x_c - x_w - 1 / (2 beta))^2. With ipo_mean each side's x is divided by
+    its |y|.
+
+    Returns (mean over pairs, its derivative by s [N])."""
     o, x = batch.options, batch.x
     per = batch.sides(1 / batch.lengths) if o.ipo_mean else (1.0, 1.0)
     x_c, x_w = batch.sides(x)
@@ -121,7 +137,9 @@ def ipo(batch: PreferenceBatch):
 
 
 def dpo_norm(batch: PreferenceBatch):
-    """DPO of means (arXiv 2411.15124, sec. 5.1.1): sp(-beta (x_c / |c| - x_w / |w|))."""
+    """Computes DPO of means per token (arXiv 2411.15124, sec. 5.1.1): sp(-beta (x_c / |c| - x_w / |w|)).
+
+    Returns (mean over pairs, its derivative by s [N])."""
     o, (n_c, n_w) = batch.options, batch.sides(batch.lengths)
     x_c, x_w = batch.sides(batch.x)
     loss, slope = _smoothed(o.beta * (x_c / n_c - x_w / n_w), 0.0)
@@ -129,7 +147,9 @@ def dpo_norm(batch: PreferenceBatch):
 
 
 def exo(batch: PreferenceBatch):
-    """EXO for pairs (arXiv 2402.00856, eq. 16): KL of (sigmoid(d), sigmoid(-d)) to (1 - eps, eps)."""
+    """Computes EXO for pairs (arXiv 2402.00856, eq. 16): KL of (sigmoid(d), sigmoid(-d)) to (1 - eps, eps).
+
+    d = beta (x_c - x_w); eps = label_smoothing, between 0 and 1. Returns (mean over pairs, its derivative by s [N])."""
     d, eps = _d(batch), batch.options.label_smoothing
     q, other = sigmoid(d), sigmoid(-d)
     loss = q * (-sp(-d) - np.log1p(-eps)) + other * (-sp(d) - np.log(eps))
@@ -137,7 +157,10 @@ def exo(batch: PreferenceBatch):
 
 
 def discopop(batch: PreferenceBatch):
-    """DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, eq. 5): (1 - g) sp(-d) + g e^-d, g = sigmoid(d / tau)."""
+    """Computes DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, eq. 5): (1 - g) sp(-d) + g e^-d, g = sigmoid(d /
+    tau).
+
+    d = beta (x_c - x_w); tau = discopop_tau. Returns (mean over pairs, its derivative by s [N])."""
     d, tau = _d(batch), batch.options.discopop_tau
     g, off = sigmoid(d / tau), sigmoid(-d / tau)
     power = np.exp(-d - sp(-d / tau))  # g e^-d
@@ -155,39 +178,52 @@ def _a_b(batch: PreferenceBatch):
 
 
 def nca(batch: PreferenceBatch):
-    """NCA for pairs (arXiv 2402.05369, eq. 12): sp(-a) + sp(a) / 2 + sp(b) / 2, a = beta x_c, b = beta x_w."""
+    """Computes NCA for pairs (arXiv 2402.05369, eq. 12): sp(-a) + sp(a) / 2 + sp(b) / 2, a = beta x_c, b = beta x_w.
+
+    Returns (mean over pairs, its derivative by s [N])."""
     a, b = _a_b(batch)
     return _of_sides(batch, sp(-a) + (sp(a) + sp(b)) / 2, -sigmoid(-a) + sigmoid(a) / 2, sigmoid(b) / 2)
 
 
 def bco(batch: PreferenceBatch):
-    """BCO for pairs (arXiv 2404.04656), its reward shift at 0: sp(-a) + sp(b)."""
+    """Computes BCO for pairs (arXiv 2404.04656) with reward shift 0: sp(-a) + sp(b), a = beta x_c, b = beta x_w.
+
+    Returns (mean over pairs, its derivative by s [N])."""
     a, b = _a_b(batch)
     return _of_sides(batch, sp(-a) + sp(b), -sigmoid(-a), sigmoid(b))
 
 
 def apo_zero(batch: PreferenceBatch):
-    """APO-zero (arXiv 2408.06266, eq. 7): sigmoid(-a) + sigmoid(b)."""
+    """Computes APO-zero (arXiv 2408.06266, eq. 7): sigmoid(-a) + sigmoid(b), a = beta x_c, b = beta x_w.
+
+    Returns (mean over pairs, its derivative by s [N])."""
     a, b = _a_b(batch)
     return _of_sides(batch, sigmoid(-a) + sigmoid(b), -sigmoid(a) * sigmoid(-a), sigmoid(b) * sigmoid(-b))
 
 
 def apo_down(batch: PreferenceBatch):
-    """APO-down (arXiv 2408.06266, eq. 8): sigmoid(a) + sigmoid(b - a)."""
+    """Computes APO-down (arXiv 2408.06266, eq. 8): sigmoid(a) + sigmoid(b - a), a = beta x_c, b = beta x_w.
+
+    Returns (mean over pairs, its derivative by s [N])."""
     a, b = _a_b(batch)
     lead = sigmoid(a - b) * sigmoid(b - a)
     return _of_sides(batch, sigmoid(a) + sigmoid(b - a), sigmoid(a) * sigmoid(-a) - lead, lead)
 
 
 def sppo(batch: PreferenceBatch):
-    """SPPO with hard labels (arXiv 2405.00675, eq. 4.7): (x_c - 1 / (2 beta))^2 + (x_w + 1 / (2 beta))^2."""
+    """Computes SPPO with hard labels (arXiv 2405.00675, eq. 4.7): (x_c - 1 / (2 beta))^2 + (x_w + 1 / (2 beta))^2.
+
+    Returns (mean over pairs, its derivative by s [N])."""
     (x_c, x_w), half = batch.sides(batch.x), 0.5 / batch.options.beta
     return batch.pairs((x_c - half)**2 + (x_w + half)**2, 2 * (x_c - half), 2 * (x_w + half))
 
 
 def aot(batch: PreferenceBatch):
-    """AOT (arXiv 2406.05882), paired: dpo's loss between order statistics over the step, of s_c - s_w and of
-    r_c - r_w."""
+    """Computes paired AOT (arXiv 2406.05882): dpo's loss between order statistics of s_c - s_w and of r_c - r_w over
+    the step.
+
+    The k-th smallest difference under the policy is compared with the k-th smallest under the reference. Returns
+    (mean over pairs, its derivative by s [N])."""
     ours, theirs = (np.subtract(*batch.sides(v)) for v in (batch.s, batch.r))
     order, beta = np.argsort(ours, kind="stable"), batch.options.beta
     loss, slope = _smoothed(beta * (ours[order] - np.sort(theirs)), batch.options.label_smoothing)
@@ -197,7 +233,9 @@ def aot(batch: PreferenceBatch):
 
 
 def aot_unpaired(batch: PreferenceBatch):
-    """AOT, unpaired: dpo's loss between order statistics over the step, of x_c and of x_w."""
+    """Computes unpaired AOT (arXiv 2406.05882): dpo's loss between order statistics of x_c and of x_w over the step.
+
+    The k-th smallest x_c is compared with the k-th smallest x_w. Returns (mean over pairs, its derivative by s [N])."""
     (x_c, x_w), beta = batch.sides(batch.x), batch.options.beta
     first, second = np.argsort(x_c, kind="stable"), np.argsort(x_w, kind="stable")
     loss, slope = _smoothed(beta * (x_c[first] - x_w[second]), batch.options.label_smoothing)
@@ -207,7 +245,10 @@ def aot_unpaired(batch: PreferenceBatch):
 
 
 def simpo(batch: PreferenceBatch):
-    """SimPO (arXiv 2405.14734, eq. 6): sp(-(beta (m_c - m_w) - gamma)); eps as in dpo. No reference."""
+    """Computes SimPO (arXiv 2405.14734, eq. 6): sp(-(beta (m_c - m_w) - gamma)), m = s / |y|, label_smoothing as in
+    `dpo`.
+
+    No reference; gamma = simpo_gamma. Returns (mean over pairs, its derivative by s [N])."""
     o, (n_c, n_w) = batch.options, batch.sides(batch.lengths)
     s_c, s_w = batch.sides(batch.s)
     loss, slope = _smoothed(o.beta * (s_c / n_c - s_w / n_w) - o.simpo_gamma, o.label_smoothing)
@@ -215,14 +256,19 @@ def simpo(batch: PreferenceBatch):
 
 
 def cpo(batch: PreferenceBatch):
-    """CPO's preference part (arXiv 2401.08417, eq. 3): sp(-beta (s_c - s_w)); eps as in dpo. No reference; its other
-    part is `nll`."""
+    """Computes CPO's preference part (arXiv 2401.08417, eq. 3): sp(-beta (s_c - s_w)), label_smoothing as in `dpo`.
+
+    No reference; the paper's other part is `nll`. Returns (mean over pairs, its derivative by s [N])."""
     s_c, s_w = batch.sides(batch.s)
     return _of_difference(batch, *_smoothed(batch.options.beta * (s_c - s_w), batch.options.label_smoothing))
 
 
 def orpo(batch: PreferenceBatch):
-    """ORPO (arXiv 2403.07691, eq. 6): nll + beta sp(o_w - o_c), o = m - log(1 - e^m). No reference."""
+    """Computes ORPO (arXiv 2403.07691, eq. 6): nll + beta sp(o_w - o_c), o = m - log(1 - e^m), m = s / |y|. No
+    reference.
+
+    m is at most MAX_MEAN_LOGP, without gradient there. Returns (nll over good tokens + mean over pairs, its
+    derivative by s [N])."""
     beta, m = batch.options.beta, np.minimum(batch.s / batch.lengths, MAX_MEAN_LOGP)
     o_c, o_w = batch.sides(m - np.log(-np.expm1(m)))
     by_sum = np.where(m < MAX_MEAN_LOGP, -1 / np.expm1(m), 0.0) / batch.lengths  # do/ds
@@ -233,7 +279,10 @@ def orpo(batch: PreferenceBatch):
 
 
 def nll(batch: PreferenceBatch):
-    """-log-prob per token of the good completions: -sum s / sum |y| over all of them."""
+    """Computes the negative log-likelihood per token of the good completions: -sum s / sum |y| over all of them, in
+    nats.
+
+    Returns (loss, its derivative by s [N]: -1 / their tokens at good completions, else 0)."""
     good = batch.table.good
     tokens = max(batch.lengths[good].sum(), 1.0)
     return float(-batch.s[good].sum() / tokens), np.where(good, -1 / tokens, 0.0)
@@ -247,15 +296,17 @@ def _mean_unpaired(batch: PreferenceBatch, gain, slope):
 
 
 def kto(batch: PreferenceBatch):
-    """KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions.
-    z0 is a constant."""
+    """Computes KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions,
+    without gradient through z0.
+
+    Returns (mean over completions, its derivative by s [N])."""
     signed = np.where(batch.table.good, batch.options.beta, -batch.options.beta)
     v = signed * (batch.x - batch.z0)
     return _mean_unpaired(batch, sigmoid(v), signed * sigmoid(v) * sigmoid(-v))
 
 
 def apo_zero_unpaired(batch: PreferenceBatch):
-    """APO-zero of unpaired completions: kto with z0 = 0."""
+    """Computes APO-zero of unpaired completions (arXiv 2408.06266): `kto` with z0 = 0, with the same results."""
     return kto(batch._replace(z0=0.0))
 
 
@@ -306,14 +357,16 @@ LOSSES: dict[str, Loss] = {
 
 
 def weighted(options) -> dict[str, float]:
-    """Returns {loss: weight} of the options below `preference`; rpo_alpha is a weight of `nll`."""
+    """Returns {name of a loss: its weight} of the options below `preference`.
+
+    Weights are loss_weights, 1 each where there are none; rpo_alpha adds to the weight of `nll`."""
     weights = options.loss_weights or (1.0,) * len(options.loss)
     out = dict(zip(options.loss, weights, strict=True))
     return out | ({"nll": out.get("nll", 0.0) + options.rpo_alpha} if options.rpo_alpha else {})
 
 
 def needs_reference(options) -> bool:
-    """Whether a loss of the options below `preference` reads the reference."""
+    """Returns whether any loss of the options below `preference` reads the reference's log-probs."""
     return any(LOSSES[name].reference for name in options.loss)
 
 

@@ -149,12 +149,14 @@ IMPLIED = {"turn": {"advantage_mean": "leave_one_out", "advantage_std": "none"}}
 
 
 def resolve(preset: str, chosen: dict) -> dict[str, tuple]:
-    """Returns option -> (value, origin); origin is 'config', 'preset <name>' or 'advantage <name>' (of IMPLIED).
+    """Returns option -> (value, origin) of the options that a preset or the advantage's kind decides.
+
+    origin is 'config', 'preset <name>' or 'advantage <name>' (of IMPLIED). A value of the user's comes first, then the
+    advantage's, then the preset's.
 
     Args:
-      preset: a key of PRESETS.
-      chosen: option -> value or None (None = not set by the user).
-    """
+      preset: a key of PRESETS. Raises KeyError for another one.
+      chosen: option -> value or None (None = not set by the user)."""
     out = {name: (value, f"preset {preset}") for name, value in PRESETS[preset].items()}
     kind = chosen.get("advantage") or PRESETS[preset]["advantage"]
     out |= {name: (value, f"advantage {kind}") for name, value in IMPLIED.get(kind, {}).items()}

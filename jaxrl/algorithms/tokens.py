@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 
 class Tokens(NamedTuple):
-    """Arrays [R, S] over packed slots (R rows, S loss slots per row); log-probs in nats, anything where masked.
+    """The inputs of a policy loss: arrays [R, S] over packed slots (R rows, S loss slots per row).
 
-    Only `logp` and `entropy` carry a gradient.
-    """
+    Log-probs are in nats, float32, of the sampled token. Anything may stand where `mask` is false: mask before
+    arithmetic. Only `logp` and `entropy` carry a gradient."""
 
     logp: Any  # log-prob under the current policy
     old: Any  # log-prob under the proximal policy, around which ratios are taken
@@ -23,7 +23,9 @@ class Tokens(NamedTuple):
 
 
 class AdvantageInputs(NamedTuple):
-    """Host numpy arrays. N trajectories, T tokens; trajectory i owns tokens [offsets[i], offsets[i+1])."""
+    """The inputs of an advantage function: host numpy arrays of one step, N trajectories and T tokens.
+
+    Trajectory i owns tokens [offsets[i], offsets[i+1])."""
 
     scores: Any  # [N] float64, shaped rewards; NaN = absent
     groups: Any  # [N] prompt of the trajectory

@@ -343,7 +343,7 @@ class Checkpointer:
                                       f"{self.directory} and rerun the same command to resume from there")
 
     def newest(self) -> str:
-        """Returns "latest checkpoint: step N" of this run, or "no checkpoint yet"."""
+        """Returns "latest checkpoint: step N" of this run, for messages, or "no checkpoint yet"."""
         return "no checkpoint yet" if self.committed is None else f"latest checkpoint: step {self.committed}"
 
     def _drop_manager(self) -> None:

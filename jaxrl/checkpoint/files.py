@@ -40,12 +40,13 @@ def folder_of(where: str | Path) -> Any:
 
 
 def in_store(path) -> bool:
-    """Returns whether a path is in a store."""
+    """Returns whether a path of `folder_of` is in a store (gs://, s3://, file://) rather than on a local disk."""
     return not isinstance(path, Path)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns whether a folder is a visible checkpoint."""
+    """Returns whether a folder is a visible checkpoint: named by at least eight digits, in a store also marked as
+    committed."""
     named = bool(re.fullmatch(r"\d{8,}", path.name)) and path.is_dir()
     return named and (not in_store(path) or (path / COMMITTED).exists())
 
@@ -58,7 +59,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Any) -> None:
-    """Removes what killed saves and deletions left. Only while no save runs."""
+    """Removes the unfinished folders that killed saves and deletions left in a folder of checkpoints.
+
+    Call it only while no save runs. Checkpoints that were set aside stay."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if in_store(path):
             if re.fullmatch(r"\d{8,}", path.name) and not is_checkpoint(path) and not (path / SET_ASIDE).exists():
@@ -79,9 +82,9 @@ def delete(path: Any) -> None:
 
 
 def set_aside(path: Path) -> str:
-    """Makes a checkpoint invisible (renames it, or in a store removes its mark) without deleting it.
-    Returns its new state.
-    """
+    """Makes a checkpoint invisible without deleting it, and returns its new name for messages.
+
+    On a disk the folder is renamed; in a store its commit mark is removed and "without <mark>" returned."""
     if in_store(path):
         (path / SET_ASIDE).write_text("jaxrl")
         (path / COMMITTED).unlink()
@@ -93,7 +96,9 @@ def set_aside(path: Path) -> str:
 
 
 def manifest_of(folder: Path) -> dict[str, list[int | None]]:
-    """Returns file -> [size, CRC-32]; in a store the CRC is None."""
+    """Returns path below the folder -> [bytes, CRC-32] of a checkpoint's files; in a store the CRC is None.
+
+    The manifest itself and files that are written after it (LATE_FILES) are left out."""
     files = (p for p in sorted(_files(folder)) if p.name not in (*LATE_FILES, MANIFEST))
     return {p.relative_to(folder).as_posix(): [_bytes(p), None if in_store(p) else crc_of(p)] for p in files}
 
@@ -117,7 +122,9 @@ def crc_of(path: Path) -> int:
 
 
 def verify(path: Path) -> None:
-    """Compares every file of a checkpoint with its manifest. Raises DamagedCheckpoint naming the file."""
+    """Compares the size and CRC-32 of every file of a checkpoint with its manifest (in a store the size only).
+
+    Raises DamagedCheckpoint naming the first file that is missing or differs, or the manifest if it cannot be read."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -153,7 +160,7 @@ def first_line(error: BaseException) -> str:
 
 
 def size_text(count: float) -> str:
-    """Returns a number of bytes with its unit."""
+    """Returns a number of bytes with its unit, in powers of 1000: "12 bytes", "3.4 GB"."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -162,10 +169,10 @@ def size_text(count: float) -> str:
 
 
 def not_orbax(record: logging.LogRecord) -> bool:
-    """Filters out Orbax's log records; a logging filter."""
+    """Returns False for log records of Orbax's own code; a filter for logging."""
     return "orbax" not in record.pathname
 
 
 def not_tensorstore(record: logging.LogRecord) -> bool:
-    """Filters out TensorStore's reports of failed arrays; a logging filter."""
+    """Returns False for TensorStore's reports of failed arrays; a filter for logging."""
     return "OCDBT" not in record.getMessage()

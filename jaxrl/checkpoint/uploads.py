@@ -41,7 +41,13 @@ class Hub:
         self._private, self._api = private, None
 
     def send(self, folder: Path, name: str, marker: dict) -> None:
-        """Uploads the files and the marker in one commit. Large files are sent first, unless they exist already."""
+        """Uploads the files that the marker lists, and the marker, in one commit. Creates repository and branch if
+        necessary.
+
+        Large files are sent first, unless they exist already.
+
+        Args:
+          folder: local folder. name: folder in the repository; "export" = its top. marker: see `marker_of`."""
         from huggingface_hub import CommitOperationAdd, HfApi
         from huggingface_hub.utils import disable_progress_bars
 
@@ -75,7 +81,12 @@ class Store:
         self.url, self._root = url, root.rstrip("/")
 
     def send(self, folder: Path, name: str, marker: dict) -> None:
-        """Uploads the files, then the marker; nothing if the same marker exists."""
+        """Uploads the files that the marker lists, then the marker; returns at once if the same marker exists.
+
+        Args:
+          folder: local folder. name: folder below the store's prefix. marker: see `marker_of`.
+
+        Raises OSError if a file has another size in the store."""
         top, fs = f"{self._root}/{name}", self._fs
         fs.invalidate_cache()
         if fs.exists(f"{top}/{MARKER}"):
@@ -102,7 +113,9 @@ def place_of(url: str, private: bool = True) -> Hub | Store:
 
 
 def marker_of(folder: Path, step: int) -> dict:
-    """Returns the content of `uploaded.json`: the step, and (size, SHA-256) of every file below the folder."""
+    """Returns the content of `uploaded.json`: {"step": step, "files": {path below the folder: [bytes, SHA-256]}}.
+
+    Raises FileNotFoundError if the folder holds no file."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     if not files:
         raise FileNotFoundError(f"{folder} is not there any more")
@@ -150,20 +163,21 @@ class Uploads:
             self._change.notify_all()
 
     def holds(self, folder: Path) -> bool:
-        """Returns whether the folder is still to be sent somewhere."""
+        """Returns whether the folder is still to be sent to at least one place."""
         with self._change:
             return any(folder == waiting for queue in self._queues.values() for waiting, _, _ in queue)
 
     def metrics(self) -> dict[str, float]:
-        """Returns folders times places so far: sent, failed, and waiting."""
+        """Returns the metrics upload/done, upload/failed and upload/waiting: folders times places so far."""
         with self._change:
             return {"upload/done": float(self._done), "upload/failed": float(len(self._problems)),
                     "upload/waiting": float(sum(map(len, self._queues.values())))}
 
     def end(self, seconds: float) -> dict:
-        """Waits up to `seconds` until every folder is sent or has failed. Returns the entry of summary.json; unsent
-        folders are logged too.
-        """
+        """Waits up to `seconds` until every folder is sent or has failed.
+
+        Returns the entry of summary.json: {"to": places, "done": count, "failed": [text], "unfinished": [text]}.
+        Failed and unfinished uploads are logged as errors too."""
         with self._change:
             self._change.wait_for(lambda: not any(self._queues.values()), seconds)
             left = [f"{name} to {url}" for url, queue in self._queues.items() for _, name, _ in queue]

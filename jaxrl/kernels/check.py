@@ -39,8 +39,10 @@ ROW, WINDOW = 256, 40
 
 
 class Verdict(NamedTuple):
-    """state: right, wrong (another result), failed (an error), refused (does not serve the case). error: as TOLERANCE.
-    """
+    """The result of checking one implementation of an op against the reference.
+
+    state: right, wrong (another result), failed (an error), refused (does not serve the case). error: largest
+    difference as a share of the reference's largest value. text: why, if it is not right."""
 
     op: str
     name: str
@@ -50,7 +52,7 @@ class Verdict(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Of attention: query heads, key-value heads, head size."""
+    """The sizes of attention: query heads, key-value heads, head size."""
 
     queries: int = 4
     groups: int = 2
@@ -58,7 +60,10 @@ class Heads(NamedTuple):
 
 
 def judged(op: str, name: str, dtype, compute, expected) -> Verdict:
-    """Compares the arrays of compute() and expected(); keeps the text of an error or a refusal."""
+    """Compares the arrays of compute() with those of expected(); returns a Verdict, with the text of an error or a
+    refusal.
+
+    dtype: whose TOLERANCE bounds the difference."""
     try:
         found = jax.device_get(compute())
     except NotImplementedError as e:
@@ -79,7 +84,8 @@ def _normal(seed: int, *shape, dtype) -> jax.Array:
 
 
 def packed_ids() -> packed.Ids:
-    """Returns two rows: a prompt that two completions share, two sequences of their own, padding."""
+    """Returns the Ids of two rows of ROW tokens: a prompt that two completions share; two sequences of their own and
+    padding."""
     segments, prefixes, positions = (np.zeros((2, ROW), np.int32) for _ in range(3))
     for row, (start, stop, segment, prefix, first) in [
             (0, (0, 60, 1, 0, 0)), (0, (60, 130, 2, 1, 60)), (0, (130, 230, 3, 1, 60)),
@@ -91,7 +97,9 @@ def packed_ids() -> packed.Ids:
 
 
 def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
-    """Checks forward and gradients of queries, keys and values, without a window and with one."""
+    """Checks one implementation of attention, forward and gradients, without a window and with one; returns a Verdict.
+
+    sinks: whether heads have sinks. Rows are those of `packed_ids`; padding is poisoned."""
     ids, real = packed_ids(), packed_ids().q_segments > 0
     poison = jnp.where(real, 1.0, POISON)[..., None, None]
     q = _normal(0, 2, ROW, heads.queries, heads.size, dtype=dtype)
@@ -117,7 +125,9 @@ def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 
 
 
 def cached_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
-    """Checks one query per slot over a cache; what lies after a slot's position is poisoned, one slot is idle."""
+    """Checks one implementation of decoding attention, without a window and with one; returns a Verdict.
+
+    One query per slot over a cache. What lies after a slot's position is poisoned, one slot is idle."""
     positions = jnp.asarray([0, 1, 63, 64, 130, ROW - 1, 200, ROW], jnp.int32)[:, None]
     live, slots = positions[:, 0] < ROW, len(positions)
     behind = jnp.where(jnp.arange(ROW)[None] > positions, POISON, 1.0)[None, ..., None]
@@ -144,7 +154,7 @@ def cached_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 
 
 
 def logprobs(dtype) -> Verdict:
-    """Checks log-prob and entropy from hidden states, and their gradients, chunked."""
+    """Checks chunked log-prob and entropy from hidden states, and their gradients; returns a Verdict."""
     hidden, head = _normal(0, 2, 96, 64, dtype=dtype), _normal(1, 64, 1000, dtype=dtype) / 8
     targets = jnp.asarray(np.random.default_rng(2).integers(0, 1000, (2, 96)), jnp.int32)
     valid = jnp.arange(96)[None] < jnp.asarray([[96], [50]])
@@ -163,12 +173,13 @@ def logprobs(dtype) -> Verdict:
 
 
 def gated(gate, up):
+    """Returns silu(gate) * up, elementwise: the default activation of a checked layer."""
     return jax.nn.silu(gate) * up
 
 
 class Experts(NamedTuple):
-    """Of a layer: hidden size, an expert's width, its activation and what that is called, whether products have biases,
-    whether experts have a gate."""
+    """The sizes of a layer of experts: hidden size, an expert's width, its activation and the name of that, whether
+    products have biases, whether experts have a gate."""
 
     size: int = 64
     width: int = 64
@@ -179,8 +190,9 @@ class Experts(NamedTuple):
 
 
 def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
-    """Checks a layer of four experts, two for a token, of which one has several blocks of rows and one has none, and
-    its gradients."""
+    """Checks output and gradients of one implementation of a layer of experts; returns a Verdict.
+
+    Four experts, two for a token, of which one has several blocks of rows and one has none."""
     tokens, count, (size, width, activation, _, biases, gate) = 200, 4, layer
     x, draw = _normal(0, tokens, size, dtype=dtype), np.random.default_rng(5)
     other = np.where(np.arange(tokens) < 20, 1, np.where(np.arange(tokens) < 150, 3, -1))
@@ -211,7 +223,7 @@ def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
 
 
 class Recurrence(NamedTuple):
-    """Of a recurrent layer: value heads of a key head, key size, value size, whether it has a delta."""
+    """The sizes of a recurrent layer: value heads of a key head, key size, value size, whether it has a delta."""
 
     repeats: int = 2
     key: int = 64
@@ -220,8 +232,10 @@ class Recurrence(NamedTuple):
 
 
 def recurrent_layer(name: str, dtype, layer: Recurrence = Recurrence()) -> Verdict:
-    """Checks output, last state and gradients of two key heads, in rows of 17 and 18 chunks: a prompt that three
-    completions share, two sequences of their own, padding."""
+    """Checks output, last state and gradients of one implementation of a recurrent layer; returns a Verdict.
+
+    Two key heads, rows of 17 and 18 chunks: a prompt that three completions share, two sequences of their own,
+    padding."""
     segments, prefixes = np.zeros((2, 2, 1024), np.int32)
     for row, start, stop, segment, prefix in [
             (0, 0, 200, 1, 0), (0, 200, 500, 2, 1), (0, 500, 1000, 3, 1), (0, 1000, 1010, 4, 1),
@@ -250,7 +264,9 @@ def recurrent_layer(name: str, dtype, layer: Recurrence = Recurrence()) -> Verdi
 
 
 def everything(dtype) -> list[Verdict]:
-    """Checks every implementation of every op that this platform may run, the first choice first."""
+    """Checks every implementation of every op that this platform may run, the first choice first; returns the Verdicts.
+
+    dtype: of the inputs, a key of TOLERANCE."""
     out = [packed_attention(name, dtype) for name in packed.ORDERS[platform()]]
     out += [cached_attention(name, dtype) for name in cached.ORDERS[platform()]]
     out += [logprobs(dtype), *(expert_layer(name, dtype) for name in experts.ORDERS[platform()])]
@@ -284,7 +300,8 @@ WIDEST = 2048  # of the experts that are looked at
 
 
 def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> dict[str, str]:
-    """Does the same for the kernels of experts, for this layer's sizes."""
+    """Returns the kernels of experts that do not agree with the reference for this layer's sizes -> why; as
+    `first_use`."""
     layer = layer._replace(width=min(layer.width, WIDEST))
     case = dtype, layer.size, layer.width, layer.called, layer.biases, layer.gate
     names = experts.ORDERS[platform()][:-1]
@@ -293,7 +310,8 @@ def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> d
 
 
 def first_use_of_recurrence(dtype, layer: Recurrence, memory: Path | None = None) -> dict[str, str]:
-    """Does the same for the kernels of recurrent layers, for this layer's sizes."""
+    """Returns the kernels of recurrent layers that do not agree with the reference for these sizes -> why; as
+    `first_use`."""
     names = recurrences.ORDERS[platform()][:-1]
     return _first_use("recurrence", names, lambda name: [recurrent_layer(name, dtype, layer)],
                       (attention_op, recurrence_op), (dtype, *layer), memory)

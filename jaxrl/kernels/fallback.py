@@ -12,13 +12,14 @@ _distrusted: dict[str, set[str]] = {}  # op -> implementations that "auto" does 
 
 
 def distrust(op: str, names) -> None:
-    """Excludes these implementations of an op from "auto": kernels.check found that they do not agree with the
-    reference. Before anything is compiled: programs keep what they were made with."""
+    """Excludes these implementations of an op from "auto" in this process: kernels.check found that they are wrong.
+
+    Call it before anything is compiled: compiled programs keep their implementation."""
     _distrusted[op] = set(names)
 
 
 def trusted(op: str, order: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns an order of "auto" without what is not trusted; its last, XLA's, always stays."""
+    """Returns `order` without the names that `distrust` excluded; its last, XLA's, always stays."""
     return tuple(name for name in order[:-1] if name not in _distrusted.get(op, ())) + order[-1:]
 
 
@@ -39,4 +40,5 @@ def first_that_serves(op: str, names, ask, silent=()):
 
 @functools.cache
 def say_once(op: str, name: str, reason: str) -> None:
+    """Logs a warning that implementation `name` does not serve this model, and why; once per distinct text."""
     log.warning("%s: %s does not serve this model (%s); the next implementation runs", op, name, reason)

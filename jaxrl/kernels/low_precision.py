@@ -120,8 +120,9 @@ DEFAULT = "default"  # of train.matmul: products of the compute dtype's numbers
 
 
 def check(name: str, kind: str, emulated: bool) -> None:
-    """Raises ConfigError where no product of these numbers is known for a platform and none was asked to be
-    emulated."""
+    """Raises ConfigError for a scheme that a platform cannot compute, unless it is to be emulated.
+
+    name: a key of SCHEMES or DEFAULT. kind: of the platform. emulated: train.matmul_emulated."""
     if name != DEFAULT and kind not in SCHEMES[name].native and not emulated:
         there = [other for other, scheme in SCHEMES.items() if kind in scheme.native]
         raise ConfigError(f"train.matmul={name}: jaxrl has no product of such numbers for a {kind}; set train.matmul "
@@ -130,14 +131,16 @@ def check(name: str, kind: str, emulated: bool) -> None:
 
 
 def sampled(name: str) -> str:
-    """Returns the scheme of the embedded sampler beside a trainer's: the same, unless a sample depended on its
-    neighbours."""
+    """Returns the scheme of the embedded sampler for a trainer's: the same, but DEFAULT where a row's result would
+    depend on the rows beside it."""
     return name if name == DEFAULT or SCHEMES[name].by_row else DEFAULT
 
 
 def contracted(name: str, a, b, over_a: tuple[int, ...], over_b: tuple[int, ...], roles=(INPUT, WEIGHT)):
-    """Returns the product of two arrays over these axes, as of jax.lax.dot_general without batch axes, of what the
-    scheme rounds them to; in fp32, float64 where a is."""
+    """Returns the product of what a scheme rounds two arrays to, summed over axes over_a of a and over_b of b.
+
+    In fp32, or float64 where a is; shape as of jax.lax.dot_general without batch axes. name: a key of SCHEMES.
+    roles: what a and b are, of INPUT, WEIGHT and so on."""
     scheme, acc = SCHEMES[name], jnp.promote_types(a.dtype, jnp.float32)
     (a, scale_a), (b, scale_b) = (scheme.coded(x, over, role) for x, over, role in (
         (a, over_a, roles[0]), (b, over_b, roles[1])))

@@ -16,7 +16,8 @@ NAME = "mosaic_gpu.dump_basename"  # of the files that MOSAIC_GPU_DUMP_TO asks f
 
 
 def name_after_content(lower):
-    """Lowers a Mosaic GPU kernel after naming it by its content."""
+    """Returns a lowering rule that names a Mosaic GPU kernel by the hash of its content before calling the rule
+    `lower`."""
 
     def lower_named(ctx, *args, module, **options):
         from jax._src.lib.mlir import ir

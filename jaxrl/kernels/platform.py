@@ -13,6 +13,7 @@ def platform(mesh=None) -> str:
 
 
 def cores() -> int:
-    """Returns cores that a kernel's parallel axes are spread over: 2 on a v5p, whose chip is one device; else 1."""
+    """Returns the number of cores that a kernel's parallel axes are spread over: 2 on a v5p, whose chip is one
+    device; else 1."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "num_cores", None) or 1

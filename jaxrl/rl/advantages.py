@@ -120,7 +120,7 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
 
 
 class EstimatorInputs(NamedTuple):
-    """The arguments of `advantages`, as its estimators take them."""
+    """The inputs of an advantage estimator: the arguments of `advantages`, described there."""
 
     options: Any
     traj: Any
@@ -135,41 +135,49 @@ class EstimatorInputs(NamedTuple):
 
     @property
     def present(self):
-        """[T] bool: loss tokens of sequences with a score."""
+        """Loss tokens of the sequences whose score is present: [T] bool."""
         return self.traj.spread(np.isfinite(self.scores)) & self.traj.loss_mask
 
     def scores_less_kl(self):
-        """Returns [N] scores minus kl.coef times the KL summed over each sequence."""
+        """Returns the scores [N] minus kl.coef times the KL summed over each sequence's loss tokens; the scores
+        without KL."""
         if self.kl is None:
             return self.scores
         return self.scores - self.options.kl.coef * self.traj.total(self.kl)
 
     def relative_to_group(self, scores):
-        """Returns ([N] scores minus baseline, over scale; [N] bool, sequences of groups without signal)."""
+        """Computes `group_advantages` of scores [N] with the job's advantage_mean and advantage_std.
+
+        Returns ([N] float64, scores minus baseline over scale; [N] bool, sequences of groups without signal)."""
         return group_advantages(scores, self.traj.group, mean=self.options.advantage_mean,
                                 std=self.options.advantage_std, baseline_N=self.baseline)
 
     def token_rewards(self, values):
-        """Returns [T] rewards that add up to each sequence's entry in values [N]."""
+        """Returns rewards [T] float64 that add up to each sequence's entry in `values` [N], minus kl.coef times the KL
+        per token.
+
+        See algorithms.token_rewards; sequences without a score get 0."""
         traj, of_turns = self.traj, self.traj.columns.get("reward")
         return token_rewards(np.where(np.isfinite(self.scores), values, np.nan), traj.loss_mask, traj.spans, self.kl,
                              self.options.kl.coef, None if of_turns is None else self.scale * of_turns.astype(float))
 
     @property
     def turn_arguments(self) -> tuple:
-        """The arguments that turn_advantages and anchor_advantages share."""
+        """The arguments (mask_T, offsets, groups_N, present_N, gamma) that turn_advantages and anchor_advantages
+        share."""
         traj = self.traj
         return traj.loss_mask, traj.spans, traj.group, np.isfinite(self.scores), self.options.turn_gamma
 
 
 def outcome(inputs: EstimatorInputs) -> Advantages:
-    """Returns each sequence's group-relative score at all its loss tokens."""
+    """Computes one advantage per sequence, its score (less its KL) relative to its group, at all its loss tokens."""
     numbers, zero = inputs.relative_to_group(inputs.scores_less_kl())
     return Advantages(inputs.traj.spread(numbers), None, zero)
 
 
 def returns(inputs: EstimatorInputs) -> Advantages:
-    """Returns the discounted (gamma) sum of rewards from each token on."""
+    """Computes the discounted (gamma) sum of token rewards from each loss token on, of scores relative to their
+    groups."""
     numbers, zero = inputs.relative_to_group(inputs.scores)
     traj = inputs.traj
     tokens = token_returns(inputs.token_rewards(numbers), traj.loss_mask, traj.spans, inputs.options.gamma)
@@ -177,7 +185,10 @@ def returns(inputs: EstimatorInputs) -> Advantages:
 
 
 def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
-    """Computes generalized advantage estimation; the critic's targets use critic_lam if it is set."""
+    """Computes generalized advantage estimation with the critic's values (algorithms.gae).
+
+    lam, or lam_alpha's length-adaptive lambda, is the advantages'; the critic's targets use critic_lam if it is set,
+    else lam. The targets of sequences without a score are the critic's own values."""
     options, traj, values = inputs.options, inputs.traj, np.asarray(inputs.values)
     numbers, zero = inputs.relative_to_group(inputs.scores)
     steps = inputs.token_rewards(numbers), values, traj.loss_mask, traj.spans, options.gamma
@@ -188,14 +199,19 @@ def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
 
 
 def turn_advantage(inputs: EstimatorInputs) -> Advantages:
-    """Returns the rewards from each turn on, minus those of the group's other members."""
+    """Computes the rewards from each turn on, minus the mean of the group's other members
+    (algorithms.turn_advantages)."""
     rewards, number = inputs.token_rewards(inputs.scores), inputs.traj.columns.get("turn")
     tokens = turn_advantages(rewards, number, *inputs.turn_arguments)
     return Advantages(tokens, None, without_signal(inputs.traj, tokens))
 
 
 def gigpo(inputs: EstimatorInputs) -> Advantages:
-    """Returns outcome advantages plus anchor_coef times the advantage among turns of the group in the same state."""
+    """Computes GiGPO: outcome advantages plus anchor_coef times the advantage among the group's turns in the same
+    state.
+
+    See algorithms.anchor_advantages. Metric: advantage/anchored_fraction, the share of loss tokens with such an
+    advantage."""
     options, traj = inputs.options, inputs.traj
     numbers, _ = inputs.relative_to_group(inputs.scores_less_kl())
     anchor = traj.columns.get("anchor", np.zeros(len(traj.tokens), np.int64))
@@ -207,7 +223,10 @@ def gigpo(inputs: EstimatorInputs) -> Advantages:
 
 
 def dpo(inputs: EstimatorInputs) -> Advantages:
-    """Returns advantages whose policy gradient is DPO's, for the best and the worst completion of each group."""
+    """Computes advantages whose policy gradient is DPO's on the best and the worst completion of each group (OAIF).
+
+    See algorithms.preferred_advantages; beta is kl.coef. Metrics: advantage/pairs_fraction (pairs over groups) and
+    advantage/pairs_margin (mean beta times the lead of the best, in nats)."""
     traj, beta = inputs.traj, inputs.options.kl.coef
     ratios = np.where(traj.total() > 0, traj.total(inputs.kl), np.nan)
     numbers, pairs = preferred_advantages(inputs.scores, traj.group, ratios, beta)

@@ -33,10 +33,12 @@ from jaxrl.telemetry import dumps, write_atomic
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Estimates, without bias, the chance that one of k samples is right: 1 - C(n-c, k) / C(n, k).
+    """Returns the unbiased estimate of the chance that at least one of k completions is right: 1 - C(n-c, k) / C(n, k).
 
-    n samples, c of them correct (arXiv 2107.03374, eq. 1).
-    """
+    Args:
+      correct: c of the n completions. samples: n. k: at most n.
+
+    Source: arXiv 2107.03374, eq. 1."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -113,8 +115,13 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
 
 
 def accurate(job, traj, examples, texts, result):
-    """Returns (RewardResult with the reward model's scores, the scores that decide accuracy [N], whether each
-    completion is accurate [rows, samples])."""
+    """Adds the reward model's scores, if there is one, and decides which completions are accurate.
+
+    A completion is accurate if its raw value of the reward eval.accuracy_from (the first reward if empty) is at least
+    reward.pass_mark. Aborted completions have the score NaN and are not accurate.
+
+    Returns:
+      (RewardResult, scores [N] float64, accurate [rows, eval.samples] bool)."""
     c = job.config
     if job.reward_model is not None:
         result = job.reward_model.add_scores(with_own_pictures(traj, examples), examples, texts, result)
@@ -171,7 +178,8 @@ def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str
 
 
 def stop_overdue(s):
-    """Returns a function that says whether run.stop_seconds have passed since it first saw a requested stop."""
+    """Returns a function () -> bool: whether run.stop_seconds have passed since its first call after a stop was
+    requested."""
     seen = []
 
     def overdue() -> bool:
@@ -219,7 +227,8 @@ def write_records(run_dir, step: int, rows: dict[str, list[dict]], keep: bool = 
 
 
 def summary(metrics: dict[str, float]) -> dict:
-    """Nests metrics "eval/..." as summary.json holds them (`eval_before`, `eval_after`): over all sets, and per set."""
+    """Returns metrics "eval/<name>" and "eval/<set>/<name>" as summary.json nests them: {name: value, "sets": {set:
+    {name: value}}}."""
     out: dict = {"sets": {}}
     for key, value in metrics.items():
         name, _, of_set = key.removeprefix("eval/").partition("/")
@@ -231,10 +240,10 @@ def summary(metrics: dict[str, float]) -> dict:
 
 
 def publish_latest(s, job):
-    """Loads the latest checkpoint's weights, or else the model of the config, and hands them to the engine if any.
+    """Loads the latest checkpoint's weights, or else the model of the config, and hands them to the engine if there is
+    one.
 
-    Also opens telemetry, which then writes no metrics. Returns (parameters, the path they come from).
-    """
+    Also opens telemetry, which then writes no metrics. Returns (parameter tree, the path they come from)."""
     c = job.config
     optimizer, _ = parameters.policy_optimizer(job, 1)
     state = parameters.abstract_state(job, optimizer)

@@ -47,14 +47,18 @@ class RecordedStep:
         self.usable = then is not None and not self.changed_options
 
     def outcomes(self, i: int) -> dict:
-        """Returns the i-th completion's rewards as one record of RewardResult.records()."""
+        """Returns the i-th completion's rewards as one record of RewardResult.records(): {"parts", "outcomes",
+        "metrics"}."""
         recorded = self.header["outcomes"][i]
         parts = {name: float(self.parts[name][i]) for name in self.functions if np.isfinite(self.parts[name][i])}
         noted = {name: {k: float(x) for k, x in own.items()} for name, own in self.header["noted"][i].items()}
         return {"parts": parts, "outcomes": {**dict.fromkeys(parts, "ok"), **recorded}, "metrics": noted}
 
     def result_for(self, i: int, request, wants_support: bool, wants_routes: bool) -> Result | None:
-        """Returns the i-th completion as the result of a request; None if its prompt, seed or adapter differs."""
+        """Returns the i-th completion as the Result of a request.
+
+        None if its prompt, seed or adapter differs, or if it lacks the sampled support or the routes that are
+        wanted."""
         traj, at = self.traj, self.sampled[i]
         first, last, size = *traj["offsets"][i:i + 2], traj["prompt_lengths"][i]
         adapter = self.columns["adapter"][first] if "adapter" in self.columns else 0
@@ -157,7 +161,10 @@ class ForkSource:
         return None
 
     def score(self, pool, items, recorded: list[dict | None] | None = None, **how):
-        """Scores items as RewardPool.score does, reusing recorded rewards of the same functions and inputs."""
+        """Scores items as RewardPool.score does, with the same arguments, result and errors, reusing recorded rewards
+        of the same functions and inputs.
+
+        A function that scores items together is reused for a whole call or not at all."""
         steps = list(self.steps.values())
         recorded = list(recorded or [None] * len(items))
         keys = pool.keys() if steps else {}
@@ -189,7 +196,10 @@ class ForkSource:
             self.counts.setdefault(self.s.step + 1, Counter()).update([what] if isinstance(what, str) else what)
 
     def metrics(self) -> dict[str, float]:
-        """Returns how many completions and rewards the last completed step reused and computed."""
+        """Returns the last completed step's counts fork/answers_taken, fork/answers_sampled, fork/rewards_taken and
+        fork/rewards_computed.
+
+        "taken" counts recorded completions and rewards that were reused."""
         own = self.counts.get(self.s.step, Counter())
         total = lambda kind: float(sum(n for name, n in own.items() if name.startswith(f"{kind}/")))  # noqa: E731
         answers = {f"fork/{kind}": float(own[kind]) for kind in ("answers_taken", "answers_sampled")}
@@ -221,31 +231,41 @@ class CachedEngine(Engine):
 
     @property
     def info(self):
+        """The wrapped engine's EngineInfo."""
         return self._engine.info
 
     def submit(self, requests) -> None:
+        """Takes the results of requests that the fork's source recorded; passes the other requests to the wrapped
+        engine."""
         found = {r.id: self._fork.find_result(r) for r in requests}
         self._engine.submit([r for r in requests if found[r.id] is None])
         self._ready += [result for result in found.values() if result is not None]
 
     def poll(self, deadline_s: float) -> list[Result]:
+        """Returns recorded results at once, with those that the wrapped engine has; else waits for it at most
+        deadline_s seconds."""
         ready, self._ready = self._ready, []
         return ready + self._engine.poll(0.0 if ready else deadline_s)
 
     def abort(self, ids=None) -> None:
-        """Aborts requests that were passed on; recorded results are still returned whole."""
+        """Aborts the requests with these ids (None = all) that were passed on; recorded results are still returned
+        whole."""
         ready = {r.id for r in self._ready}
         self._engine.abort(ids and [i for i in ids if i not in ready])
 
     def publish(self, params, version: int) -> None:
+        """Hands weights to the wrapped engine and loads the records that apply to them (ForkSource.on_publish)."""
         self._engine.publish(params, version)
         self._fork.on_publish(int(version))
 
     def metrics(self) -> dict[str, float]:
+        """Returns the wrapped engine's metrics and ForkSource.metrics."""
         return self._engine.metrics() | self._fork.metrics()
 
     def health(self):
+        """Returns the wrapped engine's Health."""
         return self._engine.health()
 
     def close(self) -> None:
+        """Closes the wrapped engine."""
         self._engine.close()

@@ -15,8 +15,9 @@ log = logging.getLogger("jaxrl")
 
 
 def accuracy_rewards(spec, result):
-    """Returns [N] raw values of the reward that defines accuracy (eval.accuracy_from); of the first reward where that
-    one is used in evaluation only. result: RewardResult."""
+    """Returns the raw values [N] of the reward that defines accuracy (eval.accuracy_from), NaN where absent.
+
+    Those of the first reward where that one is used in evaluation only. result: RewardResult."""
     return result.parts.get(spec.eval.accuracy_from, next(iter(result.parts.values())))
 
 
@@ -83,7 +84,10 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
 
 
 def source_metrics(batch, sources) -> dict[str, float]:
-    """Returns the mean lengths and rewards of each data source. sources: [N] names, "" = none."""
+    """Returns source/<name>/length (tokens), source/<name>/reward and source/<name>/reward/<part>: means per data
+    source.
+
+    Rewards are shaped for the total and raw for the parts; absent ones are left out. sources: [N] names, "" = none."""
     out, lengths, scores = {}, batch.traj.total(), batch.shaped
     for name in sorted(set(sources.tolist()) - {""}):
         mine = sources == name

@@ -41,13 +41,16 @@ def may_precompile(platform: str, processes: int) -> bool:
 
 
 def columns(c, objective) -> dict:
-    """Returns name -> (dtype, further dimensions) of the columns that an objective reads."""
+    """Returns name -> (dtype, further dimensions) of the token columns that an objective reads. c: config of the
+    job."""
     return {name: (jnp.int32, (c.rollout.top_k,)) if name == "support" else (jnp.float32, ())
             for name in objective.columns}
 
 
 def routes(c, job, *where) -> int:
-    """Returns the expert ids per token of a batch that replays routes of one of these kinds, else 0."""
+    """Returns the number of expert ids per token of a batch that replays routes of one of the kinds in `where`, else 0.
+
+    Kinds are values of algorithm.routes, such as "sampled" and "scored"."""
     return job.model.config.routes if c.algorithm.routes in where else 0
 
 
@@ -103,14 +106,17 @@ def update_batch(job, objective, shape, kept: bool = True) -> PackedBatch:
 
 
 def shaped(tree, where):
-    """Returns the shapes of `tree` with the shardings `where`, one or a tree of them."""
+    """Returns the tree's jax.ShapeDtypeStructs with the shardings `where`: one sharding for all leaves, or a tree of
+    them."""
     shape = lambda s, w: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=w, weak_type=s.weak_type)  # noqa: E731
     return jax.tree.map(lambda s: shape(s, where), tree) if isinstance(where, jax.sharding.Sharding) else (
         jax.tree.map(shape, tree, where))
 
 
 def update_sums(job, update, state, microbatch) -> tuple:
-    """Returns (gradients, metrics) that an update accumulates, as shapes. state: a TrainState of arrays or shapes."""
+    """Returns (gradients, metrics) that an update accumulates over microbatches, as trees of jax.ShapeDtypeStruct.
+
+    Gradients are sharded as their parameters; metrics are replicated. state: a TrainState of arrays or shapes."""
     grads, metrics = jax.eval_shape(update.compiled(state)[0], state.trainable, state.frozen, microbatch)
     return (shaped(grads, jax.tree.map(lambda p: p.sharding, state.trainable)),
             shaped(metrics, sharding.replicated(job.mesh)))
@@ -173,7 +179,7 @@ class UpdatePrecompiler:
             before_update.append(observe)
 
     def close(self) -> None:
-        """Stops the thread."""
+        """Stops the background thread; programs that it has not begun are compiled by the update that calls them."""
         self.compiler.stop()
 
     def _expected(self) -> tuple[int, int, int]:

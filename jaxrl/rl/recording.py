@@ -56,7 +56,7 @@ class Recording:
         return bool(self.options.every) and (step - 1) % self.options.every == 0
 
     def hash_states(self) -> states.Look:
-        """Digests the states that the step trains; dispatches programs and waits for none."""
+        """Digests the states that the step trains, on the device; dispatches programs and waits for none."""
         return states.look_at(trained_states(self.roles), bool(self.s.spec.train.router_bias_rate))
 
     def before_update(self, batch, prepared) -> None:
@@ -95,7 +95,8 @@ class Recording:
         files.keep_newest(self.folder, self.options.last)
 
     def summary(self) -> dict:
-        """Returns the entry `record` of summary.json: steps, bytes and tokens recorded."""
+        """Returns the entry `record` of summary.json: steps, bytes and tokens recorded, bytes per token; {} if
+        nothing was."""
         if not self.steps:
             return {}
         return {"record": {"steps": self.steps, "bytes": self.bytes, "tokens": self.tokens,
@@ -123,7 +124,7 @@ def sampling_options(spec) -> dict:
 
 
 def batch_arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """Returns the arrays of a batch, by their names in a record."""
+    """Returns the host arrays of a batch under their names in a record: traj/*, token/*, batch/*, reward/*."""
     traj = batch.traj
     out = {f"traj/{name}": getattr(traj, name) for name in OF_TOKENS}
     out |= {f"token/{name}": x for name, x in traj.columns.items()}

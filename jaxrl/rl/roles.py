@@ -60,10 +60,10 @@ class Roles:
             self.reference = kind(job, self.scorer(job, "reference"))
 
     def scorer(self, job, role: str):
-        """Returns score(params, traj, layout) -> [T] log-probs, compiled for a role's devices.
+        """Returns score(params, traj, layout) -> [T] log-probs of the sampled tokens in nats, compiled for a role's
+        devices.
 
-        The policy has its adapters, any other role none.
-        """
+        The policy has its adapters, any other role none. role: "policy", "reference", or another name of a role."""
         model = job.model if role == "policy" else job.model.base
         scored = job.config.algorithm.routes == "scored"
         if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model and not scored:
@@ -73,7 +73,7 @@ class Roles:
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The parameters that train, with their optimizer; made on first use."""
+        """The parameters that train, with their optimizer: a Policy, made on first use."""
         policy = Policy(self.job, self.loss, self.total_steps * self.updates_per_step, self.score)
         if self.reference is not None:
             self.reference.policy = policy
@@ -81,7 +81,7 @@ class Roles:
 
     @property
     def parts(self) -> list:
-        """The roles that a checkpoint holds besides the policy (see Session.restore)."""
+        """The roles that a checkpoint holds besides the policy, in order: critic and reference, where they exist."""
         return [part for part in (self.critic, self.reference) if part is not None]
 
     def report_corrections(self, s, engine) -> None:
@@ -155,10 +155,10 @@ class Roles:
         return {} if self.reference is None else self.reference.after_step(self.policy, step, epoch)
 
     def kl(self, columns):
-        """Returns the [T] KL estimates that are subtracted from the reward, or None if kl.placement is not the reward.
+        """Returns the KL estimates [T] in nats that are subtracted from the reward; None if kl.placement is not the
+        reward.
 
-        columns: as of `columns`, with old and ref.
-        """
+        columns: as of `columns`, with old and ref."""
         c = self.config
         return kl_value(columns["old"], columns["ref"], c.algorithm.kl.estimator) if c.kl_in_reward else None
 

@@ -130,10 +130,9 @@ class Rollouts:
 
     @classmethod
     def open(cls, s, job, **changes) -> Rollouts:
-        """Opens the rollouts of a job (run.setup.open_run), which the session closes.
+        """Opens the rollouts of a job (run.setup.open_run); the session closes them at its end.
 
-        changes: arguments of Rollouts that differ from the job's.
-        """
+        changes: arguments of Rollouts that replace the job's."""
         own = {"engine": job.engine, "stream": s.stream, "rewards": job.rewards, "decode": job.decode,
                "reward_model": job.reward_model, "steps": s.total_steps, "images": job.images}
         return s.close_at_end(cls(job.config, s, **own | changes))
@@ -309,11 +308,15 @@ class Rollouts:
                      metrics, passed, addresses)
 
     def publish(self, params, version: int) -> None:
-        """Hands the weights after `version` completed steps to the engine."""
+        """Hands the weights after `version` completed steps to the engine. Raises TimeoutError as queue.publish
+        does."""
         self.queue.publish(params, version, self.spec.rollout.timeout_seconds, self.session.interrupted)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Returns the staleness of a released batch and the number of groups that are sampled ahead."""
+        """Returns metrics of a released batch; {} where nothing is sampled ahead.
+
+        staleness/mean and staleness/max are over its loss tokens; rollout/ahead_groups counts the groups sampled
+        ahead, rollout/ahead_answered those of this process that are complete."""
         if batch.staleness is None:
             return {}
         own, groups = batch.staleness[batch.traj.loss_mask], self.queue.groups.values()
@@ -324,7 +327,7 @@ class Rollouts:
     # ---- a part of checkpoints
 
     def abstract(self):
-        """Returns shapes of the arrays that the resumed checkpoint holds (see Session.restore)."""
+        """Returns the shapes of the arrays that the resumed checkpoint holds: number of a process -> [bytes] uint8."""
         sizes = (self.session.resumed_part(self.name) or {}).get("sizes", ())
         return {str(i): np.zeros(n, np.uint8) for i, n in enumerate(sizes)}
 
@@ -349,7 +352,8 @@ class Rollouts:
         return {"state": state, "sizes": [len(p) for p in self._payloads]}
 
     def arrays(self):
-        """Returns the arrays that belong to the last `host`: the encoded completions of each process."""
+        """Returns the arrays that belong to the last `host`: number of a process -> its encoded completions, [bytes]
+        uint8."""
         return {str(i): np.frombuffer(p, np.uint8) for i, p in enumerate(self._payloads)}
 
 
@@ -377,8 +381,13 @@ def completed(groups, kind: str) -> list:
 
 
 def has_signal(criterion, traj, texts, result, members) -> bool:
-    """Whether a group has a gradient: its raw total scores differ, or those of the reward that `criterion` names, or
-    the function `criterion` returns true for it. members: [N] bool."""
+    """Returns whether a prompt group has a gradient.
+
+    Args:
+      criterion: a function of a dict (scores, rewards, completions, lengths, truncated of the group) that returns a
+        bool; or the name of a reward; or None. Without a function, a group has signal if at least two of the raw scores
+        (of that reward, else the total) are present and the largest exceeds the smallest by 1e-8 or more.
+      members: [N] bool, the group's completions in traj, texts and result."""
     where = np.flatnonzero(members)
     if callable(criterion):
         return bool(criterion({
@@ -391,7 +400,10 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
 
 
 def normalize_scores(scores, groups, mean: str, std: str) -> np.ndarray:
-    """Normalises scores [N] over their groups or the batch per reward.norm_mean and norm_std; NaN (absent) stays."""
+    """Returns scores [N] normalised over their groups or the batch, float64; NaN (absent) stays NaN.
+
+    Args:
+      groups: [N] group ids. mean, std: reward.norm_mean and norm_std, see algorithms.group_advantages."""
     out, _ = group_advantages(scores, groups, mean=mean, std=std)
     return np.where(np.isfinite(scores), out, np.nan)
 

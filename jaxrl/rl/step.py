@@ -111,7 +111,10 @@ def one_step(loop: Loop) -> StepResult | None:
 
 
 def next_while_resting(s: Session, job: Job, policy, rollouts: Rollouts, progress):
-    """Returns `rollouts.next(progress)`, during which the policy rests; the sampler rests after it (mesh.roles)."""
+    """Samples the next batch while the policy rests in host memory; afterwards the sampler rests, if mesh.roles says
+    so.
+
+    Returns what `rollouts.next(progress)` returns: a Batch, or None if a stop was requested."""
     with policy.resting(job.engine):
         batch = rollouts.next(progress)
     if batch is not None and not s.stopping() and job.rests("sampler"):
@@ -248,10 +251,10 @@ def make_loss_weigher(spec, batch, columns):
 
 
 def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, float]:
-    """Returns the host metrics of one step: of its completions, its advantages and the critic's values.
+    """Returns name -> value of the host metrics of one step: of its completions, its advantages and the critic's
+    values.
 
-    per_completion: [N] mean advantage over the loss tokens of each completion.
-    """
+    per_completion: [N] mean advantage over the loss tokens of each completion."""
     found, mask = prepared.advantages, batch.traj.loss_mask
     out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics
     if prepared.values is not None:
@@ -265,5 +268,5 @@ def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, f
 
 
 def minibatch_seed(root: int, step: int) -> int:
-    """Returns the seed of a step's minibatch shuffle. root: run.seed. step: completed steps."""
+    """Returns the seed of a step's minibatch shuffle, an unsigned 32-bit int. root: run.seed. step: completed steps."""
     return int(np.asarray(jax.random.bits(jax.random.fold_in(jax.random.key(root), step))))

@@ -38,7 +38,10 @@ def k3(before, after, mask) -> float:
 
 @jax.jit
 def interpolate(before: dict, after: dict, scale):
-    """Returns before + scale (after - before), computed in fp32, in each array's dtype; exactly `before` at scale 0."""
+    """Returns before + scale (after - before), computed in fp32 and returned in each array's dtype; exactly `before` at
+    scale 0.
+
+    before, after: flat dicts of parameters with the same names. scale: a scalar."""
     def one(a, b):
         return jnp.where(scale == 0, a, (a + scale * (b.astype(jnp.float32) - a.astype(jnp.float32))).astype(a.dtype))
 
@@ -69,7 +72,10 @@ class StepLimit:
         return k3(self.before, self._logprobs(), self.traj.loss_mask)
 
     def enforce(self, limit: float) -> dict[str, float]:
-        """Scales the step back until its KL is at most `limit` nats per token, or rejects it. Returns metrics."""
+        """Scales the step back until its KL is at most `limit` nats per token, or undoes it after TRIES attempts.
+
+        Returns the metrics policy/step_kl (KL of the step that was kept), policy/step_kl_asked (of the whole step)
+        and policy/step_scale (share that was kept; 0 = undone)."""
         before, scale = self._kl(), 1.0
         made, after, where = before, self.policy.state.trainable, None
         for _ in range(TRIES):

@@ -241,7 +241,7 @@ COLUMNS = {"tokens": "tokens", "logprobs": "logprobs", "kept": "log_kept_mass", 
 
 
 def results_to_bytes(results: list[Result], meta) -> bytes:
-    """Encodes results and a JSON-able `meta` for other processes and checkpoints."""
+    """Encodes engine results and a JSON-able `meta` as bytes, for other processes and checkpoints."""
     columns = COLUMNS if results else {}
     flat = {name: np.concatenate([getattr(r, own) for r in results]) for name, own in columns.items()}
     if support := [r.support for r in results if r.support is not None]:  # an aborted result may have none
@@ -263,7 +263,7 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
 
 
 def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
-    """Decodes the bytes of `results_to_bytes`. Returns (results, meta)."""
+    """Decodes the bytes of `results_to_bytes`. Returns (list of Result, meta), equal to what was encoded."""
     (meta, rows), flat = decode(data)
     out, at, added, routed, held, begin = [], 0, 0, 0, {}, 0
     for number, size in zip(flat.get("shown_of", ()), flat.get("shown_sizes", ()), strict=True):

@@ -91,7 +91,9 @@ def check_callbacks(callbacks) -> tuple:
 
 
 def hooks_of(callback) -> dict[str, tuple[str, Callable]]:
-    """Returns hook -> (name for messages, function). An object with hooks counts as such even if it is callable."""
+    """Returns name of a hook -> (name for messages, function) of a callback: an object with hooks, or a function.
+
+    An object with hooks counts as such even if it is callable."""
     kind = type(callback).__name__
     found = {hook: (f"{kind}.{hook}", getattr(callback, hook)) for hook in HOOKS if hasattr(callback, hook)}
     if found or not callable(callback):
@@ -115,18 +117,17 @@ class Callbacks:
             self._due.append((hook, *[dict(x) if isinstance(x, dict) else x for x in arguments]))
 
     def after_line(self, metrics: dict[str, float], records=()) -> None:
-        """Calls functions, and the hooks that are due, after a line of metrics. records: of
-        its completions. See `call`."""
+        """Calls functions, and the hooks that are due, after a line of metrics. records: of its completions. Raises
+        as `call` does."""
         self._metrics = metrics
         self.due(FUNCTION)
         self.call(records)
 
     def call(self, records=()) -> None:
-        """Calls the hooks that are due. Collective.
+        """Calls the hooks that are due, on process 0. Collective.
 
-        Sets `ended_by` of the session, on every process, if a callback ends the run. Raises RunStopped on every
-        process if a callback fails.
-        """
+        records: of the last line's completions, for Step. Sets `ended_by` of the session, on every process, if a
+        callback ends the run. Raises RunStopped on every process if a callback fails."""
         s = self.session
         if not self.used:
             return
@@ -150,7 +151,9 @@ class Callbacks:
 
 
 def call_one(name: str, function, step: Step, *arguments) -> None:
-    """Calls a callback. Raises RunStopped if it fails, naming it with file and line."""
+    """Calls function(step, *arguments), a callback.
+
+    Raises RunStopped, with its name, file and line, if it raises."""
     try:
         function(step, *arguments)
     except Exception as e:  # it is the user's code

@@ -16,12 +16,12 @@ class Closers:
         self._closers = []
 
     def add(self, thing):
-        """Registers an object to be closed with the run; returns it."""
+        """Registers an object with a `close` method, which is called when the run ends; returns the object."""
         self._closers.append(thing.close)
         return thing
 
     def enter(self, context):
-        """Enters a context manager, and leaves it with the run."""
+        """Enters a context manager now, and exits it when the run ends."""
         context.__enter__()
         self._closers.append(lambda: context.__exit__(None, None, None))
 

@@ -40,10 +40,10 @@ def sets_to_complete(c, eval_sets: dict) -> dict:
 
 
 def load_data(c, inputs, tokenizer, eos: int, tools=(), images: ImageSource | None = None):
-    """Returns (training rows or None, held-out sets by name).
+    """Reads the job's data. Returns (training Dataset or None in run.mode=eval, held-out Datasets by name).
 
-    eos: token that ends supervised completions. tools: schemas of the tools that prompts offer.
-    """
+    eos: token that ends supervised completions. tools: schemas of the tools that prompts offer. images: the job's
+    ImageSource, or None. Raises DataError or ConfigError for data that cannot be used."""
     train_set: Any = None
     if c.run.mode != "eval":
         train_set = jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools, images)
@@ -97,7 +97,7 @@ def _refused(spec) -> str:
 
 
 def with_tower(config, inputs, images: ImageSource):
-    """Returns ModelInputs of the model with its tower, for a job whose rows hold images."""
+    """Returns ModelInputs of the model with its vision tower, for a job whose rows hold images."""
     m = config.model
     hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained",
                                images=True)
@@ -131,7 +131,9 @@ def check_judges(spec, images: ImageSource | None) -> None:
 
 
 def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, image_tokens: int = 0) -> int:
-    """Returns the most patches that the images of a prompt have; 0 without images. image_tokens: most of an episode."""
+    """Returns the largest number of patches that the images of one prompt have; 0 without images.
+
+    image_tokens: the most of an episode, if environments show images (times merge^2 patches each); 0 = none."""
     if images is not None and image_tokens:
         return image_tokens * images.merge**2
     datasets = [*([] if stream is None else [stream.dataset]), *eval_sets.values()]

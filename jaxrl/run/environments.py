@@ -27,10 +27,11 @@ def open_episode_pool(s) -> EpisodePool | None:
 
 
 def episode_engine(engine, pool: EpisodePool, spec, tokenizer, images=None):
-    """Returns an engine of episodes around an engine of turns. images: the job's ImageSource, None without images.
+    """Returns an EpisodeEngine, which runs episodes of `pool` with an engine that samples turns.
 
-    Raises ConfigError if the chat template cannot render new messages after sampled tokens.
-    """
+    images: the job's ImageSource; None without images. Warns if the template leaves out images in replies of tools.
+
+    Raises ConfigError if the chat template cannot render new messages after sampled tokens."""
     renderer = TurnRenderer(spec, tokenizer, pool.tools, images=None if images is None else images.tokens)
     shows = images is not None and spec.env.image_tokens > 0
     renderer.check(bool(pool.tools), shows)

@@ -25,12 +25,11 @@ HOST, LOOK_SECONDS = "127.0.0.1", 1.0
 
 
 def server_command(o: dict, options, port: int, cpu: bool, key: str) -> tuple[list[str], dict[str, str]]:
-    """Returns (command, environment) that start a judge's server.
+    """Returns (words of the command, environment variables to add) that start a judge's server.
 
     Args:
-      o: options of the judge. options: rollout.vllm, whose `python` and `log_level` are used.
-      cpu: whether the installed vLLM runs on CPUs. key: required by the endpoints under /v1, passed by environment.
-    """
+      o: options of the judge. options: rollout.vllm, whose `python` and `log_level` are used. port: to listen on.
+      cpu: whether the installed vLLM runs on CPUs. key: required by the endpoints under /v1, passed by environment."""
     flags = {"model": o["model"], "host": HOST, "port": port, "seed": 0, "uvicorn-log-level": "warning",
              "generation-config": "vllm"}
     if cpu:  # as for the policy's servers

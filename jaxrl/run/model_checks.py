@@ -37,7 +37,7 @@ def check_classifier(config, model_type: str) -> None:
 
 
 def check_tower(model) -> None:
-    """Raises ConfigError for several adapters on a model's tower, whose patches have no adapter of their own."""
+    """Raises ConfigError for several adapters on a model's vision tower, whose patches belong to no adapter."""
     adapter = model.adapter
     if adapter is not None and adapter.parts and any(t.name.startswith(TOWERS) for t in adapter.targets):
         raise ConfigError("lora.adapters with images: several adapters share a tower, which has none of its own; leave "

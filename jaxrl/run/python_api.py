@@ -15,12 +15,13 @@ from jaxrl.run.callbacks import check_callbacks
 
 
 class PythonInputs(NamedTuple):
-    """Objects of jaxrl.train that replace options of the config; None where the option applies.
+    """The Python objects of jaxrl.train that replace options of the config; None where the option applies.
 
     Attributes:
+      rewards, data, tokenizer, env, tools, callbacks: as jaxrl.train takes them.
       eval: set name -> rows.
-      comparison: (spec, job, step) -> object that predicts the run and records what it measures (planning.comparison).
-    """
+      comparison: (spec, job, step) -> object that predicts the run and records what it measures
+        (planning.comparison)."""
 
     rewards: Sequence | None = None
     data: Any = None

@@ -91,7 +91,7 @@ class Job:
 
     @property
     def decode(self):
-        """A function token ids of completions -> texts (see data.completion_texts)."""
+        """A function: list of token ids per completion -> list of texts (see data.completion_texts)."""
         return jaxrl_data.completion_texts(self.tokenizer, (*self.eos_ids, *self.config.rollout.stop_token_ids))
 
     def mesh_of(self, role: str):
@@ -104,11 +104,11 @@ class Job:
         return contextlib.nullcontext() if mesh is self.mesh else jax.set_mesh(mesh)
 
     def here(self, role: str) -> bool:
-        """Whether a role has devices in this process."""
+        """Returns whether a role has devices in this process."""
         return jax.process_index() in processes_of(self.mesh_of(role))
 
     def apart(self, role: str) -> bool:
-        """Whether a role has devices that no other role uses."""
+        """Returns whether a role has devices of its own that no other role uses."""
         others = [self.mesh, *(mesh for name, mesh in self.meshes.items() if name != role)]
         taken = {d for mesh in others for d in mesh.devices.flat}
         return role in self.meshes and not set(self.meshes[role].devices.flat) & taken
@@ -124,13 +124,13 @@ class Job:
         return self.config.mesh.roles.get(role, {}).get("rest") == "streamed"
 
     def put(self, batch, role="policy"):
-        """Puts a host PackedBatch, whole on every process, on a role's devices: rows over dp x fsdp x ep,
-        each row over cp."""
+        """Puts a host PackedBatch, whole on every process, on a role's devices: rows over dp x fsdp x ep, each row
+        over cp."""
         return put(batch, sharding.batch_sharding(self.mesh_of(role)))
 
     @property
     def tree(self):
-        """The parameter table of the policy, with the critic's value head if it shares the trunk."""
+        """Parameter table of the policy: the model, with the critic's value head if it shares the trunk."""
         return policy_tree(self.model, self.config.shares_trunk)
 
 
@@ -179,7 +179,8 @@ def share_gpus(how: str, fraction: float, environ) -> None:
 
 
 def first_prompt(s, job) -> str:
-    """Returns a console line with the first rendered prompt; "" for a resumed run or one without rows."""
+    """Returns a console line with the first rendered prompt and its tokens; "" for a resumed run or one without
+    rows."""
     if job.stream is None or s.step:
         return ""
     example = job.stream.dataset[0]
@@ -464,7 +465,7 @@ def check_roles(config) -> None:
 
 
 def build_model(spec, hf_config):
-    """Builds the model with the spec's dtypes, attention, remat and adapters."""
+    """Returns the models.Model of a Spec, with its dtypes, attention, remat and adapters. Raises ConfigError."""
     c = spec.model
     if spec.origin("model.remat") == "model" and c.remat == "none" and c.remat_every > 1:
         log.warning("model.remat_every=%d has no effect: model.remat=auto is none here; set model.remat=full",
@@ -567,7 +568,8 @@ ALWAYS_SHOWN = ("advantage", "advantage_mean", "advantage_std", "policy_loss", "
 
 
 def algorithm_lines(spec) -> list[str]:
-    """Returns lines with the preset's main choices, those that differ from grpo, and options set by the user."""
+    """Returns console lines with the preset's main choices, those that differ from grpo, and options that the user
+    set."""
     picked, row = spec.chosen(), spec.row()
     parts = [f"{name}={value}" + (" (config)" if origin == "config" else "")
              for name, (value, origin) in row.items() if name in ALWAYS_SHOWN or name in picked]

@@ -57,12 +57,13 @@ class Optimizers:
     each: tuple[Rule, ...]
 
     def init(self, trainable) -> dict:
-        """Returns the optimizer state before the first update, as a table {adapter: state}."""
+        """Returns the optimizer state before the first update: {name of an adapter: state}. trainable: flat dict of
+        all adapters."""
         return {one.name: one.rule.init(adapter_set.take_leaves(self.model, k, trainable))
                 for k, one in enumerate(self.each)}
 
     def objectives(self, objective) -> dict:
-        """Returns {adapter: the objective with the adapter's max_grad_norm}."""
+        """Returns {name of an adapter: the objective with that adapter's max_grad_norm}."""
         return {one.name: dataclasses.replace(objective, max_grad_norm=one.max_grad_norm) for one in self.each}
 
 
@@ -85,7 +86,8 @@ def without_adapter_prefix(name: str) -> str:
 
 
 def metrics_of_adapter(metrics: dict, name: str) -> dict:
-    """Returns the metrics of one adapter under their unprefixed names."""
+    """Returns the metrics of one adapter, named `adapter/<name>/<metric>` in `metrics`, under their unprefixed
+    names."""
     return {without_adapter_prefix(key): x for key, x in metrics.items() if key.startswith(f"{PREFIX}{name}/")}
 
 

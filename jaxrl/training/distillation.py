@@ -49,14 +49,21 @@ class Distillation(Objective):
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Token columns that the loss reads: the teacher's top tokens and log-probs, or its hidden states."""
         return ("teacher_ids", "teacher_logprobs") if self.teacher is None else ("teacher_hidden",)
 
     @property
     def weights(self) -> tuple[str, ...]:
+        """Token weights that the loss reads: "policy", "token", and "positive" if the cross-entropy has a share."""
         return ("policy", "token", *["positive"] * bool(self.ce))
 
     @jax.named_scope("loss")
     def loss(self, outputs, batch, entropy_coef=None):
+        """Computes the sum of token divergences weighted by "policy", mixed with the negative log-likelihood weighted
+        by "positive".
+
+        Returns ((1 - ce) coef sum w d + ce sum w nll, metrics: distill/divergence as a token mean, distill/nll if ce
+        > 0)."""
         apart, metrics = self._sparse(outputs, batch) if self.teacher is None else self._whole(outputs, batch)
         mean = lambda x: jnp.sum(outputs.token * jax.lax.stop_gradient(x))  # noqa: E731
         loss = (1 - self.ce) * self.coef * jnp.sum(batch.weights["policy"] * apart)

@@ -20,7 +20,7 @@ from jaxrl.types import Sizes
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Sequences of a row that share one copy of their prompt."""
+    """Sequences of a row that share one copy of their prompt; `sequences` are indices into the batch."""
 
     sequences: tuple[int, ...]
     tokens: int  # prompt once + all completions, as `make_layout` counts them
@@ -292,10 +292,13 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
 
 
 def row_count(left: int, counts, keep_groups: bool = False) -> int:
-    """Returns the row count, one of `counts`, of the next microbatch of so many rows that are left.
+    """Returns the row count, one of `counts`, of the next microbatch when `left` rows are still to be placed.
 
-    Each program costs its launch: up to two small ones beat a large one with empty rows, more do not.
-    """
+    Each program costs its launch: up to two small microbatches beat a large one with empty rows, more do not.
+
+    Args:
+      counts: descending row counts of RowShapes. keep_groups: take the small count only if it holds all that is
+        left."""
     small = left <= (counts[-1] if keep_groups else min(2 * counts[-1], counts[0] - 1))
     return counts[-1] if small else counts[0]
 
@@ -320,7 +323,13 @@ def _whole_groups(groups, length, most):
 
 
 def attention_work(block: Block, prompts, completions) -> int:
-    """Returns the number of (query, visible key) pairs: within the prompt, and each completion's with both."""
+    """Returns the number of (query, visible key) pairs: within the prompt, and each completion's with the prompt and
+    itself.
+
+    A block of one sequence counts it as a whole.
+
+    Args:
+      prompts, completions: [N] tokens of each sequence's prompt and completion."""
     prompt, own = int(prompts[block.sequences[0]]), completions[list(block.sequences)].astype(np.int64)
     if len(own) == 1:
         prompt, own = 0, own + prompt

@@ -121,17 +121,20 @@ class Objective:
     routers = True  # whether the loss and metrics include the terms of training.router
 
     def loss(self, outputs: Outputs, batch, entropy_coef=None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Computes (weighted sum of token losses, metrics) of one microbatch.
+        """Computes the loss of one microbatch, before fp16's loss scale.
 
-        entropy_coef: [] adaptive coefficient of the entropy bonus; None = the fixed one.
-        """
+        Args:
+          outputs: Outputs of the forward pass. batch: PackedBatch, whose weights hold 1/denominator.
+          entropy_coef: [] adaptive coefficient of the entropy bonus; None = the fixed one.
+
+        Returns:
+          (weighted sum of token losses, [] fp32; {metric: [] contribution, which is summed over microbatches})."""
         raise TypeError(f"{type(self).__name__} has no loss")
 
     def stops(self, already, metrics):
-        """Whether this optimizer step and the RL step's remaining ones are skipped.
+        """Returns [] bool: whether this optimizer step and the RL step's remaining ones are skipped.
 
-        already: [] bool, whether an earlier step was skipped. metrics: of this optimizer step.
-        """
+        already: [] bool, whether an earlier step was skipped. metrics: of this optimizer step."""
         return already
 
 
@@ -140,6 +143,7 @@ class NextToken(Objective):
     """Minimises -sum_t w_policy * logp: supervised fine-tuning, and with `sequence_weights` any loss of sequences."""
 
     def loss(self, outputs, batch, entropy_coef=None):
+        """Returns (-sum of the weights "policy" times log-probs, metrics of Outputs.logprobs)."""
         logp, _, metrics = outputs.logprobs()
         return -jnp.sum(batch.weights["policy"] * logp), metrics
 
@@ -150,6 +154,7 @@ class Score(Objective):
 
     @jax.named_scope("score")
     def loss(self, outputs, batch, entropy_coef=None):
+        """Returns (sum of the weights "policy" times the value head's scores at the slots that count, no metrics)."""
         return jnp.sum(batch.weights["policy"] * jnp.where(outputs.mask, outputs.values(), 0)), {}
 
 
@@ -165,6 +170,10 @@ class Value(Objective):
 
     @jax.named_scope("critic")
     def loss(self, outputs, batch, entropy_coef=None):
+        """Returns (sum of the weights "token" times algorithms.value_loss, metrics value/loss, value/clip_fraction,
+        value/mean).
+
+        Reads the columns "old_value" and "return"."""
         predicted, token = outputs.values(), outputs.token
         old, returns = batch.columns["old_value"], batch.columns["return"]
         token_loss, stats = value_loss(predicted, old, returns, outputs.mask, self.clip)
@@ -204,12 +213,14 @@ class PolicyGradient(Objective):
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Roles whose log-probs or values the loss needs: of "old", "reference" and "critic"."""
         o = self.options
         return (*["old"] * (o.old_logprobs == "recompute"), *["reference"] * bool(o.kl.coef),
                 *["critic"] * (o.advantage == "gae"))
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Token columns that the loss reads, as the algorithm's options decide."""
         o = self.options
         return ("behaviour", "advantage", *["staleness"] * bool(self.staleness), *["old"] * self.scores_old,
                 *["ref"] * bool(o.kl.coef), *["support"] * o.sampled_support,
@@ -217,17 +228,22 @@ class PolicyGradient(Objective):
 
     @property
     def weights(self) -> tuple[str, ...]:
+        """Token weights that the loss reads: "policy", "token", and "positive" if positive_nll_coef is set."""
         return ("policy", "token", *["positive"] * bool(self.options.positive_nll_coef))
 
     @property
     def entropy_target(self) -> float:
+        """Target of the adaptive entropy bonus in nats per token; 0 = no adaptive bonus."""
         return self.options.entropy_target
 
     @property
     def may_stop(self) -> bool:
+        """Whether early_stop_ratio or early_stop_kl may skip updates."""
         return bool(self.options.early_stop_ratio or self.options.early_stop_kl)
 
     def loss(self, outputs, batch, entropy_coef=None):
+        """Returns (policy_terms of the outputs' log-probs, plus value_coef times the value loss; the metrics of
+        both)."""
         logp, entropy, metrics = outputs.logprobs()
         loss, more = self.policy_terms(logp, entropy, batch, outputs.token, outputs.mask, entropy_coef)
         if self.value_coef:
@@ -237,7 +253,10 @@ class PolicyGradient(Objective):
 
     @jax.named_scope("loss")
     def policy_terms(self, logp, entropy, batch, token, mask, entropy_coef):
-        """Computes (sum of all terms of the policy's loss, metrics) from log-probs and entropies [R, S]."""
+        """Computes all terms of the policy's loss from log-probs and entropies [R, S]: policy loss, KL, entropy bonus,
+        positive NLL.
+
+        token, mask: [R, S] weights of a token mean and bool. Returns ([] weighted sum of the terms, metrics)."""
         o, weight, columns, fixed = self.options, batch.weights["policy"], batch.columns, jax.lax.stop_gradient(logp)
         old = columns["old"] if self.scores_old else fixed
         behaviour, ref = columns.get("behaviour"), columns.get("ref")
@@ -307,6 +326,7 @@ class PolicyGradient(Objective):
         return out
 
     def stops(self, already, metrics):
+        """Returns `already`, or whether policy/ratio_mean or policy/approx_kl exceeds its early_stop bound: [] bool."""
         o = self.options
         if o.early_stop_ratio:
             already |= metrics["policy/ratio_mean"] > o.early_stop_ratio
@@ -315,7 +335,10 @@ class PolicyGradient(Objective):
         return already
 
     def entropy_coefs(self, stats, entropy):
-        """Returns the adaptive entropy coefficient after this step, and the one that the next step applies."""
+        """Returns the next stats of the adaptive entropy bonus: "entropy_coef", and "entropy_applied", 0 where entropy
+        is above the target.
+
+        stats: those of the state. entropy: [] token mean of this step, in nats."""
         o = self.options
         coef, _ = adaptive_entropy_coef(stats["entropy_coef"], entropy, o.entropy_target, o.entropy_rate, o.entropy_max)
         coef = coef.astype(stats["entropy_coef"].dtype)
@@ -359,7 +382,9 @@ def _file_of(name: str) -> str:
 
 
 def find_policy_loss(name: str):
-    """Returns the registered policy loss `name`, or the function of an import path such as "./my_loss.py:f"."""
+    """Returns the policy loss registered as `name`, or the function of an import path such as "./my_loss.py:f".
+
+    It takes (Tokens, options) and returns (loss [R, S], stats). Raises ValueError for a name that is not registered."""
     return imported(name) if ":" in name else policy_loss(name)
 
 
@@ -393,12 +418,16 @@ def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
 
 
 def score_weights(traj, derivative_K) -> dict[str, np.ndarray]:
-    """Returns weights [T] with which Score minimises any loss L(s_1 ... s_K) of the scores at the slots of a batch:
+    """Returns token weights [T] with which Score minimises any loss L(s_1 ... s_K) of the scores at the slots of a
+    batch.
+
     w = dL/ds, by the chain rule.
 
     Args:
       derivative_K: dL/ds of the slots in the order of the batch, already divided by L's denominator.
-    """
+
+    Returns:
+      {"policy": w at the loss tokens, 0 elsewhere; "token": 1 / number of loss tokens there}."""
     weights = np.zeros(len(traj.tokens))
     weights[traj.loss_mask] = derivative_K
     return {"policy": weights, "token": traj.loss_mask / max(int(traj.loss_mask.sum()), 1)}

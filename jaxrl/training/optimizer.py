@@ -145,8 +145,9 @@ def _by_layer(optimizer, decay: float, layers: dict[str, tuple]):
 
 
 def in_parts(name: str) -> str:
-    """Returns how an optimizer can update in parts: by "rows" of a parameter, by whole "parameter", or "none": all
-    parameters at once, which is assumed of optimizers by import path (see training.make_update)."""
+    """Returns how an optimizer can update in parts (see training.make_update): "rows", "parameter" or "none".
+
+    "rows": by rows of a parameter; "parameter": by whole parameters; "none": all at once, assumed of import paths."""
     return "rows" if name in BY_NUMBER else "parameter" if name in BY_PARAMETER else "none"
 
 

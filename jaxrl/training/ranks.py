@@ -20,7 +20,8 @@ TILE = 128  # of attention's kernels; divided where a rank has fewer tokens or n
 
 
 def tile_of(length: int, ranks: int) -> int:
-    """Returns the tokens of one tile in rows of `length` tokens."""
+    """Returns the tokens of one tile in rows of `length` tokens: the greatest common divisor of a rank's part and
+    TILE."""
     return math.gcd(length // ranks, TILE)
 
 
@@ -40,10 +41,12 @@ def count_keys(positions, real, windows) -> np.ndarray:
 
 
 def assign_tokens(pairs_RxL: np.ndarray, ranks: int) -> np.ndarray:
-    """Returns [R, L]: the new place of each token of a row; rank k has the places k L / ranks to (k + 1) L / ranks.
+    """Returns [R, L] int: the new place of each token of a row; rank k has the places k L / ranks to (k + 1) L / ranks.
 
-    pairs_RxL: work of each token, of `count_keys`.
-    """
+    Whole tiles (`tile_of`) are moved, the heaviest first, each to the rank with the least work that has room.
+
+    Args:
+      pairs_RxL: work of each token, of `count_keys`. ranks: divides L."""
     rows, length = pairs_RxL.shape
     tile = tile_of(length, ranks)
     each = length // ranks // tile  # tiles of a rank
@@ -74,10 +77,9 @@ def imbalance(pairs_RxL: np.ndarray, places_RxL: np.ndarray, ranks: int) -> floa
 
 
 def slots(numbers, counts, length: int, ranks: int) -> np.ndarray:
-    """Returns the places of loss slots: the same number for each rank, in order, front-packed.
+    """Returns the places of loss slots in rows of `length`: the same number for each rank, in order, front-packed.
 
     Args:
-      numbers: 0, 1, ... of each slot in its row. counts: slots of that row, at most `length`.
-    """
+      numbers: 0, 1, ... of each slot in its row. counts: slots of that row, at most `length`. ranks: parts of a row."""
     each = -(-counts // ranks)
     return numbers // each * (length // ranks) + numbers % each

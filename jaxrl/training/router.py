@@ -29,7 +29,8 @@ from jaxrl.models.placement import at_sources
 
 
 def even_load(config):
-    """Returns the load [n, E] of routers that spread tokens evenly; None for a model without experts."""
+    """Returns the load of routers that spread tokens evenly, 1/E each: float32 [routers, E]; None for a model
+    without experts."""
     layers = config.num_expert_layers
     return np.full((layers, config.num_experts), 1 / config.num_experts, np.float32) if layers else None
 
@@ -66,7 +67,7 @@ def correct_bias(model, frozen, load_nxE, rate: float):
 
 
 def has_correction(model) -> bool:
-    """Whether the routers of a model have a correction bias."""
+    """Returns whether the routers of a model have a correction bias, the one that router_bias_rate moves."""
     return any("/".join(entry.path).endswith(CORRECTION) for entry in model.entries)
 
 

@@ -90,7 +90,10 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
 
 
 def forward_logprobs(model, params, batch, **options):
-    """Computes log-probs and entropies [R, S] from tokens: `logprobs_of` after `forward_hidden`."""
+    """Computes log-probs of the targets and entropies, both [R, S] in nats, from tokens: `logprobs_of` after
+    `forward_hidden`.
+
+    options: those of `logprobs_of`."""
     return logprobs_of(model, params, forward_hidden(model, params, batch)[0], batch, **options)
 
 
@@ -169,6 +172,7 @@ def _over_layout(program, put) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnames=("dtype",))
 def cast_params(params, dtype):
-    """Casts floating-point leaves to `dtype`: a frozen copy on the devices, for reference or rollout."""
+    """Returns the tree with floating-point leaves in `dtype`, on the devices: a frozen copy, for reference or
+    rollout."""
     cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
     return jax.tree.map(cast, memory.fetched(params))

@@ -40,7 +40,8 @@ def partition(tree, trainable_patterns, frozen_patterns):
 
 
 def split(tree, names):
-    """Splits a nested parameter tree into (trainable, frozen) flat dicts: the flat names in `names` train."""
+    """Splits a nested parameter tree into flat dicts (trainable, frozen), named "a/b/c"; parameters in `names`
+    train."""
     flat = flatten_dict(tree, sep="/", is_leaf=lambda _, x: not isinstance(x, dict))
     return {k: v for k, v in flat.items() if k in names}, {k: v for k, v in flat.items() if k not in names}
 

@@ -47,13 +47,12 @@ def names_in_host_memory(state) -> list[str]:
 
 
 def global_norm(grads, rows: dict[str, int], unscaled):
-    """Computes the global norm of all gradients; those in host memory are read in parts.
+    """Returns the global L2 norm of all gradients, a scalar in their dtype; those in host memory are read in parts.
 
     Args:
       grads: flat dict of gradients.
       rows: name -> rows at a time, of those in host memory.
-      unscaled: gradient -> gradient without fp16's loss scale.
-    """
+      unscaled: gradient -> gradient without fp16's loss scale."""
     if not any(map(memory.in_host, grads.values())):
         return optax.global_norm(jax.tree.map(unscaled, grads))
     dtype = jnp.result_type(*grads.values())

@@ -82,7 +82,9 @@ def _group_microbatches(microbatches, most: int):
 
 
 def make_scaled(model, objective: Objective):
-    """Returns scaled(trainable, frozen, batch, stats) -> (loss, in fp16 times the loss scale; metrics)."""
+    """Returns scaled(trainable, frozen, batch, stats) -> ([] loss, in fp16 times the loss scale; metrics).
+
+    batch is a PackedBatch; stats are a TrainState's."""
 
     def scaled(trainable, frozen, batch, stats):
         scale = stats["loss_scale"] if objective.fp16 else 1.0
@@ -96,8 +98,11 @@ def make_scaled(model, objective: Objective):
 def make_accumulate(scaled):
     """Returns accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics).
 
-    It adds the gradients and metrics of the first `count` of equally shaped microbatches, one after the other.
-    """
+    It adds the gradients and metrics of the first `count` of the equally shaped microbatches `batches`, one after the
+    other.
+
+    Args:
+      scaled: of `make_scaled`."""
 
     def one(trainable, frozen, stats, grads, metrics, batch):
         on_device = {k: x for k, x in trainable.items() if not memory.in_host(x)}

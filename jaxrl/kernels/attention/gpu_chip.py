@@ -17,7 +17,7 @@ HIDDEN = -1e30         # the score of a hidden key: finite, so that a row of hid
 
 
 class Sizes(NamedTuple):
-    """Sizes of a kernel for one size of head."""
+    """The tile sizes and registers of a GPU kernel for one head size."""
 
     block: int               # keys, or queries, of a tile in the ring
     stages: int              # tiles in the ring
@@ -29,8 +29,11 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """The static part of a call: factor on the scores, soft-cap and window (0 = none), whether there are segments,
-    whether `accumulate` keeps to registers, whether blocks are counted, and whether queries have a reach."""
+    """The static part of an attention call on GPUs.
+
+    scale: factor on the scores. softcap, window: 0 = none. segments: whether tokens have segment ids. in_registers:
+    whether `accumulate` keeps its operand in registers. count: whether executed blocks are counted, for tests. reach:
+    whether queries have a reach."""
 
     scale: float
     softcap: float
@@ -42,7 +45,8 @@ class Op:
 
 
 def sizes_of(table: dict[int, Sizes], head_size: int) -> Sizes:
-    """Returns the entry of the smallest listed head size that is not below `head_size`."""
+    """Returns the Sizes for the smallest listed head size that is at least `head_size`. Raises ValueError if there
+    is none."""
     return table[min(size for size in table if size >= head_size)]
 
 
@@ -65,7 +69,9 @@ def check_chip(dtype, interpret=None) -> None:
 
 
 def interpreted(interpret):
-    """Returns the argument `interpret` of plgpu.kernel: None, or the interpreter's parameters."""
+    """Returns the argument `interpret` of plgpu.kernel: None to compile, or the interpreter's parameters.
+
+    interpret: True, False or such parameters; None = interpret where this is no GPU."""
     if interpret is None:
         interpret = platform() != "gpu"
     if interpret is True:

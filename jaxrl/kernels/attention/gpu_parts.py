@@ -27,19 +27,22 @@ WGMMA, BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plg
 
 
 def swizzled(shape, dtype, parts=1):
-    """Returns shared memory that copy engine and matrix unit read without bank conflicts; the last axis may be cut in
-    parts."""
+    """Returns shared memory of this shape that copy engine and matrix unit read without bank conflicts.
+
+    parts: number of parts that the last axis is cut into, each with a swizzle of its own width."""
     swizzle = plgpu.find_swizzle(shape[-1] // parts * jnp.finfo(dtype).bits)
     columns = 8 * swizzle // jnp.finfo(dtype).bits
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
 
 
 def staged(warpgroups, rows, columns, dtype, op):
-    """Returns where `accumulate` stages left operands: one tile per warpgroup, None where it keeps to registers."""
+    """Returns shared memory [warpgroups, rows, columns] where `accumulate` stages its left operand; None if it keeps
+    to registers."""
     return None if op.in_registers else swizzled((warpgroups, rows, columns), dtype)
 
 
 def zeros(shape, layout=WGMMA, value=0.0):
+    """Returns an fp32 array of `shape` filled with `value`, in the layout of the matrix unit's results."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -71,7 +74,9 @@ def accumulate(sums, products, stage):
 
 
 def in_base_2(raw, op):
-    """Returns (scores in base 2 of the products q.k, what the derivative of the soft-cap needs)."""
+    """Returns (scores in base 2, tanh of the soft-cap or None) of raw products q.k, both in fp32 and of their shape.
+
+    The scores are softcap(scale * raw) * log2(e); the tanh is for the soft-cap's derivative."""
     if not op.softcap:
         return raw * (op.scale * LOG2E), None
     tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(raw * (2.0 * LOG2E * op.scale / op.softcap)))
@@ -79,22 +84,25 @@ def in_base_2(raw, op):
 
 
 def rows(vector, shape):
-    """Returns a value per row, for every column."""
+    """Broadcasts a vector with one value per row [R] to `shape` [R, C]."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
 def columns(vector, shape):
-    """Returns a value per column, for every row."""
+    """Broadcasts a vector with one value per column [C] to `shape` [R, C]."""
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
 def slot_of(step, stages):
+    """Returns the slot of a ring of `stages` slots that a step uses: step modulo stages, int32."""
     return lax.rem(step, jnp.int32(stages))
 
 
 def ring(n, stages, fill, before=0):
-    """Runs the producer's loop: fill(step, slot, reused); `reused`: the slot must be freed first. before: steps
-    done."""
+    """Runs the producer's loop over n steps: fill(step, slot, reused).
+
+    reused: whether consumers must free the slot first. stages: slots of the ring. before: steps done for earlier
+    work."""
     def one(step, _):
         fill(step, slot_of(before + step, stages), before + step >= stages)
 
@@ -109,7 +117,7 @@ def ring_barriers(consumers, stages, first, second):
 
 
 def load(own, slot, ready, **sources):
-    """Copies each source to own[name].at[slot]; `ready` hears of each."""
+    """Starts copies of each source to shared memory, own[name].at[slot]; each arrives at the barrier `ready`."""
     for name, source in sources.items():
         plgpu.copy_gmem_to_smem(source, own[name].at[slot], ready)
 

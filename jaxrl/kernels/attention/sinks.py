@@ -23,19 +23,23 @@ BASE_2 = jnp.exp2, jnp.logaddexp2, math.log2(math.e)
 
 
 def of(sinks_H, dtype):
-    """Returns the sinks that a caller gives, in fp32 or better; None = there are none."""
+    """Returns the sinks [H] of a call in fp32 or better; None = there are none. dtype: of the queries."""
     return None if sinks_H is None else sinks_H.astype(jnp.promote_types(dtype, jnp.float32))
 
 
 def share(lse, sinks, base=NATURAL):
-    """Returns (what out is multiplied with, lse with the sinks), of sinks that broadcast over lse."""
+    """Returns (factor on out, lse with the sinks), both of lse's shape; sinks broadcast over lse.
+
+    base: NATURAL or BASE_2, that of lse; sinks are natural."""
     exp, add, unit = base
     both = add(lse, _beside(lse, sinks) * unit)
     return exp(lse - both), both
 
 
 def gradient(lse, sinks, delta, base=NATURAL):
-    """Returns the gradient of the sinks, for every query; lse is the one with them."""
+    """Returns the gradient of the sinks per query, of lse's shape; sum it over queries.
+
+    lse: with the sinks. delta: sum(d_out * out). base: NATURAL or BASE_2, that of lse; sinks are natural."""
     exp, _, unit = base
     return -exp(_beside(lse, sinks) * unit - lse) * delta
 

@@ -15,15 +15,19 @@ LOWEST = HIDDEN / 2  # where running maxima start: 2 ** (HIDDEN - LOWEST) is 0, 
 
 
 def dot(a, b, over_a, over_b, exact):
-    """Product of matrices in fp32, summed over these axes; exact: fp32 inputs are not rounded to bf16."""
+    """Returns the fp32 product of two matrices, summed over axis over_a of a and over_b of b.
+
+    exact: fp32 inputs are not rounded to bf16."""
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), precision=precision,
                                preferred_element_type=jnp.float32)
 
 
 def masked_scores(products, mask, call):
-    """Returns (scores in base 2 of the products q.k, HIDDEN outside the mask; their slope where a soft-cap bends
-    it)."""
+    """Returns (scores in base 2 of the products q.k, HIDDEN outside the mask; the soft-cap's derivative, None without
+    one).
+
+    call: has scale and softcap."""
     if not call.softcap:
         return jnp.where(mask, products * (call.scale * LOG2E), HIDDEN), None
     bent = jnp.tanh(products * (call.scale / call.softcap))

@@ -76,7 +76,8 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
 
 
 def order(implementation: str) -> tuple[str, ...]:
-    """Returns the implementations to try, in order."""
+    """Returns the names of implementations to try, in order; the last one serves every call. Raises ValueError for
+    an unknown name."""
     if implementation == "auto":
         return trusted("experts", ORDERS[platform()])
     if implementation not in ("reference", *IMPLEMENTATIONS):

@@ -20,14 +20,16 @@ from jaxrl.kernels.low_precision import DEFAULT, GRADIENT, INPUT, WEIGHT, contra
 
 
 def product(a, b, over_a, over_b, matmul=DEFAULT, role=INPUT):
-    """Product of matrices in fp32 or better, summed over these axes; rounded, a being of this role and b weights."""
+    """Returns the product of two matrices in fp32 or better, summed over axis over_a of a and over_b of b.
+
+    matmul: scheme of kernels.low_precision that rounds both, a in this role and b as weights."""
     if matmul != DEFAULT:
         return contracted(matmul, a, b, (over_a,), (over_b,), (role, WEIGHT))
     return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=accumulator(a.dtype))
 
 
 def forward(call, lay, x, *weights):
-    """See walk.Implementation."""
+    """Returns the experts' outputs by row, [R, D], block by block in XLA; see walk.Implementation."""
     def group(expert, blocks, out):
         into, down, biases = sorted_out([_of(w, expert) for w in weights])
 
@@ -45,7 +47,8 @@ def forward(call, lay, x, *weights):
 
 
 def backward(call, lay, x, dy, gates_R, weights, sums):
-    """See walk.Implementation."""
+    """Returns (dx by row, gradients of the gates by row, weights' sums), block by block in XLA; see
+    walk.Implementation."""
     acc, dtype = accumulator(x.tokens.dtype), x.tokens.dtype
 
     def group(expert, blocks, state):
@@ -86,7 +89,7 @@ BLOCKS = Implementation(forward, backward)
 
 
 def serving(x_TxD, weights, **_) -> tuple[Implementation, int]:
-    """Returns (the implementation, rows of its blocks): it serves every call."""
+    """Returns (the implementation in XLA, rows of its blocks); it serves every call."""
     return BLOCKS, tuned.BLOCK
 
 

@@ -15,24 +15,28 @@ import jax
 
 
 class Exchange(NamedTuple):
-    """axis: name of the mesh axis, or None: all experts are here, and nothing moves."""
+    """Moves tokens between the devices of a mesh axis, over which experts lie: P devices, t tokens on each.
+
+    axis: name of the mesh axis; None = all experts are on every device, and nothing moves."""
 
     axis: str | None = None
 
     @property
     def size(self) -> int:
+        """Number of devices P; 1 without an axis."""
         return 1 if self.axis is None else jax.lax.axis_size(self.axis)
 
     def gathered(self, *arrays):
-        """Returns each [t, ...] as [P t, ...], device after device."""
+        """Gathers each array [t, ...] as [P t, ...], device after device; unchanged without an axis."""
         if self.axis is None:
             return arrays
         return tuple(jax.lax.all_gather(a, self.axis, tiled=True) for a in arrays)
 
     def returned(self, x):
-        """Returns [P t, ...], summed over the devices, as each one's [t, ...]."""
+        """Sums [P t, ...] over the devices and returns each one's own [t, ...]."""
         return x if self.axis is None else jax.lax.psum_scatter(x, self.axis, tiled=True)
 
     def own(self, ids, experts: int):
-        """Returns ids of all experts as ids of this device's `experts`; those of others are outside."""
+        """Returns ids of all experts as ids of this device's `experts`, in their shape; others are below 0 or too
+        large."""
         return ids if self.axis is None else ids - jax.lax.axis_index(self.axis) * experts

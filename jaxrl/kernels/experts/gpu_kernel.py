@@ -50,24 +50,29 @@ class Call:
 
     @property
     def kinds(self):
+        """Dtypes of the outputs [R, O], without a row sum."""
         return [t for t in self.task.outputs if t != ROW_SUM]
 
     @property
     def summed(self) -> bool:
+        """Whether the last output is a sum over columns."""
         return ROW_SUM in self.task.outputs
 
     @property
     def sums(self) -> int:
+        """Number of sums that the products add to."""
         return 1 + max(p.into for p in self.task.products)
 
     def lefts(self, phase: int) -> list[int]:
+        """Returns the numbers of the left operands that a phase's products read, ascending."""
         return sorted({p.left for p in self.phases[phase]})
 
     def rights(self, phase: int) -> dict[int, bool]:
-        """Returns {weight: whether it is multiplied across}"""
+        """Returns {number of a weight: whether it is multiplied transposed} of a phase's products."""
         return {p.right: p.across for p in sorted(self.phases[phase], key=lambda p: p.right)}
 
     def scratch(self):
+        """Returns the kernel's shared memory and barriers, by name."""
         _, stages, columns, parts = self.sizes
         beside, row = self.biases * parts + CONSUMERS * self.gates, plgpu.SMEM((CONSUMERS, ROWS), jnp.float32)
         lefts, rights = self.lefts(0), self.rights(0)
@@ -84,7 +89,9 @@ class Call:
 
 
 def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
-    """See grouped.Kernels."""
+    """Runs a Task on rows sorted by expert and returns its outputs; see grouped.Kernels.
+
+    interpret: as gpu_chip.interpreted returns it. Outputs [R, O] in the task's dtypes; a row sum is [R] in fp32."""
     first, blocks = task.products[0], lay.experts.size
     out = weights[first.right].shape[1 if first.across else 2]
     apart = len(task.products) > 1 and all(p.into == first.into for p in task.products)
@@ -145,6 +152,11 @@ def _each(count, consume, produce):
 
 
 def _produce(call, refs, own, number, block, expert, tile):
+    """Copies the tiles that a block's products read into the ring, then its biases and gates; returns the steps done so
+    far.
+
+    refs: lefts [R, I], weights [E, I, O], biases [E, O], gates [R] in global memory. own: shared memory and barriers
+    by name. number: how many blocks of work came before. block, expert, tile: where the work lies."""
     lefts, weights = (1 + max(getattr(p, side) for p in call.task.products) for side in ("left", "right"))
     x, w, rest = refs[:lefts], refs[lefts:][:weights], refs[lefts + weights:]
     _, stages, columns, parts = call.sizes
@@ -181,7 +193,10 @@ def _produce(call, refs, own, number, block, expert, tile):
 
 
 def _consume(call, outs, own, warpgroup, number, block, tile):
-    """Multiplies one consumer's 64 rows of a tile."""
+    """Multiplies one consumer's 64 rows of a tile and writes its outputs [64, columns] and row sums [64]; returns the
+    steps done so far.
+
+    outs: outputs in global memory. The other arguments: as of `_produce`."""
     _, stages, columns, parts = call.sizes
     steps, products = call.steps * len(call.phases), call.phases[0]
     lefts, rights = call.lefts(0), list(call.rights(0))
@@ -235,7 +250,7 @@ def _write(value, tile, target):
 
 
 def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
-    """See grouped.Kernels. Into an array of its own: every expert's tiles are written, those without rows too."""
+    """Returns [E, I, O]: left^T right of each expert's rows, plus sum_ExIxO, in a new array; see grouped.Kernels."""
     (count, into, out), dtype, fresh = sum_ExIxO.shape, left_RxI.dtype, isinstance(sum_ExIxO, jax.ShapeDtypeStruct)
     sizes = tuned.gpu_sizes("sums", out)
     pairs, tiles = -(-into // (ROWS * CONSUMERS)), out // sizes.width

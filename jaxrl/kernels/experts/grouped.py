@@ -28,7 +28,8 @@ ONES = 128           # columns of ones whose products sum up rows
 
 
 class Product(NamedTuple):
-    """sums[into] += lefts[left] @ weights[right] of the block's expert, or its transpose where `across`."""
+    """One product of a Task: sums[into] += lefts[left] @ weights[right] of the block's expert; across: the weight
+    transposed."""
 
     left: int
     right: int
@@ -37,11 +38,12 @@ class Product(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What one kernel on rows does. after(sums, biases, gates) -> the outputs of a tile of rows and columns, all of
-    them arrays of its shape: fp32 sums, the biases of the tile's columns, the gates of its rows.
+    """The work of one kernel on rows sorted by expert: products, then a function of their sums.
 
-    outputs: dtypes; ROW_SUM, at most one and the last: fp32, added over columns.
-    """
+    after(sums, biases, gates) -> the outputs of a tile of rows and columns, all arrays of its shape. Its arguments:
+    fp32 sums, the biases of the tile's columns, the gates of its rows.
+
+    outputs: dtypes; ROW_SUM, at most one and the last: fp32, added over columns."""
 
     name: str
     products: tuple[Product, ...]
@@ -66,11 +68,12 @@ class Kernels(NamedTuple):
 
 
 def implementation(kernels: Kernels) -> Implementation:
+    """Returns the walk.Implementation that runs these kernels."""
     return Implementation(functools.partial(forward, kernels), functools.partial(backward, kernels), kernels.fresh)
 
 
 def forward(kernels, call, lay, x, *weights):
-    """See walk.Implementation."""
+    """Returns the experts' outputs by row, [R, D], with kernels on rows; see walk.Implementation."""
     dtype, acc = x.tokens.dtype, accumulator(x.tokens.dtype)
     into, down, biases = sorted_out(weights)
 
@@ -87,7 +90,8 @@ def forward(kernels, call, lay, x, *weights):
 
 
 def backward(kernels, call, lay, x, dy, gates_R, weights, sums):
-    """See walk.Implementation."""
+    """Returns (dx by row, gradients of the gates by row, weights' sums), with kernels on rows; see
+    walk.Implementation."""
     dtype, acc = x.tokens.dtype, accumulator(x.tokens.dtype)
     into, down, biases = sorted_out(tuple(weights))
     count = len(into)

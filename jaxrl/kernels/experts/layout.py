@@ -28,14 +28,20 @@ class Layout(NamedTuple):
 
 
 def blocks_of(tokens: int, slots: int, experts: int, block: int) -> int:
-    """Returns the blocks that no routing of distinct ids exceeds: N. A token has at most one slot per expert."""
+    """Returns N, the blocks of rows that no routing of distinct ids exceeds. A token has at most one slot per expert.
+
+    Args:
+      tokens: T. slots: K of a token. experts: E. block: rows of a block."""
     rows = tokens * min(slots, experts)
     return (rows + min(experts, rows) * (block - 1)) // block
 
 
 def layout(ids_TxK, experts: int, block: int) -> Layout:
-    """Returns the Layout of these ids; order within an expert is that of tokens, then slots. E * T * K stays below
-    2^31."""
+    """Returns the Layout of ids [T, K]: rows sorted by expert, within an expert by token, then slot.
+
+    Args:
+      experts: E; an id outside 0 <= id < E is an empty slot. block: rows of a block. (E + 1) * T * K must stay below
+        2^31."""
     (tokens, slots), count = ids_TxK.shape, ids_TxK.size
     blocks = blocks_of(tokens, slots, experts, block)
     expert = jnp.where((ids_TxK >= 0) & (ids_TxK < experts), ids_TxK, experts).reshape(-1)

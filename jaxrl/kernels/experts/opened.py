@@ -18,7 +18,8 @@ KNOWN = {
 
 @functools.cache
 def unknown_of(activation, inputs: int = 2) -> list[str]:
-    """Returns what an activation of so many inputs and its derivative compute beside what is KNOWN."""
+    """Returns the sorted names of primitives outside KNOWN that an activation of `inputs` arrays and its derivative
+    use."""
     def both(d, *inner):
         out, back = jax.vjp(activation, *inner)
         return out, back(d)
@@ -33,8 +34,8 @@ def unknown_of(activation, inputs: int = 2) -> list[str]:
 
 
 def laid_open(function, *arguments):
-    """Returns function(*arguments), with calls within it opened and gradients added as numbers are (Mosaic does not
-    lower add_any)."""
+    """Returns function(*arguments) with calls within it inlined and gradients added by `+` (Mosaic does not lower
+    add_any)."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
 
     def run(jaxpr, consts, values):

@@ -12,7 +12,9 @@ from jaxrl.kernels.low_precision import DEFAULT, contracted
 
 
 def experts(x_TxD, ids_TxK, gates_TxK, weights, activation, exchange, matmul=DEFAULT):
-    """See api.experts. Memory and work grow with T * E."""
+    """Computes api.experts with every expert on every token; returns y [T, D]. Memory and work grow with T * E.
+
+    weights: gate, up and down and their biases, as api.experts orders them. exchange: Exchange."""
     into, down_ExFxD, biases = sorted_out(weights)
     x_TxD, ids_TxK, gates_TxK = exchange.gathered(x_TxD, ids_TxK, gates_TxK)
     ids_TxK = exchange.own(ids_TxK, len(down_ExFxD))

@@ -54,19 +54,22 @@ def _made(interpret: bool) -> Implementation:
 
 
 def dot(a, b, over_a, over_b):
-    """Product of matrices in fp32 or better; fp32 inputs are not rounded to bf16."""
+    """Returns the product of two matrices in fp32 or better, summed over axis over_a of a and over_b of b; fp32
+    inputs are not rounded to bf16."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), precision=exact,
                                preferred_element_type=accumulator(a.dtype))
 
 
 def used(lay):
-    """Returns the blocks that are computed (more are asked for only where ids repeat, and then the result is NaN)."""
+    """Returns the blocks to compute, int32 []: more than there are are wanted only where ids repeat, and then the
+    result is NaN."""
     return jnp.minimum(lay.used, lay.experts.size)
 
 
 def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
-    """See grouped.Kernels."""
+    """Runs a Task on rows sorted by expert and returns its outputs [R, O]; see grouped.Kernels. interpret: of
+    pallas_call."""
     acc, block = accumulator(lefts[0].dtype), call.block
     first = task.products[0]
     into = lefts[0].shape[1]
@@ -125,7 +128,7 @@ def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
 
 
 def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
-    """See grouped.Kernels; in place."""
+    """Adds the products left^T right of each expert's rows to sum_ExIxO, in place; see grouped.Kernels."""
     (into, out), block = sum_ExIxO.shape[1:], call.block
     tile_in, tile_out = (min(size, most) for size, most in zip((into, out), tuned.TPU_SUMS, strict=True))
 

@@ -28,7 +28,7 @@ GPU_PARTS = ((128, 2), (64, 3), (128, 1), (64, 1))  # (columns of a product, par
 
 
 class GpuSizes(NamedTuple):
-    """Of a tile of a result: columns in all, tiles in the ring, columns of each part, parts."""
+    """Sizes of a tile of a result: columns in all, tiles in the ring, columns of each part, parts."""
 
     width: int
     stages: int
@@ -37,25 +37,26 @@ class GpuSizes(NamedTuple):
 
 
 def gpu_sizes(kernel: str, out: int) -> GpuSizes:
+    """Returns the GpuSizes of a kernel whose results have `out` columns: the widest parts that divide it. kernel: a
+    key of GPU."""
     widest, stages = GPU[kernel]
     columns, parts = next(p for p in GPU_PARTS if math.prod(p) <= widest and out % math.prod(p) == 0)
     return GpuSizes(columns * parts, stages, columns, parts)
 
 
 def block_of(platform: str, implementation: str = "auto") -> int:
-    """Returns rows of a block of what runs on a platform, as far as its shapes are served."""
+    """Returns the rows of a block for the platform's first implementation, or for the named one."""
     return BLOCK if platform == "cpu" or implementation in ("blocks", "reference") else KERNEL_BLOCK
 
 
 def chunk(slots: int, experts: int, room: int = 0, own: int = 1, size: int = 0, width: int = 0,
           itemsize: int = 2) -> int:
-    """Returns tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per
+    """Returns the tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per
     chunk.
 
     Args:
-      slots, experts: of a token; of all devices.
-      room: of `room_of`. own: experts here, of hidden size x width in so many bytes a number.
-    """
+      slots: of a token. experts: of all devices.
+      room: bytes, of `room_of`. own: experts here, of hidden size x width with itemsize bytes per number."""
     tokens = max(LEAST, -(-PER_EXPERT * experts // slots))
     if room:
         of_a_row = itemsize * (2 * size + 3 * width) + 4 * size  # x, dy, what is inside, dx
@@ -65,9 +66,9 @@ def chunk(slots: int, experts: int, room: int = 0, own: int = 1, size: int = 0, 
 
 
 def room_of(platform: str, implementation: str = "auto") -> int:
-    """Returns bytes that a chunk's rows may take in the backward pass of what runs on a platform, where that makes
-    chunks larger; else 0. A chunk costs its experts' half-filled last blocks, their weights read again, and the sums of
-    their gradients read and written in fp32, which a single chunk does not."""
+    """Returns the bytes that a chunk's rows may take in the backward pass, where that makes chunks larger; else 0.
+
+    Large chunks avoid half-filled last blocks, weights read again, and sums of gradients read and written in fp32."""
     return GPU_ROOM if platform == "gpu" and implementation in ("auto", "gpu") else 0
 
 
@@ -78,8 +79,13 @@ def tpu_tasks(size: int, width: int):
 
 def tpu_columns(into: int, out: int, lefts: int, weights: int, sums: int, outputs: int, itemsize: int,
                 cores: int) -> int:
-    """Returns columns of a step: the most in whole 128s that fit, that leave work for every core and, where any does,
-    divide `out`; 0 where none fit."""
+    """Returns the columns of a step on TPUs, a multiple of 128; `out` if it is below 128; 0 where none fit the memory.
+
+    The most that leave work for every core and, where any does, divide `out`.
+
+    Args:
+      into, out: columns of the operands and of the results. lefts, weights, sums, outputs: how many arrays of each.
+      itemsize: bytes of a number."""
     if out < 128:
         return out
     def taken(tile):

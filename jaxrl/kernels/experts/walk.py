@@ -51,7 +51,8 @@ class Implementation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of a call."""
+    """The static part of a call: implementation, activation, and how tokens are cut into chunks and rows into
+    blocks."""
 
     run: Implementation
     activation: Callable
@@ -69,9 +70,11 @@ class Rows(NamedTuple):
     each: int          # K
 
     def at(self, start, count: int):
+        """Returns `count` rows from `start` on, [count, D]."""
         return self._taken(jax.lax.dynamic_slice(self.slots, (start,), (count,)))
 
     def all(self):
+        """Returns [R, D], the row of every slot; 0 where there is none."""
         return self._taken(self.slots)
 
     def _taken(self, slots):
@@ -80,18 +83,20 @@ class Rows(NamedTuple):
 
 
 def sorted_out(weights):
-    """Returns (weights of the products with x, weights of the last product, biases)."""
+    """Splits weights in api.experts' order into (those of the products with x, that of the last product, biases)."""
     count = min(len(weights), 3) - 1
     return weights[:count], weights[count], weights[count + 1:]
 
 
 def accumulator(dtype):
+    """Returns the dtype of sums of products: fp32, or `dtype` if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 @custom_vjp(0)
 def experts(call: Call, x_TxD, ids_TxK, gates_TxK, *weights):
-    """See api.experts."""
+    """Computes api.experts chunk by chunk of tokens; returns y [T, D] in x's dtype. call: Call. weights: in
+    api.experts' order."""
     def one(_, xs):
         x, ids, gates = call.exchange.gathered(*xs)
         lay = layout(call.exchange.own(ids, count), count, call.block)
@@ -141,7 +146,7 @@ experts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def added(lay: Layout, gates_txK, out_RxD):
-    """Returns [t, D]: of each token the rows of its slots, times its gates (None = 1), added in the order of slots."""
+    """Returns [t, D]: for each token the sum of its slots' rows times their gates (None = 1), in the order of slots."""
     y = jnp.zeros((lay.rows.shape[0], out_RxD.shape[1]), out_RxD.dtype)
     for k in range(lay.rows.shape[1]):
         rows = lay.rows[:, k]

@@ -37,7 +37,7 @@ KEPT_CPU = 1 << 26  # logits of a microbatch, 256 MiB, that a CPU keeps for the 
 
 
 class Split(NamedTuple):
-    """Mesh axes that rows, their slots and the vocabulary are split over under `jax.set_mesh`. None = whole."""
+    """Mesh axes that rows, vocabulary and the slots of a row are split over, under `jax.set_mesh`. None = whole."""
 
     rows: tuple[str, ...] | None
     vocab: str | None
@@ -45,28 +45,28 @@ class Split(NamedTuple):
 
     @property
     def spec(self) -> P:
-        """Returns how arrays [R, S, ...] lie."""
+        """PartitionSpec of arrays [R, S, ...]."""
         return P(self.rows, self.slots) if self.slots else P(self.rows)
 
     @property
     def over(self) -> tuple[str, ...]:
-        """Returns the axes whose devices have other slots, and add up what they find out of the head."""
+        """Axes whose devices have different slots, over which the head's gradients are summed."""
         return (*(self.rows or ()), *([self.slots] if self.slots else []))
 
 
 class Line(NamedTuple):
-    """The valid ones among N tokens, in order, cut into T chunks."""
+    """The valid ones among N = R * S tokens, in order, cut into T chunks of C places."""
 
     at: jax.Array     # [T, C] int32, where each place's token is among the N; N = none
     place: jax.Array  # [N] int32, each valid token's place among the T * C
     valid: jax.Array  # [N] bool
 
     def chunks(self, x_RxSx):
-        """Maps [R, S, ...] -> [T, C, ...]; 0 at places without a token."""
+        """Maps values by slot [R, S, ...] to [T, C, ...]; 0 at places without a token."""
         return jnp.take(x_RxSx.reshape(len(self.valid), *x_RxSx.shape[2:]), self.at, axis=0, mode="fill", fill_value=0)
 
     def back(self, x_TxCx, shape_RxS, empty=0):
-        """Maps [T, C, ...] -> [R, S, ...], `empty` where not valid."""
+        """Maps results by place [T, C, ...] to [R, S, ...], `empty` where not valid."""
         found = x_TxCx.reshape(self.at.size, *x_TxCx.shape[2:])[self.place]
         found = jnp.where(self.valid.reshape(-1, *[1] * (found.ndim - 1)), found, empty)
         return found.reshape(*shape_RxS, *found.shape[1:])
@@ -90,8 +90,10 @@ def _first_token(vocab: int, axis):
 
 
 def held(tokens, vocab: int, axis):
-    """Returns (index into this device's `vocab` tokens, whether it holds the token), both in the shape of `tokens`.
-    axis: the mesh axis that the vocabulary is split over, None = whole."""
+    """Returns (index into this device's `vocab` tokens, bool: whether it holds the token), both in the shape of
+    `tokens`.
+
+    axis: the mesh axis that the vocabulary is split over; None = whole."""
     return _held(tokens, vocab, _first_token(vocab, axis))
 
 
@@ -360,6 +362,8 @@ def _of_logits(block, targets_C, numbers, of_ids, temperature, softcap):
 
 
 def _backward(softcap, top, chunk, split, transposed, saved, grads):
+    """Returns the gradients of hidden [R, S, D] and head (None if it is not differentiated), then None for other
+    inputs. With p = softmax: d logits = g_logp (1[target] - p) - g_entropy p (logp + entropy), chunk by chunk."""
     learns, hidden, head, *_, kept = saved
     has_few = saved[8] is not None
     grads = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in grads]

@@ -29,7 +29,7 @@ from jaxrl.types import custom_vjp
 
 
 class How(NamedTuple):
-    """What is static of a call."""
+    """The static part of a call."""
 
     kind: str
     beta: float
@@ -41,6 +41,7 @@ class How(NamedTuple):
 
     @property
     def axis(self):
+        """Mesh axis that the vocabulary is split over; None = whole."""
         return self.split.vocab if self.split else None
 
 
@@ -117,6 +118,10 @@ def _rule(hidden, head, teacher, teacher_head, valid, temperatures, how: How):
 
 
 def _backward(how: How, saved, g_RxS):
+    """Returns the gradients of hidden [R, S, D] and head (None if it is not differentiated), then None for the other
+    inputs.
+
+    g_RxS: cotangent of the divergence. Computed chunk by chunk from log-probs that are made again."""
     learns, *inputs = saved
     if isinstance(g_RxS, jax.custom_derivatives.SymbolicZero):
         g_RxS = jnp.zeros(g_RxS.shape, g_RxS.dtype)

@@ -29,7 +29,7 @@ OUTSIDE = -1e30  # logit of a token outside the support: finite, so that 0 * it 
 
 
 def allowed(support, vocab: int):
-    """Maps [..., K] token ids, -1 = unused -> [..., V] bool; all True where K is 0."""
+    """Returns the mask [..., V] of supports [..., K] of token ids, -1 = unused; all True where K is 0."""
     if not support.shape[-1]:
         return jnp.ones((*support.shape[:-1], vocab), bool)
     flat = support.reshape(-1, support.shape[-1])
@@ -40,7 +40,7 @@ def allowed(support, vocab: int):
 
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
                         more_rxV, softcap, top, transposed):
-    """See api.logprob_and_entropy."""
+    """Computes api.logprob_and_entropy with full logits [R, S, V]; same arguments and results."""
     logits = capped_logits(hidden_RxSxD, head, softcap, transposed, few_RxSxr, more_rxV) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)
@@ -60,12 +60,13 @@ KINDS = ("forward", "reverse", "jsd")
 
 
 def mixture(logp, logq, beta: float):
-    """Returns log(beta q + (1 - beta) p)"""
+    """Returns log(beta q + (1 - beta) p), elementwise, of log-probs of student p and teacher q. 0 < beta < 1."""
     return jnp.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
 
 
 def divergence(logp, logq, kind: str, beta: float):
-    """Maps [..., V] log-probs of student and teacher -> [...], see divergence.py."""
+    """Returns the divergence in nats, [...], of log-probs [..., V] of student and teacher; kinds as in
+    divergence.py."""
     kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), axis=-1)  # noqa: E731
     if kind == "forward":
         return kl(logq, logp)

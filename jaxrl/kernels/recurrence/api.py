@@ -58,7 +58,7 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
 
 
 def order(implementation: str) -> tuple[str, ...]:
-    """The implementations that are asked, in order."""
+    """Returns the names in IMPLEMENTATIONS to try, in order. Raises ValueError for an unknown name."""
     if implementation == "auto":
         return trusted("recurrence", ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:

@@ -23,22 +23,23 @@ HELD = {"xla": (2.5, 5.0), "gpu": (0.55, 1.5), "tpu": (0.0, 0.0)}
 
 
 def tokens_per_chunk(length: int) -> int:
-    """C of rows of so many tokens."""
+    """Returns C, the tokens of a chunk in rows of `length` tokens."""
     return 64 if length >= LONG else 16
 
 
 def tokens_per_room(length: int) -> int:
-    """Tokens of a row for each chunk that it has room for."""
+    """Returns how many tokens of a row there are for each chunk that it has room for."""
     return 32 if length >= LONG else 4
 
 
 def room(length: int) -> int:
-    """N: chunks that rows of so many tokens have room for; always enough for two segments."""
+    """Returns N, the chunks that rows of `length` tokens have room for; always enough for two segments."""
     return -(-length // min(tokens_per_room(length), max(length, 1))) + 2
 
 
 def flops(heads: int, key: int, value: int, size: int = 64, delta: bool = True) -> int:
-    """Returns the operations of the rule for one token, in chunks of `size` tokens, of so many value heads."""
+    """Returns the floating-point operations of the rule for one token, in chunks of `size` tokens, of `heads` value
+    heads."""
     if not delta:  # pairs of queries and keys, and their sum
         return heads * (2 * size * (key + value) + 4 * key * value)
     within = 2 * size * (3 * key + 2 * value)  # pairs of keys, of queries and keys, two solved systems, their sum
@@ -95,20 +96,19 @@ class Chunks(NamedTuple):
 
     @property
     def real(self):
-        """[B, L] bool: no padding."""
+        """Tokens that are no padding: [B, L] bool."""
         return self.chunk < self.start.shape[1]
 
 
 def chunks_of(segments_BxL, prefixes_BxL=None, *, enters_BxL=None, continues: bool = False) -> Chunks:
-    """The chunks of packed rows; the same for all layers, so it is made once per forward pass.
+    """Returns the Chunks of packed rows; the same for all layers, so it is made once per forward pass.
 
     Args:
       segments_BxL: int ids, 0 = padding; equal neighbours are one segment.
       prefixes_BxL: int id of the segment that a completion continues, 0 = none. It is the last segment without a prefix
-        before it; rows with another order do not fit.
+        before it; rows with another order do not fit (fits False: their output is NaN).
       enters_BxL: bool, tokens that become part of the state; those of a row that do not are its last. None = all.
-      continues: whether rows begin with a state that is given.
-    """
+      continues: whether rows begin with a state that is given."""
     batch, length = segments_BxL.shape
     size, count = tokens_per_chunk(length), room(length)
     at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
@@ -143,12 +143,15 @@ def chunks_of(segments_BxL, prefixes_BxL=None, *, enters_BxL=None, continues: bo
 
 
 def into(x_BxLx, chunks: Chunks):
-    """[N, B, C, ...] of [B, L, ...]: tokens by chunk, zeros where a chunk has none. Linear; its gradient is `back`."""
+    """Returns [N, B, C, ...] of values by token [B, L, ...]; zeros where a chunk has none. Linear; its gradient is
+    `back`."""
     return _into(x_BxLx, chunks)
 
 
 def back(y_NxBxCx, chunks: Chunks):
-    """[B, L, ...] of [N, B, C, ...]: the inverse of `into`, zeros at padding. Linear; its gradient is `into`."""
+    """Returns [B, L, ...] of values by chunk [N, B, C, ...]: the inverse of `into`, zeros at padding.
+
+    Linear; its gradient is `into`."""
     return _back(y_NxBxCx, chunks)
 
 
@@ -157,7 +160,7 @@ def _masked(mask, x):
 
 
 def gather(x, chunks):
-    """`into`, of arrays without a gradient."""
+    """Returns `into` of an array [B, L, ...] that needs no gradient, such as bool."""
     batch, length = chunks.chunk.shape
     offsets = jnp.arange(tokens_per_chunk(length), dtype=jnp.int32)[None, None]
     index = jnp.minimum(chunks.first[..., None] + offsets, length - 1)

@@ -12,7 +12,8 @@ from jaxrl.kernels.recurrence.chunks import PROMPT, Chunks
 
 
 def convolution(x_BxLx, weight_xT, chunks: Chunks, window_BxTx=None, bias_x=None):
-    """out[t] = sum over j of weight[..., T - 1 - j] * x[j tokens before t in its sequence], 0 before it begins.
+    """Computes a causal depthwise convolution of each sequence: out[t] = sum over j of weight[..., T - 1 - j] * x[j
+    tokens before t], 0 before the sequence begins.
 
     A completion's tokens go on from those of its shared prompt; tokens of other sequences and padding are not read.
 
@@ -23,8 +24,7 @@ def convolution(x_BxLx, weight_xT, chunks: Chunks, window_BxTx=None, bias_x=None
       window_BxTx: [B, T - 1, *channels] before the first token of rows that continue, else None.
       bias_x: [*channels], added to every token, or None.
 
-    Returns [B, L, *channels] in x's dtype; sums are fp32 or better. At padding: finite where x is.
-    """
+    Returns [B, L, *channels] in x's dtype; sums are fp32 or better. At padding: finite where x is."""
     taps, acc = weight_xT.shape[-1], jnp.promote_types(x_BxLx.dtype, jnp.float32)
     length, lead = x_BxLx.shape[1], taps - 1
     over = lambda mask: mask.reshape(*mask.shape, *(1,) * (x_BxLx.ndim - mask.ndim))  # noqa: E731
@@ -47,11 +47,12 @@ def convolution(x_BxLx, weight_xT, chunks: Chunks, window_BxTx=None, bias_x=None
 
 
 def _with_prompts(out, x, weight, chunks: Chunks):
-    """Adds to the first tokens of completions what they read of the ends of their prompts.
+    """Adds to `out` [B, L, *channels], at the first tokens of completions, what they read of the ends of their prompts.
 
-    Each prompt's last tokens are taken once, by the chunk that ends it, and handed to its completions by a product with
-    ones and zeros: exact, and its gradient sums over the completions in the order of the row.
-    """
+    Each prompt's last T - 1 tokens are taken once, by the chunk that ends it, and handed to its completions by a
+    product with ones and zeros: exact, and its gradient sums over the completions in the order of the row.
+
+    x [B, L, *channels], 0 at padding; weight [1, 1, *channels, T]."""
     taps, acc = weight.shape[-1], out.dtype
     lead, length = taps - 1, x.shape[1]
     rows = jnp.arange(x.shape[0])[:, None]

@@ -14,7 +14,8 @@ EXACT = jax.lax.Precision.HIGHEST
 
 
 def step(q_BxHxK, k_BxHxK, v_BxGxV, g_BxG, beta_BxG, state_BxGxKxV, delta: bool = True):
-    """One token of each row: (out_BxGxV in v's dtype, state behind it); see api.recurrence."""
+    """Computes one token of each row: returns (out [B, G, V] in v's dtype, the state after it [B, G, K, V]); see
+    api.recurrence."""
     acc, repeats = state_BxGxKxV.dtype, v_BxGxV.shape[1] // k_BxHxK.shape[1]
     q, k = (jnp.repeat(x.astype(acc), repeats, axis=1) for x in (q_BxHxK, k_BxHxK))
     state = state_BxGxKxV * jnp.exp(g_BxG.astype(acc))[..., None, None]
@@ -27,7 +28,7 @@ def step(q_BxHxK, k_BxHxK, v_BxGxV, g_BxG, beta_BxG, state_BxGxKxV, delta: bool 
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
-    """See api.recurrence."""
+    """Computes api.recurrence token by token; same arguments and results."""
     acc = jnp.promote_types(v.dtype, jnp.float32)
     shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     given = jnp.zeros(shape, acc) if state is None else state.astype(acc)

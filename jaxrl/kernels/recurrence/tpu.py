@@ -30,7 +30,9 @@ MOST = 4     # value heads of a step; their products are independent, so that on
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True, interpret=None):
-    """See api.recurrence. Raises NotImplementedError for what `check` names. interpret: None = off a TPU."""
+    """Computes api.recurrence with the Pallas TPU kernels; same arguments and results. interpret: None = off a TPU.
+
+    Raises NotImplementedError for what `check` names."""
     interpret = platform() != "tpu" if interpret is None else bool(interpret)
     (batch, _, heads, key), (groups, value) = k.shape, v.shape[2:]
     call = Call(*heads_of_step(heads, groups // heads), delta, interpret)
@@ -43,7 +45,7 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = Tr
 
 
 def heads_of_step(heads: int, repeats: int) -> tuple[int, int]:
-    """Returns (key heads, value heads) of a step."""
+    """Returns (key heads, value heads) of a step, at most MOST value heads. repeats: value heads of a key head."""
     largest = lambda of, most: max(n for n in range(1, most + 1) if of % n == 0)  # noqa: E731
     if repeats > MOST:
         return 1, largest(repeats, MOST)
@@ -52,7 +54,7 @@ def heads_of_step(heads: int, repeats: int) -> tuple[int, int]:
 
 
 def check(call: Call, q, k, v, chunks: Chunks) -> None:
-    """Raises NotImplementedError for what the kernels do not serve."""
+    """Raises NotImplementedError for dtypes, row counts and head sizes that the kernels do not serve."""
     wide = (jnp.float64,) * call.interpret
     for x in (q, k, v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, *wide):
@@ -66,7 +68,9 @@ def check(call: Call, q, k, v, chunks: Chunks) -> None:
 
 
 def vmem(call: Call, size: int, key: int, value: int) -> int:
-    """Returns bytes of on-chip memory of a step of the backward pass: scratch, and operands and results twice."""
+    """Returns the bytes of on-chip memory of a step of the backward pass: scratch, and operands and results twice.
+
+    size: tokens of a chunk. key, value: sizes of a head."""
     up = lambda n, unit: -(-n // unit) * unit  # noqa: E731
     tile = lambda rows, columns: 4 * up(rows, 8) * up(columns, 128)  # noqa: E731
     state, tokens = tile(key, value), tile(size, value)
@@ -84,11 +88,11 @@ def _whole(count: int) -> int:
 
 
 def laid_out(chunks: Chunks, q, k, v, g, beta) -> Laid:
-    """Gathers rows' tokens by chunk and head.
+    """Returns the operands Laid out by chunk and head, of rows' tokens.
 
-    gates, of each token: TOTAL of g up to it in its chunk; BETA; LEFT, what decays from it to the end of the chunk
-    (nothing is left of a token that does not enter); END of g, all that decays the state before the chunk.
-    """
+    gates [GATES, C] of each chunk: TOTAL, the sum of g up to a token in its chunk; BETA; LEFT, the log of what
+    remains of a token at the end of the chunk (-inf for one that does not enter the state); END, the sum of g over
+    the chunk, all that decays the state before it."""
     q, k, v, g, beta = (_by_head(into(x, chunks)) for x in (q, k, v, g, beta))
     enters = _by_head(gather(chunks.enters, chunks)[..., None])
     total = jnp.cumsum(g, axis=3)

@@ -17,13 +17,15 @@ TOTAL, BETA, LEFT, END, GATES = 0, 1, 2, 3, 4  # rows of the numbers of a chunk'
 
 
 def dot(a, b, over_a, over_b):
-    """Product of matrices in fp32 or better, summed over these axes."""
+    """Returns the product of two matrices in a's dtype (fp32 or better), not rounded, summed over axis over_a of a
+    and over_b of b."""
     return jax.lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), precision=EXACT,
                                preferred_element_type=a.dtype)
 
 
 class Marks(NamedTuple):
-    """Which pairs of tokens: the first (row) not before, behind, the same as the second."""
+    """Masks [C, C] of pairs of tokens (row, column): lower, the row's not before the column's; strictly, behind it;
+    same."""
 
     lower: jax.Array     # [C, C] bool
     strictly: jax.Array
@@ -31,8 +33,10 @@ class Marks(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Of a chunk's tokens, as columns [C, 1]: decays from the begin (faded) and to the end (left); the state's decay
-    [1, 1]; decay [C, C] from a token (column) to a later one (row)."""
+    """The decays of one chunk and value head. Columns [C, 1]: beta, faded (decay from the chunk's begin), left (to its
+    end).
+
+    end [1, 1]: decay of the state over the chunk. decay [C, C]: from a token (column) to a later one (row)."""
 
     beta: jax.Array
     faded: jax.Array
@@ -58,7 +62,7 @@ def _row(column, marks):
 
 
 def gates_of(rows, marks) -> Gates:
-    """Returns the Gates of a chunk's numbers [GATES, C]."""
+    """Returns the Gates of a chunk from its numbers [GATES, C], which tpu.laid_out describes."""
     total = rows[TOTAL:TOTAL + 1]
     upright = _column(total, marks)
     gap = jnp.where(marks.lower, upright - total, 0)
@@ -67,32 +71,38 @@ def gates_of(rows, marks) -> Gates:
 
 
 def solved_of(delta: bool, one: Gates, similar, marks: Marks, spread):
-    """Returns (I + A)^-1, None without the delta."""
+    """Returns (I + A)^-1 [C, C], A = beta decay similar below the diagonal; None without the delta.
+
+    similar [C, C]: products of keys. spread: of `spread_of`."""
     if not delta:
         return None
     return inverse(jnp.where(marks.strictly, similar * one.decay * one.beta, 0), spread[...])
 
 
 def update_of(delta: bool, one: Gates, values, recalled, solved):
-    """Returns what is written for each key, [C, V]. recalled: what the state before the chunk holds for the keys."""
+    """Returns what is written for each key, [C, V]. values [C, V].
+
+    recalled [C, V]: what the state before the chunk holds for the keys. solved: of `solved_of`."""
     if not delta:
         return one.beta * values
     return dot(solved, one.beta * (values - one.faded * recalled), 1, 0)
 
 
 def asked_for(delta: bool, asked, keys):
-    """Returns what the state is asked for: queries, and with the delta keys below them, in one operand."""
+    """Returns the operand that the state is multiplied with: queries [C, K], with the delta the keys below them, [2
+    C, K]."""
     return jnp.concatenate([asked, keys], axis=0) if delta else asked
 
 
 def halves(delta: bool, both) -> tuple[Any, Any]:
-    """Returns the rows of queries and those of keys, or None."""
+    """Splits the rows of a product with `asked_for` into (those of queries, those of keys); without the delta (all,
+    None)."""
     return (both[:len(both) // 2], both[len(both) // 2:]) if delta else (both, None)
 
 
 def spread_of(size: int, dtype):
-    """Returns ones, [C, BASE * C]: a product with them repeats, for each j < BASE, column j of each block of BASE
-    columns over that block."""
+    """Returns ones and zeros [C, BASE * C]: a product with them repeats, for each j < BASE, column j of each block
+    of BASE columns over that block."""
     base = min(BASE, size)
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, base * size), axis) for axis in (0, 1))
     j, at = column // size, column % size
@@ -126,8 +136,10 @@ def inverse(lower, spread):
 
 
 class Gradients(NamedTuple):
-    """Of a chunk of one head. asked: of `asked_for`, by what they ask the state; products: of their products with the
-    keys; keys: by what is written."""
+    """Gradients of one chunk of one head.
+
+    asked: of `asked_for`, by what they ask the state; products: of their products with the keys; keys: by what is
+    written; v, gates, state: of the operands of these names."""
 
     asked: jax.Array
     products: jax.Array
@@ -139,7 +151,10 @@ class Gradients(NamedTuple):
 
 def gradients_of(delta: bool, one: Gates, marks: Marks, asked, keys, values, products, before, solved, update, d_out,
                  d_after) -> Gradients:
-    """Gradients from those of the output and of the state behind the chunk, d_after."""
+    """Returns the Gradients of a chunk from those of its output, d_out [C, V], and of the state behind it, d_after [K,
+    V].
+
+    before [K, V]: the state before the chunk. asked, products, solved, update: as the forward pass has them."""
     sum_of = lambda x: jnp.sum(x, axis=1, keepdims=True)  # noqa: E731
     read, recalled = halves(delta, dot(asked, before, 1, 0))
     attended, similar = halves(delta, products)

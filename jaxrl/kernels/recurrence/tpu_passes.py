@@ -32,9 +32,10 @@ USED = 8  # in a chunk's word, beside its start and SAVES
 
 
 class Call(NamedTuple):
-    """The static part. keys, values: key and value heads of a step; the first is 1 where a key head has several steps.
-    interpret: of pallas_call.
-    """
+    """The static part of a call.
+
+    keys, values: key and value heads of a step; keys is 1 where a key head has several steps. interpret: of
+    pallas_call."""
 
     keys: int
     values: int
@@ -42,7 +43,7 @@ class Call(NamedTuple):
     interpret: Any
 
     def heads(self):
-        """Yields (key head, its value heads) of a step."""
+        """Returns pairs (key head, range of its value heads) of a step."""
         each = self.values // self.keys
         return ((i, range(each * i, each * (i + 1))) for i in range(self.keys))
 
@@ -107,8 +108,13 @@ def _launch(call: Call, laid: Laid, body, grid, in_specs, outs, scratch, passes:
 
 
 def forward(call: Call, laid: Laid, given, words, stretches, keep: bool):
-    """Returns (out [B, G, N, C, V], states behind the rows [B, G, K, V], pairs of states [B, N / STRETCH, 2, G, K, V]
-    before each stretch, or None). Chunks that are not used have no output."""
+    """Returns (out [B, G, N, C, V], states after the rows [B, G, K, V], pairs of states before each stretch or None).
+
+    Pairs are [B, N / STRETCH, 2, G, K, V]: the running state and the prompt's. Chunks that are not used have no output.
+
+    Args:
+      given: states [B, G, K, V] of rows that continue. words: [B * N] int32 flags of the chunks. stretches: [1]
+        int32. keep: whether to return the pairs."""
     grid = _Grid(call, laid, stretches[0] * STRETCH)
     (batch, groups, count, size, _), (key, value) = laid.v.shape, grid.size
     spread = spread_of(size, grid.acc)
@@ -124,6 +130,11 @@ def forward(call: Call, laid: Laid, given, words, stretches, keep: bool):
 
 
 def _forward_body(call: Call, count, keep, words, _, q, k, v, gates, spread, given, out, state, *rest):
+    """Runs one chunk of the forward pass: writes out [C, V] per value head and carries the states [values, K, V] in
+    scratch.
+
+    words: flags by chunk. q, k [1, keys, 1, C, K], v [1, values, 1, C, V], gates [1, values, 1, GATES, C], given and
+    state [1, values, K, V]. rest: the pairs, if they are kept, then scratch: running and prompt's state."""
     pairs, (now, prompt) = rest[:keep], rest[keep:]
     n = pl.program_id(2)
     word = words[pl.program_id(0) * count + n]
@@ -212,7 +223,9 @@ def _chunk_of(t, stretches):
 
 
 def backward(call: Call, laid: Laid, given, pairs, d_out, d_state, words, stretches):
-    """Returns (gradients of `laid`, of `given`), from those of out, by chunk and head, and of the last states."""
+    """Returns (gradients of `laid`, of `given`), from d_out [B, G, N, C, V] and d_state [B, G, K, V].
+
+    given, words, stretches: as of `forward`. pairs: what it kept."""
     grid = _Grid(call, laid, stretches[0] * 2 * STRETCH)
     stretch_at, now_at, after_at = (lambda t, n, i=i: _chunk_of(t, n)[i] for i in range(3))
     (batch, _, count, size, _), (key, value) = laid.v.shape, grid.size
@@ -235,6 +248,11 @@ def backward(call: Call, laid: Laid, given, pairs, d_out, d_state, words, stretc
 
 
 def _backward_body(call: Call, count, words, stretches, *refs):
+    """Runs one of the 2 STRETCH phases of a stretch: first its chunks forward again, then their gradients, last chunk
+    first.
+
+    refs: the fields of _Own. The gradients of the running and of the prompt's state, [values, K, V], are carried in
+    scratch."""
     own, t = _Own(*refs), pl.program_id(2)
     _, n, _ = _chunk_of(t, stretches[0])
     phase = t % (2 * STRETCH)

@@ -30,7 +30,7 @@ BASE = 16  # rows of an inverse by substitution; larger ones are merged of these
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
-    """See api.recurrence."""
+    """Computes api.recurrence in XLA, chunk by chunk; same arguments and results."""
     given = by_group(k, v, state)
     stretches, used = in_stretches(STRETCH, q, k, v, g, beta, chunks)
 
@@ -149,17 +149,16 @@ _STRETCHES = {delta: functools.partial(_stretch, delta) for delta in (True, Fals
 
 
 def at_most_zero(gap):
-    """Returns min(gap, 0), where only rounding is above 0: its gradient is that of gap, at 0 and above, too."""
+    """Returns min(gap, 0) with the gradient of gap everywhere: only rounding makes gap positive."""
     return gap - jax.lax.stop_gradient(jnp.maximum(gap, 0))
 
 
 @jax.custom_vjp
 def inverse(lower_xCxC):
-    """(I + A)^-1 of strictly lower triangular matrices [..., C, C], C a power of two.
+    """Returns (I + A)^-1 of strictly lower triangular matrices A [..., C, C], C a power of two.
 
-    By substitution within BASE rows and merges above, [[P, 0], [-Q A21 P, Q]]: stable where keys repeat, which powers
-    of A are not.
-    """
+    By substitution within BASE rows and merges above, [[P, 0], [-Q A21 P, Q]]: stable where keys repeat, which
+    powers of A are not."""
     size = lower_xCxC.shape[-1]
     lead = lower_xCxC.shape[:-2]
     width = min(BASE, size)

@@ -47,8 +47,15 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
 
 def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=0, implementation="auto",
                    shared=None) -> dict:
-    """Returns the work of `cached_attention` (see packed.api.work_of) for so many query heads of this size over a cache
-    of this shape and dtype."""
+    """Returns the work of `cached_attention`, the same for all layers of a window: made once per decoding step.
+
+    Args:
+      positions_Bx1: int32 positions of the queries.
+      shape_NxBxCxGK, dtype: of the cache's keys. heads, size: query heads and head size.
+      window, implementation, shared: as of cached_attention.
+
+    Returns:
+      A dict of one implementation's work, a pytree of arrays; empty where that implementation needs none."""
     def ask(name):
         if name not in WORK:
             return {}
@@ -59,12 +66,15 @@ def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=
 
 
 def shares_prompts(implementation: str, mesh=None) -> bool:
-    """Whether `shared` is of use to cached_attention on the platform of the mesh, or of the one in force."""
+    """Returns whether cached_attention would read `shared` on the platform of `mesh` (None = the one in force)."""
     return order(implementation, mesh)[0] in WORK
 
 
 def order(implementation: str, mesh=None) -> tuple[str, ...]:
-    """Returns the implementations to try, in order; mesh: None = the one in force."""
+    """Returns the names in IMPLEMENTATIONS to try, in order; the last one serves every call.
+
+    A name without an implementation for the cache gives XLA's. mesh: whose platform decides; None = the one in
+    force."""
     if implementation == "auto":
         return trusted("attention", ORDERS[platform(mesh)])
     return (implementation, "xla") if implementation in IMPLEMENTATIONS else ("xla",)

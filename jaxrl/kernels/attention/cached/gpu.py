@@ -30,7 +30,8 @@ WIDEST = 192  # head size whose parts' fp32 results fit into shared memory besid
 
 
 class Work(NamedTuple):
-    """What is read for several slots at once."""
+    """The tiles of slots with a shared prompt, whose keys are read once per tile: T tiles of W slots, B slots in
+    all."""
 
     slots: jax.Array    # [T, W] int32, -1 = none
     sources: jax.Array  # [T] int32, the slot that is read
@@ -41,7 +42,10 @@ class Work(NamedTuple):
 
 
 def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size) -> Work | None:
-    """Returns the tiles' work; None where nothing is shared, or the kernel could not split a slot's positions."""
+    """Returns the Work of a decoding step, as api.cached_work_of; None where nothing is shared or the kernel reads no
+    tiles.
+
+    No tiles are read with a window, heads above WIDEST, or more than ROWS query heads per group."""
     del dtype
     _, slots, length, width = shape_NxBxCxGK
     rows = padded(heads * size // width)
@@ -60,16 +64,16 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size
 
 
 def padded(rows: int) -> int:
-    """Returns query heads of a group with those that fill its last tile of memory."""
+    """Returns `rows`, the query heads of a group, rounded up to the 8 of a tile of memory."""
     return -(-rows // 8) * 8
 
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None,
               work=None, sinks=None, interpret=None):
-    """See api.cached_attention. Raises NotImplementedError for what `check` names. Has no gradient.
+    """Computes api.cached_attention with the Mosaic GPU kernel; same arguments and result. Has no gradient.
 
-    work: of `work_of`, or None. interpret: as packed.gpu.attention's.
-    """
+    work: of `work_of`, or None. interpret: as packed.gpu.attention's. Raises NotImplementedError for what `check`
+    names."""
     splits = check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret)
     from jaxrl.kernels.attention.cached.gpu_kernel import decode
 
@@ -101,8 +105,9 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
 
 
 def check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret=None) -> int:
-    """Returns the parts that a slot's positions are split into. Raises NotImplementedError for what the kernel does not
-    serve."""
+    """Returns the number of parts that each slot's positions are split into, for the arrays of a call.
+
+    Raises NotImplementedError for chips, dtypes, head sizes and scales that the kernel does not serve."""
     batch, _, heads, size = q_Bx1xHxK.shape
     length, width = k_NxBxCxGK.shape[2:]
     check_chip(q_Bx1xHxK.dtype, interpret)
@@ -125,14 +130,20 @@ def check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret=None) -> int:
 
 
 def splits_of(pieces: int, length: int, block: int) -> int:
-    """Returns parts of a slot's positions: enough for two pieces of work per multiprocessor, but none below 4
-    blocks."""
+    """Returns the parts into which a slot's positions are split: two pieces of work per multiprocessor, 4 blocks at
+    least each.
+
+    Args:
+      pieces: slots times groups of heads. length: positions of the cache. block: positions of a block."""
     return max(1, min(-(-2 * gpu_chip.MULTIPROCESSORS // pieces), length // (4 * block)))
 
 
 def parts_of(pieces: int, length: int, block: int) -> int:
-    """Returns the same for a tile's positions; a part, which leaves results of several slots, is at least tuned.PART
-    blocks."""
+    """Returns the parts into which a tile's positions are split: two pieces of work per multiprocessor, tuned.PART
+    blocks at least each, since a part leaves results of several slots.
+
+    Args:
+      pieces: tiles times groups of heads. length: positions of the cache. block: positions of a block."""
     return max(1, min(-(-2 * gpu_chip.MULTIPROCESSORS // pieces), length // (tuned.PART * block)))
 
 

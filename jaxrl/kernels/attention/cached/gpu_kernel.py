@@ -23,7 +23,7 @@ from jaxrl.kernels.attention.gpu_chip import HIDDEN, ROWS
 
 
 class Piece(NamedTuple):
-    """A piece of work, as both warpgroups of its taker see it."""
+    """One piece of work of a block of threads, as its producer and its consumer see it; scalars of the kernel."""
 
     shared: Any    # whether it is a tile's
     row: Any       # the tile, or the slot
@@ -192,7 +192,10 @@ def _start(block, length, keys):
 
 
 def _consume(piece, length, own, op, sizes):
-    """Returns (weighted sum of values, maximum and total of the weights) of the heads of a group."""
+    """Returns (sum of weights times values [R, K], maximum [R] and total [R] of the weights) of a piece's R heads, in
+    fp32.
+
+    length: positions of the cache. own: shared memory and barriers by name."""
     q, shape = own["q"], (ROWS, sizes.block)
     stage = None if own["stage"] is None else own["stage"].at[0]
     plgpu.barrier_wait(own["q_ready"])

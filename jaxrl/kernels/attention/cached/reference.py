@@ -12,7 +12,7 @@ from jaxrl.kernels.attention.packed import reference
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale,
               sinks=None):
-    """See api.cached_attention."""
+    """Computes api.cached_attention with full scores; same arguments and result. Memory grows with B * H * C."""
     batch, _, _, size = q_Bx1xHxK.shape
     k, v = (x[layer].astype(q_Bx1xHxK.dtype).reshape(batch, x.shape[2], -1, size) for x in (k_NxBxCxGK, v_NxBxCxGK))
     ids = reference.Ids(positions_Bx1, jnp.arange(k.shape[1], dtype=positions_Bx1.dtype)[None])

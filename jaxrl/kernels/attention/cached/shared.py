@@ -22,7 +22,9 @@ WIDTH = 8
 
 
 class Shared(NamedTuple):
-    """Tiles of slots; made by the host once per chunk of decoding, see `share`. S rows, some of which are empty."""
+    """Tiles of up to W slots that share a prompt, made by the host once per chunk of decoding (`share`).
+
+    S rows, some of which may be empty."""
 
     tiles: Any   # [S, W] int32: slots of one prompt, those that there are first; -1 = none. No slot is in two tiles
     length: Any  # [S] int32: positions, from 0, at which all slots of the tile have the same keys and values
@@ -54,7 +56,7 @@ def share(prompts, lengths, shards: int = 1) -> Shared:
 
 
 def of_slots(shared: Shared, slots: int):
-    """Returns per slot (its row in `tiles`, its place in the tile, int32 [S]); row -1 = in none."""
+    """Returns (row of `tiles`, place in that tile) of each slot, both int32 [B]; row -1 = in none."""
     found = shared.tiles[..., None] == jnp.arange(slots, dtype=jnp.int32)[None, None]
     row, place = (jnp.arange(n, dtype=jnp.int32) for n in shared.tiles.shape)
     inside = found.any(axis=(0, 1))

@@ -34,7 +34,7 @@ ALIGNED = 16  # positions and query rows of whole tiles of memory, in every dtyp
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["words", "places", "count"], meta_fields=["width"])
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The blocks to read; the leading axis is that of devices."""
+    """The blocks of the cache that a decoding step reads, in order: T entries. The leading axis is that of devices."""
 
     words: jax.Array   # [1, T + 1] int32: place, whether read for the whole tile, where it starts; -1 past the end
     places: jax.Array  # [1, 3, B] int32, tile by tile: slot, first place of its tile, where its own positions begin
@@ -44,7 +44,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static in a call, and what a word says, from the highest bits: place, whether it is a tile's, start."""
+    """The static part of a call, and the layout of a word of the work list.
+
+    From the highest bits, a word holds: place, whether it is a tile's (1 bit), and the start in units."""
 
     block: int   # positions
     length: int  # of the cache
@@ -55,33 +57,39 @@ class Call:
 
     @property
     def unit(self):
-        """Returns positions that a word's start counts in."""
+        """Positions that a word's start counts in: a block, or ALIGNED with tiles."""
         return self.block if self.width == 1 else ALIGNED
 
     @property
     def bits(self):
+        """Bits of a word that hold where the block starts."""
         return max(1, ((self.length - 1) // self.unit).bit_length())
 
     def word(self, place, tile, start):
+        """Returns the word, int32, of a block: its place, whether it is read for the whole tile (0 or 1), its first
+        position."""
         return (place << 1 | tile) << self.bits | start // self.unit
 
     def place(self, word):
+        """Returns the place of a word: the column of Work.places."""
         return word >> self.bits + 1
 
     def piece(self, word):
-        """Returns what an entry has in common with those before and after it that add to the same sums."""
+        """Returns the part of a word that entries adding to the same sums have in common: place and tile bit."""
         return word >> self.bits
 
     def start(self, word):
+        """Returns the first position of a word's block."""
         return (word & (1 << self.bits) - 1) * self.unit
 
     def read(self, word):
-        """Returns where the block is read that starts there: with tiles the last one ends with the cache."""
+        """Returns the position from which a word's block is read: with tiles, a last block ends with the cache."""
         return self.start(word) if self.width == 1 else jnp.minimum(self.start(word), self.length - self.block)
 
 
 def check(shape_NxBxCxGK, dtype) -> None:
-    """Raises NotImplementedError for what the kernel does not serve."""
+    """Raises NotImplementedError for a cache of this shape and dtype that the kernel does not serve, naming the
+    reason."""
     _, slots, length, width = shape_NxBxCxGK
     if width % 128:
         raise NotImplementedError(
@@ -124,8 +132,10 @@ def _places(shared, position_B, busy_B, block):
 
 
 def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=0, size=0) -> Work:
-    """Returns the blocks that queries at these positions see: one at least for every slot, where its output is
-    written."""
+    """Returns the Work of a decoding step, as api.cached_work_of: the blocks that queries at these positions see.
+
+    Every slot has one block at least, where its output is written. heads and size are not read. Raises as `check`
+    does."""
     del heads, size
     check(shape_NxBxCxGK, dtype)
     block, length = _block(shape_NxBxCxGK, dtype), shape_NxBxCxGK[2]
@@ -155,10 +165,10 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None,
               work=None, sinks=None, interpret=None):
-    """See api.cached_attention. Raises NotImplementedError for what `check` names. Has no gradient.
+    """Computes api.cached_attention with the Pallas TPU kernel; same arguments and result. Has no gradient.
 
-    work: of `work_of`, or None. interpret: for pallas_call; None = where this is no TPU.
-    """
+    work: of `work_of`, or None. interpret: for pallas_call; None = off a TPU. Raises NotImplementedError for what
+    `check` names."""
     check(k_NxBxCxGK.shape, k_NxBxCxGK.dtype)
     if q_Bx1xHxK.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"{q_Bx1xHxK.dtype} queries; the TPU kernel takes float32 and bfloat16")
@@ -214,6 +224,12 @@ def _specs(call, shape_HxGK):
 
 
 def _decode(words, places, positions, q_ref, k_ref, v_ref, *refs, call):
+    """Adds one entry's block to the running sums of its slot, or of all slots of its tile, and writes a slot's output
+    last.
+
+    words, places: of Work. positions [B]. q_ref [1 or W, H, G * K]; k_ref, v_ref: a block [block, G * K]. refs:
+    sinks if there are any, the output [1, H, G * K], then scratch: running maximum, sum and weighted values of the
+    tile's heads."""
     *sinks, out_ref, top_ref, sum_ref, acc_ref = refs
     t = pl.program_id(0)
     word = words[t]

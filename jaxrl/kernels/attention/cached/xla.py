@@ -19,7 +19,8 @@ from jaxrl.kernels.attention.packed.reference import Ids, hidden_score, visible
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale,
               sinks=None):
-    """See api.cached_attention."""
+    """Computes api.cached_attention in XLA, reading the cache in its layout; same arguments and result. Scores are
+    [B, C, H]."""
     batch, _, heads, size = q_Bx1xHxK.shape
     k_BxCxGK, v_BxCxGK = (x[layer].astype(q_Bx1xHxK.dtype) for x in (k_NxBxCxGK, v_NxBxCxGK))
     groups = k_BxCxGK.shape[2] // size
@@ -43,7 +44,7 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
 
 
 def by_group(q_BxHxK, groups):
-    """Returns [B, H, G * K]: each head's query in its group's part of the width, 0 elsewhere."""
+    """Returns [B, H, G * K]: each head's query [B, H, K] in its group's part of the width, 0 elsewhere."""
     batch, heads, size = q_BxHxK.shape
     q = q_BxHxK.reshape(batch, groups, heads // groups, 1, size)
     own = jnp.eye(groups, dtype=bool)[:, None, :, None]
@@ -51,7 +52,7 @@ def by_group(q_BxHxK, groups):
 
 
 def own_group(out_BxHxGK, groups):
-    """Returns [B, H, K]: of each head's row its group's part."""
+    """Returns [B, H, K]: of each head's row [B, H, G * K] its group's part; the inverse of `by_group`."""
     batch, heads, width = out_BxHxGK.shape
     out = out_BxHxGK.reshape(batch, groups, heads // groups, groups, width // groups)
     return jnp.stack([out[:, g, :, g] for g in range(groups)], axis=1).reshape(batch, heads, width // groups)

@@ -104,7 +104,10 @@ def ids_of(q_positions, k_positions, q_segments, k_segments, q_prefixes, q_reach
 
 
 def order(implementation: str) -> tuple[str, ...]:
-    """Returns the implementations to try, in order."""
+    """Returns the names in IMPLEMENTATIONS to try, in order; the last one serves every call.
+
+    "auto" gives the platform's ORDERS without kernels that are distrusted; a name gives itself and XLA's behind it.
+    Raises ValueError for an unknown name."""
     if implementation == "auto":
         return trusted("attention", ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:

@@ -15,7 +15,8 @@ NO_KEY, NO_QUERY = jnp.iinfo(jnp.int32).max, jnp.iinfo(jnp.int32).min  # positio
 
 
 class BlockLists(NamedTuple):
-    """The work of every block of one side, as blocks of the other side."""
+    """The blocks of the other side (keys for queries, or the reverse) that each block of one side visits: N blocks,
+    M at most."""
 
     blocks: jnp.ndarray  # [B, N, M] int32, ascending; past the count the last one is repeated (0 where there is none)
     counts: jnp.ndarray  # [B, N] int32
@@ -39,7 +40,9 @@ def active_blocks(ids: Ids, *, window, block_q, block_k):
 
 
 def block_lists(active_BxNxM) -> BlockLists:
-    """Returns the key blocks of every query block; of `active.swapaxes(1, 2)`, the query blocks of every key block."""
+    """Returns the BlockLists of active pairs [B, N, M] bool: the key blocks of every query block.
+
+    Of `active.swapaxes(1, 2)`, the query blocks of every key block."""
     counts = active_BxNxM.sum(axis=2, dtype=jnp.int32)
     order = jnp.argsort(~active_BxNxM, axis=2, stable=True).astype(jnp.int32)
     last = jnp.maximum(counts - 1, 0)[..., None]
@@ -49,7 +52,7 @@ def block_lists(active_BxNxM) -> BlockLists:
 
 
 def filled(x_BxL, block, value):
-    """Returns x with `value` at the end of its last axis, up to a multiple of `block`."""
+    """Returns x [B, L] with `value` appended to its last axis, up to a multiple of `block`."""
     return jnp.pad(x_BxL, [(0, 0), (0, -x_BxL.shape[1] % block)], constant_values=value)
 
 

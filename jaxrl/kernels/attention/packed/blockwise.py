@@ -30,10 +30,10 @@ SCORES_CPU = 1 << 20  # what its cache holds
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> BlockLists:
-    """Returns the key blocks of every query block, for all layers of a window, SCORES pairs looked at at once.
+    """Returns the BlockLists of key blocks of every query block, for all layers of a window. At most SCORES pairs are
+    compared at once.
 
-    NotImplementedError for short rows: there `auto` runs the reference, which has no use for the lists.
-    """
+    Raises NotImplementedError for rows shorter than WORTH_IT, where `auto` runs the reference, which needs no lists."""
     del kv_shape, dtype
     if q_shape[1] < WORTH_IT:
         raise NotImplementedError(f"{q_shape[1]} queries: the reference is faster")
@@ -60,7 +60,10 @@ def _lists(rows, ids: Ids, window) -> BlockLists:
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
               sinks=None):
-    """See api.attention. Without `chosen`, short rows are left to the reference (NotImplementedError)."""
+    """Computes api.attention in XLA, block by block of queries over the key blocks they see; same arguments and result.
+
+    work: of `work_of`, or None. chosen: False leaves rows shorter than WORTH_IT to the reference
+    (NotImplementedError)."""
     rows, length = q_BxLxHxK.shape[:2]
     if not chosen and length < WORTH_IT:
         raise NotImplementedError(f"{length} queries: the reference is faster")
@@ -69,14 +72,16 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
 
 
 def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, **options):
-    """See ring.PARTS."""
+    """Returns (out [B, L, H, K], lse [B, L, H]) over the given part of the keys, as ring.PARTS describes."""
     ids, work = _prepared(len(q_BxLxHxK), ids, work, options["window"])
     out, log_sum, cut = _computed(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, _Options(**options))
     return cut.joined(out), cut.joined(log_sum[..., None])[..., 0]
 
 
 def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, **options):
-    """See ring.PARTS."""
+    """Returns the gradients of q, k and v from the given part of the keys, as ring.PARTS describes.
+
+    out, lse: of the whole row. g: cotangent of out."""
     ids, work = _prepared(len(q_BxLxHxK), ids, work, options["window"])
     cut = _Cut.of(q_BxLxHxK.shape, _keys(k_BxSxGxK).shape)
     log_sum = cut.queries(_finite(lse_BxLxH)[..., None])[..., 0]

@@ -18,10 +18,10 @@ from jaxrl.kernels.platform import platform
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
               sinks=None):
-    """See api.attention. NotImplementedError for what cuDNN does not serve, and where queries are not all keys.
+    """Computes api.attention with cuDNN where every row holds one sequence, else with the implementation of `beside`.
 
-    work: of `work_of`, for these ids and this window; None = made here.
-    """
+    Same arguments and result. work: of `work_of`, for these ids and this window; None = made here. Raises
+    NotImplementedError for what cuDNN does not serve, and where queries are not all keys."""
     del chosen
     if platform() != "gpu":
         raise NotImplementedError("cuDNN needs an NVIDIA GPU")
@@ -50,12 +50,13 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window):
-    """Returns the work of the implementation beside cuDNN."""
+    """Returns the work of the implementation beside cuDNN (`beside`), for the rows that cuDNN does not run."""
     return beside(q_shape, kv_shape, dtype).work_of(q_shape, kv_shape, dtype, ids, window=window)
 
 
 def beside(q_shape, kv_shape, dtype):
-    """Returns the module of the implementation for rows that hold several sequences."""
+    """Returns the module (gpu, or blockwise where that does not serve the shapes) that runs rows holding several
+    sequences."""
     try:
         gpu.check(q_shape, kv_shape, dtype, interpret=False)
     except NotImplementedError:
@@ -64,7 +65,7 @@ def beside(q_shape, kv_shape, dtype):
 
 
 def largest_head() -> int:
-    """Returns 256 from Hopper on, 128 before."""
+    """Returns the largest head size that cuDNN serves on this host's GPUs: 256 from Hopper on, 128 before."""
     generations = {float(d.compute_capability) for d in jax.devices() if d.platform == "gpu"}
     return 128 if min(generations, default=9.0) < 9.0 else 256
 
@@ -100,7 +101,7 @@ def one_sequence(shape, ids: Ids):
 
 
 def causal(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, lengths_B, window, scale):
-    """Computes causal attention of rows of the given lengths; 0 after them."""
+    """Computes causal attention [B, L, H, K] of rows of the given lengths [B]; 0 after them. window: 0 = none."""
     out = jax.nn.dot_product_attention(
         q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, scale=scale, is_causal=True, query_seq_lengths=lengths_B,
         key_value_seq_lengths=lengths_B, local_window_size=(window - 1, 0) if window else None, implementation="cudnn")

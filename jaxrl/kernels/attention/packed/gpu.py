@@ -26,8 +26,9 @@ LOG2E, UNSEEN = math.log2(math.e), -HIDDEN  # the logarithm that the kernels hav
 
 
 class Kernels(NamedTuple):
-    """One of each kernel's: its Sizes, or its Plan. The plans, whose leading axes are those of devices, are the work of
-    a call, made once for all layers of a window."""
+    """One value for each of the three kernels: its Sizes, or its Plan.
+
+    The plans, whose leading axes are those of devices, are the work of a call, made once for all layers of a window."""
 
     forward: Any
     queries: Any  # dq
@@ -35,11 +36,14 @@ class Kernels(NamedTuple):
 
 
 def sizes_for(head_size: int) -> Kernels:
+    """Returns the Sizes of the three kernels for a head size."""
     return Kernels(**{kernel: sizes_of(table, head_size) for kernel, table in tuned.GPU.items()})
 
 
 def check(q_shape, kv_shape, dtype, interpret=None) -> None:
-    """Raises NotImplementedError for what the kernels do not serve."""
+    """Raises NotImplementedError for chips, dtypes, head sizes and shapes that the kernels do not serve.
+
+    q_shape [B, L, H, K] and kv_shape [B, S, G, K] as tuples. interpret: as `attention`'s."""
     size = q_shape[3]
     check_chip(dtype, interpret)
     if not 64 <= size <= 256 or size % (16 * sizes_for(size).keys.parts):
@@ -50,7 +54,7 @@ def check(q_shape, kv_shape, dtype, interpret=None) -> None:
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Kernels:
-    """Returns the work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
+    """Returns the Kernels of Plans for calls with these shapes and ids. Raises NotImplementedError as `check` does."""
     check(q_shape, kv_shape, dtype, interpret)
     made = Kernels(*(plan(q_shape[0], ids, window=window, parts=one.consumers, block=one.block, transposed=transposed)
                      for one, transposed in zip(sizes_for(q_shape[3]), (False, False, True), strict=True)))
@@ -59,18 +63,18 @@ def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Ke
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
               sinks=None, interpret=None):
-    """See api.attention. Raises NotImplementedError for what `check` names.
+    """Computes api.attention with the Mosaic GPU kernels; same arguments and result. Raises NotImplementedError for
+    what `check` names.
 
-    work: of `work_of`, for these ids and this window; None = made here. interpret: False, True, or what the interpreter
-    is told; None = where this is no GPU.
-    """
+    work: of `work_of`, for these ids and this window; None = made here. interpret: False, True, or what the
+    interpreter is told; None = where this is no GPU."""
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, sinks, *arrays)[:, :q_BxLxHxK.shape[1]]
 
 
 def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale, interpret=None):
-    """See ring.PARTS."""
+    """Returns (out [B, L, H, K], lse [B, L, H] fp32) over the given part of the keys, as ring.PARTS describes."""
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     out, (*_, lse) = _forward(call, None, *arrays)
     lse = lse[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
@@ -79,7 +83,9 @@ def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, sof
 
 def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
                       softcap, scale, interpret=None):
-    """See ring.PARTS."""
+    """Returns the gradients of q, k and v from the given part of the keys, as ring.PARTS describes.
+
+    out, lse: of the whole row. g: cotangent of out."""
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     length = arrays[1].shape[1]
     lse = jnp.where(jnp.isneginf(lse_BxLxH), UNSEEN, lse_BxLxH * LOG2E).swapaxes(1, 2)
@@ -91,7 +97,7 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part, with how to interpret (None = compiled)."""
+    """The static part of a call; interpret: None = compiled, else the interpreter's parameters."""
 
     op: Op
     sizes: Kernels
@@ -99,7 +105,9 @@ class Call:
 
 
 def prepared(q, k, v, ids, window, softcap, scale, work, interpret):
-    """Returns (Call, arrays of the core): both sides filled up to whole tiles."""
+    """Returns (Call, (plans, q, k, v)): both sides filled up to multiples of UNIT, plans of this device.
+
+    Raises NotImplementedError for mixed dtypes, a scale that is not positive, and as `check` does."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the Mosaic GPU kernels take one type")
     check(q.shape, k.shape, q.dtype, interpret)

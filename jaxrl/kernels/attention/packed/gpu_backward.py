@@ -29,14 +29,17 @@ from jaxrl.kernels.attention.packed.gpu_kernel import launch, part_of, stage_of,
 
 
 def stats(out_BxLxHxK, d_out_BxLxHxK, lse_BxHxL):
-    """Returns [B, H, 2, L] fp32: lse and delta, what the backward kernels read per query."""
+    """Returns [B, H, 2, L] fp32, which the backward kernels read per query: lse, and delta = sum over K of d_out *
+    out."""
     delta = jnp.einsum("blhk,blhk->blh", out_BxLxHxK.astype(jnp.float32), d_out_BxLxHxK.astype(jnp.float32))
     delta = lax.optimization_barrier(delta)  # or XLA adds up within the stack: a thread a row, 3 KB apart, not a warp
     return jnp.stack([lse_BxHxL, delta.swapaxes(1, 2)], axis=2)
 
 
 def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
-    """Returns (dq_BxLxHxK, blocks_BxHxN executed or None). plan: sizes.consumers parts, blocks of sizes.block keys."""
+    """Returns (dq [B, L, H, K] in q's dtype, blocks executed [B, H, N], or None where they are not counted).
+
+    stats: of `stats`. plan: gpu_plan.Plan of sizes.consumers parts and blocks of sizes.block keys."""
     *_, heads, size = q_BxLxHxK.shape
     consumers, keys, dtype = sizes.consumers, sizes.block, q_BxLxHxK.dtype
     scratch = dict(
@@ -98,7 +101,9 @@ def _two_products(shape, first, second, between, ready):
 
 
 def _sum_dq(warpgroup, blocks, own, op, sizes):
-    """Returns (sum of dS K of one consumer's queries in fp32, number of key blocks)."""
+    """Returns (sum of dS K [64, K] of one consumer's queries in fp32, number of key blocks that it multiplied).
+
+    blocks: as of gpu_kernel.steps. own: shared memory and barriers by name."""
     q, d_out, q_info = (own[name].at[warpgroup] for name in ("q", "d_out", "q_info"))
     shape, stage = (ROWS, sizes.block), stage_of(own, warpgroup)
     plgpu.barrier_wait(own["q_ready"])
@@ -137,8 +142,9 @@ def _d_scores(weights, d_weights, delta, tanh):
 
 
 def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
-    """Returns (dk_BxSxGxK, dv_BxSxGxK, blocks_BxGPxN executed or None), P shares of a key head's query heads. plan:
-    transposed, sizes.consumers parts and blocks of sizes.block queries."""
+    """Returns (dk, dv [B, S, G, K], blocks executed [B, G * P, N] or None), P shares of a key head's query heads.
+
+    stats: of `stats`. plan: gpu_plan.Plan, transposed, of sizes.consumers parts and blocks of sizes.block queries."""
     (batch, length, groups, size), dtype = k_BxSxGxK.shape, q_BxLxHxK.dtype
     consumers, queries, warpgroups = sizes.consumers, sizes.block, sizes.consumers * sizes.parts
     per_group = q_BxLxHxK.shape[2] // groups
@@ -187,7 +193,10 @@ def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op,
 
 
 def _sum_dkv(warpgroup, blocks, own, op, sizes):
-    """Returns ((sum of dS^T Q, sum of P^T dout) of one consumer's keys and part of the head in fp32, query blocks)."""
+    """Returns ((sum of dS^T Q, sum of P^T dout), both fp32 [64, K / parts], of one consumer's keys; number of query
+    blocks).
+
+    blocks: as of gpu_kernel.steps. own: shared memory and barriers by name."""
     keys, part = _place(warpgroup, own["k"].shape[-1], sizes)
     k, v, k_info = (own[name].at[keys] for name in ("k", "v", "k_info"))
     shape, dtype, stage = (ROWS, sizes.block), k.dtype, stage_of(own, warpgroup)

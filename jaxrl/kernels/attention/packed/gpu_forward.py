@@ -21,10 +21,10 @@ from jaxrl.kernels.attention.packed.gpu_kernel import launch, part_of, stage_of,
 
 
 def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
-    """Returns (out_BxLxHxK, lse_BxHxL in base 2 and fp32, blocks_BxHxN executed or None).
+    """Returns (out [B, L, H, K], lse [B, H, L] in base 2 and fp32, blocks executed [B, H, N], or None where they are
+    not counted).
 
-    plan: gpu_plan.Plan of two parts and blocks of sizes.block keys.
-    """
+    plan: gpu_plan.Plan of sizes.consumers parts and blocks of sizes.block keys."""
     batch, length, heads, size = q_BxLxHxK.shape
     consumers, keys, dtype = sizes.consumers, sizes.block, q_BxLxHxK.dtype
     results = [jax.ShapeDtypeStruct(q_BxLxHxK.shape, dtype), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
@@ -58,7 +58,8 @@ def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
 
 
 def _consume(warpgroup, where, blocks, outs, own, op, sizes):
-    """Computes one consumer's 64 queries; returns the number of key blocks that it multiplied."""
+    """Computes one consumer's 64 queries, out [64, K] and lse [64]; returns the number of key blocks that it
+    multiplied."""
     q, q_info, turn = own["q"].at[warpgroup], own["q_info"].at[warpgroup], own["turn"]
     size, shape, stage = q.shape[-1], (ROWS, sizes.block), stage_of(own, warpgroup)
     k_ready, k_free, v_ready, v_free = (

@@ -65,7 +65,7 @@ def launch(consume, produce, operands, results, scratch, plan, op, sizes, interp
 
 
 def part_of(tile, w, sizes):
-    """Returns the rows of the w-th part of a tile."""
+    """Returns the slice of rows (ROWS of them) of a tile's w-th part."""
     return pl.ds((tile * sizes.consumers + w) * ROWS, ROWS)
 
 
@@ -75,11 +75,12 @@ def stage_of(own, warpgroup):
 
 
 def steps(blocks, body, skip, carry):
-    """Runs body(step, carry, masked=...) over the blocks that every query sees all of, then over those with a mask, of
-    which skip(step) passes those that are not wanted(step): another warpgroup's work, with which this one keeps pace.
+    """Runs body(step, carry, masked=...) over the blocks of a tile; returns the last carry.
 
-    blocks: (number of the former, of all, wanted).
-    """
+    The blocks that every query sees whole come first, without a mask. Of those with a mask, blocks that are not
+    wanted(step) are another warpgroup's work: skip(step) passes them, so that both keep pace.
+
+    blocks: (number of the former, of all, wanted)."""
     n_full, n, wanted = blocks
 
     def some(i, carry):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 class Ids(NamedTuple):
-    """What decides which query sees which key, int32; see api.attention."""
+    """The ids, all int32, that decide which query sees which key; see api.attention. B may be 1 for all rows."""
 
     q_positions: jax.Array                # [B, L]
     k_positions: jax.Array                # [B, S]
@@ -23,13 +23,16 @@ class Ids(NamedTuple):
 
 
 def hidden_score(dtype):
-    """Returns the score of a key that is not seen: finite, so that a query that sees nothing stays finite too."""
+    """Returns the score of a key that is not seen: half of dtype's lowest, so that a query that sees nothing stays
+    finite."""
     return jnp.finfo(dtype).min / 2
 
 
 def visible(ids: Ids, window):
-    """Returns the mask of api.attention: bool [B, L, S], True where the query sees the key. More leading axes
-    broadcast."""
+    """Returns the mask of api.attention, bool [B, L, S]: True where the query sees the key. More leading axes
+    broadcast.
+
+    window: positions a query sees, itself included; 0 = all."""
     q_pos, k_pos = ids.q_positions[..., :, None], ids.k_positions[..., None, :]
     mask = k_pos <= (q_pos if ids.q_reach is None else ids.q_reach[..., :, None])
     if window:
@@ -45,7 +48,10 @@ def visible(ids: Ids, window):
 
 
 def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
-    """Returns masked scores [B, G, R, L, S] in fp32 or better; hidden keys get a large negative finite number."""
+    """Returns masked scores [B, G, R, L, S] in fp32 or better, R query heads per key head; hidden keys get
+    hidden_score.
+
+    softcap(scale * q.k); softcap 0 = none."""
     acc = jnp.promote_types(q_BxLxGxRxK.dtype, jnp.float32)
     scores = jnp.einsum("blgrk,bsgk->bgrls", q_BxLxGxRxK, k_BxSxGxK, preferred_element_type=acc) * scale
     if softcap:
@@ -55,7 +61,7 @@ def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True,
               sinks=None):
-    """See api.attention. Memory grows with L * S."""
+    """Computes api.attention with all scores at once; same arguments and result. Memory grows with L * S."""
     del chosen
     scores, groups = _scores(q_BxLxHxK, k_BxSxGxK, ids, window, softcap, scale), k_BxSxGxK.shape[2]
     top = scores.max(axis=-1, keepdims=True)
@@ -86,7 +92,7 @@ def _weighted(weights_BxGxRxLxS, v_BxSxGxK):
 
 
 def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale):
-    """See ring.PARTS."""
+    """Returns (out [B, L, H, K], lse [B, L, H]) over the given part of the keys, as ring.PARTS describes."""
     del work
     scores = _scores(q_BxLxHxK, k_BxSxGxK, ids, window, softcap, scale)
     top = scores.max(axis=-1, keepdims=True)
@@ -98,8 +104,10 @@ def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, sof
 
 def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
                       softcap, scale):
-    """See ring.PARTS. Of weights P = exp(score - lse), sum(g * P v) - sum(delta * P) has the gradients of attention,
-    where lse and delta = sum(g * out) are constants."""
+    """Returns the gradients of q, k and v from the given part of the keys, as ring.PARTS describes.
+
+    With weights P = exp(score - lse), they are those of sum(g * P v) - sum(delta * P), where lse and delta = sum(g *
+    out) are constants."""
     del work
     groups, acc = k_BxSxGxK.shape[2], lse_BxLxH.dtype
 

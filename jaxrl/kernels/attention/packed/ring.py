@@ -33,8 +33,9 @@ PARTS = {"tpu": tpu, "gpu": gpu, "blockwise": blockwise, "reference": reference}
 
 
 class Ring(NamedTuple):
-    """The work of attention in a ring, of api.work_of for the part of each device; leaves have n parts behind their
-    leading axis."""
+    """The work of attention in a ring: api.work_of for the part of each of the n devices.
+
+    parts: name of an implementation -> its work, whose leaves have an axis n after their leading axis."""
 
     parts: Any
 
@@ -65,8 +66,14 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 def attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, q_positions_BxL, k_positions_BxL, q_segments_BxL=None,
               k_segments_BxL=None, q_prefixes_BxL=None, *, axis: str, work: Ring, window=0, softcap=0.0, scale=None,
               implementation="auto", sinks_H=None, q_reach_BxL=None):
-    """Computes api.attention within a shard_map over `axis`: queries, keys and ids are this device's, seen are the keys
-    of all devices of the axis. work: of `work_of`. Implementations without lse stand aside."""
+    """Computes api.attention within a shard_map over `axis`, whose devices' keys are all visible.
+
+    Queries, keys and ids are this device's; the result is out [B, L, H, K] of its queries. Implementations without lse
+    are skipped.
+
+    Args:
+      axis: name of the mesh axis. work: of `work_of`.
+      the rest: as api.attention's."""
     scale = q_BxLxHxK.shape[-1] ** -0.5 if scale is None else scale
     ids = api.ids_of(q_positions_BxL, k_positions_BxL, q_segments_BxL, k_segments_BxL, q_prefixes_BxL, q_reach_BxL,
                      window)
@@ -91,6 +98,8 @@ def _attend(q, k, v, sinks, ids, work, how):
 
 
 def _forward(q, k, v, sinks, ids, work, how):
+    """Returns (out [B, L, H, K] in v's dtype, what `_backward` needs), merging the parts of n devices as the module
+    describes."""
     acc = jnp.promote_types(v.dtype, jnp.float32)
 
     def merged(sums, keys, step):

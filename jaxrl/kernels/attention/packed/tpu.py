@@ -25,7 +25,7 @@ from jaxrl.types import custom_vjp
 
 
 class Work(NamedTuple):
-    """The work of a call, made once for all layers of a window; leading axes are those of devices."""
+    """The entries that the kernels visit, made once for all layers of a window; leading axes are those of devices."""
 
     words: jax.Array        # [1, T + 1] int32, see tpu_kernels.work_list: key blocks of each tile of queries
     count: jax.Array        # [1] int32
@@ -34,7 +34,9 @@ class Work(NamedTuple):
 
 
 def check(q_shape, kv_shape, dtype) -> None:
-    """Raises NotImplementedError for what the kernels do not serve."""
+    """Raises NotImplementedError for dtypes, head sizes and row lengths that the kernels do not serve.
+
+    q_shape [B, L, H, K] and kv_shape [B, S, G, K] as tuples."""
     batch, length, _, size = q_shape
     keys = kv_shape[1]
     if jnp.dtype(dtype) not in ("float32", "bfloat16"):
@@ -59,7 +61,7 @@ def _tiles(length: int) -> int:
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> Work:
-    """Returns the work of calls with these shapes and ids. Raises NotImplementedError as `attention` does."""
+    """Returns the Work of calls with these shapes and ids. Raises NotImplementedError as `check` does."""
     check(q_shape, kv_shape, dtype)
     length, keys = q_shape[1], kv_shape[1]
     active = active_blocks(ids, window=window, block_q=TILE, block_k=TILE)
@@ -71,17 +73,18 @@ def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> Work:
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
               sinks=None, interpret=None):
-    """See api.attention. Raises NotImplementedError for what `check` names.
+    """Computes api.attention with the Pallas TPU kernels; same arguments and result. Raises NotImplementedError for
+    what `check` names.
 
-    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = off a TPU.
-    """
+    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = off a
+    TPU."""
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, sinks, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
 
 
 def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale, interpret=None):
-    """See ring.PARTS."""
+    """Returns (out [B, L, H, K], lse [B, L, H] fp32) over the given part of the keys, as ring.PARTS describes."""
     call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     out, lse = tpu_kernels.forward(call, (work.words[0], work.count[0]), *arrays)
     out, lse = (x[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2) for x in (out, lse))
@@ -90,7 +93,9 @@ def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, sof
 
 def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
                       softcap, scale, interpret=None):
-    """See ring.PARTS."""
+    """Returns the gradients of q, k and v from the given part of the keys, as ring.PARTS describes.
+
+    out, lse: of the whole row. g: cotangent of out."""
     call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     lse = jnp.where(jnp.isneginf(lse_BxLxH), LOWEST, lse_BxLxH * LOG2E)
     out, g, lse = (_by_head(x, call.length) for x in (out_BxLxHxK, g_BxLxHxK, lse[..., None]))
@@ -105,8 +110,9 @@ def _by_head(x_BxLxHxK, length):
 
 
 def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
-    """Returns (Call, arrays of the core): sides filled up to whole steps, heads beside each other, ids in rows and
-    columns."""
+    """Returns (tpu_kernels.Call, arrays of the core: work, q, k, v by head [B, H, L, K], ids of queries and of keys).
+
+    Both sides are filled up to whole tiles. Raises NotImplementedError for mixed dtypes and as `check` does."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the TPU kernel takes one type")
     interpret = platform() != "tpu" if interpret is None else interpret

@@ -28,7 +28,10 @@ from jaxrl.kernels.attention.tpu_parts import LOWEST, VMEM, dot, masked_scores
 
 
 class Walk(NamedTuple):
-    """Tiles of the side that stays, of the side that passes by, and how many of the latter pass at once."""
+    """The order of a kernel's steps, and the layout of an entry of its work list.
+
+    resident: tiles of the side that stays. passing: tiles of the side that passes by. tiles: how many of them pass
+    at once."""
 
     resident: int
     passing: int
@@ -36,12 +39,13 @@ class Walk(NamedTuple):
 
     @property
     def fields(self) -> tuple[int, int, int]:
-        """Returns bits of an entry, lowest first: tiles, passing block, resident tile; the row has the rest."""
+        """Bits of an entry, lowest first: one per passing tile with work, passing block, resident tile; the row has
+        the rest."""
         blocks = self.passing // self.tiles
         return self.tiles, max(1, (blocks - 1).bit_length()), max(1, (self.resident - 1).bit_length())
 
     def where(self, entry):
-        """Returns (row, resident tile, passing block) of an entry."""
+        """Returns (row, resident tile, passing block) of an entry, an int32 scalar of the kernel."""
         low, middle, high = self.fields
         resident, passing = entry >> (low + middle) & ((1 << high) - 1), entry >> low & ((1 << middle) - 1)
         return entry >> (low + middle + high), resident, passing
@@ -49,7 +53,7 @@ class Walk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static in a call."""
+    """The static part of a call: sizes (length, keys: filled up to whole tiles), options, and how it is run."""
 
     batch: int
     length: int
@@ -70,18 +74,22 @@ class Call:
 
     @property
     def per_group(self):
+        """Query heads per key-value head."""
         return self.heads // self.groups
 
     @property
     def by_query(self):
+        """The Walk of the forward pass and of dq: tiles of queries stay, blocks of key tiles pass."""
         return Walk(self.length // TILE, self.keys // TILE, tuned.tiles_of(self.keys))
 
     @property
     def by_key(self):
+        """The Walk of dk and dv: tiles of keys stay, blocks of query tiles pass."""
         return Walk(self.keys // TILE, self.length // TILE, tuned.tiles_of(self.length))
 
     @property
     def exact(self):
+        """Whether products are of fp32 numbers, not rounded to bf16."""
         return self.dtype == "float32"
 
 
@@ -152,11 +160,12 @@ def _heads(groups, per_group):
 
 
 def _launch(kernel, products, call, walk, groups, work, operands, in_specs, outputs, out_specs, scratch):
-    """Runs pallas_call over (blocks of heads, entries).
+    """Runs pallas_call over (blocks of heads, entries); returns its outputs, with `counted` also the tiles of each
+    block.
 
-    products: matrix products per tile, for the cost that XLA's scheduler is told: a row's that is one causal document.
-    work: (words, count). in_specs, out_specs: (block shape, (block of heads, row, resident, passing) -> indices).
-    """
+    products: matrix products per tile, for the cost that XLA's scheduler is told: a row's that is one causal
+    document. work: (words [T + 1], count). in_specs, out_specs: (block shape, (block of heads, row, resident,
+    passing) -> indices). scratch: shapes in fp32."""
     def spec(shape, index):
         return pl.BlockSpec(shape, lambda g, t, words: index(g, *walk.where(words[t])))
 
@@ -216,6 +225,11 @@ def forward(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_id
 
 
 def _forward(word, first, last, count, inside, outs, scratch, call, groups):
+    """Adds an entry's key tiles to the running softmax of a tile of queries; writes out and lse at the tile's last
+    entry.
+
+    inside: q [1, heads, TILE, K], k and v [1, groups, keys, K], ids. outs: out and lse (base 2). scratch: maximum
+    and sum [heads, TILE], values [heads, K, TILE], fp32. first, last: whether the entry is its tile's."""
     q_ref, k_ref, v_ref, q_ids, k_ids = inside
     out_ref, lse_ref = outs
     top_ref, sum_ref, acc_ref = scratch
@@ -255,7 +269,9 @@ def _forward(word, first, last, count, inside, outs, scratch, call, groups):
 
 def query_gradient(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                    delta_BxHxL):
-    """Returns (dq [B, H, L, K]; the tiles, where `counted`). work: the forward pass's. delta = sum(do * out) over K."""
+    """Returns (dq [B, H, L, K]; where `counted`, also the tiles computed by each block of heads).
+
+    work: the forward pass's. lse, delta [B, H, L] fp32, delta = sum(do * out) over K."""
     walk = call.by_query
     groups, heads = _heads_at_once("queries", call, walk)
     keys, per_head = _block(call, groups, walk), _per_head(heads, TILE, _resident)
@@ -297,10 +313,10 @@ def _query_gradient(word, first, last, count, inside, outs, scratch, call, group
 
 def key_gradients(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                   delta_BxHxL):
-    """Returns (dk, dv [B, G, S, K]; the tiles, where `counted`), summed over a group's query heads in the kernel.
+    """Returns (dk, dv [B, G, S, K], summed over a group's query heads; where `counted`, also the tiles computed by each
+    block of heads).
 
-    work: query blocks of each tile of keys. delta as in query_gradient.
-    """
+    work: query blocks of each tile of keys. lse, delta [B, H, L] as in query_gradient."""
     walk = call.by_key
     groups, heads = _heads_at_once("keys", call, walk)
     queries, per_head = _block(call, heads, walk), _per_head(heads, walk.tiles * TILE, _passing)
@@ -316,6 +332,10 @@ def key_gradients(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL
 
 
 def _key_gradients(word, first, last, count, inside, outs, scratch, call, groups):
+    """Adds an entry's query tiles to dk and dv of a tile of keys; writes them at the tile's last entry.
+
+    inside: q and do [1, heads, queries, K], k and v [1, groups, TILE, K], ids, lse and delta. outs, scratch: dk and
+    dv [groups, TILE, K], scratch in fp32. first, last: whether the entry is its tile's."""
     q_ref, k_ref, v_ref, q_ids, k_ids, do_ref, lse_ref, delta_ref = inside
     (dk_ref, dv_ref), (dk_acc, dv_acc) = outs, scratch
     heads = _heads(groups, call.per_group)

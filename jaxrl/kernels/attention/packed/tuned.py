@@ -39,7 +39,7 @@ def key_shares(blocks: int, per_group: int, sizes: Sizes) -> int:
 
 
 def tiles_of(length: int) -> int:
-    """Returns tiles per step on a side of `length` tokens."""
+    """Returns the tiles that pass per step on a side of `length` tokens."""
     return min(STREAM if length <= LONG else 2 * STREAM, -(-length // TILE))
 
 
