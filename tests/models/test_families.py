@@ -42,7 +42,8 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
     "Qwen2.5-VL-7B-Instruct": 7.6, "Qwen3-VL-30B-A3B-Instruct": 30.5, "gemma-3-4b-it": 3.9, "gemma-3-27b-it": 27.0,
 }
-WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen3-VL-30B-A3B-Instruct": 31.07, "gemma-3-4b-it": 4.30, "gemma-3-27b-it": 27.43}  # the same of the whole model
+WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen3-VL-30B-A3B-Instruct": 31.07, "gemma-3-4b-it": 4.30,
+              "gemma-3-27b-it": 27.43}  # the same of the whole model
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
