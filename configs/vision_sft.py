@@ -12,7 +12,6 @@ Variants:  short (ends before it looks well: the warm start of configs/vision.py
 from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
-
 KINDS = {"qwen2_5": "qwen2_5_vl", "gemma3": "gemma3"}  # of the variants, but for the first
 
 

@@ -134,7 +134,8 @@ QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vi
 GEMMA = ["<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<unk>"]
 
 
-def tokenizer_files(special: list[str] = QWEN, image: str = "<|vision_start|><|image_pad|><|vision_end|>", answers: str = "assistant") -> dict[str, str]:
+def tokenizer_files(special: list[str] = QWEN, image: str = "<|vision_start|><|image_pad|><|vision_end|>",
+                    answers: str = "assistant") -> dict[str, str]:
     """Returns name -> text of the tokenizer's files. special: padding, begin and end of a turn, begin and end of an image, an image token,
     the unknown word. image: what the chat template writes for one. answers: its name of the role assistant."""
     words = ["\n", " ", "\\boxed{", "}", "?", "user", answers, "system", "how", "many", "none", *COLOURS, "shapes",

@@ -96,11 +96,16 @@ def packed_ids() -> packed.Ids:
     return packed.Ids(ids[0], ids[0], ids[1], ids[1], ids[2])
 
 
-def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
+def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False,
+                     reach: bool = False) -> Verdict:
     """Checks one implementation of attention, forward and gradients, without a window and with one; returns a Verdict.
 
-    sinks: whether heads have sinks. Rows are those of `packed_ids`; padding is poisoned."""
+    sinks: whether heads have sinks. reach: every other 20 positions see each other. Rows are those of `packed_ids`;
+    padding is poisoned."""
     ids, real = packed_ids(), packed_ids().q_segments > 0
+    if reach:
+        at = ids.q_positions
+        ids = ids._replace(q_reach=jnp.where(at // 20 % 2 == 1, at // 20 * 20 + 19, at))
     poison = jnp.where(real, 1.0, POISON)[..., None, None]
     q = _normal(0, 2, ROW, heads.queries, heads.size, dtype=dtype)
     k, v = ((_normal(i, 2, ROW, heads.groups, heads.size, dtype=dtype) * poison).astype(dtype) for i in (1, 2))
@@ -276,8 +281,8 @@ def everything(dtype) -> list[Verdict]:
 # ---- before a run trains on a kernel
 
 
-def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False,
-              memory: Path | None = None) -> dict[str, str]:
+def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False, memory: Path | None = None,
+              reach: bool = False) -> dict[str, str]:
     """Returns attention's kernels of this device that do not agree with the reference -> why; {} where all do, and
     where there are none, as on CPUs.
 
@@ -285,15 +290,19 @@ def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False,
 
     Args:
       memory: the file; None: nothing is kept.
+      reach: also where queries see later keys, as the tokens of images do.
     """
     def looked(name):
         found = [packed_attention(name, dtype, heads, softcap, sinks)]
+        if reach:
+            found.append(packed_attention(name, dtype, heads, softcap, sinks, reach))
         if name in cached.ORDERS[platform()]:
             found.append(cached_attention(name, dtype, heads, softcap, sinks))
         return found
 
     names = [name for name in packed.ORDERS[platform()] if name not in packed.XLA]
-    return _first_use("attention", names, looked, (attention_op,), (dtype, *heads, softcap, sinks), memory)
+    case = dtype, *heads, softcap, sinks, *(["reach"] if reach else [])
+    return _first_use("attention", names, looked, (attention_op,), case, memory)
 
 
 WIDEST = 2048  # of the experts that are looked at

@@ -379,7 +379,7 @@ def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, pref
     """Computes kernels.attention.work_of self-attention over these rows, for sharded_attention's `work`: each device's
     own, or that of a ring over cp if `ring`.
     """
-    rows = (positions_BxL, segments_BxL, prefixes_BxL, reach_BxL)
+    rows: tuple[Any, ...] = (positions_BxL, segments_BxL, prefixes_BxL, reach_BxL)
 
     def local(heads, groups, positions, segments, prefixes, reach):
         k_positions, k_segments = _whole_rows(tokens, positions, segments)

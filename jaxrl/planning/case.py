@@ -115,6 +115,7 @@ def open_case(config) -> Case:
         hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=False, images=seen)
         if seen:
             _check_images(config, hf_config)
+            _check_squares(config, hf_config)
         if not alone(config):
             check_served(config, hf_config, models.FAMILIES[hf_config["model_type"]])
         return dataclasses.replace(case_of(config, hf_config), adapters=adapters, tower=_tower(config, hf_config))
@@ -143,6 +144,15 @@ def _check_images(config, hf_config: dict) -> None:
     if given >= longest:
         raise ConfigError(f"plan.image_tokens={given}: a prompt has data.max_prompt_tokens={longest} tokens, its "
                           "images' among them, and ends with text; raise that one")
+
+
+def _check_squares(config, hf_config: dict) -> None:
+    """Raises ConfigError for image tokens that are no whole images, of a tower whose images have one size."""
+    tower = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False).config.vision
+    each = 0 if tower is None or not tower.image_side else (tower.side // tower.merge)**2
+    if each and config.plan.image_tokens % each:
+        raise ConfigError(f"plan.image_tokens={config.plan.image_tokens}: every image has {each} tokens; give a multiple "
+                          "of them")
 
 
 def case_of(config, hf_config: dict, model=None) -> Case:

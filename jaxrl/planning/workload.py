@@ -103,11 +103,13 @@ def room(config, model, row_lengths) -> tuple[int, ...]:
 
 
 def tower_flops(config, model) -> float:
-    """Returns the operations of the tower's forward pass for the images of one prompt, taken as one square."""
+    """Returns the operations of the tower's forward pass for the images of one prompt, taken as one square, or as
+    squares of the tower's size where that has one."""
     patches, tower = prompt_patches(config, model), model.config.vision
     if not patches:
         return 0.0
     side = max(1, round(math.sqrt(config.plan.image_tokens))) * tower.merge
+    side = tower.side if tower.image_side else side
     return patches * (model.flops_per_patch + tower.pair_flops((side, side)) / side**2)
 
 

@@ -295,7 +295,8 @@ class EmbeddedEngine(Engine):
 
     def _continue(self):
         """Starts waiting requests whose conversation is parked: prefills the new prompt tokens except the last, which
-        the first decode step reads. If the prompt does not begin with the parked tokens, the slot is freed.
+        the first decode step reads. If the prompt does not begin with the parked tokens, or its new tokens hold an
+        image whose tokens see each other, the slot is freed and the prompt is prefilled whole.
         """
         work, shown = [], []
         for sample in [s for s in self._waiting if s.request.after in self._parked]:
@@ -304,6 +305,9 @@ class EmbeddedEngine(Engine):
             if parked is None or not np.array_equal(sample.request.prompt[:known], parked.tokens) \
                     or parked.images != identity(pictures := sample.request.pictures, known):
                 continue
+            shows = pictures is not None and bool((pictures.firsts >= known).any())
+            if shows and self._vision is not None and self._vision.two_way:
+                continue
             self._waiting.remove(sample)
             sample.slot, sample.weights, sample.continued = parked.slot, self._published, True
             self._running[sample.slot] = sample
@@ -311,7 +315,7 @@ class EmbeddedEngine(Engine):
             new = sample.request.prompt[known - 1:-1]
             sample.known = np.full((len(sample.request.prompt) - 1, self.shapes.routes), -1, np.int16)
             self._counts.update(extended_prompts=1, extended_tokens=len(new))
-            if pictures is not None and (pictures.firsts >= known).any():
+            if shows:
                 shown.append((sample, pictures, known - 1))
             elif len(new):
                 work.append((sample.slot, known - 1, new))

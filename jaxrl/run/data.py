@@ -75,11 +75,6 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
         if refused:
             images.close()
             raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {refused} does not train on images yet")
-        if images.rule.side:
-            images.close()
-            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: a {outer['model_type']} model reads the "
-                              "tokens of an image both ways, and new tokens of a conversation are not yet read so: "
-                              "leave it at 0, or choose a model of another family")
         images.use(f"env.image_tokens={config.env.image_tokens}")
     return images
 

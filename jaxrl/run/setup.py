@@ -314,7 +314,8 @@ def check_kernels(s, job) -> None:
     c, kernels = job.model.config, [name for name in ORDERS[platform()] if name not in XLA]
     if kernels and job.config.model.attention == "auto":
         heads = check.Heads(2 * c.num_heads // c.num_kv_heads, 2, c.head_dim)
-        found = check.first_use(job.compute_dtype, heads, c.attention_softcap, c.sinks, KERNELS)
+        found = check.first_use(job.compute_dtype, heads, c.attention_softcap, c.sinks, KERNELS,
+                                reach=c.vision is not None and c.vision.two_way)
         for disagreeing in s.peers.all_gather("kernels of attention", found):
             wrong["attention"] |= disagreeing
     if kernels and c.num_experts and job.config.model.experts == "auto":

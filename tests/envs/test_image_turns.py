@@ -18,7 +18,7 @@ from helpers.rollout_helpers import random_params
 from jaxrl import training
 from jaxrl.config import load_config
 from jaxrl.data import load_tokenizer
-from jaxrl.data.images.expand import QWEN
+from jaxrl.data.images.expand import GEMMA, QWEN
 from jaxrl.data.images.source import BLANK, SHOWN, ImageSource
 from jaxrl.data.suffixes import QUESTION
 from jaxrl.data.turns import FOLLOWS, TurnRenderer
@@ -41,10 +41,14 @@ USER = {"role": "user", "content": [{"type": "text", "text": "red"}, {"type": "i
 REPLY = {"role": "tool", "name": "camera", "tool_call_id": "aaaaaaaaa", "content": [{"type": "text", "text": "1"}, {"type": "image"}]}
 
 
-def config(function, **env):
-    c = load_config("vision_sft:tiny")
+VARIANTS = {"qwen3_vl": "tiny", "qwen2_5_vl": "qwen2_5_tiny", "gemma3": "gemma3_tiny"}
+
+
+def config(function, kind="qwen3_vl", **env):
+    c = load_config(f"vision_sft:{VARIANTS[kind]}")
     c.run.recipe, c.reward.functions = "rl", ()
-    c.data.image_min_pixels, c.data.image_max_pixels = 8 * 8, 24 * 24
+    if kind != "gemma3":
+        c.data.image_min_pixels, c.data.image_max_pixels = 8 * 8, 24 * 24
     c.data.max_prompt_tokens, c.rollout.max_new_tokens, c.rollout.slots, c.rollout.prompt_lengths = 64, 6, 8, ()
     c.train.max_sequence_tokens, c.rollout.compaction, c.eval.sets, c.eval.controls = LONGEST, False, (), ()
     c.env.function, c.env.workers, c.env.max_turns, c.env.image_tokens = f"{WORLDS}:{function}" * bool(function), 1, 4, TOKENS
@@ -55,7 +59,7 @@ def config(function, **env):
 
 @functools.cache
 def model(kind="qwen3_vl"):
-    given = load_config(f"vision_sft:{'qwen2_5_' * (kind != 'qwen3_vl')}tiny").model.config.to_dict()
+    given = load_config(f"vision_sft:{VARIANTS[kind]}").model.config.to_dict()
     return build(hf.load_config("", overrides=given, images=True), compute_dtype=jnp.float32, scan_layers=False)
 
 
@@ -65,17 +69,19 @@ def weights(kind="qwen3_vl"):
 
 
 @functools.cache
-def tokenizer():
-    return load_tokenizer(config(""))
+def tokenizer(kind="qwen3_vl"):
+    return load_tokenizer(config("", kind))
 
 
 @contextlib.contextmanager
 def playing(function, keep=True, kind="qwen3_vl", images=True, says=None, speaks=None, **env):
     """(EpisodeEngine, ImageSource) of random weights, or of an engine that says these texts; speaks: another tokenizer."""
-    given, speaks = config(function, **env), speaks or tokenizer()
+    given, speaks = config(function, kind, **env), speaks or tokenizer(kind)
     c = resolve(given)
-    source = ImageSource(c, kind, speaks, None, given.model.config.to_dict()["vision_config"])
-    source.window = model(kind).config.vision.window
+    around = given.model.config.to_dict()
+    of_tower = {**around["vision_config"], "mm_tokens_per_image": 9} if kind == "gemma3" else around["vision_config"]
+    source = ImageSource(c, kind, speaks, None, of_tower)
+    source.window, source.two_way = model(kind).config.vision.window, model(kind).config.vision.two_way
     pool = EpisodePool(c.env, c.user)
     try:
         pool.ready()
@@ -157,6 +163,18 @@ def test_fuzzed_turns(kind):
 @pytest.mark.slow
 def test_ten_thousand_fuzzed_turns():
     assert check_fuzzed(2000) >= 10_000
+
+
+@pytest.mark.full
+def test_turns_of_a_tower_read_both_ways_are_prefilled_whole():
+    """Gemma 3: a turn that shows an image is not appended to its slot, where tokens of an image could not see those of a later call."""
+    _, results, traj, own, _, counters = play("board", 2, kind="gemma3")
+    assert all(r.finish != "abort" and len(r.turns) == 3 for r in results) and counters["extended_prompts"] == 0
+    np.testing.assert_allclose(own[traj.loss_mask], traj.logprobs[traj.loss_mask], atol=2e-5)
+    tokens, pad = traj.pictures.tokens(traj.offsets), tokenizer("gemma3").convert_tokens_to_ids(GEMMA.pad)
+    assert (traj.tokens[tokens] == pad).all() and len(tokens) == 9 * len(traj.pictures.numbers) and not traj.loss_mask[tokens].any()
+    starts = traj.offsets[traj.pictures.sequences] + traj.pictures.firsts
+    assert (traj.tokens[starts - 1] == tokenizer("gemma3").convert_tokens_to_ids("<start_of_image>")).all()
 
 
 @pytest.mark.full

@@ -167,8 +167,8 @@ def in_a_ring(name: str, case: Case, count: int, mesh=None):
         ids = Ids(**ids)
         rows = [None if x is None else jax.lax.all_gather(x, "cp", axis=1, tiled=True) for x in (ids.k_positions, ids.k_segments)]
         q, k = qkv[:2]
-        work = packed.ring.work_of(q.shape, k.shape, q.dtype, ids.q_positions, rows[0], ids.q_segments, rows[1], ids.q_prefixes, ids.q_reach, count=count,
-                                   window=case.window, implementation=name)
+        work = packed.ring.work_of(q.shape, k.shape, q.dtype, ids.q_positions, rows[0], ids.q_segments, rows[1], ids.q_prefixes, ids.q_reach,
+                                   count=count, window=case.window, implementation=name)
 
         def run(q, k, v, *sinks):
             return packed.ring.attention(q, k, v, *ids[:5], q_reach_BxL=ids.q_reach, axis="cp", work=work, implementation=name, **case.options,

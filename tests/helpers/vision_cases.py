@@ -11,9 +11,9 @@ import numpy as np
 
 from helpers.model_cases import QUICK
 from helpers.tiny_models import SIZES
+from jaxrl.data.images.resize import join
 from jaxrl.models import build
 from jaxrl.models.io import hf
-from jaxrl.data.images.resize import join
 from jaxrl.models.vision.positions import Placed, image_rows, token_positions
 
 PAD = 90  # the image token

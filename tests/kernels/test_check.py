@@ -70,6 +70,15 @@ def test_a_broken_kernel_is_found(kernel, broken):
 
 
 @pytest.mark.full
+def test_a_kernel_that_reads_images_causally_is_found_where_a_model_has_them(kernel):
+    def causal(q, k, v, ids, **how):
+        return packed.reference.attention(q, k, v, ids._replace(q_reach=None), **how)
+
+    kernel(causal)
+    assert check.first_use(jnp.float32, HEADS) == {} and list(check.first_use(jnp.float32, HEADS, reach=True)) == ["made"]
+
+
+@pytest.mark.full
 def test_right_ones_and_those_that_refuse_are_not_blamed(kernel):
     assert check.first_use(jnp.float32, HEADS) == {}  # CPUs have no kernels: nothing is computed
     for function in (packed.reference.attention, refusing):
@@ -107,7 +116,7 @@ def test_verdicts_are_kept_by_what_they_depend_on(kernel, tmp_path, monkeypatch)
 def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monkeypatch, caplog):
     kernel(packed.reference.attention)
     monkeypatch.setattr(setup, "KERNELS", tmp_path / "kernels.json")
-    model = SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=8, attention_softcap=0.0, sinks=False, num_experts=0,
+    model = SimpleNamespace(num_heads=2, num_kv_heads=1, head_dim=8, attention_softcap=0.0, sinks=False, vision=None, num_experts=0,
                             num_recurrent=0)
 
     def look(attention, others):

@@ -107,8 +107,8 @@ def name_of(case):
     return case if isinstance(case, str) else json.dumps(case)
 
 
-TABLE = [(family, kind, entries) for family in FAMILIES if not FAMILIES[family].stored_type for kind, cases in (("moves", odd.MOVES), ("ignored", odd.IGNORED))
-         for entries in cases[family]]
+TABLE = [(family, kind, entries) for family, row in FAMILIES.items() if not row.stored_type
+         for kind, cases in (("moves", odd.MOVES), ("ignored", odd.IGNORED)) for entries in cases[family]]
 FOUND = [  # read in silence as something else once: logits were off by 0.1 to 6
     ("qwen2", odd.new({"rope_type": "yarn", "factor": 4.0}, original_max_position_embeddings=16)),
     ("llama", odd.new({**odd.LLAMA3, "original_max_position_embeddings": 48}, original_max_position_embeddings=16)),

@@ -121,8 +121,8 @@ TEXT = [{"sliding_window": 9}, {"sliding_window_pattern": 2}, {"rope_theta": 90.
         {"attention_bias": True}, {"layer_types": ["full_attention"] * 3}, {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}]
 VISION = [{"hidden_act": "silu"}, {"layer_norm_eps": 0.5}, {"num_attention_heads": 2}, {"num_hidden_layers": 2}, {"intermediate_size": 7},
           {"image_size": 16}, {"patch_size": 2}]
-FIELDS = [{"text": TEXT[0]}, {"vision": VISION[0]}, {"mm_tokens_per_image": 16}, *({"text": t} for t in TEXT[1:]), *({"vision": v} for v in VISION[1:]),
-          {"tie_word_embeddings": True, "text": {"tie_word_embeddings": True}}]
+FIELDS = [{"text": TEXT[0]}, {"vision": VISION[0]}, {"mm_tokens_per_image": 16}, *({"text": t} for t in TEXT[1:]),
+          *({"vision": v} for v in VISION[1:]), {"tie_word_embeddings": True, "text": {"tie_word_embeddings": True}}]
 
 
 @pytest.mark.full

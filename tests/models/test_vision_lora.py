@@ -63,7 +63,8 @@ def logits_and_gradients(model, params):
 
 @pytest.mark.full
 @first_cases(2, "kind, options", [
-    ("gemma3", {}), ("qwen2_5_vl", {}), ("qwen3_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_5_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_vl", {}),
+    ("gemma3", {}),
+    ("qwen2_5_vl", {}), ("qwen3_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_5_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_vl", {}),
     ("qwen3_vl", {}), ("qwen2_5_vl", {"target_modules": ["qkv", "mlp.0", "q_proj"], "rank_pattern": {"visual.*qkv": 2}}), ("qwen3_vl_moe", {}),
     ("gemma3", {"exclude_modules": OF_TOWER["gemma3"]})],
     ids=json.dumps)

@@ -29,10 +29,10 @@ def active_blocks(ids: Ids, *, window, block_q, block_k):
     TPUs and GPUs reduces the comparisons as it makes them: no [L, S] array exists; for CPUs it does, of bools.
     """
     q_pos, k_pos, q_seg, k_seg, prefixes, reach = filled_ids(ids, block_q, block_k)
-    if q_seg is not None and reach is None:
-        q_pos = jnp.where(q_seg == 0, NO_QUERY, q_pos)
-    elif q_seg is not None:
+    if q_seg is not None and reach is not None:
         reach = jnp.where(q_seg == 0, NO_QUERY, reach)
+    elif q_seg is not None:
+        q_pos = jnp.where(q_seg == 0, NO_QUERY, q_pos)
     q_pos, q_seg, prefixes, reach = (x if x is None else x.reshape(len(x), -1, 1, block_q)
                                      for x in (q_pos, q_seg, prefixes, reach))
     k_pos, k_seg = (x if x is None else x.reshape(len(x), 1, -1, block_k) for x in (k_pos, k_seg))
