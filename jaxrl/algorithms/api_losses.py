@@ -8,8 +8,11 @@ the advantage and w the weight (1 where none is given), a token's loss is
     ppo                   -w min(r A, clip(r, low, high) A)
     cispo                 -w stop_gradient(clip(r, low, high)) A logp
     dro                   -w (A logp - beta / 2 (logp - q)^2)
+    gspo                  -w min(s A, clip(s, low, high) A), s = exp(mean of logp - q over the sequence's marked tokens),
+                          of whose gradient each token takes s * that of its own logp
 
-cispo: MiniMax-M1, arXiv 2506.13585. dro: Richemond et al., arXiv 2405.19107, without its value term.
+cispo: MiniMax-M1, arXiv 2506.13585. dro: Richemond et al., arXiv 2405.19107, without its value term. gspo: GSPO-token,
+Zheng et al., arXiv 2507.18071, equations 13 and 14.
 
 Which loss a token has, and its thresholds, are data: one program serves them all. Called by service.trainer.
 """
@@ -43,10 +46,24 @@ API_LOSSES = {
     "ppo": ApiLoss(2, ("logprobs", "advantages"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": ApiLoss(3, ("logprobs", "advantages"), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": ApiLoss(4, ("logprobs", "advantages"), {"beta": None}),
+    "gspo": ApiLoss(5, ("logprobs", "advantages", "sequence_ratio_mask"),
+                    {"clip_low_threshold": None, "clip_high_threshold": None}),
 }
 
 
-def token_losses(logp, sampled_logp, advantage, weight, number, low, high):
+def mean_by_sequence(values_RxS, marked_RxS, sequences_RxS):
+    """Returns [R, S]: the mean of the values over the marked slots of each slot's sequence; 0 where none is marked.
+
+    sequences: numbers within a row, from 0 to S. Nothing of a row reaches another one.
+    """
+    def of_row(values, marked, sequences):
+        sums = lambda x: jax.ops.segment_sum(x, sequences, len(sequences) + 1)[sequences]  # noqa: E731
+        return sums(jnp.where(marked, values, 0)) / jnp.maximum(sums(marked.astype(values.dtype)), 1)
+
+    return jax.vmap(of_row)(values_RxS, marked_RxS, sequences_RxS)
+
+
+def token_losses(logp, sampled_logp, advantage, weight, number, low, high, sequence_gap):
     """Computes the loss of each token in nats; arrays of one shape.
 
     Args:
@@ -54,15 +71,21 @@ def token_losses(logp, sampled_logp, advantage, weight, number, low, high):
       sampled_logp, advantage: not read where the loss is cross_entropy; 0 there.
       weight: factor of every loss.
       number: ApiLoss.number of each token's loss.
-      low, high: bounds of the ratio, of ppo and cispo; low is beta of dro.
+      low, high: bounds of the ratio, of ppo, cispo and gspo; low is beta of dro.
+      sequence_gap: mean of logp - sampled_logp over the marked tokens of each token's sequence, read by gspo; no gradient
+        flows through it.
     """
     is_loss = {name: number == loss.number for name, loss in API_LOSSES.items()}
     gap = jnp.where(is_loss["cross_entropy"], 0, logp - sampled_logp)
-    value = jax.lax.stop_gradient(jnp.exp(gap))
+    of_sequence = jnp.where(is_loss["gspo"], sequence_gap, gap)
+    value = jax.lax.stop_gradient(jnp.exp(of_sequence))
     clipped = jnp.clip(value, low, high)
-    moves = is_loss["importance_sampling"] | is_loss["ppo"] & (value * advantage <= clipped * advantage)
-    ratio = jnp.exp(jnp.where(moves, gap, 0))  # elsewhere it has no gradient, also where it overflows
+    clips = is_loss["ppo"] | is_loss["gspo"]
+    moves = is_loss["importance_sampling"] | clips & (value * advantage <= clipped * advantage)
+    ratio = jnp.exp(jnp.where(moves & ~is_loss["gspo"], gap, 0))  # elsewhere without gradient, also where it overflows
+    same = jnp.exp(logp - jax.lax.stop_gradient(logp))  # 1, with a gradient
     gains = {"cross_entropy": logp, "importance_sampling": ratio * advantage,
              "ppo": jnp.where(moves, ratio, clipped) * advantage, "cispo": clipped * advantage * logp,
-             "dro": advantage * logp - low / 2 * jnp.square(gap)}
+             "dro": advantage * logp - low / 2 * jnp.square(gap),
+             "gspo": jnp.where(moves, jnp.where(moves, value, 0) * same, clipped) * advantage}
     return -weight * jnp.select([is_loss[name] for name in gains], list(gains.values()))

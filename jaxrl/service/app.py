@@ -123,7 +123,7 @@ def config_of(options: Options):
 
     c = default_config()
     c.model.path, c.run.dir = options.model, options.dir
-    c.lora.rank, c.lora.publish = options.rank, "adapter"
+    c.lora.rank, c.lora.publish = options.rank, "adapter"  # of scale 1; runs have their own
     length = options.max_length
     c.data.max_prompt_tokens, c.rollout.max_new_tokens = length - 1, length - 1
     c.eval.max_new_tokens, c.train.max_sequence_tokens = length - 1, length
@@ -172,7 +172,8 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
                       chunk, options.together)
     engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, (), job.hf_config, patches))
     read = training.make_reader(job.model, temperature=1.0, chunk=chunk, put=job.put)
-    sampler = Sampler(engine, read, job.row_shapes, trainer.params, trainer.base_leaves(),
+    params = trainer.params if options.sampler == "jax" else trainer.params_without_scales
+    sampler = Sampler(engine, read, job.row_shapes, params, trainer.base_leaves(),
                       turn=max(64, 2 * engine_row(job.config).slots(job.config.rollout, 0)))
     journal = Journal(Path(options.dir) / "journal", options.sync)
     check_folder(journal.path.parent, options, bytes(parameters.base_digest(base)).hex())

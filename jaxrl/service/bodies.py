@@ -76,8 +76,7 @@ BODIES: dict[str, dict[str, Field]] = {
 }
 # loss -> why it is not served, and the one flag of a recipe that changes it
 UNKNOWN_LOSSES = {
-    "stable_reinforce": " (its objective is not published; a recipe takes loss_fn=importance_sampling in its place)",
-    "gspo": " (its thresholds are not published; a recipe takes loss_fn=importance_sampling in its place)"}
+    "stable_reinforce": " (its objective is not published; a recipe takes loss_fn=importance_sampling in its place)"}
 # field -> (value that asks for nothing, what to do instead), of asample
 NOT_SERVED = {"topk_prompt_logprobs": (0, "leave it out"), "topk_sample_logprobs": (0, "leave it out"),
               "prompt_alt_tokens_k": (0, "leave it out"),
@@ -191,7 +190,8 @@ def batch(data, loss_fn: str, config: dict, longest: int, vocab: int, sight: Sig
         targets.append(own.pop("target_tokens").astype(np.int32))
         own = {"sampled": own.get("logprobs", np.zeros(count)), "advantage": own.get("advantages", np.zeros(count)),
                "weight": own.get("weights", np.ones(count)), "loss": np.full(count, loss.number),
-               "low": np.full(count, low), "high": np.full(count, high)}
+               "low": np.full(count, low), "high": np.full(count, high),
+               "marked": own.get("sequence_ratio_mask", np.zeros(count)) != 0}
         for name in COLUMNS:
             columns[name].append(own[name])
     return Batch(tokens, targets, columns, sight and sight.pictures(places))
@@ -226,6 +226,9 @@ def _datum(datum, where: str, loss_fn: str, needed, longest: int, vocab: int) ->
         elif not np.isfinite(own).all():
             at = int(np.flatnonzero(~np.isfinite(own))[0])
             raise Refused(422, f"{where}.loss_fn_inputs.{name}[{at}]={own[at]}: must be finite")
+        if name == "sequence_ratio_mask" and not own.any():
+            raise Refused(422, f"{where}.loss_fn_inputs.{name} marks no token: {loss_fn} needs at least one, of which the "
+                          "sequence's ratio is the mean")
         out[name] = own
     return out
 

@@ -29,7 +29,7 @@ import optax
 from flax.traverse_util import unflatten_dict
 
 from jaxrl import training
-from jaxrl.algorithms.api_losses import token_losses
+from jaxrl.algorithms.api_losses import mean_by_sequence, token_losses
 from jaxrl.models import adapters
 from jaxrl.models.adapters import bank, peft
 from jaxrl.models.adapters.initialization import initial
@@ -41,7 +41,8 @@ from jaxrl.training.objective import Objective
 from jaxrl.training.update import make_scaled
 from jaxrl.types import TrainState, merge
 
-COLUMNS = ("sampled", "advantage", "weight", "loss", "low", "high")  # of token_losses, in its order
+OF_TOKENS = ("sampled", "advantage", "weight", "loss", "low", "high")  # of token_losses, in its order
+COLUMNS = (*OF_TOKENS, "marked")  # marked: tokens of the sequence's ratio
 
 
 class AdamSettings(NamedTuple):
@@ -126,7 +127,10 @@ class SumOfTokens(Objective):
     @jax.named_scope("loss")
     def loss(self, outputs, batch, entropy_coef=None):
         logp, _, _ = outputs.logprobs()
-        losses = jnp.where(outputs.mask, token_losses(logp, *(batch.columns[name] for name in COLUMNS)), 0)
+        marked = outputs.mask & (batch.columns["marked"] != 0)
+        gap = mean_by_sequence(logp - batch.columns["sampled"], marked, batch.sequences)
+        own = token_losses(logp, *(batch.columns[name] for name in OF_TOKENS), jax.lax.stop_gradient(gap))
+        losses = jnp.where(outputs.mask, own, 0)
         return jnp.sum(losses), jax.lax.stop_gradient({"logprob": logp, "losses": losses})
 
 
@@ -413,6 +417,19 @@ class Trainer:
         """Returns the parameter tree of the model with these leaves of `leaves`."""
         placed = {name: jax.device_put(x, self.places[name]) for name, x in leaves.items()}
         return merge(placed, self.base)
+
+    def params_without_scales(self, leaves: dict):
+        """Returns `params` of the same products with every scale 1, in B: for engines that have one scale for all runs,
+        that of the model's adapter."""
+        first, out = adapters.first_parts(self.model.base.entries), dict(leaves)
+        for name in leaves:
+            module, _, leaf = name.rpartition(f"/{adapters.NODE}/")
+            if leaf == "b":
+                scale = leaves[f"{first.get(module, module)}/{adapters.NODE}/scale"]
+                out[name] = leaves[name] * scale.reshape(scale.shape + (1,) * (leaves[name].ndim - scale.ndim))
+            elif leaf == "scale":
+                out[name] = np.ones_like(leaves[name])
+        return self.params(out)
 
     def export(self, run: Run, folder) -> None:
         """Writes the adapter in PEFT's files, with its own rank and scale."""

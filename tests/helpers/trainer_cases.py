@@ -23,7 +23,8 @@ from jaxrl.service.wire import Datum
 
 torch = Imported("torch")
 RANK, LARGEST, LONGEST, BETA = 3, 5, 40, 0.3
-CONFIGS = {"ppo": {"clip_low_threshold": 0.9}, "cispo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2}, "dro": {"beta": BETA}}
+CONFIGS = {"ppo": {"clip_low_threshold": 0.9}, "cispo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2}, "dro": {"beta": BETA},
+           "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2}}
 
 
 def trainer_of(path, dtype, together=1, unembed=False):
@@ -49,7 +50,7 @@ def data(rng, sizes=(9, 1, 16, 23, 5, 12)):
         ids = rng.integers(3, VOCAB, (2, n))
         out.append(Datum(ids[0].astype(np.int32), {
             "target_tokens": ids[1], "weights": rng.normal(size=n), "advantages": rng.normal(size=n),
-            "logprobs": -4.5 + 0.3 * rng.normal(size=n)}))
+            "logprobs": -4.5 + 0.3 * rng.normal(size=n), "sequence_ratio_mask": (np.arange(n) % 3 == 0) * 1.0}))
     return out
 
 
@@ -67,9 +68,12 @@ def their_loss(model, rows, name, low=0.8, high=1.2):
         logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tensors["target_tokens"])[:, None])[:, 0]
         w, a, q = (torch.tensor(tensors[key]) for key in ("weights", "advantages", "logprobs"))
         ratio = (logp - q).exp()
+        gap = (logp - q).detach()[torch.tensor(tensors["sequence_ratio_mask"]) != 0].mean()
+        sequence = (gap + logp - logp.detach()).exp()
         clipped = ratio.clamp(low, high)
         total = total - {"cross_entropy": w * logp, "importance_sampling": w * ratio * a,
                          "ppo": w * torch.minimum(ratio * a, clipped * a), "cispo": w * clipped.detach() * a * logp,
+                         "gspo": w * torch.minimum(sequence * a, sequence.clamp(low, high) * a),
                          "dro": w * (a * logp - BETA / 2 * (logp - q) ** 2)}[name].sum()
         found.append(logp.detach().numpy())
     return found, total

@@ -69,10 +69,18 @@ def test_gradients_are_finite_where_the_ratio_overflows(name, number):
     """Of a loss that is finite: a clipped ratio has no gradient, whatever its size."""
     def loss(logp):
         ones = np.ones(2, np.float32)
-        return token_losses(logp, np.array([-200, -1], np.float32), ones, ones, np.full(2, number), 0.8 * ones, 1.2 * ones).sum()
+        return token_losses(logp, np.array([-200, -1], np.float32), ones, ones, np.full(2, number), 0.8 * ones, 1.2 * ones,
+                            np.array([199, 0], np.float32)).sum()
 
     value, grad = jax.value_and_grad(loss)(np.array([-1, -1], np.float32))
     assert bool(np.isfinite(value)) == bool(np.isfinite(grad).all()) == (name != "importance_sampling")
+
+
+def test_a_sequence_s_ratio_needs_a_token():
+    row = of_loss(data(np.random.default_rng(1), (6,)), "gspo")
+    row[0].tensors["sequence_ratio_mask"][:] = 0
+    with pytest.raises(Refused, match="sequence_ratio_mask marks no token"):
+        bodies.batch(row, "gspo", CONFIGS["gspo"], LONGEST, VOCAB)
 
 
 def test_a_step_is_torch_s_adamw(models):

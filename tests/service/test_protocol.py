@@ -12,6 +12,7 @@ from helpers.tinker_cases import LONGEST, PROTO, VOCAB, Client, forward_backward
 from jaxrl.errors import ConfigError
 from jaxrl.service import app, wire
 from jaxrl.service.operations import Operations
+from jaxrl.service.refusals import Refused
 from jaxrl.service.routes import make_app
 from jaxrl.service.sampler import SampleJob, Sampler
 
@@ -195,6 +196,20 @@ def test_stops_are_the_protocol_s(client):
     assert len(greedy) == 1
 
 
+def test_a_full_queue_is_429_and_goes_on(client, monkeypatch):
+    """The request that the others wait for has room always; a refused one is accepted once they have run."""
+    run = client.run(client.session())
+    body = forward_backward(run, 3, ROWS)
+    monkeypatch.setattr("jaxrl.service.worker.WAITING_BYTES", len(body))
+    last = client.ok("forward_backward", body, headers=PROTO)
+    full = client.post("forward_backward", forward_backward(run, 4, ROWS), headers=PROTO)
+    assert full.status_code == 429 and full.headers["Retry-After"] == "2" and "requests of this session wait already" in full.text
+    for seq in (1, 2):
+        client.forward_backward(run, seq, ROWS)
+    client.result(last)
+    assert client.loss(run, 4, ROWS) > 0
+
+
 WEIGHTS = {"target_tokens": np.array([4, 5])}
 BAD_DATA = {
     "image": lambda m: m.data[0].model_input[0].image.__setattr__("data", b"x"),
@@ -203,7 +218,7 @@ BAD_DATA = {
     "no whole count": lambda m: m.data[0].loss_fn_inputs["target_tokens"].__setattr__("dense", b"123"),
     "is a sparse tensor": lambda m: m.data[0].loss_fn_inputs["target_tokens"].sparse_csr.__setattr__("values", b""),
     "whole int32 tokens": lambda m: m.data[0].model_input[0].encoded_text.__setattr__("tokens", b"123"),
-    "loss_fn='gspo' is not served here (its thresholds are not published": lambda m: m.__setattr__("loss_fn", "gspo"),
+    "loss_fn_config.clip_low_threshold is missing: gspo needs it": lambda m: m.__setattr__("loss_fn", "gspo"),
     "a recipe takes loss_fn=importance_sampling": lambda m: m.__setattr__("loss_fn", "stable_reinforce"),
     "loss_fn='other' is not served here: choose cross_entropy": lambda m: m.__setattr__("loss_fn", "other"),
     "loss_fn_config.beta is missing: dro needs it": lambda m: m.__setattr__("loss_fn", "dro"),
@@ -237,7 +252,7 @@ BAD_BODIES = [
     ("asample", {**SAMPLE, "num_samples": 0}, "num_samples=0: must be 1"),
     ("asample", {**SAMPLE, "num_samples": 10**6}, "must be 1 to"),
     ("asample", {**SAMPLE, "prompt": text([VOCAB])}, f"prompt[0]={VOCAB}"),
-    ("asample", {**SAMPLE, "prompt": {"chunks": [{"type": "image", "data": ""}]}}, "takes encoded_text alone"),
+    ("asample", {**SAMPLE, "prompt": {"chunks": [{"type": "image", "data": ""}]}}, "prompt has an image, and this server reads text"),
     ("asample", {**SAMPLE, "prompt": text([3] * LONGEST)}, "serves 1 to"),
     ("asample", {**SAMPLE, "topk_prompt_logprobs": 3}, "topk_prompt_logprobs=3 is not served here"),
     ("asample", {**SAMPLE, "surprise": 1}, "the field 'surprise' is not known here"),
@@ -332,19 +347,39 @@ def test_keys_and_hosts(client, service):
             assert "is not a key of this server" in json.loads(http.get("/api/v1/checkpoints", headers={"X-API-Key": key}).text)["error"]
 
 
+def test_samples_of_other_weights_are_an_error(service):
+    """Whatever an engine does: an answer is of the weights that were asked for, or none."""
+    old, begun = service[0].worker.sampler, []
+    shift = {"a": 0, "b": -1}  # version b is sampled from the weights before it
+    engine = SimpleNamespace(submit=begun.extend, publish=lambda tree, count: versions.append(count), poll=lambda seconds: [
+        SimpleNamespace(id=r.id, tokens=np.array([5, 6]), logprobs=np.zeros(2), finish="stop",
+                        versions=np.array([versions[-1], versions[-1] + shift[r.id[0]]])) for r in [begun.pop(0)]])
+    versions, sampler = [], Sampler(engine, old.read, old.row_shapes, lambda leaves: leaves, {})
+    for name in "ab":
+        sampler.keep(name, {})
+        job = SampleJob(name, name, np.array([3]), 1, None, 0, False, None, None, Future())
+        sampler.submit(job)
+        sampler.work(0.0)
+        if name == "a":
+            assert len(job.future.result(0)[0]) == 1
+        else:
+            with pytest.raises(Refused, match=r"from the weights \[1, 2\], not from 2"):
+                job.future.result(0)
+
+
 def test_weights_take_turns_in_the_sampler(service):
     """A request for other weights waits for two turns at most, whatever was sent before it; those for the same weights keep their order."""
     old, begun, ended = service[0].worker.sampler, [], []
     engine = SimpleNamespace(  # that of the server is at work in its thread
         submit=begun.extend, publish=lambda tree, count: None,
-        poll=lambda seconds: [SimpleNamespace(id=begun.pop(0).id, tokens=[], logprobs=[], finish="stop")])
+        poll=lambda seconds: [SimpleNamespace(id=begun.pop(0).id, tokens=[], logprobs=[], finish="stop", versions=np.zeros(0, int))])
     sampler = Sampler(engine, old.read, old.row_shapes, lambda leaves: leaves, {}, turn=8)
     for name in "ab":
         sampler.keep(name, {})
 
     def submit(version, *numbers):
         for number in numbers:
-            job = SampleJob(f"{version}{number}", version, np.array([3]), 2, None, 0, False, None, Future())
+            job = SampleJob(f"{version}{number}", version, np.array([3]), 2, None, 0, False, None, None, Future())
             job.future.add_done_callback(lambda done, name=job.id: ended.append(name))
             sampler.submit(job)
 

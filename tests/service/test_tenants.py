@@ -65,7 +65,7 @@ def same_bits(one, two):
 
 
 def test_eight_losses_together_are_torch_s(models):
-    """Eight adapters, five losses: log-probs, losses and gradients of one pass against eight passes of torch in float64."""
+    """Eight adapters, six losses: log-probs, losses and gradients of one pass against eight passes of torch in float64."""
     trainer, theirs = models
     runs, wanted = [], []
     for k in range(TENANTS):
