@@ -8,7 +8,8 @@ every part: a matrix product of 8192 x 8192 x 8192 in bf16, a copy of 2 GiB. Att
 pairs (4 K per pair and query head forward, 10 K backward), decoding the bytes of visible keys and values, of a prompt
 that slots share once, experts the three products of a token with each of its own (6 D F), three times that with
 gradients, recurrences the products of their chunks, and three times that. Times are medians of device time, calls
-queued one behind the other; attention's block lists are made once per step and timed in a row of their own. What cannot run says why. No new row is begun after --minutes.
+queued one behind the other; attention's block lists are made once per step and timed in a row of their own. What cannot
+run says why. No new row is begun after --minutes.
 """
 
 from __future__ import annotations

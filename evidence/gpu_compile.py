@@ -5,6 +5,7 @@ python evidence/gpu_compile.py        in an environment of Python 3.12 with jax 
                                       jax-cuda13-plugin and jax-cuda13-pjrt, with nvidia-cuda-nvcc, nvidia-nvvm and
                                       nvidia-cuda-nvdisasm beside it (all from PyPI, pip install --no-deps); a C
                                       compiler
+python evidence/gpu_compile.py recurrence   that part: attention, experts or recurrence; into a file of its own
 
 Mosaic's own compiler (in the CUDA plugin) and NVIDIA's assembler run; the driver, which they ask only for the chip, is
 cuda_stand_in.c. What launching shows, this cannot.
@@ -182,32 +183,39 @@ def loops(code: list[str]) -> list[dict]:
     return found
 
 
-def main():
+def all_of(part: str):
+    """(labels of a row, serialised kernel)."""
+    if part in ("", "attention"):
+        for name, size, window, softcap, module in kernels():
+            yield {"kernel": name, "head_size": size, "window": window, "softcap": softcap}, module
+    if part in ("", "experts"):
+        for name, size, module in expert_kernels():
+            yield {"kernel": name, "expert": size}, module
+    if part in ("", "recurrence"):
+        for name, size, module in recurrence_kernels():
+            yield {"kernel": name, "recurrence": size}, module
+
+
+def main(part: str):
     with tempfile.TemporaryDirectory() as folder:
         source = Path(__file__).with_name("cuda_stand_in.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-o", f"{folder}/libcuda.so.1", str(source)], check=True)
         results, at = [], commit()
-        for name, size, window, softcap, module in kernels():
-            results.append({"kernel": name, "head_size": size, "window": window, "softcap": softcap,
-                            **assembled(module, Path(folder))})
-            print(results[-1], flush=True)
-        for name, size, module in expert_kernels():
-            results.append({"kernel": name, "expert": size, **assembled(module, Path(folder))})
-            print(results[-1], flush=True)
-        for name, size, module in recurrence_kernels():
-            results.append({"kernel": name, "recurrence": size, **assembled(module, Path(folder))})
+        for labels, module in all_of(part):
+            results.append({**labels, **assembled(module, Path(folder))})
             print(results[-1], flush=True)
     sizes = [r.get("head_size", r.get("expert", r.get("recurrence"))) for r in results]
+    each = lambda r, what: " / ".join(str(loop[what]) for loop in r["loops"])  # noqa: E731
     rows = [[r["kernel"], size, r.get("window", ""), r.get("softcap", ""), r["registers"], r["spilled_bytes"],
-             "yes" if r["serialised"] else "no", " / ".join(str(loop["instructions"]) for loop in r["loops"]),
-             " / ".join(str(loop["spills"]) for loop in r["loops"])] for r, size in zip(results, sizes, strict=True)]
-    table(["kernel", "head, expert, or keys and values", "window", "soft-cap", "registers", "spilled B", "serialised", "instructions per loop",
-           "spills in it"], rows)
-    record("gpu_compile", results, at)
+             "yes" if r["serialised"] else "no", each(r, "instructions"), each(r, "spills")]
+            for r, size in zip(results, sizes, strict=True)]
+    table(["kernel", "head, expert, or keys and values", "window", "soft-cap", "registers", "spilled B", "serialised",
+           "instructions per loop", "spills in it"], rows)
+    record("gpu_compile" + f"_{part}" * bool(part), results, at)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] and Path(sys.argv[1]).is_file():
         compile_here(sys.argv[1])
     else:
-        main()
+        main(*sys.argv[1:] or [""])

@@ -18,7 +18,7 @@ SAVES = 4          # in a chunk's word, beside its start: the state behind it is
 LONG = 1024        # rows from here on have long chunks
 STRETCH = 16       # chunks between which the backward pass finds a state
 WINDOW = 64        # the same on GPUs
-# Implementation -> how often compilers hold a stretch's fp32 numbers at once, forward and backward; TPUs have them on chip.
+# Implementation -> how often compilers hold a stretch's fp32 numbers at once, forward and backward (TPUs: on chip).
 HELD = {"xla": (2.5, 5.0), "gpu": (0.55, 1.5), "tpu": (0.0, 0.0)}
 
 

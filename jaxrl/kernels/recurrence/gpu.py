@@ -27,6 +27,7 @@ from jaxrl.kernels.recurrence.chunks import SAVES, WINDOW, Chunks, tokens_per_ch
 from jaxrl.kernels.recurrence.gpu_call import Call, call_of
 from jaxrl.types import custom_vjp
 
+
 class Made(NamedTuple):
     """What goes through the chunks, fp32 but q and k: q, k [N, B, C, h, K]; of value heads reads [N, B, G, C, K] (None
     without the delta), writes [N, B, G, V, C], attended [N, B, G, C, C], gates [N, B, G, 2, C] and ends [N, B, G]

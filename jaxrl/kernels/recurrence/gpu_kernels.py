@@ -223,6 +223,7 @@ def _write(value, tile, target):
 
 def _keep(ref, value):
     ref[...] = value
+    plgpu.commit_smem()
 
 
 def _first(own, at: _Place, pair):
@@ -257,7 +258,7 @@ def _begun(word, state, own):
 def _and_prompt(own, d_state):
     """Returns d_state with that of the completions, which leaves its place."""
     d_state = d_state + plgpu.load(own["prompt"], layout=gp.WGMMA)
-    own["prompt"][...] = gp.zeros(d_state.shape)
+    _keep(own["prompt"], gp.zeros(d_state.shape))
     return d_state
 
 
@@ -267,7 +268,7 @@ def _handed_on(word, d_state, own):
 
     @pl.when(start == PROMPT)
     def _():
-        own["prompt"][...] = d_state + plgpu.load(own["prompt"], layout=gp.WGMMA)
+        _keep(own["prompt"], d_state + plgpu.load(own["prompt"], layout=gp.WGMMA))
 
     is_new = (start == PROMPT) | (start == ZERO)
     return lax.cond(is_new, lambda s: gp.zeros(s.shape), lambda s: s, d_state)
