@@ -120,6 +120,29 @@ def test_the_stub_plays_an_environment_as_roll_does(tmp_path, managers):
         assert any("each step of an episode is a sample there" in e["why"] for e in report["lacks"])
 
 
+def test_pictures_of_an_environment_stand_between_its_texts(tmp_path):
+    """ROLL's VLTrajEnvManager: an array between two templates; the config has room for a picture in every turn."""
+    import asyncio
+
+    manager = "Lake: {env_manager_cls: roll.VLTrajEnvManager, pre_step_template: 'Turn {turn_idx}: ', next_step_template: ', {actions_left} left',"
+    text = CONFIG.replace("Lake: {", manager).replace("Box: {", "Box: {env_manager_cls: roll.VLTrajEnvManager, ").replace(
+        "pretrain: a/model", "pretrain: Qwen/Qwen2.5-VL-3B-Instruct")
+    status, report, out = written(tmp_path, text)
+    c = load_config(str(out / "lake.py"))
+    assert status == 0 and (c.env.image_tokens, c.data.image_max_pixels, c.rollout.engine) == (675, 1024**2, "vllm")
+    assert any(text.startswith("env.image_tokens=675") for text in report["needs_you"])
+    c.run.mode, c.plan.target = "plan", "h100:8"
+    check(c)
+    space: dict = {}
+    exec((out / "lake_env.py").read_text() + WORLD.replace('f"at {self.at}"', '{"image": self.at, "prompt": "!"}'), space)
+    chat = _Chat()
+    asyncio.run(space["episode"](type("Task", (), {"row": {"tag": "Lake"}, "seed": 3}), chat))
+    assert [role for role, _ in chat.sent[0]] == ["system", "user"] and chat.sent[0][1][1] == [
+        {"type": "text", "text": "Walk.Turn 1: "}, {"type": "text", "text": "start, 3 left"}]
+    assert chat.sent[1] == [("user", [
+        {"type": "text", "text": "Turn 2: "}, {"type": "image", "image": 1}, {"type": "text", "text": "!, 2 left"}])]
+
+
 class _Chat:
     def __init__(self):
         self.sent, self.rewards, self.most, self.states, self.rewritten = [], [], [], [], []

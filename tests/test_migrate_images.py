@@ -132,14 +132,18 @@ def test_sizes_and_numbers_of_images():
 
 @pytest.mark.parametrize(("system", "settings", "why"), [
     ("verl", {**VERL, "algorithm.adv_estimator": "gae"}, "critics that see are trained here and not translated yet"),
-    ("skyrl", {"trainer.policy.model.path": VL, "generator.vision_language_generator": True, "generator.max_turns": 3,
-               "environment.env_class": "geometry3k"}, "not translated yet"),
     ("roll", {"teacher_pretrain": VL, "student_pretrain": VL, "kd_objective": "reverse_kl", "sequence_length": 512}, "jobs of run.recipe=distill with images are trained here and not translated yet"),
     ("rlinf", {**RLINF, "data.image_keys": ["left", "right"]}, "images are of one column"),
 ])
 def test_what_images_are_not_for_is_refused_by_name_alone(system, settings, why):
     m = of(system, settings)
     assert [text for _, text, refuse in m.lacking if refuse and why in text] and m.outcome(False) == "refused"
+
+
+def test_an_episode_has_room_for_a_picture_in_every_turn():
+    m = of("skyrl", {"trainer.policy.model.path": VL, "generator.vision_language_generator": True, "generator.max_turns": 3,
+                     "environment.env_class": "geometry3k"})
+    assert m.outcome(False) == "partial" and values(m)["env.image_tokens"] == 3 * 384 and "job_env.py" in m.files
 
 
 def test_rows_with_images_are_not_cut_and_are_trained_on_all_turns():

@@ -87,9 +87,7 @@ def settle(m: Migration, key: str) -> None:
             _sampler(m, "which has this family with its tower alone")
         return
     why = {"rl": "", "sft": ""}.get(recipe, f"jobs of run.recipe={recipe} with images are trained here and not translated yet")
-    if any(option.startswith("env.") for option in m.options):
-        why = "jobs of episodes with images are trained here and not translated yet"
-    elif m.options.get("algorithm.advantage", ("",))[0] == "gae":
+    if m.options.get("algorithm.advantage", ("",))[0] == "gae":
         why = "critics that see are trained here and not translated yet"
     if why:
         m.lacks(key, f"{m.options['model.path'][0]} reads images, and {why}", refuse=True)
@@ -108,6 +106,21 @@ def settle(m: Migration, key: str) -> None:
         if recipe == "rl":
             _sampler(m, "whose image tokens do not see each other on every device")
     m.facts["images"] = f"column {column}; rows without images make it a job of text"
+    if any(option.startswith("env.") for option in m.options):
+        _in_turns(m)
+
+
+def _in_turns(m: Migration) -> None:
+    """Gives an episode room for a picture in every turn, as far as its length allows."""
+    turns = m.options.get("env.max_turns", (8,))[0]
+    both = m.options.get("data.max_prompt_tokens", (512,))[0] + turns * m.options.get("rollout.max_new_tokens", (512,))[0]
+    whole = m.options.get("train.max_sequence_tokens", (0,))[0] or both
+    room = max(min(m.image_tokens * turns, whole * 3 // 4), 1)
+    m.set("env.image_tokens", room, *m.options.get("env.max_turns", (0, ()))[1])
+    m.needs(
+        f"env.image_tokens={room}: the most image tokens of an episode, its row's images and those of {turns} turns, by "
+        "estimate; an episode that shows more ends as one that is too long: set what yours shows"
+    )
 
 
 def _squares(m: Migration) -> None:

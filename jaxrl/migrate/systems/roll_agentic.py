@@ -91,6 +91,7 @@ RULES = (
         K(ENV + "num_env_groups", "equivalent", default=128),
         K(ENV + "num_groups_partition", "equivalent", default=[128])), meaning.environments),
     K("custom_envs", "inert", why="empty"),
+    K(TRAIN + "model_args.max_pixels", "equivalent", default=1024 * 1024), K(TRAIN + "model_args.min_pixels", "equivalent", default=56 * 56),
     K(ENV + "group_size_redundancy", "unsupported", fine=(0,), why="no episode is played to be left out", also=(EVAL + "group_size_redundancy",)),
     K(ENV + "group_filter_cls", "unsupported", fine=("roll.pipeline.agentic.agentic_pipeline.GroupFilter",),
       why="write it as a function of a group: algorithm.keep_group", also=(EVAL + "group_filter_cls",)),

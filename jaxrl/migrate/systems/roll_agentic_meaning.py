@@ -71,6 +71,16 @@ TURNS = """        text = said["template"].format(
         else:
             text = f"{instruction}\\n{text}" if instruction else text
             messages = [{"role": "system", "content": said["system"]}, {"role": "user", "content": text}]"""
+PICTURES = '''        before = (instruction if not step else "") + said["before"].format(turn_idx=step + 1)
+        after = said["after"].format(actions_left=said["max_steps"] - step, max_response_length=said["max_tokens"])
+        kind = "prompt" if isinstance(observation, str) else "image"
+        shown = observation if isinstance(observation, dict) else {kind: observation}
+        found = shown.get("image", [])
+        found = found if isinstance(found, (list, tuple)) else [found]
+        parts = [{"type": "text", "text": before}, *({"type": "image", "image": one} for one in found)]
+        parts.append({"type": "text", "text": f"{shown.get('prompt') or ''}{after}"})
+        system = [{"role": "system", "content": said["system"]}] if not step and said["system"] else []
+        messages = [*system, {"role": "user", "content": parts}]'''
 STEP = """        chat.state(str(observation))
         text = said["template"].format(
             env_instruction=instruction, current_observation=observation, current_step=step + 1, step_count=step,
@@ -335,7 +345,11 @@ def environments(m: Migration):
             f"custom_envs.{missing[0]}: not in the file, though tags name it: fill it in in {m.name}_env.py"
         )
     if named <= TRAJECTORIES or named <= STEPS:
-        m.files[f"{m.name}_env.py"] = _stub(m, found, what, STEP if named <= STEPS else TURNS)
+        pictured = named == {"VLTrajEnvManager"}
+        m.files[f"{m.name}_env.py"] = _stub(m, found, what, STEP if named <= STEPS else PICTURES if pictured else TURNS)
+        for option, name in (("max", "max_pixels"), ("min", "min_pixels")) if pictured else ():
+            key = TRAIN + "model_args." + name
+            m.set(f"data.image_{option}_pixels", m.integer(key), key)
     if named & STEPS:
         m.lacks(
             TRAIN + ARGS + "gradient_accumulation_steps"
@@ -362,7 +376,11 @@ def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str
             "max_steps": t.get("max_steps") or m.options.get("env.max_turns", (8,))[0],
             "max_tokens": t.get("max_tokens_per_step") or 0,
             "system": t.get("agent_system_template") or "",
-            "template": t.get("agent_template") or "{observation}",
+            **(
+                {"before": t.get("pre_step_template") or "", "after": t.get("next_step_template") or ""}
+                if messages == PICTURES
+                else {"template": t.get("agent_template") or "{observation}"}
+            ),
             "config": t.get("env_config") or {},
         }
         for tag, t in found.items()
