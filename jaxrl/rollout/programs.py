@@ -33,7 +33,7 @@ from jaxrl.telemetry import compilations
 
 
 class Progress(NamedTuple):
-    """State of each slot. The host owns it between chunks."""
+    """State of each of S slots in decoding. The host owns it between chunks."""
 
     token: Any     # [S] int32, newest token of prompt and completion; its key and value are written next
     position: Any  # [S] int32, its position
@@ -44,7 +44,7 @@ class Progress(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one decode call sampled; -1 / 0 for inactive slots."""
+    """What one decode call sampled in S slots over T steps; tokens are -1 and numbers 0 where a slot was inactive."""
 
     tokens: Any    # [T, S] int32
     logprobs: Any  # [T, S] float32
@@ -164,7 +164,7 @@ class Programs:
 
     @functools.cached_property
     def of_cache(self):
-        """The sharding of each array of the cache, of a part of it, and of the stash."""
+        """Shardings of the arrays of the cache, of a part of it, and of the stash: a tree."""
         return cache_shardings(self.model, self.mesh, jax.eval_shape(lambda: self.model.init_cache(1, 1, self.dtype)))
 
     def new_caches(self):
@@ -179,11 +179,13 @@ class Programs:
         return self.run(("caches",), make, (), out_shardings=(self.of_cache, self.of_cache))
 
     def put(self, tree, sharding):
-        """Places the arrays of a tree under one sharding."""
+        """Places all arrays of a tree under one sharding; returns the tree."""
         return jax.device_put(tree, sharding)
 
     def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
-        """Calls the program `key`; the first call compiles it from these arguments, for `mesh` or the engine's mesh."""
+        """Calls the program `key` and returns its results; the first call compiles it from these arguments.
+
+        donate: numbers of donated arguments. mesh: to compile for; None = the engine's."""
         if key not in self.compiled:
             self.compiled[key] = self.compiler.take(key) or self._compile(function, args, donate, out_shardings, mesh)
         return self.compiled[key](*args)
@@ -193,7 +195,7 @@ class Programs:
             return jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
 
     def missing(self, key: tuple) -> bool:
-        """Returns whether a program is neither compiled nor being prepared."""
+        """Returns whether the program `key` is neither compiled nor being compiled in the background."""
         return key not in self.compiled and key not in self.compiler.coming
 
     def prepare(self, calls) -> None:
@@ -251,7 +253,7 @@ class Programs:
         return (kind, tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
     def insert(self, cache, stash, rows_K, slots_K):
-        """Copies prompts from stash rows into slots. Returns the cache (donated)."""
+        """Copies the prompts in stash rows [K] into slots [K]. Returns the cache, which is donated."""
         args = self.put((rows_K, slots_K), self.whole)
         return self.run(("insert",), self.model.insert, (cache, stash, *args), donate=(0,),
                         out_shardings=self.of_cache)
@@ -279,7 +281,8 @@ class Programs:
         return ("extend" if seen is None else "extend_images",), extend, (params, cache, *new), (1,), out
 
     def encode(self, params, images, room: int):
-        """Returns (features, those of the taps) of rows of images, each [K, room, D]. images: jaxrl.types.Images."""
+        """Returns (features, features of the taps) of rows of images, each [K, room, D]. images: jaxrl.types.Images
+        of K rows."""
         def encode(params, images):
             seen = tower.see(self.model, params, images)
             return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, room - x.shape[1]), (0, 0))),

@@ -258,7 +258,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """Abilities of an engine. Callers read these, never its class or methods."""
+    """The abilities of an engine. Callers read these, never its class or methods."""
 
     concurrent: bool = False  # works without being polled
     holds: bool = False       # `hold` prevents new completions from starting
@@ -272,7 +272,7 @@ class EngineInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """State of an engine."""
+    """The state of an engine. ok: whether it can sample now."""
 
     ok: bool
     closed: bool = False
@@ -291,7 +291,7 @@ class Engine(abc.ABC):
 
     @property
     def info(self) -> EngineInfo:
-        """Returns what callers may rely on."""
+        """The engine's abilities, on which callers may rely."""
         return EngineInfo()
 
     @abc.abstractmethod
@@ -300,7 +300,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, deadline_s: float) -> list[Result]:
-        """Returns results finished since the last poll; waits until one has finished or the deadline has passed."""
+        """Returns results finished since the last poll; waits until one has finished or `deadline_s` seconds have
+        passed.
+
+        Raises RuntimeError if there are requests and no weights, EngineLost if the engine can no longer sample."""
 
     @abc.abstractmethod
     def abort(self, ids: list[str] | None = None) -> None:
@@ -314,7 +317,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def health(self) -> Health:
-        """Returns the engine's state, at any time, also when closed."""
+        """Returns the engine's state; may be called at any time, also when closed."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -326,7 +329,7 @@ class Engine(abc.ABC):
         """
 
     def forget(self, ids: list[str]) -> None:  # noqa: B027
-        """Declares that no request will continue these."""
+        """Declares that no request will continue the requests with these ids."""
 
     def unfinished_results(self) -> list[Result]:
         """Returns the finished turns of unfinished requests for a checkpoint (see
@@ -348,7 +351,7 @@ class Engine(abc.ABC):
         """
 
     def metrics(self) -> dict[str, float]:
-        """Returns further metrics of a step by name."""
+        """Returns the engine's own metrics, name -> value, which are logged with a step's."""
         return {}
 
 

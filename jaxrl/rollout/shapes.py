@@ -23,7 +23,11 @@ PLAIN, BANS, ALL = range(3)
 
 
 def work_of(params, min_new_tokens: int) -> int:
-    """Returns PLAIN, BANS or ALL for SamplingParams or a config group with the same names."""
+    """Returns how much the decode programs must do to sample like this: PLAIN, BANS or ALL.
+
+    PLAIN: temperature only. BANS: end tokens are barred too. ALL: also penalties or a cut support.
+
+    params: SamplingParams, or a config group with the same names."""
     if (params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.repetition_penalty != 1
             or params.frequency_penalty != 0):
         return ALL
@@ -65,7 +69,7 @@ class Shapes:
 
     @functools.cached_property
     def slots(self) -> int:
-        """Number of slots."""
+        """Number of slots: of sequences that are decoded at once."""
         return self.slot_counts[-1]
 
     @functools.cached_property
@@ -75,7 +79,8 @@ class Shapes:
 
     @property
     def stash_rows(self) -> int:
-        """Number of stash rows over all prompt lengths."""
+        """Rows of the stash, which holds prefilled prompts before they are copied into slots, over all prompt
+        lengths."""
         return self.prefill_rows * len(self.prompt_lengths)
 
     def patch_room(self, length: int, merge: int) -> int:

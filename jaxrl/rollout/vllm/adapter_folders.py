@@ -80,8 +80,9 @@ class AdapterFolders:
         self.current: Version | None = None
 
     def write(self, params, name: str) -> Version:
-        """Writes a version's folder and returns it; earlier folders are deleted, since no request uses them any more.
-        """
+        """Writes the folder of a version of the adapter and returns its Version; earlier folders are deleted.
+
+        No request uses those any more. params: the policy's parameter tree. name: unique per version."""
         path = self.folder / name
         if self.current is None or self.current.name != name:
             peft.write_plain(path, self.model, params, self.dtype)
@@ -93,7 +94,7 @@ class AdapterFolders:
         return self.current
 
     def load(self, control, version: Version, weight_version: str) -> None:
-        """Loads an adapter into one server in place of the previous one."""
+        """Loads an adapter into one server in place of the previous one, and sets the version of its weights."""
         control.load_adapter(version.name, str(version.path))
         if (old := self.loaded.get(control.url, version.name)) != version.name:
             control.unload_adapter(old)
