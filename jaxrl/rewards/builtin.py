@@ -192,7 +192,8 @@ def _nearly_equal(a, b) -> bool:
 
 
 def load_math_verify():
-    """Imports math-verify. Workers that serve `math` call it before they report ready."""
+    """Imports math-verify and returns the module, with its warnings off. Workers that serve `math` call it before
+    they report ready."""
     import logging
 
     import math_verify
@@ -215,15 +216,17 @@ def _parsed_answer(answer: str):
 
 @register_reward("exact")
 def exact_reward(prompt, completion, answer):
-    """Scores whether the whole completion equals `answer`, ignoring surrounding white space."""
+    """Scores 1.0 if the whole completion equals `answer`, ignoring surrounding white space, else 0.0; None without
+    an answer."""
     return None if answer is None else float(completion.strip() == str(answer).strip())
 
 
 @register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
-    r"""Scores whether the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18
-    = 18.0 = 36/2).
-    """
+    r"""Scores 1.0 if the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18 = 18.0 = 36/2),
+    else 0.0.
+
+    None, which counts as absent, for a row without an answer."""
     if answer is None:
         return None
     content = last_boxed(completion)
@@ -298,7 +301,9 @@ def _chosen_letter(completion: str) -> str | None:
 
 @register_reward("format")
 def format_reward(prompt, completion, format_pattern):
-    """Scores whether the whole completion matches `reward.format_pattern` ('.' also matches line ends)."""
+    """Scores 1.0 if the whole completion matches `reward.format_pattern`, else 0.0 ('.' also matches line ends).
+
+    A match that takes longer than LIMIT seconds of processor time scores as wrong."""
     pattern = re.compile(format_pattern, re.DOTALL)
     with time_limited() as limit:
         return float(pattern.fullmatch(completion) is not None)

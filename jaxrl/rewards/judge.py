@@ -46,7 +46,9 @@ Score: <number>
 
 
 class Judge(Service):
-    """A batched reward. place: also has {cache}, a folder or ""."""
+    """A batched reward: a language model that scores completions by a prompt.
+
+    o: options of a reward.judge. place: as of Service, and {cache}, a folder or ""."""
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
@@ -65,7 +67,9 @@ class Judge(Service):
         return await self.run_until_deadline(lambda budget: self.score_messages(client, budget, messages))
 
     def messages(self, prompt, completion: str, rubric, answer) -> list[dict]:
-        """Returns the request messages for one completion."""
+        """Returns the chat messages of the request for one completion.
+
+        The completion stands between marks named by a hash of the whole request, which it cannot contain."""
         o, text = self.o, CONTROL.sub(lambda m: m[0] + " ", printable(completion))
         values = {"prompt": prompt_text(prompt), "rubric": o["rubric"] if rubric is None else str(rubric),
                   "answer": "" if answer is None else str(answer), "lowest": f"{o['lowest']:g}",
@@ -133,7 +137,8 @@ class Judge(Service):
 
 
 def reply_text(reply, where: str) -> str:
-    """Returns the text of a chat completion. Raises ServiceError."""
+    """Returns the text of a chat completion's first choice, "" without content. Raises ServiceError for another
+    form."""
     choices = get_field(reply, "choices", list, where)
     if not choices:
         raise ServiceError("count", f"{where}: no choice")
@@ -142,22 +147,24 @@ def reply_text(reply, where: str) -> str:
 
 
 def prompt_text(prompt) -> str:
-    """Returns a prompt as text; each message is preceded by its role."""
+    """Returns a prompt, text or chat messages, as text; each message is preceded by its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in prompt)
 
 
 def fill_placeholders(prompt: str, values: dict[str, str]) -> str:
-    """Replaces the placeholders of a prompt in one pass; inserted values are not scanned again."""
+    """Replaces the placeholders {name} of a prompt in one pass; inserted values are not scanned again.
+
+    values: text of every placeholder."""
     return PLACEHOLDER.sub(lambda m: m[0][0] if m[1] is None else values[m[1]], prompt)
 
 
 def unknown_names(prompt: str) -> list[str]:
-    """Returns the names in braces that are not placeholders."""
+    """Returns the names in braces in a judge's prompt that are not placeholders."""
     return [m[1] for m in PLACEHOLDER.finditer(prompt) if m[1] is not None and m[1] not in NAMES]
 
 
 def make(o: dict, place: dict) -> Judge:
-    """Returns the reward of a judge's options and its service's place."""
+    """Returns the Judge of a reward.judge's options and its service's place."""
     return Judge(o, place)

@@ -25,15 +25,16 @@ def length(completion: str, token_ids, unit: str) -> int:
 
 @register_reward("think_format")
 def think_format_reward(prompt, completion):
-    """Scores whether a completion begins with <think>, has it once, and closes it (TRL 1.9, think_format_reward)."""
+    """Scores 1.0 if a completion begins with <think>, has it once, and closes it, else 0.0 (TRL 1.9,
+    think_format_reward)."""
     head, found, rest = completion.partition("<think>")
     return float(bool(found) and not head and "<think>" not in rest and "</think>" in rest)
 
 
 @register_reward("answer_format")
 def answer_format_reward(prompt, completion):
-    """Scores whether a completion is <think>, lines, </think>, <answer>, lines, </answer>, each tag on a line of its
-    own (open-r1's reward `format`)."""
+    """Scores 1.0 if a completion is <think>, lines, </think>, <answer>, lines, </answer>, each tag on a line of its
+    own, else 0.0 (open-r1's reward `format`)."""
     head, found, rest = completion.partition("<think>\n")
     _, closed, tail = rest.partition("\n</think>\n<answer>\n")
     ends = re.search(r"\n</answer>(?:\n|\Z)", tail)
@@ -42,15 +43,17 @@ def answer_format_reward(prompt, completion):
 
 @register_reward("tag_count")
 def tag_count_reward(prompt, completion):
-    """Scores a quarter for each of the four tags of `answer_format` that is there once (open-r1's `tag_count`)."""
+    """Scores a quarter for each of the four tags of `answer_format` that is there exactly once (open-r1's
+    `tag_count`)."""
     tags = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
     return sum(completion.count(tag) == 1 for tag in tags) / 4
 
 
 @register_reward("reasoning_steps")
 def reasoning_steps_reward(prompt, completion):
-    """Scores the marks of steps (`Step 1:`, a number at the very start, bullets, First, Second, Next, Finally), a third
-    each, at most 1 (open-r1's `reasoning_steps`)."""
+    """Scores a third for each mark of a step, at most 1 (open-r1's `reasoning_steps`).
+
+    Marks: `Step 1:`, a number at the very start, bullets, First, Second, Next, Finally."""
     marks = re.findall(r"Step \d+:|\A\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", completion)
     return min(1.0, len(marks) / 3)
 
@@ -100,10 +103,13 @@ cosine_reward.prepare = length_ranked_reward.prepare = load_math_verify
 
 @register_reward("repetition")
 def repetition_reward(prompt, completion, token_ids, size=3, penalty=-1.0, unit="words"):
-    """Scores penalty x the share of n-grams that were there before (arXiv 2502.03373, appendix C.2).
+    """Scores penalty x the share of n-grams that were there before (arXiv 2502.03373, appendix C.2); 0 without n-grams.
 
-    unit: of lower-case words, or of tokens.
-    """
+    Args:
+      size: n. penalty: negative, the score of a text that repeats itself throughout. unit: "words" (lower-cased) or
+        "tokens".
+
+    Raises ValueError for another unit."""
     if unit not in ("words", "tokens"):
         raise ValueError(f"unit={unit!r}: choose from words, tokens")
     parts = completion.lower().split() if unit == "words" else list(token_ids)
@@ -121,10 +127,9 @@ def soft_overlong_reward(prompt, completion, token_ids, max_length=16384, buffer
 
 @register_reward("ifeval")
 def ifeval_reward(prompt, completion, answer):
-    """Scores whether what follows the last </think> obeys the row's constraint (IFEval, arXiv 2311.07911).
+    """Scores 1.0 if what follows the last </think> obeys the row's constraint, else 0.0 (IFEval, arXiv 2311.07911).
 
-    `answer` is JSON or a table with func_name and its arguments, as in the rows of RLVR-IFeval.
-    """
+    `answer` is JSON or a dict with func_name and its arguments, as in the rows of RLVR-IFeval; None without one."""
     if answer is None:
         return None
     return float(follows(final_part(completion), answer))
@@ -181,9 +186,10 @@ def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", 
 
 @register_reward("point_in_box")
 def point_in_box_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", image=0):
-    """Scores whether a point, the last two numbers x, y of a completion, lies in the box `answer` (UI-R1, arXiv
-    2503.21620, reward of a click's coordinates). Arguments as for `iou`.
-    """
+    """Scores 1.0 if a point, the last two numbers x, y of a completion, lies in the box `answer`, else 0.0; None
+    without an answer.
+
+    UI-R1's reward of a click's coordinates (arXiv 2503.21620). Arguments as for `iou`."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 2)

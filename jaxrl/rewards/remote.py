@@ -46,7 +46,7 @@ class Remote(Service):
             for i, (p, c) in enumerate(zip(prompts, completions, strict=True))])
 
     async def score_batches(self, items: list[dict]) -> list:
-        """Returns one value per item, sending batches concurrently."""
+        """Returns one value per item, a score or a ServiceError, sending batches concurrently."""
         step = 1 if self.o["format"] == "areal" else self.o["batch"]
         async with self.client() as client:
             batches = (self._batch(client, items[k:k + step]) for k in range(0, len(items), step))
@@ -60,9 +60,10 @@ class Remote(Service):
         return [values] * len(items) if isinstance(values, ServiceError) else values
 
     def score(self, parts: list, where: str) -> float | ServiceError:
-        """Combines the values of all parts, in the order of their weights, into one score; a ServiceError if
-        one is not finite.
-        """
+        """Combines the values of all parts, in the order of their weights, into one score.
+
+        The sum of weight times the part clipped to [part_min, part_max], clipped to [clip_min, clip_max], times
+        scale. Returns a ServiceError if a value is not a finite number. where: for its text."""
         weights, total = self.o["weights"] or [1.0] * len(parts), 0.0
         for value, weight in zip(parts, weights, strict=True):
             found = number(value)
@@ -188,9 +189,9 @@ async def pooling(self: Classifier, client, budget: Budget, items, turn):
 
 
 class Classifier(Remote):
-    """A batched reward of a vLLM server with a sequence classifier that has the policy's tokenizer; receives the
-    token ids of prompt and completion.
-    """
+    """A batched reward: a vLLM server with a sequence classifier that has the policy's tokenizer.
+
+    It receives the token ids of prompt and completion. o, place: as of Service."""
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
@@ -228,9 +229,9 @@ class Classifier(Remote):
                                f"{read[0][1][-60:]!r}, the completion is {read[0][0][-60:]!r}")
 
     def labels(self, reply, name: str, count: int, where: str) -> list:
-        """Returns the score of each completion from a reply's rows. Raises ServiceError if indices
-        are missing or repeated.
-        """
+        """Returns the score of each of `count` completions from a reply's rows, which hold index and the field `name`.
+
+        Raises ServiceError if indices are missing or repeated."""
         scores: list = [None] * count
         for row in check_count(get_field(reply, "data", list, where), count, where):
             i = get_field(row, "index", int, where)
@@ -253,5 +254,6 @@ FORMATS = {"own": jaxrl_format, "cosmos": cosmos, "areal": areal, "classify": cl
 
 
 def make(o: dict, place: dict) -> Remote:
-    """Returns the reward of a remote's options and its service's place."""
+    """Returns the Remote, or for the formats classify and pooling the Classifier, of a reward.remote's options and
+    its place."""
     return (Classifier if o["format"] in ("classify", "pooling") else Remote)(o, place)

@@ -36,9 +36,9 @@ def to_spec(function, folder: FunctionFolder, services=()) -> str:
 
 
 def short_names(functions, specs: list[str]) -> list[str]:
-    """Returns names for parts and metrics: the registered or the function's name; the whole spec where
-    two would be equal.
-    """
+    """Returns names of reward functions for parts and metrics: the registered or the function's name.
+
+    The whole spec where two would be equal."""
     short = [g.rpartition(":")[2] if isinstance(g, str) else g.__name__ for g in functions]
     return [n if short.count(n) == 1 else s for n, s in zip(short, specs, strict=True)]
 
