@@ -287,8 +287,10 @@ def _depth(value) -> int:
 
 
 class ReadRow(NamedTuple):
-    """A row before it is tokenized. completions: (name, its number among the chunk's texts, result of
-    CompletionRenderer). grids: [I, 2] of its images."""
+    """A row before it is tokenized. number: of the row. where: "file:line".
+
+    completions: (name, its number among the chunk's texts, result of CompletionRenderer). grids: [I, 2] rows and
+    columns of patches of its images."""
 
     number: int
     where: str

@@ -117,7 +117,7 @@ class ArrowTable:
         return self._table.num_rows
 
     def digest(self, into) -> None:
-        """Adds the rows' content and their place to a hash."""
+        """Adds the rows' content, their file or data set, and their hub commits to a hash. into: a hashlib object."""
         into.update(json.dumps([self._name, list(self.commits)]).encode())
         with pa.ipc.new_stream(pa.PythonFile(_Hashed(into), "w"), self._table.schema) as stream:
             stream.write_table(self._table)
@@ -280,7 +280,9 @@ def _plain_row(row, keep):
 
 
 def check_path(path: str, field: str) -> None:
-    """Raises DataError if a path is clearly no source: a missing local file, or one of an unknown kind."""
+    """Raises DataError if a path is clearly no source: a missing local file, or one of an unknown kind.
+
+    field: the option that names it, for the message."""
     if path.startswith(IN_MEMORY):
         raise DataError(f"{field}={path}: rows that were passed from Python; pass them again,"
                         " jaxrl.train(..., data=, eval=), or name a file, a folder or a hub id")

@@ -32,12 +32,13 @@ TEXT, IMAGE = "t", "i"  # kinds of the parts of a content
 
 
 def sentinel(kind: str, index: int = 0) -> str:
-    """Returns a placeholder text.
+    """Returns a placeholder text that no template writes by itself, such as "QZa000ZXQ", to find a content in rendered
+    text.
 
     Args:
-      kind: a for the assistant's turn, c and b for the begin and end of a content, n for a tool's name, i
-        for a call's id.
-    """
+      kind: what it stands for: "a" an assistant's turn, "c" and "b" the begin and end of a content, "n" a tool's name,
+        "i" a call's id.
+      index: distinguishes placeholders of one kind."""
     return f"QZ{kind}{index:03d}ZXQ"
 
 
@@ -67,13 +68,16 @@ class Shape:
 
 
 def parts_of(message: dict) -> list[dict]:
-    """Returns the content of a message as a list of parts {"type": "text", "text"} and {"type": "image"}."""
+    """Returns a message's content as a list of parts {"type": "text", "text"} and {"type": "image"}; text becomes
+    one part."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class Suffixes:
-    """Shapes of new messages, each rendered once. image: text of the image token; "" = messages are text."""
+    """The Shapes of new messages as a chat template writes them, each rendered once.
+
+    tokens: of the same tokenizer. image: text of the image token; "" = messages are text."""
 
     def __init__(self, template: Template, tokens: Tokens, image: str = ""):
         self.template, self.tokens, self.image = template, tokens, image
@@ -96,9 +100,8 @@ class Suffixes:
         return self._shapes[key]
 
     def render_calls(self, calls: int) -> tuple[str, list[int]]:
-        """Returns (a question and calls as the template writes them, positions at which the
-        assistant's turn may begin).
-        """
+        """Returns (text of a question and an assistant's turn with `calls` calls, positions in it where that turn
+        may begin)."""
         text = self.template.conversation([QUESTION, self.turn(calls)], False)
         prompt = self.template.conversation([QUESTION], True)
         at = text.rfind(QUESTION["content"], 0, text.find(sentinel("n"))) + len(QUESTION["content"])
