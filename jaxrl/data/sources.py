@@ -245,7 +245,8 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> T
       field: argument name for messages; a row's place is "<field>[3]", counted from 0.
       limit: keeps the first rows; 0 for all.
       keep: columns that may hold images, as bytes, uint8 arrays or Pillow images.
-    """
+
+    Raises DataError for anything else, and if there are no usable rows."""
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
         splits = getattr(rows, "keys", tuple)()
         remedy = f"; give one of its splits: {', '.join(map(str, splits))}" if splits else ""

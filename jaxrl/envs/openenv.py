@@ -37,12 +37,11 @@ def make_factory(servers: list[str], options: dict, step_seconds: float):
     Args:
       servers: URLs of replicas of one environment.
       options: env.options with the keys of OPTIONS: action, observation, state, prompt, reset, image.
-      step_seconds: env.step_seconds; a request to a server may take half of it.
+      step_seconds: env.step_seconds; an episode waits half of it for a server with a free session.
 
     Raises:
-      LoadError: an unknown option, a server without a schema, servers with different actions, or an action field that
-        does not exist.
-    """
+      LoadError: an unknown option, a server without a schema, servers with different actions, or an action field
+        that does not exist."""
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise LoadError(f"env.options.{unknown[0]}: unknown option; openenv has {', '.join(OPTIONS)}")

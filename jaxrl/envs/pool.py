@@ -281,24 +281,23 @@ class EpisodePool:
             self._wake()
 
     def events(self, timeout_s: float) -> list[Event]:
-        """Returns the events since the last call; waits up to `timeout_s` seconds for the first one.
+        """Returns the events since the last call; waits up to `timeout_s` seconds for the first one. By Event.kind,
+        data holds:
 
-        send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None,
-        "stop":
-                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state
-                in which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the
-                environment}
-        done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":
-                whether chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}
-        failed  {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
-        the
-                last turn so far}
+        send: {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None, "stop":
+        texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state in
+        which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the environment}.
+
+        done: {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded": whether
+        chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}.
+
+        failed: {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
+        the last turn so far}.
 
         Every started episode ends with done or failed, unless it was cancelled.
 
         Raises:
-          RunStopped: workers cannot work (ConfigError before the first worker was ready).
-        """
+          RunStopped: workers cannot work (ConfigError before the first worker was ready)."""
         deadline = time.monotonic() + timeout_s
         with self._state:
             while not self._events and not (self._fatal or self._closing):

@@ -56,13 +56,13 @@ def registered_rewards() -> dict[str, Callable]:
 
 @register_reward("math")
 def math_reward(prompt, completion, answer):
-    """Scores the mathematical equality of the completion's final expression (a box, else the
-    last expression) and `answer`.
+    """Scores 1.0 if the completion's final expression (a box, else the last expression) equals `answer` mathematically,
+    else 0.0; None without an answer.
 
     An answer of two or more letters alone is a word (or words) and compared as text, ignoring case, not as a product
-    of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers must
-    also agree within a relative 1e-5: math-verify (0.9.0) compares six decimals, which makes small numbers equal.
-    """
+    of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers
+    must also agree within a relative 1e-5: math-verify (0.9.0) compares six decimals, which makes small numbers
+    equal."""
     if answer is None:
         return None
     answer = str(answer)
@@ -270,11 +270,11 @@ def _number(text: str) -> Fraction | None:
 
 @register_reward("choice")
 def choice_reward(prompt, completion, answer):
-    r"""Scores whether the chosen letter equals `answer` (a letter, also as '(B)').
+    r"""Scores 1.0 if the chosen letter equals `answer` (a letter, also as '(B)'), else 0.0; None without an answer.
 
     The letter is the first match of: the last \boxed{B}; the last 'answer is B', 'Answer: (B)', 'option B'; a
-    completion that begins with the letter alone ('B', '(B)', 'B. because').
-    """
+    completion that begins with the letter alone ('B', '(B)', 'B. because'). Raises ValueError for an answer that is
+    no letter."""
     if answer is None:
         return None
     wanted = _letter(str(answer))
@@ -315,11 +315,12 @@ def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_p
     """Scores the program in a completion by the row's unit tests, in the sandbox (formats: docs/guides/rewards.md).
 
     The program is the last block between ``` fences, else the whole completion. The tests are in the column `tests`,
-    else in `answer`. A resource limit fails the program's tests; a sandbox failure gives no score.
+    else in `answer`; None without tests. A resource limit fails the program's tests; a sandbox failure gives no score.
 
     Args:
       code_score: "all" = 1.0 if every test passes, else 0.0; "fraction" = share of passed tests.
-    """
+
+    Returns (score, metrics): passed, the share of passed tests; opaque and limited, 0.0 or 1.0."""
     tests = answer if tests is None else tests
     if tests is None:
         return None

@@ -153,12 +153,11 @@ class Call:
 
 
 def outcome(value) -> dict:
-    """Returns {value, outcome, metrics} of a function's return value for one item. value is None
-    unless outcome is 'ok'.
+    """Returns {value, outcome, metrics} of a function's return value for one item; value is None unless outcome is
+    'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond LARGEST ->
-    'error: ...'. Never raises.
-    """
+    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond MAX_REWARD -> 'error:
+    ...'. Never raises."""
     if isinstance(value, ServiceError):
         return failure(value)
     try:

@@ -207,8 +207,7 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
       buffer: of the overlong penalty, in tokens; None for reward.overlong_buffer.
 
     Raises:
-      RunStopped: a score is beyond LARGEST, through weights or scale; its advantages in fp32 would be 0.
-    """
+      RunStopped: a score after step 5 is beyond MAX_REWARD, whose square fp32 can hold."""
     score = np.array(result.total, np.float64)
     if reward.zero_without_end:
         score = np.where(truncated & ~np.isnan(score), 0.0, score)

@@ -61,10 +61,10 @@ COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_s
 
 
 def make_engine(*fields):
-    """Builds the embedded sampler of an EngineContext, or of its first five fields.
+    """Returns the embedded sampler of an EngineContext, or of a context's fields in order.
 
-    On a mesh over several processes each process has its own engine over its devices; publish is collective,
-    everything else is local.
+    On a mesh over several processes each process has its own engine over its devices; publish is collective, everything
+    else is local.
 
     Raises:
       ConfigError: shapes that cannot hold the config's lengths, tensor parallelism across processes, or images for a

@@ -44,7 +44,9 @@ class Progress(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one decode call sampled in S slots over T steps; tokens are -1 and numbers 0 where a slot was inactive."""
+    """What one decode call sampled in S slots over T steps.
+
+    Where a slot was inactive its tokens are -1, its log-probs 0, and support and routes mean nothing."""
 
     tokens: Any    # [T, S] int32
     logprobs: Any  # [T, S] float32
