@@ -120,10 +120,7 @@ def holdout_prompt(row: dict, data):
 
 
 def pair_prompt(prompt, before: list[dict], name: str):
-    """Returns the prompt of a row whose completions are messages with the messages `before` in front of them.
-
-    prompt: text, messages or None. name: of the prompt column. Raises PromptError if there is none, or if both
-    differ."""
+    """Returns the prompt of a row whose completions are messages with `before` in front of them."""
     if not before:
         if prompt is None:
             raise PromptError(f"there is no prompt: neither a column {name!r} (data.prompt_column) nor messages before "

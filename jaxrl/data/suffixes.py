@@ -75,9 +75,7 @@ def parts_of(message: dict) -> list[dict]:
 
 
 class Suffixes:
-    """The Shapes of new messages as a chat template writes them, each rendered once.
-
-    tokens: of the same tokenizer. image: text of the image token; "" = messages are text."""
+    """Shapes of new messages, each rendered once. image: text of the image token; "" = messages are text."""
 
     def __init__(self, template: Template, tokens: Tokens, image: str = ""):
         self.template, self.tokens, self.image = template, tokens, image

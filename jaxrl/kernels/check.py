@@ -97,9 +97,7 @@ def packed_ids() -> packed.Ids:
 
 
 def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
-    """Checks one implementation of attention, forward and gradients, without a window and with one; returns a Verdict.
-
-    sinks: whether heads have sinks. Rows are those of `packed_ids`; padding is poisoned."""
+    """Checks forward and gradients of queries, keys and values, without a window and with one."""
     ids, real = packed_ids(), packed_ids().q_segments > 0
     poison = jnp.where(real, 1.0, POISON)[..., None, None]
     q = _normal(0, 2, ROW, heads.queries, heads.size, dtype=dtype)

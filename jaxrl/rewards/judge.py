@@ -67,9 +67,7 @@ class Judge(Service):
         return await self.run_until_deadline(lambda budget: self.score_messages(client, budget, messages))
 
     def messages(self, prompt, completion: str, rubric, answer) -> list[dict]:
-        """Returns the chat messages of the request for one completion.
-
-        The completion stands between marks named by a hash of the whole request, which it cannot contain."""
+        """Returns the request messages for one completion."""
         o, text = self.o, CONTROL.sub(lambda m: m[0] + " ", printable(completion))
         values = {"prompt": prompt_text(prompt), "rubric": o["rubric"] if rubric is None else str(rubric),
                   "answer": "" if answer is None else str(answer), "lowest": f"{o['lowest']:g}",
@@ -147,7 +145,7 @@ def reply_text(reply, where: str) -> str:
 
 
 def prompt_text(prompt) -> str:
-    """Returns a prompt, text or chat messages, as text; each message is preceded by its role."""
+    """Returns a prompt as text; each message is preceded by its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in prompt)
@@ -166,5 +164,5 @@ def unknown_names(prompt: str) -> list[str]:
 
 
 def make(o: dict, place: dict) -> Judge:
-    """Returns the Judge of a reward.judge's options and its service's place."""
+    """Returns the reward of a judge's options and its service's place."""
     return Judge(o, place)

@@ -123,8 +123,7 @@ def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, ima
 
 
 def with_room(job, dataset):
-    """Returns the job with row shapes that have room for the patches of its training data's images, or of its
-    episodes'."""
+    """Returns the job with packed rows that have room for the images of its training data."""
     patches, own = dataset.patches, dataset.target_lengths
     c, unit = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks
     if c.recipe.samples:  # a prompt stands once before completions of unknown length

@@ -29,10 +29,8 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """The static part of an attention call on GPUs.
-
-    scale: factor on the scores. softcap, window: 0 = none. segments: whether tokens have segment ids. in_registers:
-    whether `accumulate` keeps its operand in registers. count: whether executed blocks are counted, for tests."""
+    """The static part of a call: factor on the scores, soft-cap and window (0 = none), whether there are segments,
+    whether `accumulate` keeps to registers, and whether blocks are counted."""
 
     scale: float
     softcap: float

@@ -279,10 +279,6 @@ def _rule(*arguments):
 
 def _forward(hidden, head, targets, valid, support, ids, temperature, softcap, top, chunk, split, transposed,
              keep=True):
-    """Returns (results of logprob_and_entropy, what `_backward` needs: inputs, maximum, log of the sum, entropy, kept
-    logits).
-
-    Logits [C, V] exist for one chunk at a time; on one CPU device up to KEPT_CPU of them are kept. keep: whether to."""
     axis, count = split.vocab if split else None, None if ids is None else ids.shape[-1]
 
     def local(hidden, head, targets, valid, support, ids, temperature):

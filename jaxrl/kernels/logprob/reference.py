@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 
 def capped_logits(hidden, head, softcap, transposed):
-    """Returns logits [..., V] in fp32 or better, soft-capped (0 = none), of hidden [..., D] and head [D, V]
-    (transposed: [V, D])."""
+    """Maps [..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped."""
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     contract = ((hidden.ndim - 1,), (1 if transposed else 0,)), ((), ())
     logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), contract, preferred_element_type=acc)
@@ -36,7 +35,7 @@ def allowed(support, vocab: int):
 
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, softcap, top,
                         transposed):
-    """Computes api.logprob_and_entropy with full logits [R, S, V]; same arguments and results."""
+    """See api.logprob_and_entropy."""
     logits = capped_logits(hidden_RxSxD, head, softcap, transposed) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)

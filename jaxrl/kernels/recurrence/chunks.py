@@ -43,9 +43,8 @@ def flops(heads: int, key: int, value: int, size: int = 64, delta: bool = True) 
 
 
 def workspace(heads: int, key: int, value: int, length: int, backward: bool) -> int:
-    """Returns the fp32 numbers that xla.recurrence keeps for one row of `length` tokens besides inputs and output.
-
-    What a stretch computes, and for the backward pass its gradients and the pairs of states between stretches."""
+    """Returns the fp32 numbers that xla.recurrence holds for one row of `length` tokens beside inputs and output: what
+    a stretch computes, and for the backward pass its gradients and the pairs of states between stretches."""
     size, pair = tokens_per_chunk(length), 2 * key * value
     each = 4 * size + 3 * key + 2 * value
     stretches = -(-room(length) // STRETCH)

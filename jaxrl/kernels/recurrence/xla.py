@@ -29,7 +29,7 @@ BASE = 16  # rows of an inverse by substitution; larger ones are merged of these
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
-    """Computes api.recurrence in XLA, chunk by chunk; same arguments and results."""
+    """See api.recurrence."""
     acc = jnp.promote_types(v.dtype, jnp.float32)
     batch, length, heads, key = k.shape
     repeats, value = v.shape[2] // heads, v.shape[3]
@@ -63,11 +63,7 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = Tr
 
 
 def _stretch(delta, carry, given, own):
-    """Returns (states after N chunks, their outputs [N, B, C, h, r, V]), h key heads with r value heads each.
-
-    carry: (running state, prompt's state) [B, h, r, K, V]. given: of rows that continue. own: the chunks' arrays q,
-    k [N, B, C, h, K], v [N, B, C, h, r, V], g, beta [N, B, C, h, r], enters [N, B, C], and flags start, saves [N,
-    B]."""
+    """(states behind N chunks, their outputs [N, B, C, h, r, V])."""
     (q, k, v, g, beta, enters), (start, saves) = own
     acc, dtype = carry[0].dtype, v.dtype
     size = q.shape[2]

@@ -54,7 +54,6 @@ def filled(x_BxL, block, value):
 
 
 def filled_ids(ids: Ids, block_q, block_k) -> Ids:
-    """Returns Ids filled up to multiples of the two block sizes, with queries that see nothing and keys that nobody
-    sees."""
+    """Returns both sides up to a multiple of their blocks, with what sees nothing and is not seen."""
     sides = (block_q, NO_QUERY), (block_k, NO_KEY), (block_q, 0), (block_k, 0), (block_q, 0)
     return Ids(*(x if x is None else filled(x, *side) for x, side in zip(ids, sides, strict=True)))

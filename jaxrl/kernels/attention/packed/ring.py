@@ -49,9 +49,8 @@ class _How(NamedTuple):
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
             q_prefixes_BxL=None, *, count: int, **options) -> Ring:
-    """Returns the Ring of api.work_of for rows whose S keys are those of `count` devices, one after another.
-
-    kv_shape: of one device's keys. options: window and implementation."""
+    """Returns api.work_of where the S keys are those of `count` devices, one after another; kv_shape: of one
+    device's."""
     def cut(x):
         return None if x is None else x.reshape(len(x), count, -1).swapaxes(0, 1)
 
@@ -67,14 +66,8 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 def attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, q_positions_BxL, k_positions_BxL, q_segments_BxL=None,
               k_segments_BxL=None, q_prefixes_BxL=None, *, axis: str, work: Ring, window=0, softcap=0.0, scale=None,
               implementation="auto", sinks_H=None):
-    """Computes api.attention within a shard_map over `axis`, whose devices' keys are all visible.
-
-    Queries, keys and ids are this device's; the result is out [B, L, H, K] of its queries. Implementations without lse
-    are skipped.
-
-    Args:
-      axis: name of the mesh axis. work: of `work_of`.
-      the rest: as api.attention's."""
+    """Computes api.attention within a shard_map over `axis`: queries, keys and ids are this device's, seen are the keys
+    of all devices of the axis. work: of `work_of`. Implementations without lse stand aside."""
     scale = q_BxLxHxK.shape[-1] ** -0.5 if scale is None else scale
     ids = Ids(q_positions_BxL, k_positions_BxL, q_segments_BxL, k_segments_BxL, q_prefixes_BxL)
     ids = Ids(*(x if x is None else jnp.broadcast_to(x, (len(q_BxLxHxK), x.shape[1])) for x in ids))
