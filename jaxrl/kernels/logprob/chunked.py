@@ -329,8 +329,6 @@ def _of_ids(d_CxW, p_CxW, g_CxK, ids_CxK, block):
 
 
 def _backward(softcap, top, chunk, split, transposed, saved, grads):
-    """Returns the gradients of hidden [R, S, D] and head (None if it is not differentiated), then None for other
-    inputs. With p = softmax: d logits = g_logp (1[target] - p) - g_entropy p (logp + entropy), chunk by chunk."""
     learns, hidden, head, *_, kept = saved
     grads = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in grads]
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
