@@ -334,7 +334,6 @@ class Entry:
 
     @property
     def inputs(self) -> int:
-        """Axes that the linear map contracts, first after the stacked ones; 0 = no linear map."""
         return self.row.inputs
 
     @property
@@ -372,7 +371,7 @@ class Entry:
         return np.promote_types(wanted, np.float32) if self.row.fixed or self.row.wide else np.dtype(wanted)
 
     def of(self, tree):
-        """Returns this entry's leaf of a nested parameter tree."""
+        """Returns this entry's leaf of a tree."""
         for name in self.path:
             tree = tree[name]
         return tree
@@ -387,7 +386,7 @@ class Entry:
         return tensor.transpose(*range(len(outputs), len(shape)), *range(len(outputs)))
 
     def to_hf(self, array):
-        """Converts our array (at one index) to the HF tensor; numpy or jax."""
+        """Ours (at one index) -> HF tensor. numpy or jax."""
         if not self.inputs:
             return array.reshape(self.hf_shape)
         if self.row.whole:
